@@ -1,0 +1,54 @@
+"""Cheap sampling of many sequences that share prefixes, from a Hugging Face model.
+
+>>> model = prefixkit.patch(AutoModelForCausalLM.from_pretrained(name))
+>>> result = prefixkit.generate(model, tokenizer, prompts, n=128, temperature=0.8)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prefixkit.api import Result, beam_search, generate
+    from prefixkit.generation.report import Report
+    from prefixkit.generation.request import Sample, TokenEvent
+    from prefixkit.models import UnsupportedModel, patch, patched, unpatch
+
+__version__ = "0.1.0"
+
+# Where each public name lives.  Names load on first use, so that `prefixkit.tree` alone needs no torch, and the command
+# line answers before transformers is imported.
+_HOME = {
+    "Report": "prefixkit.generation.report",
+    "Result": "prefixkit.api",
+    "Sample": "prefixkit.generation.request",
+    "TokenEvent": "prefixkit.generation.request",
+    "UnsupportedModel": "prefixkit.models",
+    "beam_search": "prefixkit.api",
+    "generate": "prefixkit.api",
+    "patch": "prefixkit.models",
+    "patched": "prefixkit.models",
+    "unpatch": "prefixkit.models",
+}
+
+__all__ = [
+    "Report",
+    "Result",
+    "Sample",
+    "TokenEvent",
+    "UnsupportedModel",
+    "beam_search",
+    "generate",
+    "patch",
+    "patched",
+    "unpatch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'prefixkit' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,274 @@
+"""The public verbs: sample or search many continuations of many prompts, sharing what the prompts share."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.kv_pool import KVPool, KVSpec
+from prefixkit.attention.step import Planner
+from prefixkit.generation.engine import Engine
+from prefixkit.generation.report import Report
+from prefixkit.generation.request import BeamParams, Request, Sample, SamplingParams, TokenEvent
+from prefixkit.generation.scheduler import pages_for, pages_per_unit
+from prefixkit.models import ModelRunner, NotPatched, is_patched, kv_spec, query_heads
+from prefixkit.prompts import Prompt, encode_prompts
+from prefixkit.tree.radix import PrefixTree
+
+log = logging.getLogger("prefixkit")
+
+# Without kv_budget, the pool takes at most this part of the memory that is free.
+FREE_MEMORY_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Result:
+    """The samples of a run, by prompt and then index, and the report of what they shared."""
+
+    samples: tuple[Sample, ...]
+    report: Report
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+    def of_prompt(self, prompt_index: int) -> list[Sample]:
+        """The samples of one prompt."""
+        return [sample for sample in self.samples if sample.prompt_index == prompt_index]
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Prompt | Iterable[Prompt],
+    *,
+    n: int = 1,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    max_new_tokens: int = 128,
+    seed: int | Sequence[int] = 0,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] | None = None,
+    kv_budget: int | None = None,
+    page_size: int = 16,
+    prefill_chunk: int = 1024,
+    on_sample: Callable[[Sample], None] | None = None,
+    on_token: Callable[[TokenEvent], None] | None = None,
+) -> Result:
+    """Draw ``n`` continuations of each prompt.
+
+    What the prompts share is found token by token, computed once, stored once and read once per step.  The tokens of a sample
+    depend on its prompt, its seed and its index only: not on the other prompts, their order, or ``page_size``.
+
+    Args:
+        model: A model that :func:`prefixkit.patch` has patched.
+        tokenizer: Its tokenizer.
+        prompts: Strings, lists of token ids, or lists of chat messages.
+        n: Samples per prompt.
+        temperature: 0 is greedy.
+        top_k: 0 keeps all tokens.
+        top_p: In (0, 1].
+        min_p: In [0, 1).
+        repetition_penalty: Over prompt and drawn tokens; 1 is none.
+        max_new_tokens: Tokens drawn per sample at most.
+        seed: One seed, or one per prompt.
+        stop: Strings that end a sample, left out of its text.
+        stop_token_ids: Tokens that end a sample; None takes the model's end-of-sequence tokens.
+        kv_budget: Bytes of KV to hold at most; prompts beyond it wait for others to finish.  None takes what the run needs,
+            up to half of the memory that is free.
+        page_size: Tokens per KV page, 1 to 128.
+        prefill_chunk: Prompt tokens computed per step at most.
+        on_sample: Called with each sample as it finishes.
+        on_token: Called with each token as it is drawn.
+
+    Returns:
+        The samples and a report.  Each sample's ``logprobs`` are those of the model itself, before temperature and filters.
+
+    Raises:
+        NotPatched: the model is not patched.
+        ValueError: a parameter or a prompt is out of range, or ``kv_budget`` too small for one sequence.
+    """
+    encoded = _checked_prompts(model, tokenizer, prompts)
+    seeds = [seed] * len(encoded) if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(encoded):
+        raise ValueError(f"seed must be one integer or one per prompt, got {len(seeds)} for {len(encoded)} prompts")
+    stop_ids = _stop_ids(model, tokenizer) if stop_token_ids is None else tuple(stop_token_ids)
+    params = [
+        SamplingParams(
+            n=n,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            max_new_tokens=max_new_tokens,
+            seed=prompt_seed,
+            stop_token_ids=stop_ids,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        )
+        for prompt_seed in seeds
+    ]
+    requests = [Request(index, tokens, each) for index, (tokens, each) in enumerate(zip(encoded, params, strict=True))]
+    return _run(model, tokenizer, requests, kv_budget, page_size, prefill_chunk, on_sample, on_token)
+
+
+def beam_search(
+    model: Any,
+    tokenizer: Any,
+    prompts: Prompt | Iterable[Prompt],
+    *,
+    num_beams: int,
+    num_return_sequences: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | Literal["never"] = False,
+    max_new_tokens: int = 128,
+    stop_token_ids: Sequence[int] | None = None,
+    kv_budget: int | None = None,
+    page_size: int = 1,
+    prefill_chunk: int = 1024,
+    on_sample: Callable[[Sample], None] | None = None,
+) -> Result:
+    """Search for the likeliest continuations of each prompt; beams fork and go on the tree, and no KV is ever copied.
+
+    The sequences and scores are those of transformers' ``generate(num_beams=..., do_sample=False)``.
+
+    Args:
+        model: A model that :func:`prefixkit.patch` has patched.
+        tokenizer: Its tokenizer.
+        prompts: As for :func:`generate`.
+        num_beams: Beams per prompt.
+        num_return_sequences: Sequences to return per prompt, best first.
+        length_penalty: Scores are divided by ``length ** length_penalty``.
+        early_stopping: True stops at ``num_beams`` finished sequences, False when better ones are unlikely, "never" when they
+            are impossible.
+        max_new_tokens: Tokens per sequence at most.
+        stop_token_ids: Tokens that end a sequence; None takes the model's end-of-sequence tokens.
+        kv_budget: Bytes of KV to hold at most.
+        page_size: Tokens per KV page; 1 wastes nothing where beams fork at every token.
+        prefill_chunk: Prompt tokens computed per step at most.
+        on_sample: Called with each sequence as its search ends.
+
+    Returns:
+        Samples with ``score`` set, ``index`` 0 being the best, and a report.
+
+    Raises:
+        NotPatched: the model is not patched.
+        ValueError: as for :func:`generate`.
+    """
+    encoded = _checked_prompts(model, tokenizer, prompts)
+    params = BeamParams(
+        num_beams=num_beams,
+        num_return_sequences=num_return_sequences,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=_stop_ids(model, tokenizer) if stop_token_ids is None else tuple(stop_token_ids),
+    )
+    requests = [Request(index, tokens, params) for index, tokens in enumerate(encoded)]
+    return _run(model, tokenizer, requests, kv_budget, page_size, prefill_chunk, on_sample, None)
+
+
+def _run(
+    model: Any,
+    tokenizer: Any,
+    requests: list[Request],
+    kv_budget: int | None,
+    page_size: int,
+    prefill_chunk: int,
+    on_sample: Callable[[Sample], None] | None,
+    on_token: Callable[[TokenEvent], None] | None,
+) -> Result:
+    _warn_of_length(model, requests)
+    spec = kv_spec(model)
+    num_pages = pool_pages(requests, spec, kv_budget, page_size)
+    pool = KVPool(spec, num_pages, page_size)
+    shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
+    engine = Engine(
+        ModelRunner(model, pool),
+        pool,
+        PrefixTree(num_pages, page_size),
+        Planner(shape),
+        decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+        prefill_chunk=prefill_chunk,
+        on_sample=on_sample,
+        on_token=on_token,
+    )
+    return Result(tuple(engine.run(requests)), engine.report)
+
+
+def pool_pages(requests: Sequence[Request], spec: KVSpec, kv_budget: int | None, page_size: int) -> int:
+    """How many pages to make: what all requests need at once, within the budget.
+
+    Raises:
+        ValueError: ``kv_budget`` is not a positive number of bytes that holds a page.
+    """
+    tokens = sum(len(request.tokens) for request in requests)
+    scratch = PrefixTree(tokens + len(requests), page_size)
+    for request in requests:
+        scratch.insert(request.tokens)
+    need = scratch.allocator.num_pages - scratch.allocator.free
+    for request in requests:
+        units = request.params.n if isinstance(request.params, SamplingParams) else 1
+        need += units * pages_per_unit(request.params, page_size)
+    page_bytes = page_size * spec.bytes_per_token
+    budget = free_memory(spec.device) * FREE_MEMORY_SHARE if kv_budget is None else kv_budget
+    if budget < page_bytes:
+        raise ValueError(
+            f"kv_budget={kv_budget} bytes holds no page; a page of {page_size} tokens takes {page_bytes} bytes "
+            f"({page_bytes / 2**20:.2f} MiB)"
+        )
+    pages = min(need, int(budget // page_bytes))
+    if pages < need:
+        log.info("KV pool: %d of the %d pages that all requests need at once; the others wait", pages, need)
+    return max(pages, pages_for(1, page_size))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as meminfo:
+            return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _checked_prompts(
+    model: Any, tokenizer: Any, prompts: Prompt | Iterable[Prompt]
+) -> list[NDArray[np.int32]]:
+    if not is_patched(model):
+        raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
+    return encode_prompts(tokenizer, prompts, model.config.get_text_config().vocab_size)
+
+
+def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The end-of-sequence tokens of the generation config, else the tokenizer's."""
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = getattr(tokenizer, "eos_token_id", None) if ids is None else ids
+    if ids is None:
+        return ()
+    return (int(ids),) if isinstance(ids, int) else tuple(int(token) for token in ids)
+
+
+def _warn_of_length(model: Any, requests: Sequence[Request]) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(request.tokens) + request.params.max_new_tokens for request in requests)
+    if limit is not None and longest > limit:
+        log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)

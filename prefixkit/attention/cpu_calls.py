@@ -1,0 +1,270 @@
+"""Pieces grouped into calls of one attention kernel each.
+
+A call costs some 20 us before its first multiplication, so small pieces are batched: gathered into one padded block of
+shape ``[batch, length]`` keys for ``[batch, rows]`` queries.  Large pieces are called alone, and read the pool where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkit.attention.cpu_pieces import DENSE, MASKED, SQUARE, Array, Pieces, ranges
+from prefixkit.attention.variants import Variant
+
+# Measured on one thread of a 2.6 GHz x86 server core with AVX-512 (float32, 3 KV heads of 64): microseconds.
+CALL_US = 20.0  # one more call, in Python and in the kernel
+COPY_US = 3.5e-4  # gathering one element of K and one of V
+READ_US = 4.5e-4  # reading them in the kernel
+MULTIPLY_US = 2.7e-5  # one multiplication and addition
+
+# Elements of K in a batched call: K and V, gathered, should stay in a core's second-level cache or nearly so.
+BATCH_ELEMENTS = 1 << 19
+# Elements of K, of scores, or of a mask in any call: 64 MB of float32.
+CALL_ELEMENTS = 1 << 24
+# Tiles of queries under a variant that hides keys or changes scores: few of the keys that a tile reads are hidden.
+VARIANT_ROWS = 128
+# With fewer queries than this per call, the query heads of a KV head are folded into rows, to make one matrix of them.
+FOLD_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads ``[first, first + heads)`` of a layer, with their KV heads."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    first: int = 0
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of one token's K."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def numbers(self) -> Tensor:
+        """``[heads, 1, 1]`` int64, for variants."""
+        return torch.arange(self.first, self.first + self.heads)[:, None, None]
+
+    @property
+    def score_us(self) -> float:
+        """Arithmetic of one query with one key, over all heads."""
+        return 2 * self.heads * self.head_dim * MULTIPLY_US
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """What a call needs to compute its scores in plain torch.
+
+    Attributes:
+        q_position: ``[batch, 1, rows, 1]`` int64.
+        kv_position: ``[batch, 1, 1, length]`` int64.
+        visible: Bool, broadcasts to ``[batch, heads, rows, length]``, or None if everything is.
+    """
+
+    q_position: Tensor
+    kv_position: Tensor
+    visible: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One kernel call: ``batch`` blocks of ``rows`` queries against ``length`` keys each.
+
+    Attributes:
+        batch, rows, length: The block; ragged pieces are padded up to it.
+        first_row: First query row, when the call's rows are consecutive; else -1.
+        row_index: ``[batch * rows]`` int64 query rows otherwise.
+        first_slot: First slot, when the call's keys are one run; else -1.
+        slot_index: ``[batch * length]`` int64 slots otherwise.
+        causal: Row i of a block sees its keys 0..i.
+        folded: Query heads of one KV head are rows of one matrix: rows of the result have heads in the order
+            ``(group, kv_heads)`` instead of ``(kv_heads, group)``.
+        mask: float32 0 or -inf, broadcasts to the kernel's scores; or None.
+        empty: Bool ``[batch * rows, heads or 1]``, True where the mask hides all keys; or None.
+        scoring: Set where the variant changes scores; the kernel is plain torch then.
+    """
+
+    batch: int
+    rows: int
+    length: int
+    first_row: int
+    row_index: Tensor | None
+    first_slot: int
+    slot_index: Tensor | None
+    causal: bool
+    folded: bool
+    mask: Tensor | None = None
+    empty: Tensor | None = None
+    scoring: Scoring | None = None
+
+
+def batches(pieces: Pieces, heads: Heads, variant: Variant) -> Iterator[Array]:
+    """Which pieces share a call: arrays of piece numbers, each piece once, those of a batch ascending by row."""
+    tokens, rows = pieces.tokens, pieces.rows
+    single_run = np.diff(pieces.indptr) == 1
+    square = pieces.kind == SQUARE
+    alone = (
+        (single_run & (tokens * heads.kv_elements * COPY_US > CALL_US))
+        | (rows * tokens * heads.score_us > 10 * CALL_US)
+        | (pieces.kind == MASKED)
+        | (square & (tokens != rows))
+    )
+    for piece in np.flatnonzero(alone):
+        yield np.array([piece])
+    scored = variant.score_mod is not None or variant.mask_mod is not None
+    for kind in (DENSE, SQUARE):
+        candidates = np.flatnonzero(~alone & (pieces.kind == kind))
+        for members in _buckets(rows[candidates], tokens[candidates], heads):
+            batch = candidates[members]
+            batch = batch[np.argsort(pieces.row[batch], kind="stable")]
+            longest, most = int(tokens[batch].max()), int(rows[batch].max())
+            limit = BATCH_ELEMENTS // (longest * heads.kv_elements)
+            if scored:
+                limit = min(limit, CALL_ELEMENTS // (most * longest * heads.heads))
+            yield from np.array_split(batch, -(-len(batch) // max(1, limit)))
+
+
+def _buckets(rows: Array, tokens: Array, heads: Heads) -> list[Array]:
+    """Group blocks of similar shape: a block joins a larger bucket while padding it costs less than one more call."""
+    if not len(rows):
+        return []
+    shape = _round_up(rows) << 32 | _round_up(tokens)
+    shapes, which, count = np.unique(shape, return_inverse=True, return_counts=True)
+    token_us = heads.kv_elements * (COPY_US + READ_US)
+    leaders: list[tuple[int, int]] = []
+    bucket_of_shape = np.zeros(len(shapes), dtype=np.int64)
+    for index in range(len(shapes) - 1, -1, -1):
+        r, n = divmod(int(shapes[index]), 1 << 32)
+        best, best_cost = -1, CALL_US
+        for bucket, (big_r, big_n) in enumerate(leaders):
+            if big_r >= r and big_n >= n:
+                cost = int(count[index]) * ((big_r * big_n - r * n) * heads.score_us + (big_n - n) * token_us)
+                if cost < best_cost:
+                    best, best_cost = bucket, cost
+        if best < 0:
+            best = len(leaders)
+            leaders.append((r, n))
+        bucket_of_shape[index] = best
+    bucket = bucket_of_shape[which]
+    return [np.flatnonzero(bucket == number) for number in range(len(leaders))]
+
+
+def _round_up(sizes: Array) -> Array:
+    """Up to the next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
+    step = 1 << np.maximum(np.frexp(np.maximum(sizes, 1) - 0.5)[1] - 3, 0).astype(np.int64)
+    return -(-sizes // step) * step
+
+
+def make_call(pieces: Pieces, batch: Array, q_positions: Array, heads: Heads, variant: Variant) -> Call | None:
+    """The call for some pieces of one kind, or None if the variant hides all their keys."""
+    rows, tokens = pieces.rows[batch], pieces.tokens[batch]
+    most, longest = int(rows.max()), int(tokens.max())
+    row_grid = pieces.row[batch][:, None] + np.minimum(np.arange(most), rows[:, None] - 1)
+    runs = ranges(pieces.indptr[batch], np.diff(pieces.indptr)[batch])
+    single_run = len(runs) == 1
+    kind = int(pieces.kind[batch[0]])
+    padded = kind == DENSE and not bool(np.all(tokens == longest))
+    visible = torch.from_numpy(np.arange(longest) < tokens[:, None])[:, None, None, :] if padded else None
+    scoring = None
+    if variant.score_mod is not None or variant.mask_mod is not None or kind == MASKED:
+        kv_position = _padded(ranges(pieces.position[runs], pieces.count[runs]), tokens, longest)
+        scoring = _scoring(q_positions[row_grid], kv_position, visible, kind, heads, variant)
+        if scoring.visible is not None and not bool(scoring.visible.any()):
+            return None
+        visible = scoring.visible
+    plain = variant.score_mod is None
+    causal = plain and kind == SQUARE and (scoring is None or visible is None)
+    folded = plain and not causal and heads.group > 1 and most < FOLD_ROWS
+    consecutive = bool(np.all(np.diff(row_grid.reshape(-1)) == 1))
+    hidden = plain and visible is not None
+    return Call(
+        batch=len(batch),
+        rows=most,
+        length=longest,
+        first_row=int(row_grid[0, 0]) if consecutive else -1,
+        row_index=None if consecutive else torch.from_numpy(row_grid.reshape(-1)),
+        first_slot=int(pieces.slot[runs[0]]) if single_run else -1,
+        slot_index=None
+        if single_run
+        else torch.from_numpy(_padded(ranges(pieces.slot[runs], pieces.count[runs]), tokens, longest).reshape(-1)),
+        causal=causal,
+        folded=folded,
+        mask=_mask(visible, most, heads, folded) if hidden and visible is not None else None,
+        empty=_empty(visible, most, heads, folded) if hidden and visible is not None and scoring is not None else None,
+        scoring=None if plain else scoring,
+    )
+
+
+def _padded(values: Array, tokens: Array, longest: int) -> Array:
+    """``[batch, longest]``: ragged rows laid end to end in ``values``, each padded with its last (real) element."""
+    begin = np.cumsum(tokens) - tokens
+    grid: Array = values[begin[:, None] + np.minimum(np.arange(longest), tokens[:, None] - 1)]
+    return grid
+
+
+def _scoring(
+    q_position: Array, kv_position: Array, visible: Tensor | None, kind: int, heads: Heads, variant: Variant
+) -> Scoring:
+    """Positions of a call's rows and keys, and who sees whom.
+
+    A SQUARE whose mask hides nothing more keeps ``visible`` None if the kernel can do the triangle itself.
+    """
+    q = torch.from_numpy(q_position)[:, None, :, None]
+    kv = torch.from_numpy(kv_position)[:, None, None, :]
+    if kind == SQUARE:
+        triangle = torch.ones(q.shape[2], kv.shape[3], dtype=torch.bool).tril()[None, None]
+        base = triangle
+    elif kind == MASKED:
+        base = kv <= q
+    else:
+        base = torch.ones(1, 1, 1, 1, dtype=torch.bool) if visible is None else visible
+    shown = base
+    if variant.mask_mod is not None:
+        allowed = variant.mask_mod(q, kv, heads.numbers)
+        shown = allowed & base
+        shown = shown.expand(torch.broadcast_shapes(shown.shape, (len(q), 1, q.shape[2], kv.shape[3])))
+        if torch.equal(shown, base.expand_as(shown)):
+            shown = base
+    if shown is base and kind == DENSE:
+        return Scoring(q, kv, visible)
+    if shown is base and kind == SQUARE and variant.score_mod is None:
+        return Scoring(q, kv, None)
+    return Scoring(q, kv, shown)
+
+
+def _mask(visible: Tensor, rows: int, heads: Heads, folded: bool) -> Tensor:
+    """Additive mask of shape ``[batch, 1 or heads or kv_heads, 1 or rows or rows * group, length]``."""
+    if folded and visible.shape[2] > 1:
+        visible = _fold(visible, rows, heads)
+    return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+
+
+def _fold(visible: Tensor, rows: int, heads: Heads) -> Tensor:
+    """``[batch, heads or 1, rows, length]`` to ``[batch, kv_heads or 1, rows * group, length]``."""
+    batch, per_head, _, length = visible.shape
+    if per_head == 1:
+        return visible.repeat_interleave(heads.group, dim=2)
+    grouped = visible.view(batch, heads.kv_heads, heads.group, rows, length).transpose(2, 3)
+    return grouped.reshape(batch, heads.kv_heads, rows * heads.group, length)
+
+
+def _empty(visible: Tensor, rows: int, heads: Heads, folded: bool) -> Tensor | None:
+    """``[batch * rows, heads or 1]`` True where no key is visible, or None if there is no such row."""
+    empty = ~visible.any(dim=-1)
+    if not bool(empty.any()):
+        return None
+    batch, per_head = empty.shape[:2]
+    empty = empty.expand(batch, per_head, rows)
+    if folded and per_head > 1:
+        empty = empty.view(batch, heads.kv_heads, heads.group, rows).transpose(1, 2)
+    return empty.reshape(batch, per_head, rows).transpose(1, 2).reshape(batch * rows, per_head)

@@ -1,0 +1,241 @@
+"""A work list as pieces: which query rows meet which slots of the pool, under which mask.
+
+A work item says nodes, an executor wants memory.  Here every item is cut so that each piece has one simple mask, and its KV
+is listed as runs of consecutive slots.  For queries at positions ``p0 .. p1`` of a causal item and one segment of keys
+(positions left to right):
+
+    keys  < p0           [p0 .. p1]             > p1
+    dense: all see it    square: lower triangle  dropped: nobody sees it
+
+All in numpy over whole arrays, because a step may have thousands of items and this runs once a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.int64]
+
+# Kinds of pieces.
+DENSE = 0  # every row sees every key
+SQUARE = 1  # row i sees keys 0..i
+MASKED = 2  # a row sees the keys whose position is not beyond its own
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The arrays of a work list and of the tree it is about, as int64; see ``Plan`` and ``Step``."""
+
+    items: Array
+    segment_indptr: Array
+    segments: Array
+    merge_indptr: Array
+    merge_indices: Array
+    start: Array
+    length: Array
+    page_indptr: Array
+    pages: Array
+    first_slot: Array
+    q_positions: Array
+    page_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Rows x keys with one simple mask each, in item order.
+
+    Attributes:
+        item: ``[pieces]`` the work item that each is a part of.
+        row, rows: ``[pieces]`` first query row and number of rows.
+        kind: ``[pieces]`` DENSE, SQUARE or MASKED.
+        indptr: ``[pieces + 1]`` bounds of each piece's runs.
+        slot, count, position: ``[runs]`` first slot, tokens, position of the first token.
+    """
+
+    item: Array
+    row: Array
+    rows: Array
+    kind: Array
+    indptr: Array
+    slot: Array
+    count: Array
+    position: Array
+
+    def __len__(self) -> int:
+        return len(self.item)
+
+    @property
+    def tokens(self) -> Array:
+        """``[pieces]`` keys of each."""
+        return np.diff(np.concatenate(([0], np.cumsum(self.count)))[self.indptr])
+
+
+def ranges(begin: Array, count: Array) -> Array:
+    """``begin[0], begin[0] + 1, ...`` for ``count[0]`` numbers, then the same from ``begin[1]``, and so on."""
+    ends = np.cumsum(count)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(begin - (ends - count), count)
+
+
+def cut(work: Work, head: int | None, reach: int | None, tile_rows: int | None) -> Pieces:
+    """Cut a work list into pieces.
+
+    Args:
+        work: The work list.
+        head: Only items that concern this KV head; None for a list whose items all concern every head.
+        reach: Keys at ``position - reach`` or before are seen by no query; None for no limit.
+        tile_rows: Cut items to this many rows first, so that each sees few keys it must mask; None leaves them whole.
+    """
+    item, row, rows = _tiles(work.items, head, tile_rows)
+    parts = _Parts.of(work, item, row, rows, reach)
+    order = np.argsort(parts.tile * 4 + parts.kind, kind="stable")
+    parts = parts.take(order)
+    opens = np.ones(len(order), dtype=bool)
+    opens[1:] = (parts.tile[1:] != parts.tile[:-1]) | (parts.kind[1:] != parts.kind[:-1]) | (parts.kind[1:] == SQUARE)
+    first = np.flatnonzero(opens)
+    tile, skipped = parts.tile[first], parts.row_offset[first]
+    piece_of_part = np.cumsum(opens) - 1
+    run_piece, slot, count, position = _runs(work, parts, piece_of_part)
+    return Pieces(
+        item=item[tile],
+        row=row[tile] + skipped,
+        rows=rows[tile] - skipped,
+        kind=parts.kind[first],
+        indptr=np.searchsorted(run_piece, np.arange(len(first) + 1)),
+        slot=slot,
+        count=count,
+        position=position,
+    )
+
+
+def _tiles(items: Array, head: int | None, tile_rows: int | None) -> tuple[Array, Array, Array]:
+    """Item, first row and number of rows of each tile."""
+    concerned = items[:, 1] > items[:, 0]
+    if head is not None:
+        concerned &= (items[:, 4] < 0) | (items[:, 4] == head)
+    item = np.flatnonzero(concerned)
+    begin, end = items[item, 0], items[item, 1]
+    if tile_rows is None:
+        return item, begin, end - begin
+    tiles = -(-(end - begin) // tile_rows)
+    row = np.repeat(begin, tiles) + tile_rows * ranges(np.zeros_like(tiles), tiles)
+    return np.repeat(item, tiles), row, np.minimum(np.repeat(end, tiles) - row, tile_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """Slices of single nodes: keys at positions ``[low, high)`` of ``node`` for a tile's rows from ``row_offset`` on."""
+
+    tile: Array
+    kind: Array
+    node: Array
+    low: Array
+    high: Array
+    row_offset: Array
+
+    @classmethod
+    def of(cls, work: Work, item: Array, row: Array, rows: Array, reach: int | None) -> _Parts:
+        """Cut each tile's segments as drawn at the top of this file."""
+        count = np.diff(work.segment_indptr)[item]
+        tile = np.repeat(np.arange(len(item)), count)
+        node, begin, end = work.segments[ranges(work.segment_indptr[item], count)].T
+        low = work.start[node] + begin
+        high = work.start[node] + np.minimum(end, work.length[node])
+        q_low, q_high, adjacent = (value[tile] for value in _spans(work.q_positions, row, rows))
+        if reach is not None:
+            low = np.maximum(low, q_low - reach + 1)
+        causal = work.items[item, 2][tile] != 0
+        high = np.where(causal, np.minimum(high, q_high + 1), high)
+        # The square starts at q_low, to be a triangle; but where that leaves it a single key, everyone sees the key.
+        split = np.where(adjacent & (high > q_low + 1), np.minimum(high, q_low), np.minimum(high, q_low + 1))
+        split = np.maximum(low, np.where(causal, split, high))
+        dense, rest = low < split, split < high
+        zero = np.zeros_like(low)
+        return cls(
+            tile=np.concatenate((tile[dense], tile[rest])),
+            kind=np.concatenate((zero[dense], np.where(adjacent, SQUARE, MASKED)[rest])),
+            node=np.concatenate((node[dense], node[rest])),
+            low=np.concatenate((low[dense], split[rest])),
+            high=np.concatenate((split[dense], high[rest])),
+            row_offset=np.concatenate((zero[dense], np.where(adjacent, split - q_low, 0)[rest])),
+        )
+
+    def take(self, order: Array) -> _Parts:
+        return _Parts(*(getattr(self, name)[order] for name in ("tile", "kind", "node", "low", "high", "row_offset")))
+
+
+def _spans(q_positions: Array, row: Array, rows: Array) -> tuple[Array, Array, NDArray[np.bool_]]:
+    """Lowest and highest position of each tile's rows, and whether they go up by one."""
+    if not len(row):
+        return row, row, np.zeros(0, dtype=bool)
+    bounds = np.stack((row, row + rows), axis=1).reshape(-1)
+    padded = np.append(q_positions, q_positions[-1])  # reduceat wants every bound to be an index
+    low, high = (extreme.reduceat(padded, bounds)[::2] for extreme in (np.minimum, np.maximum))
+    jumps = np.concatenate(([0], np.cumsum(np.diff(q_positions) != 1)))
+    return low, high, jumps[row + rows - 1] == jumps[row]
+
+
+def _runs(work: Work, parts: _Parts, piece_of_part: Array) -> tuple[Array, Array, Array, Array]:
+    """Piece, first slot, tokens and first position of each run of consecutive slots (and positions)."""
+    size = work.page_size
+    tokens = parts.high - parts.low
+    within = work.first_slot[parts.node] + parts.low - work.start[parts.node]
+    first_page = within // size
+    pages = (within + tokens - 1) // size - first_page + 1
+    part = np.repeat(np.arange(len(tokens)), pages)
+    page = ranges(first_page, pages)
+    begin = np.maximum(page * size, within[part])
+    count = np.minimum((page + 1) * size, (within + tokens)[part]) - begin
+    slot = work.pages[work.page_indptr[parts.node][part] + page] * size + begin % size
+    position = parts.low[part] + begin - within[part]
+    piece = piece_of_part[part]
+    opens = np.ones(len(slot), dtype=bool)
+    opens[1:] = (
+        (piece[1:] != piece[:-1]) | (slot[1:] != (slot + count)[:-1]) | (position[1:] != (position + count)[:-1])
+    )
+    first = np.flatnonzero(opens)
+    return piece[first], slot[first], np.add.reduceat(count, first) if len(first) else count, position[first]
+
+
+def detach_long_runs(pieces: Pieces, shortest: int, longest: Array) -> Pieces:
+    """Make dense pieces easy on memory.
+
+    A piece of several runs has to be gathered into one matrix; runs of at least ``shortest`` tokens become pieces of their
+    own, which need no copy.  And no dense piece stays much longer than ``longest[piece]`` tokens.
+    """
+    dense = pieces.kind == DENSE
+    whole = (pieces.tokens <= longest) & ((np.diff(pieces.indptr) == 1) | (pieces.tokens < shortest))
+    if np.all(whole | ~dense):
+        return pieces
+    piece = np.repeat(np.arange(len(pieces)), np.diff(pieces.indptr))
+    # Overlong runs first: a run of n tokens becomes ceil(n / longest) runs.
+    limit = np.where(dense, longest, np.iinfo(np.int64).max)[piece]
+    cuts = -(-pieces.count // limit)
+    at = ranges(np.zeros_like(cuts), cuts) * np.repeat(np.minimum(limit, pieces.count), cuts)
+    piece, limit = np.repeat(piece, cuts), np.repeat(limit, cuts)
+    slot, position = np.repeat(pieces.slot, cuts) + at, np.repeat(pieces.position, cuts) + at
+    count = np.minimum(np.repeat(pieces.count, cuts) - at, limit)
+    # Then group: each long run alone, the short ones of a piece together, a new group whenever they have filled one.
+    alone = dense[piece] & (count >= shortest)
+    before = np.cumsum(np.where(alone, 0, count)) - np.where(alone, 0, count)
+    piece_begin = np.searchsorted(piece, np.arange(len(pieces)))
+    filled = np.where(dense[piece], (before - before[piece_begin][piece]) // np.maximum(limit, 1), 0)
+    group = np.where(alone, np.arange(len(piece)) + 1, -filled)
+    order = np.lexsort((np.arange(len(piece)), group, piece))
+    piece, group = piece[order], group[order]
+    opens = np.ones(len(order), dtype=bool)
+    opens[1:] = (piece[1:] != piece[:-1]) | (group[1:] != group[:-1])
+    first = np.flatnonzero(opens)
+    parent = piece[first]
+    return Pieces(
+        item=pieces.item[parent],
+        row=pieces.row[parent],
+        rows=pieces.rows[parent],
+        kind=pieces.kind[parent],
+        indptr=np.append(first, len(order)),
+        slot=slot[order],
+        count=count[order],
+        position=position[order],
+    )

@@ -1,0 +1,161 @@
+"""Programs: what the CPU does in one layer of a step, compiled once and run in every layer.
+
+A program depends on numbers only: the work list, the tree's arrays, the positions of the queries.  So programs are found
+again by comparing these numbers, all of them.  That costs some 10 us per layer, and no tensor that is written in place, or
+freed and replaced by another at its address, can ever meet a stale program.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from prefixkit.attention.cpu_calls import (
+    CALL_ELEMENTS,
+    CALL_US,
+    COPY_US,
+    VARIANT_ROWS,
+    Call,
+    Heads,
+    batches,
+    make_call,
+)
+from prefixkit.attention.cpu_merge import Merge, plan_merge
+from prefixkit.attention.cpu_pieces import Array, Pieces, Work, cut, detach_long_runs
+from prefixkit.attention.variants import Variant
+
+# Programs kept per process.  A model uses one or two per step: one for each variant among its layers.
+KEPT = 4
+
+_kept: list[tuple[tuple[object, ...], bytes, tuple[Program, ...]]] = []
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Kernel calls, and how their results merge into the rows of the output.
+
+    Attributes:
+        heads: The heads it computes: all, or those of one KV head.
+        calls: In order; call ``i`` makes block ``i``.
+        merge: From the blocks' rows to the output's.
+        folded: Every block has its heads in the order ``(group, kv_heads)``; else blocks are brought to query-head order.
+        may_be_empty: A partial state may have seen no key.
+    """
+
+    heads: Heads
+    calls: tuple[Call, ...]
+    merge: Merge
+    folded: bool
+    may_be_empty: bool
+
+
+def program_for(
+    q_positions: Tensor,
+    work: Sequence[Tensor],
+    nodes: Sequence[Tensor],
+    pool_shape: Sequence[int],
+    heads: Heads,
+    exact_views: bool,
+    key: str,
+    variant: Variant,
+) -> tuple[Program, ...]:
+    """The programs of a step: one for all heads, or one for each KV head if the work list deals heads apart.
+
+    Args:
+        q_positions, work, nodes: As the op takes them.
+        pool_shape: Of the pages.
+        heads: All heads of the layer.
+        exact_views: Keys can be used where they lie; False if they must be converted to float32 first.
+        key, variant: The variant.
+    """
+    shape = (tuple(pool_shape), heads, exact_views, key, *(len(tensor) for tensor in (*work, *nodes)))
+    numbers = b"".join([tensor.numpy().tobytes() for tensor in (q_positions, *work, *nodes)])
+    with _lock:
+        for entry in _kept:
+            if entry[0] == shape and entry[1] == numbers:
+                return entry[2]
+    arrays = [tensor.numpy().astype(np.int64) for tensor in (*work, *nodes, q_positions)]
+    listed = Work(*arrays, page_size=pool_shape[1])
+    if len(listed.items) and int(listed.items[:, 4].max()) >= 0:
+        group = heads.group
+        programs = tuple(
+            _compile(listed, Heads(group, 1, heads.head_dim, head * group), pool_shape[0], exact_views, variant, head)
+            for head in range(heads.kv_heads)
+        )
+    else:
+        programs = (_compile(listed, heads, pool_shape[0], exact_views, variant, None),)
+    with _lock:
+        _kept.insert(0, (shape, numbers, programs))
+        del _kept[KEPT:]
+    return programs
+
+
+def _compile(
+    work: Work, heads: Heads, num_pages: int, exact_views: bool, variant: Variant, head: int | None
+) -> Program:
+    changed = variant.score_mod is not None or variant.mask_mod is not None
+    pieces = cut(work, head, variant.reach, VARIANT_ROWS if changed else None)
+    _check_slots(pieces, num_pages * work.page_size)
+    pieces = detach_long_runs(
+        pieces,
+        shortest=max(1, int(CALL_US / (COPY_US * heads.kv_elements))),
+        longest=_longest(pieces, heads, exact_views, changed),
+    )
+    calls: list[Call] = []
+    block = np.full(len(pieces), -1, dtype=np.int64)
+    base = np.zeros(len(pieces), dtype=np.int64)
+    for batch in batches(pieces, heads, variant):
+        call = make_call(pieces, batch, work.q_positions, heads, variant)
+        if call is not None:
+            block[batch], base[batch] = len(calls), np.arange(len(batch)) * call.rows
+            calls.append(call)
+    return Program(
+        heads=heads,
+        calls=tuple(calls),
+        merge=_merge(work, pieces, block, base, np.array([call.batch * call.rows for call in calls], dtype=np.int64)),
+        folded=all(call.folded for call in calls),
+        may_be_empty=variant.score_mod is not None or any(call.empty is not None for call in calls),
+    )
+
+
+def _check_slots(pieces: Pieces, num_slots: int) -> None:
+    low, high = pieces.slot.min(initial=0), (pieces.slot + pieces.count).max(initial=0)
+    if low < 0 or high > num_slots:
+        raise IndexError(
+            f"tree_attention: nodes name slots {low}..{high - 1}, but the pages hold slots 0..{num_slots - 1}"
+        )
+
+
+def _longest(pieces: Pieces, heads: Heads, exact_views: bool, changed: bool) -> Array:
+    """Tokens beyond which a dense piece is cut, to bound the memory of copies, scores and masks."""
+    longest = np.full(len(pieces), CALL_ELEMENTS // heads.kv_elements)
+    if exact_views:
+        longest[np.diff(pieces.indptr) == 1] = np.iinfo(np.int64).max
+    if changed:
+        longest = np.minimum(longest, CALL_ELEMENTS // (heads.heads * pieces.rows))
+    return np.maximum(longest, 1)
+
+
+def _merge(work: Work, pieces: Pieces, block: Array, base: Array, heights: Array) -> Merge:
+    """Order each row's partials by the plan's merge order, then by the pieces of an item."""
+    kept = np.flatnonzero(block >= 0)
+    piece = np.repeat(kept, pieces.rows[kept])
+    within = np.arange(len(piece)) - np.repeat(np.cumsum(pieces.rows[kept]) - pieces.rows[kept], pieces.rows[kept])
+    row = pieces.row[piece] + within
+    q_begin, partial_begin = work.items[pieces.item[piece]][:, [0, 3]].T
+    partial = np.where(partial_begin < 0, -1, partial_begin + row - q_begin)
+    turn = np.full(int(max(partial.max(initial=-1), work.merge_indices.max(initial=-1))) + 2, -1)
+    turn[work.merge_indices] = np.arange(len(work.merge_indices))
+    listed = turn[partial[partial >= 0]]
+    owner = np.repeat(np.arange(len(work.q_positions)), np.diff(work.merge_indptr))
+    assert np.all(listed >= 0) and np.all(owner[listed] == row[partial >= 0]), (
+        "a partial merges into another query's row"
+    )
+    order = np.lexsort((piece, turn[partial], row))
+    piece = piece[order]
+    return plan_merge(len(work.q_positions), row[order], block[piece], (base[piece] + within[order]), heights)

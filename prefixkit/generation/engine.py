@@ -1,0 +1,222 @@
+"""The loop: admit, run the pending tokens, draw, grow or finish."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.kv_pool import KVPool
+from prefixkit.attention.step import Planner, Step, build_step
+from prefixkit.generation.beam_run import BeamRun
+from prefixkit.generation.pending import choose_queries, last_rows
+from prefixkit.generation.report import Report
+from prefixkit.generation.request import Request, Sample, SamplingParams, TokenEvent
+from prefixkit.generation.sample_run import SampleRun, draw_next
+from prefixkit.generation.scheduler import Group, Scheduler, check_fits
+from prefixkit.tree.radix import PrefixTree, Sequence
+
+log = logging.getLogger("prefixkit")
+
+
+class Engine:
+    """Samples many sequences over one prefix tree.
+
+    Args:
+        model: Runs a step: ``Step -> logits [len(step.logit_rows), vocab]`` in float32, after appending the step's KV to the
+            pool.
+        pool: Where KV lives; its pages are those of ``tree``.
+        tree: An empty tree over the pool's pages.
+        planner: Plans attention for the model's heads.
+        decode: Token ids to text; needed for stop strings and ``Sample.text``.
+        prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
+        on_sample: Called with each sample as it finishes.
+        on_token: Called with each token as it is drawn (sampling only).
+    """
+
+    def __init__(
+        self,
+        model: Callable[[Step], Tensor],
+        pool: KVPool,
+        tree: PrefixTree,
+        planner: Planner,
+        *,
+        decode: Callable[[list[int]], str] | None = None,
+        prefill_chunk: int = 1024,
+        on_sample: Callable[[Sample], None] | None = None,
+        on_token: Callable[[TokenEvent], None] | None = None,
+    ) -> None:
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
+        self.model = model
+        self.pool = pool
+        self.tree = tree
+        self.planner = planner
+        self.decode = decode
+        self.prefill_chunk = prefill_chunk
+        self.on_sample = on_sample
+        self.on_token = on_token
+        self.samples: list[SampleRun] = []
+        self.beams: list[BeamRun] = []
+        self.scheduler = Scheduler(tree, self._promised)
+        self.report = Report()
+
+    def run(self, requests: Iterable[Request]) -> list[Sample]:
+        """Run requests to their end and return their samples by prompt, then index.
+
+        Raises:
+            KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
+        """
+        requests = list(requests)
+        check_fits(requests, self.tree, self.pool.spec.bytes_per_token)
+        self.scheduler.submit(requests)
+        self.report.prompts += len(requests)
+        finished: list[Sample] = []
+        began = time.perf_counter()
+        try:
+            while not self.scheduler.idle:
+                finished += self.step()
+        finally:
+            self._release_all()
+            self.report.seconds += time.perf_counter() - began
+        return sorted(finished, key=lambda sample: (sample.prompt_index, sample.index))
+
+    def step(self) -> list[Sample]:
+        """One forward pass and one token for everything that runs; returns the samples that this finished."""
+        self.scheduler.admit()
+        self._forward()
+        self._start()
+        finished = self._advance()
+        for group in [group for group in self.scheduler.groups if group.finished == group.wanted]:
+            self.scheduler.retire(group)
+        for sample in finished:
+            if self.on_sample is not None:
+                self.on_sample(sample)
+        return finished
+
+    # -- one step, part by part ------------------------------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        """Compute pending tokens, and hand the logits to whom they belong."""
+        unprimed = [group for group in self.scheduler.groups if group.first_logits is None]
+        drawn = [run.sequence for run in self.samples] + [beam for run in self.beams for beam in run.sequences]
+        snapshot = self.tree.snapshot()
+        node_of = dict(zip(snapshot.sequence_id.tolist(), snapshot.sequence_node.tolist(), strict=True))
+        asking = [node_of[group.prompt.id] for group in unprimed]
+        decoding = [node_of[sequence.id] for sequence in drawn]
+        queries = choose_queries(snapshot, decoding, asking, self.prefill_chunk)
+        if queries is None:
+            return
+        nodes = self.tree.nodes()
+        runs = list(zip(queries.node.tolist(), queries.begin.tolist(), queries.end.tolist(), strict=True))
+        tokens = np.concatenate([nodes[node].tokens[begin:end] for node, begin, end in runs])
+        row_of = last_rows(snapshot, queries)
+        wanted = np.unique(row_of[np.array(asking + decoding, dtype=np.int64)])
+        wanted = wanted[wanted >= 0]
+        step = build_step(snapshot, queries, tokens, wanted, self.planner, self.pool.spec.device)
+        began = time.perf_counter()
+        logits = self.model(step)
+        self.report.seconds_in_model += time.perf_counter() - began
+        self.tree.mark_ready([nodes[node] for node, _, _ in runs], queries.end.tolist())
+        self._count(step, drawn)
+        self._hand_out(logits, wanted, row_of, unprimed, asking, decoding)
+
+    def _hand_out(
+        self,
+        logits: Tensor,
+        wanted: NDArray[np.int64],
+        row_of: NDArray[np.int64],
+        unprimed: list[Group],
+        asking: list[int],
+        decoding: list[int],
+    ) -> None:
+        for group, node in zip(unprimed, asking, strict=True):
+            if row_of[node] >= 0:
+                # A copy: a view would keep the whole step's logits alive.
+                group.first_logits = logits[int(np.searchsorted(wanted, row_of[node]))].clone()
+        rows = np.searchsorted(wanted, row_of[np.array(decoding, dtype=np.int64)]).tolist()
+        for run in self.samples:
+            run.logits = logits[rows.pop(0)]
+        for beam_run in self.beams:
+            beam_run.logits = logits[[rows.pop(0) for _ in beam_run.sequences]]
+
+    def _start(self) -> None:
+        """Fork the samples that have been promised pages from prompts whose logits are known."""
+        for group in self.scheduler.groups:
+            count = group.granted - group.started
+            if group.first_logits is None or count == 0:
+                continue
+            forks = self.tree.fork(group.prompt, count)
+            for sequence in forks:
+                if isinstance(group.request.params, SamplingParams):
+                    self.samples.append(SampleRun.begin(group, group.started, sequence, self.decode))
+                else:
+                    self.beams.append(BeamRun.begin(group, sequence, self.decode))
+                group.started += 1
+
+    def _advance(self) -> list[Sample]:
+        """Draw a token for every run, grow the sequences that go on, and take out those that are done."""
+        finished: list[Sample] = []
+        grow: list[tuple[Sequence, int]] = []
+        going_on: list[SampleRun] = []
+        for run, token, logprob in draw_next(self.samples):
+            sample = run.accept(token, logprob, self.on_token)
+            if sample is None:
+                going_on.append(run)
+                grow.append((run.sequence, token))
+            else:
+                self.tree.release(run.sequence)
+                self._finish(run.group, [sample], finished)
+        self.samples = going_on
+        for beam_run in list(self.beams):
+            growth, hypotheses = beam_run.advance(self.tree)
+            grow += growth
+            if hypotheses is not None:
+                self.beams.remove(beam_run)
+                self._finish(beam_run.group, hypotheses, finished)
+        if grow:
+            self.tree.extend_each([sequence for sequence, _ in grow], [token for _, token in grow])
+        return finished
+
+    def _finish(self, group: Group, samples: list[Sample], finished: list[Sample]) -> None:
+        group.finished += 1
+        finished += samples
+        self.report.samples += len(samples)
+        for sample in samples:
+            self.report.new_tokens += len(sample.tokens)
+            self.report.tokens_plain_batch += len(group.request.tokens) + len(sample.tokens) - 1
+
+    # -- bookkeeping -----------------------------------------------------------------------------------------------------
+
+    def _promised(self) -> int:
+        """Pages that what runs now may still take."""
+        samples = sum(self.tree.pages_to_extend(run.sequence, run.tokens_left) for run in self.samples)
+        return samples + sum(run.pages_left for run in self.beams)
+
+    def _count(self, step: Step, drawn: list[Sequence]) -> None:
+        report, spec = self.report, self.pool.spec
+        report.steps += 1
+        report.plans = self.planner.plans_made
+        report.tokens_computed += step.num_rows
+        report.kv_bytes_read += step.kv_tokens_read * spec.bytes_per_token
+        report.kv_bytes_read_unshared += step.kv_tokens_unshared * spec.bytes_per_token
+        pages = self.tree.allocator.num_pages - self.tree.allocator.free
+        held = pages * self.tree.page_size * spec.bytes_per_token
+        report.kv_bytes_held_peak = max(report.kv_bytes_held_peak, held)
+        alone = sum(sequence.length for sequence in drawn) * spec.bytes_per_token
+        report.kv_bytes_unshared_peak = max(report.kv_bytes_unshared_peak, alone)
+        report.kv_bytes_copied = self.pool.bytes_copied
+
+    def _release_all(self) -> None:
+        """Give every page back; after a run to the end there is nothing left to give but the tree's own."""
+        for run in self.samples:
+            self.tree.release(run.sequence)
+        for beam_run in self.beams:
+            for sequence in beam_run.sequences:
+                self.tree.release(sequence)
+        self.samples, self.beams = [], []
+        self.scheduler.close()

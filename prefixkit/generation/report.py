@@ -1,0 +1,71 @@
+"""What a run shared, and what that saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Report:
+    """Counts of one run, against what a plain batch of the same sequences would have cost.
+
+    A plain batch computes every sequence's tokens for itself and keeps and reads a KV cache of its own for each.
+
+    Attributes:
+        prompts: Prompts sampled.
+        samples: Samples finished.
+        new_tokens: Tokens drawn.
+        steps: Forward passes.
+        plans: Attention plans made; the other steps reused one.
+        tokens_computed: Tokens that went through the model.
+        tokens_plain_batch: Tokens that a plain batch would have sent through it.
+        kv_bytes_held_peak: KV bytes held at the fullest moment, in whole pages.
+        kv_bytes_unshared_peak: What the sequences alive at their fullest moment would have held unshared.
+        kv_bytes_read: KV bytes that attention read.
+        kv_bytes_read_unshared: What it would have read for each sequence apart.
+        kv_bytes_copied: KV bytes copied from page to page; a fork copies none.
+        seconds: Wall time.
+        seconds_in_model: The part of it spent in forward passes.
+    """
+
+    prompts: int = 0
+    samples: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+    plans: int = 0
+    tokens_computed: int = 0
+    tokens_plain_batch: int = 0
+    kv_bytes_held_peak: int = 0
+    kv_bytes_unshared_peak: int = 0
+    kv_bytes_read: int = 0
+    kv_bytes_read_unshared: int = 0
+    kv_bytes_copied: int = 0
+    seconds: float = 0.0
+    seconds_in_model: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all samples per second of wall time."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """``(what, prefixkit, plain batch, ratio)`` for a table."""
+        return [
+            _row("tokens computed", self.tokens_computed, self.tokens_plain_batch, "{:,}"),
+            _row("KV held at peak, MiB", self.kv_bytes_held_peak / 2**20, self.kv_bytes_unshared_peak / 2**20, "{:,.1f}"),
+            _row("KV read, GiB", self.kv_bytes_read / 2**30, self.kv_bytes_read_unshared / 2**30, "{:,.2f}"),
+        ]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.samples} samples of {self.prompts} prompts: {self.new_tokens:,} new tokens in {self.seconds:.1f} s "
+            f"({self.tokens_per_second:,.1f} tokens/s), {self.steps} steps, {self.plans} plans",
+            f"{'':24}{'prefixkit':>14}{'plain batch':>14}{'saved':>10}",
+        ]
+        lines += [f"{what:24}{ours:>14}{plain:>14}{ratio:>10}" for what, ours, plain, ratio in self.rows()]
+        return "\n".join(lines)
+
+
+def _row(what: str, ours: float, plain: float, form: str) -> tuple[str, str, str, str]:
+    ratio = f"{plain / ours:.1f}x" if ours else "-"
+    return what, form.format(ours), form.format(plain), ratio

@@ -1,0 +1,91 @@
+"""One sample in flight, and drawing the next token of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.generation.request import FinishReason, Sample, SamplingParams, TokenEvent
+from prefixkit.generation.rng import sample_key, uniforms
+from prefixkit.generation.sampling import draw
+from prefixkit.generation.scheduler import Group
+from prefixkit.generation.stop import StopChecker
+from prefixkit.tree.radix import Sequence
+
+
+@dataclass(eq=False)
+class SampleRun:
+    """A sample that is being drawn.
+
+    ``logits`` are those after its last token: ``[vocab]``.  ``key`` seeds its private random stream.
+    """
+
+    group: Group
+    index: int
+    key: np.uint64
+    sequence: Sequence
+    params: SamplingParams
+    stop: StopChecker
+    logits: Tensor
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @classmethod
+    def begin(
+        cls, group: Group, index: int, sequence: Sequence, decode: Callable[[list[int]], str] | None
+    ) -> SampleRun:
+        """Start sample ``index`` of a prompt whose first logits are known."""
+        params, logits = group.request.params, group.first_logits
+        assert isinstance(params, SamplingParams) and logits is not None
+        key = sample_key(params.seed, index, group.request.tokens)
+        stop = StopChecker(params.stop_token_ids, params.stop, decode)
+        return cls(group, index, key, sequence, params, stop, logits)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still join the tree: the last one drawn never does."""
+        return self.params.max_new_tokens - 1 - len(self.tokens)
+
+    def history(self) -> NDArray[np.int32]:
+        """What the repetition penalty looks at: the prompt's tokens and those drawn."""
+        if self.params.repetition_penalty == 1.0:
+            return self.group.request.tokens
+        return np.concatenate([self.group.request.tokens, np.array(self.tokens, dtype=np.int32)])
+
+    def accept(self, token: int, logprob: float, on_token: Callable[[TokenEvent], None] | None) -> Sample | None:
+        """Take a drawn token; returns the sample if this ended it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        stopped = self.stop.push(token)
+        reason: FinishReason | None = None
+        if stopped or len(self.tokens) == self.params.max_new_tokens:
+            reason = "stop" if stopped else "length"
+        if on_token is not None:
+            text = self.stop.delta() + (self.stop.rest() if reason == "length" else "")
+            on_token(TokenEvent(self.group.request.prompt_index, self.index, token, logprob, text, reason))
+        if reason is None:
+            return None
+        return Sample(
+            prompt_index=self.group.request.prompt_index,
+            index=self.index,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            text=self.stop.text(),
+            finish_reason=reason,
+        )
+
+
+def draw_next(runs: list[SampleRun]) -> Iterator[tuple[SampleRun, int, float]]:
+    """Draw one token for each run; what one draws does not depend on the others."""
+    if not runs:
+        return
+    u = uniforms(np.array([run.key for run in runs], dtype=np.uint64), np.array([len(run.tokens) for run in runs]))
+    tokens, logprobs = draw(
+        torch.stack([run.logits for run in runs]), [run.params for run in runs], u, [run.history() for run in runs]
+    )
+    yield from zip(runs, tokens.tolist(), logprobs.tolist(), strict=True)

@@ -1,0 +1,124 @@
+"""When a sample ends, and what its text is: stop tokens, stop strings and decoding token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+Decode = Callable[[list[int]], str]
+
+_UNFINISHED = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
+_MOST_PENDING = 3  # tokens: a UTF-8 character has at most 4 bytes, so at most 3 tokens can wait for its last one
+
+
+class StopChecker:
+    """Follows one sample, token by token.
+
+    Tokens become text with two offsets into the list::
+
+        tokens   | settled .......... | context ....... | fresh ...... |
+        offsets                       ^ _context        ^ _settled     ^ end
+
+    The text of ``fresh`` is that of ``context + fresh`` less that of ``context``: a decoder sees what stands before
+    the new tokens (spaces, merged bytes), and only a few tokens are decoded at a time.  Tokens settle once their text no
+    longer ends in an unfinished character.
+
+    Args:
+        stop_token_ids: Tokens that end the sample; the one pushed belongs to its tokens, not to its text.
+        stop: Strings that end the sample; its text ends before the earliest of them.
+        decode: Token ids to text.  ``None``: no text, and no stop strings.
+
+    Raises:
+        ValueError: stop strings without ``decode``.
+    """
+
+    def __init__(self, stop_token_ids: Collection[int], stop: Collection[str], decode: Decode | None) -> None:
+        if stop and decode is None:
+            raise ValueError(
+                f"stop strings {tuple(stop)!r} need text, but there is no decode; "
+                "pass a tokenizer's decode, or use stop_token_ids"
+            )
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._decode: Decode = decode or (lambda tokens: "")
+        self._tokens: list[int] = []  # without a stop token
+        self._context = self._settled = 0
+        self._context_text = ""
+        self._text = ""  # of the settled tokens, and after a stop string: the whole text
+        self._taken = 0  # characters that delta() has handed out
+        self._stopped_by_token = self._stopped_by_string = False
+
+    def push(self, token: int) -> bool:
+        """Take the next token; True if it ends the sample.  Decodes only where there are stop strings."""
+        assert not (self._stopped_by_token or self._stopped_by_string), "a stopped sample takes no more tokens"
+        if token in self._stop_token_ids:
+            self._stopped_by_token = True
+            return True
+        self._tokens.append(token)
+        if self._stop:
+            self._settle()
+        return self._stopped_by_string
+
+    def delta(self) -> str:
+        """The text that has become certain since the last call: for streaming.
+
+        Held back are unfinished characters and whatever could be the beginning of a stop string; once the sample has
+        stopped, nothing is.  A sample that ends by length has :meth:`rest` left.
+        """
+        if self._stopped_by_token:
+            return self.rest()
+        if not self._stop:
+            self._settle()
+        sure = len(self._text) if self._stopped_by_string else len(self._text) - self._possible_stop()
+        fresh = self._text[self._taken : sure]
+        self._taken = max(self._taken, sure)
+        return fresh
+
+    def rest(self) -> str:
+        """What :meth:`delta` still held back when the sample ended."""
+        whole = self.text()
+        fresh = whole[self._taken :]
+        self._taken = len(whole)
+        return fresh
+
+    def text(self) -> str:
+        """The sample's text: all its tokens decoded at once, or what stands before the stop string."""
+        return self._text if self._stopped_by_string else self._decode(self._tokens)
+
+    def _settle(self) -> None:
+        """Decode the fresh tokens, look for stop strings, and move the offsets over what is finished."""
+        text = self._fresh_text(len(self._tokens))
+        if self._cut_at_stop(text.rstrip(_UNFINISHED)):
+            return
+        end = len(self._tokens)
+        if text.endswith(_UNFINISHED):
+            # Older than the last three tokens, it is no unfinished character but bytes that never were one.
+            end -= _MOST_PENDING
+            if end <= self._settled:
+                return
+            text = self._fresh_text(end)
+        if text:  # tokens without text, such as special ones, stay fresh, so that context always holds some text
+            self._text += text
+            self._context, self._settled = self._settled, end
+            self._context_text = self._decode(self._tokens[self._context : self._settled])
+
+    def _fresh_text(self, end: int) -> str:
+        return self._decode(self._tokens[self._context : end])[len(self._context_text) :]
+
+    def _cut_at_stop(self, fresh: str) -> bool:
+        # No stop string lies within the settled text, so a new one begins at most its length before the fresh text.
+        begin = max(0, len(self._text) - self._longest + 1) if self._stop else 0
+        window = self._text[begin:] + fresh
+        found = [at for at in map(window.find, self._stop) if at >= 0]
+        if found:
+            self._text = self._text[:begin] + window[: min(found)]
+            self._stopped_by_string = True
+        return self._stopped_by_string
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the settled text that a stop string begins with."""
+        for size in range(min(self._longest - 1, len(self._text)), 0, -1):
+            end = self._text[-size:]
+            if any(string.startswith(end) for string in self._stop):
+                return size
+        return 0

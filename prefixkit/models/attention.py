@@ -1,0 +1,169 @@
+"""The replacement attention class, made from the original one.
+
+Everything but the attention core stays the original's code: projections, norms and rotary embedding run as they are.  When a
+:class:`PrefixCache` arrives, the original ``forward`` runs on a twin of the module: a shallow copy, with the same parameters,
+buffers and submodules, whose ``config`` names our attention function.  So nothing global changes, nothing is written to the
+module, and an exception leaves no trace.  With any other cache the original ``forward`` runs on the module itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from prefixkit.models.cache import PrefixCache
+from prefixkit.models.layer import CacheLayer
+
+NAME = "prefixkit"
+_ORIGINAL = "_prefixkit_original"
+_LAYER = "_prefixkit_layer"
+
+# Keywords that say nothing about the numbers, and values that ask for what we do anyway.  Anything else but None is refused,
+# for ignoring it could change the answer.
+_NEUTRAL = frozenset(
+    {"use_cache", "cache_position", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"}
+)
+_AGREED = {"is_causal": True, "output_attentions": False}
+
+
+@functools.cache
+def tree_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of an attention class that also understands :class:`PrefixCache`; always the same for one original.
+
+    It goes by the original's name and module, because transformers greps the source of a class's module, and users read
+    class names in ``print(model)``.
+    """
+    original_forward: Callable[..., Any] = original.forward
+
+    @functools.wraps(original_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, PrefixCache)), None)
+        if cache is None:
+            return original_forward(self, *args, **kwargs)
+        layer = CacheLayer(cache, self.__dict__["layer_idx"])
+        args = tuple(layer if value is cache else value for value in args)
+        kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
+        return original_forward(_twin(self, original, layer), *args, **kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        # The name leads to the original class, so pickle and deepcopy must rebuild this one.
+        return _blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
+
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (original,), {**names, "forward": forward, "__reduce_ex__": reduce, _ORIGINAL: original})
+
+
+def is_tree_class(cls: type) -> bool:
+    """Whether ``cls`` was made by :func:`tree_class`."""
+    return _ORIGINAL in cls.__dict__
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has without the patch."""
+    original: type[nn.Module] = type(module).__dict__.get(_ORIGINAL, type(module))
+    return original
+
+
+def _blank(original: type[nn.Module]) -> nn.Module:
+    cls = tree_class(original)
+    return cls.__new__(cls)
+
+
+def _twin(module: nn.Module, original: type[nn.Module], layer: CacheLayer) -> nn.Module:
+    twin: nn.Module = object.__new__(original)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["config"] = _TreeConfig(module.__dict__["config"])
+    twin.__dict__[_LAYER] = layer
+    return twin
+
+
+class _TreeConfig:
+    """A model's config but for the name of the attention function."""
+
+    _attn_implementation = NAME
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def tree_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers finds under ``"prefixkit"``: attention over the tree, for the twin of a patched layer.
+
+    Args:
+        module: The twin of the layer.
+        query: ``[1, heads, T, head_dim]``, rotated.
+        key, value: ``[1, kv_heads, T, head_dim]``; already in the pool, so unused.
+        attention_mask: The empty mask of ``PrefixCache.inputs()``.
+        scaling: The factor on query times key.
+        dropout: Must be 0.
+        sliding_window: Tokens that a query sees, itself included; None for all.
+        softcap: Bound on the scores, ``softcap * tanh(score / softcap)``; None for none.
+        s_aux: ``[heads]`` logits that join the softmax's denominator; None for none.
+        position_ids: ``[1, T]``, checked against the step.
+        **kwargs: Whatever else the family passes; must be known to leave the numbers alone.
+
+    Returns:
+        ``[1, T, heads, head_dim]`` in the query's dtype, and None in place of the weights.
+
+    Raises:
+        ValueError: an argument asks for something that attention over a tree would not do.
+    """
+    layer: CacheLayer | None = module.__dict__.get(_LAYER)
+    if layer is None:
+        _refuse_global_use()
+    layer.check_inputs(attention_mask, position_ids)
+    return layer.attend(query, _scale(module, scaling, dropout, kwargs), sliding_window, softcap, s_aux), None
+
+
+def _scale(module: nn.Module, scaling: float | None, dropout: float, others: dict[str, Any]) -> float:
+    """The scaling, once it is sure that no argument would be ignored."""
+    name = type(module).__name__
+    if dropout:
+        raise ValueError(f"{name} asked for attention dropout {dropout}, which a tree does not have; call model.eval() first")
+    if scaling is None:
+        raise ValueError(f"{name} passed no scaling, and the factor on query times key cannot be guessed")
+    unknown = {
+        keyword: value
+        for keyword, value in others.items()
+        if value is not None and keyword not in _NEUTRAL and not (keyword in _AGREED and value is _AGREED[keyword])
+    }
+    if unknown:
+        given = ", ".join(f"{keyword} ({type(value).__name__})" for keyword, value in sorted(unknown.items()))
+        raise ValueError(f"{name} passed {given} to its attention function; attention over a tree would ignore it")
+    return float(scaling)
+
+
+def _refuse_mask(*args: Any, **kwargs: Any) -> NoReturn:
+    # Registered so that transformers asks us for a mask: for a name it does not know it drops the mask without a word.
+    _refuse_global_use()
+
+
+def _refuse_global_use() -> NoReturn:
+    raise ValueError(
+        "attn_implementation='prefixkit' cannot be set on a model: attention over a tree needs the cache, which attention "
+        "functions never see. Leave attn_implementation as it was and call prefixkit.patch(model)"
+    )
+
+
+AttentionInterface.register(NAME, tree_attention_forward)
+AttentionMaskInterface.register(NAME, _refuse_mask)

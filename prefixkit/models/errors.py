@@ -1,0 +1,15 @@
+"""What can go wrong between a Hugging Face model and a prefix tree."""
+
+from __future__ import annotations
+
+
+class UnsupportedModel(TypeError):
+    """The model is not one of the tested families; nothing was changed."""
+
+
+class NotPatched(TypeError):
+    """A :class:`PrefixCache` reached a model, or a layer of it, that ``patch`` has not touched."""
+
+
+class IncompleteStep(ValueError):
+    """Some attention layers did not meet the :class:`PrefixCache` exactly once during a step."""

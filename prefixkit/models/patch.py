@@ -1,0 +1,91 @@
+"""Teach a transformers model to read a prefix tree, and make it forget again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import TypeVar
+
+from torch import nn
+
+from prefixkit.models.attention import is_tree_class, original_class, tree_class
+from prefixkit.models.families import attention_layers
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def patch(model: Model) -> Model:
+    """Let ``model`` attend over a prefix tree whenever its ``past_key_values`` is a :class:`PrefixCache`.
+
+    Only the classes of the attention modules change, to subclasses of themselves.  Parameters, state dict, config, hooks and
+    adapters stay, and with any other cache the model computes exactly what it did before.
+
+    Args:
+        model: A transformers model of a supported family, or a wrapper around one.  Patching it twice changes nothing.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedModel: the model is not one of the tested families; nothing was changed.
+    """
+    todo = [layer for layer in attention_layers(model) if not is_tree_class(type(layer.module))]
+    done: list[nn.Module] = []
+    try:
+        for layer in todo:
+            _become(layer.module, tree_class(layer.original))
+            done.append(layer.module)
+    except BaseException:
+        for module in done:
+            _become(module, original_class(module))
+        raise
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Undo :func:`patch` and leave no trace; a model that is not patched stays as it is.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unpatch: expected a model, got {type(model).__name__}")
+    for module in _patched_modules(model):
+        _become(module, original_class(module))
+    return model
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether any attention layer of ``model`` is patched."""
+    return bool(_patched_modules(model))
+
+
+@contextmanager
+def patched(model: Model) -> Iterator[Model]:
+    """The model, patched for the length of a ``with`` block; layers that were patched before stay so."""
+    before = set(_patched_modules(model)) if isinstance(model, nn.Module) else set()
+    patch(model)
+    try:
+        yield model
+    finally:
+        for module in _patched_modules(model):
+            if module not in before:
+                _become(module, original_class(module))
+
+
+def _patched_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if is_tree_class(type(module))]
+
+
+def _become(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Change a module's class, and the bound methods that accelerate's hooks keep of the old one."""
+    old = type(module)
+    module.__class__ = cls
+    for name in ("forward", "_old_forward"):
+        method = module.__dict__.get(name)
+        if isinstance(method, MethodType) and method.__self__ is module and method.__func__ is old.forward:
+            module.__dict__[name] = MethodType(cls.forward, module)

@@ -1,0 +1,85 @@
+"""A patched model as the function that the generation loop calls."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from prefixkit.attention.kv_pool import KVPool
+from prefixkit.attention.step import Step
+from prefixkit.models.cache import PrefixCache
+from prefixkit.models.errors import NotPatched
+from prefixkit.models.patch import is_patched
+from prefixkit.models.shape import kv_spec
+
+log = logging.getLogger("prefixkit")
+
+
+class ModelRunner:
+    """Runs steps through a patched causal language model.
+
+    Attributes:
+        model: The model.
+        cache: The cache that carries ``pool`` to its layers.
+        vocab_size: Columns of the logits.
+
+    Raises:
+        NotPatched: ``patch(model)`` was not called.
+        UnsupportedModel: see :func:`patch`.
+        TypeError: the model has no language-model head, or its ``forward`` no ``logits_to_keep``.
+        ValueError: the pool was made for a model of another shape.
+    """
+
+    def __init__(self, model: nn.Module, pool: KVPool) -> None:
+        if not is_patched(model):
+            raise NotPatched(f"ModelRunner: {type(model).__name__} is not patched; call prefixkit.patch(model) first")
+        spec = kv_spec(model)
+        if spec != pool.spec:
+            raise ValueError(f"ModelRunner: the model needs a pool of {spec}, got one of {pool.spec}")
+        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            raise TypeError(
+                f"ModelRunner: {type(model).__name__} has no language-model head whose rows can be chosen with logits_to_keep; "
+                "load the model with AutoModelForCausalLM"
+            )
+        self.model = model
+        self.cache = PrefixCache(pool)
+        self.vocab_size = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+        _warn_of_moving_rotary(model)
+
+    def __call__(self, step: Step) -> Tensor:
+        """Compute a step: its KV goes to the pool, and the logits of ``step.logit_rows`` come back.
+
+        Returns:
+            Float32 ``[rows, vocab_size]``, an inference tensor: clone it before changing it in place outside of
+            ``torch.inference_mode``.
+
+        Raises:
+            ValueError: the model is in training mode.
+            IncompleteStep: a layer was not reached exactly once.
+        """
+        if self.model.training:
+            raise ValueError("ModelRunner: the model is in training mode, where dropout is random; call model.eval() first")
+        with torch.inference_mode():
+            self.cache.begin(step)
+            try:
+                logits = self.model(**self.cache.inputs(), logits_to_keep=step.logit_rows).logits
+            except BaseException:
+                self.cache.abandon()
+                raise
+            self.cache.end()
+            rows: Tensor = logits[0].float()
+        return rows
+
+
+def _warn_of_moving_rotary(model: nn.Module) -> None:
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in (parameters, *parameters.values()) if isinstance(part, dict)}
+    if moving := kinds & {"dynamic", "longrope"}:
+        log.warning(
+            "rotary embedding %s depends on the longest position in a forward pass: beyond the original context, a sequence's "
+            "result depends on what else runs in its step",
+            ", ".join(sorted(moving)),
+        )

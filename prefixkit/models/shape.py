@@ -1,0 +1,87 @@
+"""Head counts, sizes and types, read from a model's local modules and tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from prefixkit.attention.kv_pool import KVSpec
+from prefixkit.models.errors import UnsupportedModel
+from prefixkit.models.families import AttentionLayer, attention_layers
+
+_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kv_spec(model: nn.Module) -> KVSpec:
+    """What a :class:`KVPool` must hold for ``model``, patched or not.
+
+    Counts come from the projections at hand, not from the config, so a tensor-parallel shard gets its own share.
+
+    Raises:
+        UnsupportedModel: see :func:`attention_layers`; or the layers differ in shape, type or device.
+    """
+    layers = attention_layers(model)
+    specs = {_layer_spec(model, layer) for layer in layers}
+    if len(specs) > 1:
+        raise UnsupportedModel(
+            f"the layers of {type(model).__name__} differ in (kv_heads, head_dim, dtype, device): "
+            f"{sorted(map(str, specs))}; a pool needs them equal"
+        )
+    kv_heads, head_dim, dtype, device = specs.pop()
+    return KVSpec(num_layers=len(layers), kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device)
+
+
+def query_heads(model: nn.Module) -> int:
+    """Query heads of each attention layer of ``model``, as far as this process computes them.
+
+    Raises:
+        UnsupportedModel: see :func:`attention_layers`; or the layers differ.
+    """
+    heads = {_heads(layer.module)[0] for layer in attention_layers(model)}
+    if len(heads) > 1:
+        raise UnsupportedModel(f"the layers of {type(model).__name__} have {sorted(heads)} query heads; a plan needs them equal")
+    return heads.pop()
+
+
+def _layer_spec(model: nn.Module, layer: AttentionLayer) -> tuple[int, int, torch.dtype, torch.device]:
+    module = layer.module
+    dtype, device = _dtype_and_device(model, module)
+    return _heads(module)[1], _head_dim(module), dtype, device
+
+
+def _head_dim(module: nn.Module) -> int:
+    return int(module.head_dim)  # type: ignore[arg-type]
+
+
+def _heads(module: nn.Module) -> tuple[int, int]:
+    """Query heads and KV heads of an attention module."""
+    head_dim = _head_dim(module)
+    if hasattr(module, "qkv_proj"):
+        heads_in_all = _rows(module.qkv_proj) // head_dim
+        kv_heads = heads_in_all // (int(module.num_key_value_groups) + 2)  # type: ignore[arg-type]
+        return heads_in_all - 2 * kv_heads, kv_heads
+    return _rows(module.q_proj) // head_dim, _rows(module.k_proj) // head_dim
+
+
+def _rows(projection: object) -> int:
+    """Output features that this process computes: the local shard's rows, or what a quantised or wrapped layer declares."""
+    weight = getattr(projection, "weight", None)
+    if isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point():
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        return int(local.shape[0])
+    return int(projection.out_features)  # type: ignore[attr-defined]
+
+
+def _dtype_and_device(model: nn.Module, module: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """What the layer's keys will be: the type of its plain weights and where they are when it runs."""
+    weights = [*module.parameters()]
+    dtype = next((weight.dtype for weight in weights if weight.dtype in _COMPUTE_DTYPES), None)
+    if dtype is None:
+        dtype = next(weight.dtype for weight in model.parameters() if weight.dtype in _COMPUTE_DTYPES)
+    device = weights[0].device
+    if device.type == "meta":  # offloaded: accelerate brings the weights to its hook's device for each call
+        for part in module.modules():
+            target = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+            if target is not None:
+                return dtype, torch.device(target)
+    return dtype, device

@@ -1,0 +1,136 @@
+"""From the linked tree to a `TreeSnapshot`: rebuilt when the structure has changed, else refreshed where it grew."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.tree.node import Node
+from prefixkit.tree.snapshot import TreeSnapshot
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """A snapshot, its nodes in the same order, and the version of the sequences it shows."""
+
+    snapshot: TreeSnapshot
+    nodes: list[Node]
+    sequences_version: int
+
+
+def rebuild(root: Node, page_size: int, version: int, sequences_version: int) -> Frozen:
+    """Freeze the whole tree; numbers the nodes (`Node.index`) in depth-first order."""
+    nodes = _depth_first(root)
+    parent = [node.parent.index for node in nodes if node.parent is not None]
+    length = np.array([node.length for node in nodes], np.int32)
+    first_slot = np.array([node.first_slot for node in nodes], np.int32)
+    num_pages = -(-(first_slot + length) // page_size)
+    pages = [node.page_buffer[:held] for node, held in zip(nodes, num_pages.tolist(), strict=True)]
+    sequence_node, sequence_id = _sequence_ends(root, nodes)
+    snapshot = TreeSnapshot(
+        version=version,
+        page_size=page_size,
+        parent=np.array(parent, np.int32),
+        subtree_end=np.array(_subtree_ends(parent), np.int32),
+        start=np.array([node.start for node in nodes], np.int32),
+        length=length,
+        ready=np.array([node.ready for node in nodes], np.int32),
+        first_slot=first_slot,
+        page_indptr=_indptr(num_pages),
+        pages=np.concatenate(pages) if pages else np.empty(0, np.int32),
+        sequence_node=sequence_node,
+        sequence_id=sequence_id,
+    )
+    return Frozen(snapshot, nodes, sequences_version)
+
+
+def refresh(frozen: Frozen, touched: Collection[Node]) -> Frozen:
+    """``frozen`` with the present ``length``, ``ready`` and pages of the nodes in ``touched``; the rest is shared.
+
+    Between two versions nodes only grow (shortening is a change of version), so pages are only ever appended.
+    """
+    if not touched:
+        return frozen
+    old = frozen.snapshot
+    index = np.array([node.index for node in touched])
+    length, ready = old.length.copy(), old.ready.copy()
+    length[index] = [node.length for node in touched]
+    ready[index] = [node.ready for node in touched]
+
+    page_indptr, pages = old.page_indptr, old.pages
+    num_pages = -(-(old.first_slot + length) // old.page_size)
+    grown = np.flatnonzero(num_pages > np.diff(page_indptr))
+    if len(grown):
+        page_indptr = _indptr(num_pages)
+        pages = _with_new_pages(old, frozen.nodes, grown, num_pages)
+    snapshot = replace(old, length=length, ready=ready, page_indptr=page_indptr, pages=pages)
+    return Frozen(snapshot, frozen.nodes, frozen.sequences_version)
+
+
+def resequence(frozen: Frozen, root: Node, sequences_version: int) -> Frozen:
+    """``frozen`` with the sequences that end in its nodes now."""
+    sequence_node, sequence_id = _sequence_ends(root, frozen.nodes)
+    snapshot = replace(frozen.snapshot, sequence_node=sequence_node, sequence_id=sequence_id)
+    return Frozen(snapshot, frozen.nodes, sequences_version)
+
+
+def _depth_first(root: Node) -> list[Node]:
+    """All nodes below ``root``, parents before children; a stack, not recursion: chains may be deep."""
+    nodes: list[Node] = []
+    stack = root.children[::-1]
+    while stack:
+        node = stack.pop()
+        node.index = len(nodes)
+        nodes.append(node)
+        for group in reversed(node.branches.values()):
+            stack.extend(reversed(group))
+    return nodes
+
+
+def _subtree_ends(parent: list[int]) -> list[int]:
+    ends = list(range(1, len(parent) + 1))
+    for node in range(len(parent) - 1, -1, -1):
+        above = parent[node]
+        if above >= 0 and ends[above] < ends[node]:
+            ends[above] = ends[node]
+    return ends
+
+
+def _sequence_ends(root: Node, nodes: list[Node]) -> tuple[Ints, NDArray[np.int64]]:
+    """Where each sequence ends, and its id; empty sequences end nowhere, which is -1, and come first."""
+    nodes = [root, *nodes]
+    indices = [node.index for node in nodes for _ in node.sequences]
+    ids = [id for node in nodes for id in node.sequences]
+    return np.array(indices, np.int32), np.array(ids, np.int64)
+
+
+def _indptr(counts: Ints) -> Ints:
+    bounds = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=bounds[1:])
+    return bounds
+
+
+def _with_new_pages(old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp], num_pages: Ints) -> Ints:
+    """``old.pages`` with the pages that the nodes ``grown`` (ascending) have gained put after those they had."""
+    pieces: list[Ints] = []
+    begin = 0  # old.pages[:begin] are placed
+    ends = old.page_indptr[grown + 1]
+    had = ends - old.page_indptr[grown]
+    for i, end, first, last in zip(grown.tolist(), ends.tolist(), had.tolist(), num_pages[grown].tolist(), strict=True):
+        pieces.append(old.pages[begin:end])
+        pieces.append(nodes[i].page_buffer[first:last])
+        begin = end
+    pieces.append(old.pages[begin:])
+    return np.concatenate(pieces, out=_empty(int(num_pages.sum())))
+
+
+def _empty(size: int) -> Ints:
+    """Room for ``size`` entries.  Memory is asked for in powers of two, so that the next step, a little longer, gets the
+    block that the last one gave back: a fresh megabyte costs more in page faults than the copy into it.
+    """
+    return np.empty(1 << max(size - 1, 1).bit_length(), np.int32)[:size]

@@ -1,0 +1,99 @@
+"""Proof that a tree's bookkeeping is consistent: recount everything from the nodes, trust nothing stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.tree.node import Node
+from prefixkit.tree.sequence import Sequence
+
+if TYPE_CHECKING:
+    from prefixkit.tree.radix import PrefixTree
+
+
+def check(tree: PrefixTree) -> None:
+    """Raise AssertionError where an invariant does not hold.  Reads only."""
+    nodes = _reachable(tree.root)
+    for node in nodes:
+        _check_links(node)
+        _check_sequences(node, tree)
+        if node is tree.root:
+            _require(
+                node.parent is None and node.start == node.length == node.num_pages == 0, "the root is empty", node
+            )
+        else:
+            _check_node(node, tree.page_size)
+    _require(len({node.id for node in nodes}) == len(nodes), "node ids are unique", nodes)
+    _check_pages(nodes, tree)
+    _check_slots(nodes, tree.page_size)
+
+
+def _require(condition: bool, invariant: str, what: object) -> None:
+    if not condition:
+        raise AssertionError(f"broken invariant: {invariant}: {what}")
+
+
+def _reachable(root: Node) -> list[Node]:
+    nodes = [root]
+    for node in nodes:  # the list grows while it is read: breadth first, without recursion
+        nodes.extend(node.children)
+    return nodes
+
+
+def _check_links(node: Node) -> None:
+    for token, group in node.branches.items():
+        _require(len(group) > 0, "no branch is empty", node)
+        for child in group:
+            _require(child.parent is node, "a child knows its parent", child)
+            _require(child.start == node.start + node.length, "a child starts where its parent ends", child)
+            _require(int(child.tokens[0]) == token, "a branch is named after its first token", child)
+
+
+def _check_sequences(node: Node, tree: PrefixTree) -> None:
+    for id, sequence in node.sequences.items():
+        _require(isinstance(sequence, Sequence) and sequence.id == id, "sequences are filed by id", sequence)
+        _require(sequence.node is node and sequence.tree is tree, "a sequence knows where it ends", sequence)
+
+
+def _check_node(node: Node, page_size: int) -> None:
+    parent = node.parent
+    assert parent is not None
+    _require(node.length > 0, "a node holds tokens", node)
+    _require(0 <= node.first_slot < page_size, "a node begins in its first page", node)
+    _require(len(node.tokens) == node.length and len(node.pages) == node.num_pages, "arrays match the length", node)
+    _require(0 <= node.ready <= node.length, "0 <= ready <= length", node)
+    _require(node.ready == 0 or parent.ready == parent.length, "ready tokens have ready ancestors", node)
+    _require(bool(node.branches or node.sequences), "a node leads to a sequence", node)
+    if not node.sequences and len(node.children) == 1:
+        _require(not node.children[0].continues(node), "an only child that continues its parent is merged", node)
+
+
+def _check_pages(nodes: list[Node], tree: PrefixTree) -> None:
+    held = np.concatenate([node.pages for node in nodes])
+    refcounts = np.bincount(held, minlength=tree.allocator.num_pages)
+    _require(np.array_equal(refcounts, tree.allocator.refcounts), "every page counts its holders", refcounts)
+    free = int((refcounts == 0).sum())
+    _require(free == tree.allocator.free, "free pages and held pages are all pages", (free, tree.allocator.free))
+
+
+def _check_slots(nodes: list[Node], page_size: int) -> None:
+    """No slot has two owners, and the slots after a leaf, into which it may grow, have none."""
+    taken = np.concatenate([_slots(node, page_size) for node in nodes])
+    taken.sort()
+    twice = taken[1:][taken[1:] == taken[:-1]]
+    _require(len(twice) == 0, "a slot has one owner", twice)
+    for node in nodes:
+        if not node.branches and node.length:
+            end = int(node.pages[-1]) * page_size + (node.end_slot - 1) % page_size + 1
+            following = int(np.searchsorted(taken, end))
+            page_end = (int(node.pages[-1]) + 1) * page_size
+            alone = following == len(taken) or taken[following] >= page_end
+            _require(bool(alone), "a leaf holds the highest slots of its last page", node)
+
+
+def _slots(node: Node, page_size: int) -> NDArray[np.int64]:
+    strip = node.pages.astype(np.int64)[:, None] * page_size + np.arange(page_size)
+    return strip.reshape(-1)[node.first_slot : node.end_slot]

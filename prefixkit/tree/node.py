@@ -1,0 +1,234 @@
+"""One run of tokens that the same sequences share, and where its KV lies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.tree.pages import PageAllocator
+
+if TYPE_CHECKING:
+    from prefixkit.tree.sequence import Sequence
+
+Ints = NDArray[np.int32]
+
+
+class Node:
+    """A run of tokens in the tree.  Every interval is half-open.
+
+    In its sequences the node holds the positions ``[start, start + length)``.  Laid end to end, its pages are a strip
+    of slots, of which it owns ``[first_slot, first_slot + length)``::
+
+        page_size 4:   | page 7    | page 2    | page 9    |
+                       | .  .  a  b| c  d  e  f| g  .  .  .|
+                              ^ first_slot = 2      ^ end_slot = 9, length = 7
+
+    The slots before belong to the parent (a split shares the page it cuts).  Those after belong to the child it was
+    split from; to nobody where the node is a leaf, which is why only leaves grow in place.
+
+    The arrays have spare room at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and ``pages``
+    return as read-only, and as valid until the tree changes.
+
+    Attributes:
+        id: unique within the tree, never reused.
+        parent: None for the root, and for a node that has left the tree.
+        branches: children by first token, in order of arrival.  Siblings may begin with the same token (forks do);
+            `PrefixTree.match` follows the first of them.
+        sequences: the sequences that end exactly at this node's end, by id.
+        start: position of the first token.
+        length: number of tokens; 0 only for the root.
+        ready: how many of them, from the first, have KV in the pool.
+        first_slot: slots of the first page that lie before the first token.
+        page_buffer: the array behind ``pages``, whose first ``num_pages`` entries count.
+        index: place in the depth-first order of the tree's latest snapshot.
+    """
+
+    __slots__ = (
+        "page_buffer",
+        "_page_size",
+        "_token_buffer",
+        "branches",
+        "first_slot",
+        "id",
+        "index",
+        "length",
+        "parent",
+        "ready",
+        "sequences",
+        "start",
+    )
+
+    def __init__(self, id: int, parent: Node | None, page_size: int, tokens: Ints, pages: Ints) -> None:
+        """``tokens`` and ``pages`` become the node's own: pass arrays nobody else writes to."""
+        self.id = id
+        self.parent = parent
+        self.branches: dict[int, list[Node]] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.start = 0 if parent is None else parent.start + parent.length
+        self.length = len(tokens)
+        self.ready = 0
+        self.first_slot = 0
+        self.index = -1
+        self._page_size = page_size
+        self._token_buffer = tokens
+        self.page_buffer = pages
+
+    def __repr__(self) -> str:
+        span = f"[{self.start}, {self.start + self.length})"
+        return f"Node(id={self.id}, positions={span}, ready={self.ready}, sequences={list(self.sequences)})"
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> Ints:
+        """``[length]`` token ids; a view."""
+        return self._token_buffer[: self.length]
+
+    @property
+    def pages(self) -> Ints:
+        """``[num_pages]`` page numbers; a view."""
+        return self.page_buffer[: self.num_pages]
+
+    @property
+    def children(self) -> list[Node]:
+        return [child for group in self.branches.values() for child in group]
+
+    @property
+    def end_slot(self) -> int:
+        """One past the last slot, counted from the first page's first slot."""
+        return self.first_slot + self.length
+
+    @property
+    def num_pages(self) -> int:
+        return -(-(self.first_slot + self.length) // self._page_size)
+
+    @property
+    def grows_in_place(self) -> bool:
+        """Whether the one sequence that ends here may append to this node rather than start a child.
+
+        The nodes that hold parts of one page always form a chain of parents and children, the deepest with the highest
+        slots: only splits share pages.  A leaf is the deepest of its chain, so the slots after its end are free.
+        """
+        return not self.branches and len(self.sequences) == 1 and self.parent is not None
+
+    def pages_to_add(self, count: int) -> int:
+        """New pages needed to append ``count`` tokens."""
+        return -(-(self.end_slot + count) // self._page_size) - self.num_pages
+
+    def continues(self, parent: Node) -> bool:
+        """Whether this node, an only child of ``parent``, could be one node with it.
+
+        The slots must meet: in the shared page that a split cut, or at a page boundary.  And ``ready``, which counts
+        from the first token, must have no gap.
+        """
+        if self.first_slot != parent.end_slot % self._page_size:
+            return False
+        if self.first_slot > 0 and self.pages[0] != parent.pages[-1]:
+            return False
+        return parent.ready == parent.length or self.ready == 0
+
+    # -- children --------------------------------------------------------------------------------------------------
+
+    def adopt(self, child: Node) -> None:
+        child.parent = self
+        self.branches.setdefault(int(child._token_buffer[0]), []).append(child)
+
+    def disown(self, child: Node) -> None:
+        first = int(child._token_buffer[0])
+        group = self.branches[first]
+        group.remove(child)
+        if not group:
+            del self.branches[first]
+        child.parent = None
+
+    def replace_child(self, old: Node, new: Node) -> None:
+        """Put ``new``, which begins with the same token, in the place of ``old`` among the children."""
+        group = self.branches[int(old._token_buffer[0])]
+        group[group.index(old)] = new
+        old.parent, new.parent = None, self
+
+    # -- changing --------------------------------------------------------------------------------------------------
+
+    def grow(self, tokens: Ints, pages: Ints) -> None:
+        """Append ``tokens``; ``pages`` are the `pages_to_add` they need."""
+        self.page_buffer = _append(self.page_buffer, self.num_pages, pages)
+        self._token_buffer = _append(self._token_buffer, self.length, tokens)
+        self.length += len(tokens)
+
+    def push_page(self, page: int) -> None:
+        """Add the page that the next `push` needs, the last one being full."""
+        held = self.num_pages
+        if held == len(self.page_buffer):
+            self.page_buffer = _with_room(self.page_buffer, held, 1)
+        self.page_buffer[held] = page
+
+    def push(self, token: int) -> None:
+        """Append one token: `grow` for the decode step, where a thousand leaves do this at once."""
+        length = self.length
+        if length == len(self._token_buffer):
+            self._token_buffer = _with_room(self._token_buffer, length, 1)
+        self._token_buffer[length] = token
+        self.length = length + 1
+
+    def shorten(self, length: int) -> Ints:
+        """Keep the first ``length`` tokens (at least one); the pages that fall away are the caller's to release."""
+        before = self.pages
+        self.length = length
+        self.ready = min(self.ready, length)
+        return before[self.num_pages :]
+
+    def split(self, cut: int, upper_id: int, allocator: PageAllocator) -> Node:
+        """Cut before token ``cut``; return the new upper half, which holds the tokens ``[0, cut)``.
+
+        This node becomes the lower half, ``[cut, length)``: the sequences that end here and the children need no
+        update.  A cut inside a page leaves the page to both halves.
+        """
+        assert self.parent is not None and 0 < cut < self.length, (self, cut)
+        page, offset = divmod(self.first_slot + cut, self._page_size)  # where the lower half begins
+        upper_pages = self.page_buffer[: page + (offset > 0)].copy()
+        allocator.share(upper_pages[page:])  # the cut page, if any
+
+        upper = Node(upper_id, self.parent, self._page_size, self._token_buffer[:cut].copy(), upper_pages)
+        upper.first_slot = self.first_slot
+        upper.ready = min(self.ready, cut)
+        self.parent.replace_child(self, upper)
+
+        self._token_buffer = self._token_buffer[cut:]
+        self.page_buffer = self.page_buffer[page:]
+        self.first_slot = offset
+        self.start += cut
+        self.length -= cut
+        self.ready = max(self.ready - cut, 0)
+        upper.adopt(self)
+        return upper
+
+    def absorb_parent(self, allocator: PageAllocator) -> None:
+        """Undo a split: take over the tokens and pages of the parent, whose only child this node is."""
+        parent = self.parent
+        assert parent is not None and parent.parent is not None and self.continues(parent), self
+        shared = int(self.first_slot > 0)  # both hold the page where their slots meet: one holder is enough
+        allocator.release(self.pages[:shared])
+        self.page_buffer = np.concatenate([parent.pages, self.pages[shared:]])
+        self._token_buffer = np.concatenate([parent.tokens, self.tokens])
+        self.first_slot = parent.first_slot
+        self.start = parent.start
+        self.length += parent.length
+        self.ready += parent.ready
+        parent.parent.replace_child(parent, self)
+
+
+def _append(buffer: Ints, size: int, values: Ints) -> Ints:
+    """``buffer`` with ``values`` written after its first ``size`` entries; a larger copy where there is no room."""
+    if size + len(values) > len(buffer):
+        buffer = _with_room(buffer, size, len(values))
+    buffer[size : size + len(values)] = values
+    return buffer
+
+
+def _with_room(buffer: Ints, size: int, extra: int) -> Ints:
+    """A copy of ``buffer[:size]`` with room for ``extra`` more; doubling makes appending amortised O(1)."""
+    larger: Ints = np.empty(max(16, 2 * size, size + extra), np.int32)
+    larger[:size] = buffer[:size]
+    return larger

@@ -1,0 +1,111 @@
+"""Who holds which page: reference counts and a lowest-first free list.  The KV itself lives elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+
+class OutOfPages(ValueError):
+    """More pages were asked for than are free.  Nothing has changed: release sequences or make the pool larger."""
+
+    def __init__(self, asked: int, free: int, total: int) -> None:
+        super().__init__(
+            f"asked for {asked} pages, but only {free} of {total} are free; "
+            "release or trim sequences, or build the tree with more pages"
+        )
+        self.asked, self.free, self.total = asked, free, total
+
+
+class PageAllocator:
+    """Hands out page numbers ``[0, num_pages)`` and counts how many nodes hold each.
+
+    The lowest free page goes first, so a young pool is filled from the front and long nodes get consecutive pages.
+
+    Args:
+        num_pages: how many pages there are, at least one.
+
+    Raises:
+        ValueError: ``num_pages`` is not a positive integer.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if isinstance(num_pages, bool) or not isinstance(num_pages, int | np.integer) or num_pages < 1:
+            raise ValueError(f"num_pages must be a positive integer, got {num_pages!r}")
+        self.num_pages = int(num_pages)
+        self._free = self.num_pages
+        self._refcounts: Ints = np.zeros(self.num_pages, np.int32)
+        self._lowest = 0  # every page below is taken
+
+    @property
+    def free(self) -> int:
+        """Pages nobody holds."""
+        return self._free
+
+    @property
+    def refcounts(self) -> Ints:
+        """``[num_pages]`` holders of each page; a read-only view."""
+        view = self._refcounts.view()
+        view.flags.writeable = False
+        return view
+
+    def allocate(self, count: int) -> Ints:
+        """The ``count`` lowest free pages, ascending, held once each.
+
+        Raises:
+            OutOfPages: fewer than ``count`` are free; nothing has changed.
+        """
+        if count > self._free:
+            raise OutOfPages(count, self._free, self.num_pages)
+        if count <= 0:
+            return np.empty(0, np.int32)
+        pages = self._find(count)
+        self._refcounts[pages] = 1
+        self._free -= count
+        self._lowest = int(pages[-1]) + 1
+        return pages
+
+    def share(self, pages: Ints) -> None:
+        """One more holder for each of ``pages`` (distinct).
+
+        Raises:
+            ValueError: nobody holds one of them; nothing has changed.
+        """
+        if len(pages):
+            self._refcounts[pages] = self._held(pages, "share") + 1
+
+    def release(self, pages: Ints) -> None:
+        """One holder less for each of ``pages`` (distinct); a page without holders is free again.
+
+        Raises:
+            ValueError: nobody holds one of them; nothing has changed.
+        """
+        if len(pages) == 0:
+            return
+        counts = self._held(pages, "release") - 1
+        self._refcounts[pages] = counts
+        freed = pages[counts == 0]
+        if len(freed):
+            self._free += len(freed)
+            self._lowest = min(self._lowest, int(freed.min()))
+
+    def _find(self, count: int) -> Ints:
+        """The ``count`` lowest free pages.  Windows double, so a long taken stretch costs a few array scans."""
+        found: list[NDArray[np.intp]] = []
+        begin, width = self._lowest, max(256, count)
+        while count > 0:
+            hits = np.flatnonzero(self._refcounts[begin : begin + width] == 0)[:count]
+            if len(hits):
+                found.append(hits + begin)
+                count -= len(hits)
+            begin, width = begin + width, 2 * width
+        return np.concatenate(found).astype(np.int32)
+
+    def _held(self, pages: Ints, verb: str) -> Ints:
+        """The reference counts of ``pages``, none of them 0."""
+        counts = self._refcounts[pages]
+        if counts.min() < 1:
+            raise ValueError(f"cannot {verb} page {int(pages[counts.argmin()])}: nobody holds it")
+        return counts

@@ -1,0 +1,313 @@
+"""The prefix tree: finds what sequences share, token by token, and keeps each shared run once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
+from itertools import compress
+from itertools import count as count_up
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from prefixkit.tree import freeze, integrity
+from prefixkit.tree.match import Match, follow
+from prefixkit.tree.node import Node
+from prefixkit.tree.pages import OutOfPages, PageAllocator
+from prefixkit.tree.sequence import Sequence
+from prefixkit.tree.snapshot import TreeSnapshot
+from prefixkit.tree.stats import TreeStats, measure
+from prefixkit.tree.tokens import as_tokens
+
+__all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
+
+Ints = NDArray[np.int32]
+MAX_PAGE_SIZE = 128
+
+
+class PrefixTree:
+    """A radix tree of token sequences whose nodes own slices of ref-counted pages.
+
+    A node ends where sequences part or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.  A
+    node's KV is never moved: a split shares the page it cuts, and what branches off starts on a fresh page.
+
+    Every method checks before it changes: one that raises has changed nothing.
+
+    Args:
+        num_pages: pages in the pool.
+        page_size: tokens per page, 1 to 128.  1 suits beams that fork at every step, 16 or more long nodes.
+
+    Attributes:
+        root: holds no tokens; its children are the roots of the forest.
+        version: grows whenever nodes are added, removed, split, merged or shortened.
+        sequences_version: grows whenever sequences are added, removed or moved to another node.
+
+    Raises:
+        ValueError: ``num_pages`` below 1, or ``page_size`` outside 1..128.
+    """
+
+    def __init__(self, num_pages: int, page_size: int = 16) -> None:
+        if (
+            isinstance(page_size, bool)
+            or not isinstance(page_size, int | np.integer)
+            or not 1 <= page_size <= MAX_PAGE_SIZE
+        ):
+            raise ValueError(f"page_size must be an integer from 1 to {MAX_PAGE_SIZE}, got {page_size!r}")
+        self.allocator = PageAllocator(num_pages)
+        self.page_size = int(page_size)
+        self.version = 0
+        self.sequences_version = 0
+        self._node_ids = count_up()
+        self._sequence_ids = count_up()
+        self.root = self._new_node(None, np.empty(0, np.int32), np.empty(0, np.int32))
+        self._frozen: freeze.Frozen | None = None
+        self._touched: set[Node] = set()  # nodes with another length or ready than the latest snapshot says
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def match(self, tokens: ArrayLike) -> Match:
+        """The longest prefix of ``tokens`` that the tree holds.  Changes nothing.  O(tokens)."""
+        return follow(self.root, as_tokens(tokens))
+
+    def missing_pages(self, tokens: ArrayLike) -> int:
+        """Pages that `insert` would take for ``tokens`` now.  Changes nothing."""
+        values = as_tokens(tokens)
+        return self._pages_for(len(values) - follow(self.root, values).length)
+
+    def pages_to_extend(self, sequence: Sequence, count: int) -> int:
+        """Pages that `extend` would take for ``count`` more tokens of ``sequence`` now.  Changes nothing."""
+        node = self._node_of(sequence)
+        return node.pages_to_add(count) if node.grows_in_place else self._pages_for(count)
+
+    def snapshot(self) -> TreeSnapshot:
+        """The tree as flat arrays, in depth-first order; the same object while nothing has changed."""
+        return self._freeze().snapshot
+
+    def nodes(self) -> list[Node]:
+        """The nodes in the snapshot's order, without the root."""
+        return list(self._freeze().nodes)
+
+    def pending(self) -> list[tuple[Node, int, int]]:
+        """``(node, ready, length)`` of the nodes that have tokens without KV, depth first: ancestors come first."""
+        frozen = self._freeze()
+        ready, length = frozen.snapshot.ready, frozen.snapshot.length
+        waiting = np.flatnonzero(ready < length)
+        return [
+            (frozen.nodes[index], have, want)
+            for index, have, want in zip(
+                waiting.tolist(), ready[waiting].tolist(), length[waiting].tolist(), strict=True
+            )
+        ]
+
+    def stats(self) -> TreeStats:
+        """What the tree holds and what sharing saves."""
+        return measure(self.snapshot(), self.allocator)
+
+    def check(self) -> None:
+        """Prove every invariant, in O(tokens); raises AssertionError on a mistake of ours.  For tests."""
+        integrity.check(self)
+
+    # -- changing --------------------------------------------------------------------------------------------------
+
+    def insert(self, tokens: ArrayLike) -> Sequence:
+        """Add a sequence, sharing whatever the tree holds of it.
+
+        Only the tokens that are new take pages, from a fresh page on.  Where the sequence leaves a node before the
+        node's end, the node is split, and no KV is copied.
+
+        Raises:
+            ValueError, TypeError: ``tokens`` is empty or not token ids.
+            OutOfPages: not enough free pages; nothing has changed.
+        """
+        values = as_tokens(tokens)
+        found = follow(self.root, values)
+        rest = values[found.length :]
+        pages = self.allocator.allocate(self._pages_for(len(rest)))  # the last step that can fail
+
+        node = found.node
+        if found.offset < node.length:
+            node = self._split(node, found.offset)
+        if len(rest):
+            node = self._add_leaf(node, rest.copy(), pages)
+        return self._new_sequence(node)
+
+    def fork(self, sequence: Sequence, count: int = 1) -> list[Sequence]:
+        """``count`` more sequences with the tokens of ``sequence``.  O(count); takes no pages.
+
+        Raises:
+            ValueError: ``count`` below 1, or ``sequence`` is not live in this tree.
+        """
+        node = self._node_of(sequence)
+        if count < 1:
+            raise ValueError(f"count must be at least 1, got {count}")
+        return [self._new_sequence(node) for _ in range(count)]
+
+    def extend(self, sequence: Sequence, tokens: ArrayLike) -> None:
+        """Append ``tokens``: to the node where the sequence ends, if a leaf of its own, else to a new child.
+
+        Raises:
+            ValueError, TypeError: ``tokens`` is empty or not token ids, or ``sequence`` is not live in this tree.
+            OutOfPages: not enough free pages; nothing has changed.
+        """
+        values = as_tokens(tokens)
+        node = self._node_of(sequence)
+        if node.grows_in_place:
+            node.grow(values, self.allocator.allocate(node.pages_to_add(len(values))))
+            self._touched.add(node)
+        else:
+            pages = self.allocator.allocate(self._pages_for(len(values)))
+            self._move(sequence, self._add_leaf(node, values.copy(), pages))
+
+    def extend_each(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> None:
+        """Append ``tokens[i]`` to ``sequences[i]``: the decode step.
+
+        Raises:
+            ValueError, TypeError: lengths differ, a sequence is listed twice or not live in this tree, or ``tokens``
+                are not token ids.
+            OutOfPages: not enough free pages for all of them; nothing has changed.
+        """
+        values = self._tokens_for(sequences, tokens)
+        nodes = [sequence.node for sequence in sequences]
+        in_place = [node.grows_in_place for node in nodes]
+        growing = list(compress(nodes, in_place))
+        full = [node for node in growing if (node.first_slot + node.length) % self.page_size == 0]
+        pages = self.allocator.allocate(len(full) + len(nodes) - len(growing))[::-1].tolist()  # the last step that can fail
+
+        for node in full:
+            node.push_page(pages.pop())
+        for node, token in zip(growing, compress(values, in_place), strict=True):
+            node.push(token)
+        self._touched.update(growing)
+        if len(growing) < len(nodes):
+            for sequence, token, grows in zip(sequences, values, in_place, strict=True):
+                if not grows:
+                    tail, page = np.array([token], np.int32), np.array([pages.pop()], np.int32)
+                    self._move(sequence, self._add_leaf(sequence.node, tail, page))
+
+    def trim(self, sequence: Sequence, length: int) -> None:
+        """Shorten to the first ``length`` tokens.  What nobody else needs is released, as by `release`.
+
+        Raises:
+            ValueError: ``length`` outside ``[0, sequence.length]``, or ``sequence`` is not live in this tree.
+        """
+        node = self._node_of(sequence)
+        if not 0 <= length <= sequence.length:
+            raise ValueError(f"cannot trim sequence {sequence.id} of {sequence.length} tokens to {length}")
+        if length == sequence.length:
+            return
+        if node.grows_in_place and length > node.start:
+            self.allocator.release(node.shorten(length - node.start))
+            self.version += 1
+            return
+        target = node  # becomes the node whose positions [start, start + length) hold the last token kept
+        while target.parent is not None and length <= target.start:
+            target = target.parent
+        if length < target.start + target.length:
+            target = self._split(target, length - target.start)
+        before = sequence.node
+        self._move(sequence, target)
+        self._prune(before)
+
+    def release(self, sequence: Sequence) -> None:
+        """Drop the sequence.  Nodes that no other needs go, and their pages with them; splits are undone.
+
+        Raises:
+            ValueError: ``sequence`` is not live in this tree (released before, or of another tree).
+        """
+        node = self._node_of(sequence)
+        del node.sequences[sequence.id]
+        sequence.tree = None
+        self.sequences_version += 1
+        self._prune(node)
+
+    def mark_ready(self, nodes: Iterable[Node], ready: ArrayLike) -> None:
+        """Declare that the first ``ready[i]`` tokens of ``nodes[i]`` have KV in the pool.
+
+        Raises:
+            ValueError: lengths differ, a value lies outside ``[0, node.length]``, or a node has left the tree.
+        """
+        nodes = list(nodes)
+        values: list[int] = np.asarray(ready, np.int64).tolist()
+        for node, value in zip(nodes, values, strict=True):
+            if not 0 <= value <= node.length or node.parent is None:
+                raise ValueError(f"cannot mark {value} tokens of {node} ready: it has left the tree or has fewer")
+        for node, value in zip(nodes, values, strict=True):
+            node.ready = value
+        self._touched.update(nodes)
+
+    # -- steps of the above ----------------------------------------------------------------------------------------
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _tokens_for(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> list[int]:
+        """The checked arguments of `extend_each`; none at all is a step in which nothing happens."""
+        array = np.asarray(tokens)
+        values: list[int] = as_tokens(array).tolist() if array.size else []
+        if len(values) != len(sequences):
+            raise ValueError(f"one token for each sequence: got {len(values)} tokens for {len(sequences)} sequences")
+        if len(set(sequences)) != len(sequences):
+            raise ValueError("a sequence is listed twice; extend_each appends one token to each, so list each once")
+        if {sequence.tree for sequence in sequences} - {self}:
+            for sequence in sequences:
+                self._node_of(sequence)
+        return values
+
+    def _node_of(self, sequence: Sequence) -> Node:
+        if sequence.tree is self:
+            return sequence.node
+        what = "has been released" if sequence.tree is None else "belongs to another tree"
+        raise ValueError(f"sequence {sequence.id} {what}; use a live sequence of this tree")
+
+    def _new_node(self, parent: Node | None, tokens: Ints, pages: Ints) -> Node:
+        return Node(next(self._node_ids), parent, self.page_size, tokens, pages)
+
+    def _new_sequence(self, node: Node) -> Sequence:
+        sequence = Sequence(next(self._sequence_ids), node, self)
+        node.sequences[sequence.id] = sequence
+        self.sequences_version += 1
+        return sequence
+
+    def _move(self, sequence: Sequence, node: Node) -> None:
+        del sequence.node.sequences[sequence.id]
+        node.sequences[sequence.id] = sequence
+        sequence.node = node
+        self.sequences_version += 1
+
+    def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints) -> Node:
+        leaf = self._new_node(parent, tokens, pages)
+        parent.adopt(leaf)
+        self.version += 1
+        return leaf
+
+    def _split(self, node: Node, cut: int) -> Node:
+        self.version += 1
+        return node.split(cut, next(self._node_ids), self.allocator)
+
+    def _prune(self, node: Node) -> None:
+        """After ``node`` has lost a sequence: remove what leads to no sequence, then undo a split without purpose."""
+        while node.parent is not None and not node.branches and not node.sequences:
+            parent = node.parent
+            self.allocator.release(node.pages)
+            parent.disown(node)
+            self.version += 1
+            node = parent
+        if node.parent is None or node.sequences or len(node.branches) != 1:
+            return
+        children = node.children
+        if len(children) == 1 and children[0].continues(node):
+            children[0].absorb_parent(self.allocator)
+            self.version += 1
+
+    def _freeze(self) -> freeze.Frozen:
+        """The latest snapshot, brought up to date with the least work."""
+        frozen = self._frozen
+        if frozen is None or frozen.snapshot.version != self.version:
+            frozen = freeze.rebuild(self.root, self.page_size, self.version, self.sequences_version)
+        else:
+            frozen = freeze.refresh(frozen, self._touched)
+            if frozen.sequences_version != self.sequences_version:
+                frozen = freeze.resequence(frozen, self.root, self.sequences_version)
+        self._touched.clear()
+        self._frozen = frozen
+        return frozen

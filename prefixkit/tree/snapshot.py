@@ -1,0 +1,77 @@
+"""One moment of a prefix tree, frozen into flat arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class TreeSnapshot:
+    """A tree's nodes in depth-first (pre-)order; the empty root is left out, so a forest has several roots.
+
+    The subtree of node ``n`` is the contiguous range ``[n, subtree_end[n])``.  Token ``i`` of node ``n`` stands at
+    position ``start[n] + i`` of its sequences, and its KV lies ``first_slot[n] + i`` slots into the node's pages
+    ``pages[page_indptr[n]:page_indptr[n + 1]]``.
+
+    Attributes:
+        version: The tree's structure version.  Two snapshots of equal version have the same nodes, parents, starts and
+            order.  The later one may have a larger ``length`` and more ``pages`` in leaves that grew, never a smaller
+            one; ``ready`` and the sequences may differ.
+        page_size: Tokens per page.
+        parent: ``[nodes]`` index of the parent, -1 for a root.
+        subtree_end: ``[nodes]`` one past the last node of the subtree.
+        start: ``[nodes]`` position of the node's first token.
+        length: ``[nodes]`` tokens in the node.
+        ready: ``[nodes]`` how many of them, from the first, have KV in the pool.
+        first_slot: ``[nodes]`` offset of the first token in the node's first page.
+        page_indptr: ``[nodes + 1]`` bounds of each node's pages in ``pages``.
+        pages: page numbers, node after node.
+        sequence_node: ``[sequences]`` the node at whose end each live sequence ends, ascending (depth-first order);
+            -1 for an empty sequence.
+        sequence_id: ``[sequences]`` the ids of those sequences.
+    """
+
+    version: int
+    page_size: int
+    parent: Ints
+    subtree_end: Ints
+    start: Ints
+    length: Ints
+    ready: Ints
+    first_slot: Ints
+    page_indptr: Ints
+    pages: Ints
+    sequence_node: Ints
+    sequence_id: NDArray[np.int64]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parent)
+
+    @property
+    def num_tokens(self) -> int:
+        """Distinct tokens held: what a tree stores once."""
+        return int(self.length.sum())
+
+    def depth(self) -> Ints:
+        """``[nodes]`` how many nodes lie above each; 0 for a root."""
+        opened = np.arange(self.num_nodes, dtype=np.int32)  # nodes before it in depth-first order ...
+        closed = np.cumsum(np.bincount(self.subtree_end, minlength=self.num_nodes + 1))  # ... less those that ended
+        return (opened - closed[: self.num_nodes]).astype(np.int32)
+
+    def shared_by(self) -> Ints:
+        """``[nodes]`` how many sequences hold each node's tokens: those that end in its subtree."""
+        nodes = np.arange(self.num_nodes)
+        before = np.searchsorted(self.sequence_node, nodes)
+        return (np.searchsorted(self.sequence_node, self.subtree_end) - before).astype(np.int32)
+
+    def slots(self, node: NDArray[np.integer], offset: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Pool slots of tokens ``offset[i]`` of nodes ``node[i]``; the arrays broadcast."""
+        within = self.first_slot[node].astype(np.int64) + offset
+        page = self.pages[self.page_indptr[node] + within // self.page_size].astype(np.int64)
+        return page * self.page_size + within % self.page_size

@@ -1,0 +1,47 @@
+"""Token arrays at the public edge, and where two of them first differ."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int32]
+
+MAX_TOKEN = int(np.iinfo(np.int32).max)
+FIRST_WINDOW, LAST_WINDOW = 256, 65_536  # tokens compared at once: cheap when they differ early, in cache when late
+
+
+def as_tokens(tokens: ArrayLike) -> Ints:
+    """``tokens`` as a checked int32 array ``[n]``, n >= 1; the same memory where it is int32 already.
+
+    Raises:
+        ValueError: no tokens, more than one dimension, or an id outside ``[0, 2**31)``.
+        TypeError: not integers.
+    """
+    array = np.asarray(tokens)
+    if array.ndim != 1:
+        raise ValueError(f"tokens must be one-dimensional, got shape {array.shape}; pass one sequence at a time")
+    if array.size == 0:
+        raise ValueError("tokens must not be empty; pass at least one token id")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"tokens must be integers, got dtype {array.dtype}; convert them to token ids first")
+    lowest = int(array.min())
+    if lowest < 0:
+        raise ValueError(f"token ids must not be negative, got {lowest}; remove padding before building the tree")
+    if array.dtype.itemsize >= 4 and array.dtype != np.int32 and int(array.max()) > MAX_TOKEN:
+        raise ValueError(f"token ids must be below 2**31, got {int(array.max())}")
+    return array.astype(np.int32, copy=False)
+
+
+def common_prefix(left: Ints, right: Ints) -> int:
+    """How many leading tokens ``left`` and ``right`` share.  Compares windows, never single tokens in Python."""
+    end = min(len(left), len(right))
+    begin, width = 0, FIRST_WINDOW
+    while begin < end:
+        stop = min(begin + width, end)
+        differs = left[begin:stop] != right[begin:stop]
+        first = int(differs.argmax())
+        if differs[first]:
+            return begin + first
+        begin, width = stop, min(2 * width, LAST_WINDOW)
+    return end

@@ -1,0 +1,153 @@
+"""Formats: every query meets every token that it may see, exactly once."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from prefixkit.attention.cost import CPU_COST, CostModel, HeadShape, decide_sharing
+from prefixkit.attention.formats import OPEN, TILE_CLASSES, Queries, decompose, page_blocks, visible_lengths
+from prefixkit.tree.radix import PrefixTree
+from tests.attention.trees import expected_sight, random_queries, random_tree
+
+SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=8, itemsize=4)
+FREE_SHARING = CostModel(item=0, kv_byte=1, partial_byte=0)
+NEVER_SHARE = CostModel(item=1e9, kv_byte=1, partial_byte=1)
+
+
+def seen(snapshot, queries, formats):
+    """For each query row, how often it meets each (node, offset), by the meaning of a BSR row."""
+    length = visible_lengths(snapshot, queries)
+    position = snapshot.start[queries.row_node()] + queries.row_offset()
+    counts = [Counter() for _ in range(queries.num_rows)]
+    for bsr in formats:
+        for row in range(bsr.num_rows):
+            for query in range(bsr.q_begin[row], bsr.q_end[row]):
+                for node, begin, end in bsr.row_segments(row):
+                    for offset in range(begin, min(end, int(length[node]))):
+                        if not bsr.causal[row] or snapshot.start[node] + offset <= position[query]:
+                            counts[query][node, offset] += 1
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("sharing", ["cost model", "everything", "nothing", "at random"])
+def test_every_query_sees_every_ancestor_token_exactly_once(seed, sharing):
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    snapshot = random_tree(rng, page_size=int(rng.choice([1, 4, 16]))).snapshot()
+    queries = random_queries(rng, snapshot)
+    cost = {"everything": FREE_SHARING, "nothing": NEVER_SHARE}.get(sharing, CPU_COST)
+    shared = rng.random(snapshot.num_nodes) < 0.5 if sharing == "at random" else None
+    formats = decompose(snapshot, queries, SHAPE, cost, shared)
+    for counts, expected in zip(seen(snapshot, queries, formats), expected_sight(snapshot, queries), strict=True):
+        assert set(counts) == expected
+        assert set(counts.values()) == {1}
+
+
+def test_rows_are_filed_under_the_smallest_tile_that_holds_their_query_heads():
+    tree = PrefixTree(64)
+    prompt = tree.insert(np.arange(100))
+    for sequence in tree.fork(prompt, 40):
+        tree.extend(sequence, [7])
+    tree.mark_ready([prompt.node], [100])
+    snapshot = tree.snapshot()
+    leaves = np.arange(1, 41, dtype=np.int32)
+    queries = Queries(leaves, np.zeros_like(leaves), np.ones_like(leaves))
+    formats = decompose(snapshot, queries, SHAPE, FREE_SHARING)
+    assert [bsr.tile_rows for bsr in formats] == [8, 128]  # 40 rows of 2 query heads; 1 row of 80
+    assert formats[1].row_segments(0) == [(0, 0, 100)]
+    assert not formats[1].causal[0]
+    assert formats[0].causal.all()
+    assert set(TILE_CLASSES) >= {8, 128}
+
+
+def test_a_leaf_is_open_at_its_end_so_that_it_can_grow_under_the_plan():
+    tree = PrefixTree(64)
+    tree.insert([1, 2, 3])
+    (bsr,) = decompose(tree.snapshot(), Queries(*map(np.int32, ([0], [0], [3]))), SHAPE, CPU_COST)
+    assert bsr.row_segments(0) == [(0, 0, OPEN)]
+
+
+def test_page_blocks_cover_a_slice_that_begins_and_ends_inside_pages():
+    tree = PrefixTree(64, page_size=4)
+    tree.insert([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    tree.insert([1, 2, 3, 4, 5, 6, 99])  # cuts the first sequence inside its second page
+    snapshot = tree.snapshot()
+    lower = int(np.flatnonzero(snapshot.start == 6)[0])
+    assert snapshot.length[lower] == 4
+    assert list(page_blocks(snapshot, lower, 1, 4)) == [(1, 3, 4), (2, 0, 2)]
+
+
+class TestSharing:
+    def decide(self, prefix, leaves, cost=CPU_COST):
+        tree = PrefixTree(4096)
+        prompt = tree.insert(np.arange(prefix))
+        for sequence in tree.fork(prompt, leaves):
+            tree.extend(sequence, [1])
+        snapshot = tree.snapshot()
+        own = np.array([0] + [1] * leaves, dtype=np.int32)
+        below = np.array([leaves] + [0] * leaves, dtype=np.int32)
+        return bool(decide_sharing(snapshot, own, below, SHAPE, cost)[0])
+
+    def test_a_long_prefix_of_many_sequences_is_shared(self):
+        assert self.decide(prefix=1000, leaves=32)
+
+    def test_a_short_prefix_is_not_worth_another_item(self):
+        assert not self.decide(prefix=2, leaves=32)
+
+    def test_one_consumer_has_nothing_to_share(self):
+        assert not self.decide(prefix=1000, leaves=1, cost=FREE_SHARING)
+
+    def test_a_chain_above_a_shared_node_folds_into_it(self):
+        tree = PrefixTree(4096)
+        tree.insert(np.arange(300))
+        prompt = tree.insert(np.arange(600))  # a chain: the first sequence ends inside the second
+        for sequence in tree.fork(prompt, 16):
+            tree.extend(sequence, [1])
+        snapshot = tree.snapshot()
+        assert snapshot.num_nodes == 18
+        own = np.array([0, 0] + [1] * 16, dtype=np.int32)
+        below = np.array([16, 16] + [0] * 16, dtype=np.int32)
+        assert decide_sharing(snapshot, own, below, SHAPE, CPU_COST)[:2].tolist() == [False, True]
+
+    def test_costs_below_zero_are_refused(self):
+        with pytest.raises(ValueError, match="kv_byte must be a time of at least 0"):
+            CostModel(item=1, kv_byte=-1, partial_byte=0)
+
+
+class TestRefusals:
+    def queries(self, *runs):
+        return Queries(*(np.array(column, dtype=np.int32) for column in zip(*runs, strict=True)))
+
+    def tree(self):
+        tree = PrefixTree(64)
+        prompt = tree.insert([1, 2, 3, 4])
+        tree.extend(tree.fork(prompt)[0], [5, 6])
+        return tree, prompt
+
+    def test_no_queries(self):
+        empty = np.zeros(0, dtype=np.int32)
+        with pytest.raises(ValueError, match="at least one query"):
+            decompose(self.tree()[0].snapshot(), Queries(empty, empty, empty), SHAPE, CPU_COST)
+
+    @pytest.mark.parametrize("runs", [[(1, 0, 1), (0, 0, 1)], [(0, 0, 1), (0, 1, 2)], [(2, 0, 1)], [(-1, 0, 1)]])
+    def test_nodes_out_of_order_or_range(self, runs):
+        with pytest.raises(ValueError, match="ascending order"):
+            decompose(self.tree()[0].snapshot(), self.queries(*runs), SHAPE, CPU_COST)
+
+    @pytest.mark.parametrize("run", [(0, 2, 2), (0, 0, 5), (0, -1, 2)])
+    def test_a_run_outside_its_node(self, run):
+        with pytest.raises(ValueError, match="non-empty slice"):
+            decompose(self.tree()[0].snapshot(), self.queries(run), SHAPE, CPU_COST)
+
+    def test_a_gap_in_the_kv_before_the_queries(self):
+        with pytest.raises(ValueError, match="must begin where the KV is complete, at 0 or before"):
+            decompose(self.tree()[0].snapshot(), self.queries((0, 1, 4)), SHAPE, CPU_COST)
+
+    def test_queries_below_a_node_whose_kv_is_not_complete(self):
+        tree, prompt = self.tree()
+        with pytest.raises(ValueError, match="compute ancestors first"):
+            decompose(tree.snapshot(), self.queries((0, 0, 3), (1, 0, 2)), SHAPE, CPU_COST)
+        tree.mark_ready([prompt.node], [3])
+        decompose(tree.snapshot(), self.queries((0, 3, 4), (1, 0, 2)), SHAPE, CPU_COST)

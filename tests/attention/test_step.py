@@ -1,0 +1,69 @@
+"""Steps: what a forward pass is told, and plans remembered while the tree stands."""
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.formats import Queries
+from prefixkit.attention.step import Planner, build_step
+from prefixkit.tree.radix import PrefixTree
+
+SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=8, itemsize=4)
+
+
+def runs(*triples):
+    return Queries(*(np.array(column, dtype=np.int32) for column in zip(*triples, strict=True)))
+
+
+def grown_tree():
+    tree = PrefixTree(64, page_size=4)
+    prompt = tree.insert([10, 11, 12, 13, 14])
+    forks = tree.fork(prompt, 2)
+    tree.extend_each(forks, [20, 30])
+    tree.mark_ready([prompt.node], [5])
+    return tree, forks
+
+
+def test_a_decode_step_names_tokens_positions_and_slots():
+    tree, _ = grown_tree()
+    snapshot = tree.snapshot()
+    step = build_step(snapshot, runs((1, 0, 1), (2, 0, 1)), np.array([20, 30]), np.array([0, 1]), Planner(SHAPE))
+    assert step.tokens.tolist() == [20, 30]
+    assert step.positions.tolist() == [5, 5]
+    assert step.slots.tolist() == [8, 12]  # fresh pages 2 and 3: a fork never writes into its parent's page
+    assert step.nodes[1].tolist() == [5, 1, 1]
+    assert step.kv_tokens_unshared == 12
+    assert all(tensor.dtype == torch.int32 for tensor in (*step.work, *step.nodes))
+
+
+def test_a_plan_is_kept_while_leaves_grow_and_remade_when_the_tree_changes():
+    tree, forks = grown_tree()
+    planner = Planner(SHAPE)
+    queries = runs((1, 0, 1), (2, 0, 1))
+    first = build_step(tree.snapshot(), queries, np.array([20, 30]), np.array([0, 1]), planner)
+    nodes = tree.nodes()
+    tree.mark_ready(nodes[1:], [1, 1])
+    tree.extend_each(forks, [21, 31])
+    second = build_step(tree.snapshot(), runs((1, 1, 2), (2, 1, 2)), np.array([21, 31]), np.array([0, 1]), planner)
+    assert second.plan is first.plan
+    assert second.nodes[1].tolist() == [5, 2, 2]
+    tree.release(forks[0])
+    build_step(tree.snapshot(), runs((1, 1, 2)), np.array([31]), np.array([0]), planner)
+    assert planner.plans_made == 2
+
+
+def test_a_steps_tensors_do_not_follow_the_tree():
+    tree, forks = grown_tree()
+    step = build_step(tree.snapshot(), runs((1, 0, 1)), np.array([20]), np.array([0]), Planner(SHAPE))
+    before = [tensor.clone() for tensor in step.nodes]
+    tree.mark_ready(tree.nodes()[1:], [1, 1])
+    tree.extend_each(forks, [21, 31])
+    tree.snapshot()
+    assert all(torch.equal(a, b) for a, b in zip(before, step.nodes, strict=True))
+
+
+def test_tokens_that_do_not_match_the_queries_are_refused():
+    tree, _ = grown_tree()
+    with pytest.raises(ValueError, match="1 rows, but 2 tokens"):
+        build_step(tree.snapshot(), runs((1, 0, 1)), np.array([20, 30]), np.array([0]), Planner(SHAPE))

@@ -1,0 +1,141 @@
+"""What an attention class asks for is done over the tree, or refused; never ignored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from prefixkit.models import NotPatched, patch
+from prefixkit.models.attention import original_class, tree_class
+
+
+@pytest.fixture
+def run(tiny, drive, rng):
+    """A patched model in the middle of a step: ``run.cache.inputs()`` goes to ``run.model``."""
+    driver = drive(tiny())
+    driver.tree.insert(rng.integers(3, 128, 9))
+    driver.cache = driver.runner.cache
+    driver.cache.begin(driver.step())
+    return driver
+
+
+def test_the_documented_call_works(run):
+    with torch.no_grad():
+        logits = run.model(**run.cache.inputs()).logits
+    run.cache.end()
+    assert logits.shape == (1, 9, 128)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        None,
+        torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]]),
+        torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0]]),
+        torch.tensor([[1] * 9 + [0, 0]]),
+        torch.ones(1, 1, 9, 9, dtype=torch.bool),
+    ],
+    ids=["none", "left padding", "right padding", "padding beyond the tokens", "4-D"],
+)
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+def test_a_mask_is_refused_rather_than_ignored(run, mask, attn_implementation):
+    run.model.set_attn_implementation(attn_implementation)
+    with pytest.raises(ValueError, match="instead of the empty one of cache.inputs()"):
+        run.model(**{**run.cache.inputs(), "attention_mask": mask})
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(1, 10)[None]], ids=["left to the model", "others"])
+def test_positions_other_than_the_steps_are_refused(tiny, drive, rng, positions):
+    driver = drive(tiny())
+    driver.tree.insert(rng.integers(3, 128, 12))
+    driver.run(budget=9)
+    driver.tree.insert(rng.integers(3, 128, 6))
+    driver.tree.insert(rng.integers(3, 128, 3))  # positions 0..5, 0..2
+    cache = driver.runner.cache
+    cache.begin(driver.step())
+    with pytest.raises(ValueError, match="position_ids other than the step's"):
+        driver.model(**{**cache.inputs(), "position_ids": None if positions is None else positions})
+
+
+def test_positions_equal_to_the_steps_are_accepted_as_any_tensor(run):
+    run.model(**{**run.cache.inputs(), "position_ids": torch.arange(9)[None]})
+    run.cache.end()
+
+
+def test_dropout_is_refused(run):
+    run.model.train()
+    for layer in run.model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"LlamaAttention asked for attention dropout 0.1.*model.eval\(\)"):
+        run.model(**run.cache.inputs())
+
+
+@pytest.mark.parametrize(
+    "asked", [{"position_bias": torch.zeros(1)}, {"head_mask": torch.ones(4)}, {"cu_seq_lens_q": torch.tensor([0, 9])}], ids=str
+)
+def test_unknown_keywords_are_refused(run, asked):
+    with pytest.raises(ValueError, match=f"LlamaAttention passed {next(iter(asked))} .*would ignore it"):
+        run.model(**run.cache.inputs(), **asked)
+
+
+def test_bidirectional_attention_is_refused(run):
+    with pytest.raises(ValueError, match=r"passed is_causal \(bool\)"):
+        run.model(**run.cache.inputs(), is_causal=False)
+
+
+def test_a_missing_scaling_is_not_guessed(run):
+    run.model.model.layers[0].self_attn.scaling = None
+    with pytest.raises(ValueError, match="LlamaAttention passed no scaling"):
+        run.model(**run.cache.inputs())
+
+
+def test_the_scaling_is_the_modules_own(tiny, drive, dense_logits, rng):
+    model = tiny()
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.77
+    driver = drive(model)
+    tokens = rng.integers(3, 128, 9).tolist()
+    driver.tree.insert(tokens)
+    driver.run()
+    assert torch.allclose(driver.logits_of(tokens), dense_logits(model, tokens), atol=1e-4)
+
+
+def test_an_exception_in_a_layer_leaves_the_module_as_it_was(run):
+    attention = run.model.model.layers[1].self_attn
+    before = dict(vars(attention))
+
+    def explode(*args):
+        raise RuntimeError("projection")
+
+    attention.o_proj.register_forward_hook(explode)
+    with pytest.raises(RuntimeError, match="projection"):
+        run.model(**run.cache.inputs())
+    assert vars(attention) == before
+    assert attention.config is run.model.config and attention.config._attn_implementation == "eager"
+
+
+def test_an_unpatched_model_refuses_the_cache(run, tiny):
+    with pytest.raises(NotPatched, match=r"layer 0 .* is not patched; call prefixkit.patch\(model\)"):
+        tiny()(**run.cache.inputs())
+
+
+def test_one_unpatched_layer_is_enough(run, tiny):
+    run.model.model.layers[1] = tiny().model.layers[1]
+    with pytest.raises(NotPatched, match="layer 1"):
+        run.model(**run.cache.inputs())
+
+
+def test_the_attention_function_cannot_be_chosen_globally(tiny):
+    config = tiny().config
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="prefixkit")
+    with pytest.raises(ValueError, match="attn_implementation='prefixkit' cannot be set"):
+        model(torch.tensor([[3, 4, 5]]))
+    with pytest.raises(ValueError, match="attn_implementation='prefixkit' cannot be set"):
+        model(torch.tensor([[3, 4, 5]]), attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.bool))
+
+
+def test_one_class_is_made_for_each_original(tiny):
+    model, other = patch(tiny()), patch(tiny())
+    a, b = model.model.layers[0].self_attn, other.model.layers[1].self_attn
+    assert type(a) is type(b) is tree_class(original_class(a))

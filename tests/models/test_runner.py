@@ -1,0 +1,104 @@
+"""A runner computes the logits that a step asks for, and no others."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from prefixkit.attention.kv_pool import KVPool, KVSpec
+from prefixkit.models import IncompleteStep, ModelRunner, NotPatched, kv_spec, patch
+
+
+@pytest.fixture
+def run(tiny, drive, rng):
+    driver = drive(tiny("gemma2", final_logit_softcapping=3.0))
+    driver.texts = [rng.integers(3, 128, n).tolist() for n in (9, 5)]
+    for text in driver.texts:
+        driver.tree.insert(text)
+    return driver
+
+
+def test_only_the_rows_asked_for_come_back(run, tiny):
+    step = run.step(logit_rows=[0, 4, 13])
+    everything = run.runner(run.step())
+    rows = run.runner(step)
+    assert rows.shape == (3, run.runner.vocab_size) and rows.dtype == torch.float32
+    assert torch.allclose(rows, everything[[0, 4, 13]], atol=1e-6)
+    assert everything.abs().max() <= 3.0, "the model's own cap on final logits stays"
+
+
+def test_a_step_without_logits_skips_the_head(run):
+    sizes = []
+    run.model.lm_head.register_forward_hook(lambda module, args, out: sizes.append(args[0].numel()))
+    assert run.runner(run.step(logit_rows=[])).shape == (0, 128)
+    assert sizes == [0]
+    run.tree.mark_ready([node for node, _, _ in run.runs], [end for _, _, end in run.runs])
+    assert run.step() is None, "its KV is complete all the same"
+
+
+def test_half_precision_models_give_float32_logits(tiny, drive, rng):
+    driver = drive(tiny().bfloat16())
+    driver.tree.insert(rng.integers(3, 128, 5))
+    assert driver.runner(driver.step()).dtype == torch.float32
+    assert driver.pool.k(0).dtype == torch.bfloat16
+
+
+def test_no_mask_of_tokens_times_kv_is_built(run):
+    shapes = []
+    run.model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(kwargs["attention_mask"].numel()), with_kwargs=True
+    )
+    run.runner(run.step())
+    assert shapes == [0]
+
+
+def test_training_mode_is_refused(run):
+    run.model.train()
+    with pytest.raises(ValueError, match=r"training mode.*model.eval\(\)"):
+        run.runner(run.step())
+
+
+def test_an_unpatched_model_is_refused(tiny):
+    model = tiny()
+    with pytest.raises(NotPatched, match=r"LlamaForCausalLM is not patched; call prefixkit.patch\(model\)"):
+        ModelRunner(model, KVPool(kv_spec(model), 4, 4))
+
+
+def test_a_pool_of_another_shape_is_refused(tiny):
+    with pytest.raises(ValueError, match="the model needs a pool of KVSpec.*got one of KVSpec"):
+        ModelRunner(patch(tiny()), KVPool(KVSpec(3, 2, 24, torch.float32, torch.device("cpu")), 4, 4))
+
+
+def test_a_model_without_a_language_head_is_refused(tiny):
+    model = patch(tiny()).model
+    with pytest.raises(TypeError, match="LlamaModel has no language-model head"):
+        ModelRunner(model, KVPool(kv_spec(model), 4, 4))
+
+
+def test_after_an_error_the_next_step_runs(run):
+    hook = run.model.model.norm.register_forward_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.runner(run.step())
+    hook.remove()
+    assert run.runner(run.step()).shape == (14, 128)
+
+
+def test_a_layer_that_is_skipped_is_an_error(run):
+    class Skip(nn.Module):
+        def forward(self, hidden, **kwargs):
+            return hidden
+
+    run.model.model.layers[1] = Skip()
+    with pytest.raises(IncompleteStep, match=r"layers \[1\] of 2"):
+        run.runner(run.step())
+
+
+def test_rotary_embeddings_that_move_with_the_batch_are_reported(tiny, caplog):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with caplog.at_level(logging.WARNING, "prefixkit"):
+        model = patch(tiny(rope_parameters=rope))
+        ModelRunner(model, KVPool(kv_spec(model), 4, 4))
+    assert "rotary embedding dynamic depends on the longest position" in caplog.text

@@ -1,0 +1,64 @@
+"""Counts, sizes and types come from the modules and tensors at hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from prefixkit.attention.kv_pool import KVSpec
+from prefixkit.models import UnsupportedModel, kv_spec, patch, query_heads
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3"], ids=["separate projections", "one fused projection"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (4, 4), (6, 3)])
+def test_heads_are_counted(model_type, heads, kv_heads, tiny):
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 24 * heads}
+    model = tiny(model_type, num_hidden_layers=3, **shape)
+    if model_type == "phi3":
+        assert not hasattr(model.model.layers[0].self_attn, "k_proj")
+    assert kv_spec(model) == KVSpec(3, kv_heads, 24, torch.float32, CPU)
+    assert query_heads(model) == heads
+    assert kv_spec(patch(model)) == KVSpec(3, kv_heads, 24, torch.float32, CPU)
+
+
+def test_a_shard_has_its_own_share_of_heads(tiny):
+    model = tiny()
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            projection = getattr(layer.self_attn, name)
+            projection.weight = nn.Parameter(projection.weight[: projection.out_features // 2])
+    assert (kv_spec(model).kv_heads, query_heads(model)) == (1, 2)
+
+
+def test_a_quantised_projection_is_counted_by_what_it_declares(tiny):
+    class Packed(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.out_features = linear.out_features
+            self.weight = nn.Parameter(torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+
+    model = tiny().bfloat16()
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, Packed(getattr(layer.self_attn, name)))
+    assert kv_spec(model) == KVSpec(2, 2, 24, torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_dtype_is_that_of_the_projections(dtype, tiny):
+    assert kv_spec(tiny().to(dtype)).dtype == dtype
+
+
+def test_layers_that_differ_are_refused(tiny):
+    model = tiny()
+    model.model.layers[1].self_attn.to(torch.bfloat16)
+    with pytest.raises(UnsupportedModel, match="differ in .*a pool needs them equal"):
+        kv_spec(model)
+
+
+def test_unsupported_models_have_no_spec():
+    with pytest.raises(UnsupportedModel, match="got Linear"):
+        kv_spec(nn.Linear(2, 2))

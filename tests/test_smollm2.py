@@ -1,0 +1,63 @@
+"""A real model on real problems: SmolLM2-135M-Instruct over HumanEval, against its unpatched self."""
+
+import pytest
+import torch
+
+import prefixkit
+from prefixkit.demo.humaneval import load_problems
+from prefixkit.demo.model import load_demo
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def smol():
+    return load_demo()
+
+
+@pytest.fixture(scope="module")
+def heads():
+    return [problem.head.rstrip() for problem in load_problems()[:20]]
+
+
+def stock(model, tokenizer, text, **options):
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, return_dict_in_generate=True, **options)
+    return out, ids.shape[1]
+
+
+def test_greedy_64_tokens_of_20_problems_sampled_together_are_the_unpatched_models(smol, heads):
+    model, tokenizer = smol
+    with prefixkit.patched(model):
+        result = prefixkit.generate(model, tokenizer, heads, temperature=0, max_new_tokens=64)
+    assert not prefixkit.models.is_patched(model)
+    for sample, head in zip(result, heads, strict=True):
+        out, length = stock(model, tokenizer, head, max_new_tokens=64)
+        assert sample.tokens == out.sequences[0, length:].tolist(), head
+
+
+@pytest.mark.parametrize("num_beams", [2, 4, 8])
+def test_beams_are_those_of_transformers(smol, heads, num_beams):
+    model, tokenizer = smol
+    options = {"num_beams": num_beams, "num_return_sequences": 2, "max_new_tokens": 16}
+    with prefixkit.patched(model):
+        result = prefixkit.beam_search(model, tokenizer, heads[:2], **options)
+    assert result.report.kv_bytes_copied == 0
+    for index in range(2):
+        out, length = stock(model, tokenizer, heads[index], output_scores=True, **options)
+        for sample, sequence, score in zip(result.of_prompt(index), out.sequences, out.sequences_scores, strict=True):
+            assert sample.tokens == sequence[length : length + len(sample.tokens)].tolist()
+            assert sample.score == pytest.approx(score.item(), abs=1e-4)
+
+
+def test_seeded_samples_do_not_depend_on_company_order_or_pages(smol, heads):
+    model, tokenizer = smol
+    options = {"n": 3, "temperature": 0.8, "top_p": 0.95, "max_new_tokens": 24, "seed": 5}
+    with prefixkit.patched(model):
+        together = prefixkit.generate(model, tokenizer, heads[:6], **options)
+        backward = prefixkit.generate(model, tokenizer, heads[5::-1], page_size=1, **options)
+        alone = prefixkit.generate(model, tokenizer, heads[3:4], page_size=128, **options)
+    for index in range(6):
+        expected = [sample.tokens for sample in together.of_prompt(index)]
+        assert [sample.tokens for sample in backward.of_prompt(5 - index)] == expected
+    assert [sample.tokens for sample in alone] == [sample.tokens for sample in together.of_prompt(3)]

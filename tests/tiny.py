@@ -1,0 +1,48 @@
+"""A tiny random Llama and a tokenizer of bytes, for tests of the public verbs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+EOS = 256
+VOCAB = 260
+
+
+def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """Two layers, 4 query heads over 2 KV heads, float32; logits spread enough that greedy choices are clear."""
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": EOS + 1,
+        **changes,
+    }
+    return LlamaForCausalLM(LlamaConfig(**settings)).eval()
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte, an end token and a padding token."""
+
+    eos_token_id = EOS
+    pad_token_id = EOS + 1
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> dict[str, list[int]]:
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return self(text + "<assistant>")
