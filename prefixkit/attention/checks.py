@@ -24,7 +24,7 @@ class BadDevice(ValueError):
     """Tensors of one call lie on different devices."""
 
 
-def _shape(op: str, name: str, tensor: Tensor, expected: str, fits: bool) -> None:
+def _shape(op: str, name: str, tensor: Tensor, expected: object, fits: bool) -> None:
     if not fits:
         raise BadShape(f"{op}: {name} must have shape {expected}, got {list(tensor.shape)}")
 
@@ -96,10 +96,8 @@ def check_merge(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> No
     _shape(op, "indptr", indptr, "[rows + 1]", indptr.shape[0] >= 1)
 
 
-def check_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]
-) -> None:
-    """Arguments of ``tree_attention``, but for the variant."""
+def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor) -> None:
+    """Arguments of ``tree_attention`` that differ from layer to layer; :func:`check_work` has the others."""
     op = "tree_attention"
     check_pages(op, k_pages, v_pages)
     kv_heads, head_dim = k_pages.shape[2:]
@@ -110,17 +108,22 @@ def check_attention(
         raise BadShape(f"{op}: q has {q.shape[1]} heads, which must be a multiple of the pages' {kv_heads} KV heads")
     check_slots(op, "q_positions", q_positions, k_pages.device)
     _shape(op, "q_positions", q_positions, f"[{q.shape[0]}] (rows of q)", q_positions.shape[0] == q.shape[0])
+
+
+def check_work(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
+    """The arguments of ``tree_attention`` that are the same in all layers of a step, for ``rows`` queries."""
+    op = "tree_attention"
     for group, names, tensors in (("work", WORK, work), ("nodes", NODES, nodes)):
         if len(tensors) != len(names):
             raise BadShape(f"{op}: {group} must be the {len(names)} tensors {', '.join(names)}, got {len(tensors)}")
         for name, tensor in zip(names, tensors, strict=True):
             _dtype(op, f"{group}.{name}", tensor, (torch.int32,))
-            _device(op, f"{group}.{name}", tensor, k_pages.device)
+            _device(op, f"{group}.{name}", tensor, work[0].device)
     items, segment_indptr, segments, merge_indptr, _ = work
     _shape(op, "work.items", items, "[items, 6]", items.ndim == 2 and items.shape[1] == 6)
     _shape(op, "work.segments", segments, "[segments, 3]", segments.ndim == 2 and segments.shape[1] == 3)
     _shape(op, "work.segment_indptr", segment_indptr, "[items + 1]", segment_indptr.shape[0] == items.shape[0] + 1)
-    _shape(op, "work.merge_indptr", merge_indptr, "[rows of q + 1]", merge_indptr.shape[0] == q.shape[0] + 1)
+    _shape(op, "work.merge_indptr", merge_indptr, f"[{rows} + 1] (rows of q)", merge_indptr.shape[0] == rows + 1)
     start, length, page_indptr, _, first_slot = nodes
     for name, tensor, extra in (("length", length, 0), ("page_indptr", page_indptr, 1), ("first_slot", first_slot, 0)):
         expected = f"[{start.shape[0] + extra}] ({start.shape[0]} nodes)"

@@ -138,19 +138,18 @@ def _buckets(rows: Array, tokens: Array, heads: Heads) -> list[Array]:
     """Group blocks of similar shape: a block joins a larger bucket while padding it costs less than one more call."""
     if not len(rows):
         return []
-    shape = _round_up(rows) << 32 | _round_up(tokens)
-    shapes, which, count = np.unique(shape, return_inverse=True, return_counts=True)
+    # As one number per block, rows above tokens.
+    shapes, which, count = np.unique(_round_up(rows) << 32 | _round_up(tokens), return_inverse=True, return_counts=True)
     token_us = heads.kv_elements * (COPY_US + READ_US)
     leaders: list[tuple[int, int]] = []
     bucket_of_shape = np.zeros(len(shapes), dtype=np.int64)
     for index in range(len(shapes) - 1, -1, -1):
         r, n = divmod(int(shapes[index]), 1 << 32)
         best, best_cost = -1, CALL_US
-        for bucket, (big_r, big_n) in enumerate(leaders):
-            if big_r >= r and big_n >= n:
-                cost = int(count[index]) * ((big_r * big_n - r * n) * heads.score_us + (big_n - n) * token_us)
-                if cost < best_cost:
-                    best, best_cost = bucket, cost
+        for number, (big_r, big_n) in enumerate(leaders):
+            padding_us = int(count[index]) * ((big_r * big_n - r * n) * heads.score_us + (big_n - n) * token_us)
+            if big_r >= r and big_n >= n and padding_us < best_cost:
+                best, best_cost = number, padding_us
         if best < 0:
             best = len(leaders)
             leaders.append((r, n))
@@ -162,7 +161,8 @@ def _buckets(rows: Array, tokens: Array, heads: Heads) -> list[Array]:
 def _round_up(sizes: Array) -> Array:
     """Up to the next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
     step = 1 << np.maximum(np.frexp(np.maximum(sizes, 1) - 0.5)[1] - 3, 0).astype(np.int64)
-    return -(-sizes // step) * step
+    rounded: Array = -(-sizes // step) * step
+    return rounded
 
 
 def make_call(pieces: Pieces, batch: Array, q_positions: Array, heads: Heads, variant: Variant) -> Call | None:
@@ -232,7 +232,7 @@ def _scoring(
     if variant.mask_mod is not None:
         allowed = variant.mask_mod(q, kv, heads.numbers)
         shown = allowed & base
-        shown = shown.expand(torch.broadcast_shapes(shown.shape, (len(q), 1, q.shape[2], kv.shape[3])))
+        shown = shown.expand(len(q), shown.shape[1], q.shape[2], kv.shape[3])
         if torch.equal(shown, base.expand_as(shown)):
             shown = base
     if shown is base and kind == DENSE:

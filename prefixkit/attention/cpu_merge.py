@@ -119,30 +119,38 @@ def _partials(level: Level, blocks: Sequence[State], joined: State | None) -> St
     source = blocks[level.block] if joined is None or level.block >= 0 else joined
     if level.index is not None:
         return State(source.out.index_select(0, level.index), source.lse.index_select(0, level.index))
-    if level.first == 0 and level.rows == len(source.lse):
+    if level.first == 0 and level.rows == source.lse.shape[0]:
         return source
     return State(source.out.narrow(0, level.first, level.rows), source.lse.narrow(0, level.first, level.rows))
 
 
 def _merge_parts(parts: Sequence[State], may_be_empty: bool) -> State:
-    """Part ``k`` concerns the first rows only.  Weights are divided by their own sum, so they add up to 1 exactly enough."""
+    """Merge parts, of which each concerns the first rows only.
+
+    A row's weights are divided by their own sum, not by the exponential of its rounded log-sum-exp, so they add up to 1.
+    """
     top = parts[0].lse.clone()
     for part in parts[1:]:
-        head = top[: len(part.lse)]
+        head = _first(top, part.lse.shape[0])
         torch.maximum(head, part.lse, out=head)
     if may_be_empty:
         top.masked_fill_(top == -math.inf, 0.0)  # -inf minus -inf would be NaN
-    weights = [torch.exp(part.lse - top[: len(part.lse)]) for part in parts]
+    weights = [torch.sub(part.lse, _first(top, part.lse.shape[0])).exp_() for part in parts]
     total = weights[0].clone()
     for weight in weights[1:]:
-        total[: len(weight)] += weight
+        _first(total, weight.shape[0]).add_(weight)
     lse = top.add_(total.log())
     if may_be_empty:
         total.masked_fill_(total == 0, 1.0)
     out = parts[0].out * weights[0].div_(total).unsqueeze(-1)
     for part, weight in zip(parts[1:], weights[1:], strict=True):
-        out[: len(weight)].addcmul_(part.out, weight.div_(total[: len(weight)]).unsqueeze(-1))
+        rows = weight.shape[0]
+        _first(out, rows).addcmul_(part.out, weight.div_(_first(total, rows)).unsqueeze(-1))
     return State(out, lse)
+
+
+def _first(tensor: Tensor, rows: int) -> Tensor:
+    return tensor if rows == tensor.shape[0] else tensor.narrow(0, 0, rows)
 
 
 def _with_empty_rows(state: State | None, rows: int, like: Sequence[State]) -> State:

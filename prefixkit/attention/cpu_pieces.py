@@ -29,6 +29,7 @@ MASKED = 2  # a row sees the keys whose position is not beyond its own
 class Work:
     """The arrays of a work list and of the tree it is about, as int64; see ``Plan`` and ``Step``."""
 
+    page_size: int
     items: Array
     segment_indptr: Array
     segments: Array
@@ -40,7 +41,6 @@ class Work:
     pages: Array
     first_slot: Array
     q_positions: Array
-    page_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +70,15 @@ class Pieces:
     @property
     def tokens(self) -> Array:
         """``[pieces]`` keys of each."""
-        return np.diff(np.concatenate(([0], np.cumsum(self.count)))[self.indptr])
+        tokens: Array = np.diff(np.concatenate(([0], np.cumsum(self.count)))[self.indptr])
+        return tokens
 
 
 def ranges(begin: Array, count: Array) -> Array:
     """``begin[0], begin[0] + 1, ...`` for ``count[0]`` numbers, then the same from ``begin[1]``, and so on."""
     ends = np.cumsum(count)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(begin - (ends - count), count)
+    numbers: Array = np.arange(ends[-1] if len(ends) else 0) + np.repeat(begin - (ends - count), count)
+    return numbers
 
 
 def cut(work: Work, head: int | None, reach: int | None, tile_rows: int | None) -> Pieces:

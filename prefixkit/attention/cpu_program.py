@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from prefixkit.attention.checks import check_work
 from prefixkit.attention.cpu_calls import (
     CALL_ELEMENTS,
     CALL_US,
@@ -73,14 +74,15 @@ def program_for(
         exact_views: Keys can be used where they lie; False if they must be converted to float32 first.
         key, variant: The variant.
     """
-    shape = (tuple(pool_shape), heads, exact_views, key, *(len(tensor) for tensor in (*work, *nodes)))
-    numbers = b"".join([tensor.numpy().tobytes() for tensor in (q_positions, *work, *nodes)])
+    arrays = [tensor.numpy() for tensor in (*work, *nodes, q_positions)]
+    shape = (tuple(pool_shape), heads, exact_views, key, tuple([array.shape for array in arrays]))
+    numbers = b"".join([array.tobytes() for array in arrays])
     with _lock:
         for entry in _kept:
-            if entry[0] == shape and entry[1] == numbers:
+            if entry[1] == numbers and entry[0] == shape:
                 return entry[2]
-    arrays = [tensor.numpy().astype(np.int64) for tensor in (*work, *nodes, q_positions)]
-    listed = Work(*arrays, page_size=pool_shape[1])
+    check_work(arrays[-1].shape[0], work, nodes)
+    listed = Work(pool_shape[1], *[array.astype(np.int64) for array in arrays])
     if len(listed.items) and int(listed.items[:, 4].max()) >= 0:
         group = heads.group
         programs = tuple(
@@ -138,7 +140,8 @@ def _longest(pieces: Pieces, heads: Heads, exact_views: bool, changed: bool) -> 
         longest[np.diff(pieces.indptr) == 1] = np.iinfo(np.int64).max
     if changed:
         longest = np.minimum(longest, CALL_ELEMENTS // (heads.heads * pieces.rows))
-    return np.maximum(longest, 1)
+    longest = np.maximum(longest, 1)
+    return longest
 
 
 def _merge(work: Work, pieces: Pieces, block: Array, base: Array, heights: Array) -> Merge:
@@ -153,9 +156,8 @@ def _merge(work: Work, pieces: Pieces, block: Array, base: Array, heights: Array
     turn[work.merge_indices] = np.arange(len(work.merge_indices))
     listed = turn[partial[partial >= 0]]
     owner = np.repeat(np.arange(len(work.q_positions)), np.diff(work.merge_indptr))
-    assert np.all(listed >= 0) and np.all(owner[listed] == row[partial >= 0]), (
-        "a partial merges into another query's row"
-    )
+    assert np.array_equal(owner[listed], row[partial >= 0]), "a partial merges into another query's row"
+    assert np.all(listed >= 0), "a partial merges nowhere"
     order = np.lexsort((piece, turn[partial], row))
     piece = piece[order]
     return plan_merge(len(work.q_positions), row[order], block[piece], (base[piece] + within[order]), heights)

@@ -31,7 +31,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """``tree_attention`` on the CPU; arguments as the op's, checked."""
     variant = lookup(key)
-    rows, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     heads = Heads(num_heads, k_pages.shape[2], head_dim)
     _check_cpu(heads, variant, k_pages, v_pages)
     programs = program_for(q_positions, work, nodes, k_pages.shape, heads, q.dtype == torch.float32, key, variant)
@@ -85,10 +85,11 @@ def _run(program: Program, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: f
     grouped = q
     if any(call.folded for call in program.calls):
         grouped = q.view(rows, heads.kv_heads, heads.group, heads.head_dim).transpose(1, 2).contiguous()
+    k_slots, v_slots = _slots(k_pages), _slots(v_pages)
     blocks = []
     for call in program.calls:
         # K and V of a call are gathered into the thread's scratch, so a call must finish before the next begins.
-        k, v = _keys(call, k_pages, heads, 0), _keys(call, v_pages, heads, 1)
+        k, v = _keys(call, k_slots, heads, 0), _keys(call, v_slots, heads, 1)
         if call.scoring is not None and variant.score_mod is not None:
             block = _scored(call, call.scoring, variant.score_mod, _rows(call, q), k, v, heads, scale)
         else:
@@ -97,7 +98,8 @@ def _run(program: Program, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: f
                 block = _unfold(block, heads)
         blocks.append(block)
     state = run_merge(program.merge, blocks, program.may_be_empty)
-    return _unfold(state, heads) if program.folded else state
+    state = _unfold(state, heads) if program.folded else state
+    return State(state.out.contiguous(), state.lse.contiguous())
 
 
 def _unfold(state: State, heads: Heads) -> State:
@@ -126,7 +128,7 @@ class _Scratch(threading.local):
     def take(self, use: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """``[rows, width]``, with anything in it."""
         buffer = self.buffers.get((use, dtype))
-        if buffer is None or len(buffer) < rows * width:
+        if buffer is None or buffer.shape[0] < rows * width:
             buffer = self.buffers[use, dtype] = torch.empty(rows * width, dtype=dtype)
         return buffer.as_strided((rows, width), (width, 1))
 
@@ -134,20 +136,25 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _keys(call: Call, pages: Tensor, heads: Heads, use: int) -> Tensor:
-    """``[batch, kv_heads, length, head_dim]`` float32: a view of the pages if possible."""
-    tokens, width, per_token = call.batch * call.length, heads.kv_elements, pages.stride(1)
+def _slots(pages: Tensor) -> Tensor:
+    """Pages as one matrix: ``[slots, kv_heads * head_dim]``, a view."""
+    num_pages, page_size, kv_heads, head_dim = pages.shape
+    return pages.as_strided((num_pages * page_size, kv_heads * head_dim), (pages.stride(1), 1))
+
+
+def _keys(call: Call, slots: Tensor, heads: Heads, use: int) -> Tensor:
+    """``[batch, kv_heads, length, head_dim]`` float32 keys or values of a call: a view of the pool if possible."""
+    tokens, width = call.batch * call.length, heads.kv_elements
     if call.slot_index is None:
-        found = pages.as_strided((tokens, width), (per_token, 1), pages.storage_offset() + call.first_slot * per_token)
+        found = slots.narrow(0, call.first_slot, tokens)
     else:
-        slots = pages.as_strided((pages.shape[0] * pages.shape[1], width), (per_token, 1), pages.storage_offset())
-        found = _scratch.take(use, tokens, width, pages.dtype)
+        found = _scratch.take(use, tokens, width, slots.dtype)
         torch.index_select(slots, 0, call.slot_index, out=found)
     if found.dtype != torch.float32:
         found = _scratch.take(use, tokens, width, torch.float32).copy_(found)
     step = found.stride(0)
     shape = (call.batch, heads.kv_heads, call.length, heads.head_dim)
-    return found.as_strided(shape, (call.length * step, heads.head_dim, step, 1), found.storage_offset())
+    return found.as_strided(shape, (call.length * step, heads.head_dim, step, 1))
 
 
 def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: float) -> State:

@@ -108,12 +108,16 @@ def check_queries(snapshot: TreeSnapshot, queries: Queries) -> None:
     if len(node) == 0:
         raise ValueError("a step needs at least one query, got none")
     if np.any(node[1:] <= node[:-1]) or node[0] < 0 or node[-1] >= snapshot.num_nodes:
-        raise ValueError(f"query runs must name nodes 0..{snapshot.num_nodes - 1} in ascending order, got {node.tolist()}")
+        raise ValueError(
+            f"query runs must name nodes 0..{snapshot.num_nodes - 1} in ascending order, got {node.tolist()}"
+        )
     if np.any(begin < 0) or np.any(begin >= end) or np.any(end > snapshot.length[node]):
         raise ValueError("each query run must be a non-empty slice of its node's tokens")
     if np.any(begin > snapshot.ready[node]):
         bad = int(node[np.argmax(begin > snapshot.ready[node])])
-        raise ValueError(f"node {bad}: a query run must begin where the KV is complete, at {snapshot.ready[bad]} or before")
+        raise ValueError(
+            f"node {bad}: a query run must begin where the KV is complete, at {snapshot.ready[bad]} or before"
+        )
     incomplete = visible_lengths(snapshot, queries) < snapshot.length
     rows = np.concatenate(([0], np.cumsum(queries.rows_per_node(snapshot.num_nodes))))
     below = rows[snapshot.subtree_end] - rows[1:]

@@ -13,30 +13,22 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from prefixkit.attention.checks import check_append, check_attention, check_copy, check_merge
+from prefixkit.attention.checks import check_append, check_attention, check_copy, check_merge, check_work
 from prefixkit.attention.cpu_merge import merge_rows
 from prefixkit.attention.cpu_run import attend
 from prefixkit.attention.variants import lookup
 
-_library = torch.library.Library("prefixkit", "DEF")
+_library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-call]
 
-_library.define(
+SCHEMAS = (
     "kv_append(Tensor key, Tensor value, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots) -> ()",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.define(
     "kv_copy(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor source, Tensor target) -> ()",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.define(
-    "merge_states(Tensor out, Tensor lse, Tensor indptr, Tensor indices) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.define(
+    "merge_states(Tensor out, Tensor lse, Tensor indptr, Tensor indices) -> (Tensor out, Tensor lse)",
     "tree_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor q_positions, Tensor[] work, Tensor[] nodes, "
-    "float scale, str variant) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    "float scale, str variant) -> (Tensor out, Tensor lse)",
 )
+for _schema in SCHEMAS:
+    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
 
 
 class NoBackward(NotImplementedError):
@@ -111,7 +103,7 @@ def _tree_attention(
     Returns:
         ``out [T, heads, head_dim]`` in q's dtype and ``lse [T, heads]`` float32, natural logarithm.
     """
-    check_attention(q, k_pages, v_pages, q_positions, work, nodes)
+    check_attention(q, k_pages, v_pages, q_positions)
     with torch.no_grad():
         return attend(q, k_pages, v_pages, q_positions, work, nodes, scale, variant)
 
@@ -140,7 +132,8 @@ def _fake_tree_attention(
     scale: float,
     variant: str,
 ) -> tuple[Tensor, Tensor]:
-    check_attention(q, k_pages, v_pages, q_positions, work, nodes)
+    check_attention(q, k_pages, v_pages, q_positions)
+    check_work(q.shape[0], work, nodes)
     lookup(variant)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -158,7 +151,7 @@ for _name, _cpu, _fake in (
     ("merge_states", _merge_states, _fake_merge_states),
     ("tree_attention", _tree_attention, _fake_tree_attention),
 ):
-    _library.impl(_name, _cpu, "CPU")
+    _library.impl(_name, _cpu, "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"prefixkit::{_name}", _fake, lib=_library)
 for _name in ("merge_states", "tree_attention"):
     torch.library.register_autograd(f"prefixkit::{_name}", _no_backward, lib=_library)

@@ -32,7 +32,10 @@ def facts() -> list[tuple[str, str]]:
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
         *((name, _installed(name)) for name in PACKAGES),
         ("cores", f"{_usable_cores()} usable of {os.cpu_count()}"),
-        ("torch threads", f"{torch.get_num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')})"),
+        (
+            "torch threads",
+            f"{torch.get_num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')})",
+        ),
         ("CPU kernels", torch.backends.cpu.get_cpu_capability()),
         ("GPU", _gpus()),
         ("backend", f"{backend}: {reason}"),

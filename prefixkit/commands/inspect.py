@@ -8,7 +8,7 @@ from rich.console import Console
 
 from prefixkit.commands.loading import check_dtype, empty_model, load_tokenizer, resolve
 from prefixkit.commands.prompts import Source, encode_prompts, load_prompts, uses_chat
-from prefixkit.commands.report_view import report_table
+from prefixkit.commands.report_view import show_report
 from prefixkit.commands.savings import estimate, plant
 from prefixkit.commands.tree_view import View, draw_tree
 
@@ -57,5 +57,5 @@ def run_inspect(options: InspectOptions, console: Console) -> None:
     bytes_per_token = kv_spec(empty_model(location, options.dtype)).bytes_per_token
     report = estimate(forest.tree, options.samples, options.max_new_tokens, bytes_per_token)
     console.print()
-    console.print(report_table(report, f"{report.samples:,} samples of {options.max_new_tokens:,} new tokens each, at most"))
+    show_report(report, f"{report.samples:,} samples of {options.max_new_tokens:,} new tokens each, at most", console)
     console.print(f"One token's KV takes {bytes_per_token:,} bytes in this model; reads are those of decoding.")

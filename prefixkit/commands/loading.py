@@ -30,23 +30,24 @@ def load_model(location: str, dtype: str, device: str) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    import prefixkit
+    from prefixkit.models import patch
 
     _check_device(device)
     model: Any = AutoModelForCausalLM.from_pretrained(location, dtype=dtype)
-    return prefixkit.patch(model.to(device).eval())
+    return patch(model.to(device).eval())
 
 
 def empty_model(location: str, dtype: str) -> Any:
     """The model without its weights: shapes and types only, nothing downloaded but its config."""
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config: Any = AutoConfig.from_pretrained(location)
     stored = getattr(config.get_text_config(), "dtype", None)
     wanted = (stored or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=wanted)
+    with FakeTensorMode():  # tensors with shape, type and device, but no memory
+        return AutoModelForCausalLM.from_config(config, dtype=wanted)  # type: ignore[no-untyped-call]
 
 
 def check_dtype(dtype: str) -> None:

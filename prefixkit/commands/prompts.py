@@ -132,7 +132,9 @@ def _check_encodable(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: holds half a surrogate pair (character {error.start}), which is not text") from error
+        raise ValueError(
+            f"{where}: holds half a surrogate pair (character {error.start}), which is not text"
+        ) from error
 
 
 def uses_chat(tokenizer: Any, wanted: bool | None) -> bool:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from rich.console import Console
 from rich.table import Table
 
 from prefixkit.generation.report import Report
 
 
-def report_table(report: Report, title: str) -> Table:
+def show_report(report: Report, title: str, console: Console) -> None:
     """What was computed, held and read, beside what a plain batch would have."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table()
     table.add_column("")
     for name in ("prefixkit", "plain batch", "saved"):
         table.add_column(name, justify="right")
     for row in report.rows():
         table.add_row(*row)
-    return table
+    console.print(f"[bold]{title}[/bold]")
+    console.print(table)
 
 
 def headline(report: Report) -> str:

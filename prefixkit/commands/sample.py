@@ -10,7 +10,7 @@ from rich.console import Console
 from prefixkit.commands.loading import check_dtype, load_model, load_tokenizer, resolve
 from prefixkit.commands.output import LineFile
 from prefixkit.commands.prompts import Source, encode_prompts, load_prompts, task_stop, uses_chat
-from prefixkit.commands.report_view import headline, report_table
+from prefixkit.commands.report_view import headline, show_report
 from prefixkit.commands.stream import Batch, Memory, stream
 from prefixkit.generation.request import SamplingParams
 
@@ -49,9 +49,7 @@ def run_sample(options: SampleOptions, console: Console) -> None:
         batch = Batch([prompt.id for prompt in prompts], encode_prompts(tokenizer, prompts, chat))
         params = replace(options.params, stop=options.params.stop + task_stop(options.source.task, chat))
         model = load_model(location, options.dtype, options.device)
-        result = stream(
-            model, tokenizer, batch, params, out, console, memory=options.memory, logprobs=options.logprobs
-        )
-    console.print(report_table(result.report, headline(result.report)))
+        result = stream(model, tokenizer, batch, params, out, console, memory=options.memory, logprobs=options.logprobs)
+    show_report(result.report, headline(result.report), console)
     if options.out is not None:
         console.print(f"{out.lines:,} samples in {out.name}", soft_wrap=True)

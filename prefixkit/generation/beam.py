@@ -5,9 +5,9 @@ agree.  At each step the live beams' continuations are ranked by summed log-prob
 ``num_beams * max(2, 1 + number of stop tokens)`` are candidates: enough that ``num_beams`` of them go on even if
 every beam takes every stop token.  A candidate that ends is a hypothesis only if it is among the best ``num_beams``.
 
-Two things differ.  Where transformers marks what does not exist by a score of -1e9, here it does not exist: the first step
-has one beam, and a step with fewer possible continuations than beams leaves fewer beams.  And equal hypotheses rank in the
-order in which they were found.
+Two things differ.  Where transformers marks what does not exist by a score of -1e9, here it does not exist: the first
+step has one beam, and a step with fewer possible continuations than beams leaves fewer beams.  Equal hypotheses rank
+in the order in which they were found.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def advance(state: BeamSearch, log_probs: Tensor) -> tuple[BeamSearch, BeamMove]
 
     Args:
         state: A search that is not done.
-        log_probs: ``[len(state.beams), vocab]`` float32, the log-softmax of the logits after each beam.  ``-inf`` forbids a
-            token.
+        log_probs: ``[len(state.beams), vocab]`` float32, the log-softmax of the logits after each beam; ``-inf``
+            forbids a token.
 
     Returns:
         The next state, and how its beams follow from the old ones.
@@ -179,8 +179,8 @@ def _settled(params: BeamParams, hypotheses: tuple[Beam, ...], best_live: float,
         return False
     if params.early_stopping is True:
         return True
-    # A live beam's sum only falls, so its score is at most this sum over the length that flatters it most.  That is the greatest
-    # length if the penalty is above 0; without "never" the present length stands in for it, by custom.
+    # A live beam's sum only falls, so its score is at most this sum over the length that flatters it most: the greatest
+    # if the penalty is above 0.  Without "never" the present length stands in for it, by custom.
     flattering = params.early_stopping == "never" and params.length_penalty > 0
     reach = params.max_new_tokens if flattering else length
     best_possible = torch.tensor(best_live) / reach**params.length_penalty

@@ -69,7 +69,7 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; use 1.0 to keep every token")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"min_p must be in [0, 1), got {self.min_p}; use 0.0 to keep every token")
-        if not 0 < self.repetition_penalty:
+        if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; use 1.0 for none")
         if self.seed >= 2**64:
             raise ValueError(f"seed must be below 2**64, got {self.seed}; use a seed from 0 to 2**64 - 1")
@@ -86,8 +86,8 @@ class BeamParams:
     Attributes:
         num_beams: Sequences kept alive at every step, and finished sequences kept.
         num_return_sequences: How many finished sequences to return, best first; at most ``num_beams``.
-        length_penalty: A finished sequence scores ``sum of log-probabilities / length ** length_penalty``; above 0 favours
-            long ones, below 0 short ones.  Length counts drawn tokens, the stop token included.
+        length_penalty: A finished sequence scores ``sum of log-probabilities / length ** length_penalty``; above 0
+            favours long ones, below 0 short ones.  Length counts drawn tokens, the stop token included.
         early_stopping: ``True`` stops once ``num_beams`` sequences are finished.  ``False`` goes on while the best live
             beam, scored at its present length, beats the worst finished one.  ``"never"`` scores it at
             the length most favourable to it, so that nothing better can be missed.
@@ -124,7 +124,8 @@ class BeamParams:
         # Scores are float32: their divisor has to be one too, and not 0.
         if abs(self.length_penalty) * math.log(self.max_new_tokens) > 80:
             raise ValueError(
-                f"length_penalty {self.length_penalty} over {self.max_new_tokens} tokens leaves float32; use one nearer to 0"
+                f"length_penalty {self.length_penalty} over {self.max_new_tokens} tokens leaves float32; "
+                "use one nearer to 0"
             )
 
 
@@ -170,7 +171,7 @@ class Sample:
         prompt_index: Which prompt it continues.
         index: Which of the prompt's samples it is, from 0; for beams its rank, 0 the best.
         tokens: The drawn tokens, a final stop token included.
-        logprobs: The model's own log-probability (natural logarithm, before any penalty, temperature or filter) of each.
+        logprobs: The model's own log-probability of each: natural logarithm, before any penalty, temperature or filter.
         text: The drawn text, without the stop token, cut before the stop string.
         finish_reason: ``"stop"`` for a stop token or string, ``"length"`` after ``max_new_tokens``.
         score: A beam's length-normalised log-probability; ``None`` for a drawn sample.

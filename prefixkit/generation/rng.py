@@ -1,8 +1,8 @@
 """Counter-based random numbers: one private stream per sample, addressed by step, with no state to keep.
 
-Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).  A sample's key comes
-from its seed, its index and its prompt; the counter is the step.  So a sample's numbers are the same alone or in a batch,
-on any device, and a sample resumed at a later step goes on as if it had never stopped.
+Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).  A sample's key
+comes from its seed, its index and its prompt; the counter is the step.  So a sample's numbers are the same alone or in
+a batch, on any device, and a sample resumed at a later step goes on as if it had never stopped.
 
 A uniform's exact bits, for whoever implements it elsewhere: with the 64-bit ``key`` and ``step``,
 
@@ -11,8 +11,8 @@ A uniform's exact bits, for whoever implements it elsewhere: with the 64-bit ``k
     x0..x3         = Philox4x32-10(counter, key)
     uniform        = ((x0 >> 5) * 2**26 + (x1 >> 6)) * 2**-53
 
-that is, the upper 27 bits of x0 above the upper 26 bits of x1: a 53-bit integer, scaled exactly in float64.  x2 and x3 are not
-used, and c2 and c3 are left to further streams of the same step.
+that is, the upper 27 bits of x0 above the upper 26 bits of x1: a 53-bit integer, scaled exactly in float64.  x2 and x3
+are not used, and c2 and c3 are left to further streams of the same step.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def philox4x32(counter: Words, key: Words) -> Words:
 def sample_key(seed: int, index: int, tokens: ArrayLike) -> np.uint64:
     """The key of sample ``index`` of a prompt: equal on every machine, and different for whatever differs.
 
-    BLAKE2b, 8-byte digest read as little-endian, of the seed and the index (uint64, little-endian) and the tokens (int32,
-    little-endian).
+    BLAKE2b with an 8-byte digest and the person ``prefixkit``, of the seed and the index as uint64 and the tokens as
+    int32; all of them, the digest too, little-endian.
 
     Args:
         seed: 0 to 2**64 - 1.

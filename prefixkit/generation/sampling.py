@@ -6,9 +6,9 @@ same bits whatever else is in the batch.
 The vocabulary is never sorted.  Top-p ranks only the tokens that may belong to the nucleus: tokens below (1 - p) / V
 together hold less than 1 - p, so they lie outside it.
 
-Ties.  Top-k keeps every token as likely as the k-th, so it can keep more than k.  Top-p keeps the fewest tokens that hold p,
-and of equally likely ones at its border those with the higher ids.  So do transformers' processors, but that theirs leave to
-the sort which of the equally likely ones stay.
+Ties.  Top-k keeps every token as likely as the k-th, so it can keep more than k.  Top-p keeps the fewest tokens that
+hold p, and of equally likely ones at its border those with the higher ids.  So do transformers' processors, but that
+theirs leave to the sort which of the equally likely ones stay.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def draw(
 
     Raises:
         TypeError: the logits are not float32.
-        ValueError: shapes disagree, a row holds NaN, +inf or no finite logit, or a penalised row comes without its history.
+        ValueError: shapes disagree, a row holds NaN, +inf or no finite logit, or a penalised row has no history.
     """
     each, seen = _check(logits, params, uniforms, histories)
     rows, vocab = logits.shape
@@ -141,7 +141,8 @@ def _check(
 
 
 def _check_finite(log_softmax: Tensor, logits: Tensor, first_row: int) -> None:
-    """A single NaN or +inf, or a row of -inf, turns every entry of the row's log-softmax into NaN: look at one column."""
+    """Name the first row that cannot be drawn from."""
+    # A single NaN or +inf, or nothing but -inf, turns every entry of a row's log-softmax into NaN: one column tells.
     broken = torch.isnan(log_softmax[:, 0])
     if bool(broken.any()):
         row = first_row + int(broken.nonzero()[0])
@@ -155,7 +156,7 @@ def _check_finite(log_softmax: Tensor, logits: Tensor, first_row: int) -> None:
 def _scores_and_weights(
     logits: Tensor, laws: Sequence[SamplingParams], histories: Sequence[Ids | None]
 ) -> tuple[Floats, Floats | None]:
-    """Penalised logits over temperature, and their softmax: ``[rows, vocab]`` each; no softmax if every row is greedy."""
+    """Penalised logits over temperature and softmax, ``[rows, vocab]`` each; no softmax if every row is greedy."""
     scores = logits
     if any(law.repetition_penalty != 1 for law in laws):
         scores = logits.cpu().clone()
@@ -214,7 +215,8 @@ def _locate(cumulative: NDArray[np.float64], target: float) -> tuple[int, float]
 
 
 def _kth_largest(scores: Floats, k: int) -> np.float32:
-    """The k-th largest score: at least the k-th largest of the maxima of disjoint groups, so few scores need ranking."""
+    """The k-th largest score."""
+    # It is at least the k-th largest of the maxima of disjoint groups, so only the scores above that one need ranking.
     groups = max(1024, 4 * k)
     depth = len(scores) // groups
     if depth > 1:

@@ -19,8 +19,8 @@ class StopChecker:
         offsets                       ^ _context        ^ _settled     ^ end
 
     The text of ``fresh`` is that of ``context + fresh`` less that of ``context``: a decoder sees what stands before
-    the new tokens (spaces, merged bytes), and only a few tokens are decoded at a time.  Tokens settle once their text no
-    longer ends in an unfinished character.
+    the new tokens (spaces, merged bytes), and only a few tokens are decoded at a time.  Tokens settle once their text
+    no longer ends in an unfinished character.
 
     Args:
         stop_token_ids: Tokens that end the sample; the one pushed belongs to its tokens, not to its text.
@@ -50,7 +50,8 @@ class StopChecker:
 
     def push(self, token: int) -> bool:
         """Take the next token; True if it ends the sample.  Decodes only where there are stop strings."""
-        assert not (self._stopped_by_token or self._stopped_by_string), "a stopped sample takes no more tokens"
+        stopped = self._stopped_by_token or self._stopped_by_string
+        assert not stopped, "a stopped sample takes no more tokens"
         if token in self._stop_token_ids:
             self._stopped_by_token = True
             return True

@@ -1,9 +1,10 @@
 """The replacement attention class, made from the original one.
 
-Everything but the attention core stays the original's code: projections, norms and rotary embedding run as they are.  When a
-:class:`PrefixCache` arrives, the original ``forward`` runs on a twin of the module: a shallow copy, with the same parameters,
-buffers and submodules, whose ``config`` names our attention function.  So nothing global changes, nothing is written to the
-module, and an exception leaves no trace.  With any other cache the original ``forward`` runs on the module itself.
+Everything but the attention core stays the original's code: projections, norms and rotary embedding run as they are.
+When a :class:`PrefixCache` arrives, the original ``forward`` runs on a twin of the module: a shallow copy, with the
+same parameters, buffers and submodules, whose ``config`` names our attention function.  So nothing global changes,
+nothing is written to the module, and an exception leaves no trace.  With any other cache the original ``forward``
+runs on the module itself.
 """
 
 from __future__ import annotations
@@ -22,21 +23,36 @@ NAME = "prefixkit"
 _ORIGINAL = "_prefixkit_original"
 _LAYER = "_prefixkit_layer"
 
-# Keywords that say nothing about the numbers, and values that ask for what we do anyway.  Anything else but None is refused,
-# for ignoring it could change the answer.
+# Keywords that say nothing about the numbers, and values that ask for what we do anyway.  Anything else but None is
+# refused, for ignoring it could change the answer.
 _NEUTRAL = frozenset(
-    {"use_cache", "cache_position", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"}
+    {
+        "position_ids",  # checked before the position embeddings were applied
+        "cache_position",
+        "use_cache",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+    }
 )
 _AGREED = {"is_causal": True, "output_attentions": False}
 
+_made: dict[type[nn.Module], type[nn.Module]] = {}
 
-@functools.cache
+
 def tree_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of an attention class that also understands :class:`PrefixCache`; always the same for one original.
 
     It goes by the original's name and module, because transformers greps the source of a class's module, and users read
     class names in ``print(model)``.
     """
+    if original not in _made:
+        _made[original] = _make(original)
+    return _made[original]
+
+
+def _make(original: type[nn.Module]) -> type[nn.Module]:
     original_forward: Callable[..., Any] = original.forward
 
     @functools.wraps(original_forward)
@@ -45,6 +61,7 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
         if cache is None:
             return original_forward(self, *args, **kwargs)
         layer = CacheLayer(cache, self.__dict__["layer_idx"])
+        layer.check_positions(kwargs.get("position_ids"))
         args = tuple(layer if value is cache else value for value in args)
         kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
         return original_forward(_twin(self, original, layer), *args, **kwargs)
@@ -54,7 +71,9 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
         return _blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
 
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(original.__name__, (original,), {**names, "forward": forward, "__reduce_ex__": reduce, _ORIGINAL: original})
+    return type(
+        original.__name__, (original,), {**names, "forward": forward, "__reduce_ex__": reduce, _ORIGINAL: original}
+    )
 
 
 def is_tree_class(cls: type) -> bool:
@@ -104,7 +123,6 @@ def tree_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers finds under ``"prefixkit"``: attention over the tree, for the twin of a patched layer.
@@ -119,7 +137,6 @@ def tree_attention_forward(
         sliding_window: Tokens that a query sees, itself included; None for all.
         softcap: Bound on the scores, ``softcap * tanh(score / softcap)``; None for none.
         s_aux: ``[heads]`` logits that join the softmax's denominator; None for none.
-        position_ids: ``[1, T]``, checked against the step.
         **kwargs: Whatever else the family passes; must be known to leave the numbers alone.
 
     Returns:
@@ -131,7 +148,7 @@ def tree_attention_forward(
     layer: CacheLayer | None = module.__dict__.get(_LAYER)
     if layer is None:
         _refuse_global_use()
-    layer.check_inputs(attention_mask, position_ids)
+    layer.check_mask(attention_mask)
     return layer.attend(query, _scale(module, scaling, dropout, kwargs), sliding_window, softcap, s_aux), None
 
 
@@ -139,7 +156,9 @@ def _scale(module: nn.Module, scaling: float | None, dropout: float, others: dic
     """The scaling, once it is sure that no argument would be ignored."""
     name = type(module).__name__
     if dropout:
-        raise ValueError(f"{name} asked for attention dropout {dropout}, which a tree does not have; call model.eval() first")
+        raise ValueError(
+            f"{name} asked for attention dropout {dropout}, which a tree does not have; call model.eval() first"
+        )
     if scaling is None:
         raise ValueError(f"{name} passed no scaling, and the factor on query times key cannot be guessed")
     unknown = {
@@ -160,8 +179,8 @@ def _refuse_mask(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _refuse_global_use() -> NoReturn:
     raise ValueError(
-        "attn_implementation='prefixkit' cannot be set on a model: attention over a tree needs the cache, which attention "
-        "functions never see. Leave attn_implementation as it was and call prefixkit.patch(model)"
+        "attn_implementation='prefixkit' cannot be set on a model: attention over a tree needs the cache, which "
+        "attention functions never see. Leave attn_implementation as it was and call prefixkit.patch(model)"
     )
 
 

@@ -22,8 +22,8 @@ class PrefixCache(Cache):
         logits = model(**cache.inputs(), logits_to_keep=step.logit_rows).logits
         cache.end()
 
-    The cache holds no keys itself and has no single length, so it answers only what a forward pass asks.  Whose tokens are
-    kept, cropped or reordered is decided by the tree.
+    The cache holds no keys itself and has no single length, so it answers only what a forward pass asks.  Whose
+    tokens are kept, cropped or reordered is decided by the tree.
 
     Attributes:
         pool: The page tensors, made for this model's :func:`kv_spec`.
@@ -67,7 +67,7 @@ class PrefixCache(Cache):
         self.attended = [0] * self.pool.spec.num_layers
 
     def inputs(self) -> dict[str, Any]:
-        """The keywords to call the model with: ``input_ids`` and ``position_ids`` int64 ``[1, T]``, a mask, this cache."""
+        """The keywords to call the model with: ``input_ids``, ``position_ids`` int64 ``[1, T]``, a mask, this cache."""
         return {
             "input_ids": self.step.tokens[None],
             "position_ids": self.position_ids,
@@ -89,9 +89,9 @@ class PrefixCache(Cache):
         missed = [layer for layer, calls in enumerate(self.attended) if calls != 1]
         if missed:
             raise IncompleteStep(
-                f"PrefixCache.end: layers {missed} of {len(self.attended)} did not attend to the tree exactly once. Something "
-                "calls their forward behind the patch (a wrapper, a compiled copy), or the model skips layers: "
-                "patch the model again after whatever wrapped it"
+                f"PrefixCache.end: layers {missed} of {len(self.attended)} did not attend to the tree exactly once. "
+                "Something calls their forward behind the patch (a wrapper, a compiled copy), or the model skips "
+                "layers: patch the model again after whatever wrapped it"
             )
 
     def abandon(self) -> None:
@@ -180,4 +180,6 @@ class PrefixCache(Cache):
         self._refuse("batch_select_indices")
 
     def _refuse(self, method: str) -> NoReturn:
-        raise TypeError(f"PrefixCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release")
+        raise TypeError(
+            f"PrefixCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release"
+        )

@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from prefixkit.models.attention import original_class
 from prefixkit.models.errors import UnsupportedModel
 
-# model_type -> its attention class, as package.Class below transformers.models.  Every entry is tested: a tree's logits equal
-# the original's, with a window shorter than the text where the family has windows.
+# model_type -> its attention class, as package.Class below transformers.models.  Every entry is tested: a tree's
+# logits equal the original's, with a window shorter than the text where the family has windows.
 #
-# Left out although the mechanism would run: Qwen2-MoE and PhiMoE put their window into the mask but do not tell the attention
-# function; OLMoE tells it a window that its mask ignores; Doge and DiffLlama change the mask or the values on the way.
+# Left out although the mechanism would run: Qwen2-MoE and PhiMoE put their window into the mask but do not tell the
+# attention function; OLMoE tells it a window that its mask ignores; Doge and DiffLlama change the mask or the values
+# on the way.
 FAMILIES = {
     "apertus": "apertus.ApertusAttention",
     "arcee": "arcee.ArceeAttention",
@@ -84,10 +85,10 @@ def attention_layers(model: object) -> list[AttentionLayer]:
     """The attention layers of a supported model, patched or not, in the order of ``layer_idx``.
 
     Raises:
-        UnsupportedModel: ``model`` is no transformers model, is not in the tested table, or has layers of another kind, in
-            another order, or wrapped in a way that a patch would not reach.
+        UnsupportedModel: ``model`` is no transformers model, is not in the tested table, or has layers of another
+            kind, in another order, or wrapped in a way that a patch would not reach.
     """
-    pretrained = _pretrained(model)
+    pretrained = pretrained_model(model)
     model_type = str(pretrained.config.model_type)
     if model_type not in FAMILIES:
         raise UnsupportedModel(_not_in_table(pretrained, model_type))
@@ -96,23 +97,30 @@ def attention_layers(model: object) -> list[AttentionLayer]:
         original = original_class(module)
         if _is_attention_of(model_type, original):
             _check_layer(name, module, original)
-            layers.append(AttentionLayer(name, int(module.layer_idx), module, original))  # type: ignore[arg-type]
+            layers.append(AttentionLayer(name, int(module.layer_idx), module, original))
     layers.sort(key=lambda layer: layer.index)
     if not layers or [layer.index for layer in layers] != list(range(len(layers))):
         raise UnsupportedModel(
-            f"{type(pretrained).__name__} (model_type {model_type!r}): expected one {FAMILIES[model_type].split('.')[1]} for each "
-            f"layer 0, 1, 2, ..., found layers {[layer.index for layer in layers]}; custom attention classes are not supported"
+            f"{type(pretrained).__name__} (model_type {model_type!r}): expected one "
+            f"{FAMILIES[model_type].split('.')[1]} for each layer 0, 1, 2, ..., found layers "
+            f"{[layer.index for layer in layers]}; custom attention classes are not supported"
         )
     return layers
 
 
-def _pretrained(model: object) -> PreTrainedModel:
-    """The outermost transformers model in ``model``, which may be a wrapper around it."""
+def pretrained_model(model: object) -> PreTrainedModel:
+    """The outermost transformers model in ``model``, which may be a wrapper around it.
+
+    Raises:
+        UnsupportedModel: there is none.
+    """
     modules = model.modules() if isinstance(model, nn.Module) else ()
     for module in modules:
         if isinstance(module, PreTrainedModel):
             return module
-    raise UnsupportedModel(f"expected a transformers causal language model, got {type(model).__name__}, which holds none")
+    raise UnsupportedModel(
+        f"expected a transformers causal language model, got {type(model).__name__}, which holds none"
+    )
 
 
 def _is_attention_of(model_type: str, cls: type[nn.Module]) -> bool:
@@ -126,15 +134,17 @@ def _is_attention_of(model_type: str, cls: type[nn.Module]) -> bool:
 
 def _check_layer(name: str, module: nn.Module, original: type[nn.Module]) -> None:
     if not getattr(module, "is_causal", True):
-        raise UnsupportedModel(f"{name} ({original.__name__}) is bidirectional; in a tree, tokens see their ancestors only")
+        raise UnsupportedModel(
+            f"{name} ({original.__name__}) is bidirectional; in a tree, tokens see their ancestors only"
+        )
     forward = module.__dict__.get("forward")
     if isinstance(forward, functools.partial) and "_hf_hook" in module.__dict__:
         forward = module.__dict__.get("_old_forward")  # accelerate's wrapper, which calls this one
     if forward is None or _is_own_forward(module, forward):
         return
     raise UnsupportedModel(
-        f"{name} ({original.__name__}) has a forward of its own, {forward!r}, behind which a patch is not seen; remove that "
-        "wrapper, or patch first and wrap afterwards"
+        f"{name} ({original.__name__}) has a forward of its own, {forward!r}, behind which a patch is not seen; "
+        "remove that wrapper, or patch first and wrap afterwards"
     )
 
 
@@ -148,6 +158,6 @@ def _not_in_table(pretrained: PreTrainedModel, model_type: str) -> str:
     nearest = difflib.get_close_matches(model_type, FAMILIES, n=1, cutoff=0.0)[0]
     uses = f"uses {', '.join(attention)}" if attention else "has no attention class that prefixkit knows of"
     return (
-        f"{type(pretrained).__name__} (model_type {model_type!r}) {uses}, which prefixkit has not been tested with. The nearest "
-        f"supported model_type is {nearest!r}; supported are {', '.join(sorted(FAMILIES))}"
+        f"{type(pretrained).__name__} (model_type {model_type!r}) {uses}, which prefixkit has not been tested with. "
+        f"The nearest supported model_type is {nearest!r}; supported are {', '.join(sorted(FAMILIES))}"
     )

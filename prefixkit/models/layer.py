@@ -16,8 +16,8 @@ from prefixkit.models.variants import register_variant
 class CacheLayer:
     """One layer's part of a :class:`PrefixCache`, for the length of one forward call.
 
-    The original attention ``forward`` receives it as its cache and calls :meth:`update`; then our attention function calls
-    :meth:`attend`.  It exists during the call only, so a failed call leaves nothing behind.
+    The original attention ``forward`` receives it as its cache and calls :meth:`update`; then our attention function
+    calls :meth:`attend`.  It exists during the call only, so a failed call leaves nothing behind.
     """
 
     __slots__ = ("appended", "cache", "index")
@@ -25,8 +25,8 @@ class CacheLayer:
     def __init__(self, cache: PrefixCache, index: int) -> None:
         if not 0 <= index < len(cache.attended):
             raise ValueError(
-                f"PrefixCache: layer {index} of the model asked for KV, but the pool was made for {len(cache.attended)} "
-                "layers; make it with KVPool(kv_spec(model), ...)"
+                f"PrefixCache: layer {index} of the model asked for KV, but the pool was made for "
+                f"{len(cache.attended)} layers; make it with KVPool(kv_spec(model), ...)"
             )
         self.cache = cache
         self.index = index
@@ -35,21 +35,21 @@ class CacheLayer:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append K and V of the step's tokens, ``[1, kv_heads, T, head_dim]`` each, to the pool; returns them unchanged."""
+        """Append the step's K and V, ``[1, kv_heads, T, head_dim]`` each, to the pool; returns them unchanged."""
         pool, step = self.cache.pool, self.cache.step
         if layer_idx != self.index or self.appended or self.cache.attended[self.index]:
             raise IncompleteStep(
-                f"PrefixCache: layer {self.index} wrote KV twice in one step, or wrote for layer {layer_idx}; each attention "
-                "layer must run once a step, on KV of its own"
+                f"PrefixCache: layer {self.index} wrote KV twice in one step, or wrote for layer {layer_idx}; each "
+                "attention layer must run once a step, on KV of its own"
             )
         spec = pool.spec
         expected = (1, spec.kv_heads, step.tokens.shape[0], spec.head_dim)
         for name, states in (("keys", key_states), ("values", value_states)):
             if states.shape != expected or states.dtype != spec.dtype:
                 raise ValueError(
-                    f"PrefixCache: layer {self.index} made {name} of shape {tuple(states.shape)} {states.dtype}, but the step "
-                    f"and the pool take {expected} {spec.dtype} (batch, KV heads, tokens, head_dim); make the pool with "
-                    "KVPool(kv_spec(model), ...) and call model(**cache.inputs())"
+                    f"PrefixCache: layer {self.index} made {name} of shape {tuple(states.shape)} {states.dtype}, "
+                    f"but the step and the pool take {expected} {spec.dtype} (batch, KV heads, tokens, head_dim); "
+                    "make the pool with KVPool(kv_spec(model), ...) and call model(**cache.inputs())"
                 )
         pool.append(self.index, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), step.slots)
         self.appended = True
@@ -78,28 +78,38 @@ class CacheLayer:
         return out[None]
 
     def _variant(self, window: int | None, cap: float | None, sinks: Tensor | None) -> str:
-        # Kept with the cache: the values of sinks are part of a key, and hold as long as the KV of the same weights does.
+        # Kept with the cache, because the values of sinks are part of a key: they hold as long as KV made with the
+        # same weights does.
         asked = (self.index, window, cap, sinks is None)
         if asked not in self.cache.variants:
             self.cache.variants[asked] = register_variant(window, cap, sinks)
         return self.cache.variants[asked]
 
-    def check_inputs(self, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
-        """Check that mask and positions are those of ``PrefixCache.inputs()``; a tree can honour no other.
+    def check_mask(self, attention_mask: Tensor | None) -> None:
+        """Check that the mask is the one of ``PrefixCache.inputs()``; a tree can honour no other.
 
         Raises:
-            ValueError: they are not.
+            ValueError: it is not.
         """
         if attention_mask is None or attention_mask.numel():
             given = "no attention mask" if attention_mask is None else f"a mask of shape {tuple(attention_mask.shape)}"
             raise ValueError(
-                f"PrefixCache: layer {self.index} got {given} instead of the empty one of cache.inputs(). A tree has no padding, "
-                "so a mask would be ignored: leave padding tokens out of the tree and call model(**cache.inputs())"
+                f"PrefixCache: layer {self.index} got {given} instead of the empty one of cache.inputs(). A tree "
+                "has no padding, so a mask would be ignored: leave padding tokens out of the tree and call "
+                "model(**cache.inputs())"
             )
+
+    def check_positions(self, position_ids: Tensor | None) -> None:
+        """Check that the position embeddings were made for the step's positions, where the model says for which.
+
+        Raises:
+            ValueError: they were made for others.
+        """
+        step = self.cache.step
         if position_ids is None or position_ids is self.cache.position_ids:
             return
-        if not torch.equal(position_ids.reshape(-1), self.cache.step.positions):
+        if not torch.equal(position_ids.reshape(-1), step.positions):
             raise ValueError(
-                "PrefixCache: the model ran with position_ids other than the step's, so its position embeddings are wrong; "
-                "call model(**cache.inputs())"
+                "PrefixCache: the model ran with position_ids other than the step's, so its position embeddings "
+                "are wrong; call model(**cache.inputs())"
             )

@@ -18,8 +18,8 @@ Model = TypeVar("Model", bound=nn.Module)
 def patch(model: Model) -> Model:
     """Let ``model`` attend over a prefix tree whenever its ``past_key_values`` is a :class:`PrefixCache`.
 
-    Only the classes of the attention modules change, to subclasses of themselves.  Parameters, state dict, config, hooks and
-    adapters stay, and with any other cache the model computes exactly what it did before.
+    Only the classes of the attention modules change, to subclasses of themselves.  Parameters, state dict, config,
+    hooks and adapters stay, and with any other cache the model computes exactly what it did before.
 
     Args:
         model: A transformers model of a supported family, or a wrapper around one.  Patching it twice changes nothing.
@@ -59,9 +59,9 @@ def unpatch(model: Model) -> Model:
     return model
 
 
-def is_patched(model: nn.Module) -> bool:
-    """Whether any attention layer of ``model`` is patched."""
-    return bool(_patched_modules(model))
+def is_patched(model: object) -> bool:
+    """Whether any attention layer of ``model`` is patched; False also for what is no model."""
+    return isinstance(model, nn.Module) and bool(_patched_modules(model))
 
 
 @contextmanager

@@ -7,11 +7,13 @@ import logging
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefixkit.attention.kv_pool import KVPool
 from prefixkit.attention.step import Step
 from prefixkit.models.cache import PrefixCache
 from prefixkit.models.errors import NotPatched
+from prefixkit.models.families import pretrained_model
 from prefixkit.models.patch import is_patched
 from prefixkit.models.shape import kv_spec
 
@@ -39,15 +41,16 @@ class ModelRunner:
         spec = kv_spec(model)
         if spec != pool.spec:
             raise ValueError(f"ModelRunner: the model needs a pool of {spec}, got one of {pool.spec}")
-        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        inner = pretrained_model(model)  # adapters wrap it and pass keywords on
+        if "logits_to_keep" not in inspect.signature(inner.forward).parameters:
             raise TypeError(
-                f"ModelRunner: {type(model).__name__} has no language-model head whose rows can be chosen with logits_to_keep; "
-                "load the model with AutoModelForCausalLM"
+                f"ModelRunner: {type(inner).__name__} has no language-model head whose rows can be chosen with "
+                "logits_to_keep; load the model with AutoModelForCausalLM"
             )
         self.model = model
         self.cache = PrefixCache(pool)
-        self.vocab_size = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-        _warn_of_moving_rotary(model)
+        self.vocab_size = int(inner.config.get_text_config().vocab_size)
+        _warn_of_moving_rotary(inner)
 
     def __call__(self, step: Step) -> Tensor:
         """Compute a step: its KV goes to the pool, and the logits of ``step.logit_rows`` come back.
@@ -61,7 +64,9 @@ class ModelRunner:
             IncompleteStep: a layer was not reached exactly once.
         """
         if self.model.training:
-            raise ValueError("ModelRunner: the model is in training mode, where dropout is random; call model.eval() first")
+            raise ValueError(
+                "ModelRunner: the model is in training mode, where dropout is random; call model.eval() first"
+            )
         with torch.inference_mode():
             self.cache.begin(step)
             try:
@@ -74,12 +79,13 @@ class ModelRunner:
         return rows
 
 
-def _warn_of_moving_rotary(model: nn.Module) -> None:
+def _warn_of_moving_rotary(model: PreTrainedModel) -> None:
     parameters = getattr(model.config, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in (parameters, *parameters.values()) if isinstance(part, dict)}
+    # One dict, or one for each type of layer.
+    kinds = {str(part.get("rope_type")) for part in (parameters, *parameters.values()) if isinstance(part, dict)}
     if moving := kinds & {"dynamic", "longrope"}:
         log.warning(
-            "rotary embedding %s depends on the longest position in a forward pass: beyond the original context, a sequence's "
-            "result depends on what else runs in its step",
+            "rotary embedding %s depends on the longest position in a forward pass: beyond the original context, a "
+            "sequence's result depends on what else runs in its step",
             ", ".join(sorted(moving)),
         )

@@ -39,7 +39,9 @@ def query_heads(model: nn.Module) -> int:
     """
     heads = {_heads(layer.module)[0] for layer in attention_layers(model)}
     if len(heads) > 1:
-        raise UnsupportedModel(f"the layers of {type(model).__name__} have {sorted(heads)} query heads; a plan needs them equal")
+        raise UnsupportedModel(
+            f"the layers of {type(model).__name__} have {sorted(heads)} query heads; a plan needs them equal"
+        )
     return heads.pop()
 
 
@@ -64,7 +66,7 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 
 
 def _rows(projection: object) -> int:
-    """Output features that this process computes: the local shard's rows, or what a quantised or wrapped layer declares."""
+    """Output features that this process computes: the local shard's rows, or what a quantised layer declares."""
     weight = getattr(projection, "weight", None)
     if isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point():
         local = weight.to_local() if hasattr(weight, "to_local") else weight
@@ -79,9 +81,17 @@ def _dtype_and_device(model: nn.Module, module: nn.Module) -> tuple[torch.dtype,
     if dtype is None:
         dtype = next(weight.dtype for weight in model.parameters() if weight.dtype in _COMPUTE_DTYPES)
     device = weights[0].device
-    if device.type == "meta":  # offloaded: accelerate brings the weights to its hook's device for each call
-        for part in module.modules():
-            target = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
-            if target is not None:
-                return dtype, torch.device(target)
-    return dtype, device
+    return dtype, _execution_device(module) if device.type == "meta" else device
+
+
+def _execution_device(module: nn.Module) -> torch.device:
+    """Where accelerate brings the weights of an offloaded layer for each call."""
+    for part in module.modules():
+        hook = getattr(part, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            if (device := getattr(each, "execution_device", None)) is not None:
+                return torch.device(device)
+    raise UnsupportedModel(
+        f"the weights of {type(module).__name__} are on the meta device and no accelerate hook brings them to another; "
+        "load them first"
+    )

@@ -130,7 +130,7 @@ def _with_new_pages(old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp
 
 
 def _empty(size: int) -> Ints:
-    """Room for ``size`` entries.  Memory is asked for in powers of two, so that the next step, a little longer, gets the
-    block that the last one gave back: a fresh megabyte costs more in page faults than the copy into it.
+    """Room for ``size`` entries, asked for in powers of two: the next step, a little longer, then gets the block that
+    the last one gave back.  A fresh megabyte costs more in page faults than the copy into it.
     """
     return np.empty(1 << max(size - 1, 1).bit_length(), np.int32)[:size]

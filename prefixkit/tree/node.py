@@ -46,7 +46,6 @@ class Node:
     """
 
     __slots__ = (
-        "page_buffer",
         "_page_size",
         "_token_buffer",
         "branches",
@@ -54,6 +53,7 @@ class Node:
         "id",
         "index",
         "length",
+        "page_buffer",
         "parent",
         "ready",
         "sequences",
@@ -66,8 +66,8 @@ class Node:
         self.parent = parent
         self.branches: dict[int, list[Node]] = {}
         self.sequences: dict[int, Sequence] = {}
-        self.start = 0 if parent is None else parent.start + parent.length
-        self.length = len(tokens)
+        self.start: int = 0 if parent is None else parent.start + parent.length
+        self.length: int = len(tokens)
         self.ready = 0
         self.first_slot = 0
         self.index = -1
@@ -185,7 +185,8 @@ class Node:
         This node becomes the lower half, ``[cut, length)``: the sequences that end here and the children need no
         update.  A cut inside a page leaves the page to both halves.
         """
-        assert self.parent is not None and 0 < cut < self.length, (self, cut)
+        assert self.parent is not None, self
+        assert 0 < cut < self.length, (self, cut)
         page, offset = divmod(self.first_slot + cut, self._page_size)  # where the lower half begins
         upper_pages = self.page_buffer[: page + (offset > 0)].copy()
         allocator.share(upper_pages[page:])  # the cut page, if any
@@ -207,7 +208,9 @@ class Node:
     def absorb_parent(self, allocator: PageAllocator) -> None:
         """Undo a split: take over the tokens and pages of the parent, whose only child this node is."""
         parent = self.parent
-        assert parent is not None and parent.parent is not None and self.continues(parent), self
+        assert parent is not None, self
+        assert parent.parent is not None, self
+        assert self.continues(parent), self
         shared = int(self.first_slot > 0)  # both hold the page where their slots meet: one holder is enough
         allocator.release(self.pages[:shared])
         self.page_buffer = np.concatenate([parent.pages, self.pages[shared:]])

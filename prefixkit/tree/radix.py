@@ -171,7 +171,8 @@ class PrefixTree:
         in_place = [node.grows_in_place for node in nodes]
         growing = list(compress(nodes, in_place))
         full = [node for node in growing if (node.first_slot + node.length) % self.page_size == 0]
-        pages = self.allocator.allocate(len(full) + len(nodes) - len(growing))[::-1].tolist()  # the last step that can fail
+        # The last step that can fail.  Reversed, so that pop() deals the pages in the order of the sequences.
+        pages = self.allocator.allocate(len(full) + len(nodes) - len(growing))[::-1].tolist()
 
         for node in full:
             node.push_page(pages.pop())
@@ -228,6 +229,8 @@ class PrefixTree:
         """
         nodes = list(nodes)
         values: list[int] = np.asarray(ready, np.int64).tolist()
+        if len(values) != len(nodes):
+            raise ValueError(f"one count for each node: got {len(values)} counts for {len(nodes)} nodes")
         for node, value in zip(nodes, values, strict=True):
             if not 0 <= value <= node.length or node.parent is None:
                 raise ValueError(f"cannot mark {value} tokens of {node} ready: it has left the tree or has fewer")
@@ -294,9 +297,9 @@ class PrefixTree:
             node = parent
         if node.parent is None or node.sequences or len(node.branches) != 1:
             return
-        children = node.children
-        if len(children) == 1 and children[0].continues(node):
-            children[0].absorb_parent(self.allocator)
+        child, *siblings = node.children
+        if not siblings and child.continues(node):
+            child.absorb_parent(self.allocator)
             self.version += 1
 
     def _freeze(self) -> freeze.Frozen:

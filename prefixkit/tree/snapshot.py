@@ -74,4 +74,5 @@ class TreeSnapshot:
         """Pool slots of tokens ``offset[i]`` of nodes ``node[i]``; the arrays broadcast."""
         within = self.first_slot[node].astype(np.int64) + offset
         page = self.pages[self.page_indptr[node] + within // self.page_size].astype(np.int64)
-        return page * self.page_size + within % self.page_size
+        slots: NDArray[np.int64] = page * self.page_size + within % self.page_size
+        return slots

@@ -166,7 +166,7 @@ def test_log_probabilities_add_up_to_the_score(model):
             assert sum(beam.logprobs) / len(beam.tokens) ** 0.7 == pytest.approx(beam.score, rel=1e-5)
 
 
-# -- by hand: a vocabulary of a, b, c and the stop token -----------------------------------------------------------------
+# -- by hand: a vocabulary of a, b, c and the stop token
 
 A, B, C, STOP = range(4)
 
@@ -204,11 +204,24 @@ def test_early_stopping_stops_at_num_beams_hypotheses_and_otherwise_goes_on_whil
     assert done == {True: True, False: False}  # a-a holds 0.42, more than the 0.3 and 0.18 that have ended
 
 
+def test_never_judges_a_beam_by_the_length_that_flatters_it_most():
+    first, second = log_probs([0.6, 0.03, 0.02, 0.35]), log_probs([0.8, 0.0, 0.0, 0.2], [0.5, 0.3, 0.1, 0.1])
+    for length_penalty in (-1.0, 2.0):
+        params = BeamParams(2, 2, length_penalty, "never", 10, (STOP,))
+        state, _ = advance(BeamSearch(params), first)
+        state, _ = advance(state, second)
+        # a-a holds ln 0.48; the worse hypothesis is a-stop, ln 0.12: not out of reach at length 2, nor at length 10.
+        assert len(state.hypotheses) == 2
+        assert not state.done
+
+
 def test_a_model_that_allows_less_than_num_beams_leaves_fewer_beams(caplog):
     state, move = advance(BeamSearch(BeamParams(3, 3, stop_token_ids=(STOP,))), log_probs([0.5, 0.0, 0.0, 0.5]))
-    assert move == BeamMove((0,), (A,)) and len(state.hypotheses) == 1
+    assert move == BeamMove((0,), (A,))
+    assert len(state.hypotheses) == 1
     state, move = advance(state, log_probs([0.0, 0.0, 0.0, 1.0]))
-    assert state.done and move == BeamMove((), ())
+    assert state.done
+    assert move == BeamMove((), ())
     assert [beam.tokens for beam in finished(state)] == [(A, STOP), (STOP,)]  # ln(1/2) over 2 tokens, and over 1
     assert "2 of 3 sequences found" in caplog.text
 

@@ -97,7 +97,8 @@ def test_request_keeps_its_own_tokens():
     mine = np.array([1, 2, 3])
     request = Request(0, mine, SamplingParams())
     mine[0] = 9
-    assert request.tokens.dtype == np.int32 and request.tokens.tolist() == [1, 2, 3]
+    assert request.tokens.dtype == np.int32
+    assert request.tokens.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="read-only"):
         request.tokens[0] = 9
 
@@ -105,13 +106,16 @@ def test_request_keeps_its_own_tokens():
 def test_equal_requests_are_equal_however_they_were_written():
     plain = SamplingParams(n=2, temperature=1.0, stop_token_ids=(5, 6), stop=("a", "b"))
     other = SamplingParams(n=np.int64(2), temperature=1, stop_token_ids=[5, np.int32(6), 5], stop=["a", "b", "a"])
-    assert plain == other and hash(plain) == hash(other)
-    assert type(other.n) is int and type(other.temperature) is float
+    assert plain == other
+    assert hash(plain) == hash(other)
+    assert type(other.n) is int
+    assert type(other.temperature) is float
     assert BeamParams(2, length_penalty=1, stop_token_ids=[3]) == BeamParams(2, length_penalty=1.0, stop_token_ids=(3,))
 
 
 def test_temperature_0_is_greedy():
-    assert SamplingParams(temperature=0).greedy and not SamplingParams(temperature=1e-6).greedy
+    assert SamplingParams(temperature=0).greedy
+    assert not SamplingParams(temperature=1e-6).greedy
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def test_uniforms_do_not_depend_on_the_batch():
     keys = np.array([sample_key(7, index, [1, 2, 3]) for index in range(50)], dtype=np.uint64)
     steps = np.arange(50)
     together = uniforms(keys, steps)
-    assert together.dtype == np.float64 and together.shape == (50,)
+    assert together.dtype == np.float64
+    assert together.shape == (50,)
     alone = [uniforms(keys[[row]], steps[[row]])[0] for row in range(50)]
     assert together.tolist() == alone
 
@@ -52,7 +53,8 @@ def test_uniforms_do_not_depend_on_the_batch():
 def test_uniforms_are_uniform_and_below_1():
     key = sample_key(3, 0, [5])
     u = uniforms(np.full(100_000, key), np.arange(100_000))
-    assert 0 <= u.min() and u.max() <= 1 - 2**-53
+    assert u.min() >= 0
+    assert u.max() <= 1 - 2**-53
     counts, _ = np.histogram(u, bins=100, range=(0, 1))
     chi_square = ((counts - 1000) ** 2 / 1000).sum()
     assert 60 < chi_square < 150  # 99 degrees of freedom: outside with probability 1e-3

@@ -142,6 +142,12 @@ def test_a_stop_string_before_an_unfinished_character_is_found_at_once():
     assert (count, checker.text()) == (1, "say ")
 
 
+def test_an_unfinished_character_is_not_taken_for_a_replacement_character():
+    decode = TOKENIZERS["byte_level"].decode
+    count, _, checker = follow(as_bytes("byte_level", "a😀b"), ("\ufffd",), decode)
+    assert (count, checker.text()) == (None, "a😀b")
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_texts_end_at_the_first_stop_string(seed):
     dice = random.Random(seed)
@@ -166,7 +172,8 @@ def test_what_may_begin_a_stop_string_is_held_back():
 
 def test_what_was_held_back_comes_at_the_end():
     _, streamed, checker = follow([*b"this is the EN"], ("END",), letters)
-    assert streamed[-1] == "EN" and checker.text() == "this is the EN"
+    assert streamed[-1] == "EN"
+    assert checker.text() == "this is the EN"
 
 
 def test_a_stop_token_ends_the_sample_and_is_not_in_its_text():
@@ -183,7 +190,9 @@ def test_without_stop_strings_nothing_is_decoded_before_the_end():
     calls = []
     checker = StopChecker((7,), (), lambda tokens: calls.append(list(tokens)) or "text")
     assert [checker.push(token) for token in (1, 2, 7)] == [False, False, True]
-    assert calls == [] and checker.text() == "text" and calls == [[1, 2]]
+    assert calls == []
+    assert checker.text() == "text"
+    assert calls == [[1, 2]]
 
 
 def test_only_a_few_tokens_are_decoded_at_a_time():
@@ -191,7 +200,8 @@ def test_only_a_few_tokens_are_decoded_at_a_time():
     checker = StopChecker((), ("zzz",), lambda tokens: sizes.append(len(tokens)) or letters(tokens))
     for token in b"the quick brown fox jumps over the lazy dog" * 5:
         checker.push(token)
-    assert max(sizes) <= 2 and len(sizes) <= 2 * 215
+    assert max(sizes) <= 2
+    assert len(sizes) <= 2 * 215
 
 
 def test_stop_strings_need_a_decoder():

@@ -48,7 +48,10 @@ PECULIAR: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
     "cohere2": WIDE_HEADS | ALTERNATE,
     "cwm": WIDE_HEADS | ALTERNATE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "dots1": WIDE_HEADS | ALTERNATE | FEW_EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "dots1": WIDE_HEADS
+    | ALTERNATE
+    | FEW_EXPERTS
+    | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "ernie4_5": WIDE_HEADS,
     "exaone4": WIDE_HEADS | ALTERNATE | {"sliding_window_pattern": 2},
     "gemma": WIDE_HEADS,
@@ -57,14 +60,22 @@ PECULIAR: dict[str, dict[str, Any]] = {
     "glm": WIDE_HEADS,
     "glm4": WIDE_HEADS,
     "glm4_moe": WIDE_HEADS | FEW_EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1},
-    "gpt_oss": WIDE_HEADS | ALTERNATE | {"num_experts_per_tok": 2, "num_local_experts": 4, "rope_parameters": SHORT_YARN},
-    "granite": {"attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+    "gpt_oss": WIDE_HEADS
+    | ALTERNATE
+    | {"num_experts_per_tok": 2, "num_local_experts": 4, "rope_parameters": SHORT_YARN},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+    },
     "granitemoe": {"attention_multiplier": 0.3, "num_local_experts": 4},
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": WIDE_HEADS,
     "llama": WIDE_HEADS,
     "ministral": WIDE_HEADS | ALTERNATE,
-    "ministral3": WIDE_HEADS | {"sliding_window": WINDOW, "rope_parameters": SHORT_YARN | {"llama_4_scaling_beta": 0.1}},
+    "ministral3": WIDE_HEADS
+    | {"sliding_window": WINDOW, "rope_parameters": SHORT_YARN | {"llama_4_scaling_beta": 0.1}},
     "mistral": WIDE_HEADS | {"sliding_window": WINDOW},
     "mixtral": {"sliding_window": WINDOW, "num_local_experts": 4},
     "nemotron": WIDE_HEADS,
@@ -84,7 +95,7 @@ PECULIAR: dict[str, dict[str, Any]] = {
 
 
 def make_model(model_type: str = "llama", seed: int | None = None, **overrides: Any) -> PreTrainedModel:
-    """A random model of the family in eval mode, float32 and eager; the weights are large enough for attention to matter.
+    """A random model of the family, float32 and in eval mode; its weights are large enough for attention to matter.
 
     Eager because it is the reference: older transformers let Gemma-2 choose SDPA, which drops its soft cap.
     """
@@ -137,7 +148,7 @@ class TreeDriver:
         """Run steps of at most ``budget`` tokens until nothing is pending."""
         while (step := self.step(budget)) is not None:
             logits = self.runner(step)
-            assert logits.shape == (len(step.tokens), VOCAB) and logits.dtype == torch.float32
+            assert logits.shape == (len(step.tokens), VOCAB)
             rows = [(node, at) for node, begin, end in self.runs for at in range(begin, end)]
             for (node, at), row in zip(rows, logits, strict=True):
                 self.logits[(*_tokens_above(node), *node.tokens[: at + 1].tolist())] = row
@@ -150,7 +161,9 @@ class TreeDriver:
 
     def _has_all_above(self, node: Node) -> bool:
         above = node.parent
-        return above is None or above.ready == above.length or any(n is above and e == n.length for n, _, e in self.runs)
+        return (
+            above is None or above.ready == above.length or any(n is above and e == n.length for n, _, e in self.runs)
+        )
 
 
 def _tokens_above(node: Node) -> list[int]:

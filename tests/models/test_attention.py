@@ -41,7 +41,7 @@ def test_the_documented_call_works(run):
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 def test_a_mask_is_refused_rather_than_ignored(run, mask, attn_implementation):
     run.model.set_attn_implementation(attn_implementation)
-    with pytest.raises(ValueError, match="instead of the empty one of cache.inputs()"):
+    with pytest.raises(ValueError, match=r"instead of the empty one of cache.inputs\(\)"):
         run.model(**{**run.cache.inputs(), "attention_mask": mask})
 
 
@@ -72,7 +72,9 @@ def test_dropout_is_refused(run):
 
 
 @pytest.mark.parametrize(
-    "asked", [{"position_bias": torch.zeros(1)}, {"head_mask": torch.ones(4)}, {"cu_seq_lens_q": torch.tensor([0, 9])}], ids=str
+    "asked",
+    [{"position_bias": torch.zeros(1)}, {"head_mask": torch.ones(4)}, {"cu_seq_lens_q": torch.tensor([0, 9])}],
+    ids=str,
 )
 def test_unknown_keywords_are_refused(run, asked):
     with pytest.raises(ValueError, match=f"LlamaAttention passed {next(iter(asked))} .*would ignore it"):
@@ -112,7 +114,8 @@ def test_an_exception_in_a_layer_leaves_the_module_as_it_was(run):
     with pytest.raises(RuntimeError, match="projection"):
         run.model(**run.cache.inputs())
     assert vars(attention) == before
-    assert attention.config is run.model.config and attention.config._attn_implementation == "eager"
+    assert attention.config is run.model.config
+    assert attention.config._attn_implementation == "eager"
 
 
 def test_an_unpatched_model_refuses_the_cache(run, tiny):

@@ -91,12 +91,15 @@ def test_what_only_the_tree_may_decide_is_refused(call, pool):
 
 def test_it_answers_what_models_and_generate_ask(pool):
     cache = PrefixCache(pool)
-    assert len(cache) == 2 and bool(cache)
-    assert cache.get_seq_length() == 0 and cache.get_seq_length(1) == 0
+    assert len(cache) == 2
+    assert bool(cache)
+    assert cache.get_seq_length() == 0
+    assert cache.get_seq_length(1) == 0
     assert cache.get_max_length() == -1
     assert cache.get_mask_sizes(5, 0) == (5, 0)
     assert cache.get_query_offset(1) == 0
-    assert not cache.is_compileable and cache.is_initialized
+    assert not cache.is_compileable
+    assert cache.is_initialized
     assert cache.is_sliding == cache.is_linear == cache.is_dummy == [False, False]
     assert "2 layers, 2 KV heads of 16, between steps" in repr(cache)
 
@@ -120,7 +123,7 @@ def test_a_pool_of_another_shape_is_refused(spec, message, run):
 
 def test_tokens_other_than_the_steps_are_refused(run):
     run.cache.begin(run.step())
-    with pytest.raises(ValueError, match=r"\(1, 2, 4, 24\).*take \(1, 2, 9, 24\)"):
+    with pytest.raises(ValueError, match="position_ids other than the step's"):
         run.model(**{**run.cache.inputs(), "input_ids": torch.tensor([[3, 4, 5, 6]]), "position_ids": None})
 
 

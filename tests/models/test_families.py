@@ -28,7 +28,9 @@ def prompts_with_a_shared_head(rng):
 def test_a_tree_gives_the_logits_of_the_original_model(model_type, budget, tiny, drive, dense_logits, rng, monkeypatch):
     seen = []
     register = prefixkit.models.layer.register_variant
-    monkeypatch.setattr(prefixkit.models.layer, "register_variant", lambda *asked: seen.append(asked) or register(*asked))
+    monkeypatch.setattr(
+        prefixkit.models.layer, "register_variant", lambda *asked: seen.append(asked) or register(*asked)
+    )
     model = tiny(model_type)
     run = drive(model)
     sequences = [run.tree.insert(prompt) for prompt in prompts_with_a_shared_head(rng)]
@@ -50,6 +52,22 @@ def test_a_tree_gives_the_logits_of_the_original_model(model_type, budget, tiny,
     assert {cap for _, cap, _ in seen} == {getattr(model.config, "attn_logit_softcapping", None)}
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_notices_positions_and_masks_that_are_not_the_trees(model_type, tiny, drive, rng):
+    run = drive(tiny(model_type))
+    run.tree.insert(rng.integers(3, 128, 9))
+    cache = run.runner.cache
+    for wrong, message in [
+        ({"position_ids": torch.arange(1, 10)[None]}, "position_ids other than the step's"),
+        ({"attention_mask": None}, "instead of the empty one"),
+        ({"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]])}, "instead of the empty one"),
+    ]:
+        cache.begin(run.step())
+        with pytest.raises(ValueError, match=message):
+            run.model(**{**cache.inputs(), **wrong})
+        cache.abandon()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_stays_as_close_to_float32_as_the_original_model(dtype, tiny, drive, dense_logits, rng):
     exact = tiny("llama")
@@ -64,8 +82,8 @@ def test_half_precision_stays_as_close_to_float32_as_the_original_model(dtype, t
     assert (run.logits_of(tokens) - reference).abs().mean() <= 1.5 * own_error
 
 
-# Not in the table: another architecture, code of its own, recurrent state, an encoder-decoder, and windows that only the
-# mask knows about.
+# Not in the table: another architecture, code of its own, recurrent state, an encoder-decoder, and windows that only
+# the mask knows about.
 UNSUPPORTED = {
     "gpt2": {"n_layer": 1, "n_embd": 32, "n_head": 2},
     "bloom": {"n_layer": 1, "hidden_size": 32, "n_head": 2},
@@ -80,7 +98,8 @@ def test_other_models_are_refused_with_their_class_and_the_nearest_supported(mod
     before = {name: type(module) for name, module in model.named_modules()}
     with pytest.raises(UnsupportedModel, match=type(model).__name__) as error:
         patch(model)
-    assert "nearest supported model_type is" in str(error.value) and repr(model_type) in str(error.value)
+    assert "nearest supported model_type is" in str(error.value)
+    assert repr(model_type) in str(error.value)
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
@@ -88,13 +107,15 @@ def test_an_encoder_decoder_is_refused_by_its_attention_class():
     from transformers import T5Config, T5ForConditionalGeneration
 
     model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
-    with pytest.raises(UnsupportedModel, match="T5ForConditionalGeneration.*T5Attention"):
+    with pytest.raises(UnsupportedModel, match=r"T5ForConditionalGeneration.*T5Attention"):
         patch(model)
 
 
 @pytest.mark.parametrize("thing", [nn.Linear(2, 2), nn.Sequential(), "gpt2", None, 3], ids=repr)
 def test_what_is_no_transformers_model_is_refused_as_such(thing):
-    with pytest.raises(UnsupportedModel, match=f"expected a transformers causal language model, got {type(thing).__name__}"):
+    with pytest.raises(
+        UnsupportedModel, match=f"expected a transformers causal language model, got {type(thing).__name__}"
+    ):
         patch(thing)
 
 
@@ -127,7 +148,7 @@ def test_an_attention_class_of_ones_own_is_refused(tiny):
 
     model.model.layers[1].self_attn.__class__ = MyAttention
     model.model.layers[0].self_attn.layer_idx = 1
-    with pytest.raises(UnsupportedModel, match="LlamaAttention.*found layers"):
+    with pytest.raises(UnsupportedModel, match=r"LlamaAttention.*found layers"):
         patch(model)
     assert not is_patched(model)
 
@@ -136,15 +157,20 @@ def test_a_subclass_that_keeps_the_forward_is_accepted(tiny):
     model = tiny("llama")
     cls = type(model.model.layers[0].self_attn)
     model.model.layers[0].self_attn.__class__ = type("ShardedLlamaAttention", (cls,), {})
-    assert [layer.original.__name__ for layer in attention_layers(patch(model))] == ["ShardedLlamaAttention", "LlamaAttention"]
+    assert [layer.original.__name__ for layer in attention_layers(patch(model))] == [
+        "ShardedLlamaAttention",
+        "LlamaAttention",
+    ]
 
 
-@pytest.mark.parametrize("wrap", [lambda f: partial(f), lambda f: lambda *a, **k: f(*a, **k)], ids=["partial", "closure"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: partial(f), lambda f: lambda *a, **k: f(*a, **k)], ids=["partial", "closure"]
+)
 def test_a_forward_hidden_behind_a_wrapper_is_refused(wrap, tiny):
     model = tiny("llama")
     attention = model.model.layers[1].self_attn
     attention.forward = wrap(attention.forward)
-    with pytest.raises(UnsupportedModel, match="model.layers.1.self_attn.*has a forward of its own"):
+    with pytest.raises(UnsupportedModel, match=r"model.layers.1.self_attn.*has a forward of its own"):
         patch(model)
     assert not is_patched(model)
 

@@ -25,7 +25,8 @@ def test_only_the_rows_asked_for_come_back(run, tiny):
     step = run.step(logit_rows=[0, 4, 13])
     everything = run.runner(run.step())
     rows = run.runner(step)
-    assert rows.shape == (3, run.runner.vocab_size) and rows.dtype == torch.float32
+    assert rows.shape == (3, run.runner.vocab_size)
+    assert rows.dtype == torch.float32
     assert torch.allclose(rows, everything[[0, 4, 13]], atol=1e-6)
     assert everything.abs().max() <= 3.0, "the model's own cap on final logits stays"
 
@@ -68,7 +69,7 @@ def test_an_unpatched_model_is_refused(tiny):
 
 
 def test_a_pool_of_another_shape_is_refused(tiny):
-    with pytest.raises(ValueError, match="the model needs a pool of KVSpec.*got one of KVSpec"):
+    with pytest.raises(ValueError, match=r"the model needs a pool of KVSpec.*got one of KVSpec"):
         ModelRunner(patch(tiny()), KVPool(KVSpec(3, 2, 24, torch.float32, torch.device("cpu")), 4, 4))
 
 
@@ -76,6 +77,23 @@ def test_a_model_without_a_language_head_is_refused(tiny):
     model = patch(tiny()).model
     with pytest.raises(TypeError, match="LlamaModel has no language-model head"):
         ModelRunner(model, KVPool(kv_spec(model), 4, 4))
+
+
+def test_a_wrapper_that_passes_keywords_on_is_run_as_a_whole(run):
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.base = model
+            self.calls = 0
+
+        def forward(self, **kwargs):
+            self.calls += 1
+            return self.base(**kwargs)
+
+    wrapper = Wrapper(run.model).eval()
+    expected = run.runner(run.step())
+    assert torch.equal(ModelRunner(wrapper, run.pool)(run.step()), expected)
+    assert wrapper.calls == 1
 
 
 def test_after_an_error_the_next_step_runs(run):

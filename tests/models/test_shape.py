@@ -38,7 +38,9 @@ def test_a_quantised_projection_is_counted_by_what_it_declares(tiny):
         def __init__(self, linear):
             super().__init__()
             self.out_features = linear.out_features
-            self.weight = nn.Parameter(torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+            self.weight = nn.Parameter(
+                torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False
+            )
 
     model = tiny().bfloat16()
     for layer in model.model.layers:
@@ -55,7 +57,7 @@ def test_the_dtype_is_that_of_the_projections(dtype, tiny):
 def test_layers_that_differ_are_refused(tiny):
     model = tiny()
     model.model.layers[1].self_attn.to(torch.bfloat16)
-    with pytest.raises(UnsupportedModel, match="differ in .*a pool needs them equal"):
+    with pytest.raises(UnsupportedModel, match=r"differ in .*a pool needs them equal"):
         kv_spec(model)
 
 

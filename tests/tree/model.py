@@ -1,0 +1,109 @@
+"""What the tree tests share: views of a tree that can be compared, and a pool whose every slot remembers its write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.tree import Node, PrefixTree, freeze
+from prefixkit.tree.snapshot import TreeSnapshot
+
+
+def path(node: Node) -> tuple[int, ...]:
+    """The tokens from the root to the node's end."""
+    tokens: list[int] = []
+    above: Node | None = node
+    while above is not None:
+        tokens[:0] = above.tokens.tolist()
+        above = above.parent
+    return tuple(tokens)
+
+
+def structure(tree: PrefixTree) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Each node as (path to its end, own tokens, sequences that end there), sorted: a tree without its history."""
+    return sorted((path(node), tuple(node.tokens.tolist()), len(node.sequences)) for node in tree.nodes())
+
+
+def fingerprint(tree: PrefixTree) -> Any:
+    """Everything there is to know about a tree, without calling anything that caches."""
+    nodes = [tree.root]
+    for node in nodes:
+        nodes.extend(node.children)
+    return (
+        tree.version,
+        tree.sequences_version,
+        tree.allocator.free,
+        tree.allocator.refcounts.tobytes(),
+        [
+            (
+                (node.id, node.parent.id if node.parent else None, [child.id for child in node.children]),
+                (node.start, node.length, node.ready, node.first_slot),
+                (node.tokens.tobytes(), node.pages.tobytes()),
+                {id: sequence.node.id for id, sequence in node.sequences.items()},
+            )
+            for node in nodes
+        ],
+    )
+
+
+def assert_snapshot_is_fresh(tree: PrefixTree) -> None:
+    """What the cached and refreshed snapshot says is what a rebuilt one says."""
+    cached = tree.snapshot()
+    rebuilt = freeze.rebuild(tree.root, tree.page_size, tree.version, tree.sequences_version).snapshot
+    for name in TreeSnapshot.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(cached, name), getattr(rebuilt, name), err_msg=name)
+
+
+class RememberingPool:
+    """Stands for the KV pool: a token's "KV" is a hash of its whole path, written once, when it is computed."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self.tree = tree
+        self.slots = np.full(tree.allocator.num_pages * tree.page_size, -1, np.int64)
+
+    def compute(self, budget: int | None = None) -> None:
+        """Write up to ``budget`` pending tokens, ancestors first, as a step of the engine does."""
+        nodes, counts = [], []
+        for node, ready, length in self.tree.pending():
+            end = length if budget is None else min(length, ready + budget)
+            if budget is not None:
+                budget -= end - ready
+            index = np.full(end - ready, node.index)
+            self.slots[self.tree.snapshot().slots(index, np.arange(ready, end))] = hashes(path(node))[
+                node.start + ready : node.start + end
+            ]
+            nodes.append(node)
+            counts.append(end)
+            if budget == 0:
+                break
+        self.tree.mark_ready(nodes, counts)
+
+    def assert_holds(self, sequence_id: int, tokens: list[int]) -> None:
+        """The sequence, read through the snapshot, gives back the KV of precisely its own tokens, in order."""
+        snapshot = self.tree.snapshot()
+        node = int(snapshot.sequence_node[snapshot.sequence_id == sequence_id].item())
+        read: list[NDArray[np.int64]] = []
+        length = 0
+        while node >= 0:
+            ready = int(snapshot.ready[node])
+            complete = ready == snapshot.length[node]
+            assert complete or not read, "an ancestor of ready tokens is not ready"
+            if ready:
+                read.insert(0, self.slots[snapshot.slots(np.full(ready, node), np.arange(ready))])
+            length += int(snapshot.length[node])
+            node = int(snapshot.parent[node])
+        assert length == len(tokens)
+        if read:
+            found = np.concatenate(read)
+            np.testing.assert_array_equal(found, hashes(tuple(tokens))[: len(found)])
+
+
+def hashes(tokens: tuple[int, ...]) -> NDArray[np.int64]:
+    """``[len(tokens)]`` a hash of each prefix."""
+    value, result = 0, []
+    for token in tokens:
+        value = hash((value, token))
+        result.append(value)
+    return np.array(result, np.int64)

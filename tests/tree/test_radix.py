@@ -1,0 +1,492 @@
+"""PrefixTree: what is shared, what is split, what is taken and what is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from prefixkit.tree import OutOfPages, PrefixTree, Sequence
+from tests.tree.model import assert_snapshot_is_fresh, fingerprint, structure
+
+PAGE_SIZES = [1, 2, 16, 128]
+
+
+def tokens_of(tree: PrefixTree) -> list[tuple[list[int], list[int], int]]:
+    """Nodes depth first as (tokens, pages, first_slot)."""
+    return [(node.tokens.tolist(), node.pages.tolist(), node.first_slot) for node in tree.nodes()]
+
+
+class TestInsert:
+    def test_one_sequence_is_one_node(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        sequence = tree.insert([1, 2, 3, 4, 5])
+        assert tokens_of(tree) == [([1, 2, 3, 4, 5], [0, 1], 0)]
+        assert (sequence.length, sequence.tokens().tolist()) == (5, [1, 2, 3, 4, 5])
+        tree.check()
+
+    def test_a_split_shares_the_page_it_cuts_and_the_newcomer_starts_on_a_fresh_one(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        tree.insert([1, 2, 3, 4, 5, 6, 7])
+        tree.insert([1, 2, 3, 4, 5, 9])
+        assert tokens_of(tree) == [([1, 2, 3, 4, 5], [0, 1], 0), ([6, 7], [1], 1), ([9], [2], 0)]
+        assert tree.allocator.refcounts.tolist() == [1, 2, 1, 0, 0, 0, 0, 0]
+        tree.check()
+
+    def test_a_split_between_pages_shares_none(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        tree.insert([1, 2, 3, 4, 5, 6, 7])
+        tree.insert([1, 2, 3, 4, 9])
+        assert tokens_of(tree) == [([1, 2, 3, 4], [0], 0), ([5, 6, 7], [1], 0), ([9], [2], 0)]
+        tree.check()
+
+    def test_three_nodes_may_hold_one_page(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        first = tree.insert([1, 2, 3])
+        tree.insert([1, 2])
+        tree.insert([1])
+        assert tokens_of(tree) == [([1], [0], 0), ([2], [0], 1), ([3], [0], 2)]
+        tree.extend(first, [4, 5])  # the deepest of the chain holds the highest slots: the rest of the page is its own
+        assert tokens_of(tree)[2] == ([3, 4, 5], [0, 1], 2)
+        assert tree.allocator.refcounts.tolist() == [3, 1, 0, 0, 0, 0, 0, 0]
+        tree.check()
+
+    def test_a_prefix_of_another_ends_at_the_upper_half(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        long = tree.insert([1, 2, 3])
+        short = tree.insert([1, 2])
+        assert (short.tokens().tolist(), long.tokens().tolist()) == ([1, 2], [1, 2, 3])
+        assert long.node.parent is short.node
+        assert tree.allocator.free == 7
+
+    def test_an_extension_of_another_becomes_its_child(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        short = tree.insert([1, 2])
+        long = tree.insert([1, 2, 3])
+        assert long.node.parent is short.node
+        assert tokens_of(tree) == [([1, 2], [0], 0), ([3], [1], 0)]
+
+    def test_a_duplicate_takes_nothing(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        first, version = tree.insert([1, 2, 3]), tree.version
+        again = tree.insert([1, 2, 3])
+        assert first.node is again.node
+        assert (tree.allocator.free, tree.version) == (7, version)
+
+    def test_no_common_first_token_makes_a_forest(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        for first in (5, 6, 7):
+            tree.insert([first, 1, 1])
+        assert tree.snapshot().parent.tolist() == [-1, -1, -1]
+        tree.check()
+
+    def test_a_growing_leaf_can_be_split_and_its_sequence_grows_on(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        growing = tree.insert([1, 2])
+        tree.extend(growing, [3, 4, 5])
+        other = tree.insert([1, 2, 3, 7])
+        tree.extend(growing, [6])
+        assert growing.tokens().tolist() == [1, 2, 3, 4, 5, 6]
+        assert other.tokens().tolist() == [1, 2, 3, 7]
+        assert growing.node.tokens.tolist() == [4, 5, 6]
+        tree.check()
+
+    def test_the_caller_keeps_its_array(self) -> None:
+        tree, mine = PrefixTree(8), np.array([1, 2, 3], np.int32)
+        inserted = tree.insert(mine)
+        forked = tree.fork(inserted)[0]
+        tree.extend(forked, mine)
+        mine[:] = 9
+        assert forked.tokens().tolist() == [1, 2, 3, 1, 2, 3]
+
+
+class TestReadiness:
+    def test_a_split_divides_it(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        sequence = tree.insert([1, 2, 3, 4, 5])
+        tree.mark_ready([sequence.node], [4])
+        tree.insert([1, 2, 9])
+        assert [(node.tokens.tolist(), node.ready) for node in tree.nodes()] == [([1, 2], 2), ([3, 4, 5], 2), ([9], 0)]
+        tree.insert([1, 2, 3, 4, 5, 6])
+        assert [(node.tokens.tolist(), ready, length) for node, ready, length in tree.pending()] == [
+            ([3, 4, 5], 2, 3),
+            ([6], 0, 1),
+            ([9], 0, 1),
+        ]
+
+    def test_a_merge_adds_it(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        sequence, other = tree.insert([1, 2, 3, 4, 5]), tree.insert([1, 2, 9])
+        tree.mark_ready(tree.nodes()[:2], [2, 1])
+        tree.release(other)
+        assert (sequence.node.length, sequence.node.ready) == (5, 3)
+        tree.check()
+
+    def test_only_tokens_of_living_nodes_can_be_ready(self) -> None:
+        tree = PrefixTree(8)
+        sequence, gone = tree.insert([1, 2]), tree.insert([3])
+        dead = gone.node
+        tree.release(gone)
+        for nodes, ready in (([sequence.node], [3]), ([sequence.node], [-1]), ([sequence.node, dead], [1, 1])):
+            with pytest.raises(ValueError, match="cannot mark"):
+                tree.mark_ready(nodes, ready)
+        with pytest.raises(ValueError, match="2 counts for 1 nodes"):
+            tree.mark_ready([sequence.node], [1, 1])
+        assert sequence.node.ready == 0
+
+
+class TestForkAndExtend:
+    def test_a_fork_takes_no_pages(self) -> None:
+        tree = PrefixTree(2, page_size=4)
+        sequence = tree.insert([1, 2])
+        forks = tree.fork(sequence, 3)
+        assert [fork.tokens().tolist() for fork in forks] == [[1, 2]] * 3
+        assert (tree.allocator.free, len(tree.nodes())) == (1, 1)
+        assert len({fork.id for fork in [sequence, *forks]}) == 4
+
+    def test_a_lone_leaf_grows_in_place_and_keeps_its_version(self) -> None:
+        tree = PrefixTree(4, page_size=4)
+        sequence, version = tree.insert([1, 2, 3]), tree.version
+        node = sequence.node
+        tree.extend(sequence, [4, 5])
+        tree.extend_each([sequence], [6])
+        assert sequence.node is node
+        assert tree.version == version
+        assert tokens_of(tree) == [([1, 2, 3, 4, 5, 6], [0, 1], 0)]
+
+    def test_forks_branch_off_onto_fresh_pages(self) -> None:
+        tree = PrefixTree(4, page_size=4)
+        sequence = tree.insert([1, 2])
+        forks = tree.fork(sequence, 2)
+        tree.extend_each(forks, [3, 3])
+        tree.extend_each([*forks, sequence], [4, 5, 6])
+        assert tokens_of(tree) == [([1, 2], [0], 0), ([3, 4], [1], 0), ([3, 5], [2], 0), ([6], [3], 0)]
+        tree.check()
+
+    def test_match_follows_the_first_of_equal_siblings_and_its_heir(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        first = tree.insert([1])
+        second = tree.fork(first)[0]
+        tree.extend(first, [2, 3])
+        tree.extend(second, [2, 4])
+        assert tree.match([1, 2, 4]).length == 2
+        tree.release(first)
+        assert tree.match([1, 2, 4]).length == 3
+        tree.check()
+
+    def test_pages_to_extend_is_what_extend_takes(self) -> None:
+        for page_size in (1, 2, 16):
+            tree = PrefixTree(100, page_size)
+            sequence = tree.insert([1, 2, 3])
+            fork = tree.fork(sequence)[0]
+            for handle in (fork, sequence, fork):
+                expected, free = tree.pages_to_extend(handle, 5), tree.allocator.free
+                tree.extend(handle, [7] * 5)
+                assert free - tree.allocator.free == expected
+
+    def test_a_step_without_sequences_is_no_step(self) -> None:
+        tree = PrefixTree(1)
+        tree.extend_each([], [])
+        tree.check()
+
+    def test_extend_each_equals_extending_each(self) -> None:
+        def build() -> tuple[PrefixTree, list[Sequence]]:
+            tree = PrefixTree(64, page_size=2)
+            lone, twice = tree.insert([1, 2]), tree.insert([1, 3, 4])
+            inner = tree.insert([1])
+            return tree, [lone, twice, *tree.fork(twice), inner]
+
+        together, handles = build()
+        apart, others = build()
+        for step in range(5):
+            tokens = [10 * step + i for i in range(len(handles))]
+            together.extend_each(handles, tokens)
+            for sequence, token in zip(others, tokens, strict=True):
+                apart.extend(sequence, [token])
+            together.check()
+        assert structure(together) == structure(apart)
+
+
+class TestRelease:
+    def test_it_undoes_splits(self) -> None:
+        for page_size in PAGE_SIZES:
+            tree = PrefixTree(64, page_size)
+            tree.insert(range(40))
+            before = (tokens_of(tree), tree.allocator.free)
+            others = [tree.insert([*range(cut), 99, cut]) for cut in (1, 2, 16, 17, 39)]
+            for other in others:
+                tree.release(other)
+                tree.check()
+            assert (tokens_of(tree), tree.allocator.free) == before
+
+    def test_beams_on_pages_of_one_token_stay_compact(self) -> None:
+        rng = np.random.default_rng(0)
+        tree = PrefixTree(4096, page_size=1)
+        beams = [tree.insert([1, 2, 3])]
+        for _ in range(50):
+            survivors = rng.integers(0, len(beams), 4)
+            forks = [tree.fork(beams[i])[0] for i in survivors]
+            for beam in beams:
+                tree.release(beam)
+            tree.extend_each(forks, rng.integers(0, 100, 4))
+            beams = forks
+            tree.check()
+            assert len(tree.nodes()) <= 2 * len(beams)
+
+    def test_a_fork_on_a_partial_page_leaves_a_gap_that_cannot_merge(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        first = tree.insert([1, 2])
+        second = tree.fork(first)[0]
+        tree.extend(first, [3])
+        tree.release(second)
+        assert tokens_of(tree) == [([1, 2], [0], 0), ([3], [1], 0)]
+        tree.check()
+
+    def test_a_fork_at_a_page_boundary_merges(self) -> None:
+        tree = PrefixTree(8, page_size=2)
+        first = tree.insert([1, 2])
+        second = tree.fork(first)[0]
+        tree.extend(first, [3])
+        tree.release(second)
+        assert tokens_of(tree) == [([1, 2, 3], [0, 1], 0)]
+        tree.check()
+
+    def test_a_sequence_that_ends_between_keeps_the_split(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        tree.insert([1, 2, 3])
+        twins = [tree.insert([1, 2]) for _ in range(2)]
+        tree.release(twins[0])
+        assert len(tree.nodes()) == 2
+        tree.release(twins[1])
+        assert len(tree.nodes()) == 1
+
+    def test_the_upper_half_that_is_left_grows_on_in_the_page_it_shared(self) -> None:
+        tree = PrefixTree(2, page_size=4)
+        long = tree.insert([1, 2, 3])
+        short = tree.insert([1, 2])
+        tree.release(long)
+        tree.extend(short, [7, 8])
+        assert tokens_of(tree) == [([1, 2, 7, 8], [0], 0)]
+        tree.check()
+
+    def test_twice_is_an_error(self) -> None:
+        tree = PrefixTree(8)
+        sequence = tree.insert([1])
+        tree.release(sequence)
+        with pytest.raises(ValueError, match="has been released"):
+            tree.release(sequence)
+        with pytest.raises(ValueError, match="has been released"):
+            sequence.tokens()
+        assert "released" in repr(sequence)
+
+
+class TestTrim:
+    def test_a_lone_leaf_shrinks_in_place(self) -> None:
+        tree = PrefixTree(8, page_size=2)
+        sequence = tree.insert([1, 2, 3, 4, 5])
+        tree.mark_ready([sequence.node], [4])
+        version = tree.version
+        tree.trim(sequence, 2)
+        assert (sequence.tokens().tolist(), sequence.node.ready, tree.allocator.free) == ([1, 2], 2, 7)
+        assert tree.version > version  # a plan may rely on lengths that only grow
+        tree.extend(sequence, [6])
+        assert sequence.tokens().tolist() == [1, 2, 6]
+        assert tree.pending() == [(sequence.node, 2, 3)]
+        tree.check()
+
+    @pytest.mark.parametrize("page_size", PAGE_SIZES)
+    def test_it_leaves_what_inserting_the_shorter_one_makes(self, page_size: int) -> None:
+        for length in range(1, 9):
+            tree, expected = PrefixTree(64, page_size), PrefixTree(64, page_size)
+            for other in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 9], [1, 2, 3, 4, 5, 9]):
+                tree.insert(other)
+                expected.insert(other)
+            sequence = tree.insert([1, 2, 3, 4, 5, 6, 7, 8])
+            tree.trim(sequence, length)
+            expected.insert(range(1, length + 1))
+            assert structure(tree) == structure(expected)
+            tree.check()
+
+    def test_to_nothing_and_back(self) -> None:
+        tree = PrefixTree(8, page_size=4)
+        sequence = tree.insert([1, 2])
+        tree.trim(sequence, 0)
+        assert (sequence.length, sequence.node, tree.allocator.free) == (0, tree.root, 8)
+        assert tree.snapshot().sequence_node.tolist() == [-1]
+        assert tree.stats().sequences == 1
+        tree.extend_each([sequence], [5])
+        tree.extend(sequence, [6])
+        assert tokens_of(tree) == [([5, 6], [0], 0)]
+        tree.check()
+
+    def test_to_its_own_length_changes_nothing(self) -> None:
+        tree = PrefixTree(8)
+        sequence = tree.insert([1, 2])
+        before = fingerprint(tree)
+        tree.trim(sequence, 2)
+        assert fingerprint(tree) == before
+
+    @pytest.mark.parametrize("length", [-1, 3])
+    def test_not_beyond_its_bounds(self, length: int) -> None:
+        tree = PrefixTree(8)
+        sequence = tree.insert([1, 2])
+        with pytest.raises(ValueError, match="cannot trim"):
+            tree.trim(sequence, length)
+
+
+class TestErrors:
+    @pytest.mark.parametrize("page_size", [0, 129, -1, 1.0, True, None])
+    def test_page_sizes_are_1_to_128(self, page_size: object) -> None:
+        with pytest.raises(ValueError, match="page_size must be an integer from 1 to 128"):
+            PrefixTree(8, page_size)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("mistake", "error"),
+        [
+            (lambda tree, a, b, other: tree.insert([]), ValueError),
+            (lambda tree, a, b, other: tree.insert([1, -2]), ValueError),
+            (lambda tree, a, b, other: tree.insert([0.5]), TypeError),
+            (lambda tree, a, b, other: tree.extend(a, []), ValueError),
+            (lambda tree, a, b, other: tree.extend(other, [1]), ValueError),
+            (lambda tree, a, b, other: tree.extend_each([a, b], [1]), ValueError),
+            (lambda tree, a, b, other: tree.extend_each([a, a], [1, 2]), ValueError),
+            (lambda tree, a, b, other: tree.extend_each([a, b], [1, -1]), ValueError),
+            (lambda tree, a, b, other: tree.extend_each([a, other], [1, 2]), ValueError),
+            (lambda tree, a, b, other: tree.fork(a, 0), ValueError),
+            (lambda tree, a, b, other: tree.fork(other), ValueError),
+            (lambda tree, a, b, other: tree.trim(other, 0), ValueError),
+            (lambda tree, a, b, other: tree.release(other), ValueError),
+            (lambda tree, a, b, other: tree.insert([1, 2, 3, 5, *range(40)]), OutOfPages),
+            (lambda tree, a, b, other: tree.extend(a, range(40)), OutOfPages),
+            (lambda tree, a, b, other: tree.extend(b, range(40)), OutOfPages),
+            (lambda tree, a, b, other: tree.extend_each([a, b, *tree.fork(b, 4)][:6], [1] * 6), OutOfPages),
+        ],
+    )
+    def test_a_call_that_raises_has_changed_nothing(
+        self, mistake: Callable[..., object], error: type[Exception]
+    ) -> None:
+        tree = PrefixTree(6, page_size=4)
+        a, b, other = tree.insert([1, 2, 3, 4, 5, 6, 7, 8]), tree.insert([1, 2, 6]), PrefixTree(4).insert([1])
+        forks = tree.fork(b, 4)  # what the last mistake forks for itself is no part of the comparison
+        before = fingerprint(tree)
+        with pytest.raises(error):
+            mistake(_Without(tree, forks), a, b, other)
+        assert fingerprint(tree) == before
+        tree.check()
+
+
+class _Without:
+    """A tree whose ``fork(b, 4)`` was made beforehand."""
+
+    def __init__(self, tree: PrefixTree, forks: list[Sequence]) -> None:
+        self._tree, self._forks = tree, forks
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tree, name)
+
+    def fork(self, sequence: Sequence, count: int = 1) -> list[Sequence]:
+        return self._forks if count == 4 else self._tree.fork(sequence, count)
+
+
+class TestEquivalence:
+    @pytest.mark.parametrize("seed", range(10))
+    def test_insertion_order_and_page_size_do_not_change_the_tree(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        sequences = [rng.integers(0, 3, rng.integers(1, 12)).tolist() for _ in range(30)]
+        trees = []
+        for page_size in PAGE_SIZES:
+            tree = PrefixTree(1024, page_size)
+            for index in rng.permutation(len(sequences)):
+                tree.insert(sequences[index])
+            tree.check()
+            trees.append(structure(tree))
+        assert all(tree == trees[0] for tree in trees)
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_inserting_and_releasing_others_leaves_no_trace(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        tree, expected = PrefixTree(1024, page_size=1), PrefixTree(1024, page_size=1)
+        guests = []
+        for _ in range(30):
+            tokens = rng.integers(0, 3, rng.integers(1, 12))
+            if rng.random() < 0.5:
+                guests.append(tree.insert(tokens))
+            else:
+                tree.insert(tokens)
+                expected.insert(tokens)
+        for guest in rng.permutation(np.array(guests, object)):
+            tree.release(guest)
+        tree.check()
+        assert structure(tree) == structure(expected)
+
+
+class TestSnapshotCache:
+    def test_the_same_object_while_nothing_changes(self) -> None:
+        tree = PrefixTree(8)
+        sequence = tree.insert([1, 2])
+        snapshot = tree.snapshot()
+        assert tree.snapshot() is snapshot
+        tree.mark_ready([sequence.node], [1])
+        assert tree.snapshot() is not snapshot
+
+    def test_growth_leaves_an_earlier_snapshot_as_it_was(self) -> None:
+        tree = PrefixTree(8, page_size=2)
+        first, second = tree.insert([1, 2]), tree.insert([3])
+        before = tree.snapshot()
+        tree.extend_each([first, second], [4, 5])
+        tree.mark_ready(tree.nodes(), [3, 1])
+        after = tree.snapshot()
+        assert before.version == after.version
+        assert (before.length.tolist(), before.pages.tolist(), before.ready.tolist()) == ([2, 1], [0, 1], [0, 0])
+        assert (after.length.tolist(), after.pages.tolist(), after.ready.tolist()) == ([3, 2], [0, 2, 1], [3, 1])
+
+    def test_a_fork_shows_without_a_new_structure(self) -> None:
+        tree = PrefixTree(8)
+        sequence = tree.insert([1, 2])
+        before = tree.snapshot()
+        tree.fork(sequence, 2)
+        after = tree.snapshot()
+        assert (after.version, after.sequence_node.tolist()) == (before.version, [0, 0, 0])
+
+    @pytest.mark.parametrize("page_size", PAGE_SIZES)
+    def test_refreshing_equals_rebuilding(self, page_size: int) -> None:
+        rng = np.random.default_rng(page_size)
+        tree = PrefixTree(4096, page_size)
+        handles = [tree.insert(rng.integers(0, 3, rng.integers(1, 12))) for _ in range(40)]
+        tree.extend_each(handles, rng.integers(0, 9, len(handles)))
+        for _ in range(60):
+            chosen = [handle for handle in handles if rng.random() < 0.4]
+            tree.extend_each(chosen, rng.integers(0, 9, len(chosen)))
+            if rng.random() < 0.2:
+                tree.extend(handles[0], rng.integers(0, 9, rng.integers(1, 300 // page_size + 3)))
+            if rng.random() < 0.5:
+                pending = tree.pending()
+                tree.mark_ready([node for node, _, _ in pending], [length for _, _, length in pending])
+            assert_snapshot_is_fresh(tree)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_chain_of_ten_thousand_nodes(page_size: int) -> None:
+    depth = 10_000
+    tree = PrefixTree(2 * depth, page_size)
+    sequence = tree.insert([0])
+    waypoints = []
+    for token in range(1, depth):
+        waypoints += tree.fork(sequence)  # ends here, so that the next token starts a child
+        tree.extend(sequence, [token])
+    branch = tree.insert([*range(depth - 2), 7])
+
+    assert len(tree.nodes()) == depth + 1
+    assert tree.stats().max_depth == depth
+    assert tree.match(range(depth)).length == depth
+    assert sequence.tokens().tolist() == list(range(depth))
+    tree.check()
+    for waypoint in waypoints:
+        tree.release(waypoint)
+    tree.check()
+    assert sequence.tokens().tolist() == list(range(depth))
+    assert len(tree.nodes()) == (3 if page_size == 1 else depth + 1)
+    tree.release(branch)
+    tree.release(sequence)
+    assert tree.allocator.free == 2 * depth

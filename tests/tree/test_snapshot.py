@@ -1,0 +1,75 @@
+"""TreeSnapshot: the tree as flat arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from prefixkit.tree import PrefixTree
+
+
+def small_tree() -> PrefixTree:
+    """1 2 3 ┬ 4 5 ┬ 6
+    │     └ 7
+    └ 8          and 9, a tree of its own."""
+    tree = PrefixTree(16, page_size=2)
+    for tokens in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 3, 8], [9]):
+        tree.insert(tokens)
+    return tree
+
+
+def test_arrays_of_a_small_tree() -> None:
+    snapshot = small_tree().snapshot()
+    assert snapshot.parent.tolist() == [-1, 0, 1, 1, 0, -1]
+    assert snapshot.subtree_end.tolist() == [5, 4, 3, 4, 5, 6]
+    assert snapshot.start.tolist() == [0, 3, 5, 5, 3, 0]
+    assert snapshot.length.tolist() == [3, 2, 1, 1, 1, 1]
+    assert snapshot.first_slot.tolist() == [0, 1, 1, 0, 0, 0]
+    assert snapshot.page_indptr.tolist() == [0, 2, 4, 5, 6, 7, 8]
+    assert snapshot.pages.tolist() == [0, 1, 1, 2, 2, 3, 4, 5]
+    assert snapshot.sequence_node.tolist() == [2, 3, 4, 5]
+    assert snapshot.sequence_id.tolist() == [0, 1, 2, 3]
+    assert (snapshot.num_nodes, snapshot.num_tokens) == (6, 9)
+
+
+def test_depth_and_sharing() -> None:
+    snapshot = small_tree().snapshot()
+    assert snapshot.depth().tolist() == [0, 1, 2, 2, 1, 0]
+    assert snapshot.shared_by().tolist() == [3, 2, 1, 1, 1, 1]
+
+
+def test_slots_are_page_times_page_size_plus_offset() -> None:
+    snapshot = small_tree().snapshot()
+    assert snapshot.slots(np.array([1, 1, 2, 3]), np.array([0, 1, 0, 0])).tolist() == [3, 4, 5, 6]
+
+
+def test_an_empty_tree_has_empty_arrays() -> None:
+    tree = PrefixTree(1)
+    snapshot = tree.snapshot()
+    assert (snapshot.num_nodes, snapshot.num_tokens, tree.nodes(), tree.pending()) == (0, 0, [], [])
+    assert (snapshot.page_indptr.tolist(), snapshot.depth().tolist(), snapshot.shared_by().tolist()) == ([0], [], [])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_trees_agree_with_their_nodes(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree = PrefixTree(4096, page_size=4)
+    handles = [tree.insert(rng.integers(0, 3, rng.integers(1, 12))) for _ in range(40)]
+    handles.append(tree.insert([1]))
+    tree.trim(handles[-1], 0)
+    snapshot, nodes = tree.snapshot(), tree.nodes()
+    for index, node in enumerate(nodes):
+        assert node.index == index
+        above = [] if node.parent is None else [node.parent]
+        assert above == ([nodes[snapshot.parent[index]]] if snapshot.parent[index] >= 0 else [tree.root])
+        subtree = [node]
+        for inside in subtree:
+            subtree.extend(inside.children)
+        assert {inside.index for inside in subtree} == set(range(index, snapshot.subtree_end[index]))
+        assert snapshot.shared_by()[index] == sum(len(inside.sequences) for inside in subtree)
+        depth, parent = -1, node.parent
+        while parent is not None:
+            depth, parent = depth + 1, parent.parent
+        assert snapshot.depth()[index] == depth
+    ends = dict(zip(snapshot.sequence_id.tolist(), snapshot.sequence_node.tolist(), strict=True))
+    assert ends == {handle.id: handle.node.index for handle in handles}

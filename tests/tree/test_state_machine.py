@@ -1,0 +1,188 @@
+"""Random histories against a plain-Python model: a dictionary of token lists, and a pool that remembers its writes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from prefixkit.tree import OutOfPages, PrefixTree, Sequence
+from prefixkit.tree.snapshot import TreeSnapshot
+from tests.tree.model import RememberingPool, assert_snapshot_is_fresh, fingerprint
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+PICK = st.integers(0, 10**6)
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Every public method, in any order, on a pool small enough to run dry."""
+
+    page_size: ClassVar[int]
+
+    @initialize(num_pages=st.integers(1, 60))
+    def begin(self, num_pages: int) -> None:
+        self.tree = PrefixTree(num_pages, self.page_size)
+        self.pool = RememberingPool(self.tree)
+        self.handles: list[Sequence] = []
+        self.model: dict[int, list[int]] = {}
+        self.last: TreeSnapshot | None = None
+
+    def pick(self, number: int) -> Sequence:
+        return self.handles[number % len(self.handles)]
+
+    def attempt(self, needed: int, change: Any) -> bool:
+        """Whether ``change`` was made.  It must take ``needed`` pages, and be refused without a trace if too many."""
+        free, before = self.tree.allocator.free, fingerprint(self.tree)
+        if needed > free:
+            with pytest.raises(OutOfPages):
+                change()
+            assert fingerprint(self.tree) == before
+            return False
+        change()
+        assert free - self.tree.allocator.free == needed
+        return True
+
+    def add(self, sequence: Sequence, tokens: list[int]) -> None:
+        self.handles.append(sequence)
+        self.model[sequence.id] = tokens
+
+    # -- rules -----------------------------------------------------------------------------------------------------
+
+    @rule(tokens=TOKENS)
+    def insert(self, tokens: list[int]) -> None:
+        self.attempt(self.tree.missing_pages(tokens), lambda: self.add(self.tree.insert(tokens), tokens))
+
+    @precondition(lambda self: self.handles)
+    @rule(number=PICK, keep=st.integers(0, 20), tokens=TOKENS)
+    def insert_relative(self, number: int, keep: int, tokens: list[int]) -> None:
+        self.insert(self.model[self.pick(number).id][:keep] + tokens)
+
+    @precondition(lambda self: self.handles)
+    @rule(number=PICK, count=st.integers(1, 3))
+    def fork(self, number: int, count: int) -> None:
+        sequence = self.pick(number)
+        for fork in self.tree.fork(sequence, count):
+            self.add(fork, self.model[sequence.id])
+
+    @precondition(lambda self: self.handles)
+    @rule(number=PICK, tokens=TOKENS)
+    def extend(self, number: int, tokens: list[int]) -> None:
+        sequence = self.pick(number)
+        needed = self.tree.pages_to_extend(sequence, len(tokens))
+        if self.attempt(needed, lambda: self.tree.extend(sequence, tokens)):
+            self.model[sequence.id] = self.model[sequence.id] + tokens
+
+    @precondition(lambda self: self.handles)
+    @rule(data=st.data())
+    def extend_each(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.handles), unique=True))
+        tokens = data.draw(st.lists(st.integers(0, 2), min_size=len(chosen), max_size=len(chosen)))
+        needed = sum(self.tree.pages_to_extend(sequence, 1) for sequence in chosen)
+        if self.attempt(needed, lambda: self.tree.extend_each(chosen, tokens)):
+            for sequence, token in zip(chosen, tokens, strict=True):
+                self.model[sequence.id] = [*self.model[sequence.id], token]
+
+    @precondition(lambda self: self.handles)
+    @rule(number=PICK, data=st.data())
+    def trim(self, number: int, data: st.DataObject) -> None:
+        sequence = self.pick(number)
+        length = data.draw(st.integers(0, sequence.length))
+        self.tree.trim(sequence, length)
+        self.model[sequence.id] = self.model[sequence.id][:length]
+
+    @precondition(lambda self: self.handles)
+    @rule(number=PICK)
+    def release(self, number: int) -> None:
+        sequence = self.pick(number)
+        self.handles.remove(sequence)
+        self.tree.release(sequence)
+        del self.model[sequence.id]
+
+    @rule(budget=st.one_of(st.none(), st.integers(1, 20)))
+    def compute(self, budget: int | None) -> None:
+        self.pool.compute(budget)
+
+    @rule(tokens=TOKENS)
+    def match(self, tokens: list[int]) -> None:
+        before = fingerprint(self.tree)
+        found = self.tree.match(tokens)
+        assert fingerprint(self.tree) == before
+        assert found.node.start + found.offset == found.length
+        prefixes = [held[: found.length] for held in self.model.values()]
+        assert found.length == 0 or tokens[: found.length] in prefixes
+
+    # -- what must hold after each ---------------------------------------------------------------------------------
+
+    @invariant()
+    def bookkeeping_is_consistent(self) -> None:
+        self.tree.check()
+
+    @invariant()
+    def sequences_hold_their_tokens(self) -> None:
+        for sequence in self.handles:
+            assert sequence.tokens().tolist() == self.model[sequence.id]
+            assert sequence.length == len(self.model[sequence.id])
+
+    @invariant()
+    def no_slot_was_overwritten_while_needed(self) -> None:
+        for sequence in self.handles:
+            self.pool.assert_holds(sequence.id, self.model[sequence.id])
+
+    @invariant()
+    def stored_once(self) -> None:
+        stats = self.tree.stats()
+        assert stats.sequences == len(self.model)
+        assert stats.tokens_unshared == sum(map(len, self.model.values()))
+        assert stats.tokens_stored <= stats.tokens_unshared
+
+    @invariant()
+    def snapshots_of_one_version_only_grow(self) -> None:
+        now, last = self.tree.snapshot(), self.last
+        if last is not None and last.version == now.version:
+            for name in ("parent", "subtree_end", "start", "first_slot"):
+                assert (getattr(last, name) == getattr(now, name)).all()
+            assert (last.length <= now.length).all()
+            for old, new in zip(pages_of(last), pages_of(now), strict=True):
+                assert new[: len(old)] == old
+        self.last = now
+        assert_snapshot_is_fresh(self.tree)
+
+    def teardown(self) -> None:
+        for sequence in getattr(self, "handles", []):
+            self.tree.release(sequence)
+            self.tree.check()
+        if hasattr(self, "tree"):
+            assert self.tree.allocator.free == self.tree.allocator.num_pages
+            assert self.tree.nodes() == []
+
+
+def pages_of(snapshot: TreeSnapshot) -> list[list[int]]:
+    bounds = snapshot.page_indptr.tolist()
+    return [snapshot.pages[begin:end].tolist() for begin, end in pairwise(bounds)]
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16, 128])
+def test_random_histories(page_size: int) -> None:
+    machine = type(f"TreeMachine{page_size}", (TreeMachine,), {"page_size": page_size})
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+            print_blob=True,
+        ),
+    )
