@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from prefixkit.api import Result, beam_search, generate
     from prefixkit.generation.report import Report
     from prefixkit.generation.request import Sample, TokenEvent
-    from prefixkit.models import UnsupportedModel, patch, patched, unpatch
+    from prefixkit.models.errors import UnsupportedModel
+    from prefixkit.models.patch import patch, patched, unpatch
 
 __version__ = "0.1.0"
 

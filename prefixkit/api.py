@@ -250,9 +250,7 @@ def free_memory(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _checked_prompts(
-    model: Any, tokenizer: Any, prompts: Prompt | Iterable[Prompt]
-) -> list[NDArray[np.int32]]:
+def _checked_prompts(model: Any, tokenizer: Any, prompts: Prompt | Iterable[Prompt]) -> list[NDArray[np.int32]]:
     if not is_patched(model):
         raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
     return encode_prompts(tokenizer, prompts, model.config.get_text_config().vocab_size)

@@ -52,7 +52,9 @@ def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:
             raise ValueError(f"prompt {index} is an empty string; give the model at least one token to continue")
         tokens = tokenizer(prompt)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        tokens = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        tokens = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
     else:
         tokens = prompt
     array = np.asarray(tokens)

@@ -65,9 +65,9 @@ class TestSeeds:
     @pytest.mark.parametrize("page_size", [1, 5, 64, 128])
     def test_with_another_page_size(self, model, page_size):
         together = prefixkit.generate(model, TOKENIZER, PROMPTS, **self.OPTIONS)
-        assert tokens_of(prefixkit.generate(model, TOKENIZER, PROMPTS, page_size=page_size, **self.OPTIONS)) == tokens_of(
-            together
-        )
+        assert tokens_of(
+            prefixkit.generate(model, TOKENIZER, PROMPTS, page_size=page_size, **self.OPTIONS)
+        ) == tokens_of(together)
 
     def test_with_a_budget_that_makes_prompts_wait(self, model):
         together = prefixkit.generate(model, TOKENIZER, PROMPTS, **self.OPTIONS)
@@ -116,7 +116,9 @@ class TestReport:
 
 class TestBeams:
     @pytest.mark.parametrize("num_beams", [2, 3, 5, 8])
-    @pytest.mark.parametrize("rules", [{}, {"length_penalty": 2.0}, {"early_stopping": True}, {"early_stopping": "never"}])
+    @pytest.mark.parametrize(
+        "rules", [{}, {"length_penalty": 2.0}, {"early_stopping": True}, {"early_stopping": "never"}]
+    )
     def test_sequences_and_scores_are_those_of_transformers(self, model, num_beams, rules):
         result = prefixkit.beam_search(
             model, TOKENIZER, PROMPTS[:3], num_beams=num_beams, num_return_sequences=2, max_new_tokens=12, **rules
@@ -183,7 +185,12 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("option", "message"),
-        [({"n": 0}, "n must be at least 1"), ({"top_p": 0.0}, "top_p"), ({"top_p": 1.1}, "top_p"), ({"seed": [1, 2]}, "seed")],
+        [
+            ({"n": 0}, "n must be at least 1"),
+            ({"top_p": 0.0}, "top_p"),
+            ({"top_p": 1.1}, "top_p"),
+            ({"seed": [1, 2]}, "seed"),
+        ],
     )
     def test_parameters_out_of_range(self, model, option, message):
         with pytest.raises(ValueError, match=message):

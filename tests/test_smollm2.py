@@ -22,7 +22,9 @@ def heads():
 
 def stock(model, tokenizer, text, **options):
     ids = torch.tensor([tokenizer(text)["input_ids"]])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, return_dict_in_generate=True, **options)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, return_dict_in_generate=True, **options
+    )
     return out, ids.shape[1]
 
 

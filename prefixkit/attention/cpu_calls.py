@@ -1,64 +1,17 @@
-"""Pieces grouped into calls of one attention kernel each.
-
-A call costs some 20 us before its first multiplication, so small pieces are batched: gathered into one padded block of
-shape ``[batch, length]`` keys for ``[batch, rows]`` queries.  Large pieces are called alone, and read the pool where it lies.
-"""
+"""Calls: what one run of an attention kernel reads, masks and multiplies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from prefixkit.attention import cpu_tuning
+from prefixkit.attention.cpu_batches import Heads
 from prefixkit.attention.cpu_pieces import DENSE, MASKED, SQUARE, Array, Pieces, ranges
 from prefixkit.attention.variants import Variant
-
-# Measured on one thread of a 2.6 GHz x86 server core with AVX-512 (float32, 3 KV heads of 64): microseconds.
-CALL_US = 20.0  # one more call, in Python and in the kernel
-COPY_US = 3.5e-4  # gathering one element of K and one of V
-READ_US = 4.5e-4  # reading them in the kernel
-MULTIPLY_US = 2.7e-5  # one multiplication and addition
-
-# Elements of K in a batched call: K and V, gathered, should stay in a core's second-level cache or nearly so.
-BATCH_ELEMENTS = 1 << 19
-# Elements of K, of scores, or of a mask in any call: 64 MB of float32.
-CALL_ELEMENTS = 1 << 24
-# Tiles of queries under a variant that hides keys or changes scores: few of the keys that a tile reads are hidden.
-VARIANT_ROWS = 128
-# With fewer queries than this per call, the query heads of a KV head are folded into rows, to make one matrix of them.
-FOLD_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Query heads ``[first, first + heads)`` of a layer, with their KV heads."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    first: int = 0
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def kv_elements(self) -> int:
-        """Elements of one token's K."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def numbers(self) -> Tensor:
-        """``[heads, 1, 1]`` int64, for variants."""
-        return torch.arange(self.first, self.first + self.heads)[:, None, None]
-
-    @property
-    def score_us(self) -> float:
-        """Arithmetic of one query with one key, over all heads."""
-        return 2 * self.heads * self.head_dim * MULTIPLY_US
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,63 +61,6 @@ class Call:
     scoring: Scoring | None = None
 
 
-def batches(pieces: Pieces, heads: Heads, variant: Variant) -> Iterator[Array]:
-    """Which pieces share a call: arrays of piece numbers, each piece once, those of a batch ascending by row."""
-    tokens, rows = pieces.tokens, pieces.rows
-    single_run = np.diff(pieces.indptr) == 1
-    square = pieces.kind == SQUARE
-    alone = (
-        (single_run & (tokens * heads.kv_elements * COPY_US > CALL_US))
-        | (rows * tokens * heads.score_us > 10 * CALL_US)
-        | (pieces.kind == MASKED)
-        | (square & (tokens != rows))
-    )
-    for piece in np.flatnonzero(alone):
-        yield np.array([piece])
-    scored = variant.score_mod is not None or variant.mask_mod is not None
-    for kind in (DENSE, SQUARE):
-        candidates = np.flatnonzero(~alone & (pieces.kind == kind))
-        for members in _buckets(rows[candidates], tokens[candidates], heads):
-            batch = candidates[members]
-            batch = batch[np.argsort(pieces.row[batch], kind="stable")]
-            longest, most = int(tokens[batch].max()), int(rows[batch].max())
-            limit = BATCH_ELEMENTS // (longest * heads.kv_elements)
-            if scored:
-                limit = min(limit, CALL_ELEMENTS // (most * longest * heads.heads))
-            yield from np.array_split(batch, -(-len(batch) // max(1, limit)))
-
-
-def _buckets(rows: Array, tokens: Array, heads: Heads) -> list[Array]:
-    """Group blocks of similar shape: a block joins a larger bucket while padding it costs less than one more call."""
-    if not len(rows):
-        return []
-    # As one number per block, rows above tokens.
-    shapes, which, count = np.unique(_round_up(rows) << 32 | _round_up(tokens), return_inverse=True, return_counts=True)
-    token_us = heads.kv_elements * (COPY_US + READ_US)
-    leaders: list[tuple[int, int]] = []
-    bucket_of_shape = np.zeros(len(shapes), dtype=np.int64)
-    for index in range(len(shapes) - 1, -1, -1):
-        r, n = divmod(int(shapes[index]), 1 << 32)
-        best, best_cost = -1, CALL_US
-        for number, (big_r, big_n) in enumerate(leaders):
-            padding_us = int(count[index]) * ((big_r * big_n - r * n) * heads.score_us + (big_n - n) * token_us)
-            if big_r >= r and big_n >= n and padding_us < best_cost:
-                best, best_cost = number, padding_us
-        if best < 0:
-            best = len(leaders)
-            leaders.append((r, n))
-        bucket_of_shape[index] = best
-    bucket = bucket_of_shape[which]
-    return [np.flatnonzero(bucket == number) for number in range(len(leaders))]
-
-
-def _round_up(sizes: Array) -> Array:
-    """Up to the next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
-    step = 1 << np.maximum(np.frexp(np.maximum(sizes, 1) - 0.5)[1] - 3, 0).astype(np.int64)
-    rounded: Array = -(-sizes // step) * step
-    return rounded
-
-
 def make_call(pieces: Pieces, batch: Array, q_positions: Array, heads: Heads, variant: Variant) -> Call | None:
     """The call for some pieces of one kind, or None if the variant hides all their keys."""
     rows, tokens = pieces.rows[batch], pieces.tokens[batch]
@@ -184,7 +80,7 @@ def make_call(pieces: Pieces, batch: Array, q_positions: Array, heads: Heads, va
         visible = scoring.visible
     plain = variant.score_mod is None
     causal = plain and kind == SQUARE and (scoring is None or visible is None)
-    folded = plain and not causal and heads.group > 1 and most < FOLD_ROWS
+    folded = plain and not causal and heads.group > 1 and most < cpu_tuning.TUNING.fold_rows
     consecutive = bool(np.all(np.diff(row_grid.reshape(-1)) == 1))
     hidden = plain and visible is not None
     return Call(

@@ -14,17 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from prefixkit.attention import cpu_tuning
 from prefixkit.attention.checks import check_work
-from prefixkit.attention.cpu_calls import (
-    CALL_ELEMENTS,
-    CALL_US,
-    COPY_US,
-    VARIANT_ROWS,
-    Call,
-    Heads,
-    batches,
-    make_call,
-)
+from prefixkit.attention.cpu_batches import Heads, batches
+from prefixkit.attention.cpu_calls import Call, make_call
 from prefixkit.attention.cpu_merge import Merge, plan_merge
 from prefixkit.attention.cpu_pieces import Array, Pieces, Work, cut, detach_long_runs
 from prefixkit.attention.variants import Variant
@@ -75,7 +68,7 @@ def program_for(
         key, variant: The variant.
     """
     arrays = [tensor.numpy() for tensor in (*work, *nodes, q_positions)]
-    shape = (tuple(pool_shape), heads, exact_views, key, tuple([array.shape for array in arrays]))
+    shape = (tuple(pool_shape), heads, exact_views, key, cpu_tuning.TUNING, tuple([array.shape for array in arrays]))
     numbers = b"".join([array.tobytes() for array in arrays])
     with _lock:
         for entry in _kept:
@@ -97,15 +90,21 @@ def program_for(
     return programs
 
 
+def forget() -> None:
+    """Drop all programs; the next call compiles afresh."""
+    with _lock:
+        _kept.clear()
+
+
 def _compile(
     work: Work, heads: Heads, num_pages: int, exact_views: bool, variant: Variant, head: int | None
 ) -> Program:
     changed = variant.score_mod is not None or variant.mask_mod is not None
-    pieces = cut(work, head, variant.reach, VARIANT_ROWS if changed else None)
+    pieces = cut(work, head, variant.reach, cpu_tuning.TUNING.variant_rows if changed else None)
     _check_slots(pieces, num_pages * work.page_size)
     pieces = detach_long_runs(
         pieces,
-        shortest=max(1, int(CALL_US / (COPY_US * heads.kv_elements))),
+        shortest=heads.longest_copy,
         longest=_longest(pieces, heads, exact_views, changed),
     )
     calls: list[Call] = []
@@ -135,12 +134,12 @@ def _check_slots(pieces: Pieces, num_slots: int) -> None:
 
 def _longest(pieces: Pieces, heads: Heads, exact_views: bool, changed: bool) -> Array:
     """Tokens beyond which a dense piece is cut, to bound the memory of copies, scores and masks."""
-    longest = np.full(len(pieces), CALL_ELEMENTS // heads.kv_elements)
+    most = cpu_tuning.TUNING.call_elements
+    longest: Array = np.full(len(pieces), max(1, most // heads.kv_elements))
     if exact_views:
         longest[np.diff(pieces.indptr) == 1] = np.iinfo(np.int64).max
     if changed:
-        longest = np.minimum(longest, CALL_ELEMENTS // (heads.heads * pieces.rows))
-    longest = np.maximum(longest, 1)
+        np.minimum(longest, np.maximum(1, most // (heads.heads * pieces.rows)), out=longest)
     return longest
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.checks import BadShape
-from prefixkit.attention.cpu_calls import Call, Heads, Scoring
+from prefixkit.attention.cpu_batches import Heads
+from prefixkit.attention.cpu_calls import Call, Scoring
 from prefixkit.attention.cpu_merge import run_merge
 from prefixkit.attention.cpu_program import Program, program_for
 from prefixkit.attention.state import State, empty_state

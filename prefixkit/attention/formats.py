@@ -53,7 +53,8 @@ class Queries:
         """``[rows]`` the token within its node that each row is."""
         count = self.end - self.begin
         first_row = np.cumsum(count) - count
-        return (np.arange(count.sum()) - np.repeat(first_row - self.begin, count)).astype(np.int32)
+        offset: Ints = (np.arange(count.sum()) - np.repeat(first_row - self.begin, count)).astype(np.int32)
+        return offset
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,7 +45,7 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     Raises:
         NotExact: The unpatched model draws other tokens.
     """
-    transformers_logging.disable_progress_bar()  # the demo has a bar of its own
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the demo has a bar of its own
     params = SamplingParams(
         n=options.samples,
         temperature=0.6,

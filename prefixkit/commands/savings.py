@@ -24,7 +24,7 @@ class Forest:
 
 def plant(prompts: Sequence[Sequence[int]], names: Sequence[str], page_size: int) -> Forest:
     """The tree of some sequences of token ids."""
-    tree = PrefixTree(max(1, sum(-(-len(prompt) // page_size) for prompt in prompts)), page_size)
+    tree = PrefixTree(sum(len(prompt) for prompt in prompts), page_size)
     return Forest(tree, {tree.insert(prompt).id: name for prompt, name in zip(prompts, names, strict=True)})
 
 

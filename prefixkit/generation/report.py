@@ -52,7 +52,9 @@ class Report:
         """``(what, prefixkit, plain batch, ratio)`` for a table."""
         return [
             _row("tokens computed", self.tokens_computed, self.tokens_plain_batch, "{:,}"),
-            _row("KV held at peak, MiB", self.kv_bytes_held_peak / 2**20, self.kv_bytes_unshared_peak / 2**20, "{:,.1f}"),
+            _row(
+                "KV held at peak, MiB", self.kv_bytes_held_peak / 2**20, self.kv_bytes_unshared_peak / 2**20, "{:,.1f}"
+            ),
             _row("KV read, GiB", self.kv_bytes_read / 2**30, self.kv_bytes_read_unshared / 2**30, "{:,.2f}"),
         ]
 

@@ -11,8 +11,6 @@ from prefixkit.generation.scheduler import KVBudgetTooSmall
 from tests.generation.fake_model import VOCAB, logits_after, make_engine
 
 
-
-
 def alone(prompt, params, index):
     """What sample ``index`` must be, drawn token by token with nothing else in the world."""
     tokens = list(prompt)
@@ -122,7 +120,10 @@ def test_one_new_token_needs_no_page_of_its_own():
 
 
 def test_parameters_may_differ_between_prompts():
-    laws = [SamplingParams(n=2, temperature=0, max_new_tokens=4), SamplingParams(n=1, top_k=5, max_new_tokens=7, seed=4)]
+    laws = [
+        SamplingParams(n=2, temperature=0, max_new_tokens=4),
+        SamplingParams(n=1, top_k=5, max_new_tokens=7, seed=4),
+    ]
     laws += [SamplingParams(n=1, repetition_penalty=1.5, max_new_tokens=5)]
     prompts = [np.arange(9), np.arange(9), np.arange(12)]
     engine, _ = make_engine()

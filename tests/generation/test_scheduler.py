@@ -84,7 +84,9 @@ def test_an_equal_prompt_inherits_the_logits():
 
 
 def test_the_refusal_names_the_need_in_mib_and_tokens():
-    with pytest.raises(KVBudgetTooSmall, match=r"prompt 7 needs KV for 20 tokens \(20\.0 MiB\).*holds 12 tokens \(12\.0 MiB\)"):
+    with pytest.raises(
+        KVBudgetTooSmall, match=r"prompt 7 needs KV for 20 tokens \(20\.0 MiB\).*holds 12 tokens \(12\.0 MiB\)"
+    ):
         check_fits([request(7, range(11), max_new_tokens=9)], PrefixTree(3, 4), bytes_per_token=2**20)
 
 

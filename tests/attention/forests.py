@@ -1,0 +1,220 @@
+"""Random forests as flat arrays, built without the prefix tree, so that attention is tested apart from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkit.attention import ops  # noqa: F401
+from prefixkit.attention.cost import CostModel, HeadShape
+from prefixkit.attention.formats import Queries, decompose, visible_lengths
+from prefixkit.attention.plan import Plan, make_plan
+from prefixkit.tree.snapshot import Ints, TreeSnapshot
+
+PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32, 64, 128)
+SHARE_ALL = CostModel(item=0.0, kv_byte=1.0, partial_byte=0.0)
+FOLD_ALL = CostModel(item=1e9, kv_byte=0.0, partial_byte=0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A forest, some queries and the numbers that they attend to.
+
+    Slots that no token owns hold NaN, so reading one shows.
+    """
+
+    snapshot: TreeSnapshot
+    queries: Queries
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    scale: float
+
+    @property
+    def shape(self) -> HeadShape:
+        kv_heads, head_dim = self.k_pages.shape[2:]
+        return HeadShape(self.q.shape[1], kv_heads, head_dim, self.q.element_size())
+
+    @property
+    def row_node(self) -> Ints:
+        return self.queries.row_node()
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.from_numpy(self.snapshot.start[self.row_node].astype(np.int64) + self.queries.row_offset())
+
+
+def random_parents(rng: np.random.Generator, nodes: int) -> list[int]:
+    """Parents in depth-first order: a random forest, a chain, a star, or lone roots."""
+    shape = rng.choice(["forest", "chain", "star", "roots"], p=[0.7, 0.1, 0.1, 0.1])
+    if shape == "chain":
+        return list(range(-1, nodes - 1))
+    if shape == "star":
+        return [-1] + [0] * (nodes - 1)
+    if shape == "roots":
+        return [-1] * nodes
+    parents = [-1]
+    for node in range(1, nodes):
+        # In depth-first order a new node hangs on the last node or one of its ancestors, or is a new root.
+        open_nodes = [node - 1]
+        while open_nodes[-1] >= 0:
+            open_nodes.append(parents[open_nodes[-1]])
+        parents.append(int(rng.choice(open_nodes)))
+    return parents
+
+
+def make_snapshot(
+    rng: np.random.Generator, parents: list[int], lengths: list[int], page_size: int, *, orderly: bool = False
+) -> tuple[TreeSnapshot, int]:
+    """A snapshot with these nodes, and the number of pages of its pool.
+
+    Unless ``orderly``, pages lie in random order, nodes begin inside pages, and some children go on in the page that cuts
+    their parent's end, as after a split.
+    """
+    nodes = len(parents)
+    parent, length = np.array(parents, dtype=np.int32), np.array(lengths, dtype=np.int32)
+    start, first_slot = np.zeros(nodes, dtype=np.int32), np.zeros(nodes, dtype=np.int32)
+    subtree_end = np.arange(1, nodes + 1, dtype=np.int32)
+    pages: list[list[int]] = []
+    continued: set[int] = set()
+    fresh = 0
+    for node in range(nodes):
+        above = parents[node]
+        own: list[int] = []
+        if above >= 0:
+            start[node] = start[above] + length[above]
+            cut = (first_slot[above] + length[above]) % page_size
+            if not orderly and cut and pages[above] and above not in continued and rng.random() < 0.5:
+                continued.add(above)
+                first_slot[node] = cut
+                own = [pages[above][-1]]
+        if not own and not orderly and rng.random() < 0.3:
+            first_slot[node] = rng.integers(page_size)
+        count = -(-(first_slot[node] + length[node]) // page_size) if length[node] or own else 0
+        own += range(fresh, fresh + count - len(own))
+        fresh = max(fresh, *(page + 1 for page in own), 0) if own else fresh
+        pages.append(own)
+    for node in range(nodes - 1, -1, -1):
+        if parents[node] >= 0:
+            subtree_end[parents[node]] = max(subtree_end[parents[node]], subtree_end[node])
+    num_pages = fresh + (0 if orderly else int(rng.integers(1, 4))) or 1
+    place = np.arange(num_pages) if orderly else rng.permutation(num_pages)
+    flat = np.array([place[page] for own in pages for page in own], dtype=np.int32)
+    snapshot = TreeSnapshot(
+        version=0,
+        page_size=page_size,
+        parent=parent,
+        subtree_end=subtree_end,
+        start=start,
+        length=length,
+        ready=length.copy(),
+        first_slot=first_slot,
+        page_indptr=np.cumsum([0, *map(len, pages)]).astype(np.int32),
+        pages=flat,
+        sequence_node=np.zeros(0, dtype=np.int32),
+        sequence_id=np.zeros(0, dtype=np.int64),
+    )
+    return snapshot, num_pages
+
+
+def random_queries(rng: np.random.Generator, snapshot: TreeSnapshot) -> Queries:
+    """Runs at inner nodes and leaves: single last tokens, whole nodes, chunks.  Some leaves' KV ends with their run."""
+    leaf = snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1
+    occupied = np.flatnonzero(snapshot.length > 0)
+    chosen = occupied[rng.random(len(occupied)) < rng.choice([0.4, 0.8, 1.0])]
+    if not len(chosen):
+        chosen = occupied[-1:]
+    runs = []
+    for node in chosen.tolist():
+        length = int(snapshot.length[node])
+        kind = rng.choice(["decode", "prefill", "chunk"])
+        begin, end = {"decode": (length - 1, length), "prefill": (0, length), "chunk": (0, 0)}[str(kind)]
+        if kind == "chunk":
+            begin = int(rng.integers(length))
+            end = int(rng.integers(begin + 1, length + 1))
+        if leaf[node]:
+            snapshot.ready[node] = rng.integers(begin, length + 1)
+        runs.append((node, begin, end))
+    return Queries(*(np.array(column, dtype=np.int32) for column in zip(*runs, strict=True)))
+
+
+def fill(
+    rng: np.random.Generator,
+    snapshot: TreeSnapshot,
+    num_pages: int,
+    queries: Queries,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    spread: float = 1.0,
+) -> Case:
+    """Random queries, and random KV for every token of the tree, written through ``kv_append``.
+
+    ``heads`` is (heads, kv_heads, head_dim); ``spread`` scales the queries, and so how sharp the softmax is.
+    """
+    num_heads, kv_heads, head_dim = heads
+    k_pages, v_pages = (
+        torch.full((num_pages, snapshot.page_size, kv_heads, head_dim), torch.nan, dtype=dtype) for _ in "kv"
+    )
+    node = np.repeat(np.arange(snapshot.num_nodes), snapshot.length)
+    offset = np.concatenate([np.arange(length) for length in snapshot.length])
+    slots = torch.from_numpy(snapshot.slots(node, offset))
+    key, value, q = (
+        torch.from_numpy(rng.standard_normal((rows, of, head_dim), dtype=np.float32)).mul_(by).to(dtype)
+        for rows, of, by in (
+            (len(slots), kv_heads, 1.0),
+            (len(slots), kv_heads, 1.0),
+            (queries.num_rows, num_heads, spread),
+        )
+    )
+    torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
+    return Case(snapshot, queries, q, k_pages, v_pages, head_dim**-0.5)
+
+
+def random_case(
+    rng: np.random.Generator, dtype: torch.dtype = torch.float32, heads: tuple[int, int, int] | None = None
+) -> Case:
+    """A small forest of any kind."""
+    if heads is None:
+        kv_heads = int(rng.choice([1, 2, 3]))
+        heads = kv_heads * int(rng.choice([1, 2, 3, 4])), kv_heads, int(rng.choice([32, 64, 80]))
+    nodes = int(rng.integers(1, 10))
+    lengths = rng.integers(0, int(rng.choice([3, 12, 40])), nodes)
+    lengths[rng.integers(nodes)] += 1
+    snapshot, num_pages = make_snapshot(rng, random_parents(rng, nodes), lengths.tolist(), int(rng.choice(PAGE_SIZES)))
+    queries = random_queries(rng, snapshot)
+    return fill(rng, snapshot, num_pages, queries, heads, dtype, float(rng.choice([0.3, 1.0, 4.0])))
+
+
+def plan_of(case: Case, cost: CostModel, *, shared: np.ndarray | None = None, **options: int | None) -> Plan:
+    """The case's plan; ``options`` are those of ``make_plan``."""
+    formats = decompose(case.snapshot, case.queries, case.shape, cost, shared)
+    length = visible_lengths(case.snapshot, case.queries)
+    return make_plan(formats, length, case.queries.num_rows, group=case.shape.group, **options)
+
+
+def int_tensors(*arrays: np.ndarray | list[int]) -> list[Tensor]:
+    return [torch.from_numpy(np.array(array, dtype=np.int32)) for array in arrays]
+
+
+def node_tensors(case: Case) -> list[Tensor]:
+    snapshot = case.snapshot
+    length = visible_lengths(snapshot, case.queries)
+    return int_tensors(snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
+
+
+def attend(case: Case, plan: Plan, variant: str = "causal") -> tuple[Tensor, Tensor]:
+    """The op under test."""
+    out, lse = torch.ops.prefixkit.tree_attention(
+        case.q,
+        case.k_pages,
+        case.v_pages,
+        case.positions,
+        int_tensors(*plan.arrays()),
+        node_tensors(case),
+        case.scale,
+        variant,
+    )
+    return out, lse

@@ -1,0 +1,268 @@
+"""Random forests: the op against dense float64 attention.
+
+The bound is torch's own error.  Its kernel gets the same rows in the same dtype, all keys of the forest at once and a mask
+that says who sees whom; where it cannot do the variant, plain torch does it in that dtype, as models do.  A forest is small
+and rounding is chance, so errors are counted in the unit of the chance:
+
+    unit = eps of the dtype x (1 + largest possible |score|) x largest |value|
+
+for a score is off by its own size times eps, and the output by as much relative to the values (for the log-sum-exp, which is
+always float32, the unit is eps of float32 x (1 + largest possible |score|)).  Over all forests of a dtype and a variant,
+no error may exceed 1.5 times the largest one of torch, nor the root of their mean square 1.5 times torch's.  For a
+failure the worst forests' seeds are printed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from prefixkit.attention import cpu_program, cpu_tuning
+from prefixkit.attention.cost import CPU_COST
+from prefixkit.attention.formats import Queries
+from prefixkit.attention.plan import Plan
+from prefixkit.attention.reference import reference_attention, visible_tokens
+from prefixkit.attention.variants import (
+    CAUSAL,
+    Variant,
+    alibi,
+    attention_sinks,
+    compose,
+    register,
+    sliding_window,
+    soft_cap,
+)
+from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, attend, fill, make_snapshot, plan_of, random_case
+
+ALLOWED = 1.5
+VARIANTS = ("causal", "window", "cap", "alibi", "sinks", "composed")
+
+
+@dataclass
+class Errors:
+    """Errors of the op and of torch, per forest, in units."""
+
+    seed: list[int] = field(default_factory=list)
+    ours: list[tuple[float, float]] = field(default_factory=list)
+    theirs: list[tuple[float, float]] = field(default_factory=list)
+
+    def check(self) -> None:
+        for column, name in enumerate(("out", "lse")):
+            ours, theirs = (np.array(errors)[:, column] for errors in (self.ours, self.theirs))
+            worst = [f"forest {self.seed[i]}: {ours[i]:.2f} (torch {theirs[i]:.2f})" for i in np.argsort(-ours)[:5]]
+            assert np.isfinite(ours).all(), f"{name}: not a number, {worst}"
+            assert ours.max() <= ALLOWED * theirs.max(), f"{name}: torch's largest error is {theirs.max():.2f}; {worst}"
+            assert _rms(ours) <= ALLOWED * _rms(theirs), f"{name}: {_rms(ours):.2f}, torch {_rms(theirs):.2f} rms"
+
+
+def _rms(errors: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(errors**2)))
+
+
+def random_variant(rng: np.random.Generator, name: str, heads: int) -> Variant:
+    slopes, logits = torch.from_numpy(rng.random((2, heads), dtype=np.float32))
+    return {
+        "causal": CAUSAL,
+        "window": sliding_window(int(rng.integers(1, 40))),
+        "cap": soft_cap(float(rng.uniform(0.5, 30))),
+        "alibi": alibi(slopes),
+        "sinks": attention_sinks(4 * logits),
+        "composed": compose(
+            alibi(slopes), sliding_window(int(rng.integers(1, 40))), soft_cap(5.0), attention_sinks(logits)
+        ),
+    }[name]
+
+
+def random_plan(rng: np.random.Generator, case: Case) -> Plan:
+    """Any plan that computes the case: node by node shared or folded, split over workers, heads dealt apart, tiled."""
+    cost = (CPU_COST, SHARE_ALL, FOLD_ALL)[rng.integers(3)]
+    shared = rng.random(case.snapshot.num_nodes) < 0.5 if rng.random() < 0.4 else None
+    return plan_of(
+        case,
+        cost,
+        shared=shared,
+        num_workers=int(rng.integers(1, 5)),
+        min_chunk=int(rng.choice([1, 5, 256])),
+        kv_heads=case.shape.kv_heads if rng.random() < 0.2 else None,
+        max_tile=int(rng.choice([8, 16])) if rng.random() < 0.3 else None,
+    )
+
+
+def torch_attention(case: Case, variant: Variant) -> tuple[Tensor, Tensor]:
+    """All rows against all tokens of the forest, in one call of torch's kernel or in plain torch in the same dtype."""
+    snapshot, q = case.snapshot, case.q
+    rows, heads, _ = q.shape
+    node = np.repeat(np.arange(snapshot.num_nodes), snapshot.length)
+    offset = np.concatenate([np.arange(length) for length in snapshot.length])
+    slots, kv_position = snapshot.slots(node, offset), torch.from_numpy(snapshot.start[node].astype(np.int64) + offset)
+    token_of_slot = {slot: token for token, slot in enumerate(slots.tolist())}
+    visible = torch.zeros(1, rows, len(slots), dtype=torch.bool)
+    for row, (at, position) in enumerate(zip(case.row_node.tolist(), case.positions.tolist(), strict=True)):
+        seen, _ = visible_tokens(snapshot, at, position)
+        visible[0, row, [token_of_slot[slot] for slot in seen.tolist()]] = True
+    where = (case.positions[:, None], kv_position[None, :], torch.arange(heads)[:, None, None])
+    if variant.mask_mod is not None:
+        visible = visible & variant.mask_mod(*where)
+    k, v = (
+        pages.flatten(0, 1)[torch.from_numpy(slots)].transpose(0, 1).repeat_interleave(case.shape.group, dim=0)
+        for pages in (case.k_pages, case.v_pages)
+    )
+    hidden = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -torch.inf)
+    q = q.transpose(0, 1)
+    if variant.score_mod is None and variant.sinks is None:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[None], k[None], v[None], attn_mask=hidden[None], scale=case.scale
+        )
+        return out[0].transpose(0, 1), lse[0].T
+    score = torch.matmul(q, k.transpose(1, 2)) * case.scale
+    if variant.score_mod is not None:
+        score = variant.score_mod(score, *where).to(q.dtype)
+    score = score + hidden
+    if variant.sinks is not None:
+        sinks = variant.sinks.to(q.dtype)[:, None, None].expand(heads, rows, 1)
+        score, v = torch.cat((score, sinks), dim=2), torch.cat((v, torch.zeros_like(v[:, :1])), dim=1)
+    out = torch.matmul(torch.softmax(score, dim=-1, dtype=torch.float32).to(q.dtype), v)
+    return out.transpose(0, 1), score.float().logsumexp(dim=-1).T
+
+
+def measure(errors: Errors, seed: int, case: Case, plan: Plan, variant: Variant) -> None:
+    out, lse = attend(case, plan, register(variant))
+    dense = reference_attention(
+        case.snapshot, case.row_node, case.positions.numpy(), case.q, case.k_pages, case.v_pages, case.scale, variant
+    )
+    score = case.scale * case.q.float().norm(dim=-1).max() * case.k_pages.float().nan_to_num().norm(dim=-1).max()
+    value = case.v_pages.float().nan_to_num().abs().max()
+    units = (
+        float(torch.finfo(case.q.dtype).eps * (1 + score) * value),
+        float(torch.finfo(torch.float32).eps * (1 + score)),
+    )
+    torch_out, torch_lse = torch_attention(case, variant)
+    for record, results in ((errors.ours, (out, lse)), (errors.theirs, (torch_out, torch_lse))):
+        difference = [
+            float((result.double() - exact).abs().max()) / unit
+            for result, exact, unit in zip(results, (dense.out, dense.lse), units, strict=True)
+        ]
+        record.append((difference[0], difference[1]))
+    errors.seed.append(seed)
+
+
+TUNINGS = {
+    "measured": cpu_tuning.Tuning(),
+    # As if forests were large: nearly every piece alone, runs detached, calls and batches cut, tiles of a few rows.
+    "calls": cpu_tuning.Tuning(call_us=1e-6, call_elements=1 << 10, variant_rows=3, fold_rows=2),
+    # As if calls were dear: everything in few padded batches.
+    "batches": cpu_tuning.Tuning(call_us=1e6, batch_elements=1 << 12, variant_rows=2, fold_rows=1 << 20),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_forest_within_torchs_error(
+    dtype: torch.dtype, variant: str, num_forests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = num_forests // 4 if dtype == torch.float32 and variant == "causal" else num_forests * 3 // 4 // 17
+    errors = Errors()
+    for seed in range(max(share, 60)):
+        rng = np.random.default_rng([seed, VARIANTS.index(variant), dtype.itemsize])
+        monkeypatch.setattr(cpu_tuning, "TUNING", list(TUNINGS.values())[seed % len(TUNINGS)])
+        case = random_case(rng, dtype)
+        measure(errors, seed, case, random_plan(rng, case), random_variant(rng, variant, case.q.shape[1]))
+    errors.check()
+
+
+@pytest.mark.parametrize("head_dim", [33, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 7, 16])
+def test_every_head_shape_within_torchs_error(head_dim: int, group: int) -> None:
+    errors = Errors()
+    for seed in range(15):
+        rng = np.random.default_rng([seed, head_dim, group])
+        case = random_case(rng, torch.float32, (2 * group, 2, head_dim))
+        measure(errors, seed, case, random_plan(rng, case), CAUSAL)
+    errors.check()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_large_nodes_within_torchs_error(variant: str) -> None:
+    """Long shared prefixes, long runs, prefill of hundreds of rows, more keys than one block of the kernel holds."""
+    errors = Errors()
+    for seed in range(6):
+        rng = np.random.default_rng([seed, VARIANTS.index(variant)])
+        lengths = [int(rng.integers(400, 900)), *rng.integers(1, 300, 4).tolist()]
+        parents = [[-1, 0, 0, 0, 0], [-1, 0, 1, 1, 0], [-1, 0, 1, 2, 3]][seed % 3]
+        snapshot, num_pages = make_snapshot(rng, parents, lengths, int(rng.choice([1, 16])), orderly=seed % 2 == 0)
+        case = fill(rng, snapshot, num_pages, prefill_or_decode(rng, lengths), (6, 2, 32), torch.float32)
+        measure(errors, seed, case, random_plan(rng, case), random_variant(rng, variant, 6))
+    errors.check()
+
+
+def prefill_or_decode(rng: np.random.Generator, lengths: list[int]) -> Queries:
+    """Most nodes, each either whole or by its last token."""
+    node = np.flatnonzero(rng.random(len(lengths)) < 0.8)
+    node = node if len(node) else np.array([0])
+    end = np.array(lengths)[node]
+    begin = np.where(rng.random(len(node)) < 0.5, 0, end - 1)
+    return Queries(*(column.astype(np.int32) for column in (node, begin, end)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_runs_are_bitwise_equal(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    case = random_case(rng)
+    plan = random_plan(rng, case)
+    first = attend(case, plan)
+    cpu_program.forget()
+    assert all(map(torch.equal, first, attend(case, plan)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_of_items_does_not_change_a_bit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    case = random_case(rng)
+    plan = plan_of(case, SHARE_ALL, num_workers=2, min_chunk=3)
+    order = rng.permutation(len(plan.items))
+    bounds = [slice(plan.segment_indptr[i], plan.segment_indptr[i + 1]) for i in order]
+    shuffled = Plan(
+        items=plan.items[order],
+        segment_indptr=np.cumsum([0, *(part.stop - part.start for part in bounds)]).astype(np.int32),
+        segments=np.concatenate([plan.segments[part] for part in bounds]),
+        merge_indptr=plan.merge_indptr,
+        merge_indices=plan.merge_indices,
+        num_partial_rows=plan.num_partial_rows,
+        num_workers=plan.num_workers,
+        worker_cost=plan.worker_cost,
+    )
+    assert all(map(torch.equal, attend(case, plan), attend(case, shuffled)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pages_do_not_change_a_bit_while_copies_are_cheap(seed: int) -> None:
+    """Where KV lies decides whether it is copied, and long runs are not; below that, numbers do not depend on it."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 60, 6).tolist()
+    parents = [-1, 0, 0, 2, 2, 0]
+    results = []
+    for page_size, orderly in ((1, False), (16, True), (128, False), (7, False)):
+        layout, numbers = np.random.default_rng(page_size), np.random.default_rng(seed)
+        snapshot, num_pages = make_snapshot(layout, parents, lengths, page_size, orderly=orderly)
+        queries = prefill_or_decode(numbers, lengths)
+        case = fill(numbers, snapshot, num_pages, queries, (6, 2, 64), torch.float32)
+        results.append(attend(case, plan_of(case, SHARE_ALL)))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_however_a_forest_is_cut_the_answer_is_within_torchs_error(dtype: torch.dtype) -> None:
+    """Share everything or nothing, split or whole, page sizes, tiles: equal up to rounding, which is all that differs."""
+    errors = Errors()
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        case = random_case(rng, dtype)
+        for cost in (SHARE_ALL, FOLD_ALL):
+            for options in ({}, {"num_workers": 4, "min_chunk": 1}, {"max_tile": 8}, {"kv_heads": case.shape.kv_heads}):
+                measure(errors, seed, case, plan_of(case, cost, **options), CAUSAL)
+    errors.check()

@@ -1,0 +1,46 @@
+"""The picture of a tree."""
+
+import io
+
+from rich.console import Console
+
+from prefixkit.commands.savings import plant
+from prefixkit.commands.tree_view import View, draw_tree
+
+
+def picture(prompts, **options):
+    names = [name for name, _ in prompts]
+    forest = plant([list(text.encode()) for _, text in prompts], names, page_size=16)
+    view = View(forest.names, lambda tokens: bytes(tokens).decode(), **options)
+    console = Console(file=io.StringIO(), width=120)
+    console.print(draw_tree(forest.tree, view, "title"))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_who_shares_what():
+    assert picture([("a", "shared one"), ("b", "shared two"), ("c", "else")], samples=4) == [
+        "title",
+        "├── 7 tokens  shared by 8  “shared”",
+        "│   ├── 3 tokens  shared by 4  a  “one”",
+        "│   └── 3 tokens  shared by 4  b  “two”",
+        "└── 4 tokens  shared by 4  c  “else”",
+    ]
+
+
+def test_equal_prompts_end_at_one_node_and_markup_is_text():
+    assert picture([("[bold]x", "[red]"), ("y", "[red]")]) == [
+        "title",
+        "└── 5 tokens  shared by 2  [bold]x, y  “[red]”",
+    ]
+
+
+def test_many_children_are_summed_up():
+    lines = picture([(str(number), f"p{chr(97 + number)}{'x' * number}") for number in range(9)], most=2)
+    assert len(lines) == 5
+    assert lines[-1] == "    └── … and 7 more, 42 tokens"
+
+
+def test_long_text_is_cut_in_the_middle():
+    (_, line) = picture([("a", "first words " + "x" * 500 + " last words")])
+    assert "“first words" in line
+    assert line.endswith("last words”")

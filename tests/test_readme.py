@@ -1,0 +1,54 @@
+"""What the README promises to newcomers is what CI runs, and what the project declares."""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def ci_pattern():
+    """The pattern by which .ci/run finds the commands in the README."""
+    (pattern,) = re.findall(r"grep -E '(.+?)' README\.md", (ROOT / ".ci" / "run").read_text())
+    return re.compile(pattern, re.MULTILINE)
+
+
+def package(requirement):
+    return re.match(r"[A-Za-z0-9_.-]+", requirement)[0].lower().replace("_", "-")
+
+
+def pins():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.lower().replace("_", "-").split("==") for line in lines if not line.startswith("#"))
+
+
+def test_ci_runs_the_two_commands_of_the_readme():
+    assert ci_pattern().findall(README) == [
+        'pip install -c constraints.txt ".[demo]" && prefixkit demo',
+        'pip install -c constraints.txt -e ".[test]" && pytest',
+    ]
+
+
+def test_the_extras_are_there():
+    assert set(PROJECT["optional-dependencies"]) == {"cuda", "demo", "test", "bench"}
+
+
+def test_what_the_two_commands_install_is_pinned():
+    extras = PROJECT["optional-dependencies"]
+    wanted = {package(line) for line in [*PROJECT["dependencies"], *extras["demo"], *extras["test"]]}
+    assert wanted - {"prefixkit", "pip"} <= pins().keys()
+    assert pins()["torch"] == "2.13.0"  # plain: a local version would tie it to one index
+
+
+def test_links_and_files_named_in_the_readme_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_version_is_said_once_everywhere():
+    import prefixkit
+
+    assert prefixkit.__version__ == PROJECT["version"]
+    assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
