@@ -96,7 +96,7 @@ class PageAllocator:
         found: list[NDArray[np.intp]] = []
         begin, width = self._lowest, max(256, count)
         while count > 0:
-            hits = np.flatnonzero(self._refcounts[begin : begin + width] == 0)[:count]
+            hits = (self._refcounts[begin : begin + width] == 0).nonzero()[0][:count]
             if len(hits):
                 found.append(hits + begin)
                 count -= len(hits)

@@ -14,7 +14,7 @@ failure the worst forests' seeds are printed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -140,7 +140,11 @@ def measure(errors: Errors, seed: int, case: Case, plan: Plan, variant: Variant)
         float(torch.finfo(case.q.dtype).eps * (1 + score) * value),
         float(torch.finfo(torch.float32).eps * (1 + score)),
     )
+    # Log-sum-exps are float32 whatever the inputs, so torch's too gets float32.
     torch_out, torch_lse = torch_attention(case, variant)
+    if case.q.dtype != torch.float32:
+        q, k_pages, v_pages = case.q.float(), case.k_pages.float(), case.v_pages.float()
+        _, torch_lse = torch_attention(replace(case, q=q, k_pages=k_pages, v_pages=v_pages), variant)
     for record, results in ((errors.ours, (out, lse)), (errors.theirs, (torch_out, torch_lse))):
         difference = [
             float((result.double() - exact).abs().max()) / unit
@@ -189,9 +193,9 @@ def test_every_head_shape_within_torchs_error(head_dim: int, group: int) -> None
 def test_large_nodes_within_torchs_error(variant: str) -> None:
     """Long shared prefixes, long runs, prefill of hundreds of rows, more keys than one block of the kernel holds."""
     errors = Errors()
-    for seed in range(6):
+    for seed in range(4):
         rng = np.random.default_rng([seed, VARIANTS.index(variant)])
-        lengths = [int(rng.integers(400, 900)), *rng.integers(1, 300, 4).tolist()]
+        lengths = [int(rng.integers(400, 700)), *rng.integers(1, 150, 4).tolist()]
         parents = [[-1, 0, 0, 0, 0], [-1, 0, 1, 1, 0], [-1, 0, 1, 2, 3]][seed % 3]
         snapshot, num_pages = make_snapshot(rng, parents, lengths, int(rng.choice([1, 16])), orderly=seed % 2 == 0)
         case = fill(rng, snapshot, num_pages, prefill_or_decode(rng, lengths), (6, 2, 32), torch.float32)

@@ -1,0 +1,147 @@
+"""From a unit of source to kernels ready to launch: memory first, then the cache on disk, then NVRTC."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from prefixkit.attention import kernel_cache
+from prefixkit.attention.nvrtc import Binary, Resources, Unit, arch_for, compile_unit, nvrtc_version, supported_archs
+
+log = logging.getLogger("prefixkit")
+
+_lock = threading.Lock()
+_binaries: dict[tuple[Unit, str], Binary] = {}
+_loaded: dict[tuple[Unit, int], dict[str, Function]] = {}
+
+
+class LoadError(RuntimeError):
+    """The driver refused machine code."""
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A kernel on one device.
+
+    Attributes:
+        name: Its name expression.
+        handle: ``CUfunction``.
+        device: Index of the device.
+        resources: What it takes of an SM, if the compiler said.
+        parameters: ``(offset, bytes)`` of each parameter.
+        max_threads: Most threads in a block.
+        keep: What must live as long as the handle.
+    """
+
+    name: str
+    handle: int
+    device: int
+    resources: Resources | None
+    parameters: tuple[tuple[int, int], ...]
+    max_threads: int
+    keep: Any
+
+
+def binary(unit: Unit, arch: str) -> Binary:
+    """Machine code of a unit, from memory, the disk, or the compiler, which announces itself in one line.
+
+    Raises:
+        NvrtcMissing, CompileError: see ``compile_unit``.
+    """
+    found = _binaries.get((unit, arch))
+    if found is None:
+        place = kernel_cache.entry(unit, arch, nvrtc_version())
+        found = kernel_cache.read(place) or _make(unit, arch, place)
+        _binaries[unit, arch] = found
+    return found
+
+
+def _make(unit: Unit, arch: str, place: kernel_cache.Path) -> Binary:
+    with kernel_cache.making(place):
+        found = kernel_cache.read(place) if place.exists() else None  # another process may have been first
+        if found is not None:
+            return found
+        log.warning(
+            "compiling the CUDA kernels of %s for %s, some seconds, once on this machine (%s)",
+            unit.file,
+            arch,
+            place.parent,
+        )
+        began = time.perf_counter()
+        found = compile_unit(unit, arch)
+        log.info("compiled %s in %.1f s", unit, time.perf_counter() - began)
+        kernel_cache.write(place, found)
+        return found
+
+
+def load(unit: Unit, device: int) -> dict[str, Function]:
+    """A unit's kernels on a device, by name expression, compiled or read at most once per process.
+
+    Safe while a CUDA graph is being captured.
+
+    Raises:
+        NvrtcMissing, CompileError: there is no machine code.
+        UnsupportedArch: not for this GPU.
+        LoadError: the driver does not take it.
+    """
+    found = _loaded.get((unit, device))
+    if found is None:
+        with _lock:
+            found = _loaded.get((unit, device))
+            if found is None:
+                import torch
+
+                arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+                with torch.cuda.device(device):
+                    torch.cuda.current_stream(device)
+                    found = _loaded[unit, device] = _load(binary(unit, arch), arch, device)
+    return found
+
+
+def _load(made: Binary, arch: str, device: int) -> dict[str, Function]:
+    from cuda.bindings import driver
+    from cuda.core import ObjectCode
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        code = ObjectCode.from_cubin(made.cubin, symbol_mapping=dict(made.symbols))
+        return {name: _function(code, name, device, made.resources.get(name)) for name in made.symbols}
+    except Exception as error:
+        raise LoadError(
+            f"the driver (CUDA {torch_driver_version()}) does not load kernels made by NVRTC "
+            f"{'.'.join(map(str, nvrtc_version()))} for {arch}: {error}"
+        ) from error
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+def _function(code: Any, name: str, device: int, resources: Resources | None) -> Function:
+    from cuda.bindings import driver
+
+    kernel = code.get_kernel(name)
+    # With lazy loading the code would reach the GPU at the first launch, which may be inside a graph capture.
+    error, function = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
+    if int(error):
+        raise LoadError(f"cuKernelGetFunction({name}): {error.name}")
+    threads = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+    return Function(
+        name=name,
+        handle=int(function),
+        device=device,
+        resources=resources,
+        parameters=tuple((int(info.offset), int(info.size)) for info in kernel.arguments_info),
+        max_threads=int(driver.cuFuncGetAttribute(threads, function)[1]),
+        keep=(code, kernel),
+    )
+
+
+def torch_driver_version() -> str:
+    """The newest CUDA that the driver serves, such as ``"13.0"``."""
+    import torch
+
+    version = int(torch._C._cuda_getDriverVersion())
+    return f"{version // 1000}.{version % 1000 // 10}"

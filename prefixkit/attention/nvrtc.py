@@ -1,0 +1,213 @@
+"""CUDA sources to machine code by NVRTC, through cuda-core.  Needs no GPU, no compiler and no CUDA toolkit.
+
+cuda-core is imported in functions only: it is an optional part of the installation, and takes 0.2 s to import.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+CSRC = Path(__file__).parents[1] / "csrc"
+REMEDY = "pip install 'prefixkit[cuda]'"
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+
+# ptxas reports each kernel's registers and spills, which cost nothing to ask for and are kept with the machine code.
+_FLAGS = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source."""
+
+
+class NvrtcMissing(ImportError):
+    """cuda-core or NVRTC is not installed, or does not load."""
+
+
+class UnsupportedArch(ValueError):
+    """A GPU that the kernels, or this NVRTC, know nothing of."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is compiled together: instantiations of one source file.
+
+    Attributes:
+        file: Name of the source in ``root``.
+        names: C++ name expressions of its kernels, such as ``"prefixkit::kv_append<16>"``.
+        defines: ``(macro, value)`` pairs.
+        root: The folder of the source and of all it includes.
+    """
+
+    file: str
+    names: tuple[str, ...]
+    defines: tuple[tuple[str, str], ...] = ()
+    root: Path = CSRC
+
+    def __str__(self) -> str:
+        options = "".join(f" -D{name}={value}" for name, value in self.defines)
+        return f"{self.file}{options} ({', '.join(self.names)})"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes of an SM, per thread in registers and bytes; ``shared`` is the static part, per block."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Binary:
+    """Machine code of a unit.
+
+    Attributes:
+        cubin: The file that the driver loads.
+        symbols: Each name expression's symbol in it.
+        resources: Of each name expression; empty where ptxas did not say.
+        warnings: What the compiler complained of.
+    """
+
+    cubin: bytes
+    symbols: dict[str, str]
+    resources: dict[str, Resources]
+    warnings: tuple[str, ...] = ()
+
+
+def sources(unit: Unit) -> dict[str, str]:
+    """The unit's file and all that it includes with quotes, by name, in a fixed order.
+
+    Raises:
+        CompileError: one of them is not there.
+    """
+    found: dict[str, str] = {}
+    waiting = [unit.file]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        try:
+            found[name] = (unit.root / name).read_text()
+        except OSError as error:
+            raise CompileError(f"{unit.file} needs {name}, which cannot be read in {unit.root}: {error}") from error
+        waiting += _INCLUDE.findall(found[name])
+    return dict(sorted(found.items()))
+
+
+@cache
+def nvrtc_version() -> tuple[int, int]:
+    """Major and minor version of NVRTC.
+
+    Raises:
+        NvrtcMissing: there is none, or no cuda-core.
+    """
+    try:
+        import cuda.core
+        from cuda.bindings import nvrtc
+
+        del cuda
+        error, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # a missing package, or a library that does not load, which has its own exception types
+        raise NvrtcMissing(f"cuda-core with NVRTC cannot be used ({error}); {REMEDY}") from error
+    if int(error):
+        raise NvrtcMissing(f"NVRTC answered {error}; {REMEDY}")
+    return int(major), int(minor)
+
+
+@cache
+def supported_archs() -> tuple[int, ...]:
+    """Compute capabilities that NVRTC compiles for, as ``10 * major + minor``, ascending."""
+    nvrtc_version()
+    from cuda.bindings import nvrtc
+
+    error, archs = nvrtc.nvrtcGetSupportedArchs()
+    assert not int(error), error
+    return tuple(sorted(int(arch) for arch in archs))
+
+
+def arch_for(capability: tuple[int, int], supported: tuple[int, ...]) -> str:
+    """The target to compile for: machine code runs on later minor versions of the same major version.
+
+    Raises:
+        UnsupportedArch: older than 8.0, or newer than NVRTC.
+    """
+    major, minor = capability
+    if major < 8:
+        raise UnsupportedArch(f"the kernels need compute capability 8.0 or later, this GPU has {major}.{minor}")
+    known = [arch for arch in supported if arch // 10 == major and arch <= 10 * major + minor]
+    if not known:
+        raise UnsupportedArch(
+            f"this GPU has compute capability {major}.{minor}, which this NVRTC does not know; install a newer one "
+            f"({REMEDY} --upgrade)"
+        )
+    return "sm_90a" if max(known) == 90 else f"sm_{max(known)}"
+
+
+def compile_unit(unit: Unit, arch: str) -> Binary:
+    """Compile a unit for one target, such as ``"sm_90a"``.
+
+    Raises:
+        NvrtcMissing: cuda-core or NVRTC is not installed.
+        CompileError: the source, with the compiler's own words.
+    """
+    nvrtc_version()
+    from cuda.core import Program, ProgramOptions
+
+    text = sources(unit)[unit.file]
+    options = ProgramOptions(
+        name=unit.file, arch=arch, define_macro=list(unit.defines), include_path=[str(unit.root)], **_FLAGS
+    )
+    log = StringIO()
+    try:
+        code = Program(text, "c++", options).compile("cubin", name_expressions=unit.names, logs=log)
+    except Exception as error:  # cuda-core has its own exception types, one per library
+        raise CompileError(f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile {unit} for {arch}: {error}") from error
+    symbols = {name: _text(code.symbol_mapping[name]) for name in unit.names}
+    said = dict(_reports(log.getvalue()))
+    return Binary(
+        cubin=bytes(code.code),
+        symbols=symbols,
+        resources={name: said[symbol] for name, symbol in symbols.items() if symbol in said},
+        warnings=tuple(line for line in log.getvalue().splitlines() if "warning" in line.lower()),
+    )
+
+
+def _text(symbol: Any) -> str:
+    return symbol.decode() if isinstance(symbol, bytes) else str(symbol)
+
+
+def flags() -> str:
+    """The flags that all units share, for the cache's key."""
+    return repr(_FLAGS)
+
+
+def _reports(log: str) -> Iterator[tuple[str, Resources]]:
+    """What ``ptxas -v`` says of each kernel."""
+    for part in re.split(r"Compiling entry function '", log)[1:]:
+        symbol = part.split("'", 1)[0]
+        used = re.search(r"Used (\d+) registers", part)
+        if not used:
+            continue
+
+        def number(what: str, part: str = part) -> int:
+            found = re.search(rf"(\d+) bytes {what}", part)
+            return int(found[1]) if found else 0
+
+        yield (
+            symbol,
+            Resources(
+                registers=int(used[1]),
+                spill_stores=number("spill stores"),
+                spill_loads=number("spill loads"),
+                stack=number("stack frame"),
+                shared=number("smem"),
+            ),
+        )
