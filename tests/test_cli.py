@@ -219,6 +219,26 @@ def test_a_traceback_is_there_for_those_who_ask(folders, prompts, monkeypatch):
     assert isinstance(result.exception, ValueError)
 
 
+def interrupt_after_a_line(command, out):
+    """Run a command, press Ctrl-C once ``out`` has grown, and return its exit status and what it said."""
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        # Tests that run in the background inherit an ignored Ctrl-C, and would hand it on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (out.exists() and out.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        return process.wait(timeout=60), process.stderr.read()
+    finally:
+        process.kill()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_an_interrupted_run_keeps_what_had_finished(folders, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
@@ -226,13 +246,8 @@ def test_an_interrupted_run_keeps_what_had_finished(folders, prompts, tmp_path):
     arguments = ["--model", folders["plain"], "--input", prompts, "-n", "400", "--max-new-tokens", "500"]
     arguments += ["--kv-budget", "8MiB", "--stop", "e", "--out", out]
     command = [sys.executable, "-c", "from prefixkit.cli import main; main()", "sample", *map(str, arguments)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
-    deadline = time.monotonic() + 120
-    while not (out.exists() and out.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 130, said
+    returncode, said = interrupt_after_a_line(command, out)
+    assert returncode == 130, said
     finished = lines(out)  # every line is whole
     assert out.read_bytes().endswith(b"\n")
     assert f"{len(finished)} of 1200 samples had finished; they are in {out}, every line whole" in said

@@ -10,10 +10,10 @@ PACKAGE = Path(__file__).parents[1] / "prefixkit"
 # What the files of a room may import of prefixkit, and must not import of others.
 ROOMS = {
     "tree": ({"tree"}, {"torch", "transformers", "accelerate", "safetensors", "einops"}),
-    "attention": ({"attention", "tree"}, {"transformers", "accelerate", "safetensors"}),
+    "attention": ({"attention", "tree", "paths"}, {"transformers", "accelerate", "safetensors"}),
     "models": ({"models", "attention", "tree"}, set()),
     "generation": ({"generation", "attention", "tree"}, {"transformers", "accelerate", "safetensors"}),
-    "demo": ({"demo"}, set()),
+    "demo": ({"demo", "paths"}, set()),
 }
 COMMAND_LINE = {"cli", "commands"}
 

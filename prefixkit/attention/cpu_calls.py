@@ -140,7 +140,7 @@ def _scoring(
 
 def _mask(visible: Tensor, rows: int, heads: Heads, folded: bool) -> Tensor:
     """Additive mask of shape ``[batch, 1 or heads or kv_heads, 1 or rows or rows * group, length]``."""
-    if folded and visible.shape[2] > 1:
+    if folded and visible.shape[1:3] != (1, 1):
         visible = _fold(visible, rows, heads)
     return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
 

@@ -157,7 +157,9 @@ def _with_empty_rows(state: State | None, rows: int, like: Sequence[State]) -> S
     """The state with empty rows appended, up to ``rows``."""
     assert state is not None or like, "no block to take the shape of an empty state from"
     shape = (like[0] if state is None else state).out.shape
-    out, lse = torch.zeros(rows, *shape[1:]), torch.full((rows, shape[1]), -math.inf)
+    device = like[0].out.device if state is None else state.out.device
+    out = torch.zeros(rows, *shape[1:], device=device)
+    lse = torch.full((rows, shape[1]), -math.inf, device=device)
     if state is not None:
         out[: len(state.lse)] = state.out
         lse[: len(state.lse)] = state.lse

@@ -205,39 +205,38 @@ def detach_long_runs(pieces: Pieces, shortest: int, longest: Array) -> Pieces:
     """Make dense pieces easy on memory.
 
     A piece of several runs has to be gathered into one matrix; runs of at least ``shortest`` tokens become pieces of their
-    own, which need no copy.  And no dense piece stays much longer than ``longest[piece]`` tokens.
+    own, which need no copy.  And no dense piece stays longer than ``longest[piece]`` tokens.
     """
     dense = pieces.kind == DENSE
     whole = (pieces.tokens <= longest) & ((np.diff(pieces.indptr) == 1) | (pieces.tokens < shortest))
     if np.all(whole | ~dense):
         return pieces
     piece = np.repeat(np.arange(len(pieces)), np.diff(pieces.indptr))
-    # Overlong runs first: a run of n tokens becomes ceil(n / longest) runs.
     limit = np.where(dense, longest, np.iinfo(np.int64).max)[piece]
-    cuts = -(-pieces.count // limit)
-    at = ranges(np.zeros_like(cuts), cuts) * np.repeat(np.minimum(limit, pieces.count), cuts)
-    piece, limit = np.repeat(piece, cuts), np.repeat(limit, cuts)
-    slot, position = np.repeat(pieces.slot, cuts) + at, np.repeat(pieces.position, cuts) + at
-    count = np.minimum(np.repeat(pieces.count, cuts) - at, limit)
-    # Then group: each long run alone, the short ones of a piece together, a new group whenever they have filled one.
-    alone = dense[piece] & (count >= shortest)
-    before = np.cumsum(np.where(alone, 0, count)) - np.where(alone, 0, count)
-    piece_begin = np.searchsorted(piece, np.arange(len(pieces)))
-    filled = np.where(dense[piece], (before - before[piece_begin][piece]) // np.maximum(limit, 1), 0)
-    group = np.where(alone, np.arange(len(piece)) + 1, -filled)
-    order = np.lexsort((np.arange(len(piece)), group, piece))
-    piece, group = piece[order], group[order]
+    alone = dense[piece] & (pieces.count >= shortest)
+    # The short runs of a piece lie end to end, a long run lies by itself; both are cut at multiples of the limit.
+    before = np.cumsum(np.where(alone, 0, pieces.count)) - np.where(alone, 0, pieces.count)
+    begin = np.where(alone, 0, before - before[pieces.indptr[:-1]][piece])
+    end = begin + pieces.count
+    cuts = (end - 1) // limit - begin // limit + 1
+    run = np.repeat(np.arange(len(cuts)), cuts)
+    part = begin[run] // limit[run] + ranges(np.zeros_like(cuts), cuts)
+    low = np.maximum(part * limit[run], begin[run])
+    high = np.minimum(part * limit[run] + limit[run], end[run])
+    piece, shift = piece[run], low - begin[run]
+    group = np.where(alone[run], run + 1, 0)  # a piece's short runs first, then each long one
+    order = np.lexsort((part, group, piece))
     opens = np.ones(len(order), dtype=bool)
-    opens[1:] = (piece[1:] != piece[:-1]) | (group[1:] != group[:-1])
+    opens[1:] = np.any([np.diff(key[order]) != 0 for key in (piece, group, part)], axis=0)
     first = np.flatnonzero(opens)
-    parent = piece[first]
+    parent = piece[order][first]
     return Pieces(
         item=pieces.item[parent],
         row=pieces.row[parent],
         rows=pieces.rows[parent],
         kind=pieces.kind[parent],
         indptr=np.append(first, len(order)),
-        slot=slot[order],
-        count=count[order],
-        position=position[order],
+        slot=(pieces.slot[run] + shift)[order],
+        count=(high - low)[order],
+        position=(pieces.position[run] + shift)[order],
     )

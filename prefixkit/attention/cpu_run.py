@@ -130,7 +130,8 @@ class _Scratch(threading.local):
         """``[rows, width]``, with anything in it."""
         buffer = self.buffers.get((use, dtype))
         if buffer is None or buffer.shape[0] < rows * width:
-            buffer = self.buffers[use, dtype] = torch.empty(rows * width, dtype=dtype)
+            with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
+                buffer = self.buffers[use, dtype] = torch.empty(rows * width, dtype=dtype)
         return buffer.as_strided((rows, width), (width, 1))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from prefixkit.attention import kernel_cache
@@ -31,7 +34,7 @@ class Function:
         handle: ``CUfunction``.
         device: Index of the device.
         resources: What it takes of an SM, if the compiler said.
-        parameters: ``(offset, bytes)`` of each parameter.
+        parameter_bytes: Size of its first parameter; our kernels have one, a struct.
         max_threads: Most threads in a block.
         keep: What must live as long as the handle.
     """
@@ -40,7 +43,7 @@ class Function:
     handle: int
     device: int
     resources: Resources | None
-    parameters: tuple[tuple[int, int], ...]
+    parameter_bytes: int
     max_threads: int
     keep: Any
 
@@ -108,15 +111,20 @@ def _load(made: Binary, arch: str, device: int) -> dict[str, Function]:
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
     try:
-        code = ObjectCode.from_cubin(made.cubin, symbol_mapping=dict(made.symbols))
+        code = ObjectCode.from_cubin(made.cubin, symbol_mapping=_bytes(made.symbols))
         return {name: _function(code, name, device, made.resources.get(name)) for name in made.symbols}
     except Exception as error:
         raise LoadError(
-            f"the driver (CUDA {torch_driver_version()}) does not load kernels made by NVRTC "
+            f"the driver (CUDA {'.'.join(map(str, driver_cuda()))}) does not load kernels made by NVRTC "
             f"{'.'.join(map(str, nvrtc_version()))} for {arch}: {error}"
         ) from error
     finally:
         driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+def _bytes(symbols: dict[str, str]) -> Any:
+    # What cuda-core itself makes, and wants back, though it says str.
+    return {name: symbol.encode() for name, symbol in symbols.items()}
 
 
 def _function(code: Any, name: str, device: int, resources: Resources | None) -> Function:
@@ -133,15 +141,21 @@ def _function(code: Any, name: str, device: int, resources: Resources | None) ->
         handle=int(function),
         device=device,
         resources=resources,
-        parameters=tuple((int(info.offset), int(info.size)) for info in kernel.arguments_info),
+        parameter_bytes=int(driver.cuFuncGetParamInfo(function, 0)[2]),
         max_threads=int(driver.cuFuncGetAttribute(threads, function)[1]),
         keep=(code, kernel),
     )
 
 
-def torch_driver_version() -> str:
-    """The newest CUDA that the driver serves, such as ``"13.0"``."""
-    import torch
+def driver_library() -> ctypes.CDLL:
+    """The driver, for what is too slow or too small for a typed binding."""
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
 
-    version = int(torch._C._cuda_getDriverVersion())
-    return f"{version // 1000}.{version % 1000 // 10}"
+
+@cache
+def driver_cuda() -> tuple[int, int]:
+    """The newest CUDA that the driver serves."""
+    version = ctypes.c_int(0)
+    status = driver_library().cuDriverGetVersion(ctypes.byref(version))
+    assert status == 0, f"cuDriverGetVersion: {status}"
+    return version.value // 1000, version.value % 1000 // 10

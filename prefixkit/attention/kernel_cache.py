@@ -64,6 +64,8 @@ def read(place: Path) -> Binary | None:
     head, body = data[: len(FORMAT) + 64], data[len(FORMAT) + 64 :]
     if head != FORMAT + sha256(body).hexdigest().encode():
         log.warning("the compiled kernel %s is damaged; it is made again", place)
+        with suppress(OSError):
+            place.unlink()
         return None
     lines, _, cubin = body.partition(b"\n")
     facts = json.loads(lines)

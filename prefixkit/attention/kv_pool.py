@@ -78,7 +78,8 @@ class KVPool:
         spec = self.spec
         inner = (self.page_size, spec.kv_heads) if spec.device.type == "cpu" else (spec.kv_heads, self.page_size)
         shape = (spec.num_layers, self.num_pages, *inner, spec.head_dim)
-        pages = torch.empty(shape, dtype=spec.dtype, device=spec.device)
+        with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
+            pages = torch.empty(shape, dtype=spec.dtype, device=spec.device)
         layers = pages if spec.device.type == "cpu" else pages.transpose(2, 3)
         return tuple(layers[layer] for layer in range(spec.num_layers))
 

@@ -51,7 +51,8 @@ class Unit:
 
     def __str__(self) -> str:
         options = "".join(f" -D{name}={value}" for name, value in self.defines)
-        return f"{self.file}{options} ({', '.join(self.names)})"
+        more = f", and {len(self.names) - 2} more" if len(self.names) > 2 else ""
+        return f"{self.file}{options} ({', '.join(self.names[:2])}{more})"
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def compile_unit(unit: Unit, arch: str) -> Binary:
 
     text = sources(unit)[unit.file]
     options = ProgramOptions(
-        name=unit.file, arch=arch, define_macro=list(unit.defines), include_path=[str(unit.root)], **_FLAGS
+        name=unit.file, arch=arch, define_macro=list(unit.defines) or None, include_path=[str(unit.root)], **_FLAGS
     )
     log = StringIO()
     try:

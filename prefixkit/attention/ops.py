@@ -1,4 +1,4 @@
-"""Every op of prefixkit: its schema, its fake, its CPU implementation.
+"""Every op of prefixkit: its schema, its fake, its CPU implementation, and its way to a GPU's (see ``backend``).
 
 ``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of variants
 stand for Python functions, which schemas cannot carry.  The ops are for inference: ``merge_states`` and ``tree_attention``
@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from prefixkit.attention.backend import ops_for
 from prefixkit.attention.checks import check_append, check_attention, check_copy, check_merge, check_work
 from prefixkit.attention.cpu_merge import merge_rows
 from prefixkit.attention.cpu_run import attend
@@ -38,26 +40,36 @@ class NoBackward(NotImplementedError):
 def _kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Write ``key``, ``value`` ``[T, kv_heads, head_dim]`` to distinct ``slots [T]``.  IndexError: no such slot."""
     check_append(key, value, k_pages, v_pages, slots)
+    _check_slots("kv_append", slots, k_pages)
     with torch.no_grad():
         _write(k_pages, slots, key)
         _write(v_pages, slots, value)
 
 
 def _kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy tokens from slots ``source [N]`` to distinct slots ``target [N]``, reading all before writing any."""
+    """Copy tokens from slots ``source [N]`` to distinct slots ``target [N]``, reading all before writing any.
+
+    IndexError: no such slot.
+    """
     check_copy(k_pages, v_pages, source, target)
+    _check_slots("kv_copy", source, k_pages)
+    _check_slots("kv_copy", target, k_pages)
     with torch.no_grad():
         for pages in (k_pages, v_pages):
             _write(pages, target, pages[source // pages.shape[1], source % pages.shape[1]])
 
 
+def _check_slots(op: str, slots: Tensor, pages: Tensor) -> None:
+    # Before anything is written.  Seen as unsigned, a negative slot is a huge one, so one reduction tells.
+    num_slots = pages.shape[0] * pages.shape[1]
+    if slots.shape[0] and int(slots.numpy().view(np.uint64).max()) >= num_slots:
+        raise IndexError(f"{op}: slots {int(slots.min())}..{int(slots.max())}, but the pages hold slots 0..{num_slots - 1}")
+
+
 def _write(pages: Tensor, slots: Tensor, values: Tensor) -> None:
     page_size = pages.shape[1]
-    if pages.stride(0) == page_size * pages.stride(1):
-        # Token-major: slots are rows of one matrix.  index_copy_ refuses slots that do not exist.
+    if pages.stride(0) == page_size * pages.stride(1):  # token-major: slots are rows of one matrix
         pages.flatten(0, 1).index_copy_(0, slots, values)
-    elif len(slots) and int(slots.min()) < 0:
-        raise IndexError(f"slots must be at least 0, got {int(slots.min())}")
     else:
         pages[slots // page_size, slots % page_size] = values
 
@@ -108,6 +120,35 @@ def _tree_attention(
         return attend(q, k_pages, v_pages, q_positions, work, nodes, scale, variant)
 
 
+def _gpu_kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    ops_for(k_pages.device).kv_append(key, value, k_pages, v_pages, slots)
+
+
+def _gpu_kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -> None:
+    ops_for(k_pages.device).kv_copy(k_pages, v_pages, source, target)
+
+
+def _gpu_merge_states(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    merged: tuple[Tensor, Tensor] = ops_for(out.device).merge_states(out, lse, indptr, indices)
+    return merged
+
+
+def _gpu_tree_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    q_positions: Tensor,
+    work: Sequence[Tensor],
+    nodes: Sequence[Tensor],
+    scale: float,
+    variant: str,
+) -> tuple[Tensor, Tensor]:
+    attended: tuple[Tensor, Tensor] = ops_for(k_pages.device).tree_attention(
+        q, k_pages, v_pages, q_positions, work, nodes, scale, variant
+    )
+    return attended
+
+
 def _fake_kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     check_append(key, value, k_pages, v_pages, slots)
 
@@ -145,13 +186,14 @@ def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
     )
 
 
-for _name, _cpu, _fake in (
-    ("kv_append", _kv_append, _fake_kv_append),
-    ("kv_copy", _kv_copy, _fake_kv_copy),
-    ("merge_states", _merge_states, _fake_merge_states),
-    ("tree_attention", _tree_attention, _fake_tree_attention),
+for _name, _cpu, _gpu, _fake in (
+    ("kv_append", _kv_append, _gpu_kv_append, _fake_kv_append),
+    ("kv_copy", _kv_copy, _gpu_kv_copy, _fake_kv_copy),
+    ("merge_states", _merge_states, _gpu_merge_states, _fake_merge_states),
+    ("tree_attention", _tree_attention, _gpu_tree_attention, _fake_tree_attention),
 ):
     _library.impl(_name, _cpu, "CPU")  # type: ignore[no-untyped-call]
+    _library.impl(_name, _gpu, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"prefixkit::{_name}", _fake, lib=_library)
 for _name in ("merge_states", "tree_attention"):
     torch.library.register_autograd(f"prefixkit::{_name}", _no_backward, lib=_library)

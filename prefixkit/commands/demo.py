@@ -20,7 +20,7 @@ from prefixkit.commands.prompts import encode_prompts, task_prompts
 from prefixkit.commands.report_view import headline, show_report
 from prefixkit.commands.savings import plant
 from prefixkit.commands.stream import Batch, stream
-from prefixkit.commands.tree_view import View, draw_tree
+from prefixkit.commands.tree_view import View, show_tree
 from prefixkit.demo.humaneval import CHAT_STOP, Problem, load_problems
 from prefixkit.generation.request import SamplingParams
 
@@ -68,7 +68,8 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     show_report(result.report, headline(result.report), console)
     valid = sum(is_python(problems[sample.prompt_index].head, sample.text) for sample in result)
     console.print(
-        f"{out.lines} candidate programs in [bold]{out.name}[/bold], {valid} of them valid Python (none was run)"
+        f"{out.lines} candidate programs in [bold]{out.name}[/bold], {valid} of them valid Python (none was run)",
+        soft_wrap=True,
     )
     check_greedy(model, tokenizer, batch, console)
 
@@ -76,7 +77,7 @@ def run_demo(options: DemoOptions, console: Console) -> None:
 def _draw_prompts(batch: Batch, samples: int, tokenizer: Any, console: Console) -> None:
     forest = plant(batch.tokens, [str(name) for name in batch.ids], page_size=16)
     title = f"{len(batch.ids)} problems after the same {len(SHOWN)} solved examples, {samples} samples of each"
-    console.print(draw_tree(forest.tree, View(forest.names, tokenizer.decode, samples), title))
+    show_tree(forest.tree, View(forest.names, tokenizer.decode, samples), title, console)
     console.print()
 
 
@@ -86,7 +87,7 @@ def _show_samples(result: Result, problem: Problem, tokenizer: Any, console: Con
     forest = plant(
         [sample.tokens for sample in samples], [f"sample {sample.index}" for sample in samples], page_size=16
     )
-    console.print(draw_tree(forest.tree, View(forest.names, tokenizer.decode), f"{problem.id}: where its samples part"))
+    show_tree(forest.tree, View(forest.names, tokenizer.decode), f"{problem.id}: where its samples part", console)
     best = max(samples, key=lambda sample: sum(sample.logprobs))
     console.print(f"\n[bold]{problem.id}: sample {best.index}, the likeliest[/bold]")
     console.print(Syntax(problem.head.rstrip() + best.text, "python", background_color="default"))

@@ -10,7 +10,7 @@ from prefixkit.commands.loading import check_dtype, empty_model, load_tokenizer,
 from prefixkit.commands.prompts import Source, encode_prompts, load_prompts, uses_chat
 from prefixkit.commands.report_view import show_report
 from prefixkit.commands.savings import estimate, plant
-from prefixkit.commands.tree_view import View, draw_tree
+from prefixkit.commands.tree_view import View, show_tree
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def run_inspect(options: InspectOptions, console: Console) -> None:
         f"a token serves {stats.sharing:.1f} prompts"
     )
     view = View(forest.names, tokenizer.decode, options.samples, options.most)
-    console.print(draw_tree(forest.tree, view, title))
+    show_tree(forest.tree, view, title, console)
     bytes_per_token = kv_spec(empty_model(location, options.dtype)).bytes_per_token
     report = estimate(forest.tree, options.samples, options.max_new_tokens, bytes_per_token)
     console.print()

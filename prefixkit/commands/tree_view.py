@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from rich.console import Console
 from rich.markup import escape
 from rich.tree import Tree
 
@@ -41,11 +42,11 @@ class View:
     most: int = 10
 
 
-def draw_tree(tree: PrefixTree, view: View, title: str) -> Tree:
-    """The tree as a rich renderable."""
+def show_tree(tree: PrefixTree, view: View, title: str, console: Console) -> None:
+    """Draw the tree, one line for each node."""
     picture = Tree(f"[bold]{escape(title)}[/bold]")
     _add(picture, _nest(tree), view)
-    return picture
+    console.print(picture, no_wrap=True, overflow="ellipsis")
 
 
 def _nest(tree: PrefixTree) -> list[_Branch]:

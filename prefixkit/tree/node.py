@@ -158,8 +158,8 @@ class Node:
         self.length += len(tokens)
 
     def push_page(self, page: int) -> None:
-        """Add the page that the next `push` needs, the last one being full."""
-        held = self.num_pages
+        """Add the page that the next `push` needs.  Only for a node whose last page is full."""
+        held = (self.first_slot + self.length) // self._page_size
         if held == len(self.page_buffer):
             self.page_buffer = _with_room(self.page_buffer, held, 1)
         self.page_buffer[held] = page

@@ -96,6 +96,7 @@ class PageAllocator:
         found: list[NDArray[np.intp]] = []
         begin, width = self._lowest, max(256, count)
         while count > 0:
+            assert begin < self.num_pages, "fewer free pages than counted"
             hits = (self._refcounts[begin : begin + width] == 0).nonzero()[0][:count]
             if len(hits):
                 found.append(hits + begin)

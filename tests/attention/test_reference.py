@@ -29,9 +29,7 @@ def sequence(case: Case, node: int) -> tuple[list[int], torch.Tensor, torch.Tens
 def test_causal_equals_one_sequence_at_a_time(seed: int) -> None:
     case = random_case(np.random.default_rng(seed))
     positions = case.positions.numpy()
-    state = reference_attention(
-        case.snapshot, case.row_node, positions, case.q, case.k_pages, case.v_pages, case.scale
-    )
+    state = reference_attention(case.snapshot, case.row_node, positions, case.q, case.k_pages, case.v_pages, case.scale)
     assert state.out.dtype == state.lse.dtype == torch.float64
     for row, (node, position) in enumerate(zip(case.row_node.tolist(), positions.tolist(), strict=True)):
         _, k, v = sequence(case, node)
@@ -80,7 +78,9 @@ def test_variants_in_five_lines_each(name: str) -> None:
             weight = torch.exp(score)
             total = weight.sum() + (torch.exp(numbers[head].double()) if name == "sinks" else 0)
             expected = weight @ v[: position + 1, head // 2] / total
-            torch.testing.assert_close(state.out[row, head], expected, rtol=1e-6, atol=1e-6 if name == "alibi" else 1e-12)
+            torch.testing.assert_close(
+                state.out[row, head], expected, rtol=1e-6, atol=1e-6 if name == "alibi" else 1e-12
+            )
             torch.testing.assert_close(state.lse[row, head], torch.log(total), rtol=1e-6, atol=1e-6)
 
 

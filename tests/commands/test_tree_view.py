@@ -5,15 +5,15 @@ import io
 from rich.console import Console
 
 from prefixkit.commands.savings import plant
-from prefixkit.commands.tree_view import View, draw_tree
+from prefixkit.commands.tree_view import View, show_tree
 
 
-def picture(prompts, **options):
+def picture(prompts, width=120, **options):
     names = [name for name, _ in prompts]
     forest = plant([list(text.encode()) for _, text in prompts], names, page_size=16)
     view = View(forest.names, lambda tokens: bytes(tokens).decode(), **options)
-    console = Console(file=io.StringIO(), width=120)
-    console.print(draw_tree(forest.tree, view, "title"))
+    console = Console(file=io.StringIO(), width=width)
+    show_tree(forest.tree, view, "title", console)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
@@ -44,3 +44,7 @@ def test_long_text_is_cut_in_the_middle():
     (_, line) = picture([("a", "first words " + "x" * 500 + " last words")])
     assert "“first words" in line
     assert line.endswith("last words”")
+
+
+def test_a_narrow_terminal_cuts_lines_and_wraps_none():
+    assert picture([("a", "some words that do not fit")], width=32) == ["title", "└── 26 tokens  a  “some words t…"]

@@ -1,0 +1,123 @@
+"""What a call costs the CPU on a GPU machine: starting cold and warm, sixteen processes at once, and each op call.
+
+    python benchmarks/launch.py --out results/launch.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+FIRST = """
+import time; began = time.perf_counter()
+import torch
+from prefixkit.attention import ops
+torch.zeros(1, device="cuda")
+ready = time.perf_counter()
+key = torch.ones(1, 1, 64, device="cuda", dtype=torch.bfloat16)
+pages = torch.zeros(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
+slots = torch.zeros(1, dtype=torch.int64, device="cuda")
+torch.ops.prefixkit.kv_append(key, key, pages, pages.clone(), slots)
+out, lse = torch.ones(1, 1, 64, device="cuda"), torch.zeros(1, 1, device="cuda")
+torch.ops.prefixkit.merge_states(out, lse, torch.tensor([0, 1], dtype=torch.int32, device="cuda"), slots.int())
+assert bool((pages == 1).all())
+print(ready - began, time.perf_counter() - ready)
+"""
+
+
+def starts(cache: str, processes: int) -> list[dict[str, float]]:
+    """Seconds to import torch and touch the GPU, and from there to the first result, of processes that start together."""
+    environment = {**os.environ, "PREFIXKIT_CACHE": cache, "PYTHONPATH": os.pathsep.join(["."] + sys.path[1:])}
+    running = [
+        subprocess.Popen([sys.executable, "-c", FIRST], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
+    times = []
+    for process in running:
+        printed, _ = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"a process failed with {process.returncode}")
+        before, first = map(float, printed.split())
+        times.append({"torch_s": round(before, 3), "first_result_s": round(first, 3)})
+    return times
+
+
+def per_call_us(call: Callable[[], object], calls: int = 2000) -> float:
+    """Microseconds of CPU time that one call takes, the GPU keeping up."""
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, time.perf_counter() - began)
+        torch.cuda.synchronize()
+    return round(best / calls * 1e6, 2)
+
+
+def calls() -> dict[str, float]:
+    """Each op through torch, below torch, and torch's own calls for comparison."""
+    from prefixkit.attention import backend, ops
+
+    del ops
+    gpu = torch.device("cuda", 0)
+    key = torch.randn(64, 8, 128, device=gpu, dtype=torch.bfloat16)
+    k_pages, v_pages = (torch.zeros(64, 8, 16, 128, device=gpu, dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
+    slots = torch.arange(64, device=gpu)
+    out, lse = torch.randn(128, 8, 128, device=gpu), torch.randn(128, 8, device=gpu)
+    indptr = torch.arange(0, 129, 2, device=gpu, dtype=torch.int32)
+    indices = torch.arange(128, device=gpu, dtype=torch.int32)
+    raw, op = backend.ops_for(gpu), torch.ops.prefixkit
+    measured = {}
+    with torch.inference_mode():
+        for name, call in {
+            "kv_append through torch": lambda: op.kv_append(key, key, k_pages, v_pages, slots),
+            "kv_append below torch": lambda: raw.kv_append(key, key, k_pages, v_pages, slots),
+            "kv_copy through torch": lambda: op.kv_copy(k_pages, v_pages, slots, slots),
+            "merge_states through torch": lambda: op.merge_states(out, lse, indptr, indices),
+            "merge_states below torch": lambda: raw.merge_states(out, lse, indptr, indices),
+            "torch: add_": lambda: lse.add_(0.0),
+            "torch: empty": lambda: torch.empty(64, device=gpu),
+            "torch: index_put_ twice": lambda: (
+                k_pages.index_put_((slots // 16, slots % 16), key),
+                v_pages.index_put_((slots // 16, slots % 16), key),
+            ),
+        }.items():
+            call()
+            measured[name] = per_call_us(call)
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        cold, warm = starts(cache, 1), starts(cache, 1)
+    with tempfile.TemporaryDirectory() as cache:
+        together = starts(cache, 16)
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cold": cold,
+        "warm": warm,
+        "sixteen at once": together,
+        "us per call": calls(),
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Checked mode: with ``PREFIXKIT_CHECK=1`` the ops read their integers back and refuse what points outside.
+
+A kernel trusts its plan: a wrong page number reads another sequence's keys, or no memory at all.  Checking costs a copy from
+the GPU and a wait, so it is for tests and for finding errors; a graph capture goes unchecked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.formats import OPEN
+
+Array = NDArray[np.int64]
+
+
+class BadPlan(ValueError):
+    """Work and nodes do not belong together, or not to these pages and queries."""
+
+
+def check_slot_numbers(op: str, name: str, slots: Tensor, num_slots: int, distinct: bool) -> None:
+    """IndexError: a slot does not exist.  ValueError: one is written twice."""
+    if _capturing(slots) or not len(slots):
+        return
+    low, high = int(slots.min()), int(slots.max())
+    if low < 0 or high >= num_slots:
+        raise IndexError(f"{op}: {name} must be 0..{num_slots - 1}, got {low}..{high}")
+    if distinct and len(torch.unique(slots)) < len(slots):
+        raise ValueError(f"{op}: {name} must be distinct, for two tokens cannot share a slot")
+
+
+def check_merge_numbers(op: str, partials: int, indptr: Tensor, indices: Tensor) -> None:
+    """BadPlan: ``indptr`` does not partition ``indices``, or an index names no partial row."""
+    if _capturing(indptr):
+        return
+    _merge_numbers(op, partials, *(tensor.cpu().numpy().astype(np.int64) for tensor in (indptr, indices)))
+
+
+def check_plan_numbers(rows: int, pages: Sequence[int], kv_heads: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
+    """BadPlan: an item, a segment, a node or a page points outside.  ``pages`` is (number of pages, page size)."""
+    if _capturing(work[0]):
+        return
+    items, segment_indptr, segments, merge_indptr, merge_indices = (t.cpu().numpy().astype(np.int64) for t in work)
+    start, length, page_indptr, page, first_slot = (t.cpu().numpy().astype(np.int64) for t in nodes)
+    op = "tree_attention"
+    num_pages, page_size = pages
+    if len(page) and (page.min() < 0 or page.max() >= num_pages):
+        raise BadPlan(f"{op}: nodes.pages must be 0..{num_pages - 1}, got {page.min()}..{page.max()}: of another pool?")
+    _partition(op, "nodes.page_indptr", page_indptr, len(page), "pages")
+    room = np.diff(page_indptr) * page_size - first_slot
+    short = np.flatnonzero((length > 0) & (length > room))
+    if len(short):
+        node = int(short[0])
+        raise BadPlan(f"{op}: node {node} has {length[node]} tokens, but its pages have room for {room[node]}")
+    _partition(op, "work.segment_indptr", segment_indptr, len(segments), "segments")
+    node, begin, end = segments.T
+    if len(node) and (node.min() < 0 or node.max() >= len(start)):
+        raise BadPlan(f"{op}: segments name nodes {node.min()}..{node.max()}, but the tree has {len(start)}: of another tree?")
+    wrong = (begin < 0) | ((end != OPEN) & (end > length[node]))
+    if np.any(wrong):
+        n, b, e = segments[np.argmax(wrong)]
+        raise BadPlan(f"{op}: a segment reads tokens {b}..{e} of node {n}, which has {length[n]}: of an older tree?")
+    q_begin, q_end, head = items[:, 0], items[:, 1], items[:, 4]
+    if len(items) and (q_begin.min() < 0 or q_end.max() > rows or np.any(q_begin > q_end)):
+        raise BadPlan(f"{op}: items take queries {q_begin.min()}..{q_end.max()}, but q has {rows} rows")
+    if len(items) and (head.min() < -1 or head.max() >= kv_heads):
+        raise BadPlan(f"{op}: items name KV heads {head.min()}..{head.max()}, but there are {kv_heads}: of another model?")
+    written = items[:, 3] >= 0
+    partials = int((items[written, 3] + q_end[written] - q_begin[written]).max(initial=0))
+    _merge_numbers(op, partials, merge_indptr, merge_indices)
+
+
+def _merge_numbers(op: str, partials: int, indptr: Array, indices: Array) -> None:
+    _partition(op, "merge_indptr", indptr, len(indices), "merge_indices")
+    used = indices[: indptr[-1]]
+    if len(used) and (used.min() < 0 or used.max() >= partials):
+        raise BadPlan(f"{op}: merge_indices must be 0..{partials - 1}, got {used.min()}..{used.max()}")
+
+
+def _partition(op: str, name: str, bounds: Array, count: int, what: str) -> None:
+    # Buffers of a captured graph are larger than what they hold, so bounds may end early.
+    if bounds[0] != 0 or bounds[-1] > count or np.any(np.diff(bounds) < 0):
+        raise BadPlan(f"{op}: {name} must rise from 0 to at most {count} {what}, got {bounds[:6].tolist()}...")
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,128 @@
+"""Launching kernels: on torch's current stream, without allocating or waiting, so that a CUDA graph can capture it.
+
+Every kernel takes one struct by value.  It is packed into a buffer that each thread keeps, whose address never changes, so a
+launch is one ``pack_into`` and one driver call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable
+
+import torch
+from cuda.bindings import driver  # who loads this file has found cuda-core
+
+from prefixkit.attention.jit import Function
+
+log = logging.getLogger("prefixkit")
+
+# Larger than any struct of ours; the driver takes up to 4 KB.
+STRUCT_BYTES = 4096
+# Above this much dynamic shared memory a kernel must be told first.
+FREE_SHARED = 48 * 1024
+
+
+class CudaError(RuntimeError):
+    """A launch failed, or in checked mode the kernel did.  Names the op, the shapes and the plan."""
+
+
+class Layout:
+    """A struct of C, in the notation of the module ``struct`` with native alignment: P pointer, q 64 bits, i 32 bits, f float.
+
+    A nested struct of C aligns like its widest member; the members here are listed flat.
+    """
+
+    def __init__(self, fields: str) -> None:
+        self.packer = struct.Struct("@" + fields)
+
+    def check(self, function: Function) -> None:
+        """AssertionError unless the kernel's parameter is what this layout fills, up to padding at the end."""
+        ours, theirs = self.packer.size, function.parameter_bytes
+        assert theirs in (ours, -(-ours // 8) * 8), f"{function.name} takes {theirs} bytes, not {ours}"
+
+
+class _Buffer(threading.local):
+    """Each thread's copy of a launch's arguments; the driver reads them before a launch returns."""
+
+    def __init__(self) -> None:
+        self.bytes = bytearray(STRUCT_BYTES)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+        self.pointers = (ctypes.c_void_p * 1)(address)
+        self.address = ctypes.addressof(self.pointers)
+        self.devices: set[int] = set()
+
+
+_buffer = _Buffer()
+_shared: dict[int, int] = {}
+_check = os.environ.get("PREFIXKIT_CHECK", "0") not in ("", "0")
+
+
+def checked() -> bool:
+    """Whether ``PREFIXKIT_CHECK`` asks for page numbers to be checked and for errors at the launch that made them."""
+    return _check
+
+
+def launch(
+    function: Function,
+    layout: Layout,
+    values: tuple[int | float, ...],
+    grid: tuple[int, int, int],
+    block: int,
+    shared: int = 0,
+    describe: Callable[[], str] = str,
+) -> None:
+    """Start a kernel on the current stream of its device.
+
+    Args:
+        function: The kernel.
+        layout, values: Its parameter.
+        grid, block: Blocks, and threads of one.
+        shared: Bytes of dynamic shared memory per block.
+        describe: What to say of the call in an error.
+
+    Raises:
+        CudaError: the driver refuses, or in checked mode the kernel fails.
+    """
+    if not (grid[0] and grid[1] and grid[2]):
+        return
+    device = function.device
+    if device not in _buffer.devices:
+        # A thread's first call binds the device's context to it.
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device)
+        _buffer.devices.add(device)
+    if torch._C._cuda_getDevice() != device:
+        with torch.cuda.device(device):
+            return launch(function, layout, values, grid, block, shared, describe)
+    if shared > FREE_SHARED and _shared.get(function.handle, 0) < shared:
+        _allow_shared(function, shared, describe)
+    layout.packer.pack_into(_buffer.bytes, 0, *values)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    (status,) = driver.cuLaunchKernel(function.handle, *grid, block, 1, 1, shared, stream, _buffer.address, 0)
+    if int(status):
+        fail(int(status), f"launch of {function.name}, grid {grid}, {block} threads, {shared} B shared", describe)
+    if checked() and not torch.cuda.is_current_stream_capturing():
+        try:
+            torch.cuda.synchronize(device)
+        except Exception as error:  # torch's own types; whichever it is, the kernel is to blame
+            raise CudaError(f"{function.name} failed: {error}; {describe()}") from error
+
+
+def _allow_shared(function: Function, shared: int, describe: Callable[[], str]) -> None:
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuFuncSetAttribute(driver.CUfunction(function.handle), attribute, shared)
+    if int(status):
+        fail(int(status), f"{function.name} with {shared} B of shared memory", describe)
+    _shared[function.handle] = shared
+
+
+def fail(status: int, what: str, describe: Callable[[], str]) -> None:
+    """Raise a driver's error with its name and what was being done."""
+    error = driver.CUresult(status)
+    text = driver.cuGetErrorString(error)[1]
+    reason = text.decode() if isinstance(text, bytes) else str(text)
+    raise CudaError(f"{what}: {error.name} ({reason}); {describe()}")

@@ -1,0 +1,327 @@
+"""The ops on a GPU in plain torch: for GPUs, installations and variants that our kernels do not serve.
+
+Correct first.  The work list is cut into pieces of one simple mask (as on the CPU), pieces of like size are padded into one
+block, and a block is two batched matrix products around a softmax in float32.  What a step needs is worked out once on the
+host, where its numbers are compared with those of the last steps: that costs each layer one copy from the GPU and a wait, so
+a CUDA graph cannot capture it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkit.attention.checks import BadShape, check_append, check_attention, check_copy, check_merge, check_work
+from prefixkit.attention.cpu_merge import Merge, plan_merge, run_merge
+from prefixkit.attention.cpu_pieces import DENSE, Array, Pieces, Work, cut, detach_long_runs, ranges
+from prefixkit.attention.state import State
+from prefixkit.attention.variants import Variant, lookup
+
+# Queries of a piece, and elements of one block's scores or keys: 256 MB of float32 scores.
+TILE_ROWS = 512
+BLOCK_ELEMENTS = 1 << 26
+# Programs kept: a model uses one or two per step.
+KEPT = 4
+
+
+class NotCapturable(RuntimeError):
+    """A CUDA graph was to capture an op that must read from the GPU."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """``batch`` pieces of ``rows`` queries and ``length`` keys each, ragged ones padded with their last row or key.
+
+    Attributes:
+        row: ``[batch, rows]`` query rows.
+        slot: ``[batch, length]`` slots of the keys.
+        tokens: ``[batch]`` how many of them are real.
+        q_position, kv_position: ``[batch, rows]`` and ``[batch, length]`` positions.
+        causal: A query sees keys at its own position or before; else it sees all.
+        padded: Some piece has fewer keys than ``length``.
+    """
+
+    row: Tensor
+    slot: Tensor
+    tokens: Tensor
+    q_position: Tensor
+    kv_position: Tensor
+    causal: bool
+    padded: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One layer of a step: blocks, whose rows laid end to end ``merge`` brings to the query rows.
+
+    ``head`` is the KV head that it is for, or None for all.
+    """
+
+    head: int | None
+    blocks: tuple[Block, ...]
+    merge: Merge
+
+
+_kept: list[tuple[tuple[object, ...], bytes, tuple[Program, ...]]] = []
+_lock = threading.Lock()
+
+
+@torch.no_grad()
+def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """``kv_append``; a slot that does not exist is an error of the device, reported later."""
+    check_append(key, value, k_pages, v_pages, slots)
+    where = (slots // k_pages.shape[1], slots % k_pages.shape[1])
+    k_pages.index_put_(where, key)
+    v_pages.index_put_(where, value)
+
+
+@torch.no_grad()
+def kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -> None:
+    """``kv_copy``; a slot that does not exist is an error of the device, reported later."""
+    check_copy(k_pages, v_pages, source, target)
+    size = k_pages.shape[1]
+    for pages in (k_pages, v_pages):
+        pages.index_put_((target // size, target % size), pages[source // size, source % size])
+
+
+@torch.no_grad()
+def merge_states(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """``merge_states``.
+
+    Raises:
+        ValueError: ``indptr`` does not partition ``indices``, or an index names no partial row.
+    """
+    check_merge(out, lse, indptr, indices)
+    bounds, index = (array.astype(np.int64) for array in _to_host("merge_states", [indptr, indices]))
+    if bounds[0] != 0 or bounds[-1] != len(index) or np.any(np.diff(bounds) < 0):
+        raise ValueError(f"merge_states: indptr must rise from 0 to the {len(index)} indices, got {bounds[:8]}...")
+    if len(index) and (index.min() < 0 or index.max() >= len(lse)):
+        raise ValueError(
+            f"merge_states: indices must name partial rows 0..{len(lse) - 1}, got {index.min()}..{index.max()}"
+        )
+    if not len(index):
+        rows = (len(bounds) - 1, lse.shape[1])
+        return out.new_zeros((*rows, out.shape[2])), lse.new_full(rows, -math.inf)
+    row = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    merge = plan_merge(len(bounds) - 1, row, np.zeros_like(index), index, np.array([len(lse)]))
+    state = run_merge(_moved(merge, out.device), [State(out, lse)], may_be_empty=True)
+    kept = torch.contiguous_format
+    return state.out.clone(memory_format=kept), state.lse.clone(memory_format=kept)
+
+
+@torch.no_grad()
+def tree_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    q_positions: Tensor,
+    work: Sequence[Tensor],
+    nodes: Sequence[Tensor],
+    scale: float,
+    key: str,
+) -> tuple[Tensor, Tensor]:
+    """``tree_attention`` on any device that torch knows."""
+    check_attention(q, k_pages, v_pages, q_positions)
+    variant = lookup(key)
+    rows, heads, head_dim = q.shape
+    if variant.sinks is not None and len(variant.sinks) != heads:
+        raise BadShape(f"tree_attention: variant {variant.name!r} has {len(variant.sinks)} sinks for {heads} heads")
+    out = q.new_empty(q.shape, dtype=torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    group = heads // k_pages.shape[2]
+    for program in _programs(q_positions, work, nodes, k_pages.shape, heads, key, variant):
+        kv = slice(None) if program.head is None else slice(program.head, program.head + 1)
+        mine = slice(None) if program.head is None else slice(program.head * group, (program.head + 1) * group)
+        number = torch.arange(heads, device=q.device)[mine, None, None]
+        states = [
+            _attend(block, q[:, mine], k_pages[:, :, kv], v_pages[:, :, kv], scale, variant, number)
+            for block in program.blocks
+        ]
+        if states:
+            joined = State(torch.cat([s.out for s in states]), torch.cat([s.lse for s in states]))
+            state = run_merge(program.merge, [joined], may_be_empty=True)
+            out[:, mine], lse[:, mine] = state.out, state.lse
+        else:
+            out[:, mine], lse[:, mine] = 0.0, -math.inf
+    if variant.sinks is not None:
+        sinks = variant.sinks.to(lse)
+        out, lse = out * torch.sigmoid(lse - sinks).unsqueeze(-1), torch.logaddexp(lse, sinks)
+    return out.to(q.dtype), lse
+
+
+def _attend(
+    block: Block, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, variant: Variant, number: Tensor
+) -> State:
+    """One block: ``[batch * rows, heads, head_dim]``; a row that sees nothing comes out empty."""
+    batch, rows = block.row.shape
+    _, page_size, kv_heads, head_dim = k_pages.shape
+    heads, length = q.shape[1], block.slot.shape[1]
+    group = heads // kv_heads
+    head = torch.arange(kv_heads, device=q.device)[None, :, None]
+    where = (block.slot[:, None] // page_size, head, block.slot[:, None] % page_size)
+    k, v = (pages.transpose(1, 2)[where].view(-1, length, head_dim) for pages in (k_pages, v_pages))
+    mine = q[block.row].view(batch, rows, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    score = _product(mine.reshape(batch * kv_heads, group * rows, head_dim), k.transpose(1, 2))
+    score = score.mul_(scale).view(batch, heads, rows, length)
+    q_position, kv_position = block.q_position[:, None, :, None], block.kv_position[:, None, None, :]
+    if variant.score_mod is not None:
+        score = variant.score_mod(score, q_position, kv_position, number).to(torch.float32)
+    hidden = kv_position > q_position if block.causal else None
+    if variant.mask_mod is not None:
+        masked = ~variant.mask_mod(q_position, kv_position, number)
+        hidden = masked if hidden is None else hidden | masked
+    if block.padded:
+        beyond = (torch.arange(length, device=q.device) >= block.tokens[:, None])[:, None, None]
+        hidden = beyond if hidden is None else hidden | beyond
+    if hidden is not None:
+        score = score.masked_fill(hidden, -math.inf)
+    top = score.amax(dim=-1, keepdim=True)
+    top = top.masked_fill_(top == -math.inf, 0.0)
+    weight = torch.exp(score - top)
+    total = weight.sum(dim=-1, keepdim=True)
+    out = _product(weight.to(v.dtype).view(batch * kv_heads, group * rows, length), v)
+    out = out.view(batch, heads, rows, head_dim) / total.masked_fill(total == 0, 1.0)
+    lse = (top + total.log()).squeeze(-1)
+    return State(
+        out.transpose(1, 2).reshape(batch * rows, heads, head_dim), lse.transpose(1, 2).reshape(batch * rows, heads)
+    )
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in float32, whatever they are."""
+    if a.dtype == torch.float32 or a.device.type != "cuda":
+        return torch.bmm(a.float(), b.float())
+    return torch.bmm(a, b, out_dtype=torch.float32)
+
+
+def _to_host(op: str, tensors: Sequence[Tensor]) -> list[Array]:
+    """Integers to numpy, in one copy."""
+    device = tensors[0].device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NotCapturable(
+            f"{op}: the torch backend reads its plan on the host, which a CUDA graph cannot capture; run eagerly, or use "
+            f"the CUDA kernels (`prefixkit env` says why they are not in use)"
+        )
+    flat = torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in tensors]).cpu().numpy()
+    ends = np.cumsum([tensor.numel() for tensor in tensors])
+    parts = np.split(flat, ends[:-1])
+    return [part.reshape(tuple(tensor.shape)) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _programs(
+    q_positions: Tensor,
+    work: Sequence[Tensor],
+    nodes: Sequence[Tensor],
+    pool_shape: Sequence[int],
+    heads: int,
+    key: str,
+    variant: Variant,
+) -> tuple[Program, ...]:
+    check_work(len(q_positions), work, nodes)
+    arrays = _to_host("tree_attention", [*work, *nodes, q_positions])
+    shape = (tuple(pool_shape), heads, key, q_positions.device, tuple(array.shape for array in arrays))
+    numbers = b"".join(array.tobytes() for array in arrays)
+    with _lock:
+        for entry in _kept:
+            if entry[1] == numbers and entry[0] == shape:
+                return entry[2]
+    listed = Work(pool_shape[1], *arrays)
+    kv_heads = pool_shape[2]
+    apart = _heads_apart(listed.items, kv_heads)
+    group = heads // kv_heads
+    programs = tuple(
+        _compile(listed, head, pool_shape, heads if apart is None else group, variant, q_positions.device)
+        for head in (range(kv_heads) if apart is not None else (0,))
+    )
+    if apart is None:
+        programs = (replace(programs[0], head=None),)
+    with _lock:
+        _kept.insert(0, (shape, numbers, programs))
+        del _kept[KEPT:]
+    return programs
+
+
+def _heads_apart(items: Array, kv_heads: int) -> Array | None:
+    """The items' KV heads if these do different work; None if head 0 stands for all."""
+    if not len(items) or items[:, 4].max() < 0:
+        return None
+    what = items[:, [0, 1, 2, 3]]
+    of_head = [what[(items[:, 4] < 0) | (items[:, 4] == head)] for head in range(kv_heads)]
+    of_head = [part[np.lexsort(part.T)] for part in of_head]
+    # Items of the same rows may read different segments, but only if they write different partials.
+    alike = all(np.array_equal(part, of_head[0]) for part in of_head[1:])
+    return None if alike else items[:, 4]
+
+
+def _compile(
+    work: Work, head: int, pool_shape: Sequence[int], heads: int, variant: Variant, device: torch.device
+) -> Program:
+    pieces = cut(work, head, variant.reach, TILE_ROWS)
+    low, high = pieces.slot.min(initial=0), (pieces.slot + pieces.count).max(initial=0)
+    if low < 0 or high > pool_shape[0] * pool_shape[1]:
+        raise IndexError(
+            f"tree_attention: nodes name slots {low}..{high - 1}, but the pages hold slots 0.."
+            f"{pool_shape[0] * pool_shape[1] - 1}"
+        )
+    elements = np.maximum(heads * pieces.rows, pool_shape[2] * pool_shape[3])
+    pieces = detach_long_runs(pieces, np.iinfo(np.int64).max, np.maximum(1, BLOCK_ELEMENTS // elements))
+    blocks, rows, base = [], [], []
+    height = 0
+    for batch in _batches(pieces, heads, pool_shape[2] * pool_shape[3]):
+        block, most = _block(pieces, batch, work.q_positions, device)
+        blocks.append(block)
+        count = pieces.rows[batch]
+        rows.append(ranges(pieces.row[batch], count))
+        base.append(ranges(height + np.arange(len(batch)) * most, count))
+        height += len(batch) * most
+    row = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+    index = np.concatenate(base) if base else np.zeros(0, dtype=np.int64)
+    merge = plan_merge(len(work.q_positions), row, np.zeros_like(row), index, np.array([height]))
+    return Program(head, tuple(blocks), _moved(merge, device))
+
+
+def _batches(pieces: Pieces, heads: int, kv_elements: int) -> Iterator[Array]:
+    """Pieces that share a block: of one kind, and of the same sizes up to the next power of two."""
+    rows, tokens = (_power(sizes) for sizes in (pieces.rows, pieces.tokens))
+    dense = pieces.kind == DENSE
+    _, bucket = np.unique(np.stack((dense, rows, tokens)), axis=1, return_inverse=True)
+    bucket = bucket.reshape(-1)
+    for number in range(int(bucket.max(initial=-1)) + 1):
+        members = np.flatnonzero(bucket == number)
+        most, longest = int(pieces.rows[members].max()), int(pieces.tokens[members].max())
+        limit = max(1, BLOCK_ELEMENTS // (longest * max(heads * most, kv_elements)))
+        yield from np.array_split(members, -(-len(members) // limit))
+
+
+def _power(sizes: Array) -> Array:
+    power: Array = 1 << np.ceil(np.log2(np.maximum(sizes, 1))).astype(np.int64)
+    return power
+
+
+def _block(pieces: Pieces, batch: Array, q_positions: Array, device: torch.device) -> tuple[Block, int]:
+    rows, tokens = pieces.rows[batch], pieces.tokens[batch]
+    most, longest = int(rows.max()), int(tokens.max())
+    runs = ranges(pieces.indptr[batch], np.diff(pieces.indptr)[batch])
+    row = pieces.row[batch][:, None] + np.minimum(np.arange(most), rows[:, None] - 1)
+    begin = np.cumsum(tokens) - tokens
+    grid = begin[:, None] + np.minimum(np.arange(longest), tokens[:, None] - 1)
+    slot = ranges(pieces.slot[runs], pieces.count[runs])[grid]
+    position = ranges(pieces.position[runs], pieces.count[runs])[grid]
+    arrays = (row, slot, tokens, q_positions[row], position)
+    block = Block(
+        *(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays),
+        causal=int(pieces.kind[batch[0]]) != DENSE,
+        padded=bool(np.any(tokens != longest)),
+    )
+    return block, most
+
+
+def _moved(merge: Merge, device: torch.device) -> Merge:
+    levels = tuple(replace(level, index=None if level.index is None else level.index.to(device)) for level in merge.levels)
+    return replace(merge, levels=levels, place=None if merge.place is None else merge.place.to(device))

@@ -1,0 +1,52 @@
+"""Cases of the CPU tests, moved to the GPU: pages head-major as KVPool makes them there, outputs' memory poisoned first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prefixkit.attention.plan import Plan
+from tests.attention.forests import Case, int_tensors, node_tensors
+
+GPU = torch.device("cuda")
+
+
+@dataclass(frozen=True, eq=False)
+class OnGpu:
+    """Arguments of ``tree_attention`` in the op's order, but for the variant."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    q_positions: Tensor
+    work: list[Tensor]
+    nodes: list[Tensor]
+    scale: float
+
+    def arguments(self, variant: str = "causal") -> tuple[object, ...]:
+        return self.q, self.k_pages, self.v_pages, self.q_positions, self.work, self.nodes, self.scale, variant
+
+
+def head_major(pages: Tensor) -> Tensor:
+    """``[pages, page_size, kv_heads, head_dim]`` on the GPU with strides that put a page's heads one after the other."""
+    return pages.to(GPU).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def on_gpu(case: Case, plan: Plan) -> OnGpu:
+    return OnGpu(
+        case.q.to(GPU),
+        head_major(case.k_pages),
+        head_major(case.v_pages),
+        case.positions.to(GPU),
+        [tensor.to(GPU) for tensor in int_tensors(*plan.arrays())],
+        [tensor.to(GPU) for tensor in node_tensors(case)],
+        case.scale,
+    )
+
+
+def poison(elements: int = 1 << 24) -> None:
+    """Fill free memory with NaN, so that an output that is not written shows."""
+    blocks = [torch.full((elements >> shift,), torch.nan, device=GPU) for shift in (0, 2, 4, 8, 12, 16)]
+    del blocks

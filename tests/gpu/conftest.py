@@ -1,0 +1,24 @@
+"""Everything in this folder needs a CUDA device, and is skipped without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked mode, as with PREFIXKIT_CHECK=1."""
+    monkeypatch.setattr("prefixkit.attention.cuda_launch._check", True)

@@ -1,0 +1,78 @@
+"""Dense float64 attention over a tree on the GPU, and the error that torch's own attention makes on the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from prefixkit.attention.reference import visible_tokens
+from prefixkit.attention.variants import CAUSAL, Variant
+from tests.attention.forests import Case
+from tests.gpu.cases import GPU
+
+
+def gathered(case: Case) -> tuple[Tensor, Tensor]:
+    """``[rows, longest]`` slots and positions of what each query sees, -1 where it sees less."""
+    seen = [
+        visible_tokens(case.snapshot, int(node), int(position))
+        for node, position in zip(case.row_node, case.positions.tolist(), strict=True)
+    ]
+    longest = max(len(slots) for slots, _ in seen)
+    padded = np.full((2, len(seen), longest), -1, dtype=np.int64)
+    for row, (slots, positions) in enumerate(seen):
+        padded[0, row, : len(slots)], padded[1, row, : len(slots)] = slots, positions
+    slots, positions = torch.from_numpy(padded).to(GPU)
+    return slots, positions
+
+
+def dense(case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """``out [rows, heads, head_dim]``, ``lse [rows, heads]`` with every product and sum in ``dtype``."""
+    slots, positions = gathered(case)
+    q, k, v = (t.to(GPU) for t in (case.q, case.k_pages, case.v_pages))
+    rows, heads, head_dim = q.shape
+    kv_heads, page_size = k.shape[2], k.shape[1]
+    where = slots.clamp(min=0)
+    number = torch.arange(heads, device=GPU)[:, None, None]
+    out, lse = torch.empty(rows, heads, head_dim, dtype=dtype, device=GPU), torch.empty(rows, heads, dtype=dtype, device=GPU)
+    for row in range(0, rows, 64):
+        part = slice(row, row + 64)
+        keys, values = (
+            t[where[part] // page_size, where[part] % page_size].to(dtype).repeat_interleave(heads // kv_heads, dim=2)
+            for t in (k, v)
+        )  # [rows, len, heads, head_dim]
+        score = torch.einsum("rhd,rlhd->rhl", q[part].to(dtype), keys)[:, :, None, :] * case.scale
+        at = (case.positions.to(GPU)[part, None, None, None], positions[part, None, None, :], number[None])
+        if variant.score_mod is not None:
+            score = variant.score_mod(score, *at)
+        hidden = (slots[part] < 0)[:, None, None, :]
+        if variant.mask_mod is not None:
+            hidden = hidden | ~variant.mask_mod(*at)
+        score = score.masked_fill(hidden, -torch.inf)[:, :, 0]
+        lse[part] = torch.logsumexp(score, dim=-1)
+        if variant.sinks is not None:
+            lse[part] = torch.logaddexp(lse[part], variant.sinks.to(lse))
+        weight = torch.exp(score - lse[part].masked_fill(lse[part] == -torch.inf, 0.0)[..., None])
+        out[part] = torch.einsum("rhl,rlhd->rhd", weight.to(dtype), values.masked_fill((slots[part] < 0)[:, :, None, None], 0.0))
+    return out, lse
+
+
+def torch_error(case: Case, exact: Tensor) -> float:
+    """Largest error of torch's attention, a row at a time: of its fused kernel for these numbers, and of its plain one."""
+    slots, _ = gathered(case)
+    q, k, v = (t.to(GPU) for t in (case.q, case.k_pages, case.v_pages))
+    heads, kv_heads, page_size = q.shape[1], k.shape[2], k.shape[1]
+    worst = 0.0
+    for row in range(len(q)):
+        mine = slots[row][slots[row] >= 0]
+        keys, values = (
+            t[mine // page_size, mine % page_size].repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1)[None]
+            for t in (k, v)
+        )
+        for kernels in ([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], [SDPBackend.MATH]):
+            with sdpa_kernel(kernels):
+                out = scaled_dot_product_attention(q[row][None, :, None], keys, values, scale=case.scale)
+            worst = max(worst, float((out[0, :, 0].double() - exact[row]).abs().max()))
+    return worst

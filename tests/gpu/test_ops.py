@@ -1,0 +1,217 @@
+"""The ops on a GPU against those on the CPU, which have their own tests; errors; graphs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkit.attention import backend, ops
+from prefixkit.attention.checks import BadDevice, BadDtype, BadShape
+from prefixkit.attention.cuda_checks import BadPlan
+from prefixkit.attention.cuda_launch import CudaError
+from tests.gpu.cases import GPU, head_major, poison
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def random_pages(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+@pytest.fixture(params=["cuda", "torch"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each test runs with both backends."""
+    monkeypatch.setenv(backend.VARIABLE, request.param)
+    backend.ops_for.cache_clear()
+    request.addfinalizer(backend.ops_for.cache_clear)
+    name: str = request.param
+    return name
+
+
+def layouts(pages: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"head-major": head_major(pages), "token-major": pages.to(GPU)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [1, 3, 20, 64, 80, 128, 256])
+@pytest.mark.parametrize("layout", ["head-major", "token-major"])
+def test_append_writes_the_same_bits_as_on_the_cpu(implementation, dtype, head_dim, layout):
+    generator = torch.Generator().manual_seed(head_dim)
+    for tokens, kv_heads, page_size in ((1, 1, 1), (7, 3, 16), (300, 8, 64), (0, 2, 4)):
+        num_pages = -(-max(tokens, 1) // page_size) + 2
+        k_pages, v_pages = (random_pages(generator, (num_pages, page_size, kv_heads, head_dim), dtype) for _ in "kv")
+        # Rows as a projection of all heads at once gives them: a slice of something wider.
+        wide = random_pages(generator, (tokens, 3 * kv_heads, head_dim), dtype)
+        key, value = wide[:, :kv_heads], wide[:, kv_heads : 2 * kv_heads]
+        slots = torch.randperm(num_pages * page_size, generator=generator)[:tokens]
+        gpu_k, gpu_v = layouts(k_pages)[layout], layouts(v_pages)[layout]
+        torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
+        on_gpu = wide.to(GPU)
+        torch.ops.prefixkit.kv_append(
+            on_gpu[:, :kv_heads], on_gpu[:, kv_heads : 2 * kv_heads], gpu_k, gpu_v, slots.to(GPU)
+        )
+        assert torch.equal(gpu_k.cpu(), k_pages)
+        assert torch.equal(gpu_v.cpu(), v_pages)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_copy_reads_every_source_before_it_writes_any_target(implementation, dtype):
+    generator = torch.Generator().manual_seed(3)
+    for page_size, kv_heads, head_dim in ((16, 4, 128), (1, 1, 64), (5, 3, 20)):
+        pages = [random_pages(generator, (40, page_size, kv_heads, head_dim), dtype) for _ in "kv"]
+        slots = torch.randperm(40 * page_size, generator=generator)
+        source, target = slots[: 15 * page_size], slots[5 * page_size : 20 * page_size]  # overlapping
+        on_gpu = [head_major(p) for p in pages]
+        torch.ops.prefixkit.kv_copy(*pages, source, target)
+        torch.ops.prefixkit.kv_copy(*on_gpu, source.to(GPU), target.to(GPU))
+        assert all(torch.equal(g.cpu(), c) for g, c in zip(on_gpu, pages, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [1, 6, 64, 128, 192, 256])
+def test_merged_states_equal_float64(implementation, head_dim):
+    rng = np.random.default_rng(head_dim)
+    for rows, heads in ((1, 1), (37, 8), (300, 3)):
+        counts = rng.integers(0, 5, rows)
+        counts[0] = 70  # more partials than lanes of a warp
+        indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        partials = int(indptr[-1])
+        indices = rng.permutation(partials).astype(np.int32)
+        out = torch.from_numpy(rng.standard_normal((partials, heads, head_dim), dtype=np.float32))
+        lse = torch.from_numpy(rng.standard_normal((partials, heads), dtype=np.float32) * 20)
+        empty = torch.from_numpy(rng.random((partials, heads)) < 0.2)
+        lse[empty] = -torch.inf
+        out[empty] = 0.0
+        poison(1 << 20)
+        arguments = [torch.as_tensor(x).to(GPU) for x in (out, lse, indptr, indices)]
+        merged, merged_lse = (t.cpu() for t in torch.ops.prefixkit.merge_states(*arguments))
+        again, _ = torch.ops.prefixkit.merge_states(*arguments)
+        assert torch.equal(merged, again.cpu()), "two runs differ"
+        for row in range(rows):
+            part = indices[indptr[row] : indptr[row + 1]]
+            exact_lse = torch.logsumexp(lse[part].double(), dim=0) if len(part) else torch.full((heads,), -torch.inf)
+            weight = torch.exp(lse[part].double() - exact_lse.masked_fill(exact_lse == -torch.inf, 0.0))
+            exact = (weight[..., None] * out[part].double()).sum(dim=0)
+            torch.testing.assert_close(merged[row].double(), exact.double(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(merged_lse[row].double(), exact_lse.double(), rtol=1e-6, atol=1e-5)
+
+
+def small() -> tuple[torch.Tensor, ...]:
+    key, value = (torch.randn(4, 2, 64, device=GPU) for _ in "kv")
+    k_pages, v_pages = (torch.zeros(3, 4, 2, 64, device=GPU) for _ in "kv")
+    return key, value, k_pages, v_pages, torch.arange(4, device=GPU)
+
+
+def test_bad_arguments_are_named_before_anything_is_launched(implementation):
+    key, value, k_pages, v_pages, slots = small()
+    append = torch.ops.prefixkit.kv_append
+    with pytest.raises(BadDtype, match="kv_append: key must be torch.float32 like the pages, got torch.float16"):
+        append(key.half(), value, k_pages, v_pages, slots)
+    with pytest.raises(BadDevice, match="kv_append: value is on cpu"):
+        append(key, value.cpu(), k_pages, v_pages, slots)
+    with pytest.raises(BadShape, match=r"value must have shape \[4, 2, 64\]"):
+        append(key, value[:, :1], k_pages, v_pages, slots)
+    with pytest.raises(BadShape, match="stride 1 over head_dim"):
+        append(key, value, k_pages.transpose(2, 3).contiguous().transpose(2, 3), v_pages, slots)
+    with pytest.raises(BadDtype, match="slots must be torch.int64"):
+        append(key, value, k_pages, v_pages, slots.int())
+    assert not k_pages.any()
+
+
+def test_slots_that_do_not_exist_are_refused_in_checked_mode(checked):
+    key, value, k_pages, v_pages, slots = small()
+    with pytest.raises(IndexError, match=r"kv_append: slots must be 0..11, got 1..12"):
+        torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, torch.tensor([1, 2, 3, 12], device=GPU))
+    with pytest.raises(ValueError, match="distinct"):
+        torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, torch.tensor([1, 2, 3, 3], device=GPU))
+    with pytest.raises(IndexError, match=r"kv_copy: source must be 0..11"):
+        torch.ops.prefixkit.kv_copy(k_pages, v_pages, slots - 1, slots)
+    out, lse = torch.zeros(2, 1, 4, device=GPU), torch.zeros(2, 1, device=GPU)
+    with pytest.raises(BadPlan, match="merge_indices must be 0..1"):
+        torch.ops.prefixkit.merge_states(
+            out, lse, *(torch.tensor(x, dtype=torch.int32, device=GPU) for x in ([0, 2], [0, 2]))
+        )
+
+
+def test_a_token_without_a_slot_is_skipped():
+    key, value, k_pages, v_pages, _ = small()
+    torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, torch.tensor([5, -1, 100, 2], device=GPU))
+    assert torch.equal(k_pages.view(12, 2, 64)[[5, 2]], key[[0, 3]])
+    assert int((k_pages != 0).any(dim=3).sum()) == 4
+
+
+def test_a_cuda_error_names_the_op_and_the_shapes():
+    from prefixkit.attention import cuda_ops, jit
+    from prefixkit.attention.cuda_launch import launch
+
+    function = jit.load(cuda_ops.APPEND, 0)["prefixkit::kv_append<16>"]
+    key, value, k_pages, v_pages, _ = small()
+    with pytest.raises(CudaError, match=r"kv_append<16>.*CUDA_ERROR_INVALID_VALUE.*kv_append on cuda:0: \[4, 2, 64\]"):
+        launch(function, cuda_ops._MOVE, (0,) * 20, (1, 1, 1), 4096, 0, cuda_ops._say("kv_append", key, k_pages))
+
+
+def test_ops_replay_in_a_graph_on_changed_inputs():
+    key, value, k_pages, v_pages, slots = small()
+    out, lse = torch.randn(6, 2, 64, device=GPU), torch.randn(6, 2, device=GPU)
+    indptr = torch.tensor([0, 2, 2, 6], dtype=torch.int32, device=GPU)
+    indices = torch.arange(6, dtype=torch.int32, device=GPU)
+
+    def run():
+        torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
+        torch.ops.prefixkit.kv_copy(k_pages, v_pages, slots, slots + 8)
+        return torch.ops.prefixkit.merge_states(out, lse, indptr, indices)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        merged, merged_lse = run()
+    for tensor in (key, value, out, lse):
+        tensor.normal_()
+    slots.copy_(torch.tensor([3, 1, 0, 2], device=GPU))
+    k_pages.zero_(), v_pages.zero_()
+    graph.replay()
+    expected = [k_pages.clone(), v_pages.clone(), merged.clone(), merged_lse.clone()]
+    k_pages.zero_(), v_pages.zero_()
+    eager = run()
+    assert all(torch.equal(a, b) for a, b in zip(expected, [k_pages, v_pages, *eager], strict=True))
+
+
+def test_the_first_call_may_be_inside_a_capture():
+    from prefixkit.attention import cuda_ops, jit
+
+    key, value, k_pages, v_pages, slots = small()
+    jit._loaded.clear()
+    cuda_ops._memo.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
+    graph.replay()
+    assert torch.equal(k_pages.view(12, 2, 64)[:4], key)
+
+
+def test_ops_run_on_the_current_stream():
+    key, value, k_pages, v_pages, slots = small()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
+        copy = k_pages.clone()
+    stream.synchronize()
+    assert torch.equal(copy.view(12, 2, 64)[:4], key)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck(implementation, dtype):
+    key, value, k_pages, v_pages, slots = small()
+    key, value, k_pages, v_pages = (t.to(dtype) for t in (key, value, k_pages, v_pages))
+    torch.library.opcheck(torch.ops.prefixkit.kv_append.default, (key, value, k_pages, v_pages, slots))
+    torch.library.opcheck(torch.ops.prefixkit.kv_copy.default, (k_pages, v_pages, slots, slots + 4))
+    out, lse = torch.randn(3, 2, 64, device=GPU), torch.randn(3, 2, device=GPU)
+    indptr, indices = (torch.tensor(x, dtype=torch.int32, device=GPU) for x in ([0, 1, 1, 3], [2, 0, 1]))
+    torch.library.opcheck(torch.ops.prefixkit.merge_states.default, (out, lse, indptr, indices))
+
+
+def test_the_fakes_and_the_gpu_agree_on_every_op():
+    for schema in ops.SCHEMAS:
+        name = schema.partition("(")[0]
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"prefixkit::{name}", "CUDA")
