@@ -1,6 +1,6 @@
 """What a call costs the CPU on a GPU machine: starting cold and warm, sixteen processes at once, and each op call.
 
-    python benchmarks/launch.py --out results/launch.json
+python benchmarks/launch.py --out results/launch.json
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ print(ready - began, time.perf_counter() - ready)
 
 def starts(cache: str, processes: int) -> list[dict[str, float]]:
     """Seconds to import torch and touch the GPU, and from there to the first result, of processes that start together."""
-    environment = {**os.environ, "PREFIXKIT_CACHE": cache, "PYTHONPATH": os.pathsep.join(["."] + sys.path[1:])}
+    environment = {**os.environ, "PREFIXKIT_CACHE": cache, "PYTHONPATH": os.pathsep.join([".", *sys.path[1:]])}
     running = [
         subprocess.Popen([sys.executable, "-c", FIRST], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(processes)

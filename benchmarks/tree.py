@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -191,7 +192,12 @@ def main() -> None:
     rng = np.random.default_rng(arguments.seed)
     cases = [(1, 0), (16, 0), (128, 0), (1, 100_000), (16, 100_000)]
     results = {
-        "machine": {"processor": processor(), "python": platform.python_version(), "numpy": np.__version__},
+        "machine": {
+            "processor": processor(),
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "load": os.getloadavg()[0],
+        },
         "seed": arguments.seed,
         "build": measure_build(rng, arguments.repeats),
         "linearity": measure_linearity(rng, arguments.repeats),

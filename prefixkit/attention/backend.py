@@ -63,7 +63,9 @@ def wanted() -> str | None:
     """
     name = os.environ.get(VARIABLE, "").strip().lower()
     if name and name not in NAMES:
-        raise BackendError(f"{VARIABLE} must be one of {', '.join(NAMES)}, or unset for the best there is; got {name!r}")
+        raise BackendError(
+            f"{VARIABLE} must be one of {', '.join(NAMES)}, or unset for the best there is; got {name!r}"
+        )
     return name or None
 
 
@@ -145,9 +147,7 @@ def ops_for(device: torch.device) -> Ops:
         return Ops(cuda_ops.kv_append, cuda_ops.kv_copy, cuda_ops.merge_states, cuda_ops.tree_attention)
     from prefixkit.attention import torch_backend
 
-    return Ops(
-        torch_backend.kv_append, torch_backend.kv_copy, torch_backend.merge_states, torch_backend.tree_attention
-    )
+    return Ops(torch_backend.kv_append, torch_backend.kv_copy, torch_backend.merge_states, torch_backend.tree_attention)
 
 
 def _index(device: torch.device) -> int:

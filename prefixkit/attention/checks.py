@@ -9,6 +9,8 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WORK = ("items", "segment_indptr", "segments", "merge_indptr", "merge_indices")
+# A plan packed for the GPU's kernels, as csrc/plan.cuh describes it.
+PACKED = ("counts", "wide", "narrow", "segments", "merge_indptr", "merge_indices")
 NODES = ("start", "length", "page_indptr", "pages", "first_slot")
 
 
@@ -113,17 +115,39 @@ def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Te
 def check_work(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
     """The arguments of ``tree_attention`` that are the same in all layers of a step, for ``rows`` queries."""
     op = "tree_attention"
-    for group, names, tensors in (("work", WORK, work), ("nodes", NODES, nodes)):
-        if len(tensors) != len(names):
-            raise BadShape(f"{op}: {group} must be the {len(names)} tensors {', '.join(names)}, got {len(tensors)}")
-        for name, tensor in zip(names, tensors, strict=True):
-            _dtype(op, f"{group}.{name}", tensor, (torch.int32,))
-            _device(op, f"{group}.{name}", tensor, work[0].device)
+    _group(op, "work", WORK, work, work[0].device)
     items, segment_indptr, segments, merge_indptr, _ = work
     _shape(op, "work.items", items, "[items, 6]", items.ndim == 2 and items.shape[1] == 6)
     _shape(op, "work.segments", segments, "[segments, 3]", segments.ndim == 2 and segments.shape[1] == 3)
     _shape(op, "work.segment_indptr", segment_indptr, "[items + 1]", segment_indptr.shape[0] == items.shape[0] + 1)
     _shape(op, "work.merge_indptr", merge_indptr, f"[{rows} + 1] (rows of q)", merge_indptr.shape[0] == rows + 1)
+    _nodes(op, nodes, work[0].device)
+
+
+def check_packed(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
+    """The same for a plan as the GPU's kernels take it; buffers may be larger than what they hold."""
+    op = "tree_attention"
+    _group(op, "work", PACKED, work, work[0].device)
+    counts, wide, narrow, segments, merge_indptr, _ = work
+    _shape(op, "work.counts", counts, "[8]", counts.shape == (8,))
+    _shape(op, "work.wide", wide, "[items, 8]", wide.ndim == 2 and wide.shape[1] == 8)
+    _shape(op, "work.narrow", narrow, "[items, 8]", narrow.ndim == 2 and narrow.shape[1] == 8)
+    _shape(op, "work.segments", segments, "[segments, 3]", segments.ndim == 2 and segments.shape[1] == 3)
+    fits = merge_indptr.ndim == 1 and merge_indptr.shape[0] > rows
+    _shape(op, "work.merge_indptr", merge_indptr, f"[{rows} + 1] or more (rows of q)", fits)
+    _nodes(op, nodes, work[0].device)
+
+
+def _group(op: str, group: str, names: Sequence[str], tensors: Sequence[Tensor], device: torch.device) -> None:
+    if len(tensors) != len(names):
+        raise BadShape(f"{op}: {group} must be the {len(names)} tensors {', '.join(names)}, got {len(tensors)}")
+    for name, tensor in zip(names, tensors, strict=True):
+        _dtype(op, f"{group}.{name}", tensor, (torch.int32,))
+        _device(op, f"{group}.{name}", tensor, device)
+
+
+def _nodes(op: str, nodes: Sequence[Tensor], device: torch.device) -> None:
+    _group(op, "nodes", NODES, nodes, device)
     start, length, page_indptr, _, first_slot = nodes
     for name, tensor, extra in (("length", length, 0), ("page_indptr", page_indptr, 1), ("first_slot", first_slot, 0)):
         expected = f"[{start.shape[0] + extra}] ({start.shape[0]} nodes)"

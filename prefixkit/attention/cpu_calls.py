@@ -82,7 +82,13 @@ def make_call(pieces: Pieces, batch: Array, q_positions: Array, heads: Heads, va
     causal = plain and kind == SQUARE and (scoring is None or visible is None)
     folded = plain and not causal and heads.group > 1 and most < cpu_tuning.TUNING.fold_rows
     consecutive = bool(np.all(np.diff(row_grid.reshape(-1)) == 1))
-    hidden = plain and visible is not None
+    mask = empty = None
+    if plain and visible is not None:
+        mask = _mask(visible, most, heads, folded)
+        empty = None if scoring is None else _empty(visible, most, heads, folded)  # padding alone empties no row
+    slots = None
+    if not single_run:
+        slots = _padded(ranges(pieces.slot[runs], pieces.count[runs]), tokens, longest).reshape(-1)
     return Call(
         batch=len(batch),
         rows=most,
@@ -90,13 +96,11 @@ def make_call(pieces: Pieces, batch: Array, q_positions: Array, heads: Heads, va
         first_row=int(row_grid[0, 0]) if consecutive else -1,
         row_index=None if consecutive else torch.from_numpy(row_grid.reshape(-1)),
         first_slot=int(pieces.slot[runs[0]]) if single_run else -1,
-        slot_index=None
-        if single_run
-        else torch.from_numpy(_padded(ranges(pieces.slot[runs], pieces.count[runs]), tokens, longest).reshape(-1)),
+        slot_index=None if slots is None else torch.from_numpy(slots),
         causal=causal,
         folded=folded,
-        mask=_mask(visible, most, heads, folded) if hidden and visible is not None else None,
-        empty=_empty(visible, most, heads, folded) if hidden and visible is not None and scoring is not None else None,
+        mask=mask,
+        empty=empty,
         scoring=None if plain else scoring,
     )
 
@@ -118,8 +122,7 @@ def _scoring(
     q = torch.from_numpy(q_position)[:, None, :, None]
     kv = torch.from_numpy(kv_position)[:, None, None, :]
     if kind == SQUARE:
-        triangle = torch.ones(q.shape[2], kv.shape[3], dtype=torch.bool).tril()[None, None]
-        base = triangle
+        base = torch.ones(q.shape[2], kv.shape[3], dtype=torch.bool).tril()[None, None]
     elif kind == MASKED:
         base = kv <= q
     else:

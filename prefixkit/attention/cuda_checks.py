@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefixkit.attention.cpu_pieces import ranges
 from prefixkit.attention.formats import OPEN
 
 Array = NDArray[np.int64]
@@ -40,38 +41,62 @@ def check_merge_numbers(op: str, partials: int, indptr: Tensor, indices: Tensor)
     _merge_numbers(op, partials, *(tensor.cpu().numpy().astype(np.int64) for tensor in (indptr, indices)))
 
 
-def check_plan_numbers(rows: int, pages: Sequence[int], kv_heads: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
+def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
     """BadPlan: an item, a segment, a node or a page points outside.  ``pages`` is (number of pages, page size)."""
     if _capturing(work[0]):
         return
-    items, segment_indptr, segments, merge_indptr, merge_indices = (t.cpu().numpy().astype(np.int64) for t in work)
-    start, length, page_indptr, page, first_slot = (t.cpu().numpy().astype(np.int64) for t in nodes)
     op = "tree_attention"
+    counts, wide, narrow, segments, merge_indptr, merge_indices = (t.cpu().numpy().astype(np.int64) for t in work)
+    length = _check_tree(op, pages, [t.cpu().numpy().astype(np.int64) for t in nodes])
+    if counts[0] > len(wide) or counts[1] > len(narrow) or counts[2] != rows or counts[:4].min() < 0:
+        raise BadPlan(
+            f"{op}: counts say {counts[0]} wide items, {counts[1]} narrow ones, {counts[2]} rows; the lists hold "
+            f"{len(wide)} and {len(narrow)}, and q has {rows} rows"
+        )
+    items = np.concatenate((wide[: counts[0]], narrow[: counts[1]]))
+    q_begin, q_end, partial, first = items.T[:4]
+    count = items[:, 4] >> 1
+    if len(items) and (q_begin.min() < 0 or q_end.max() > rows or np.any(q_begin > q_end)):
+        raise BadPlan(f"{op}: items take queries {q_begin.min()}..{q_end.max()}, but q has {rows} rows")
+    if len(items) and (first.min() < 0 or (first + count).max() > len(segments) or count.min() < 1):
+        raise BadPlan(
+            f"{op}: items take segments {first.min()}..{(first + count).max()}, but there are {len(segments)}"
+        )
+    used = segments[ranges(first, count)] if len(items) else segments[:0]
+    _check_segments(op, np.concatenate((used, items[:, 5:8])), length)
+    written = partial >= 0
+    partials = int((partial[written] + q_end[written] - q_begin[written]).max(initial=0))
+    if partials > counts[3]:
+        raise BadPlan(f"{op}: items write {partials} partial rows, but counts say {counts[3]}")
+    _merge_numbers(op, partials, merge_indptr[: rows + 1], merge_indices)
+
+
+def _check_tree(op: str, pages: Sequence[int], nodes: Sequence[Array]) -> Array:
+    """The nodes' lengths, once their pages are known to exist and to hold that many tokens."""
+    _, length, page_indptr, page, first_slot = nodes
     num_pages, page_size = pages
-    if len(page) and (page.min() < 0 or page.max() >= num_pages):
-        raise BadPlan(f"{op}: nodes.pages must be 0..{num_pages - 1}, got {page.min()}..{page.max()}: of another pool?")
+    used = page[: page_indptr[-1]]
+    if len(used) and (used.min() < 0 or used.max() >= num_pages):
+        raise BadPlan(f"{op}: nodes.pages must be 0..{num_pages - 1}, got {used.min()}..{used.max()}: of another pool?")
     _partition(op, "nodes.page_indptr", page_indptr, len(page), "pages")
     room = np.diff(page_indptr) * page_size - first_slot
     short = np.flatnonzero((length > 0) & (length > room))
     if len(short):
         node = int(short[0])
         raise BadPlan(f"{op}: node {node} has {length[node]} tokens, but its pages have room for {room[node]}")
-    _partition(op, "work.segment_indptr", segment_indptr, len(segments), "segments")
+    return length
+
+
+def _check_segments(op: str, segments: Array, length: Array) -> None:
     node, begin, end = segments.T
-    if len(node) and (node.min() < 0 or node.max() >= len(start)):
-        raise BadPlan(f"{op}: segments name nodes {node.min()}..{node.max()}, but the tree has {len(start)}: of another tree?")
+    if len(node) and (node.min() < 0 or node.max() >= len(length)):
+        raise BadPlan(
+            f"{op}: segments name nodes {node.min()}..{node.max()}, but the tree has {len(length)}: of another tree?"
+        )
     wrong = (begin < 0) | ((end != OPEN) & (end > length[node]))
     if np.any(wrong):
         n, b, e = segments[np.argmax(wrong)]
         raise BadPlan(f"{op}: a segment reads tokens {b}..{e} of node {n}, which has {length[n]}: of an older tree?")
-    q_begin, q_end, head = items[:, 0], items[:, 1], items[:, 4]
-    if len(items) and (q_begin.min() < 0 or q_end.max() > rows or np.any(q_begin > q_end)):
-        raise BadPlan(f"{op}: items take queries {q_begin.min()}..{q_end.max()}, but q has {rows} rows")
-    if len(items) and (head.min() < -1 or head.max() >= kv_heads):
-        raise BadPlan(f"{op}: items name KV heads {head.min()}..{head.max()}, but there are {kv_heads}: of another model?")
-    written = items[:, 3] >= 0
-    partials = int((items[written, 3] + q_end[written] - q_begin[written]).max(initial=0))
-    _merge_numbers(op, partials, merge_indptr, merge_indices)
 
 
 def _merge_numbers(op: str, partials: int, indptr: Array, indices: Array) -> None:

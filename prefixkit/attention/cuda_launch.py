@@ -74,6 +74,7 @@ def launch(
     block: int,
     shared: int = 0,
     describe: Callable[[], str] = str,
+    together: bool = False,
 ) -> None:
     """Start a kernel on the current stream of its device.
 
@@ -83,6 +84,7 @@ def launch(
         grid, block: Blocks, and threads of one.
         shared: Bytes of dynamic shared memory per block.
         describe: What to say of the call in an error.
+        together: All blocks must be on the GPU at once, because they wait for each other.
 
     Raises:
         CudaError: the driver refuses, or in checked mode the kernel fails.
@@ -97,12 +99,18 @@ def launch(
         _buffer.devices.add(device)
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
-            return launch(function, layout, values, grid, block, shared, describe)
+            return launch(function, layout, values, grid, block, shared, describe, together)
     if shared > FREE_SHARED and _shared.get(function.handle, 0) < shared:
         _allow_shared(function, shared, describe)
     layout.packer.pack_into(_buffer.bytes, 0, *values)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    (status,) = driver.cuLaunchKernel(function.handle, *grid, block, 1, 1, shared, stream, _buffer.address, 0)
+    if together:
+        # Of two kernels whose blocks wait, each could hold half of the GPU for ever; the driver starts such kernels whole.
+        (status,) = driver.cuLaunchCooperativeKernel(
+            function.handle, *grid, block, 1, 1, shared, stream, _buffer.address
+        )
+    else:
+        (status,) = driver.cuLaunchKernel(function.handle, *grid, block, 1, 1, shared, stream, _buffer.address, 0)
     if int(status):
         fail(int(status), f"launch of {function.name}, grid {grid}, {block} threads, {shared} B shared", describe)
     if checked() and not torch.cuda.is_current_stream_capturing():

@@ -18,11 +18,7 @@ from prefixkit.attention import jit
 from prefixkit.attention.checks import check_append, check_copy, check_merge
 from prefixkit.attention.cuda_checks import check_merge_numbers, check_slot_numbers
 from prefixkit.attention.cuda_launch import Layout, checked, launch
-from prefixkit.attention.nvrtc import Unit
-
-WIDTHS = (16, 8, 4, 2)
-APPEND = Unit("append_copy.cu", tuple(f"prefixkit::kv_{way}<{width}>" for way in ("append", "gather") for width in WIDTHS))
-MERGE = Unit("merge_states.cu", ("prefixkit::merge_states<1>", "prefixkit::merge_states<4>"))
+from prefixkit.attention.cuda_units import APPEND, MERGE, WIDTHS
 
 # Pointers of rows and pages, slots; strides of K rows, V rows, K pages, V pages; slots; tokens, heads, vectors, page size.
 _MOVE = Layout("PPPPP qq qq qqq qqq q iiii".replace(" ", ""))
@@ -52,11 +48,6 @@ def _remember(key: Hashable, ready: _T) -> _T:
     return ready
 
 
-def units() -> tuple[Unit, ...]:
-    """What these ops compile, whatever the model."""
-    return APPEND, MERGE
-
-
 def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """``kv_append``; tokens whose slot does not exist are skipped, so that graphs can pad with slot -1."""
     pointers = (key.data_ptr(), value.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr())
@@ -72,7 +63,9 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
     if checked():
         num_slots = k_pages.shape[0] * k_pages.shape[1]
         check_slot_numbers("kv_append", "slots", slots[slots != -1], num_slots, distinct=True)
-    launch(ready.function, _MOVE, pointers + ready.constants, ready.grid, _MOVE_THREADS, 0, _say("kv_append", key, k_pages))
+    launch(
+        ready.function, _MOVE, pointers + ready.constants, ready.grid, _MOVE_THREADS, 0, _say("kv_append", key, k_pages)
+    )
 
 
 def kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from prefixkit.attention import kernel_cache
@@ -62,7 +63,7 @@ def binary(unit: Unit, arch: str) -> Binary:
     return found
 
 
-def _make(unit: Unit, arch: str, place: kernel_cache.Path) -> Binary:
+def _make(unit: Unit, arch: str, place: Path) -> Binary:
     with kernel_cache.making(place):
         found = kernel_cache.read(place) if place.exists() else None  # another process may have been first
         if found is not None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -41,12 +43,14 @@ class Unit:
         file: Name of the source in ``root``.
         names: C++ name expressions of its kernels, such as ``"prefixkit::kv_append<16>"``.
         defines: ``(macro, value)`` pairs.
+        headers: ``(name, text)`` of headers that are made and not in ``root``.
         root: The folder of the source and of all it includes.
     """
 
     file: str
     names: tuple[str, ...]
     defines: tuple[tuple[str, str], ...] = ()
+    headers: tuple[tuple[str, str], ...] = ()
     root: Path = CSRC
 
     def __str__(self) -> str:
@@ -89,8 +93,8 @@ def sources(unit: Unit) -> dict[str, str]:
     Raises:
         CompileError: one of them is not there.
     """
-    found: dict[str, str] = {}
-    waiting = [unit.file]
+    found = dict(unit.headers)
+    waiting = [unit.file, *(name for text in found.values() for name in _INCLUDE.findall(text))]
     while waiting:
         name = waiting.pop()
         if name in found:
@@ -115,11 +119,11 @@ def nvrtc_version() -> tuple[int, int]:
         from cuda.bindings import nvrtc
 
         del cuda
-        error, major, minor = nvrtc.nvrtcVersion()
+        status, major, minor = nvrtc.nvrtcVersion()
     except Exception as error:  # a missing package, or a library that does not load, which has its own exception types
         raise NvrtcMissing(f"cuda-core with NVRTC cannot be used ({error}); {REMEDY}") from error
-    if int(error):
-        raise NvrtcMissing(f"NVRTC answered {error}; {REMEDY}")
+    if int(status):
+        raise NvrtcMissing(f"NVRTC answered {status}; {REMEDY}")
     return int(major), int(minor)
 
 
@@ -160,25 +164,45 @@ def compile_unit(unit: Unit, arch: str) -> Binary:
         CompileError: the source, with the compiler's own words.
     """
     nvrtc_version()
+    text = sources(unit)[unit.file]
+    with _folders(unit) as folders:
+        code, log = _compile(unit, text, arch, folders)
+    symbols = {name: _text(code.symbol_mapping[name]) for name in unit.names}
+    said = dict(_reports(log))
+    return Binary(
+        cubin=bytes(code.code),
+        symbols=symbols,
+        resources={name: said[symbol] for name, symbol in symbols.items() if symbol in said},
+        warnings=tuple(line for line in log.splitlines() if "warning" in line.lower()),
+    )
+
+
+@contextmanager
+def _folders(unit: Unit) -> Iterator[list[str]]:
+    """Where NVRTC looks for headers."""
+    if not unit.headers:
+        yield [str(unit.root)]
+        return
+    with TemporaryDirectory() as made:
+        for name, text in unit.headers:
+            (Path(made) / name).write_text(text)
+        yield [str(unit.root), made]
+
+
+def _compile(unit: Unit, text: str, arch: str, folders: list[str]) -> tuple[Any, str]:
+    """cuda-core's object code, and what NVRTC and ptxas said."""
     from cuda.core import Program, ProgramOptions
 
-    text = sources(unit)[unit.file]
     options = ProgramOptions(
-        name=unit.file, arch=arch, define_macro=list(unit.defines) or None, include_path=[str(unit.root)], **_FLAGS
+        name=unit.file, arch=arch, define_macro=list(unit.defines) or None, include_path=folders, **_FLAGS
     )
     log = StringIO()
     try:
         code = Program(text, "c++", options).compile("cubin", name_expressions=unit.names, logs=log)
     except Exception as error:  # cuda-core has its own exception types, one per library
-        raise CompileError(f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile {unit} for {arch}: {error}") from error
-    symbols = {name: _text(code.symbol_mapping[name]) for name in unit.names}
-    said = dict(_reports(log.getvalue()))
-    return Binary(
-        cubin=bytes(code.code),
-        symbols=symbols,
-        resources={name: said[symbol] for name, symbol in symbols.items() if symbol in said},
-        warnings=tuple(line for line in log.getvalue().splitlines() if "warning" in line.lower()),
-    )
+        version = ".".join(map(str, nvrtc_version()))
+        raise CompileError(f"NVRTC {version} cannot compile {unit} for {arch}: {error}") from error
+    return code, log.getvalue()
 
 
 def _text(symbol: Any) -> str:

@@ -313,9 +313,16 @@ def _block(pieces: Pieces, batch: Array, q_positions: Array, device: torch.devic
     grid = begin[:, None] + np.minimum(np.arange(longest), tokens[:, None] - 1)
     slot = ranges(pieces.slot[runs], pieces.count[runs])[grid]
     position = ranges(pieces.position[runs], pieces.count[runs])[grid]
-    arrays = (row, slot, tokens, q_positions[row], position)
+
+    def moved(array: Array) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
     block = Block(
-        *(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays),
+        row=moved(row),
+        slot=moved(slot),
+        tokens=moved(tokens),
+        q_position=moved(q_positions[row]),
+        kv_position=moved(position),
         causal=int(pieces.kind[batch[0]]) != DENSE,
         padded=bool(np.any(tokens != longest)),
     )
@@ -323,5 +330,7 @@ def _block(pieces: Pieces, batch: Array, q_positions: Array, device: torch.devic
 
 
 def _moved(merge: Merge, device: torch.device) -> Merge:
-    levels = tuple(replace(level, index=None if level.index is None else level.index.to(device)) for level in merge.levels)
+    levels = tuple(
+        replace(level, index=None if level.index is None else level.index.to(device)) for level in merge.levels
+    )
     return replace(merge, levels=levels, place=None if merge.place is None else merge.place.to(device))

@@ -26,6 +26,24 @@ MaskMod = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
+class Body:
+    """The functions of a variant once more, in C++ for the GPU's kernels.
+
+    Both are expressions of ``float score``, ``int q_position, kv_position, head`` (of the query) and ``const float* p``, the
+    parameters: values are not compiled in, so layers that differ in them share a kernel.
+
+    Attributes:
+        score: The new score, or None.
+        mask: Whether the key is visible, or None.
+        parameters: ``[n]`` float32.
+    """
+
+    score: str | None
+    mask: str | None
+    parameters: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Variant:
     """A variant of causal attention.  Tensors that it captures must not change afterwards.
 
@@ -36,6 +54,8 @@ class Variant:
         reach: A query at position ``p`` sees keys at positions in ``(p - reach, p]`` only, so that blocks of KV out of reach
             are never read.  A promise: ``mask_mod`` must hide what is out of reach.  None for no limit.
         sinks: ``[heads]`` float32 logits that join the softmax's denominator, with no value behind them, or None.
+        bodies: ``score_mod`` and ``mask_mod`` in C++, in their order; None if there is no such text, and plain torch has to
+            serve on a GPU too.
 
     Raises:
         ValueError: ``reach`` below 1 or without a ``mask_mod``; ``sinks`` that are not one row of finite numbers.
@@ -46,6 +66,7 @@ class Variant:
     mask_mod: MaskMod | None = None
     reach: int | None = None
     sinks: Tensor | None = None
+    bodies: tuple[Body, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -61,7 +82,7 @@ class Variant:
             )
 
 
-CAUSAL = Variant("causal")
+CAUSAL = Variant("causal", bodies=())
 
 _REGISTRY: dict[str, Variant] = {"causal": CAUSAL}
 
@@ -113,7 +134,8 @@ def sliding_window(size: int) -> Variant:
     def mask_mod(q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
         return q_position - kv_position < size
 
-    return Variant(f"sliding_window({size})", mask_mod=mask_mod, reach=size)
+    body = Body(None, "q_position - kv_position < __float_as_int(p[0])", _word(size))
+    return Variant(f"sliding_window({size})", mask_mod=mask_mod, reach=size, bodies=(body,))
 
 
 def soft_cap(cap: float) -> Variant:
@@ -129,7 +151,8 @@ def soft_cap(cap: float) -> Variant:
     def score_mod(score: Tensor, q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
         return bound * torch.tanh(score / bound)
 
-    return Variant(f"soft_cap({bound:g})", score_mod=score_mod)
+    body = Body("p[0] * tanhf(score / p[0])", None, torch.tensor([bound], dtype=torch.float32))
+    return Variant(f"soft_cap({bound:g})", score_mod=score_mod, bodies=(body,))
 
 
 def alibi(slopes: Tensor | Sequence[float]) -> Variant:
@@ -146,7 +169,8 @@ def alibi(slopes: Tensor | Sequence[float]) -> Variant:
     def score_mod(score: Tensor, q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
         return score + per_head.to(score.device)[head] * (kv_position - q_position)
 
-    return Variant(f"alibi({len(per_head)} heads)", score_mod=score_mod)
+    body = Body("score + p[head] * float(kv_position - q_position)", None, per_head)
+    return Variant(f"alibi({len(per_head)} heads)", score_mod=score_mod, bodies=(body,))
 
 
 def attention_sinks(logits: Tensor | Sequence[float]) -> Variant:
@@ -159,7 +183,7 @@ def attention_sinks(logits: Tensor | Sequence[float]) -> Variant:
         ValueError: they are not one row of finite numbers.
     """
     per_head = _per_head("attention_sinks", "logits", logits)
-    return Variant(f"attention_sinks({len(per_head)} heads)", sinks=per_head)
+    return Variant(f"attention_sinks({len(per_head)} heads)", sinks=per_head, bodies=())
 
 
 def _per_head(factory: str, name: str, values: Tensor | Sequence[float]) -> Tensor:
@@ -193,7 +217,22 @@ def compose(*variants: Variant) -> Variant:
         mask_mod=_all_of(part.mask_mod for part in parts),
         reach=min((part.reach for part in parts if part.reach is not None), default=None),
         sinks=sinks[0] if sinks else None,
+        bodies=_all_bodies(parts),
     )
+
+
+def _all_bodies(variants: Sequence[Variant]) -> tuple[Body, ...] | None:
+    bodies: list[Body] = []
+    for variant in variants:
+        if variant.bodies is None:
+            return None
+        bodies += variant.bodies
+    return tuple(bodies)
+
+
+def _word(number: int) -> Tensor:
+    """An integer's 32 bits among float32 parameters."""
+    return torch.tensor([min(number, 2**31 - 1)], dtype=torch.int32).view(torch.float32)
 
 
 def is_causal(variant: Variant) -> bool:

@@ -26,7 +26,6 @@ def facts() -> list[tuple[str, str]]:
 
     from prefixkit.demo.cache import cache_dir
 
-    backend, reason = backend_and_reason()
     return [
         ("prefixkit", _installed("prefixkit")),
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
@@ -38,23 +37,19 @@ def facts() -> list[tuple[str, str]]:
         ),
         ("CPU kernels", torch.backends.cpu.get_cpu_capability()),
         ("GPU", _gpus()),
-        ("backend", f"{backend}: {reason}"),
+        ("backend", backend()),
         ("cache", str(cache_dir())),
     ]
 
 
-def backend_and_reason() -> tuple[str, str]:
-    """The backend of `torch.ops.prefixkit` for the best device here, and why it is that one."""
-    import torch
+def backend() -> str:
+    """What would run the ops on the best device here, and why; or why nothing can."""
+    from prefixkit.attention.backend import BackendError, best
 
-    import prefixkit.attention.ops  # noqa: F401  (declares the ops)
-
-    if not torch.cuda.is_available():
-        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
-        return "cpu", f"torch sees no CUDA device (it {built})"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("prefixkit::tree_attention", "CUDA"):
-        return "cpu", "a CUDA device is here, but this version of prefixkit has no CUDA kernel"
-    return "cuda", "a CUDA device is here, and tree_attention has a kernel for it"
+    try:
+        return str(best())
+    except BackendError as error:
+        return f"none: {error}"
 
 
 def _installed(package: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prefixkit.attention import jit, kernel_cache, nvrtc
-from prefixkit.attention.nvrtc import CompileError, NvrtcMissing, UnsupportedArch, Unit, arch_for
+from prefixkit.attention.nvrtc import CompileError, NvrtcMissing, Unit, UnsupportedArch, arch_for
 
 try:
     nvrtc.nvrtc_version()
@@ -90,6 +90,17 @@ def test_a_missing_header_is_named(unit):
         jit.binary(unit, "sm_90a")
 
 
+def test_headers_that_are_made_count_like_those_in_the_folder(unit):
+    made = replace(unit, headers=(("extra.cuh", '#include "scale.cuh"\nconstexpr float TWICE = 2 * SCALE;'),))
+    text = SOURCE.replace('"scale.cuh"', "HEADER").replace("SCALE *", "TWICE *")
+    (unit.root / "f.cu").write_text(text)
+    made = replace(made, defines=(("HEADER", '"extra.cuh"'),))
+    assert jit.binary(made, "sm_90a").cubin
+    assert nvrtc.sources(made).keys() == {"f.cu", "extra.cuh", "scale.cuh"}
+    other = replace(made, headers=(("extra.cuh", '#include "scale.cuh"\nconstexpr float TWICE = SCALE;'),))
+    assert kernel_cache.entry(made, "sm_90a", (13, 0)) != kernel_cache.entry(other, "sm_90a", (13, 0))
+
+
 def test_what_was_compiled_is_found_in_memory_and_on_disk(unit, compiled, monkeypatch, caplog):
     first = jit.binary(unit, "sm_90a")
     assert jit.binary(unit, "sm_90a") is first
@@ -115,7 +126,9 @@ def test_whatever_the_machine_code_depends_on_makes_another_entry(unit, monkeypa
     assert len({place, *others}) == 7
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-9] + b"x" + data[-8:]])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-9] + b"x" + data[-8:]]
+)
 def test_a_damaged_entry_is_noticed_and_made_again(unit, compiled, damage, monkeypatch, caplog):
     first = jit.binary(unit, "sm_90a")
     place = kernel_cache.entry(unit, "sm_90a", nvrtc.nvrtc_version())
@@ -179,7 +192,7 @@ print(len(made.cubin))
 
 def test_many_processes_at_once_compile_once(unit):
     command = [sys.executable, "-c", PROCESS, str(unit.root)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["."] + sys.path[1:])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path[1:]])}
     running = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(4)
@@ -204,16 +217,26 @@ def test_a_lock_that_nobody_lets_go_of_delays_but_does_not_stop(unit, compiled, 
 SUPPORTED = (75, 80, 86, 89, 90, 100, 103, 120)
 
 
-@pytest.mark.parametrize(
-    ("capability", "arch"),
-    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_86"), ((8, 9), "sm_89"), ((9, 0), "sm_90a")]
-    + [((10, 0), "sm_100"), ((10, 3), "sm_103"), ((12, 1), "sm_120")],
-)
+ARCHS = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100",
+    (10, 3): "sm_103",
+    (12, 1): "sm_120",
+}
+
+
+@pytest.mark.parametrize(("capability", "arch"), ARCHS.items())
 def test_code_is_for_the_gpu_or_the_nearest_before_it(capability, arch):
     assert arch_for(capability, SUPPORTED) == arch
 
 
-@pytest.mark.parametrize(("capability", "words"), [((7, 5), "8.0 or later"), ((13, 0), "does not know; install a newer")])
+@pytest.mark.parametrize(
+    ("capability", "words"), [((7, 5), "8.0 or later"), ((13, 0), "does not know; install a newer")]
+)
 def test_other_gpus_are_refused_by_name(capability, words):
     with pytest.raises(UnsupportedArch, match=words):
         arch_for(capability, SUPPORTED)

@@ -36,7 +36,10 @@ def dense(case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.floa
     kv_heads, page_size = k.shape[2], k.shape[1]
     where = slots.clamp(min=0)
     number = torch.arange(heads, device=GPU)[:, None, None]
-    out, lse = torch.empty(rows, heads, head_dim, dtype=dtype, device=GPU), torch.empty(rows, heads, dtype=dtype, device=GPU)
+    out, lse = (
+        torch.empty(rows, heads, head_dim, dtype=dtype, device=GPU),
+        torch.empty(rows, heads, dtype=dtype, device=GPU),
+    )
     for row in range(0, rows, 64):
         part = slice(row, row + 64)
         keys, values = (
@@ -55,7 +58,9 @@ def dense(case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.floa
         if variant.sinks is not None:
             lse[part] = torch.logaddexp(lse[part], variant.sinks.to(lse))
         weight = torch.exp(score - lse[part].masked_fill(lse[part] == -torch.inf, 0.0)[..., None])
-        out[part] = torch.einsum("rhl,rlhd->rhd", weight.to(dtype), values.masked_fill((slots[part] < 0)[:, :, None, None], 0.0))
+        out[part] = torch.einsum(
+            "rhl,rlhd->rhd", weight.to(dtype), values.masked_fill((slots[part] < 0)[:, :, None, None], 0.0)
+        )
     return out, lse
 
 

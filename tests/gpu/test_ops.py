@@ -105,7 +105,7 @@ def small() -> tuple[torch.Tensor, ...]:
 def test_bad_arguments_are_named_before_anything_is_launched(implementation):
     key, value, k_pages, v_pages, slots = small()
     append = torch.ops.prefixkit.kv_append
-    with pytest.raises(BadDtype, match="kv_append: key must be torch.float32 like the pages, got torch.float16"):
+    with pytest.raises(BadDtype, match=r"kv_append: key must be torch.float32 like the pages, got torch.float16"):
         append(key.half(), value, k_pages, v_pages, slots)
     with pytest.raises(BadDevice, match="kv_append: value is on cpu"):
         append(key, value.cpu(), k_pages, v_pages, slots)
@@ -113,7 +113,7 @@ def test_bad_arguments_are_named_before_anything_is_launched(implementation):
         append(key, value[:, :1], k_pages, v_pages, slots)
     with pytest.raises(BadShape, match="stride 1 over head_dim"):
         append(key, value, k_pages.transpose(2, 3).contiguous().transpose(2, 3), v_pages, slots)
-    with pytest.raises(BadDtype, match="slots must be torch.int64"):
+    with pytest.raises(BadDtype, match=r"slots must be torch.int64"):
         append(key, value, k_pages, v_pages, slots.int())
     assert not k_pages.any()
 
@@ -127,7 +127,7 @@ def test_slots_that_do_not_exist_are_refused_in_checked_mode(checked):
     with pytest.raises(IndexError, match=r"kv_copy: source must be 0..11"):
         torch.ops.prefixkit.kv_copy(k_pages, v_pages, slots - 1, slots)
     out, lse = torch.zeros(2, 1, 4, device=GPU), torch.zeros(2, 1, device=GPU)
-    with pytest.raises(BadPlan, match="merge_indices must be 0..1"):
+    with pytest.raises(BadPlan, match=r"merge_indices must be 0..1"):
         torch.ops.prefixkit.merge_states(
             out, lse, *(torch.tensor(x, dtype=torch.int32, device=GPU) for x in ([0, 2], [0, 2]))
         )

@@ -71,7 +71,9 @@ def variants(heads: int, rng: np.random.Generator) -> list[Variant]:
         soft_cap(3.0),
         alibi(rng.random(heads)),
         attention_sinks(rng.standard_normal(heads)),
-        compose(sliding_window(5), soft_cap(2.0), alibi(rng.random(heads)), attention_sinks(rng.standard_normal(heads))),
+        compose(
+            sliding_window(5), soft_cap(2.0), alibi(rng.random(heads)), attention_sinks(rng.standard_normal(heads))
+        ),
         CAUSAL,
     ]
 
@@ -95,7 +97,7 @@ def test_bad_arguments_are_named_before_anything_is_launched(implementation):
     call = on_gpu(case, plan_of(case, SHARE_ALL, **options))
     q, k, v, positions, work, nodes, scale, key = call.arguments()
     attend = torch.ops.prefixkit.tree_attention
-    with pytest.raises(BadDtype, match="q must be torch.bfloat16 like the pages"):
+    with pytest.raises(BadDtype, match=r"q must be torch.bfloat16 like the pages"):
         attend(q.half(), k, v, positions, work, nodes, scale, key)
     with pytest.raises(BadShape, match="q_positions must have shape"):
         attend(q, k, v, positions[1:], work, nodes, scale, key)

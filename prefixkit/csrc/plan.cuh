@@ -1,0 +1,88 @@
+// What a launch gets: tensors, the packed plan, the tree; and how a work list is walked.
+#pragma once
+#include "ptx.cuh"
+
+namespace prefixkit {
+
+#ifndef PREFIXKIT_HEAD_DIM
+#define PREFIXKIT_HEAD_DIM 128
+#endif
+constexpr int D = PREFIXKIT_HEAD_DIM;
+constexpr int ROW_CHUNKS = D / 8;                          // 16-byte pieces of a head's row
+constexpr int ROW_PITCH = (D * 2 + 127) / 128 * 128;       // bytes of a row in shared memory
+static_assert(D % 16 == 0 && D <= 256, "head sizes are multiples of 16 up to 256");
+
+struct Attention {
+    const u16* q;                 // [rows, heads, D]
+    const u16* k;                 // pages: head h of slot s of page p begins at p * page_stride + h * head_stride + s * slot_stride
+    const u16* v;
+    const long long* q_positions; // [rows]
+    u16* out;                     // [rows, heads, D]
+    float* lse;                   // [rows, heads], natural logarithm
+    float* partial_out;           // [partial rows, heads, D]
+    float* partial_lse;           // [partial rows, heads]
+    u32* sync;                    // [1] zero before the first launch; launches that may overlap need one each
+    const int* counts;            // [8] wide items, narrow items, rows, partial rows (0: nothing to merge)
+    const int4* wide;             // [2 * items] see Item
+    const int4* narrow;
+    const int* segments;          // [segments, 3] node, begin, end
+    const int* merge_indptr;      // [rows + 1]
+    const int* merge_indices;
+    const int* node_start;        // the tree
+    const int* node_length;
+    const int* page_indptr;
+    const int* pages;
+    const int* first_slot;
+    long long page_stride, head_stride, slot_stride;  // elements, multiples of 8; the same for k and v
+    int heads, kv_heads, page_size;
+    float scale;
+};
+
+// Queries [q_begin, q_end) read segments [seg_begin, seg_end); `node, begin, end` repeat the first one.
+struct Item {
+    int q_begin, q_end, partial, seg_begin, seg_end, node, begin, end, causal, head;
+};
+
+// Entry `e` of a work list: items in order, and each for all KV heads.
+DEVICE Item load_item(const int4* items, int entry, int kv_heads) {
+    const int index = entry / kv_heads;
+    const int4 a = items[2 * index], b = items[2 * index + 1];
+    Item item;
+    item.head = entry - index * kv_heads;
+    item.q_begin = a.x, item.q_end = a.y, item.partial = a.z, item.seg_begin = a.w;
+    item.seg_end = item.seg_begin + (b.x >> 1), item.causal = b.x & 1;
+    item.node = b.y, item.begin = b.z, item.end = b.w;
+    return item;
+}
+
+// Worker `w` of `n` takes one entry per round, and rounds change direction: lists run from the longest to the shortest.
+DEVICE int entry_of(int round, int worker, int workers) {
+    return round * workers + ((round & 1) ? workers - 1 - worker : worker);
+}
+
+// A slice of a node as slots of its pages.
+struct Span {
+    int pages;     // index of the node's first page in `pages`
+    int slot, end; // slots [slot, end), counted from the node's first page
+    int position;  // position of slot 0
+};
+
+// `last`: position of the last query that may look, for causal items.
+DEVICE Span load_span(const Attention& a, int node, int begin, int end, bool causal, int last) {
+    Span s;
+    const int first = a.first_slot[node], start = a.node_start[node], length = a.node_length[node];
+    s.pages = a.page_indptr[node];
+    end = min(end, length);
+    if (causal) end = min(end, last + 1 - start);
+    s.slot = first + begin;
+    s.end = first + end;
+    s.position = start - first;
+    return s;
+}
+
+// Where a slot's row begins, in 16-byte pieces.
+DEVICE u32 row_of(const Attention& a, int page, int slot_in_page, int head) {
+    return u32((page * a.page_stride + head * a.head_stride + slot_in_page * a.slot_stride) >> 3);
+}
+
+}  // namespace prefixkit

@@ -1,0 +1,113 @@
+"""Compile every kernel instantiation for every architecture, without a GPU, and hold the result against a budget.
+
+    python scripts/compile_all.py --out build/kernels.json
+
+Records registers, spills and shared memory of each kernel.  Exits with 1 if one does not compile, if the compiler warns, or if
+a kernel takes more than ``scripts/kernel_budget.json`` allows it; a kernel without a budget is an error too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prefixkit.attention.nvrtc import CompileError, Unit, compile_unit, nvrtc_version
+
+ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100")
+BUDGET = Path(__file__).with_name("kernel_budget.json")
+LIMITS = ("registers", "spill_stores", "spill_loads", "shared")
+
+
+def compile_one(job: tuple[Unit, str]) -> dict[str, Any]:
+    """One unit for one architecture, as a record for the JSON."""
+    unit, arch = job
+    began = time.perf_counter()
+    defines = {name.removeprefix("PREFIXKIT_"): value for name, value in unit.defines}
+    record: dict[str, Any] = {"file": unit.file, "defines": defines, "arch": arch}
+    try:
+        made = compile_unit(unit, arch)
+    except CompileError as error:
+        return {**record, "error": str(error), "kernels": {}}
+    return {
+        **record,
+        "seconds": round(time.perf_counter() - began, 2),
+        "bytes": len(made.cubin),
+        "warnings": made.warnings,
+        "kernels": {name: asdict(used) for name, used in made.resources.items()},
+        "unreported": sorted(set(made.symbols) - set(made.resources)),
+    }
+
+
+def allowance(budget: dict[str, dict[str, Any]], kernel: str, arch: str) -> dict[str, int] | None:
+    """What a kernel may take: the entry of its longest matching prefix, with that entry's exceptions for the arch."""
+    fitting = [prefix for prefix in budget if kernel.startswith(prefix)]
+    if not fitting:
+        return None
+    entry = budget[max(fitting, key=len)]
+    return {**{limit: entry[limit] for limit in LIMITS if limit in entry}, **entry.get(arch, {})}
+
+
+def complaints(records: Iterable[dict[str, Any]], budget: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Everything that is wrong, a line each."""
+    for record in records:
+        where = f"{record['arch']} {record['file']} {record['defines'] or ''}".strip()
+        if "error" in record:
+            yield f"{where}: {record['error']}"
+            continue
+        yield from (f"{where}: {line}" for line in record["warnings"])
+        yield from (f"{where}: no report on {name}" for name in record["unreported"])
+        for name, used in record["kernels"].items():
+            allowed = allowance(budget, name, record["arch"])
+            if allowed is None:
+                yield f"{where}: {name} has no budget in {BUDGET.name}"
+                continue
+            for limit, most in allowed.items():
+                if used[limit] > most:
+                    yield f"{where}: {name} takes {used[limit]} {limit.replace('_', ' ')}, budget {most}"
+
+
+def table(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """A line per kernel."""
+    for record in records:
+        for name, used in record["kernels"].items():
+            defines = " ".join(f"{macro}={value}" for macro, value in record["defines"].items())
+            yield (
+                f"{record['arch']:7} {name} {defines}: {used['registers']} registers, "
+                f"{used['spill_stores']}+{used['spill_loads']} B spilled, {used['shared']} B shared"
+            )
+
+
+def main() -> int:
+    from prefixkit.attention.cuda_units import units
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the record here")
+    parser.add_argument("--arch", action="append", choices=ARCHS, help="only this one; may be repeated")
+    parser.add_argument("--only", default="", help="only sources whose name contains this")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    jobs = [(unit, arch) for arch in options.arch or ARCHS for unit in units(arch) if options.only in unit.file]
+    began = time.perf_counter()
+    with ProcessPoolExecutor(options.jobs) as pool:
+        records = list(pool.map(compile_one, jobs))
+    print("\n".join(table(records)))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        found = {"nvrtc": ".".join(map(str, nvrtc_version())), "units": records}
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    wrong = list(complaints(records, json.loads(BUDGET.read_text())))
+    print(f"{len(jobs)} units in {time.perf_counter() - began:.1f} s, {len(wrong)} complaints")
+    if wrong:
+        print("\n".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

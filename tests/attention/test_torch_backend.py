@@ -1,0 +1,89 @@
+"""The torch backend, which is made for GPUs but runs anywhere, against the dense reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkit.attention import torch_backend
+from prefixkit.attention.reference import reference_attention
+from prefixkit.attention.state import State
+from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, register, sliding_window, soft_cap
+from tests.attention.forests import FOLD_ALL, SHARE_ALL, int_tensors, node_tensors, plan_of, random_case
+
+
+def head_major(pages: torch.Tensor) -> torch.Tensor:
+    return pages.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_forest_under_a_variant_equals_the_reference(seed):
+    rng = np.random.default_rng(seed)
+    case = random_case(rng)
+    heads, kv_heads = case.q.shape[1], case.k_pages.shape[2]
+    variants: list[Variant] = [
+        CAUSAL,
+        sliding_window(int(rng.integers(1, 20))),
+        soft_cap(5.0),
+        alibi(rng.random(heads)),
+        attention_sinks(rng.standard_normal(heads)),
+    ]
+    variant = variants[seed % len(variants)]
+    options = ({}, {"kv_heads": kv_heads, "num_workers": 3}, {"num_workers": 4, "min_chunk": 4})[seed % 3]
+    plan = plan_of(case, SHARE_ALL if seed % 2 else FOLD_ALL, **options)
+    out, lse = torch_backend.tree_attention(
+        case.q,
+        head_major(case.k_pages),
+        head_major(case.v_pages),
+        case.positions,
+        int_tensors(*plan.arrays()),
+        node_tensors(case),
+        case.scale,
+        register(variant),
+    )
+    exact = reference_attention(
+        case.snapshot,
+        case.row_node,
+        case.positions.numpy(),
+        case.q,
+        case.k_pages,
+        case.v_pages,
+        case.scale,
+        variant,
+    )
+    torch.testing.assert_close(out.double(), exact.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-5, atol=1e-5)
+
+
+def test_large_pieces_are_cut_to_bound_the_memory(monkeypatch):
+    case = random_case(np.random.default_rng(5))
+    monkeypatch.setattr(torch_backend, "TILE_ROWS", 4)
+    monkeypatch.setattr(torch_backend, "BLOCK_ELEMENTS", 600)
+    monkeypatch.setattr(torch_backend, "_kept", [])
+    test_a_forest_under_a_variant_equals_the_reference(5)
+    (_, _, programs), *_ = torch_backend._kept
+    heads = case.q.shape[1]
+    for block in programs[0].blocks:
+        assert block.row.shape[1] <= 4
+        assert block.row.numel() * block.slot.shape[1] * heads <= 600 or block.slot.shape[1] == 1
+
+
+def test_a_plan_that_names_missing_pages_is_refused():
+    case = random_case(np.random.default_rng(1))
+    nodes = node_tensors(case)
+    nodes[3] += 1000
+    plan = plan_of(case, SHARE_ALL)
+    with pytest.raises(IndexError, match="nodes name slots"):
+        torch_backend.tree_attention(
+            case.q, case.k_pages, case.v_pages, case.positions, int_tensors(*plan.arrays()), nodes, 1.0, "causal"
+        )
+
+
+def test_merge_states_merges_and_leaves_empty_rows_empty():
+    state = State(torch.tensor([[[1.0]], [[3.0]]]), torch.zeros(2, 1))
+    out, lse = torch_backend.merge_states(state.out, state.lse, *int_tensors([0, 2, 2], [0, 1]))
+    torch.testing.assert_close(out, torch.tensor([[[2.0]], [[0.0]]]))
+    torch.testing.assert_close(lse, torch.tensor([[np.log(2.0)], [-np.inf]], dtype=torch.float32))
+    out, lse = torch_backend.merge_states(state.out, state.lse, *int_tensors([0, 0], []))
+    assert out.shape == (1, 1, 1) and bool((lse == -torch.inf).all())
