@@ -29,7 +29,7 @@ NAMES = ("cuda", "torch", "cpu")
 VARIABLE = "PREFIXKIT_BACKEND"
 
 
-class BackendError(RuntimeError):
+class BackendError(ValueError):
     """The backend that ``PREFIXKIT_BACKEND`` asks for cannot run here, or there is none of that name."""
 
 
@@ -142,9 +142,9 @@ def ops_for(device: torch.device) -> Ops:
     found = choose(torch.device("cuda", _index(device)))
     (log.info if found.name == "cuda" else log.warning)("attention on %s runs on %s", device, found)
     if found.name == "cuda":
-        from prefixkit.attention import cuda_ops
+        from prefixkit.attention import cuda_attention, cuda_ops
 
-        return Ops(cuda_ops.kv_append, cuda_ops.kv_copy, cuda_ops.merge_states, cuda_ops.tree_attention)
+        return Ops(cuda_ops.kv_append, cuda_ops.kv_copy, cuda_ops.merge_states, cuda_attention.tree_attention)
     from prefixkit.attention import torch_backend
 
     return Ops(torch_backend.kv_append, torch_backend.kv_copy, torch_backend.merge_states, torch_backend.tree_attention)

@@ -115,7 +115,7 @@ def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Te
 def check_work(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
     """The arguments of ``tree_attention`` that are the same in all layers of a step, for ``rows`` queries."""
     op = "tree_attention"
-    _group(op, "work", WORK, work, work[0].device)
+    _group(op, "work", WORK, work)
     items, segment_indptr, segments, merge_indptr, _ = work
     _shape(op, "work.items", items, "[items, 6]", items.ndim == 2 and items.shape[1] == 6)
     _shape(op, "work.segments", segments, "[segments, 3]", segments.ndim == 2 and segments.shape[1] == 3)
@@ -127,7 +127,7 @@ def check_work(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> No
 def check_packed(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
     """The same for a plan as the GPU's kernels take it; buffers may be larger than what they hold."""
     op = "tree_attention"
-    _group(op, "work", PACKED, work, work[0].device)
+    _group(op, "work", PACKED, work)
     counts, wide, narrow, segments, merge_indptr, _ = work
     _shape(op, "work.counts", counts, "[8]", counts.shape == (8,))
     _shape(op, "work.wide", wide, "[items, 8]", wide.ndim == 2 and wide.shape[1] == 8)
@@ -138,12 +138,14 @@ def check_packed(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> 
     _nodes(op, nodes, work[0].device)
 
 
-def _group(op: str, group: str, names: Sequence[str], tensors: Sequence[Tensor], device: torch.device) -> None:
+def _group(
+    op: str, group: str, names: Sequence[str], tensors: Sequence[Tensor], device: torch.device | None = None
+) -> None:
     if len(tensors) != len(names):
         raise BadShape(f"{op}: {group} must be the {len(names)} tensors {', '.join(names)}, got {len(tensors)}")
     for name, tensor in zip(names, tensors, strict=True):
         _dtype(op, f"{group}.{name}", tensor, (torch.int32,))
-        _device(op, f"{group}.{name}", tensor, device)
+        _device(op, f"{group}.{name}", tensor, device or tensors[0].device)
 
 
 def _nodes(op: str, nodes: Sequence[Tensor], device: torch.device) -> None:

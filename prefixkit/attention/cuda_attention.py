@@ -11,8 +11,9 @@ from torch import Tensor
 
 from prefixkit.attention import cuda_variants, jit, torch_backend
 from prefixkit.attention.checks import BadShape, check_attention, check_packed
-from prefixkit.attention.cuda_checks import check_packed_numbers
-from prefixkit.attention.cuda_launch import CudaError, Layout, checked, launch
+from prefixkit.attention.cuda_checks import CudaError, check_packed_numbers
+from prefixkit.attention.cuda_launch import Layout, checked, launch
+from prefixkit.attention.cuda_pack import packed
 from prefixkit.attention.cuda_units import ATTENTION, HEAD_DIMS, attention_unit
 from prefixkit.attention.nvrtc import arch_for, supported_archs
 from prefixkit.attention.variants import lookup
@@ -21,6 +22,7 @@ log = logging.getLogger("prefixkit")
 
 # Pointers as struct Attention lists them; strides of pages, heads, slots; heads, KV heads, page size; scale.
 _LAYOUT = Layout("P" * 21 + "qqq" + "iii" + "f")
+_BARE = Layout("P" * 20 + "qqq" + "iii" + "f")
 # Counters at which the blocks of a launch meet: one per stream, and one per captured graph.
 _COUNTERS = 4096
 _MEMO_SIZE = 4096
@@ -37,7 +39,10 @@ class _Ready:
     function: jit.Function | None
     blocks: int
     shared: int
-    numbers: tuple[int, ...]
+    group: int = 1
+    numbers: tuple[int, ...] = ()
+    parameters: tuple[int, ...] = ()
+    layout: Layout = _LAYOUT
 
 
 _memo: dict[object, _Ready] = {}
@@ -74,44 +79,33 @@ def tree_attention(
         return torch_backend.tree_attention(q, k_pages, v_pages, q_positions, work, nodes, scale, key)
     if not q.is_contiguous() or q.data_ptr() & 15:
         q = q.clone(memory_format=torch.contiguous_format)
+    work = packed(q.shape[0], work, nodes, ready.group, k_pages.shape[2], ready.blocks)
     _check_plan(q_positions, work, nodes)
     if checked():
         check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
     rows, heads, head_dim = q.shape
-    counts, wide, narrow, segments, merge_indptr, merge_indices = work
     out = torch.empty_like(q)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
-    partials = merge_indices.shape[0]
+    partials = work[5].shape[0]  # every partial row merges once
     scratch = torch.empty(partials * heads * (head_dim + 1) or 1, dtype=torch.float32, device=q.device)
-    start, length, page_indptr, pages, first_slot = nodes
+    pointers = (
+        q.data_ptr(),
+        k_pages.data_ptr(),
+        v_pages.data_ptr(),
+        q_positions.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        scratch.data_ptr(),
+        scratch.data_ptr() + 4 * partials * heads * head_dim,
+        _counter(ready.function.device),
+        *[tensor.data_ptr() for tensor in work],
+        *[tensor.data_ptr() for tensor in nodes],
+        *ready.parameters,
+    )
     launch(
         ready.function,
-        _LAYOUT,
-        (
-            q.data_ptr(),
-            k_pages.data_ptr(),
-            v_pages.data_ptr(),
-            q_positions.data_ptr(),
-            out.data_ptr(),
-            lse.data_ptr(),
-            scratch.data_ptr(),
-            scratch.data_ptr() + 4 * partials * heads * head_dim,
-            _counter(ready.function.device),
-            counts.data_ptr(),
-            wide.data_ptr(),
-            narrow.data_ptr(),
-            segments.data_ptr(),
-            merge_indptr.data_ptr(),
-            merge_indices.data_ptr(),
-            start.data_ptr(),
-            length.data_ptr(),
-            page_indptr.data_ptr(),
-            pages.data_ptr(),
-            first_slot.data_ptr(),
-            cuda_variants.on_device(key, heads, q.device).data_ptr(),
-            *ready.numbers,
-            scale,
-        ),
+        ready.layout,
+        (*pointers, *ready.numbers, scale),
         (ready.blocks, 1, 1),
         ready.function.max_threads,
         ready.shared,
@@ -148,21 +142,23 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
         )
     if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
         raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
-    cuda_variants.on_device(key, heads, q.device)
     function = jit.load(attention_unit(arch, head_dim, q.dtype == torch.float16, variant), device)[ATTENTION]
-    _LAYOUT.check(function)
-    properties = torch.cuda.get_device_properties(device)
-    static = function.resources.shared if function.resources else 0
-    shared = properties.shared_memory_per_block_optin - static
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
     numbers = (page, head, slot, heads, k_pages.shape[2], k_pages.shape[1])
-    return _Ready(function, properties.multi_processor_count, shared, numbers)
+    group = heads // k_pages.shape[2]
+    parameters = (cuda_variants.on_device(key, heads, q.device).data_ptr(),)
+    layout = _LAYOUT
+    if function.parameter_bytes == _BARE.packer.size:
+        layout, parameters = _BARE, ()
+    layout.check(function)
+    return _Ready(function, blocks, function.max_shared, group, numbers, parameters, layout)
 
 
 def _by_torch(why: str) -> _Ready:
     if why not in _said:
         _said.add(why)
         log.warning("tree_attention runs in plain torch: %s", why)
-    return _Ready(None, 0, 0, ())
+    return _Ready(None, 0, 0)
 
 
 def _check_plan(q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:

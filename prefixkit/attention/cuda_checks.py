@@ -19,6 +19,10 @@ from prefixkit.attention.formats import OPEN
 Array = NDArray[np.int64]
 
 
+class CudaError(RuntimeError):
+    """A launch failed, or in checked mode the kernel did.  Names the op, the shapes and the plan."""
+
+
 class BadPlan(ValueError):
     """Work and nodes do not belong together, or not to these pages and queries."""
 

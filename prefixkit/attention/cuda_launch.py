@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from cuda.bindings import driver  # who loads this file has found cuda-core
 
+from prefixkit.attention.cuda_checks import CudaError
 from prefixkit.attention.jit import Function
 
 log = logging.getLogger("prefixkit")
@@ -24,10 +25,6 @@ log = logging.getLogger("prefixkit")
 STRUCT_BYTES = 4096
 # Above this much dynamic shared memory a kernel must be told first.
 FREE_SHARED = 48 * 1024
-
-
-class CudaError(RuntimeError):
-    """A launch failed, or in checked mode the kernel did.  Names the op, the shapes and the plan."""
 
 
 class Layout:

@@ -168,6 +168,3 @@ def _merging(out: Tensor, lse: Tensor, indptr: Tensor) -> _Ready:
     warps = _MERGE_THREADS // 32
     constants = (*strides, lse.stride(0), lse.stride(1), rows, heads, head_dim, partials)
     return _Ready(function, constants, (-(-rows * heads // warps), 1, 1))
-
-
-from prefixkit.attention.torch_backend import tree_attention as tree_attention  # noqa: E402  (until there is a kernel)

@@ -37,6 +37,7 @@ class Function:
         resources: What it takes of an SM, if the compiler said.
         parameter_bytes: Size of its first parameter; our kernels have one, a struct.
         max_threads: Most threads in a block.
+        max_shared: Most dynamic shared memory of a block, in bytes.
         keep: What must live as long as the handle.
     """
 
@@ -46,6 +47,7 @@ class Function:
     resources: Resources | None
     parameter_bytes: int
     max_threads: int
+    max_shared: int
     keep: Any
 
 
@@ -136,14 +138,18 @@ def _function(code: Any, name: str, device: int, resources: Resources | None) ->
     error, function = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
     if int(error):
         raise LoadError(f"cuKernelGetFunction({name}): {error.name}")
-    threads = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+    attributes = driver.CUfunction_attribute
+    threads = driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function)[1]
+    static = driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)[1]
+    most = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     return Function(
         name=name,
         handle=int(function),
         device=device,
         resources=resources,
         parameter_bytes=int(driver.cuFuncGetParamInfo(function, 0)[2]),
-        max_threads=int(driver.cuFuncGetAttribute(threads, function)[1]),
+        max_threads=int(threads),
+        max_shared=int(driver.cuDeviceGetAttribute(most, driver.CUdevice(device))[1]) - int(static),
         keep=(code, kernel),
     )
 

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.backend import ops_for
-from prefixkit.attention.checks import check_append, check_attention, check_copy, check_merge, check_work
+from prefixkit.attention.checks import (
+    WORK,
+    check_append,
+    check_attention,
+    check_copy,
+    check_merge,
+    check_packed,
+    check_work,
+)
 from prefixkit.attention.cpu_merge import merge_rows
 from prefixkit.attention.cpu_run import attend
 from prefixkit.attention.variants import lookup
@@ -63,7 +71,9 @@ def _check_slots(op: str, slots: Tensor, pages: Tensor) -> None:
     # Before anything is written.  Seen as unsigned, a negative slot is a huge one, so one reduction tells.
     num_slots = pages.shape[0] * pages.shape[1]
     if slots.shape[0] and int(slots.numpy().view(np.uint64).max()) >= num_slots:
-        raise IndexError(f"{op}: slots {int(slots.min())}..{int(slots.max())}, but the pages hold slots 0..{num_slots - 1}")
+        raise IndexError(
+            f"{op}: slots {int(slots.min())}..{int(slots.max())}, but the pages hold slots 0..{num_slots - 1}"
+        )
 
 
 def _write(pages: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -174,7 +184,7 @@ def _fake_tree_attention(
     variant: str,
 ) -> tuple[Tensor, Tensor]:
     check_attention(q, k_pages, v_pages, q_positions)
-    check_work(q.shape[0], work, nodes)
+    (check_work if len(work) == len(WORK) else check_packed)(q.shape[0], work, nodes)
     lookup(variant)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 

@@ -17,7 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.checks import BadShape, check_append, check_attention, check_copy, check_merge, check_work
+from prefixkit.attention.checks import (
+    WORK,
+    BadShape,
+    check_append,
+    check_attention,
+    check_copy,
+    check_merge,
+    check_packed,
+    check_work,
+)
 from prefixkit.attention.cpu_merge import Merge, plan_merge, run_merge
 from prefixkit.attention.cpu_pieces import DENSE, Array, Pieces, Work, cut, detach_long_runs, ranges
 from prefixkit.attention.state import State
@@ -223,7 +232,7 @@ def _programs(
     key: str,
     variant: Variant,
 ) -> tuple[Program, ...]:
-    check_work(len(q_positions), work, nodes)
+    (check_work if len(work) == len(WORK) else check_packed)(len(q_positions), work, nodes)
     arrays = _to_host("tree_attention", [*work, *nodes, q_positions])
     shape = (tuple(pool_shape), heads, key, q_positions.device, tuple(array.shape for array in arrays))
     numbers = b"".join(array.tobytes() for array in arrays)
@@ -231,6 +240,8 @@ def _programs(
         for entry in _kept:
             if entry[1] == numbers and entry[0] == shape:
                 return entry[2]
+    if len(work) != len(WORK):
+        arrays = [*_unpacked(arrays[:6], len(q_positions)), *arrays[6:]]
     listed = Work(pool_shape[1], *arrays)
     kv_heads = pool_shape[2]
     apart = _heads_apart(listed.items, kv_heads)
@@ -245,6 +256,18 @@ def _programs(
         _kept.insert(0, (shape, numbers, programs))
         del _kept[KEPT:]
     return programs
+
+
+def _unpacked(work: Sequence[Array], rows: int) -> list[Array]:
+    """A plan packed for the kernels as the five arrays that it came from: all KV heads in one item, one worker."""
+    counts, wide, narrow, segments, merge_indptr, merge_indices = work
+    packed = np.concatenate((wide[: counts[0]], narrow[: counts[1]]))
+    count = packed[:, 4] >> 1
+    items = np.zeros((len(packed), 6), dtype=np.int64)
+    items[:, :2], items[:, 2], items[:, 3], items[:, 4] = packed[:, :2], packed[:, 4] & 1, packed[:, 2], -1
+    indptr = np.concatenate(([0], np.cumsum(count)))
+    bounds = merge_indptr[: rows + 1]
+    return [items, indptr, segments[ranges(packed[:, 3], count)], bounds, merge_indices[: bounds[-1]]]
 
 
 def _heads_apart(items: Array, kv_heads: int) -> Array | None:

@@ -8,8 +8,7 @@ import torch
 
 from prefixkit.attention import backend, ops
 from prefixkit.attention.checks import BadDevice, BadDtype, BadShape
-from prefixkit.attention.cuda_checks import BadPlan
-from prefixkit.attention.cuda_launch import CudaError
+from prefixkit.attention.cuda_checks import BadPlan, CudaError
 from tests.gpu.cases import GPU, head_major, poison
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
