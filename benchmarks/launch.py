@@ -64,6 +64,36 @@ def per_call_us(call: Callable[[], object], calls: int = 2000) -> float:
     return round(best / calls * 1e6, 2)
 
 
+def attention_call() -> Callable[[], object]:
+    """``tree_attention`` of 64 sequences over one prefix; so short that the GPU keeps up with the CPU."""
+    import numpy as np
+
+    from prefixkit.attention.cost import HeadShape
+    from prefixkit.attention.formats import Queries, decompose, visible_lengths
+    from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
+    from prefixkit.tree.radix import PrefixTree
+
+    tree = PrefixTree(64, 16)
+    root = tree.insert(np.arange(32))
+    for leaf, sequence in enumerate(tree.fork(root, 8)):
+        tree.extend(sequence, np.array([leaf]))
+    nodes = tree.nodes()
+    tree.mark_ready(nodes, [node.length - (not node.children) for node in nodes])
+    snapshot = tree.snapshot()
+    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
+    queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
+    length = visible_lengths(snapshot, queries)
+    formats = decompose(snapshot, queries, HeadShape(8, 2, 128, 2), H200_COST)
+    plan = make_gpu_plan(formats, length, len(leaf), group=4, kv_heads=2)
+    arrays = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
+    work = [torch.from_numpy(np.array(array)).cuda() for array in plan.arrays()]
+    tensors = [torch.from_numpy(np.array(array, dtype=np.int32)).cuda() for array in arrays]
+    positions = torch.from_numpy(snapshot.start[leaf].astype(np.int64) + snapshot.length[leaf] - 1).cuda()
+    q = torch.randn(len(leaf), 8, 128, device="cuda", dtype=torch.bfloat16)
+    pages = torch.randn(64, 2, 16, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    return lambda: torch.ops.prefixkit.tree_attention(q, pages, pages, positions, work, tensors, 0.1, "causal")
+
+
 def calls() -> dict[str, float]:
     """Each op through torch, below torch, and torch's own calls for comparison."""
     from prefixkit.attention import backend, ops
@@ -85,6 +115,7 @@ def calls() -> dict[str, float]:
             "kv_copy through torch": lambda: op.kv_copy(k_pages, v_pages, slots, slots),
             "merge_states through torch": lambda: op.merge_states(out, lse, indptr, indices),
             "merge_states below torch": lambda: raw.merge_states(out, lse, indptr, indices),
+            "tree_attention through torch": attention_call(),
             "torch: add_": lambda: lse.add_(0.0),
             "torch: empty": lambda: torch.empty(64, device=gpu),
             "torch: index_put_ twice": lambda: (

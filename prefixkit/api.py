@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.kv_pool import KVPool, KVSpec
-from prefixkit.attention.step import Planner
+from prefixkit.attention.step import planner_for
 from prefixkit.generation.engine import Engine
 from prefixkit.generation.report import Report
 from prefixkit.generation.request import BeamParams, Request, Sample, SamplingParams, TokenEvent
@@ -195,21 +195,28 @@ def _run(
     on_token: Callable[[TokenEvent], None] | None,
 ) -> Result:
     _warn_of_length(model, requests)
+    engine = make_engine(model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
+    engine.decode = lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+    engine.on_sample, engine.on_token = on_sample, on_token
+    return Result(tuple(engine.run(requests)), engine.report)
+
+
+def make_engine(
+    model: Any,
+    requests: Sequence[Request],
+    *,
+    kv_budget: int | None = None,
+    page_size: int = 16,
+    prefill_chunk: int = 1024,
+) -> Engine:
+    """An engine over a patched model, with a pool that holds what these requests need, within the budget."""
     spec = kv_spec(model)
     num_pages = pool_pages(requests, spec, kv_budget, page_size)
     pool = KVPool(spec, num_pages, page_size)
     shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
-    engine = Engine(
-        ModelRunner(model, pool),
-        pool,
-        PrefixTree(num_pages, page_size),
-        Planner(shape),
-        decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
-        prefill_chunk=prefill_chunk,
-        on_sample=on_sample,
-        on_token=on_token,
-    )
-    return Result(tuple(engine.run(requests)), engine.report)
+    tree = PrefixTree(num_pages, page_size)
+    planner = planner_for(shape, spec.device, spec.dtype)
+    return Engine(ModelRunner(model, pool), pool, tree, planner, prefill_chunk=prefill_chunk)
 
 
 def pool_pages(requests: Sequence[Request], spec: KVSpec, kv_budget: int | None, page_size: int) -> int:

@@ -146,7 +146,7 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     numbers = (page, head, slot, heads, k_pages.shape[2], k_pages.shape[1])
     group = heads // k_pages.shape[2]
-    parameters = (cuda_variants.on_device(key, heads, q.device).data_ptr(),)
+    parameters: tuple[int, ...] = (cuda_variants.on_device(key, heads, q.device).data_ptr(),)
     layout = _LAYOUT
     if function.parameter_bytes == _BARE.packer.size:
         layout, parameters = _BARE, ()

@@ -35,7 +35,7 @@ def packed(
         if known == key:
             return result
     check_work(rows, work, nodes)
-    if torch.cuda.is_current_stream_capturing():
+    if work[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotCapturable(
             "tree_attention: a plan's five tensors are packed on the host, which a CUDA graph cannot capture; pack them "
             "before with make_gpu_plan, or call the op once before the capture"

@@ -80,6 +80,13 @@ class GpuPlan:
         """The six arrays that the kernel takes, in their order."""
         return self.counts, self.wide, self.narrow, self.segments, self.merge_indptr, self.merge_indices
 
+    def kv_tokens_read(self, length: Ints) -> int:
+        """Token KVs read in a run over all heads, when node ``n`` holds ``length[n]`` tokens."""
+        node, low, high = self.segments.T
+        before = np.concatenate(([0], np.cumsum(np.minimum(high, length[node]) - low)))
+        begin, count = np.concatenate((self.wide, self.narrow))[:, 3:5].T
+        return int((before[begin + count // 2] - before[begin]).sum())
+
 
 def make_gpu_plan(
     formats: Sequence[BSR], length: Ints, num_rows: int, *, group: int, kv_heads: int, num_sms: int = 132

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prefixkit.attention.cost import CPU_COST, CostModel, HeadShape
 from prefixkit.attention.formats import BSR, Queries, decompose, visible_lengths
+from prefixkit.attention.gpu_plan import H200_COST, GpuPlan, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
@@ -28,7 +29,7 @@ class Step:
         positions: ``[T]`` int64 positions in their sequences.
         slots: ``[T]`` int64 pool slots that receive their K and V.
         logit_rows: ``[R]`` int64 rows whose logits are wanted, ascending.
-        work: The plan as int32 tensors: items, segment_indptr, segments, merge_indptr, merge_indices.
+        work: The plan's arrays as int32 tensors, in the order in which the ops take them.
         nodes: The tree as int32 tensors: start, length (tokens visible in this step), page_indptr, pages, first_slot.
         plan: The plan behind ``work``.
         kv_tokens_read: Token KVs that attention reads in one layer.
@@ -41,7 +42,7 @@ class Step:
     logit_rows: Tensor
     work: list[Tensor]
     nodes: list[Tensor]
-    plan: Plan
+    plan: Plan | GpuPlan
     kv_tokens_read: int
     kv_tokens_unshared: int
 
@@ -58,28 +59,48 @@ class Planner:
         shape: The attention heads.
         cost: Decides what is shared.
         num_workers: Workers to balance over.
+        num_sms: Plan for the CUDA kernels on a GPU of so many multiprocessors; None plans for whatever takes a :class:`Plan`.
         plans_made: How many plans were computed, for tests and reports.
     """
 
     shape: HeadShape
     cost: CostModel = CPU_COST
     num_workers: int = 1
+    num_sms: int | None = None
     plans_made: int = 0
     _key: tuple[object, ...] | None = field(default=None, repr=False)
-    _plan: tuple[Plan, list[Tensor]] | None = field(default=None, repr=False)
+    _plan: tuple[Plan | GpuPlan, list[Tensor]] | None = field(default=None, repr=False)
 
-    def plan(self, snapshot: TreeSnapshot, queries: Queries, device: torch.device) -> tuple[Plan, list[Tensor]]:
+    def plan(
+        self, snapshot: TreeSnapshot, queries: Queries, device: torch.device
+    ) -> tuple[Plan | GpuPlan, list[Tensor]]:
         """The plan for these queries and its tensors on ``device``; remembered while nodes and row counts are unchanged."""
         key = (snapshot.version, queries.node.tobytes(), (queries.end - queries.begin).tobytes(), device)
         if self._plan is None or key != self._key:
             formats = decompose(snapshot, queries, self.shape, self.cost)
-            length = visible_lengths(snapshot, queries)
-            plan = make_plan(formats, length, queries.num_rows, group=self.shape.group, num_workers=self.num_workers)
+            plan = self._make(formats, visible_lengths(snapshot, queries), queries.num_rows)
             self._plan = plan, _tensors(plan.arrays(), device)
             self._key = key
             self.plans_made += 1
             log.debug("plan %d: %s", self.plans_made, describe(formats))
         return self._plan
+
+    def _make(self, formats: Sequence[BSR], length: Ints, rows: int) -> Plan | GpuPlan:
+        group, kv_heads = self.shape.group, self.shape.kv_heads
+        if self.num_sms is None:
+            return make_plan(formats, length, rows, group=group, num_workers=self.num_workers)
+        return make_gpu_plan(formats, length, rows, group=group, kv_heads=kv_heads, num_sms=self.num_sms)
+
+
+def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Planner:
+    """The planner for what will run the ops: the CUDA kernels, or plain torch on the CPU or a GPU."""
+    if device.type != "cuda":
+        return Planner(shape)
+    from prefixkit.attention.backend import choose
+
+    if choose(device).name != "cuda" or dtype == torch.float32:
+        return Planner(shape, H200_COST)
+    return Planner(shape, H200_COST, num_sms=torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def describe(formats: Sequence[BSR]) -> str:

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from prefixkit.attention import torch_backend
+from prefixkit.attention.cuda_checks import BadPlan, check_packed_numbers
+from prefixkit.attention.cuda_pack import packed
 from prefixkit.attention.reference import reference_attention
 from prefixkit.attention.state import State
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, register, sliding_window, soft_cap
@@ -17,8 +19,9 @@ def head_major(pages: torch.Tensor) -> torch.Tensor:
     return pages.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+@pytest.mark.parametrize("packing", [False, True], ids=["plan", "packed"])
 @pytest.mark.parametrize("seed", range(40))
-def test_a_forest_under_a_variant_equals_the_reference(seed):
+def test_a_forest_under_a_variant_equals_the_reference(seed, packing):
     rng = np.random.default_rng(seed)
     case = random_case(rng)
     heads, kv_heads = case.q.shape[1], case.k_pages.shape[2]
@@ -32,13 +35,17 @@ def test_a_forest_under_a_variant_equals_the_reference(seed):
     variant = variants[seed % len(variants)]
     options = ({}, {"kv_heads": kv_heads, "num_workers": 3}, {"num_workers": 4, "min_chunk": 4})[seed % 3]
     plan = plan_of(case, SHARE_ALL if seed % 2 else FOLD_ALL, **options)
+    work, nodes = int_tensors(*plan.arrays()), node_tensors(case)
+    if packing:
+        work = list(packed(len(case.q), work, nodes, heads // kv_heads, kv_heads, num_sms=3))
+        check_packed_numbers(len(case.q), case.k_pages.shape[:2], work, nodes)
     out, lse = torch_backend.tree_attention(
         case.q,
         head_major(case.k_pages),
         head_major(case.v_pages),
         case.positions,
-        int_tensors(*plan.arrays()),
-        node_tensors(case),
+        work,
+        nodes,
         case.scale,
         register(variant),
     )
@@ -61,7 +68,7 @@ def test_large_pieces_are_cut_to_bound_the_memory(monkeypatch):
     monkeypatch.setattr(torch_backend, "TILE_ROWS", 4)
     monkeypatch.setattr(torch_backend, "BLOCK_ELEMENTS", 600)
     monkeypatch.setattr(torch_backend, "_kept", [])
-    test_a_forest_under_a_variant_equals_the_reference(5)
+    test_a_forest_under_a_variant_equals_the_reference(5, packing=False)
     (_, _, programs), *_ = torch_backend._kept
     heads = case.q.shape[1]
     for block in programs[0].blocks:
@@ -87,3 +94,55 @@ def test_merge_states_merges_and_leaves_empty_rows_empty():
     torch.testing.assert_close(lse, torch.tensor([[np.log(2.0)], [-np.inf]], dtype=torch.float32))
     out, lse = torch_backend.merge_states(state.out, state.lse, *int_tensors([0, 0], []))
     assert out.shape == (1, 1, 1) and bool((lse == -torch.inf).all())
+
+
+def change_pages(work, nodes):
+    nodes[3][0] = 1000
+
+
+def change_length(work, nodes):
+    nodes[1][0] += 1000
+
+
+def change_node(work, nodes):
+    work[3][0, 0] = 99
+
+
+def change_end(work, nodes):
+    work[3][0, 1:] = torch.tensor([0, 5000], dtype=torch.int32)
+
+
+def change_rows(work, nodes):
+    work[0][2] += 1
+
+
+def change_queries(work, nodes):
+    (work[1] if len(work[1]) else work[2])[0, 1] = 5000
+
+
+def change_segments(work, nodes):
+    (work[1] if len(work[1]) else work[2])[0, 4] = 5000
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (change_pages, "of another pool"),
+        (change_length, "but its pages have room for"),
+        (change_node, "of another tree"),
+        (change_end, "of an older tree"),
+        (change_rows, "and q has"),
+        (change_queries, "items take queries"),
+        (change_segments, "items take segments"),
+    ],
+)
+def test_checked_mode_names_what_is_wrong_with_a_packed_plan(change, words):
+    case = random_case(np.random.default_rng(3))
+    heads, kv_heads = case.q.shape[1], case.k_pages.shape[2]
+    nodes = node_tensors(case)
+    plan = plan_of(case, SHARE_ALL)
+    work = list(packed(len(case.q), int_tensors(*plan.arrays()), nodes, heads // kv_heads, kv_heads, num_sms=3))
+    check_packed_numbers(len(case.q), case.k_pages.shape[:2], work, nodes)
+    change(work, nodes)
+    with pytest.raises(BadPlan, match=words):
+        check_packed_numbers(len(case.q), case.k_pages.shape[:2], work, nodes)

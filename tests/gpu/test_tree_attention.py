@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from prefixkit.attention import backend
 from prefixkit.attention.checks import BadDtype, BadShape
+from prefixkit.attention.cuda_attention import UnsupportedHeads
+from prefixkit.attention.cuda_checks import BadPlan
+from prefixkit.attention.cuda_pack import packed
+from prefixkit.attention.formats import Queries
+from prefixkit.attention.torch_backend import NotCapturable
 from prefixkit.attention.variants import (
     CAUSAL,
     Variant,
@@ -18,7 +25,7 @@ from prefixkit.attention.variants import (
     sliding_window,
     soft_cap,
 )
-from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, plan_of, random_case
+from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, fill, make_snapshot, plan_of, random_case
 from tests.gpu.cases import on_gpu, poison
 from tests.gpu.oracle import dense, torch_error
 
@@ -90,6 +97,113 @@ def test_a_variant_errs_no_more_than_torchs_arithmetic(implementation, number, d
         bound = 1.5 * float((plain.double() - exact).abs().max()) + HALF_ULP[dtype] * float(exact.abs().max())
         assert float((out.double() - exact).abs().max()) <= bound, variant.name
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-3 if dtype != torch.float32 else 1e-4)
+
+
+def test_one_tree_many_forms_same_bits(implementation):
+    """The plan's own tensors or packed ones, eager or in a graph, poisoned or not: the same answer, bit by bit."""
+    case, options = make(7, torch.bfloat16)
+    call = on_gpu(case, plan_of(case, SHARE_ALL, **options))
+    attend = torch.ops.prefixkit.tree_attention
+    expected = attend(*call.arguments())
+    heads, kv_heads = case.q.shape[1], case.k_pages.shape[2]
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    work = packed(len(case.q), call.work, call.nodes, heads // kv_heads, kv_heads, sms)
+    q, k, v, positions, _, nodes, scale, key = call.arguments()
+    again = attend(q, k, v, positions, work, nodes, scale, key)
+    if implementation == "torch":
+        # The packed plan cuts the work otherwise, and torch runs it as cut.
+        torch.testing.assert_close(again[0], expected[0], rtol=2e-2, atol=2e-2)
+        with pytest.raises(NotCapturable, match="run eagerly"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            attend(q, k, v, positions, work, nodes, scale, key)
+        return
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = attend(q, k, v, positions, work, nodes, scale, key)
+        second = attend(q, k, v, positions, work, nodes, scale, key)
+    for _ in range(3):
+        for tensor in (*first, *second):
+            tensor.fill_(torch.nan)
+        graph.replay()
+        for out, lse in (first, second):
+            assert torch.equal(out, expected[0])
+            assert torch.equal(lse, expected[1])
+
+
+def test_a_leaf_grows_under_a_captured_graph(monkeypatch):
+    """Lengths are read on the device: the same graph serves the longer leaf."""
+    monkeypatch.setenv(backend.VARIABLE, "cuda")
+    snapshot, num_pages = make_snapshot(np.random.default_rng(0), [-1, 0, 0], [40, 9, 30], 16, orderly=True)
+    leaves = Queries(*(np.array(column, dtype=np.int32) for column in ((1, 2), (5, 20), (6, 21))))
+    snapshot.ready[1:] = (5, 20)
+    case = fill(np.random.default_rng(1), snapshot, num_pages, leaves, (8, 2, 64), torch.bfloat16)
+    call = on_gpu(case, plan_of(case, SHARE_ALL))
+    torch.ops.prefixkit.tree_attention(*call.arguments())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = torch.ops.prefixkit.tree_attention(*call.arguments())
+    for grown in range(3):
+        later = Queries(leaves.node, leaves.begin + grown, leaves.end + grown)
+        now = replace(case, queries=later)
+        call.nodes[1].copy_(torch.tensor([40, 6 + grown, 21 + grown], dtype=torch.int32))
+        call.q_positions.copy_(now.positions)
+        graph.replay()
+        exact, _ = dense(now)
+        bound = 1.5 * torch_error(now, exact) + HALF_ULP[torch.bfloat16] * float(exact.abs().max())
+        assert float((out.double() - exact).abs().max()) <= bound
+
+
+def test_two_streams_at_once_do_not_wait_for_each_other(monkeypatch):
+    """Blocks of a launch meet; two launches that share the GPU must not each hold half of it."""
+    monkeypatch.setenv(backend.VARIABLE, "cuda")
+    calls = []
+    for seed in (1, 4):
+        case, options = make(seed, torch.bfloat16)
+        calls.append(on_gpu(case, plan_of(case, SHARE_ALL, **options)))
+    expected = [torch.ops.prefixkit.tree_attention(*call.arguments()) for call in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    results = []
+    for _ in range(50):
+        for call, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(torch.ops.prefixkit.tree_attention(*call.arguments()))
+    torch.cuda.synchronize()
+    for number, (out, lse) in enumerate(results):
+        assert torch.equal(out, expected[number % 2][0])
+        assert torch.equal(lse, expected[number % 2][1])
+
+
+def test_head_sizes_without_a_kernel_are_refused_by_name(monkeypatch):
+    monkeypatch.setenv(backend.VARIABLE, "cuda")
+    case = random_case(np.random.default_rng(0), torch.bfloat16, (4, 2, 80))
+    with pytest.raises(UnsupportedHeads, match=r"serve head sizes 64, 128.*, got 80; set PREFIXKIT_BACKEND=torch"):
+        torch.ops.prefixkit.tree_attention(*on_gpu(case, plan_of(case, SHARE_ALL)).arguments())
+
+
+def test_a_variant_in_python_only_runs_in_torch_and_says_so(monkeypatch, caplog):
+    monkeypatch.setenv(backend.VARIABLE, "cuda")
+    case, options = make(2, torch.bfloat16)
+    variant = Variant("halved", score_mod=lambda score, q_position, kv_position, head: score * 0.5)
+    out, _ = run(case, options, 2, register(variant))
+    exact, _ = dense(case, variant)
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+    assert sum("plain torch: variant 'halved'" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_plan_of_another_pool_is_refused_in_checked_mode(checked, monkeypatch):
+    monkeypatch.setenv(backend.VARIABLE, "cuda")
+    case, options = make(3, torch.bfloat16)
+    call = on_gpu(case, plan_of(case, SHARE_ALL, **options))
+    call.nodes[3][0] = 10_000
+    with pytest.raises(BadPlan, match="of another pool"):
+        torch.ops.prefixkit.tree_attention(*call.arguments())
+
+
+def test_opcheck(implementation):
+    case, options = make(5, torch.bfloat16)
+    call = on_gpu(case, plan_of(case, SHARE_ALL, **options))
+    torch.library.opcheck(torch.ops.prefixkit.tree_attention.default, call.arguments())
 
 
 def test_bad_arguments_are_named_before_anything_is_launched(implementation):
