@@ -18,7 +18,7 @@ from prefixkit.attention.step import planner_for
 from prefixkit.generation.engine import Engine
 from prefixkit.generation.report import Report
 from prefixkit.generation.request import BeamParams, Request, Sample, SamplingParams, TokenEvent
-from prefixkit.generation.scheduler import pages_for, pages_per_unit
+from prefixkit.generation.scheduler import admission_order, pages_for, pages_per_unit
 from prefixkit.models import ModelRunner, NotPatched, is_patched, kv_spec, query_heads
 from prefixkit.prompts import Prompt, encode_prompts
 from prefixkit.tree.radix import PrefixTree
@@ -227,7 +227,7 @@ def pool_pages(requests: Sequence[Request], spec: KVSpec, kv_budget: int | None,
     """
     tokens = sum(len(request.tokens) for request in requests)
     scratch = PrefixTree(tokens + len(requests), page_size)
-    for request in requests:
+    for request in admission_order(requests):  # the order decides which pages splits leave half empty
         scratch.insert(request.tokens)
     need = scratch.allocator.num_pages - scratch.allocator.free
     for request in requests:

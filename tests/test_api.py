@@ -98,6 +98,16 @@ class TestSeeds:
         assert [s.tokens for s in both.of_prompt(0)] != [s.tokens for s in second]
 
 
+@pytest.mark.parametrize("page_size", [1, 7, 16, 128])
+def test_without_a_budget_all_samples_run_together(model, page_size):
+    rng = np.random.default_rng(8)
+    print("seed 8")
+    head = rng.integers(0, 256, 100)
+    prompts = [[*head[: rng.integers(50, 100)], *rng.integers(0, 256, rng.integers(1, 40))] for _ in range(12)]
+    result = prefixkit.generate(model, TOKENIZER, prompts, n=3, max_new_tokens=9, stop_token_ids=(), page_size=page_size)
+    assert result.report.steps == 9
+
+
 class TestReport:
     def test_it_counts_what_was_shared(self, model):
         result = prefixkit.generate(model, TOKENIZER, PROMPTS, n=3, max_new_tokens=5, stop_token_ids=())

@@ -86,6 +86,12 @@ def check_fits(requests: Iterable[Request], tree: PrefixTree, bytes_per_token: i
             )
 
 
+def admission_order(requests: Iterable[Request]) -> list[Request]:
+    """Requests in lexicographic order of their tokens."""
+    # Big-endian bytes compare like the tokens themselves.
+    return sorted(requests, key=lambda request: (request.tokens.astype(">u4").tobytes(), request.prompt_index))
+
+
 @dataclass(eq=False)
 class Scheduler:
     """The queue of prompts, the groups in flight, and the prefix kept for those that wait.
@@ -106,9 +112,7 @@ class Scheduler:
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests that :func:`check_fits` has passed."""
-        # Big-endian bytes compare like the tokens themselves.
-        ordered = sorted([*self.queue, *requests], key=lambda r: (r.tokens.astype(">u4").tobytes(), r.prompt_index))
-        self.queue = deque(ordered)
+        self.queue = deque(admission_order([*self.queue, *requests]))
 
     @property
     def idle(self) -> bool:
