@@ -158,6 +158,19 @@ def env() -> None:
         run_env(Console())
 
 
+@app.command()
+def warmup(
+    arch: Annotated[
+        str | None, typer.Option(help="A target such as sm_90a.  [default: the GPUs of this machine]")
+    ] = None,
+) -> None:
+    """Compile the CUDA kernels ahead, so that nothing waits for them later."""
+    with reported(Console(stderr=True)):
+        from prefixkit.commands.warmup import run_warmup
+
+        run_warmup(arch, Console())
+
+
 def main() -> None:
     """Entry point of the ``prefixkit`` script."""
     # OpenMP threads that spin while they wait starve each other as soon as other work shares the cores: measured with two

@@ -168,7 +168,7 @@ def facts() -> list[tuple[str, str]]:
     try:
         backend = str(best())
     except BackendError as error:
-        backend = f"error: {error}"
+        backend = f"none: {error}"
     kept = kernel_cache.folder()
     entries = list(kept.glob("*.bin")) if kept.is_dir() else []
     size = sum(entry.stat().st_size for entry in entries) / 2**20

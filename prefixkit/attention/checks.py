@@ -108,7 +108,13 @@ def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Te
     _device(op, "q", q, k_pages.device)
     if q.shape[1] < 1 or q.shape[1] % kv_heads:
         raise BadShape(f"{op}: q has {q.shape[1]} heads, which must be a multiple of the pages' {kv_heads} KV heads")
-    check_slots(op, "q_positions", q_positions, k_pages.device)
+    check_positions(q, q_positions)
+
+
+def check_positions(q: Tensor, q_positions: Tensor) -> None:
+    """``q_positions`` of ``tree_attention``: one for each row of q."""
+    op = "tree_attention"
+    check_slots(op, "q_positions", q_positions, q.device)
     _shape(op, "q_positions", q_positions, f"[{q.shape[0]}] (rows of q)", q_positions.shape[0] == q.shape[0])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention import cuda_variants, jit, torch_backend
-from prefixkit.attention.checks import BadShape, check_attention, check_packed
+from prefixkit.attention.checks import BadDevice, BadShape, check_attention, check_packed, check_positions
 from prefixkit.attention.cuda_checks import CudaError, check_packed_numbers
 from prefixkit.attention.cuda_launch import Layout, checked, launch
 from prefixkit.attention.cuda_pack import packed
@@ -20,9 +20,8 @@ from prefixkit.attention.variants import lookup
 
 log = logging.getLogger("prefixkit")
 
-# Pointers as struct Attention lists them; strides of pages, heads, slots; heads, KV heads, page size; scale.
-_LAYOUT = Layout("P" * 21 + "qqq" + "iii" + "f")
-_BARE = Layout("P" * 20 + "qqq" + "iii" + "f")
+# struct Attention of csrc/plan.cuh: pointers; strides of pages, heads, slots; heads, KV heads, page size; scale; parameters.
+_LAYOUT = Layout("P" * 20 + "qqq" + "iii" + "f" + "P")
 # Counters at which the blocks of a launch meet: one per stream, and one per captured graph.
 _COUNTERS = 4096
 _MEMO_SIZE = 4096
@@ -41,14 +40,13 @@ class _Ready:
     shared: int
     group: int = 1
     numbers: tuple[int, ...] = ()
-    parameters: tuple[int, ...] = ()
-    layout: Layout = _LAYOUT
+    parameters: int = 0
 
 
 _memo: dict[object, _Ready] = {}
-_checked_ids: tuple[int, ...] = ()
-_checked_tensors: list[Tensor] = []  # keeps them, so that their ids are nobody else's
+_last: tuple[tuple[object, ...], tuple[int, ...], tuple[Tensor, ...]] = ((), (), ())
 _counters: dict[int, tuple[Tensor, dict[object, int]]] = {}
+_scratches: dict[tuple[torch.device, int], Tensor] = {}
 _said: set[str] = set()
 
 
@@ -68,7 +66,7 @@ def tree_attention(
         BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
         CudaError: the launch failed.
     """
-    signature = (q.shape, q.stride(), q.dtype, k_pages.shape, k_pages.stride(), v_pages.stride(), k_pages.device, key)
+    signature = (key, q.shape, q.dtype, q.device, *_form(k_pages), *_form(v_pages))
     ready = _memo.get(signature)
     if ready is None:
         ready = _prepare(q, k_pages, v_pages, q_positions, key)
@@ -80,14 +78,17 @@ def tree_attention(
     if not q.is_contiguous() or q.data_ptr() & 15:
         q = q.clone(memory_format=torch.contiguous_format)
     work = packed(q.shape[0], work, nodes, ready.group, k_pages.shape[2], ready.blocks)
-    _check_plan(q_positions, work, nodes)
+    plan = _plan_pointers(q, q_positions, work, nodes)
     if checked():
         check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
     rows, heads, head_dim = q.shape
+    device = ready.function.device
+    stream, capturing = torch._C._cuda_getCurrentRawStream(device), torch._C._cuda_isCurrentStreamCapturing()
     out = torch.empty_like(q)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
-    partials = work[5].shape[0]  # every partial row merges once
-    scratch = torch.empty(partials * heads * (head_dim + 1) or 1, dtype=torch.float32, device=q.device)
+    partials = work[5].shape[0] * heads  # every partial row merges once
+    scratch = _scratch(partials * (head_dim + 1), q.device, stream, capturing)
+    partial_out = scratch.data_ptr()
     pointers = (
         q.data_ptr(),
         k_pages.data_ptr(),
@@ -95,17 +96,15 @@ def tree_attention(
         q_positions.data_ptr(),
         out.data_ptr(),
         lse.data_ptr(),
-        scratch.data_ptr(),
-        scratch.data_ptr() + 4 * partials * heads * head_dim,
-        _counter(ready.function.device),
-        *[tensor.data_ptr() for tensor in work],
-        *[tensor.data_ptr() for tensor in nodes],
-        *ready.parameters,
+        partial_out,
+        partial_out + 4 * partials * head_dim,
+        _counter(device, stream, capturing),
+        *plan,
     )
     launch(
         ready.function,
-        ready.layout,
-        (*pointers, *ready.numbers, scale),
+        _LAYOUT,
+        (*pointers, *ready.numbers, scale, ready.parameters),
         (ready.blocks, 1, 1),
         ready.function.max_threads,
         ready.shared,
@@ -146,12 +145,9 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     numbers = (page, head, slot, heads, k_pages.shape[2], k_pages.shape[1])
     group = heads // k_pages.shape[2]
-    parameters: tuple[int, ...] = (cuda_variants.on_device(key, heads, q.device).data_ptr(),)
-    layout = _LAYOUT
-    if function.parameter_bytes == _BARE.packer.size:
-        layout, parameters = _BARE, ()
-    layout.check(function)
-    return _Ready(function, blocks, function.max_shared, group, numbers, parameters, layout)
+    parameters = cuda_variants.on_device(key, heads, q.device).data_ptr()
+    _LAYOUT.check(function)
+    return _Ready(function, blocks, function.max_shared, group, numbers, parameters)
 
 
 def _by_torch(why: str) -> _Ready:
@@ -161,26 +157,49 @@ def _by_torch(why: str) -> _Ready:
     return _Ready(None, 0, 0)
 
 
-def _check_plan(q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
-    """Check what is the same in all layers, once: the tensors of the last call are known by their identity."""
-    global _checked_ids, _checked_tensors
-    tensors = [q_positions, *work, *nodes]
-    ids = tuple(map(id, tensors))
-    if ids != _checked_ids:
-        check_packed(q_positions.shape[0], work, nodes)
-        _checked_ids, _checked_tensors = ids, tensors
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _counter(device: int) -> int:
+def _plan_pointers(q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> tuple[int, ...]:
+    """Addresses of work and nodes, checked once for all layers: the tensors of the last call are known by their identity."""
+    global _last
+    ids = (q.shape[0], q.device, id(q_positions), *map(id, work), *map(id, nodes))
+    last = _last
+    if ids != last[0]:
+        check_packed(q.shape[0], work, nodes)
+        tensors = (q_positions, *work, *nodes)
+        if work[0].device != q.device:
+            raise BadDevice(
+                f"tree_attention: the plan is on {work[0].device}, but q is on {q.device}; move it with .to()"
+            )
+        check_positions(q, q_positions)
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise BadShape("tree_attention: q_positions, work and nodes must be contiguous; use .contiguous()")
+        # The tensors are kept, so that their ids are nobody else's.
+        last = _last = ids, tuple(tensor.data_ptr() for tensor in (*work, *nodes)), tensors
+    return last[1]
+
+
+def _scratch(elements: int, device: torch.device, stream: int, capturing: bool) -> Tensor:
+    """Float32 room for partial states: a graph's own, or the stream's, whose launches follow each other."""
+    if capturing:
+        return torch.empty(elements, dtype=torch.float32, device=device)
+    buffer = _scratches.get((device, stream))
+    if buffer is None or buffer.shape[0] < elements:
+        buffer = _scratches[device, stream] = torch.empty(elements, dtype=torch.float32, device=device)
+    return buffer
+
+
+def _counter(device: int, stream: int, capturing: bool) -> int:
     """Address of a counter that no other launch in flight uses: launches of one stream, or one graph, follow each other."""
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    capturing = torch.cuda.is_current_stream_capturing()
     if device not in _counters:
         if capturing:
             raise CudaError(
                 "tree_attention: call it once before capturing it in a CUDA graph, so that it can set up memory"
             )
         _counters[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=torch.device("cuda", device)), {}
+        torch.cuda.synchronize(device)  # other streams may use it next
     memory, taken = _counters[device]
     key: object = ("graph", _capture_id(stream)) if capturing else stream
     number = taken.get(key)

@@ -28,6 +28,10 @@ NARROW_UNIT = 16
 NARROW_WARPS = 4
 ITEM_FIELDS = ("q_begin", "q_end", "partial_begin", "seg_begin", "2 * segments + causal", "node", "begin", "end")
 
+# What one multiprocessor does: a wide tile of 128 rows at 450 TFLOP/s, and narrow items at 4 TB/s (head size 128).
+WIDE_TOKENS_PER_US = 52.0
+NARROW_TOKENS_PER_US = 59.0
+
 # One H200: KV comes at 4.3 TB/s, partial states go out and come back through L2; an item adds its share of a block's time.
 H200_COST = CostModel(item=0.02, kv_byte=1 / 4.3e6, partial_byte=1.5 / 4.3e6)
 
@@ -53,7 +57,8 @@ class GpuPlan:
     """The work of one tree attention on one GPU.
 
     Attributes:
-        counts: ``[8]`` wide items, narrow items, query rows, partial rows, then zeros.
+        counts: ``[8]`` wide items, narrow items, query rows, partial rows, 1 where wide work is by far the longer part (by
+            which the host picks the instantiation), then zeros.
         wide, narrow: ``[items, 8]`` with columns :data:`ITEM_FIELDS`; ``partial_begin = -1``: the item writes the output.
             ``node, begin, end`` repeat the item's first segment.
         segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node; ``end`` may be ``OPEN``.
@@ -89,7 +94,14 @@ class GpuPlan:
 
 
 def make_gpu_plan(
-    formats: Sequence[BSR], length: Ints, num_rows: int, *, group: int, kv_heads: int, num_sms: int = 132
+    formats: Sequence[BSR],
+    length: Ints,
+    num_rows: int,
+    *,
+    group: int,
+    kv_heads: int,
+    num_sms: int = 132,
+    narrow_only: bool = False,
 ) -> GpuPlan:
     """Cut formats into wide and narrow items.
 
@@ -100,6 +112,7 @@ def make_gpu_plan(
         group: Query heads per KV head.
         kv_heads: KV heads; each item runs once for each.
         num_sms: Multiprocessors that share the work.
+        narrow_only: Make narrow items only, for kernels without a matrix path; groups are at most 8 then.
 
     Returns:
         The plan; the same input always gives the same plan.
@@ -108,7 +121,7 @@ def make_gpu_plan(
     sizes = np.minimum(segments[:, 2], length[segments[:, 0]]) - segments[:, 1]
     before = np.concatenate(([0], np.cumsum(sizes)))
     tokens = before[seg_begin + seg_count] - before[seg_begin]
-    row, tile_begin, tile_end = _tile(q_begin, q_end, group)
+    row, tile_begin, tile_end = _tile(q_begin, q_end, group, NARROW_ROWS if narrow_only else WIDE_ROWS)
     is_wide = (tile_end - tile_begin) * group > NARROW_ROWS
     pieces = np.ones(len(row), dtype=np.int64)
     for role, mine in ((_WIDE, is_wide), (_NARROW, ~is_wide)):
@@ -122,10 +135,18 @@ def make_gpu_plan(
     cost = items[:, 8]
     items[:, 5:8] = segments[items[:, 3]]
     longest = np.argsort(-cost, kind="stable")
-    items, wide_item = items[longest, :8].astype(np.int32), wide_item[longest]
-    wide, narrow = items[wide_item], items[~wide_item]
-    counts = np.array([len(wide), len(narrow), num_rows, partials, 0, 0, 0, 0], dtype=np.int32)
+    sorted_items, wide_item = items[longest, :8].astype(np.int32), wide_item[longest]
+    wide: Ints = sorted_items[wide_item]
+    narrow: Ints = sorted_items[~wide_item]
+    wide_bound = _is_wide_bound(tokens[row], is_wide)
+    counts = np.array([len(wide), len(narrow), num_rows, partials, wide_bound, 0, 0, 0], dtype=np.int32)
     return GpuPlan(counts, wide, narrow, segments.astype(np.int32), merge_indptr, merge_indices)
+
+
+def _is_wide_bound(tokens: Longs, is_wide: NDArray[np.bool_]) -> int:
+    """1 where the wide tiles take much longer than the narrow items."""
+    wide, narrow = int(tokens[is_wide].sum()), int(tokens[~is_wide].sum())
+    return int(wide / WIDE_TOKENS_PER_US > 2 * narrow / NARROW_TOKENS_PER_US)
 
 
 def _flatten(formats: Sequence[BSR]) -> tuple[Longs, Longs, Longs, Longs, Longs, Longs]:
@@ -146,9 +167,9 @@ def _flatten(formats: Sequence[BSR]) -> tuple[Longs, Longs, Longs, Longs, Longs,
     )
 
 
-def _tile(q_begin: Longs, q_end: Longs, group: int) -> tuple[Longs, Longs, Longs]:
+def _tile(q_begin: Longs, q_end: Longs, group: int, most: int) -> tuple[Longs, Longs, Longs]:
     """Rows cut into tiles that a role can hold: their row, first and last query."""
-    step = np.where((q_end - q_begin) * group <= NARROW_ROWS, q_end - q_begin, max(1, WIDE_ROWS // group))
+    step = np.where((q_end - q_begin) * group <= NARROW_ROWS, q_end - q_begin, max(1, most // group))
     tiles = -(-(q_end - q_begin) // step)
     row = np.repeat(np.arange(len(q_begin)), tiles)
     number = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
@@ -161,7 +182,9 @@ def _pieces(role: _Role, tokens: Longs, kv_heads: int, num_sms: int) -> Longs:
     units = np.maximum(1, -(-tokens // role.unit))
     workers = role.workers_per_sm * num_sms
     longest = int(units.max())
-    candidates = sorted({max(role.least, -(-longest // cut)) for cut in (*range(1, 34), 40, 48, 64, 96, 132)} | {longest})
+    candidates = sorted(
+        {max(role.least, -(-longest // cut)) for cut in (*range(1, 34), 40, 48, 64, 96, 132)} | {longest}
+    )
     best, best_time = longest, np.inf
     for chunk in candidates:
         pieces = -(-units // chunk)

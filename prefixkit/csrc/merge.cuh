@@ -1,4 +1,4 @@
-// The end of a launch: all blocks meet, then every warp folds partial states of some rows, in the plan's order.
+// The end of a launch: all blocks meet, then the wide warps fold partial states, in the plan's order.
 //
 // cost   reads each partial state once (4 D + 4 bytes per head) and writes each row once; the meeting costs about 1.5 us.
 // limits all blocks must be resident at once: the grid is at most one block per multiprocessor.
@@ -18,56 +18,75 @@ DEVICE void grid_meet(u32* counter) {
     __threadfence();
 }
 
-// One warp folds one head of one row.
-DEVICE void merge_row(const Attention& a, int row, int head, int begin, int count) {
-    const int lane = threadIdx.x & 31;
-    constexpr int VECTORS = (D + 127) / 128;
-    const int* parts = a.merge_indices + begin;
-    float top = MINUS_INFINITY;
-    for (int i = lane; i < count; i += 32) top = fmaxf(top, load_global1(a.partial_lse + (long long)parts[i] * a.heads + head));
-    for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-    const float base = top == MINUS_INFINITY ? 0.f : top;
-    float4 sum[VECTORS] = {};
-    float total = 0.f;
-    for (int block = 0; block < count; block += 32) {
-        const int n = min(32, count - block);
-        const int part = lane < n ? parts[block + lane] : 0;
-        const float weight = lane < n ? exp2_fast((load_global1(a.partial_lse + (long long)part * a.heads + head) - base) * LOG2E) : 0.f;
-#pragma unroll 4
-        for (int i = 0; i < n; ++i) {
-            const float w = __shfl_sync(~0u, weight, i);
-            const float* from = a.partial_out + ((long long)__shfl_sync(~0u, part, i) * a.heads + head) * D;
-            total += w;
-#pragma unroll
-            for (int j = 0; j < VECTORS; ++j) {
-                const int d = 4 * lane + 128 * j;
-                if (D % 128 == 0 || d < D) {
-                    const float4 x = load_global(from + d);
-                    sum[j].x += w * x.x, sum[j].y += w * x.y, sum[j].z += w * x.z, sum[j].w += w * x.w;
-                }
-            }
-        }
-    }
-    float lse = total > 0.f ? base + LN2 * log2_fast(total) : MINUS_INFINITY;
-    const float factor = (total > 0.f ? 1.f / total : 0.f) * join_sink(lse, head);
-    u16* to = a.out + ((long long)row * a.heads + head) * D;
+// LANES lanes fold one head of one row.  Partials are read in one pass, several at a time: what a merge costs is the latency of
+// its reads.  Many rows: few lanes each, to have many rows under way; few rows: many lanes, to have many partials under way.
+template <int VECTORS> struct Folded {
+    float4 sum[VECTORS];
+    float top, total;
+};
+
+template <int VECTORS> DEVICE void fold(Folded<VECTORS>& f, float lse, const float4 (&x)[VECTORS]) {
+    const float top = fmaxf(f.top, lse), base = top == MINUS_INFINITY ? 0.f : top;
+    const float shrink = exp2_fast((f.top - base) * LOG2E), weight = exp2_fast((lse - base) * LOG2E);
+    f.top = top, f.total = f.total * shrink + weight;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
-        const int d = 4 * lane + 128 * j;
-        if (D % 128 == 0 || d < D)
-            *(uint2*)(to + d) = make_uint2(pack(sum[j].x * factor, sum[j].y * factor), pack(sum[j].z * factor, sum[j].w * factor));
+        f.sum[j].x = f.sum[j].x * shrink + weight * x[j].x, f.sum[j].y = f.sum[j].y * shrink + weight * x[j].y;
+        f.sum[j].z = f.sum[j].z * shrink + weight * x[j].z, f.sum[j].w = f.sum[j].w * shrink + weight * x[j].w;
     }
-    if (lane == 0) a.lse[(long long)row * a.heads + head] = lse;
 }
 
-// Warp `warp` of `warps` in the grid takes its share of the rows.
-DEVICE void merge_rows(const Attention& a, int rows, int warp, int warps) {
-    const int units = rows * a.heads;
-    for (int unit = warp; unit < units; unit += warps) {
-        const int row = unit / a.heads;
-        const int begin = a.merge_indptr[row], count = a.merge_indptr[row + 1] - begin;
-        if (count) merge_row(a, row, unit - row * a.heads, begin, count);
+// Reads `count` (at most AT_ONCE) partials of a head, then folds them in order.
+template <int AT_ONCE, int LANES, int VECTORS>
+DEVICE void fold_some(const Attention& a, Folded<VECTORS>& f, const int* parts, int count, int head, int lane) {
+    float lse[AT_ONCE];
+    float4 x[AT_ONCE][VECTORS];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+        const long long at = (long long)parts[min(i, count - 1)] * a.heads + head;
+        lse[i] = i < count ? load_global1(a.partial_lse + at) : MINUS_INFINITY;
+#pragma unroll
+        for (int j = 0; j < VECTORS; ++j) x[i][j] = load_global(a.partial_out + at * D + 4 * (lane + LANES * j));
     }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+        if (i < count) fold(f, lse[i], x[i]);
+}
+
+template <int LANES, int VECTORS> DEVICE void finish_row(const Attention& a, const Folded<VECTORS>& f, int row, int head, int lane) {
+    float lse = f.total > 0.f ? f.top + LN2 * log2_fast(f.total) : MINUS_INFINITY;
+    const float factor = (f.total > 0.f ? 1.f / f.total : 0.f) * join_sink(lse, head, a.parameters);
+    const long long at = (long long)row * a.heads + head;
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j)
+        *(uint2*)(a.out + at * D + 4 * (lane + LANES * j)) =
+            make_uint2(pack(f.sum[j].x * factor, f.sum[j].y * factor), pack(f.sum[j].z * factor, f.sum[j].w * factor));
+    if (lane == 0) a.lse[at] = lse;
+}
+
+// The threads [0, `threads`) of each block, `thread` of them this, fold all rows.
+template <int LANES, int AT_ONCE> DEVICE void merge_rows_by(const Attention& a, int rows, int thread, int threads) {
+    static_assert(D % (4 * LANES) == 0, "a lane holds whole vectors of a head");
+    constexpr int VECTORS = D / (4 * LANES);
+    const int units = rows * a.heads, lane = thread % LANES, mergers = threads / LANES;
+    for (int unit = blockIdx.x + gridDim.x * (thread / LANES); unit < units; unit += gridDim.x * mergers) {
+        const int row = unit / a.heads, head = unit - row * a.heads;
+        const int begin = a.merge_indptr[row], count = a.merge_indptr[row + 1] - begin;
+        if (count == 0) continue;
+        Folded<VECTORS> f = {};
+        f.top = MINUS_INFINITY;
+        const int* parts = a.merge_indices + begin;
+        if (count <= 2) fold_some<2, LANES>(a, f, parts, count, head, lane);
+        else
+            for (int i = 0; i < count; i += AT_ONCE) fold_some<AT_ONCE, LANES>(a, f, parts + i, min(AT_ONCE, count - i), head, lane);
+        finish_row<LANES>(a, f, row, head, lane);
+    }
+}
+
+DEVICE void merge_rows(const Attention& a, int rows, int thread, int threads) {
+    constexpr int MANY = D % 128 == 0 ? 32 : D % 64 == 0 ? 16 : 8;
+    if (rows * a.heads <= int(gridDim.x) * threads / MANY) merge_rows_by<MANY, 16>(a, rows, thread, threads);
+    else merge_rows_by<8, 4>(a, rows, thread, threads);
 }
 
 }  // namespace prefixkit

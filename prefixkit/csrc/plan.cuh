@@ -9,7 +9,6 @@ namespace prefixkit {
 #endif
 constexpr int D = PREFIXKIT_HEAD_DIM;
 constexpr int ROW_CHUNKS = D / 8;                          // 16-byte pieces of a head's row
-constexpr int ROW_PITCH = (D * 2 + 127) / 128 * 128;       // bytes of a row in shared memory
 static_assert(D % 16 == 0 && D <= 256, "head sizes are multiples of 16 up to 256");
 
 struct Attention {
@@ -36,7 +35,11 @@ struct Attention {
     long long page_stride, head_stride, slot_stride;  // elements, multiples of 8; the same for k and v
     int heads, kv_heads, page_size;
     float scale;
+    const float* parameters;      // of the variant
 };
+
+// Query heads of a KV head.
+DEVICE int group_of(const Attention& a) { return divide_small(a.heads, a.kv_heads); }
 
 // Queries [q_begin, q_end) read segments [seg_begin, seg_end); `node, begin, end` repeat the first one.
 struct Item {
@@ -80,9 +83,9 @@ DEVICE Span load_span(const Attention& a, int node, int begin, int end, bool cau
     return s;
 }
 
-// Where a slot's row begins, in 16-byte pieces.
+// Where a slot's row begins, in 16-byte pieces: 32 bits reach 64 GB.
 DEVICE u32 row_of(const Attention& a, int page, int slot_in_page, int head) {
-    return u32((page * a.page_stride + head * a.head_stride + slot_in_page * a.slot_stride) >> 3);
+    return u32(page) * u32(a.page_stride >> 3) + u32(head) * u32(a.head_stride >> 3) + u32(slot_in_page) * u32(a.slot_stride >> 3);
 }
 
 }  // namespace prefixkit

@@ -13,6 +13,9 @@ using u64 = unsigned long long;
 #define PREFIXKIT_HALF 0  // 1: float16, 0: bfloat16
 #endif
 
+// The lane, read anew: what is computed from it is not kept in registers across loops, where they are short.
+DEVICE int lane_anew() { int x; asm volatile("mov.u32 %0, %%laneid;" : "=r"(x)); return x; }
+
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
 // ---- copies ----
@@ -62,6 +65,12 @@ DEVICE u32 pack(float low, float high) {
 }
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+// a / b for 0 <= a < 8192 and 0 < b < 1024, in a few instructions.
+DEVICE int divide_small(int a, int b) {
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(float(b)));
+    return int((float(a) + 0.5f) * reciprocal);
+}
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define MINUS_INFINITY __int_as_float(0xff800000)
 

@@ -1,8 +1,8 @@
 // Attention of many query rows to shared KV on Hopper: the matrix path.
 //
 // shapes     an item has up to 128 rows, (query, head of the group) pairs of one KV head, and any KV.
-// tiling     two warpgroups of 64 rows share units of UNIT tokens: K and V each in two stages.  Two warps gather the rows of a unit
-//            with 16-byte copies (any page size, any begin; the copies go where the 128-byte swizzle wants them).
+// tiling     two warpgroups of 64 rows share units of UNIT tokens: K and V each in two stages.  Two warps gather the rows of K and two those
+//            of V, with 16-byte copies (any page size, any begin; the copies go where the 128-byte swizzle wants them).
 //            S = Q K^T from shared memory, P stays in registers; while a warpgroup takes exponents of unit i, its
 //            P V of unit i - 1 and the other warpgroup's products keep the tensor cores busy.
 // cost       4 D flops per row and token against 790 TFLOP/s (dense bf16); 4 D bytes of KV per token and tile.
@@ -18,8 +18,7 @@ constexpr int TILE = 128;                        // rows: two warpgroups of 64
 constexpr int UNIT = 96;                         // tokens: as many as registers hold beside the output (scores 48, operand 24, output 64)
 constexpr int UNIT_BYTES = UNIT * D * 2;
 constexpr int Q_BYTES = TILE * D * 2;
-constexpr int HALVES = D / 64;                   // columns of 64 elements: 128 bytes, the swizzle's width
-constexpr int LOADERS = 64;                      // threads that copy
+constexpr int LOADERS = 64;                      // threads that copy K, and as many for V
 constexpr int WIDE_BYTES = Q_BYTES + 4 * UNIT_BYTES;
 
 struct WideShared {
@@ -30,25 +29,54 @@ struct WideShared {
 
 // ---- loading ----
 
-// Copies a tile of ROWS rows, half of them by each loading warp; lane i knows its warp's rows i and i + 32, in 16-byte pieces.
-template <int ROWS>
-DEVICE void copy_tile(u32 to, const u16* base, u32 row_a, u32 row_b, int valid) {
-    constexpr int PER_ROW = D / 8, STEP = 32 / PER_ROW;  // lanes to a row, rows at a time
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int column = lane % PER_ROW, sub = lane / PER_ROW;
-    const u32 half = to + (column >> 3) * (ROWS * 128);
-#pragma unroll 4
-    for (int i = 0; i < ROWS / 2; i += STEP) {
-        const u32 from = __shfl_sync(~0u, i < 32 ? row_a : row_b, (i + sub) & 31);
-        const int row = warp * (ROWS / 2) + i + sub;
-        copy16(half + row * 128 + (((column ^ row) & 7) << 4), base + (long long)from * 8 + column * 8, row < valid);
+// Half of the query tile by each loading warp; rows that the item lacks become zero.
+DEVICE void load_queries(const Attention& a, const Item& item, u32 to, int rows) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 1, group = group_of(a);
+#pragma unroll 1
+    for (int first = warp * (TILE / 2); first < (warp + 1) * (TILE / 2); first += GROUP) {
+        const int row = first + (lane & 15);
+        const int at = min(row, rows - 1);
+        const u32 begin = u32((((long long)(item.q_begin + at / group) * a.heads + item.head * group + at % group) * D) >> 3);
+        copy_rows<TILE>(to + first * 128, a.q, begin, __ballot_sync(~0u, row < rows) & 0xffff);
     }
 }
 
-// One of the two loading warps: every unit of this block's items.
+constexpr int MY_GROUPS = UNIT / GROUP / 2;      // of a unit, by each loading warp
+static_assert(UNIT % (2 * GROUP) == 0, "each loading warp takes whole groups");
+
+// Tokens [low, high) of the unit at `slot`, this warp's groups.  `page`: lane i knows the page of group i.
+DEVICE void load_unit(const Attention& a, const u16* base, u32 to, const Span& span, int slot, int low, int high, int head, int page) {
+    const int warp = threadIdx.x >> 5 & 1;
+    const bool fast = pages_hold_groups(a);
+#pragma unroll 1
+    for (int i = warp * MY_GROUPS; i < (warp + 1) * MY_GROUPS; ++i) {
+        const int first = i * GROUP, group_slot = slot + first;
+        const int group_page = __shfl_sync(~0u, page, i);
+        if (fast && first >= low && first + GROUP <= high)
+            copy_group<UNIT>(to + first * 128, base + (long long)row_of(a, group_page, place_in_page(a, group_slot), head) * 8);
+        else
+            gather_rows<UNIT>(a, base, to + first * 128, span, group_slot, low - first, high - first, head);
+    }
+}
+
+// Lane i: the page of group i of the unit at `slot`.
+DEVICE int look_up_groups(const Attention& a, const Span& span, int slot) {
+    const int mine = slot + (threadIdx.x & 31) * GROUP;
+    const bool there = pages_hold_groups(a) && (threadIdx.x & 31) < UNIT / GROUP && mine < span.end;
+    return there ? a.pages[span.pages + page_index(a, mine)] : 0;
+}
+
+DEVICE void skip_empty(const Attention& a, const Item& item, int last, int& seg, Span& span) {
+    while (span.slot >= span.end && seg < item.seg_end) {
+        span = load_span(a, a.segments[3 * seg], a.segments[3 * seg + 1], a.segments[3 * seg + 2], item.causal, last);
+        ++seg;
+    }
+}
+
+// A loading warp, 0 and 1 for K and queries, 2 and 3 for V: every unit of this block's items.
 DEVICE void wide_load(const Attention& a, const WideShared& s) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = a.heads / a.kv_heads;
-    const int entries = a.counts[0] * a.kv_heads;
+    const int group = group_of(a), entries = a.counts[0] * a.kv_heads;
+    const bool is_k = threadIdx.x < LOADERS;
     int unit = 0, items = 0;
     for (int round = 0;; ++round) {
         const int entry = entry_of(round, blockIdx.x, gridDim.x);
@@ -60,58 +88,43 @@ DEVICE void wide_load(const Attention& a, const WideShared& s) {
         Span span = load_span(a, item.node, item.begin, item.end, item.causal, last);
         int seg = item.seg_begin + 1;
         int flags = FIRST | (item.causal ? CAUSAL : 0);
+        skip_empty(a, item, last, seg, span);
+        int page = look_up_groups(a, span, span.slot & ~15);
         while (true) {
-            while (span.slot >= span.end && seg < item.seg_end) {
-                span = load_span(a, a.segments[3 * seg], a.segments[3 * seg + 1], a.segments[3 * seg + 2], item.causal, last);
-                ++seg;
-            }
-            const int valid = max(0, min(UNIT, span.end - span.slot));
-            u32 at[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int slot = span.slot + warp * (UNIT / 2) + i * 32 + lane;
-                const u32 index = u32(slot) / u32(a.page_size);
-                const int page = slot < span.end ? a.pages[span.pages + index] : 0;
-                at[i] = row_of(a, page, slot - index * a.page_size, item.head);
-            }
-            const int position = span.position + span.slot;
-            span.slot += UNIT;
-            // Empty segments may follow; whoever reads LAST must be right, so look ahead.
-            while (span.slot >= span.end && seg < item.seg_end) {
-                span = load_span(a, a.segments[3 * seg], a.segments[3 * seg + 1], a.segments[3 * seg + 2], item.causal, last);
-                ++seg;
-            }
+            const Span here = span;
+            const int low = span.slot & 15, slot = span.slot - low, high = max(0, min(UNIT, span.end - slot));
+            const int here_page = page;
+            span.slot = slot + UNIT;
+            skip_empty(a, item, last, seg, span);  // whoever reads LAST must be right
             const bool done = span.slot >= span.end;
+            page = look_up_groups(a, span, span.slot & ~15);
             const int stage = unit & 1, phase = unit >> 1 & 1;
-            barrier_wait(s.k_empty + 8 * stage, phase ^ 1);
-            if (threadIdx.x == 0) {
-                int4* to = (int4*)(s.infos + stage);
-                to[0] = make_int4(item.q_begin, rows, item.partial, item.head);
-                to[1] = make_int4(flags | (done ? LAST : 0), valid, position, 0);
-                barrier_arrive(s.k_full + 8 * stage);
-            }
-            copy_tile<UNIT>(s.k + stage * UNIT_BYTES, a.k, at[0], at[1], valid);
-            barrier_arrive_after_copies(s.k_full + 8 * stage);
-            if (flags & FIRST) {
-                u32 from[2];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int row = min(warp * 64 + i * 32 + lane, rows - 1);
-                    from[i] = u32((((long long)(item.q_begin + row / group) * a.heads + item.head * group + row % group) * D) >> 3);
+            if (is_k) {
+                barrier_wait(s.k_empty + 8 * stage, phase ^ 1);
+                if (threadIdx.x == 0) {
+                    int4* to = (int4*)(s.infos + stage);
+                    to[0] = make_int4(item.q_begin, rows, item.partial, item.head);
+                    to[1] = make_int4(flags | (done ? LAST : 0), low, high, here.position + slot);
+                    barrier_arrive(s.k_full + 8 * stage);
                 }
+            } else {
+                barrier_wait(s.v_empty + 8 * stage, phase ^ 1);
+            }
+            load_unit(a, is_k ? a.k : a.v, (is_k ? s.k : s.v) + stage * UNIT_BYTES, here, slot, low, high, item.head, here_page);
+            barrier_arrive_after_copies((is_k ? s.k_full : s.v_full) + 8 * stage);
+            if (is_k && (flags & FIRST)) {
                 barrier_wait(s.q_empty, (items & 1) ^ 1);
-                copy_tile<TILE>(s.q, a.q, from[0], from[1], rows);
+                load_queries(a, item, s.q, rows);
                 barrier_arrive_after_copies(s.q_full);
                 ++items;
             }
-            barrier_wait(s.v_empty + 8 * stage, phase ^ 1);
-            copy_tile<UNIT>(s.v + stage * UNIT_BYTES, a.v, at[0], at[1], valid);
-            barrier_arrive_after_copies(s.v_full + 8 * stage);
             flags &= ~FIRST;
             ++unit;
             if (done) break;
         }
     }
+    copy_wait<0>();
+    if (!is_k) return;
     const int stage = unit & 1, phase = unit >> 1 & 1;
     barrier_wait(s.k_empty + 8 * stage, phase ^ 1);
     if (threadIdx.x == 0) {
@@ -119,7 +132,6 @@ DEVICE void wide_load(const Attention& a, const WideShared& s) {
         barrier_arrive(s.k_full + 8 * stage);
     }
     barrier_arrive(s.k_full + 8 * stage);
-    copy_wait<0>();
 }
 
 // ---- computing ----
@@ -159,8 +171,8 @@ DEVICE void exponentials(const Attention& a, const Chunk& c, WideState& w, float
 #pragma unroll
         for (int i = 0; i < UNIT / 2; ++i) {
             const int row = i >> 1 & 1, token = 8 * (i / 4) + column + (i & 1), position = c.position + token;
-            const bool visible = token < c.valid && (!(c.flags & CAUSAL) || position <= w.position[row]);
-            w.s[i] = exponent(w.s[i], a.scale, visible, w.position[row], position, w.head[row]);
+            const bool visible = token >= c.low && token < c.high && (!(c.flags & CAUSAL) || position <= w.position[row]);
+            w.s[i] = exponent(w.s[i], a.scale, visible, w.position[row], position, w.head[row], a.parameters);
         }
     }
     float base[2];
@@ -187,7 +199,7 @@ DEVICE void exponentials(const Attention& a, const Chunk& c, WideState& w, float
 }
 
 DEVICE void softmax(const Attention& a, const Chunk& c, WideState& w, float (&shrink)[2]) {
-    const bool compare = c.valid < UNIT || (c.flags & CAUSAL);
+    const bool compare = c.low > 0 || c.high < UNIT || (c.flags & CAUSAL);
     if (MODIFIED || compare) exponentials<false>(a, c, w, shrink);
     else exponentials<true>(a, c, w, shrink);
 }
@@ -198,7 +210,7 @@ DEVICE void round_exponentials(WideState& w) {
 }
 
 DEVICE void wide_begin(const Attention& a, const Chunk& c, WideState& w, int row0) {
-    const int group = a.heads / a.kv_heads;
+    const int group = group_of(a);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         w.top[i] = MINUS_INFINITY, w.sum[i] = 0.f;
@@ -209,7 +221,7 @@ DEVICE void wide_begin(const Attention& a, const Chunk& c, WideState& w, int row
 }
 
 DEVICE void wide_finish(const Attention& a, const Chunk& c, WideState& w, int row0) {
-    const int group = a.heads / a.kv_heads, column = 2 * (threadIdx.x & 3);
+    const int group = group_of(a), column = 2 * (threadIdx.x & 3);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float sum = w.sum[i];
@@ -227,7 +239,7 @@ DEVICE void wide_finish(const Attention& a, const Chunk& c, WideState& w, int ro
                 *(float2*)(to + 8 * j) = make_float2(w.o[4 * j + 2 * i] * factor, w.o[4 * j + 2 * i + 1] * factor);
             if (column == 0) a.partial_lse[at] = lse;
         } else {
-            factor *= join_sink(lse, w.head[i]);
+            factor *= join_sink(lse, w.head[i], a.parameters);
             const long long at = (long long)(c.q_begin + row / group) * a.heads + w.head[i];
             u16* to = a.out + at * D + column;
 #pragma unroll
@@ -245,7 +257,7 @@ DEVICE void warpgroup_sync(int half) {
 
 DEVICE Chunk read_info(const WideShared& s, int stage) {
     const int4 x = ((const int4*)(s.infos + stage))[0], y = ((const int4*)(s.infos + stage))[1];
-    return {x.x, x.y, x.z, x.w, y.x, y.y, y.z, 0};
+    return {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
 }
 
 // One warpgroup: rows 64 `half`... of every item of this block.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checked mode, as with PREFIXKIT_CHECK=1."""
     monkeypatch.setattr("prefixkit.attention.cuda_launch._check", True)
+
+
+@pytest.fixture
+def num_gpu_forests() -> int:
+    """How many random forests to try, for each dtype and backend."""
+    return int(os.environ.get("PREFIXKIT_GPU_FORESTS", "25"))

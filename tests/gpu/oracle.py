@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -81,3 +83,35 @@ def torch_error(case: Case, exact: Tensor) -> float:
                 out = scaled_dot_product_attention(q[row][None, :, None], keys, values, scale=case.scale)
             worst = max(worst, float((out[0, :, 0].double() - exact[row]).abs().max()))
     return worst
+
+
+def unit(case: Case) -> float:
+    """What errors are counted in: a score is off by its own size times eps, and the output by as much relative to values."""
+    q, k, v = (t.double().nan_to_num() for t in (case.q, case.k_pages, case.v_pages))
+    score = case.scale * float(q.norm(dim=-1).max() * k.norm(dim=-1).max())
+    return torch.finfo(case.q.dtype).eps * (1 + score) * float(v.abs().max())
+
+
+@dataclass
+class Errors:
+    """Largest errors of ours and of torch's, per forest, in units.
+
+    Rounding is chance and a forest is small, so errors are held against torch's over all forests: neither the largest nor
+    the root of the mean square may exceed 1.5 times torch's.
+    """
+
+    seeds: list[int] = field(default_factory=list)
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+
+    def add(self, seed: int, case: Case, ours: float, theirs: float) -> None:
+        self.seeds.append(seed)
+        self.ours.append(ours / unit(case))
+        self.theirs.append(theirs / unit(case))
+
+    def check(self) -> None:
+        ours, theirs = np.array(self.ours), np.array(self.theirs)
+        worst = [f"forest {self.seeds[i]}: {ours[i]:.3g} (torch {theirs[i]:.3g})" for i in np.argsort(-ours)[:5]]
+        assert np.isfinite(ours).all(), worst
+        assert ours.max() <= 1.5 * theirs.max(), worst
+        assert np.sqrt(np.mean(ours**2)) <= 1.5 * np.sqrt(np.mean(theirs**2)), worst

@@ -1,0 +1,61 @@
+"""Compiling ahead, so that nobody waits for the compiler later; for images, and for clusters that share a cache folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from prefixkit.attention import jit, kernel_cache
+from prefixkit.attention.cuda_units import units
+from prefixkit.attention.nvrtc import Unit, arch_for, nvrtc_version, supported_archs
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A unit that is in the cache now; ``seconds`` of compiling, or None if it was there."""
+
+    unit: Unit
+    arch: str
+    seconds: float | None
+
+
+class NoTarget(ValueError):
+    """There is neither a GPU to compile for, nor a target given."""
+
+
+def targets(arch: str | None) -> list[str]:
+    """What to compile for: the target given, or those of the GPUs here.
+
+    Raises:
+        NvrtcMissing: nothing can be compiled.
+        NoTarget: there is no GPU, or NVRTC does not know the target.
+        UnsupportedArch: a GPU that there are no kernels for.
+    """
+    known = supported_archs()
+    if arch is not None:
+        digits = arch.removeprefix("sm_").rstrip("a")
+        if not arch.startswith("sm_") or not digits.isdigit() or int(digits) not in known:
+            names = ", ".join(arch_for(divmod(number, 10), known) for number in known if number >= 80)
+            raise NoTarget(f"NVRTC knows no target {arch!r}; it knows {names}")
+        return [arch_for(divmod(int(digits), 10), known)]
+    if not torch.cuda.is_available():
+        raise NoTarget("there is no GPU to compile for; name a target, such as sm_90a for an H100 or H200")
+    found = {arch_for(torch.cuda.get_device_capability(index), known) for index in range(torch.cuda.device_count())}
+    return sorted(found)
+
+
+def warm_up(archs: list[str]) -> Iterator[Compiled]:
+    """Compile all units for some targets, one after the other.
+
+    Raises:
+        NvrtcMissing, CompileError: from the compiler.
+    """
+    for arch in archs:
+        for unit in units(arch):
+            there = kernel_cache.read(kernel_cache.entry(unit, arch, nvrtc_version())) is not None
+            began = time.perf_counter()
+            jit.binary(unit, arch)
+            yield Compiled(unit, arch, None if there else time.perf_counter() - began)

@@ -1,0 +1,16 @@
+"""``prefixkit warmup``: compile the CUDA kernels ahead."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+
+def run_warmup(arch: str | None, console: Console) -> None:
+    """Compile for the GPUs here, or for the target given, a line per unit."""
+    from prefixkit.attention import kernel_cache
+    from prefixkit.attention.warmup import targets, warm_up
+
+    for done in warm_up(targets(arch)):
+        took = "was there" if done.seconds is None else f"{done.seconds:.1f} s"
+        console.print(f"{done.arch}  {done.unit}: {took}", highlight=False, markup=False)
+    console.print(f"kept in {kernel_cache.folder()}", highlight=False, markup=False)
