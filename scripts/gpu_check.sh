@@ -50,7 +50,7 @@ fi
 
 part launch 90 "$python" benchmarks/launch.py --out "$out/launch.json"
 if [ -f benchmarks/attention.py ]; then
-    part attention "${ATTENTION_SECONDS:-150}" "$python" benchmarks/attention.py --out "$out" ${ATTENTION_OPTIONS:-}
+    part attention "${ATTENTION_SECONDS:-150}" "$python" benchmarks/attention.py --out "$out/attention.json" ${ATTENTION_OPTIONS:-}
 fi
 echo "$((SECONDS - began)) s in all, results in $out" | tee -a "$summary"
 exit "$failed"

@@ -37,24 +37,15 @@ def test_logits_err_no_more_than_the_unpatched_models(head_dim: int) -> None:
     model = model_of(head_dim, torch.bfloat16)
     exact = copy.deepcopy(model).double()
     sequences = prompts(5)
-    logits: dict[tuple[int, ...], torch.Tensor] = {}
+    requests = [Request(i, p, SamplingParams(max_new_tokens=1)) for i, p in enumerate(sequences)]
     with prefixkit.patched(model):
-        engine = make_engine(model, [Request(i, p, SamplingParams(max_new_tokens=1)) for i, p in enumerate(sequences)])
-        forward = engine.model
-
-        def keep(step: object) -> torch.Tensor:
-            rows: torch.Tensor = forward(step)
-            kept.append(rows.clone())
-            return rows
-
-        kept: list[torch.Tensor] = []
-        engine.model = keep
-        engine.scheduler.submit([Request(i, p, SamplingParams(max_new_tokens=1)) for i, p in enumerate(sequences)])
+        engine = make_engine(model, requests)
+        engine.scheduler.submit(requests)
         engine.scheduler.admit()
         groups = list(engine.scheduler.groups)
         while any(group.first_logits is None for group in groups):
             engine.step()
-        logits = {tuple(group.request.tokens.tolist()): group.first_logits for group in groups}
+    logits = {tuple(group.request.tokens.tolist()): group.first_logits for group in groups}
     ours, stock = [], []
     for sequence in sequences:
         ids = torch.tensor([sequence], device="cuda")
