@@ -104,7 +104,9 @@ def test_without_a_budget_all_samples_run_together(model, page_size):
     print("seed 8")
     head = rng.integers(0, 256, 100)
     prompts = [[*head[: rng.integers(50, 100)], *rng.integers(0, 256, rng.integers(1, 40))] for _ in range(12)]
-    result = prefixkit.generate(model, TOKENIZER, prompts, n=3, max_new_tokens=9, stop_token_ids=(), page_size=page_size)
+    result = prefixkit.generate(
+        model, TOKENIZER, prompts, n=3, max_new_tokens=9, stop_token_ids=(), page_size=page_size
+    )
     assert result.report.steps == 9
 
 
