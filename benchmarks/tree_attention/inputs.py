@@ -1,0 +1,123 @@
+"""Numbers for a workload: pages of random K and V, several sets of them, and the same numbers as rivals like them best."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.tree_attention.timing import input_sets
+from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level, Workload, levels
+from prefixkit.attention import ops  # noqa: F401  (declares torch.ops.prefixkit)
+from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.step import Step, build_step, planner_for
+
+GPU = torch.device("cuda")
+
+
+class Pool:
+    """Random pages ``[pages, kv_heads, page size, head size]``, made once and shared by workloads of as many KV heads."""
+
+    def __init__(self) -> None:
+        self._pages: tuple[Tensor, Tensor] | None = None
+
+    def take(self, pages: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """K and V of so many pages."""
+        elements = pages * kv_heads * PAGE * HEAD_DIM
+        if self._pages is None or self._pages[0].numel() < elements:
+            self._pages = None  # before the new ones, or both must fit
+            self._pages = tuple(torch.empty(elements, device=GPU, dtype=torch.bfloat16).normal_() for _ in "kv")
+        k, v = (flat[:elements].view(pages, kv_heads, PAGE, HEAD_DIM) for flat in self._pages)
+        return k, v
+
+
+@dataclass(eq=False)
+class Inputs:
+    """One workload's tensors.
+
+    Attributes:
+        q: For each set ``[rows, heads, head size]``.
+        k, v: For each set pages ``[pages, kv_heads, page size, head size]``.
+        page_order: The page table: where the tree's pages lie.
+        step: Plan and tree, on the device.
+        plan_ms: What planning took.
+    """
+
+    workload: Workload
+    q: list[Tensor]
+    k: list[Tensor]
+    v: list[Tensor]
+    page_order: np.ndarray
+    step: Step
+    plan_ms: float
+    _levels: list[Level] | None = field(default=None, repr=False)
+
+    @property
+    def sets(self) -> int:
+        return len(self.q)
+
+    @property
+    def scale(self) -> float:
+        return HEAD_DIM**-0.5
+
+    @property
+    def levels(self) -> list[Level] | None:
+        if self._levels is None:
+            self._levels = levels(self.workload.snapshot, self.page_order)
+        return self._levels
+
+    def dense(self, level: Level, pages: Tensor) -> Tensor:
+        """``[nodes, kv_heads, tokens, head size]`` a level's K or V, contiguous."""
+        where = torch.from_numpy(level.pages.reshape(-1).astype(np.int64)).to(GPU)
+        nodes, count = level.pages.shape
+        kv_heads = self.workload.kv_heads
+        taken = pages[where].view(nodes, count, kv_heads, PAGE, HEAD_DIM)
+        return taken.transpose(1, 2).reshape(nodes, kv_heads, count * PAGE, HEAD_DIM)
+
+    def packed_q(self, index: int) -> Tensor:
+        """``[kv_heads, rows * group, head size]``: the query heads of one KV head together, whatever the level."""
+        w = self.workload
+        return (
+            self.q[index]
+            .view(-1, w.kv_heads, w.heads // w.kv_heads, HEAD_DIM)
+            .transpose(0, 1)
+            .reshape(w.kv_heads, -1, HEAD_DIM)
+        )
+
+    def unpacked(self, out: Tensor) -> Tensor:
+        """``[rows, heads, head size]`` of such a result, for comparing."""
+        w = self.workload
+        return out.view(w.kv_heads, -1, w.heads // w.kv_heads, HEAD_DIM).transpose(0, 1).reshape(-1, w.heads, HEAD_DIM)
+
+
+def make(workload: Workload, pool: Pool, shuffled: bool = False) -> Inputs:
+    """Plan a workload, and take its numbers from the pool; ``shuffled`` strews its pages over the pool."""
+    snapshot, queries = workload.snapshot, workload.queries
+    pages, rows = int(snapshot.page_indptr[-1]), queries.num_rows
+    if shuffled:
+        snapshot.pages[:] = np.random.default_rng(0).permutation(pages)
+    planner = planner_for(HeadShape(workload.heads, workload.kv_heads, HEAD_DIM, 2), GPU, torch.bfloat16)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    planner.plan(snapshot, queries, GPU)
+    torch.cuda.synchronize()
+    plan_ms = (time.perf_counter() - began) * 1e3
+    tokens = np.zeros(rows, dtype=np.int64)
+    step = build_step(snapshot, queries, tokens, tokens[:0], planner, GPU)
+    sets = input_sets(workload.kv_bytes)
+    k, v = pool.take(sets * pages, workload.kv_heads)
+    q = [torch.randn(rows, workload.heads, HEAD_DIM, device=GPU).bfloat16() for _ in range(sets)]
+    return Inputs(workload, q, list(k.split(pages)), list(v.split(pages)), snapshot.pages, step, plan_ms)
+
+
+def ours(inputs: Inputs, index: int) -> Tensor:
+    """``[rows, heads, head size]`` by prefixkit."""
+    step = inputs.step
+    k, v = inputs.k[index].transpose(1, 2), inputs.v[index].transpose(1, 2)
+    out, _ = torch.ops.prefixkit.tree_attention(
+        inputs.q[index], k, v, step.positions, step.work, step.nodes, inputs.scale, "causal"
+    )
+    return out

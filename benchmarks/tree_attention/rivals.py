@@ -1,0 +1,245 @@
+"""Other ways to the same result, each as its user would set it up at its best: layouts are made before the clock starts.
+
+A rival is prepared for a workload's inputs and gives a function of the input set's number that returns ``[rows, heads, head
+size]``, or raises :class:`Unfit` with the reason why it does not run there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.tree_attention.inputs import GPU, Inputs
+from benchmarks.tree_attention.workloads import HEAD_DIM, Level
+
+Run = Callable[[int], Tensor]
+Rival = Callable[[Inputs], Run]
+
+# Expanded KV beyond this is not tried: it would take milliseconds where sharing takes hundreds of microseconds.
+MOST_EXPANDED_BYTES = 4e9
+
+
+class Unfit(Exception):
+    """A rival cannot run, or is not worth running, on a workload; says why."""
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Torch's flash attention, no mask: ``out``, ``lse [batch, heads, rows]``."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[:2]
+    return out, lse
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cuDNN's, likewise."""
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False, scale=scale)[
+        :2
+    ]
+    return out, lse.view(out.shape[:3])
+
+
+def hydragen(attend: Callable[..., tuple[Tensor, Tensor]]) -> Rival:
+    """Hydragen: for each level one call over all its nodes, the queries below a node as one long sequence; one fused merge."""
+
+    def prepare(inputs: Inputs) -> Run:
+        from benchmarks.tree_attention.merge import merge
+
+        found = _regular(inputs)
+        workload = inputs.workload
+        group = workload.heads // workload.kv_heads
+        q = [inputs.packed_q(i) for i in range(inputs.sets)]
+        kv = [
+            [[inputs.dense(level, pages[i]) for pages in (inputs.k, inputs.v)] for level in found]
+            for i in range(inputs.sets)
+        ]
+
+        def run(index: int) -> Tensor:
+            parts, lses = [], []
+            for level, (k, v) in zip(found, kv[index], strict=True):
+                rows = q[index].view(workload.kv_heads, len(k), level.rows * group, HEAD_DIM).transpose(0, 1)
+                out, lse = attend(rows, k, v, inputs.scale)
+                parts.append(out)
+                lses.append(lse)
+            return merge(parts, lses, [level.rows for level in found], workload.heads)
+
+        return run
+
+    return prepare
+
+
+def expanded(attend: Callable[..., tuple[Tensor, Tensor]]) -> Rival:
+    """Attention that shares nothing: every sequence's KV in full; the query heads of a KV head as rows, so KV is read once."""
+
+    def prepare(inputs: Inputs) -> Run:
+        found, workload = _regular(inputs), inputs.workload
+        rows = inputs.step.num_rows
+        tokens = workload.tokens_seen
+        needed = 4.0 * HEAD_DIM * workload.kv_heads * tokens
+        if needed > MOST_EXPANDED_BYTES:
+            raise Unfit(f"expanded KV takes {needed / 1e9:.0f} GB, more than {MOST_EXPANDED_BYTES / 1e9:.0f}")
+        # Large as it is, it passes through the L2 by itself.
+        sets = min(inputs.sets, max(1, int(1.5e8 // needed) + 1))
+        kv = [[_expand(inputs, found, pages[i], rows) for pages in (inputs.k, inputs.v)] for i in range(sets)]
+        q = [inputs.q[i].view(rows, workload.kv_heads, -1, HEAD_DIM) for i in range(sets)]
+
+        def run(index: int) -> Tensor:
+            k, v = kv[index % sets]
+            return attend(q[index % sets], k, v, inputs.scale)[0].reshape(rows, workload.heads, HEAD_DIM)
+
+        return run
+
+    return prepare
+
+
+def _expand(inputs: Inputs, found: list[Level], pages: Tensor, rows: int) -> Tensor:
+    parts = [inputs.dense(level, pages).repeat_interleave(level.rows, dim=0) for level in found]
+    assert all(len(part) == rows for part in parts)
+    return torch.cat(parts, dim=2)
+
+
+def _regular(inputs: Inputs) -> list[Level]:
+    found = inputs.levels
+    if found is None:
+        raise Unfit("nodes of one depth differ in length or in queries")
+    return found
+
+
+def flex(inputs: Inputs) -> Run:
+    """FlexAttention, compiled: all queries as one sequence, all tokens as another, a block mask of who descends from whom."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    workload, snapshot = inputs.workload, inputs.workload.snapshot
+    if str(workload) not in FLEX_WORKLOADS:
+        raise Unfit("every shape compiles for many seconds; run on a few workloads")
+    low, high = _rows_below(inputs)
+    rows, tokens, block = inputs.step.num_rows, len(low), 128
+
+    def sees(batch: Tensor, head: Tensor, q_row: Tensor, token: Tensor) -> Tensor:
+        return (low[token] <= q_row) & (q_row < high[token])
+
+    pad = -tokens % block
+    low_blocks = torch.nn.functional.pad(low, (0, pad), value=1 << 30).view(-1, block)
+    high_blocks = torch.nn.functional.pad(high, (0, pad), value=-1).view(-1, block)
+    first = torch.arange(0, rows, block, device=GPU)[:, None, None]
+    last = (first + block).clamp(max=rows)
+    some = ((low_blocks < last) & (high_blocks > first)).any(-1)
+    full = ((low_blocks <= first) & (high_blocks >= last)).all(-1)
+    counts, indices = zip(*(_sparse(part) for part in (some & ~full, full)), strict=True)
+    mask = BlockMask.from_kv_blocks(
+        counts[0], indices[0], counts[1], indices[1], BLOCK_SIZE=block, mask_mod=sees, seq_lengths=(rows, tokens)
+    )
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    q = [inputs.q[i].transpose(0, 1)[None].contiguous() for i in range(inputs.sets)]
+    flat = [
+        [pages[i].transpose(0, 1).reshape(1, workload.kv_heads, -1, HEAD_DIM) for pages in (inputs.k, inputs.v)]
+        for i in range(inputs.sets)
+    ]
+    assert snapshot.num_tokens == flat[0][0].shape[2]
+
+    def run(index: int) -> Tensor:
+        k, v = flat[index]
+        out = compiled(
+            q[index], k, v, block_mask=mask, scale=inputs.scale, enable_gqa=workload.heads != workload.kv_heads
+        )
+        return out[0].transpose(0, 1)
+
+    return run
+
+
+FLEX_WORKLOADS = ("32/8 2L b256 p4096 s128", "32/8 3L fewshot", "32/8 beam d6", "8/1 2L b64 p4096 s128")
+
+
+def _rows_below(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``[tokens]`` the first query that sees each token in the order of the pages, and one past the last."""
+    snapshot = inputs.workload.snapshot
+    if (inputs.page_order[1:] < inputs.page_order[:-1]).any() or (snapshot.length % snapshot.page_size).any():
+        raise Unfit("pages are not in order")
+    leaf = torch.zeros(snapshot.num_nodes, dtype=torch.int64)
+    leaf[torch.from_numpy(inputs.workload.leaf).long()] = 1
+    before = torch.cat((torch.zeros(1, dtype=torch.int64), leaf.cumsum(0)))
+    length = torch.from_numpy(snapshot.length).long()
+    end = before[torch.from_numpy(snapshot.subtree_end).long()]
+    return before[:-1].repeat_interleave(length).to(GPU), end.repeat_interleave(length).to(GPU)
+
+
+def _sparse(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts ``[1, 1, rows]`` and indices ``[1, 1, rows, columns]`` (the true ones first) of a block matrix."""
+    order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int()[None, None], order.int()[None, None]
+
+
+def flashinfer_cascade(inputs: Inputs) -> Run:
+    """FlashInfer's MultiLevelCascadeAttentionWrapper over the same pages; planning is not timed."""
+    library = _flashinfer()
+    found, workload = _regular(inputs), inputs.workload
+    wrapper = library.MultiLevelCascadeAttentionWrapper(len(found), _workspace(), "HND")
+    rows = inputs.step.num_rows
+    last = [
+        torch.full((len(level.pages),), inputs.workload.snapshot.page_size, dtype=torch.int32, device=GPU)
+        for level in found
+    ]
+    wrapper.plan(
+        [torch.arange(0, rows + 1, level.rows, dtype=torch.int32, device=GPU) for level in found],
+        [_steps(len(level.pages), level.pages.shape[1]) for level in found],
+        [torch.from_numpy(level.pages.reshape(-1).copy()).int().to(GPU) for level in found],
+        last,
+        workload.heads,
+        workload.kv_heads,
+        HEAD_DIM,
+        workload.snapshot.page_size,
+        causal=False,
+        sm_scale=inputs.scale,
+        q_data_type=torch.bfloat16,
+    )
+    return lambda index: wrapper.run(inputs.q[index], (inputs.k[index], inputs.v[index]))
+
+
+def flashinfer_decode(inputs: Inputs) -> Run:
+    """FlashInfer's paged decode on tensor cores, which shares pages but reads them for each sequence."""
+    library = _flashinfer()
+    found, workload = _regular(inputs), inputs.workload
+    import numpy as np
+
+    each = np.concatenate([np.repeat(level.pages, level.rows, axis=0) for level in found], axis=1)
+    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(_workspace(), "HND", use_tensor_cores=True)
+    wrapper.plan(
+        _steps(*each.shape),
+        torch.from_numpy(each.reshape(-1).copy()).int().to(GPU),
+        torch.full((len(each),), workload.snapshot.page_size, dtype=torch.int32, device=GPU),
+        workload.heads,
+        workload.kv_heads,
+        HEAD_DIM,
+        workload.snapshot.page_size,
+        sm_scale=inputs.scale,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+    return lambda index: wrapper.run(inputs.q[index], (inputs.k[index], inputs.v[index]))
+
+
+def _flashinfer():  # type: ignore[no-untyped-def]
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise Unfit("flashinfer is not installed") from error
+    return flashinfer
+
+
+def _workspace() -> Tensor:
+    return torch.empty(512 << 20, dtype=torch.uint8, device=GPU)
+
+
+def _steps(count: int, step: int) -> Tensor:
+    return torch.arange(0, (count + 1) * step, step, dtype=torch.int32, device=GPU)
+
+
+RIVALS: dict[str, Rival] = {
+    "hydragen_flash": hydragen(flash),
+    "hydragen_cudnn": hydragen(cudnn),
+    "sdpa_flash": expanded(flash),
+    "sdpa_cudnn": expanded(cudnn),
+    "flex": flex,
+    "flashinfer_cascade": flashinfer_cascade,
+    "flashinfer_decode": flashinfer_decode,
+}
