@@ -13,6 +13,7 @@ from benchmarks.tree_attention.timing import input_sets
 from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level, Workload, levels
 from prefixkit.attention import ops  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.formats import Queries
 from prefixkit.attention.step import Step, build_step, planner_for
 
 GPU = torch.device("cuda")
@@ -94,11 +95,17 @@ class Inputs:
 
 
 def make(workload: Workload, pool: Pool, shuffled: bool = False) -> Inputs:
-    """Plan a workload, and take its numbers from the pool; ``shuffled`` strews its pages over the pool."""
-    snapshot, queries = workload.snapshot, workload.queries
-    pages, rows = int(snapshot.page_indptr[-1]), queries.num_rows
+    """A decode step's inputs; ``shuffled`` strews the tree's pages over the pool."""
+    pages = workload.snapshot.pages
     if shuffled:
-        snapshot.pages[:] = np.random.default_rng(0).permutation(pages)
+        pages[:] = np.random.default_rng(0).permutation(len(pages))
+    return prepare(workload, workload.queries, pool)
+
+
+def prepare(workload: Workload, queries: Queries, pool: Pool) -> Inputs:
+    """Plan a step over a workload's tree, and take its numbers from the pool."""
+    snapshot = workload.snapshot
+    pages, rows = int(snapshot.page_indptr[-1]), queries.num_rows
     planner = planner_for(HeadShape(workload.heads, workload.kv_heads, HEAD_DIM, 2), GPU, torch.bfloat16)
     torch.cuda.synchronize()
     began = time.perf_counter()

@@ -58,7 +58,7 @@ def draw(seed: int, device: torch.device, growing: int = 0) -> Forest:
     snapshot, num_pages = make_snapshot(rng, parents.tolist(), lengths.tolist(), page_size, orderly=bool(growing))
     ask = _growing_queries(snapshot, is_leaf, growing) if growing else _queries(rng, snapshot, is_leaf, heads)
     dtype = torch.bfloat16 if rng.random() < 0.5 else torch.float16
-    case = _fill(rng, snapshot, num_pages, ask, (heads, kv_heads, head_dim), dtype, device)
+    case = fill(rng, snapshot, num_pages, ask, (heads, kv_heads, head_dim), dtype, device)
     return Forest(seed, kind, case, _cost(rng, snapshot, ask), rng)
 
 
@@ -175,7 +175,7 @@ def _cost(rng: np.random.Generator, snapshot: TreeSnapshot, queries: Queries) ->
     return H200_COST
 
 
-def _fill(
+def fill(
     rng: np.random.Generator,
     snapshot: TreeSnapshot,
     num_pages: int,
@@ -184,6 +184,7 @@ def _fill(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Case:
+    """Random queries, and random KV for every token that is there; NaN everywhere else."""
     num_heads, kv_heads, head_dim = heads
     shape = (num_pages, kv_heads, snapshot.page_size, head_dim)
     k_pages, v_pages = (torch.full(shape, torch.nan, dtype=dtype, device=device).transpose(1, 2) for _ in "kv")
