@@ -59,8 +59,10 @@ print(ready - began, imported - ready, done - ready)
 
 
 def starts(cache: str, processes: int) -> list[dict[str, float]]:
-    """Seconds of fresh processes that start together: to import torch and touch the GPU; from there to import prefixkit and grow
-    a tree, and to the first result of ``tree_attention``, planning, appending and loading the kernels included.
+    """Seconds of fresh processes that start together.
+
+    To import torch and touch the GPU; from there to import prefixkit and grow a tree; and, from there too, to the first result
+    of ``tree_attention``, with planning, appending and loading the kernels.
     """
     environment = {
         **os.environ,

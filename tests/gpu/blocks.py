@@ -12,6 +12,10 @@ from tests.attention.forests import Case
 from tests.gpu.forests import path_slots
 
 
+# Scores of a block in float64: half a gigabyte.
+MOST_SCORES = 1 << 26
+
+
 @dataclass(frozen=True)
 class Block:
     """Consecutive queries: tokens ``[begin, end)`` of a node are rows ``row...`` of the step."""
@@ -22,16 +26,18 @@ class Block:
     row: int
 
 
-def sample(rng: np.random.Generator, case: Case, whole: int = 4, single: int = 12, most: int = 256) -> list[Block]:
+def sample(rng: np.random.Generator, case: Case, whole: int = 4, single: int = 12, most: int = 128) -> list[Block]:
     """All rows of a few runs (at most ``most`` in a row of each), and some rows from anywhere."""
     queries = case.queries
     count = (queries.end - queries.begin).astype(np.int64)
     first_row = np.cumsum(count) - count
     blocks = []
     for run in rng.choice(len(count), min(whole, len(count)), replace=False).tolist():
-        skip = int(rng.integers(max(1, count[run] - most + 1)))
+        tokens = int(case.snapshot.start[queries.node[run]] + queries.end[run])
+        rows = max(1, min(most, MOST_SCORES // (tokens * case.q.shape[1]), int(count[run])))
+        skip = int(rng.integers(count[run] - rows + 1))
         begin = int(queries.begin[run]) + skip
-        end = min(int(queries.end[run]), begin + most)
+        end = begin + rows
         blocks.append(Block(int(queries.node[run]), begin, end, int(first_row[run]) + skip))
     rows = rng.choice(queries.num_rows, min(single, queries.num_rows), replace=False)
     # The first and the last row are where a plan's bounds are.
