@@ -66,9 +66,10 @@ class Workload:
 
     @property
     def floor_us(self) -> float:
-        """The larger of KV bytes over read bandwidth and flops over matmul rate."""
+        """The larger of bytes (K, V, queries and output, each once) over read bandwidth and flops over matmul rate."""
+        moved = self.kv_bytes + 4 * HEAD_DIM * self.heads * len(self.leaf)
         flops = 4 * HEAD_DIM * self.heads * self.tokens_seen
-        return max(self.kv_bytes / READ_TBPS / 1e6, flops / MATMUL_TFLOPS / 1e6)
+        return max(moved / READ_TBPS / 1e6, flops / MATMUL_TFLOPS / 1e6)
 
     def __str__(self) -> str:
         return f"{self.heads}/{self.kv_heads} {self.name}"

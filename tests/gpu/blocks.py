@@ -11,7 +11,6 @@ from torch import Tensor
 from tests.attention.forests import Case
 from tests.gpu.forests import path_slots
 
-
 # Scores of a block in float64: half a gigabyte.
 MOST_SCORES = 1 << 26
 
