@@ -2,8 +2,11 @@
 # All that needs a GPU, in one go under nine minutes: tests, compute-sanitizer over a reduced set, benchmarks.
 #
 #     scripts/gpu_check.sh [folder for the results]      # default $OUT, else build/gpu_check
+#     PARTS="tests" PREFIXKIT_GPU_FORESTS=5000 TESTS_SECONDS=400 scripts/gpu_check.sh     # all the forests
+#     PARTS="decode" RIVALS=all DECODE_SECONDS=280 scripts/gpu_check.sh                   # every rival, in-run
 #
-# Every part has a limit of its own and writes its own file; a part that fails does not keep the next from running.
+# PARTS are some of: tests sanitizers launch decode scales prefill.  Every part has a limit of its own and writes its own file;
+# a part that fails does not keep the next from running.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-${OUT:-build/gpu_check}}
@@ -12,6 +15,7 @@ began=$SECONDS
 export PYTHONUNBUFFERED=1 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
 export PREFIXKIT_CACHE=${PREFIXKIT_CACHE:-$(mktemp -d)}
 python=${PYTHON:-python3}
+parts=" ${PARTS:-tests sanitizers launch decode scales prefill} "
 summary="$out/summary.txt"
 : >"$summary"
 failed=0
@@ -22,35 +26,49 @@ part() {
     shift 2
     timeout "$limit" "$@" >"$out/$name.log" 2>&1
     code=$?
-    [ "$code" -eq 0 ] || failed=1
     echo "$name: exit $code, $((SECONDS - start)) s; $(tail -n 1 "$out/$name.log")" | tee -a "$summary"
+    return "$code"
 }
+wants() { [[ "$parts" == *" $1 "* ]]; }
 
 "$python" -c 'import prefixkit.attention.ops
 from prefixkit.attention.backend import facts
 for name, value in facts(): print(f"{name}: {value}")' | tee "$out/env.txt"
 
-# The tests in several processes where pytest-xdist is there: they share the GPU well.
-workers=$("$python" -c 'import xdist; print("-n 8")' 2>/dev/null || true)
-# shellcheck disable=SC2086
-part tests "${TESTS_SECONDS:-200}" "$python" -m pytest tests/gpu -q --durations=5 --tb=short $workers ${TESTS_OPTIONS:-}
-
-# Without the caching allocator memcheck sees the bounds of every tensor, and initcheck what was never written.  API errors are
-# not reported: NVIDIA's own Python bindings ask the driver for functions that it may not have.
-sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-if [ -x "$sanitizer" ]; then
-    for tool in memcheck racecheck synccheck initcheck; do
-        part "sanitizer-$tool" "${SANITIZER_SECONDS:-45}" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-            "$sanitizer" --tool "$tool" --error-exitcode 9 --report-api-errors no --kernel-name-exclude kernel_substring=at:: \
-            "$python" scripts/sanitizer_set.py
-    done
-else
-    echo "compute-sanitizer is not installed" | tee -a "$summary"
+if wants tests; then
+    # In several processes where pytest-xdist is there: they share the GPU well.
+    workers=$("$python" -c 'import xdist; print("-n 10")' 2>/dev/null || true)
+    # shellcheck disable=SC2086
+    part tests "${TESTS_SECONDS:-150}" "$python" -m pytest tests/gpu -q --durations=8 --tb=short $workers ${TESTS_OPTIONS:-} || failed=1
 fi
 
-part launch 90 "$python" benchmarks/launch.py --out "$out/launch.json"
-if [ -f benchmarks/attention.py ]; then
-    part attention "${ATTENTION_SECONDS:-150}" "$python" benchmarks/attention.py --out "$out/attention.json" ${ATTENTION_OPTIONS:-}
+if wants sanitizers; then
+    # Without the caching allocator memcheck sees the bounds of every tensor, and initcheck what was never written.  API errors
+    # are not reported: NVIDIA's own Python bindings ask the driver for functions that it may not have.
+    sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+    if [ -x "$sanitizer" ]; then
+        running=()
+        for tool in memcheck racecheck synccheck initcheck; do
+            part "sanitizer-$tool" "${SANITIZER_SECONDS:-100}" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+                "$sanitizer" --tool "$tool" --error-exitcode 9 --report-api-errors no \
+                --kernel-name-exclude kernel_substring=at:: "$python" scripts/sanitizer_set.py &
+            running+=($!)
+        done
+        for process in "${running[@]}"; do wait "$process" || failed=1; done
+    else
+        echo "compute-sanitizer is not installed" | tee -a "$summary"
+    fi
 fi
+
+# benchmark NAME SECONDS OPTIONS...: its table into the log, its numbers into NAME.json.
+benchmark() {
+    local name=$1 limit=$2
+    shift 2
+    part "$name" "$limit" "$python" benchmarks/attention.py --out "$out/$name.json" --seconds "$((limit - 20))" "$@" || failed=1
+}
+if wants launch; then part launch 90 "$python" benchmarks/launch.py --out "$out/launch.json" || failed=1; fi
+if wants decode; then benchmark decode "${DECODE_SECONDS:-150}" --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
+if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
+if wants prefill; then benchmark prefill "${PREFILL_SECONDS:-60}" --prefill; fi
 echo "$((SECONDS - began)) s in all, results in $out" | tee -a "$summary"
 exit "$failed"

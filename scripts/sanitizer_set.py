@@ -27,24 +27,32 @@ def append_copy_merge() -> None:
 
 
 def tree_attention() -> None:
-    """A chain with a star at its end: wide and narrow items, partial states, a node that begins inside a page."""
-    from tests.attention.forests import SHARE_ALL, fill, make_snapshot, plan_of
-    from tests.gpu.cases import on_gpu
+    """A chain with a star at its end: wide and narrow items, partial states, nodes that begin inside pages, a prompt, a graph."""
+    from tests.attention.forests import FOLD_ALL, SHARE_ALL, make_snapshot
+    from tests.gpu.forests import attend, fill, step_of
 
-    for dtype, head_dim, lengths in (
-        (torch.bfloat16, 128, [300, 20, 5, 9, 1, 17]),
-        (torch.float16, 64, [100, 7, 3, 30, 2, 5]),
+    multiprocessors = torch.cuda.get_device_properties(GPU).multi_processor_count
+    for dtype, heads, page_size, cost, lengths in (
+        (torch.bfloat16, (8, 2, 128), 16, SHARE_ALL, [300, 20, 5, 9, 1, 17]),
+        (torch.float16, (7, 1, 64), 1, SHARE_ALL, [100, 7, 3, 30, 2, 40]),
+        (torch.bfloat16, (2, 2, 128), 64, FOLD_ALL, [150, 64, 70, 1, 20, 33]),
+        (torch.float16, (16, 2, 128), 16, SHARE_ALL, [40, 16, 16, 90, 2, 200]),
     ):
-        rng = np.random.default_rng(head_dim)
-        snapshot, num_pages = make_snapshot(rng, [-1, 0, 1, 1, 1, 0], lengths, 16)
+        rng = np.random.default_rng(page_size)
+        snapshot, num_pages = make_snapshot(rng, [-1, 0, 1, 1, 1, 0], lengths, page_size)
         last = np.array([2, 3, 4, 5], dtype=np.int32)
         begin = snapshot.length[last] - np.array([1, 1, 1, snapshot.length[5]], dtype=np.int32)
         queries = Queries(last, begin, snapshot.length[last])
         snapshot.ready[last] = begin
-        case = fill(rng, snapshot, num_pages, queries, (8, 2, head_dim), dtype)
-        call = on_gpu(case, plan_of(case, SHARE_ALL))
-        out, lse = torch.ops.prefixkit.tree_attention(*call.arguments())
+        case = fill(rng, snapshot, num_pages, queries, heads, dtype, GPU)
+        step = step_of(case, cost, multiprocessors)
+        out, lse = attend(case, step)
         assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again, _ = attend(case, step)
+        graph.replay()
+        assert torch.equal(out, again)
 
 
 def main() -> None:
