@@ -27,7 +27,7 @@ def append_copy_merge() -> None:
 
 
 def tree_attention() -> None:
-    """A chain with a star at its end: wide and narrow items, partial states, nodes that begin inside pages, a prompt, a graph."""
+    """A chain with a star at its end: wide and narrow items, partial states, nodes that begin inside pages, a prompt."""
     from tests.attention.forests import FOLD_ALL, SHARE_ALL, make_snapshot
     from tests.gpu.forests import attend, fill, step_of
 

@@ -18,7 +18,7 @@ Run = Callable[[int], Tensor]
 Rival = Callable[[Inputs], Run]
 
 # Expanded KV beyond this is not tried: it would take milliseconds where sharing takes hundreds of microseconds.
-MOST_EXPANDED_BYTES = 4e9
+MOST_EXPANDED_BYTES = 20e9
 
 
 class Unfit(Exception):
@@ -77,7 +77,7 @@ def expanded(attend: Callable[..., tuple[Tensor, Tensor]]) -> Rival:
         tokens = workload.tokens_seen
         needed = 4.0 * HEAD_DIM * workload.kv_heads * tokens
         if needed > MOST_EXPANDED_BYTES:
-            raise Unfit(f"expanded KV takes {needed / 1e9:.0f} GB, more than {MOST_EXPANDED_BYTES / 1e9:.0f}")
+            raise Unfit(f"expanded KV takes more than {MOST_EXPANDED_BYTES / 1e9:.0f} GB")
         # Large as it is, it passes through the L2 by itself.
         sets = min(inputs.sets, max(1, int(1.5e8 // needed) + 1))
         kv = [[_expand(inputs, found, pages[i], rows) for pages in (inputs.k, inputs.v)] for i in range(sets)]
@@ -111,7 +111,7 @@ def flex(inputs: Inputs) -> Run:
 
     workload, snapshot = inputs.workload, inputs.workload.snapshot
     if str(workload) not in FLEX_WORKLOADS:
-        raise Unfit("every shape compiles for seconds: run on four workloads")
+        raise Unfit("every shape compiles for seconds, and fewer than 128 queries not at all; run on a few workloads")
     low, high = _rows_below(inputs)
     rows, tokens, block = inputs.step.num_rows, len(low), 128
 
@@ -129,6 +129,7 @@ def flex(inputs: Inputs) -> Run:
     mask = BlockMask.from_kv_blocks(
         counts[0], indices[0], counts[1], indices[1], BLOCK_SIZE=block, mask_mod=sees, seq_lengths=(rows, tokens)
     )
+    torch._dynamo.reset()  # it gives up on the ninth shape
     compiled = torch.compile(flex_attention, fullgraph=True)
     q = [inputs.q[i].transpose(0, 1)[None].contiguous() for i in range(inputs.sets)]
     flat = [
@@ -147,7 +148,15 @@ def flex(inputs: Inputs) -> Run:
     return run
 
 
-FLEX_WORKLOADS = ("32/8 2L b256 p4096 s128", "32/8 3L fewshot", "32/8 2L b1024 p1024 s128", "8/1 2L b256 p4096 s128")
+FLEX_WORKLOADS = {
+    "8/1 2L b256 p4096 s128",
+    "32/8 3L fewshot",
+    "32/8 2L b256 p1024 s128",
+    "32/8 2L b256 p4096 s128",
+    "32/8 2L b1024 p1024 s128",
+    "32/8 2L b1024 p4096 s128",
+    "32/32 2L b256 p4096 s128",
+}
 
 
 def _rows_below(inputs: Inputs) -> tuple[Tensor, Tensor]:

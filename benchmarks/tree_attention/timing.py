@@ -11,6 +11,7 @@ import torch
 
 # Inputs rotate through so many bytes, more than twice the L2 of an H200.
 ROTATE_BYTES = 1.5e8
+GRAPH_US, WARM_US, LONG_CALL_US = 1_000.0, 10_000.0, 10_000.0
 
 
 def input_sets(kv_bytes: int) -> int:
@@ -19,17 +20,23 @@ def input_sets(kv_bytes: int) -> int:
 
 
 def replay_us(run: Callable[[int], object], sets: int, repeats: int = 7) -> float:
-    """Microseconds of one call, the median over replays of a captured graph that goes through all input sets."""
+    """Microseconds of one call, the median over replays of a captured graph that goes through all input sets.
+
+    A graph holds about a millisecond of calls, so that starting it does not count, and is replayed for some milliseconds before,
+    so that the clocks are up.
+    """
     for index in range(sets):
         run(index)
-    about = _elapsed_us(lambda: run(0))
-    calls = sets if about * 8 > 20_000 else max(sets, 8)
+    about = max(_elapsed_us(lambda: run(0)), 1.0)
+    calls = -(-max(8, min(64, int(GRAPH_US / about))) // sets) * sets if about < LONG_CALL_US else sets
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in range(calls):
             run(call % sets)
-    graph.replay()
-    repeats = 3 if about * calls > 20_000 else repeats
+    about = _elapsed_us(graph.replay)
+    for _ in range(min(20, int(WARM_US / about))):
+        graph.replay()
+    repeats = repeats if about < 2 * LONG_CALL_US else 3
     return float(np.median([_elapsed_us(graph.replay) / calls for _ in range(repeats)]))
 
 
