@@ -22,7 +22,7 @@ def input_sets(kv_bytes: int) -> int:
 def replay_us(run: Callable[[int], object], sets: int, repeats: int = 7) -> float:
     """Microseconds of one call, the median over replays of a captured graph that goes through all input sets.
 
-    A graph holds about a millisecond of calls, so that starting it does not count, and is replayed for some milliseconds before,
+    A graph holds about a millisecond of calls, so that starting it does not count, and is replayed for some milliseconds first,
     so that the clocks are up.
     """
     for index in range(sets):
