@@ -13,7 +13,7 @@ def plot(results: Path, picture: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     found = json.loads(results.read_text())
     rows = sorted(found["workloads"], key=lambda row: row["floor_us"])
@@ -33,9 +33,13 @@ def plot(results: Path, picture: Path) -> None:
             ms=5,
             label=f"{label} / ours",
         )
+    right.set_yticks([0.5, 0.7, 1.0, 1.4, 2.0, 3.0])
     for axes, what in ((left, "time / floor"), (right, "their time / ours")):
         axes.set(xscale="log", yscale="log", xlabel="floor, us", ylabel=what)
         axes.axhline(1.0, color="grey", lw=0.8)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+            axis.set_minor_formatter(ticker.NullFormatter())
         axes.grid(alpha=0.3, which="both")
         axes.legend()
     machine = found["machine"]
