@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,6 +87,13 @@ def check(forest: Forest, out: Tensor, lse: Tensor) -> Measured:
     return found
 
 
+def keep(seeds: range, found: list[Measured]) -> None:
+    """Append the errors to the file that ``PREFIXKIT_GPU_ERRORS`` names: a line per forest."""
+    if place := os.environ.get("PREFIXKIT_GPU_ERRORS"):
+        with Path(place).open("a") as file:
+            file.writelines(json.dumps({"seed": s, **asdict(m)}) + "\n" for s, m in zip(seeds, found, strict=True))
+
+
 @pytest.mark.parametrize("seeds", batches(), ids=name)
 def test_forests_are_right_and_the_same_bits_however_run(seeds: range) -> None:
     """Eager, eager again, and replayed from a graph; then against float64."""
@@ -100,6 +109,7 @@ def test_forests_are_right_and_the_same_bits_however_run(seeds: range) -> None:
         graph.replay()
         assert same(result, captured), f"{forest}: a graph's replay differs from an eager run"
         found.append(check(forest, *result))
+    keep(seeds, found)
     # One by one they are held to torch's largest error; together also to its typical one.
     ours, theirs = (np.array([getattr(m, who)[1] / m.eps for m in found]) for who in ("ours", "theirs"))
     assert np.sqrt(np.mean(ours**2)) <= 1.5 * np.sqrt(np.mean(theirs**2)), (ours, theirs)
