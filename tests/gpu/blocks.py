@@ -25,7 +25,7 @@ class Block:
     row: int
 
 
-def sample(rng: np.random.Generator, case: Case, whole: int = 4, single: int = 12, most: int = 128) -> list[Block]:
+def sample(rng: np.random.Generator, case: Case, whole: int = 4, single: int = 20, most: int = 128) -> list[Block]:
     """All rows of a few runs (at most ``most`` in a row of each), and some rows from anywhere."""
     queries = case.queries
     count = (queries.end - queries.begin).astype(np.int64)

@@ -115,7 +115,7 @@ def _depth_first(parents: list[int]) -> list[int]:
 
 def _lengths(rng: np.random.Generator, kind: str, is_leaf: np.ndarray, most: int) -> np.ndarray:
     """Leaves of 0 to 4,096 tokens, inner nodes of up to as many; the more nodes, the rarer the long ones."""
-    budget = np.exp(rng.uniform(np.log(256), np.log(most)))
+    budget = np.exp(rng.uniform(np.log(1000), np.log(most)))
 
     def ragged(count: int, longest: int, share: float) -> np.ndarray:
         mean = max(budget * share / max(count, 1), 1.0)

@@ -1,6 +1,6 @@
 """Thousands of large random forests: right against float64, and bit for bit the same however they are run.
 
-``PREFIXKIT_GPU_FORESTS=5000 pytest tests/gpu/test_forests.py -n 12`` takes some minutes; the default is a sample of them.
+``PREFIXKIT_GPU_FORESTS=5000 pytest tests/gpu/test_forests.py -n 12`` takes a minute or two; the default is a sample of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tests.gpu.blocks import Measured, measure, sample
 from tests.gpu.cases import GPU
 from tests.gpu.forests import Forest, attend, draw, step_of, write
 
-FORESTS = int(os.environ.get("PREFIXKIT_GPU_FORESTS", "150"))
+FORESTS = int(os.environ.get("PREFIXKIT_GPU_FORESTS", "300"))
 FIRST_SEED = int(os.environ.get("PREFIXKIT_GPU_SEED", "0"))
-# Forests of one test: enough that errors can be compared as a whole.
+# Forests of one test.
 BATCH = 25
 GROWING = 4
 
@@ -79,9 +79,10 @@ def replayed(case: Case, step: Step) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor
 
 
 def check(forest: Forest, out: Tensor, lse: Tensor) -> Measured:
-    """Every row written; errors of a sample within 1.5 times torch's on this very forest."""
+    """Every row written; errors of a sample, typical and largest, within 1.5 times torch's on this very forest."""
     assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all()), f"{forest}: not all rows are finite"
     found = measure(forest.case, out, lse, sample(forest.rng, forest.case))
+    assert found.ours[1] <= 1.5 * found.theirs[1], f"{forest}: {found}"
     assert found.ratio <= 1.5, f"{forest}: {found}"
     assert found.lse <= 1.0, f"{forest}: {found}"
     return found
@@ -110,9 +111,6 @@ def test_forests_are_right_and_the_same_bits_however_run(seeds: range) -> None:
         assert same(result, captured), f"{forest}: a graph's replay differs from an eager run"
         found.append(check(forest, *result))
     keep(seeds, found)
-    # One by one they are held to torch's largest error; together also to its typical one.
-    ours, theirs = (np.array([getattr(m, who)[1] / m.eps for m in found]) for who in ("ours", "theirs"))
-    assert np.sqrt(np.mean(ours**2)) <= 1.5 * np.sqrt(np.mean(theirs**2)), (ours, theirs)
 
 
 @pytest.mark.parametrize("seeds", batches(10), ids=name)
