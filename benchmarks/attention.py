@@ -33,6 +33,7 @@ def main() -> None:
     )
     parser.add_argument("--shuffled", action="store_true", help="strew the tree's pages over the pool")
     parser.add_argument("--seconds", type=float, default=240.0, help="begin no more rivals after so long")
+    parser.add_argument("--before", type=Path, help="an earlier run's JSON, to compare with")
     parser.add_argument("--out", type=Path, help="where the results go, as JSON")
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("RESULTS", "PICTURE"))
     options = parser.parse_args()
@@ -42,7 +43,12 @@ def main() -> None:
     began = time.monotonic()
     result = _run(options)
     result["seconds"] = round(time.monotonic() - began, 1)
-    print(json.dumps({name: result[name] for name in ("summary", "skipped", "seconds") if name in result}, indent=1))
+    print(
+        json.dumps(
+            {name: result[name] for name in ("faster than before", "summary", "skipped", "seconds") if name in result},
+            indent=1,
+        )
+    )
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -50,7 +56,11 @@ def main() -> None:
 def _run(options: argparse.Namespace) -> dict[str, object]:
     from benchmarks.tree_attention.timing import ceilings, machine
 
-    result: dict[str, object] = {"machine": machine(), "ceilings": ceilings(), "options": vars(options) | {"out": None}}
+    result: dict[str, object] = {
+        "machine": machine(),
+        "ceilings": ceilings(),
+        "options": {name: str(value) for name, value in vars(options).items()},
+    }
     print(json.dumps(result["machine"]), json.dumps(result["ceilings"]), flush=True)
     if options.prefill:
         from benchmarks.tree_attention import prefill
@@ -66,7 +76,11 @@ def _run(options: argparse.Namespace) -> dict[str, object]:
     rows = measure(
         [w for w in names if options.only in f"{w[0]}/{w[1]} {w[2]}"], chosen, options.shuffled, options.seconds
     )
-    return result | {"workloads": rows, "summary": report.summary(rows), "skipped": report.skipped(rows)}
+    result |= {"workloads": rows, "summary": report.summary(rows), "skipped": report.skipped(rows)}
+    if options.before:
+        before = json.loads(options.before.read_text())["workloads"]
+        result["faster than before"] = report.compare(before, rows)
+    return result
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ part() {
     timeout "$limit" "$@" >"$out/$name.log" 2>&1
     code=$?
     echo "$name: exit $code, $((SECONDS - start)) s; $(tail -n 1 "$out/$name.log")" | tee -a "$summary"
+    [ "$code" -eq 0 ] || tail -n 12 "$out/$name.log"
     return "$code"
 }
 wants() { [[ "$parts" == *" $1 "* ]]; }

@@ -45,14 +45,8 @@ def tree_attention() -> None:
         queries = Queries(last, begin, snapshot.length[last])
         snapshot.ready[last] = begin
         case = fill(rng, snapshot, num_pages, queries, heads, dtype, GPU)
-        step = step_of(case, cost, multiprocessors)
-        out, lse = attend(case, step)
+        out, lse = attend(case, step_of(case, cost, multiprocessors))
         assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            again, _ = attend(case, step)
-        graph.replay()
-        assert torch.equal(out, again)
 
 
 def main() -> None:

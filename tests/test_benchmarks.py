@@ -63,4 +63,5 @@ def test_a_summary_says_who_is_behind():
     assert found["best anchor / ours"]["geomean"] == 2.0
     assert found["time / floor, floor above 30 us"]["geomean"] == 1.25
     assert found["us above floor, floor below 10 us"]["mean"] == 8.0
+    assert report.compare(rows[:1], [{**rows[0], "us": 25.0}]) == {"geomean": 2.0, "each": {"8/1 a": 2.0}}
     assert report.skipped(rows) == {"y": {"why": 1}}

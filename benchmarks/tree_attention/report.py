@@ -82,6 +82,14 @@ def skipped(rows: list[Row]) -> dict[str, dict[str, int]]:
     return reasons
 
 
+def compare(before: list[Row], after: list[Row]) -> dict[str, Any]:
+    """Earlier time over later time for each workload that both have."""
+    known = {_name(row): row["us"] for row in before}
+    ratios = {_name(row): round(known[_name(row)] / row["us"], 3) for row in after if _name(row) in known}
+    ordered = dict(sorted(ratios.items(), key=lambda item: item[1]))
+    return {"geomean": round(_geomean(ordered.values()), 3), "each": ordered} if ordered else {}
+
+
 def _name(row: Row) -> str:
     return f"{row['heads'][0]}/{row['heads'][1]} {row['workload']}"
 
