@@ -67,6 +67,7 @@ def starts(cache: str, processes: int) -> list[dict[str, float]]:
     environment = {
         **os.environ,
         "PREFIXKIT_CACHE": cache,
+        "CUDA_CACHE_DISABLE": "1",  # NVRTC keeps a cache of its own, and a cold start must not find it
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path[1:]]),
     }
     running = [
