@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.attention.ancestry import Longs, mark
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 
@@ -81,20 +82,56 @@ def decide_sharing(
         ``[nodes]`` True where the node is shared; False also where no query sits below.
     """
     gain_per_token = cost.kv_byte * shape.kv_bytes
-    price_per_row = cost.partial_byte * shape.partial_bytes
-    parent, length = snapshot.parent.tolist(), snapshot.length.tolist()
-    own, below = own_rows.tolist(), rows_below.tolist()
-    consumers = [0] * len(parent)
-    shared = np.zeros(len(parent), dtype=bool)
-    for node in range(len(parent) - 1, -1, -1):
-        if not own[node] and not below[node]:
-            continue
-        passed_up = consumers[node]
-        if below[node]:
-            gain = (consumers[node] - 1) * length[node] * gain_per_token
-            if gain > cost.item + below[node] * price_per_row:
-                shared[node] = True
-                passed_up = 1
-        if parent[node] >= 0:
-            consumers[parent[node]] += passed_up + (1 if own[node] else 0)
+    price = cost.item + rows_below * (cost.partial_byte * shape.partial_bytes)
+    owners = np.concatenate(([0], np.cumsum(own_rows > 0)))
+    # Consumers if nothing below were shared.  Where that many gain nothing, fewer will not either.
+    most = owners[snapshot.subtree_end] - owners[1:]
+    gain = (most - 1) * snapshot.length * gain_per_token
+    candidate = (rows_below > 0) & (gain > price)
+    shared = np.zeros(snapshot.num_nodes, dtype=bool)
+    nodes = np.flatnonzero(candidate)
+    if not len(nodes):
+        return shared
+    marked = mark(snapshot.subtree_end, candidate)
+    nearest = marked.nearest(nodes)
+    above = np.where(nearest >= 0, np.searchsorted(nodes, nearest), len(nodes))
+    rows = _Candidates(most[nodes], snapshot.length[nodes], price[nodes], above, gain_per_token)
+    levels = int(marked.above.max()) + 1
+    shared[nodes] = rows.by_level(marked.above[nodes], levels) if levels < len(nodes) / 24 else rows.one_by_one()
     return shared
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidates:
+    """Nodes that may be shared, in depth-first order.
+
+    ``most`` consumers if nothing below is shared; ``above`` is the nearest candidate above, or their number if there is none.
+    """
+
+    most: Longs
+    length: Ints
+    price: NDArray[np.float64]
+    above: Longs
+    gain_per_token: float
+
+    def by_level(self, rank: Longs, levels: int) -> NDArray[np.bool_]:
+        """The decision, from the deepest level up: for trees with many nodes in each level."""
+        shared = np.zeros(len(self.most), dtype=bool)
+        spared = np.zeros(len(self.most) + 1, dtype=np.int64)  # of `most`, by what is shared below
+        order = np.argsort(rank, kind="stable")
+        bounds = np.searchsorted(rank[order], np.arange(levels + 1))
+        for level in range(levels - 1, -1, -1):
+            here = order[bounds[level] : bounds[level + 1]]
+            gain = (self.most[here] - spared[here] - 1) * self.length[here] * self.gain_per_token
+            shared[here] = gain > self.price[here]
+            np.add.at(spared, self.above[here], np.where(shared[here], self.most[here] - 1, spared[here]))
+        return shared
+
+    def one_by_one(self) -> NDArray[np.bool_]:
+        """The same, node by node: for few nodes, and for deep trees."""
+        most, length, price, above = (a.tolist() for a in (self.most, self.length, self.price, self.above))
+        shared, spared = [False] * len(most), [0] * (len(most) + 1)
+        for here in range(len(most) - 1, -1, -1):
+            shared[here] = (most[here] - spared[here] - 1) * length[here] * self.gain_per_token > price[here]
+            spared[above[here]] += most[here] - 1 if shared[here] else spared[here]
+        return np.array(shared)

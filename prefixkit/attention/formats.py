@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.attention.ancestry import Longs, mark
 from prefixkit.attention.cost import CostModel, HeadShape, decide_sharing
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
@@ -88,14 +89,6 @@ class BSR:
         return list(zip(self.node[part].tolist(), self.begin[part].tolist(), self.end[part].tolist(), strict=True))
 
 
-@dataclass(frozen=True)
-class _Row:
-    q_begin: int
-    q_end: int
-    causal: bool
-    segments: list[tuple[int, int, int]]
-
-
 def visible_lengths(snapshot: TreeSnapshot, queries: Queries) -> Ints:
     """``[nodes]`` tokens of each node whose KV exists once this step has appended its own."""
     visible = snapshot.ready.copy()
@@ -152,66 +145,82 @@ def decompose(
     Returns:
         One BSR for each tile class that occurs, narrow tiles first.
     """
+    rows = all_rows(snapshot, queries, shape, cost, shared)
+    heads = (rows.q_end - rows.q_begin) * shape.group
+    tile = np.array(TILE_CLASSES)[np.minimum(np.searchsorted(TILE_CLASSES, heads), len(TILE_CLASSES) - 1)]
+    return tuple(_select(rows, tile == tile_rows, tile_rows) for tile_rows in TILE_CLASSES if np.any(tile == tile_rows))
+
+
+def all_rows(
+    snapshot: TreeSnapshot,
+    queries: Queries,
+    shape: HeadShape,
+    cost: CostModel,
+    shared: NDArray[np.bool_] | None = None,
+) -> BSR:
+    """The rows of :func:`decompose` in one format, in the order of their nodes, a node's dense row before its causal one."""
     check_queries(snapshot, queries)
     own = queries.rows_per_node(snapshot.num_nodes)
     row_of_node = np.concatenate(([0], np.cumsum(own))).astype(np.int32)
     below = row_of_node[snapshot.subtree_end] - row_of_node[1:]
     if shared is None:
         shared = decide_sharing(snapshot, own, below, shape, cost)
-    by_class: dict[int, list[_Row]] = {}
-    for row in _rows(snapshot, own.tolist(), below.tolist(), row_of_node.tolist(), shared.tolist()):
-        by_class.setdefault(tile_class((row.q_end - row.q_begin) * shape.group), []).append(row)
-    return tuple(_pack(tile_rows, by_class[tile_rows]) for tile_rows in sorted(by_class))
+    cut = shared & (below > 0)
+    places = np.flatnonzero(np.stack((cut, own > 0), axis=1))
+    node, causal = places >> 1, (places & 1).astype(bool)
+    indptr, segments = _inherited(snapshot, cut, ~cut & (below > 0) & (snapshot.length > 0), node)
+    length = snapshot.length
+    segments[indptr[1:] - 1] = node
+    end = length[segments]
+    end[indptr[1:][causal] - 1] = OPEN
+    return BSR(
+        tile_rows=TILE_CLASSES[-1],
+        q_begin=row_of_node[np.where(causal, node, node + 1)],
+        q_end=row_of_node[np.where(causal, node + 1, snapshot.subtree_end[node])],
+        causal=causal,
+        indptr=indptr.astype(np.int32),
+        node=segments.astype(np.int32),
+        begin=np.zeros(len(segments), dtype=np.int32),
+        end=end,
+    )
+
+
+def _inherited(
+    snapshot: TreeSnapshot, cut: NDArray[np.bool_], folded: NDArray[np.bool_], node: Longs
+) -> tuple[Longs, Longs]:
+    """Each row's folded ancestors below its nearest shared one, root first, and a place for the row's own ``node``."""
+    if not folded.any():
+        return np.arange(len(node) + 1), np.zeros(len(node), dtype=np.int64)
+    above = mark(snapshot.subtree_end, folded)
+    nearest = mark(snapshot.subtree_end, cut).nearest(node)
+    first = np.where(nearest >= 0, above.above[nearest], 0)
+    count = above.above[node] - first
+    indptr = np.concatenate(([0], np.cumsum(count + 1)))
+    row = np.repeat(np.arange(len(node)), count)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    segments = np.zeros(indptr[-1], dtype=np.int64)
+    segments[indptr[row] + number] = above.ancestor(node[row], first[row] + number)
+    return indptr, segments
+
+
+def _select(rows: BSR, chosen: NDArray[np.bool_], tile_rows: int) -> BSR:
+    count = np.diff(rows.indptr)
+    segment = np.repeat(chosen, count)
+    return BSR(
+        tile_rows=tile_rows,
+        q_begin=rows.q_begin[chosen],
+        q_end=rows.q_end[chosen],
+        causal=rows.causal[chosen],
+        indptr=np.concatenate(([0], np.cumsum(count[chosen]))).astype(np.int32),
+        node=rows.node[segment],
+        begin=rows.begin[segment],
+        end=rows.end[segment],
+    )
 
 
 def tile_class(query_heads: int) -> int:
     """The smallest tile that holds so many rows, or the largest there is."""
     return next((tile for tile in TILE_CLASSES if query_heads <= tile), TILE_CLASSES[-1])
-
-
-# Ancestors that folded, nearest first: a linked list, so that siblings share it and a deep chain costs no copies.
-_Folded = tuple[int, "_Folded"] | None
-
-
-def _rows(
-    snapshot: TreeSnapshot, own: list[int], below: list[int], row_of_node: list[int], shared: list[bool]
-) -> Iterator[_Row]:
-    parent, length = snapshot.parent.tolist(), snapshot.length.tolist()
-    handed_down: list[_Folded] = [None] * len(parent)
-    for node in range(len(parent)):
-        if not own[node] and not below[node]:
-            continue
-        inherited = handed_down[parent[node]] if parent[node] >= 0 else None
-        own_begin, own_end = row_of_node[node], row_of_node[node + 1]
-        if shared[node] and below[node]:
-            yield _Row(own_end, own_end + below[node], False, [*_slices(inherited, length), (node, 0, length[node])])
-        else:
-            handed_down[node] = (node, inherited) if below[node] else None
-        if own[node]:
-            yield _Row(own_begin, own_end, True, [*_slices(inherited, length), (node, 0, OPEN)])
-
-
-def _slices(folded: _Folded, length: list[int]) -> list[tuple[int, int, int]]:
-    slices = []
-    while folded is not None:
-        node, folded = folded
-        if length[node]:
-            slices.append((node, 0, length[node]))
-    return slices[::-1]
-
-
-def _pack(tile_rows: int, rows: list[_Row]) -> BSR:
-    segments = np.array([segment for row in rows for segment in row.segments], dtype=np.int32).reshape(-1, 3)
-    return BSR(
-        tile_rows=tile_rows,
-        q_begin=np.array([row.q_begin for row in rows], dtype=np.int32),
-        q_end=np.array([row.q_end for row in rows], dtype=np.int32),
-        causal=np.array([row.causal for row in rows], dtype=bool),
-        indptr=np.cumsum([0, *(len(row.segments) for row in rows)]).astype(np.int32),
-        node=segments[:, 0],
-        begin=segments[:, 1],
-        end=segments[:, 2],
-    )
 
 
 def page_blocks(snapshot: TreeSnapshot, node: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:

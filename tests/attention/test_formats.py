@@ -8,6 +8,8 @@ import pytest
 from prefixkit.attention.cost import CPU_COST, CostModel, HeadShape, decide_sharing
 from prefixkit.attention.formats import OPEN, TILE_CLASSES, Queries, decompose, page_blocks, visible_lengths
 from prefixkit.tree.radix import PrefixTree
+from tests.attention import slow_formats
+from tests.attention.forests import make_snapshot, random_parents
 from tests.attention.trees import expected_sight, random_queries, random_tree
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=8, itemsize=4)
@@ -43,6 +45,66 @@ def test_every_query_sees_every_ancestor_token_exactly_once(seed, sharing):
     for counts, expected in zip(seen(snapshot, queries, formats), expected_sight(snapshot, queries), strict=True):
         assert set(counts) == expected
         assert set(counts.values()) == {1}
+
+
+def forest(rng):
+    """Any forest, deep or broad, with empty nodes, and queries in some of its nodes."""
+    parents = random_parents(rng, int(rng.choice([1, 3, 10, 40, 200])))
+    lengths = rng.integers(0, int(rng.choice([2, 20, 2000])), len(parents))
+    snapshot, _ = make_snapshot(rng, parents, lengths.tolist(), 16)
+    if rng.random() < 0.3:  # queries in leaves only, as in decoding
+        lengths[snapshot.subtree_end == np.arange(len(parents)) + 1] += 1
+    chosen = np.flatnonzero((lengths > 0) & (rng.random(len(parents)) < rng.choice([0.2, 0.7, 1.0])))
+    if not len(chosen):
+        lengths[-1], chosen = lengths[-1] + 1, np.array([len(parents) - 1])
+    snapshot.length[:], snapshot.ready[:] = lengths, lengths
+    begin = rng.integers(0, lengths[chosen])
+    end = rng.integers(begin, lengths[chosen]) + 1
+    return snapshot, Queries(chosen.astype(np.int32), begin.astype(np.int32), end.astype(np.int32))
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_formats_and_sharing_equal_those_made_node_by_node(block):
+    """On 3,000 forests: what one reads in slow_formats is what the prefix sums give, array by array."""
+    for seed in range(300 * block, 300 * block + 300):
+        rng = np.random.default_rng(seed)
+        snapshot, queries = forest(rng)
+        shape = HeadShape(*[(4, 2), (8, 1), (6, 6), (32, 8)][rng.integers(4)], 128, 2)
+        cost = CostModel(float(rng.choice([0, 0.02, 5])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
+        shared = rng.random(snapshot.num_nodes) < 0.5 if rng.random() < 0.2 else None
+        ours = decompose(snapshot, queries, shape, cost, shared)
+        slow = slow_formats.decompose(snapshot, queries, shape, cost, shared)
+        assert len(ours) == len(slow), seed
+        for one, two in zip(ours, slow, strict=True):
+            for name, array in vars(two).items():
+                assert np.array_equal(getattr(one, name), array), (seed, name)
+                assert np.asarray(getattr(one, name)).dtype == np.asarray(array).dtype, name
+
+
+@pytest.mark.parametrize("nodes", [1500, 3000])
+def test_sharing_by_level_and_node_by_node_agree(nodes):
+    """Deep trees go one by one, broad ones level by level; both decide the same."""
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        parents = [-1, *(int(rng.integers(max(0, node // 3 - 5), node // 3 + 1)) for node in range(1, nodes))]
+        children = [[] for _ in parents]
+        for node, above in enumerate(parents[1:], 1):
+            children[above].append(node)
+        order, stack, renamed = {}, [0], []
+        while stack:  # depth-first numbering
+            node = stack.pop()
+            order[node] = len(order)
+            renamed.append(order[parents[node]] if parents[node] >= 0 else -1)
+            stack += children[node]
+        snapshot, _ = make_snapshot(rng, renamed, rng.integers(0, 60, nodes).tolist(), 16, orderly=True)
+        own = (snapshot.subtree_end == np.arange(nodes) + 1).astype(np.int32)
+        rows = np.concatenate(([0], np.cumsum(own)))
+        below = (rows[snapshot.subtree_end] - rows[1:]).astype(np.int32)
+        shape = HeadShape(8, 2, 128, 2)
+        cost = CostModel(0.02, 1 / 4.3e6, 1e-8)
+        decided = decide_sharing(snapshot, own, below, shape, cost)
+        assert 0 < decided.sum() < (below > 0).sum()
+        assert np.array_equal(decided, slow_formats.decide_sharing(snapshot, own, below, shape, cost))
 
 
 def test_rows_are_filed_under_the_smallest_tile_that_holds_their_query_heads():

@@ -1,0 +1,57 @@
+"""Sharing and decomposition node by node, as one would explain them: what the fast code must equal."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefixkit.attention.formats import BSR, OPEN, TILE_CLASSES, Queries
+
+
+def decide_sharing(snapshot, own, below, shape, cost):
+    """Bottom-up: a node is shared where reading it once saves more than an item and the partial states below it cost."""
+    gain_per_token, price_per_row = cost.kv_byte * shape.kv_bytes, cost.partial_byte * shape.partial_bytes
+    parent, length, own, below = (a.tolist() for a in (snapshot.parent, snapshot.length, own, below))
+    consumers = [0] * len(parent)
+    shared = np.zeros(len(parent), dtype=bool)
+    for node in range(len(parent) - 1, -1, -1):
+        gain = (consumers[node] - 1) * length[node] * gain_per_token
+        if below[node] and gain > cost.item + below[node] * price_per_row:
+            shared[node] = True
+        if parent[node] >= 0:
+            consumers[parent[node]] += (1 if shared[node] else consumers[node]) + (1 if own[node] else 0)
+    return shared
+
+
+def decompose(snapshot, queries: Queries, shape, cost, shared=None) -> list[BSR]:
+    """Top-down: what is not shared is handed to the first rows below."""
+    own = queries.rows_per_node(snapshot.num_nodes)
+    row_of_node = np.concatenate(([0], np.cumsum(own)))
+    below = row_of_node[snapshot.subtree_end] - row_of_node[1:]
+    if shared is None:
+        shared = decide_sharing(snapshot, own, below, shape, cost)
+    handed_down: list[list[tuple[int, int, int]]] = [[] for _ in own]
+    rows = []
+    for node, above in enumerate(snapshot.parent.tolist()):
+        inherited = handed_down[above] if above >= 0 else []
+        first, end, length = int(row_of_node[node]), int(row_of_node[node + 1]), int(snapshot.length[node])
+        if shared[node] and below[node]:
+            rows.append((end, end + int(below[node]), False, [*inherited, (node, 0, length)]))
+        else:
+            handed_down[node] = [*inherited, (node, 0, length)] if length else inherited
+        if own[node]:
+            rows.append((first, end, True, [*inherited, (node, 0, OPEN)]))
+    return [bsr for tile in TILE_CLASSES if (bsr := _pack(tile, [row for row in rows if _tile(row, shape) == tile]))]
+
+
+def _tile(row, shape):
+    heads = (row[1] - row[0]) * shape.group
+    return next((tile for tile in TILE_CLASSES if heads <= tile), TILE_CLASSES[-1])
+
+
+def _pack(tile, rows):
+    if not rows:
+        return None
+    segments = np.array([segment for row in rows for segment in row[3]], dtype=np.int32)
+    q_begin, q_end, causal = (np.array(column) for column in list(zip(*rows, strict=True))[:3])
+    indptr = np.cumsum([0, *(len(row[3]) for row in rows)])
+    return BSR(tile, q_begin.astype(np.int32), q_end.astype(np.int32), causal, indptr.astype(np.int32), *segments.T)
