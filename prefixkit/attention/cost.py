@@ -82,7 +82,7 @@ def decide_sharing(
         ``[nodes]`` True where the node is shared; False also where no query sits below.
     """
     gain_per_token = cost.kv_byte * shape.kv_bytes
-    price = cost.item + rows_below * (cost.partial_byte * shape.partial_bytes)
+    price: NDArray[np.float64] = cost.item + rows_below * np.float64(cost.partial_byte * shape.partial_bytes)
     owners = np.concatenate(([0], np.cumsum(own_rows > 0)))
     # Consumers if nothing below were shared.  Where that many gain nothing, fewer will not either.
     most = owners[snapshot.subtree_end] - owners[1:]

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.cost import CPU_COST, CostModel, HeadShape
-from prefixkit.attention.formats import BSR, Queries, decompose, visible_lengths
-from prefixkit.attention.gpu_plan import H200_COST, GpuPlan, make_gpu_plan
+from prefixkit.attention.formats import BSR, Queries, all_rows, decompose, visible_lengths
+from prefixkit.attention.gpu_cost import H200, GpuCost
+from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
@@ -60,6 +61,7 @@ class Planner:
         cost: Decides what is shared.
         num_workers: Workers to balance over.
         num_sms: Plan for the CUDA kernels on a GPU of so many multiprocessors; None plans for whatever takes a :class:`Plan`.
+        gpu: What that GPU's paths cost.
         plans_made: How many plans were computed, for tests and reports.
     """
 
@@ -67,6 +69,7 @@ class Planner:
     cost: CostModel = CPU_COST
     num_workers: int = 1
     num_sms: int | None = None
+    gpu: GpuCost = H200
     plans_made: int = 0
     _key: tuple[object, ...] | None = field(default=None, repr=False)
     _plan: tuple[Plan | GpuPlan, list[Tensor]] | None = field(default=None, repr=False)
@@ -77,19 +80,24 @@ class Planner:
         """The plan for these queries and its tensors on ``device``; remembered while nodes and row counts are unchanged."""
         key = (snapshot.version, queries.node.tobytes(), (queries.end - queries.begin).tobytes(), device)
         if self._plan is None or key != self._key:
-            formats = decompose(snapshot, queries, self.shape, self.cost)
-            plan = self._make(formats, visible_lengths(snapshot, queries), queries.num_rows)
+            formats, plan = self._make(snapshot, queries)
             self._plan = plan, _tensors(plan.arrays(), device)
             self._key = key
             self.plans_made += 1
-            log.debug("plan %d: %s", self.plans_made, describe(formats))
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("plan %d: %s", self.plans_made, describe(formats))
         return self._plan
 
-    def _make(self, formats: Sequence[BSR], length: Ints, rows: int) -> Plan | GpuPlan:
+    def _make(self, snapshot: TreeSnapshot, queries: Queries) -> tuple[Sequence[BSR], Plan | GpuPlan]:
+        length, rows = visible_lengths(snapshot, queries), queries.num_rows
         group, kv_heads = self.shape.group, self.shape.kv_heads
         if self.num_sms is None:
-            return make_plan(formats, length, rows, group=group, num_workers=self.num_workers)
-        return make_gpu_plan(formats, length, rows, group=group, kv_heads=kv_heads, num_sms=self.num_sms)
+            formats = decompose(snapshot, queries, self.shape, self.cost)
+            return formats, make_plan(formats, length, rows, group=group, num_workers=self.num_workers)
+        alike = [all_rows(snapshot, queries, self.shape, self.cost)]  # the GPU's plan has no use for tile classes
+        return alike, make_gpu_plan(
+            alike, length, rows, group=group, kv_heads=kv_heads, num_sms=self.num_sms, cost=self.gpu
+        )
 
 
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Planner:
@@ -99,8 +107,8 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> P
     from prefixkit.attention.backend import choose
 
     if choose(device).name != "cuda" or dtype == torch.float32:
-        return Planner(shape, H200_COST)
-    return Planner(shape, H200_COST, num_sms=torch.cuda.get_device_properties(device).multi_processor_count)
+        return Planner(shape, H200.sharing)
+    return Planner(shape, H200.sharing, num_sms=torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def describe(formats: Sequence[BSR]) -> str:

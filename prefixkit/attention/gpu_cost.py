@@ -1,0 +1,74 @@
+"""What attention costs on one GPU, as far as plans depend on it: sharing, cuts and balance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefixkit.attention.cost import CostModel
+
+# Query heads of a narrow item, and of a wide one.
+NARROW_ROWS = 8
+WIDE_ROWS = 128
+# Tokens that the roles take at a time.
+WIDE_UNIT = 96
+NARROW_UNIT = 16
+NARROW_WARPS = 4
+# What one multiprocessor does: a wide tile of 128 rows at 450 TFLOP/s, and narrow items at 4 TB/s (head size 128).
+WIDE_TOKENS_PER_US = 52.0
+NARROW_TOKENS_PER_US = 59.0
+
+# Plans count time in whole numbers of this part of a unit, so that every planner reckons alike, bit by bit.
+POINT = 64
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the items of one path cost.
+
+    Attributes:
+        unit: KV tokens taken at a time; items are cut at multiples of it.
+        workers: Items under way on one multiprocessor.
+        tokens_per_us: KV tokens of one head that one multiprocessor takes in a microsecond, all its workers together.
+        start: Beginning and ending an item, in units of work.
+        leave: Writing a partial state, in units.
+        fold: Folding one partial state, in units of one worker.
+        least: Units below which no item is cut.
+    """
+
+    unit: int
+    workers: int
+    tokens_per_us: float
+    start: float
+    leave: float
+    fold: float
+    least: int
+
+    def __post_init__(self) -> None:
+        for name in ("unit", "workers", "tokens_per_us", "least"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Role: {name} must be above 0, got {getattr(self, name)!r}")
+        for name in ("start", "leave", "fold"):
+            if not 0 <= getattr(self, name) < 2**16:
+                raise ValueError(f"Role: {name} must be a number of units of at least 0, got {getattr(self, name)!r}")
+
+    def points(self) -> tuple[int, int, int]:
+        """``start``, ``leave`` and ``fold`` in whole numbers of 1 / :data:`POINT` unit."""
+        return round(self.start * POINT), round(self.leave * POINT), round(self.fold * POINT)
+
+
+@dataclass(frozen=True)
+class GpuCost:
+    """One GPU: which nodes are worth sharing, and what the two paths take."""
+
+    sharing: CostModel
+    wide: Role
+    narrow: Role
+
+
+# One H200: KV comes at 4.3 TB/s, partial states go out and come back through L2; an item adds its share of a block's time.
+H200_COST = CostModel(item=0.02, kv_byte=1 / 4.3e6, partial_byte=1.5 / 4.3e6)
+H200 = GpuCost(
+    sharing=H200_COST,
+    wide=Role(WIDE_UNIT, 1, WIDE_TOKENS_PER_US, start=1.5, leave=1.0, fold=1.0, least=1),
+    narrow=Role(NARROW_UNIT, NARROW_WARPS, NARROW_TOKENS_PER_US, start=1.0, leave=0.5, fold=0.25, least=4),
+)

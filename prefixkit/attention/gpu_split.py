@@ -1,0 +1,64 @@
+"""Into how many pieces the KV of each tile is cut, so that the multiprocessors of a GPU end together.
+
+All in whole numbers and sums, whose order does not matter: a planner on the GPU finds the same pieces.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.attention.gpu_cost import POINT, Role
+
+Longs = NDArray[np.int64]
+
+# The longest tile is cut into about so many pieces, and shorter ones into pieces as long: the candidates, one per warp of a
+# block on the GPU.
+CUTS = np.array([*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132])
+# Lengths are told apart to this part of the longest.
+LEVELS = 64
+# Cuts make at most so many more items per worker: more never pay, and buffers of plans have a size.
+EXTRA = 4
+
+
+def units_of(role: Role, tokens: Longs) -> Longs:
+    """Units that a worker takes for so many tokens; nothing takes less than one."""
+    return np.maximum(1, -(-tokens // role.unit))
+
+
+def choose_pieces(role: Role, tokens: Longs, kv_heads: int, num_sms: int) -> Longs:
+    """``[tiles]`` pieces of each tile of ``tokens``: the fewest after which no cut ends the longest worker 2% sooner."""
+    units = units_of(role, tokens)
+    count = np.bincount(units)
+    distinct = np.flatnonzero(count)
+    count = count[distinct]
+    chunk = np.maximum(role.least, -(-distinct[-1] // CUTS))
+    pieces = -(-distinct // chunk[:, None])
+    workers = role.workers * num_sms
+    time = busiest(role, distinct, count, pieces, kv_heads, workers).tolist()
+    fits = ((pieces - 1) @ count <= EXTRA * workers).tolist()
+    best = 0
+    for cut in range(1, len(CUTS)):
+        if fits[cut] and 50 * time[cut] < 49 * time[best]:
+            best = cut
+    chosen: Longs = -(-units // chunk[best])
+    return chosen
+
+
+def busiest(role: Role, units: Longs, count: Longs, pieces: Longs, kv_heads: int, workers: int) -> Longs:
+    """``[cuts]`` when the busiest worker ends, if ``count`` tiles of ``units`` are cut into ``pieces`` ``[cuts, tiles]``.
+
+    Workers take one entry each per round, the longest first, so a round lasts as long as its first entry.  Summed by level
+    instead of by round: as many rounds reach a length as entries of that length fill.  In 1 / (POINT x LEVELS) unit.
+    """
+    start, leave, fold = role.points()
+    size = -(-units // pieces) * POINT + start + np.where(pieces > 1, leave, 0)
+    entries = pieces * count * kv_heads
+    top = size.max(axis=1)
+    level = -(-size * LEVELS // top[:, None])
+    cell = level + (LEVELS + 1) * np.arange(len(pieces))[:, None]
+    reach = np.bincount(cell.ravel(), entries.ravel(), len(pieces) * (LEVELS + 1)).reshape(len(pieces), LEVELS + 1)
+    reach = np.cumsum(reach[:, ::-1], axis=1)[:, LEVELS - 1 :: -1].astype(np.int64)  # entries of a level and above
+    left = np.where(pieces > 1, entries, 0).sum(axis=1)
+    ends: Longs = top * (-(-reach // workers)).sum(axis=1) + fold * LEVELS * left // workers
+    return ends

@@ -1,0 +1,217 @@
+"""Plans for the GPU: nothing lost, nothing twice, cut at whole units, evenly dealt, and the same every time."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from benchmarks.attention import tree, workload
+from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.formats import OPEN, Queries, all_rows, decompose, visible_lengths
+from prefixkit.attention.gpu_cost import H200, H200_COST, GpuCost, Role
+from prefixkit.attention.gpu_plan import make_gpu_plan
+from prefixkit.attention.gpu_split import CUTS, LEVELS, busiest
+from tests.attention.trees import expected_sight, random_queries, random_tree
+
+SHAPES = {"one head": (1, 1), "groups of 3": (6, 2), "groups of 8": (8, 1), "groups of 64": (64, 1)}
+# Small units, so that small trees are cut much.
+SMALL = GpuCost(
+    sharing=H200_COST,
+    wide=replace(H200.wide, unit=4, start=0.1, leave=0.1, fold=0.0),
+    narrow=replace(H200.narrow, unit=2, start=0.1, leave=0.1, fold=0.0, least=1),
+)
+
+
+def random_case(seed, heads, kv_heads):
+    rng = np.random.default_rng(seed)
+    snapshot = random_tree(rng, page_size=4).snapshot()
+    queries = random_queries(rng, snapshot)
+    shape = HeadShape(heads, kv_heads, 64, 2)
+    formats = decompose(snapshot, queries, shape, H200_COST, rng.random(snapshot.num_nodes) < 0.5)
+    return snapshot, queries, formats, visible_lengths(snapshot, queries)
+
+
+def plan_of(case, heads, kv_heads, **options):
+    _, queries, formats, length = case
+    options = {"num_sms": 7, "cost": SMALL} | options
+    return make_gpu_plan(formats, length, queries.num_rows, group=heads // kv_heads, kv_heads=kv_heads, **options)
+
+
+def items_of(plan):
+    """Items as (is wide, q_begin, q_end, partial_begin, causal, segments)."""
+    for wide, items in ((True, plan.wide), (False, plan.narrow)):
+        for q_begin, q_end, partial, seg, packed, *first in items.tolist():
+            segments = plan.segments[seg : seg + packed // 2].tolist()
+            assert segments[0] == first
+            yield wide, q_begin, q_end, partial, packed % 2, segments
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_items_cover_every_visible_token_of_every_query_exactly_once(seed, shape):
+    case = random_case(seed, *SHAPES[shape])
+    snapshot, queries, _, length = case
+    position = snapshot.start[queries.row_node()] + queries.row_offset()
+    for options in ({}, {"cost": H200}, {"num_sms": 132}, {"narrow_only": True} if shape != "groups of 64" else {}):
+        plan = plan_of(case, *SHAPES[shape], **options)
+        counts = [Counter() for _ in range(queries.num_rows)]
+        for _, q_begin, q_end, _, causal, segments in items_of(plan):
+            for node, begin, end in segments:
+                for offset in range(begin, min(end, length[node])):
+                    for query in range(q_begin, q_end):
+                        if not causal or snapshot.start[node] + offset <= position[query]:
+                            counts[query][node, offset] += 1
+        for got, expected in zip(counts, expected_sight(snapshot, queries), strict=True):
+            assert set(got) == expected
+            assert set(got.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_partial_rows_are_written_once_and_merged_once_root_first(seed, shape):
+    case = random_case(seed, *SHAPES[shape])
+    plan = plan_of(case, *SHAPES[shape])
+    written, direct, place = Counter(), Counter(), {}
+    for _, q_begin, q_end, partial, _, segments in items_of(plan):
+        for query in range(q_begin, q_end):
+            if partial < 0:
+                direct[query] += 1
+            else:
+                written[partial + query - q_begin, query] += 1
+                place[partial + query - q_begin] = segments[0][:2]
+    merged = Counter()
+    for query in range(plan.num_rows):
+        parts = plan.merge_indices[plan.merge_indptr[query] : plan.merge_indptr[query + 1]].tolist()
+        merged.update((part, query) for part in parts)
+        assert [place[part] for part in parts] == sorted(place[part] for part in parts), "root first"
+        assert (len(parts) == 0) == (direct[query] == 1), "either one item writes the output, or partials are merged"
+    assert written == merged
+    assert sorted(part for part, _ in written) == list(range(plan.num_partial_rows))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cuts_fall_on_whole_units_of_a_row_and_only_its_end_stays_open(seed):
+    case = random_case(seed, 8, 1)
+    _, _, formats, length = case
+    plan = plan_of(case, 8, 1)
+    rows = []  # first and last query of each row, and its tokens from the first
+    for bsr in formats:
+        for row in range(bsr.num_rows):
+            spans = [(node, begin, min(end, int(length[node]))) for node, begin, end in bsr.row_segments(row)]
+            tokens = [(node, offset) for node, begin, end in spans for offset in range(begin, end)]
+            rows.append((int(bsr.q_begin[row]), int(bsr.q_end[row]), tokens))
+    for wide, q_begin, _, _, _, segments in items_of(plan):
+        first = tuple(segments[0][:2])
+        # A query meets a token in one row only; an item of a row that grew empty begins nowhere.
+        begins = [tokens.index(first) for low, high, tokens in rows if low <= q_begin < high and first in tokens]
+        assert len(begins) <= 1
+        assert all(begin % (SMALL.wide if wide else SMALL.narrow).unit == 0 for begin in begins)
+        assert all(end != OPEN for _, _, end in segments[:-1])
+
+
+def prompt(tokens, heads=32, kv_heads=8, chunk=None):
+    """A prompt of which the last ``chunk`` tokens run."""
+    snapshot = tree([-1], [tokens])
+    begin = tokens - (chunk or tokens)
+    snapshot.ready[:] = begin
+    queries = Queries(*(np.array([x], dtype=np.int32) for x in (0, begin, tokens)))
+    formats = decompose(snapshot, queries, HeadShape(heads, kv_heads, 128, 2), H200_COST)
+    return snapshot, queries, formats, visible_lengths(snapshot, queries)
+
+
+def loads(plan, kv_heads, workers, position, length, start, unit):
+    """Units of each worker as the kernels deal the wide items: rounds that change direction."""
+    load = np.zeros(workers)
+    for place, (q_end, seg, packed) in enumerate(plan.wide[:, [1, 3, 4]].tolist()):
+        last = position[q_end - 1]
+        units = 0
+        for node, begin, end in plan.segments[seg : seg + packed // 2].tolist():
+            seen = min(end, int(length[node]), last + 1 - int(start[node])) - begin
+            assert seen > 0, "an item must not read what lies wholly after its last query"
+            units += -(-seen // unit)
+        for entry in range(place * kv_heads, (place + 1) * kv_heads):
+            turn, at = divmod(entry, workers)
+            load[workers - 1 - at if turn % 2 else at] += units
+    return load
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(32768, None), (131072, None), (131072, 512), (2048, None), (3000, 100)])
+def test_a_prompts_tiles_end_at_their_last_query_and_are_dealt_evenly(tokens, chunk):
+    case = prompt(tokens, chunk=chunk)
+    snapshot, queries, _, length = case
+    plan = plan_of(case, 32, 8, num_sms=132, cost=H200)
+    position = queries.row_offset().tolist()
+    load = loads(plan, 8, 132, position, length, snapshot.start, H200.wide.unit)
+    assert load.max() <= 1.1 * load.mean() + 2
+
+
+def test_a_long_prompt_is_not_cut_where_its_tiles_fill_the_gpu():
+    plan = plan_of(prompt(32768), 32, 8, num_sms=132, cost=H200)
+    assert plan.num_partial_rows == 0
+    assert len(plan.wide) == 32768 * 4 // 128
+
+
+def test_a_lone_long_sequence_is_spread_over_the_gpu():
+    plan = plan_of(prompt(131072, chunk=1), 32, 8, num_sms=132, cost=H200)
+    assert len(plan.narrow) * 8 >= 3 * 132
+    assert plan.segments[-1].tolist()[2] == OPEN or OPEN in plan.segments[:, 2]
+
+
+def test_tiles_of_a_shared_node_that_read_the_same_piece_follow_each_other():
+    """So that the multiprocessors work on the same keys at the same time, and the cache holds them."""
+    snapshot = workload("2L b256 p16384 s16")
+    leaf = np.arange(1, 257, dtype=np.int32)
+    queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
+    formats = decompose(snapshot, queries, HeadShape(8, 1, 128, 2), H200_COST)
+    plan = make_gpu_plan(formats, visible_lengths(snapshot, queries), 256, group=8, kv_heads=1)
+    begins = plan.wide[:, 6].tolist()
+    runs = 1 + sum(a != b for a, b in pairwise(begins))
+    pieces = len(set(begins))
+    assert pieces > 4
+    assert runs == pieces
+
+
+def test_any_order_of_formats_gives_the_same_items():
+    rng = np.random.default_rng(0)
+    for seed in range(30):
+        snapshot = random_tree(rng, page_size=4).snapshot()
+        queries = random_queries(rng, snapshot)
+        shape, length = HeadShape(6, 2, 64, 2), visible_lengths(snapshot, queries)
+        plans = [
+            make_gpu_plan(formats, length, queries.num_rows, group=3, kv_heads=2, num_sms=5, cost=SMALL)
+            for formats in (
+                decompose(snapshot, queries, shape, H200_COST),
+                [all_rows(snapshot, queries, shape, H200_COST)],
+            )
+        ]
+        one, two = ([item[1:] for item in items_of(plan)] for plan in plans)
+        assert one == two, seed
+        assert np.array_equal(plans[0].merge_indices, plans[1].merge_indices)
+
+
+def test_the_estimate_is_the_sum_over_rounds_of_their_first_entries():
+    """`busiest` adds up levels; by hand it is a sort, up to the levels' width."""
+    rng = np.random.default_rng(0)
+    role = Role(16, 4, 59.0, start=1.0, leave=0.5, fold=0.25, least=4)
+    for _ in range(20):
+        units = np.unique(rng.integers(1, 500, 30))
+        count = rng.integers(1, 60, len(units))
+        pieces = -(-units // np.maximum(4, -(-units[-1] // CUTS))[:, None])
+        heads, workers = int(rng.integers(1, 9)), int(rng.integers(1, 600))
+        got = busiest(role, units, count, pieces, heads, workers) / (64 * LEVELS)
+        for cut, mine in enumerate(pieces):
+            each = -(-units // mine) + role.start + role.leave * (mine > 1)
+            entries = np.sort(np.repeat(each, mine * count * heads))[::-1]
+            left = (mine * count * heads)[mine > 1].sum()
+            exact = entries[::workers].sum() + role.fold * left / workers
+            rounds = len(entries[::workers])
+            assert exact - 0.01 <= got[cut] <= exact + rounds * entries[0] / LEVELS + 0.01
+
+
+def test_costs_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="unit must be above 0"):
+        replace(H200.wide, unit=0)
+    with pytest.raises(ValueError, match="fold must be a number of units"):
+        replace(H200.wide, fold=-1.0)
