@@ -15,8 +15,8 @@ Longs = NDArray[np.int64]
 # The longest tile is cut into about so many pieces, and shorter ones into pieces as long: the candidates, one per warp of a
 # block on the GPU.
 CUTS = np.array([*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132])
-# Lengths are told apart to this part of the longest.
-LEVELS = 64
+# Lengths are told apart to a power of two of which the longest has at most so many.
+LEVELS = 256
 # Cuts make at most so many more items per worker: more never pay, and buffers of plans have a size.
 EXTRA = 4
 
@@ -35,7 +35,7 @@ def choose_pieces(role: Role, tokens: Longs, kv_heads: int, num_sms: int) -> Lon
     chunk = np.maximum(role.least, -(-distinct[-1] // CUTS))
     pieces = -(-distinct // chunk[:, None])
     workers = role.workers * num_sms
-    time = busiest(role, distinct, count, pieces, kv_heads, workers).tolist()
+    time = busiest(role, distinct, count, chunk, kv_heads, workers).tolist()
     fits = ((pieces - 1) @ count <= EXTRA * workers).tolist()
     best = 0
     for cut in range(1, len(CUTS)):
@@ -45,20 +45,23 @@ def choose_pieces(role: Role, tokens: Longs, kv_heads: int, num_sms: int) -> Lon
     return chosen
 
 
-def busiest(role: Role, units: Longs, count: Longs, pieces: Longs, kv_heads: int, workers: int) -> Longs:
-    """``[cuts]`` when the busiest worker ends, if ``count`` tiles of ``units`` are cut into ``pieces`` ``[cuts, tiles]``.
+def busiest(role: Role, units: Longs, count: Longs, chunk: Longs, kv_heads: int, workers: int) -> Longs:
+    """``[cuts]`` when the busiest worker ends, if ``count`` tiles of ``units`` are cut into even pieces of at most ``chunk``.
 
     Workers take one entry each per round, the longest first, so a round lasts as long as its first entry.  Summed by level
-    instead of by round: as many rounds reach a length as entries of that length fill.  In 1 / (POINT x LEVELS) unit.
+    instead of by round: as many rounds reach a length as entries of that length fill.  In 1 / POINT unit.
     """
     start, leave, fold = role.points()
+    pieces = -(-units // chunk[:, None])
     size = -(-units // pieces) * POINT + start + np.where(pieces > 1, leave, 0)
-    entries = pieces * count * kv_heads
-    top = size.max(axis=1)
-    level = -(-size * LEVELS // top[:, None])
+    entries = pieces * count
+    most = np.minimum(chunk, units.max()) * POINT + start + leave
+    shift = np.maximum(np.frexp(most)[1].astype(np.int64) - (LEVELS.bit_length() - 1), 0)
+    level = -(-size >> shift[:, None])
     cell = level + (LEVELS + 1) * np.arange(len(pieces))[:, None]
     reach = np.bincount(cell.ravel(), entries.ravel(), len(pieces) * (LEVELS + 1)).reshape(len(pieces), LEVELS + 1)
-    reach = np.cumsum(reach[:, ::-1], axis=1)[:, LEVELS - 1 :: -1].astype(np.int64)  # entries of a level and above
-    left = np.where(pieces > 1, entries, 0).sum(axis=1)
-    ends: Longs = top * (-(-reach // workers)).sum(axis=1) + fold * LEVELS * left // workers
+    # Entries of each level from 1, and above.
+    reach = np.cumsum(reach[:, ::-1], axis=1)[:, LEVELS - 1 :: -1].astype(np.int64) * kv_heads
+    left = np.where(pieces > 1, entries, 0).sum(axis=1) * kv_heads
+    ends: Longs = ((-(-reach // workers)).sum(axis=1) << shift) + fold * left // workers
     return ends
