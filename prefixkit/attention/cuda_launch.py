@@ -28,7 +28,7 @@ FREE_SHARED = 48 * 1024
 
 
 class Layout:
-    """A struct of C, in the notation of the module ``struct`` with native alignment: P pointer, q 64 bits, i 32 bits, f float.
+    """A struct of C, as the module ``struct`` writes it, natively aligned: P pointer, q 64 bits, i 32 bits, f float, d double.
 
     A nested struct of C aligns like its widest member; the members here are listed flat.
     """

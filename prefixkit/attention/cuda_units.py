@@ -21,6 +21,7 @@ APPEND = Unit(
     "append_copy.cu", tuple(f"prefixkit::kv_{way}<{width}>" for way in ("append", "gather") for width in WIDTHS)
 )
 MERGE = Unit("merge_states.cu", ("prefixkit::merge_states<1>", "prefixkit::merge_states<4>"))
+PLAN = Unit("plan_tree.cu", ("prefixkit::plan_tree",))
 
 ATTENTION = "prefixkit::tree_attention"
 # The source for each target, and the head sizes that it serves.
@@ -45,4 +46,4 @@ def units(arch: str) -> tuple[Unit, ...]:
     slopes = [1.0, 0.5]
     every = compose(sliding_window(128), soft_cap(30.0), alibi(slopes), attention_sinks(slopes))
     varied = [attention_unit(arch, head_dim, False, variant) for head_dim in heads[-1:] for variant in (every,)]
-    return APPEND, MERGE, *plain, *varied
+    return APPEND, MERGE, PLAN, *plain, *varied

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.formats import Queries
+from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, WIDE_ROWS, GpuCost
 from prefixkit.attention.gpu_plan import GpuPlan
+from prefixkit.attention.gpu_split import EXTRA
+from prefixkit.attention.staging import Staged
+from prefixkit.tree.snapshot import TreeSnapshot
 
 
 class PlanTooLarge(ValueError):
@@ -54,6 +59,44 @@ def size_of(plan: GpuPlan) -> PlanCapacity:
     return PlanCapacity(len(plan.wide), len(plan.narrow), len(plan.segments), plan.num_rows, plan.num_partial_rows)
 
 
+def capacity_for(
+    snapshot: TreeSnapshot,
+    queries: Queries,
+    shape: HeadShape,
+    num_sms: int,
+    cost: GpuCost = H200,
+    tile_rows: int = WIDE_ROWS,
+) -> PlanCapacity:
+    """Room for any plan of this tree and these rows, whatever its nodes' lengths and whatever is shared.
+
+    Args:
+        snapshot, queries: The tree, and which of its nodes have query rows.
+        shape: The heads.
+        num_sms: Multiprocessors of the GPU.
+        cost: For its numbers of workers.
+        tile_rows: Query heads of a tile: ``WIDE_ROWS``, or ``NARROW_ROWS`` for plans of narrow items only.
+    """
+    group = shape.group
+    own = queries.rows_per_node(snapshot.num_nodes)
+    row_of_node = np.concatenate(([0], np.cumsum(own)))
+    below = row_of_node[snapshot.subtree_end] - row_of_node[1:]
+    reads = snapshot.depth() + 1  # segments of a row that folds all above it
+    has = np.concatenate((own > 0, below > 0))
+    queries_of, reads = np.concatenate((own, below))[has], np.concatenate((reads, reads))[has].astype(np.int64)
+    thin = queries_of * group <= NARROW_ROWS
+    tiles = np.where(thin, 1, -(-queries_of // max(1, tile_rows // group)))
+    narrow = int(thin.sum() + (tiles > 1).sum()) if tile_rows > NARROW_ROWS else int(tiles.sum())
+    extra_wide, extra_narrow = (EXTRA * role.workers * num_sms // shape.kv_heads for role in (cost.wide, cost.narrow))
+    cuts = extra_wide * max(1, tile_rows // group) + extra_narrow * max(1, NARROW_ROWS // group)
+    return PlanCapacity(
+        wide=int(tiles[~thin].sum()) + extra_wide,
+        narrow=narrow + extra_narrow,
+        segments=int((reads * (1 + tiles)).sum()) + extra_wide + extra_narrow,
+        rows=queries.num_rows,
+        partials=int(queries_of.sum()) + cuts,
+    )
+
+
 class GpuPlanBuffers:
     """The six arrays of a plan on a device, at addresses that stay.
 
@@ -64,17 +107,8 @@ class GpuPlanBuffers:
 
     def __init__(self, capacity: PlanCapacity, device: torch.device | str) -> None:
         self.capacity = capacity
-        target = torch.device(device)
-        sizes = [-(-int(np.prod(shape)) // 4) * 4 for shape in capacity.shapes()]  # items are read 16 bytes at a time
-        self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=target)
-        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=target.type == "cuda")
-        self.work: list[Tensor] = list(self._views(self._device, sizes))
-        self._staged = [view.numpy() for view in self._views(self._host, sizes)]
-        self._copied = torch.cuda.Event() if target.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def _views(self, flat: Tensor, sizes: list[int]) -> Iterator[Tensor]:
-        for shape, part in zip(self.capacity.shapes(), torch.split(flat, sizes), strict=True):
-            yield part[: int(np.prod(shape))].view(shape)
+        self._staged = Staged(capacity.shapes(), device)
+        self.work: list[Tensor] = self._staged.tensors
 
     def fill(self, plan: GpuPlan) -> list[Tensor]:
         """Put a plan in place of the last one: one copy on the current stream, for which the host does not wait.
@@ -83,11 +117,7 @@ class GpuPlanBuffers:
             PlanTooLarge: it does not fit; the last plan stays.
         """
         self.capacity.check(size_of(plan))
-        if self._copied is not None:
-            self._copied.synchronize()  # the last plan has left the staging buffer
-        for staged, array in zip(self._staged, plan.arrays(), strict=True):
+        for staged, array in zip(self._staged.begin(), plan.arrays(), strict=True):
             staged[: len(array)] = array
-        self._device.copy_(self._host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._staged.send()
         return self.work

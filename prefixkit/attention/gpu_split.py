@@ -17,7 +17,7 @@ Longs = NDArray[np.int64]
 CUTS = np.array([*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132])
 # Lengths are told apart to a power of two of which the longest has at most so many.
 LEVELS = 256
-# Cuts make at most so many more items per worker: more never pay, and buffers of plans have a size.
+# Cuts make at most so many more entries per worker: more never pay, and buffers of plans have a size.
 EXTRA = 4
 
 
@@ -36,7 +36,7 @@ def choose_pieces(role: Role, tokens: Longs, kv_heads: int, num_sms: int) -> Lon
     pieces = -(-distinct // chunk[:, None])
     workers = role.workers * num_sms
     time = busiest(role, distinct, count, chunk, kv_heads, workers).tolist()
-    fits = ((pieces - 1) @ count <= EXTRA * workers).tolist()
+    fits = ((pieces - 1) @ count * kv_heads <= EXTRA * workers).tolist()
     best = 0
     for cut in range(1, len(CUTS)):
         if fits[cut] and 50 * time[cut] < 49 * time[best]:

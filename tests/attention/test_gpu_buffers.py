@@ -7,8 +7,9 @@ import torch
 from benchmarks.attention import workload
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries, all_rows, visible_lengths
-from prefixkit.attention.gpu_buffers import GpuPlanBuffers, PlanCapacity, PlanTooLarge, size_of
+from prefixkit.attention.gpu_buffers import GpuPlanBuffers, PlanCapacity, PlanTooLarge, capacity_for, size_of
 from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
+from tests.attention.forests import make_snapshot, random_parents
 
 
 def plan_of(name):
@@ -38,3 +39,29 @@ def test_what_does_not_fit_is_named_and_the_last_plan_stays():
     with pytest.raises(PlanTooLarge, match=r"needs .*\d+ narrow \(room for 64\), .*256 rows \(room for 64\)"):
         buffers.fill(plan_of("2L b256 p1024 s16"))
     assert all(torch.equal(a, b) for a, b in zip(before, buffers.work, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
+    """Whatever the lengths, the costs and what is shared; so a planner on the GPU cannot run out of room."""
+    rng = np.random.default_rng(seed)
+    parents = random_parents(rng, int(rng.choice([1, 5, 20, 60])))
+    group, kv_heads = [(1, 8), (4, 8), (8, 1), (16, 2)][rng.integers(4)]
+    sms = int(rng.choice([1, 4, 132]))
+    rows = None
+    for _ in range(4):
+        lengths = rng.integers(1, int(rng.choice([4, 100, 20000])), len(parents))
+        snapshot, _ = make_snapshot(rng, parents, lengths.tolist(), 16, orderly=True)
+        if rows is None:
+            rows = rng.integers(0, int(rng.choice([2, 4])), len(parents)) * (rng.random(len(parents)) < 0.7)
+            rows[-1] += 1
+        count = np.minimum(rows, lengths)
+        node = np.flatnonzero(count)
+        queries = Queries(*(a.astype(np.int32) for a in (node, (lengths - count)[node], lengths[node])))
+        shape = HeadShape(group * kv_heads, kv_heads, 128, 2)
+        capacity = capacity_for(snapshot, queries, shape, sms)
+        shared = rng.random(len(parents)) < rng.random()
+        formats = [all_rows(snapshot, queries, shape, H200_COST, shared if rng.random() < 0.5 else None)]
+        length = visible_lengths(snapshot, queries)
+        plan = make_gpu_plan(formats, length, queries.num_rows, group=group, kv_heads=kv_heads, num_sms=sms)
+        capacity.check(size_of(plan))

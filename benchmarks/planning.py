@@ -1,0 +1,131 @@
+"""What a plan costs: on the host, and on the GPU where there is one.
+
+    OMP_NUM_THREADS=1 python benchmarks/planning.py --out benchmarks/results/planning.json
+
+The aim: below 50 us on the GPU for 1,024 leaves and 2,048 nodes (CUDA-graph replay, median).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.attention import tree, workload
+from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.formats import Queries, all_rows, visible_lengths
+from prefixkit.attention.gpu_buffers import capacity_for
+from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.gpu_plan import make_gpu_plan
+from prefixkit.tree.snapshot import TreeSnapshot
+
+
+def binary(levels: int, prefix: int, branch: int) -> TreeSnapshot:
+    """``prefix`` tokens, then forks every ``branch`` tokens."""
+    parent, length = [-1], [prefix]
+
+    def grow(above: int, left: int) -> None:
+        for _ in range(2 if left else 0):
+            parent.append(above)
+            length.append(branch)
+            grow(len(parent) - 1, left - 1)
+
+    grow(0, levels)
+    return tree(parent, length)
+
+
+def cases() -> dict[str, tuple[TreeSnapshot, Queries]]:
+    shapes = {name: workload(name) for name in ("2L b64 p4096 s128", "2L b1024 p4096 s128", "3L fewshot", "beam d6")}
+    shapes |= {"binary, 1,024 leaves, 2,047 nodes": binary(10, 1000, 32)}
+    shapes |= {"chain of 2,000": tree(list(range(-1, 1999)), [8] * 2000)}
+    made = {}
+    for name, snapshot in shapes.items():
+        leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
+        made[name] = snapshot, Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
+    for tokens in (32_768, 131_072):
+        snapshot = tree([-1], [tokens])
+        snapshot.ready[:] = 0
+        made[f"prompt of {tokens:,}"] = snapshot, Queries(*(np.array([x], np.int32) for x in (0, 0, tokens)))
+    return made
+
+
+def host_us(action: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 3):
+        begin = time.perf_counter()
+        action()
+        times.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(times[3:])
+
+
+def gpu_us(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape) -> float:
+    """Median of replays of a graph that plans ten times."""
+    from prefixkit.attention.cuda_planner import CudaPlanner
+
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    capacity = capacity_for(snapshot, queries, shape, sms)
+    planner = CudaPlanner(shape, snapshot.num_nodes, capacity, "cuda")
+    planner.load(snapshot, queries)
+    planner.plan()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            planner.plan()
+    times = []
+    for _ in range(12):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 100)
+    return statistics.median(times[2:])
+
+
+def measure(repeats: int) -> list[dict[str, Any]]:
+    results = []
+    for name, (snapshot, queries) in cases().items():
+        for heads, kv_heads in ((32, 8), (8, 1)):
+            shape, length = HeadShape(heads, kv_heads, 128, 2), visible_lengths(snapshot, queries)
+            rows = all_rows(snapshot, queries, shape, H200.sharing)
+
+            def plan(rows: Any = rows, length: Any = length, queries: Any = queries, shape: Any = shape) -> object:
+                return make_gpu_plan([rows], length, queries.num_rows, group=shape.group, kv_heads=shape.kv_heads)
+
+            row: dict[str, Any] = {"case": name, "heads": [heads, kv_heads]}
+            row["rows_us"] = host_us(
+                lambda s=snapshot, q=queries, h=shape: all_rows(s, q, h, H200.sharing),  # type: ignore[misc]
+                repeats,
+            )
+            row["plan_us"] = host_us(plan, repeats)
+            if torch.cuda.is_available():
+                row["gpu_us"] = gpu_us(snapshot, queries, shape)
+            results.append(row)
+            there = f"   GPU {row['gpu_us']:7.1f}" if "gpu_us" in row else ""
+            print(
+                f"{heads:2d}/{kv_heads:<2d} {name:36s} host: rows {row['rows_us']:6.0f}  plan {row['plan_us']:6.0f}{there}",
+                flush=True,
+            )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
+    options = parser.parse_args()
+    print("microseconds, median")
+    results = measure(options.repeats)
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

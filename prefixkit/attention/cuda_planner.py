@@ -1,0 +1,136 @@
+"""Plans made on the GPU: one launch that a CUDA graph can capture, from the tree's arrays to a plan's."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkit.attention import jit
+from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.cuda_launch import Layout, launch
+from prefixkit.attention.cuda_units import PLAN
+from prefixkit.attention.formats import Queries, check_queries, visible_lengths
+from prefixkit.attention.gpu_buffers import PlanCapacity, PlanTooLarge, capacity_for
+from prefixkit.attention.gpu_cost import H200, WIDE_ROWS, GpuCost
+from prefixkit.attention.staging import Staged
+from prefixkit.tree.snapshot import TreeSnapshot
+
+# struct PlanTree of csrc/plan_tree.cu: pointers; sharing and rates; rooms, group, KV heads, SMs, tile rows, shared ints; roles.
+_LAYOUT = Layout("P" * 12 + "d" * 5 + "i" * 11 + "i" * 12)
+_THREADS = 1024
+# Ints of scratch: per node, tile, item; and the counters of the sort.
+_PER_NODE, _PER_TILE, _PER_ITEM, _COUNTERS = 16, 6, 7, 32 * 512
+OVERFLOW = 7  # of counts: 1 where the plan did not fit, and is empty
+
+
+class CudaPlanner:
+    """Makes plans equal to ``make_gpu_plan``'s, on the GPU, into buffers whose addresses stay.
+
+    :meth:`load` brings a tree, :meth:`plan` launches the planner.  A graph that captured :meth:`plan` plans anew at every
+    replay, from what the tree's tensors hold then: loaded by the host before, or written by kernels.
+
+    Attributes:
+        capacity: What a plan may hold.
+        nodes: How many nodes a tree may have.
+        num_nodes: ``[1]`` nodes of the tree, on the device, as are the following.
+        parent, subtree_end: ``[nodes]`` as in the snapshot.
+        length: ``[nodes]`` tokens visible in the step; see ``visible_lengths``.
+        own: ``[nodes]`` query rows in each node.
+        work: The plan, as ``tree_attention`` takes it.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        nodes: int,
+        capacity: PlanCapacity,
+        device: torch.device | str,
+        gpu: GpuCost = H200,
+        num_sms: int | None = None,
+    ) -> None:
+        self.shape, self.nodes, self.capacity, self.gpu = shape, nodes, capacity, gpu
+        target = torch.device(device)
+        self.num_sms = num_sms or torch.cuda.get_device_properties(target).multi_processor_count
+        self._tree = Staged([(4,), *[(max(nodes, 1),)] * 4], target)
+        sizes, self.parent, self.subtree_end, self.length, self.own = self._tree.tensors
+        self.num_nodes = sizes[:1]
+        self._plan = Staged(capacity.shapes(), target)
+        self.work: list[Tensor] = self._plan.tensors
+        items = capacity.wide + capacity.narrow + 8
+        scratch = _PER_NODE * (nodes + 8) + (_PER_TILE + _PER_ITEM) * items + capacity.rows + _COUNTERS + 64
+        self._scratch = torch.zeros(scratch, dtype=torch.int32, device=target)
+        self._function = jit.load(PLAN, self._scratch.device.index)[PLAN.names[0]]
+        _LAYOUT.check(self._function)
+        self._values = self._arguments()
+
+    def _arguments(self) -> tuple[int | float, ...]:
+        tensors = (self.num_nodes, self.parent, self.subtree_end, self.length, self.own, *self.work, self._scratch)
+        sharing, room, shape = self.gpu.sharing, self.capacity, self.shape
+        roles = (self.gpu.wide, self.gpu.narrow)
+        return (
+            *(tensor.data_ptr() for tensor in tensors),
+            sharing.kv_byte * shape.kv_bytes,
+            sharing.item,
+            sharing.partial_byte * shape.partial_bytes,
+            self.gpu.wide.tokens_per_us,
+            self.gpu.narrow.tokens_per_us,
+            *(self.nodes, room.wide, room.narrow, room.segments, room.rows, room.partials),
+            *(shape.group, shape.kv_heads, self.num_sms, WIDE_ROWS, self._function.max_shared // 4),
+            *(number for role in roles for number in (role.unit, role.workers, *role.points(), role.least)),
+        )
+
+    def load(self, snapshot: TreeSnapshot, queries: Queries) -> None:
+        """Bring a tree and its queries to the device: one copy on the current stream, for which the host does not wait.
+
+        Raises:
+            ValueError: the queries leave out KV that they need.
+            PlanTooLarge: some plan of this tree might not fit; nothing has changed.
+        """
+        check_queries(snapshot, queries)
+        self.check(snapshot, queries)
+        count = snapshot.num_nodes
+        sizes, parent, subtree_end, length, own = self._tree.begin()
+        sizes[0] = count
+        parent[:count], subtree_end[:count] = snapshot.parent, snapshot.subtree_end
+        length[:count], own[:count] = visible_lengths(snapshot, queries), queries.rows_per_node(count)
+        self._tree.send()
+
+    def check(self, snapshot: TreeSnapshot, queries: Queries) -> None:
+        """Raise PlanTooLarge unless every plan of this tree fits, whatever its nodes' lengths become."""
+        if snapshot.num_nodes > self.nodes:
+            raise PlanTooLarge(f"the tree has {snapshot.num_nodes} nodes, but the planner has room for {self.nodes}")
+        need = capacity_for(snapshot, queries, self.shape, self.num_sms, self.gpu)
+        self.capacity.check(need, "a plan of this tree")
+
+    def plan(self) -> list[Tensor]:
+        """Launch the planner on the current stream; the tensors hold the plan when it ends.  Can be captured.
+
+        A tree that was not checked, and whose plan does not fit, gives an empty plan with ``counts[OVERFLOW] == 1``.
+        """
+        shared = self._function.max_shared // 4 * 4
+        launch(self._function, _LAYOUT, self._values, (1, 1, 1), _THREADS, shared, self._say)
+        return self.work
+
+    def _say(self) -> str:
+        return f"plan_tree on {self._scratch.device}: room for {self.nodes} nodes, {self.capacity}"
+
+    def arrays(self) -> list[np.ndarray]:
+        """The plan's arrays cut to what they hold, on the host; waits for the device.  For tests and reports.
+
+        Raises:
+            PlanTooLarge: the plan did not fit.
+        """
+        counts, wide, narrow, segments, merge_indptr, merge_indices = (tensor.cpu().numpy() for tensor in self.work)
+        if counts[OVERFLOW]:
+            raise PlanTooLarge(f"the tree's plan does not fit {self.capacity}, {self.nodes} nodes")
+        items = np.concatenate((wide[: counts[0]], narrow[: counts[1]]))
+        used = int((items[:, 3] + items[:, 4] // 2).max(initial=0))
+        return [
+            counts,
+            wide[: counts[0]],
+            narrow[: counts[1]],
+            segments[:used],
+            merge_indptr[: counts[2] + 1],
+            merge_indices[: counts[3]],
+        ]

@@ -1,0 +1,58 @@
+"""Random trees to plan for: any shape and lengths, queries in some nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from prefixkit.attention.cost import CostModel, HeadShape
+from prefixkit.attention.formats import Queries, all_rows, visible_lengths
+from prefixkit.attention.gpu_cost import H200, GpuCost
+from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
+from prefixkit.tree.snapshot import TreeSnapshot
+from tests.attention.forests import make_snapshot, random_parents
+
+HEADS = ((1, 1), (8, 1), (32, 8), (32, 32), (6, 2), (64, 1), (40, 2))
+
+
+def random_shape(rng: np.random.Generator) -> HeadShape:
+    return HeadShape(*HEADS[rng.integers(len(HEADS))], int(rng.choice([64, 128])), 2)
+
+
+def random_cost(rng: np.random.Generator) -> GpuCost:
+    """The H200's, or one that shares and cuts much in small trees."""
+    sharing = CostModel(float(rng.choice([0, 0.02, 2])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
+    if rng.random() < 0.5:
+        return replace(H200, sharing=sharing)
+    wide = replace(H200.wide, unit=int(rng.choice([4, 64])), start=float(rng.choice([0, 1.37])), fold=0.01)
+    narrow = replace(H200.narrow, unit=2, leave=0.1, fold=0.0, least=1)
+    return GpuCost(sharing, wide, narrow)
+
+
+def random_tree(
+    rng: np.random.Generator, nodes: int, longest: int, rows: int, density: float
+) -> tuple[TreeSnapshot, Queries]:
+    """A forest of ``nodes`` nodes of up to ``longest`` tokens, up to ``rows`` queries at the end of some of them."""
+    parents = random_parents(rng, nodes)
+    lengths = rng.integers(0, longest, nodes)
+    count = rng.integers(1, rows + 1, nodes) * (rng.random(nodes) < density)
+    count[-1] = max(count[-1], 1)
+    lengths = np.maximum(lengths, count)
+    snapshot, _ = make_snapshot(rng, parents, lengths.tolist(), 16, orderly=True)
+    node = np.flatnonzero(count)
+    return snapshot, Queries(*(a.astype(np.int32) for a in (node, (lengths - count)[node], lengths[node])))
+
+
+def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: GpuCost, num_sms: int) -> GpuPlan:
+    """The plan that any planner must make."""
+    rows = all_rows(snapshot, queries, shape, cost.sharing)
+    return make_gpu_plan(
+        [rows],
+        visible_lengths(snapshot, queries),
+        queries.num_rows,
+        group=shape.group,
+        kv_heads=shape.kv_heads,
+        num_sms=num_sms,
+        cost=cost,
+    )

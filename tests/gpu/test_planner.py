@@ -1,0 +1,144 @@
+"""The planner on the GPU: the specification's plans bit by bit, in graphs too; what is too large is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.attention import tree, workload
+from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.cuda_planner import OVERFLOW, CudaPlanner
+from prefixkit.attention.formats import Queries
+from prefixkit.attention.gpu_buffers import PlanTooLarge, capacity_for, size_of
+from prefixkit.attention.gpu_cost import H200
+from tests.attention.planning import random_cost, random_shape, random_tree, specified
+
+
+def leaves_of(snapshot):
+    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
+    return Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
+
+
+def planner_of(snapshot, queries, shape, cost, num_sms, spare=0):
+    capacity = capacity_for(snapshot, queries, shape, num_sms, cost)
+    return CudaPlanner(shape, snapshot.num_nodes + spare, capacity, "cuda", cost, num_sms)
+
+
+def assert_same(planner, plan, case=""):
+    for name, ours, theirs in zip(
+        ("counts", "wide", "narrow", "segments", "merge_indptr", "merge_indices"),
+        planner.arrays(),
+        plan.arrays(),
+        strict=True,
+    ):
+        assert np.array_equal(ours, theirs), (case, name, ours[:8], theirs[:8])
+
+
+def poisoned(planner):
+    for tensor in (*planner.work, planner._scratch):
+        tensor.fill_(-12345)
+    return planner
+
+
+SIZES = {
+    "small": (300, 8, 60, 3, 0.6),
+    "middling": (100, 300, 400, 2, 0.5),
+    "chunks": (60, 20, 3000, 700, 0.5),
+    "long": (30, 40, 200_000, 1, 0.7),
+    "many": (8, 6000, 50, 1, 0.5),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_random_trees_give_the_specified_plan_bit_by_bit(size):
+    cases, nodes, longest, rows, density = SIZES[size]
+    for seed in range(cases):
+        rng = np.random.default_rng(seed)
+        snapshot, queries = random_tree(rng, int(rng.integers(1, nodes + 1)), longest, rows, density)
+        shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
+        planner = poisoned(planner_of(snapshot, queries, shape, cost, sms, spare=int(rng.integers(3))))
+        planner.load(snapshot, queries)
+        planner.plan()
+        assert_same(planner, specified(snapshot, queries, shape, cost, sms), (size, seed))
+
+
+@pytest.mark.parametrize(
+    "name", ["2L b64 p1024 s16", "2L b1024 p4096 s128", "2L b256 p16384 s512", "3L fewshot", "beam d6"]
+)
+@pytest.mark.parametrize("heads", [(8, 1), (32, 8), (32, 32)])
+def test_the_benchmarks_trees(name, heads):
+    snapshot = workload(name)
+    queries, shape = leaves_of(snapshot), HeadShape(*heads, 128, 2)
+    planner = poisoned(planner_of(snapshot, queries, shape, H200, 132))
+    planner.load(snapshot, queries)
+    planner.plan()
+    assert_same(planner, specified(snapshot, queries, shape, H200, 132))
+
+
+def test_a_long_prompt():
+    snapshot = tree([-1], [65536])
+    snapshot.ready[:] = 0
+    queries = Queries(*(np.array([x], dtype=np.int32) for x in (0, 0, 65536)))
+    shape = HeadShape(32, 8, 128, 2)
+    planner = planner_of(snapshot, queries, shape, H200, 132)
+    planner.load(snapshot, queries)
+    planner.plan()
+    assert_same(planner, specified(snapshot, queries, shape, H200, 132))
+
+
+def test_a_captured_graph_plans_anew_as_nodes_grow_and_trees_change():
+    shape = HeadShape(8, 1, 128, 2)
+    first, other = workload("2L b256 p4096 s128"), workload("2L b64 p1024 s512")
+    planner = planner_of(first, leaves_of(first), shape, H200, 132)
+    planner.load(first, leaves_of(first))
+    planner.plan()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        planner.plan()
+    addresses = [tensor.data_ptr() for tensor in planner.work]
+    for step in range(3):
+        planner.length[1:257] += 100  # leaves grow, known to the device alone
+        grown = tree([-1] + [0] * 256, [4096] + [128 + 100 * (step + 1)] * 256)
+        for tensor in planner.work:
+            tensor.fill_(-1)
+        graph.replay()
+        assert_same(planner, specified(grown, leaves_of(grown), shape, H200, 132))
+    planner.load(other, leaves_of(other))
+    graph.replay()
+    assert_same(planner, specified(other, leaves_of(other), shape, H200, 132))
+    assert addresses == [tensor.data_ptr() for tensor in planner.work]
+
+
+def test_a_tree_that_may_not_fit_is_refused_before_anything_is_launched():
+    small, large = workload("2L b64 p1024 s16"), workload("2L b256 p1024 s16")
+    shape = HeadShape(8, 1, 128, 2)
+    planner = planner_of(small, leaves_of(small), shape, H200, 132)
+    with pytest.raises(PlanTooLarge, match="257 nodes, but the planner has room for 65"):
+        planner.load(large, leaves_of(large))
+    planner = CudaPlanner(shape, 300, planner.capacity, "cuda", H200, 132)
+    with pytest.raises(PlanTooLarge, match=r"narrow \(room for .*256 rows \(room for 64\)"):
+        planner.load(large, leaves_of(large))
+
+
+@pytest.mark.parametrize("short", ["wide", "narrow", "segments", "rows", "partials"])
+def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
+    """A tree that kernels wrote was never checked; nothing is written outside."""
+    snapshot, shape = workload("2L b256 p16384 s128"), HeadShape(8, 1, 128, 2)
+    queries = leaves_of(snapshot)
+    planner = planner_of(snapshot, queries, shape, H200, 132)
+    need = size_of(specified(snapshot, queries, shape, H200, 132))
+    tight = CudaPlanner(shape, 300, replace(need, **{short: getattr(need, short) - 1}), "cuda", H200, 132)
+    planner.load(snapshot, queries)
+    for ours, theirs in zip(tight._tree.tensors, planner._tree.tensors, strict=True):
+        ours[: len(theirs)].copy_(theirs)
+    tight.plan()
+    assert tight.work[0].tolist() == [0, 0, 256, 0, 0, 0, 0, 1]
+    with pytest.raises(PlanTooLarge, match="does not fit"):
+        tight.arrays()
+    exact = CudaPlanner(shape, 300, need, "cuda", H200, 132)
+    for ours, theirs in zip(exact._tree.tensors, planner._tree.tensors, strict=True):
+        ours[: len(theirs)].copy_(theirs)
+    exact.plan()
+    assert exact.work[0][OVERFLOW] == 0
+    assert exact.arrays()[0][0] == need.wide
