@@ -16,11 +16,12 @@ from prefixkit.attention.gpu_cost import H200, WIDE_ROWS, GpuCost
 from prefixkit.attention.staging import Staged
 from prefixkit.tree.snapshot import TreeSnapshot
 
-# struct PlanTree of csrc/plan_tree.cu: pointers; sharing and rates; rooms, group, KV heads, SMs, tile rows, shared ints; roles.
-_LAYOUT = Layout("P" * 12 + "d" * 5 + "i" * 11 + "i" * 12)
+# struct PlanTree of csrc/plan_tree.cu: pointers; sharing and rates; magic; rooms, group, KV heads, SMs, queries of a
+# full tile, shared ints; roles.
+_LAYOUT = Layout("P" * 12 + "d" * 5 + "q" + "i" * 11 + "i" * 12)
 _THREADS = 1024
 # Ints of scratch: per node, tile, item; and the counters of the sort.
-_PER_NODE, _PER_TILE, _PER_ITEM, _COUNTERS = 16, 6, 7, 32 * 512
+_PER_NODE, _PER_TILE, _PER_ITEM, _COUNTERS = 16, 6, 7, 32 * 257 + 2048
 OVERFLOW = 7  # of counts: 1 where the plan did not fit, and is empty
 
 
@@ -68,6 +69,7 @@ class CudaPlanner:
         tensors = (self.num_nodes, self.parent, self.subtree_end, self.length, self.own, *self.work, self._scratch)
         sharing, room, shape = self.gpu.sharing, self.capacity, self.shape
         roles = (self.gpu.wide, self.gpu.narrow)
+        many = max(1, WIDE_ROWS // shape.group)
         return (
             *(tensor.data_ptr() for tensor in tensors),
             sharing.kv_byte * shape.kv_bytes,
@@ -75,8 +77,9 @@ class CudaPlanner:
             sharing.partial_byte * shape.partial_bytes,
             self.gpu.wide.tokens_per_us,
             self.gpu.narrow.tokens_per_us,
+            -(-(2**32) // many),
             *(self.nodes, room.wide, room.narrow, room.segments, room.rows, room.partials),
-            *(shape.group, shape.kv_heads, self.num_sms, WIDE_ROWS, self._function.max_shared // 4),
+            *(shape.group, shape.kv_heads, self.num_sms, many, self._function.max_shared // 4),
             *(number for role in roles for number in (role.unit, role.workers, *role.points(), role.least)),
         )
 

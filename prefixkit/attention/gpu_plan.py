@@ -27,7 +27,7 @@ Longs = NDArray[np.int64]
 
 ITEM_FIELDS = ("q_begin", "q_end", "partial_begin", "seg_begin", "2 * segments + causal", "node", "begin", "end")
 # Items are sorted by length to this part of the longest.
-ORDER_LEVELS = 256
+ORDER_LEVELS = 128
 
 
 @dataclass(frozen=True, eq=False)

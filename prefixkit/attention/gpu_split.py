@@ -49,7 +49,7 @@ def busiest(role: Role, units: Longs, count: Longs, chunk: Longs, kv_heads: int,
     """``[cuts]`` when the busiest worker ends, if ``count`` tiles of ``units`` are cut into even pieces of at most ``chunk``.
 
     Workers take one entry each per round, the longest first, so a round lasts as long as its first entry.  Summed by level
-    instead of by round: as many rounds reach a length as entries of that length fill.  In 1 / POINT unit.
+    instead of by round: as many rounds reach a length as entries of that length fill.  In 1 / (POINT x workers) unit.
     """
     start, leave, fold = role.points()
     pieces = -(-units // chunk[:, None])
@@ -63,5 +63,5 @@ def busiest(role: Role, units: Longs, count: Longs, chunk: Longs, kv_heads: int,
     # Entries of each level from 1, and above.
     reach = np.cumsum(reach[:, ::-1], axis=1)[:, LEVELS - 1 :: -1].astype(np.int64) * kv_heads
     left = np.where(pieces > 1, entries, 0).sum(axis=1) * kv_heads
-    ends: Longs = ((-(-reach // workers)).sum(axis=1) << shift) + fold * left // workers
+    ends: Longs = ((-(-reach // workers)).sum(axis=1) << shift) * workers + fold * left
     return ends

@@ -5,15 +5,17 @@
 //          item, some twenty prefix sums in between.  Sharing climbs from the lowest candidates, the last child taking its parent up.
 //          One warp reckons one way to cut the tiles.  Items are sorted by counting.
 // cost     latency: reads of shared memory, meetings of the block.  Deep chains climb one node at a time.
-// limits   what does not fit sets counts[7], with no items.  Numbers: tiles below 2^23, tokens of a row and sums below 2^31.
+// limits   what does not fit sets counts[7], with no items.  Numbers: tiles below 2^23, queries below 2^25, tokens of a row and sums below 2^31.
 #include "plan_block.cuh"
 
 namespace prefixkit {
 
-constexpr int CUTS = 32, LEVELS = 256, LEVEL_BITS = 8, ORDER_LEVELS = 256, POINT = 64, EXTRA = 4, NARROW_ROWS = 8;
-constexpr int BINS = 2048;  // lengths that are counted instead of looked at one by one
+constexpr int CUTS = 32, LEVELS = 256, LEVEL_BITS = 8, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, NARROW_ROWS = 8;
+constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
+constexpr int COUNTER_INTS = WARPS * (LEVELS + 1) + 2 * BINS;
 constexpr int OPEN_END = 0x7fffffff;
 static_assert(CUTS == WARPS, "a warp per cut");
+static_assert(COUNTER_INTS >= WARPS * 2 * ORDER_LEVELS, "room to sort");
 
 __constant__ int CUT[CUTS] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16,
                               18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132};
@@ -37,495 +39,527 @@ struct PlanTree {
     int* scratch;
     double gain_per_token, item, price_per_row;  // of sharing
     double wide_rate, narrow_rate;
+    u64 magic;               // ceil(2^32 / many)
     int node_room, wide_room, narrow_room, segment_room, row_room, partial_room;
-    int group, kv_heads, num_sms, tile_rows, shared_ints;
+    int group, kv_heads, num_sms, many, shared_ints;  // many: queries of a full tile
     RoleCost cost[2];        // wide, narrow
 };
 
-struct Tally {               // in shared memory
-    u64 cells[2][WARPS];
+// Arrays of a plan in the making; those of a group are as long as there are nodes, tiles, queries or items, or one more.
+enum Array {
+    PARENT, SUBTREE_END, LENGTH,
+    FIRST_ROW,               // [nodes + 1] the first query of each node
+    SHARED,                  // 1: a dense row
+    UP, INHERITED, TOKENS,   // of nodes with rows: nearest shared ancestor; folded ancestors below it; tokens with those
+    SEGMENT_BASE, TILE_BASE,
+    MOST, NEAR, PENDING, SPARED,  // while sharing is decided
+    TILES,
+    TILE_OF = TILES,         // 2 * node + causal
+    TILE_UNITS,              // and the top bit: narrow
+    PIECES, FIRST_ITEM, LEAVES,
+    QUERY_NODE,
+    ITEMS,
+    ITEM_PIECE = ITEMS,      // tile << 8 | piece
+    ITEM_SEGMENT, ITEM_COUNT, ITEM_UNITS, ITEM_PARTIAL,
+    PART_OF,                 // the same by tile and piece
+    COUNTERS,                // [COUNTER_INTS] levels of each warp and bins, then keys of each warp
+    ARRAYS
+};
+
+struct State {
+    PlanTree a;
+    Scan sums;
+    int* array[ARRAYS];      // in shared memory, or in `scratch` once that is full; both are addressed alike
+    int* shared;
+    int* global;
+    int shared_left;
+    int nodes, queries, tiles, items, row_segments;
+    int many;                // queries of a full tile
     u64 tokens[2];           // wide, narrow
-    int longest[2], tiles[2], units[2];
+    int longest[2], of[2], units[2], chunk[2], item_count[2];
     u64 time[2][CUTS];
     int extra[2][CUTS];
-    int chunk[2], items[2];
 };
 
-struct Plan {
-    const PlanTree& a;
-    Tally& t;
-    Arena arena;
-    Scan scan;
-    int nodes, queries, tiles, items, row_segments;
-    int *parent, *subtree_end, *length;
-    int *first_row;          // [nodes + 1] the first query of each node
-    int *shared;             // [nodes] 1: a dense row
-    int *up, *inherited, *tokens;  // [nodes] with rows: nearest shared ancestor; folded ancestors below it; tokens with those
-    int *seg_base, *tile_base;
-    int *tile_of;            // [tiles] 2 * node + causal
-    int *tile_units;         // [tiles] and the top bit: narrow
-    int *tile_pieces, *tile_first, *tile_leaves;
-    int *query_node;
-    int *item_piece;         // [items] tile << 8 | piece
-    int *item_segment, *item_count, *item_units, *item_partial, *part_of;
-    int* counters;           // [WARPS][2 * ORDER_LEVELS], for one purpose after another
+__shared__ State p;
+extern __shared__ int dynamic_shared[];
 
-    DEVICE Plan(const PlanTree& a, Tally& t, int* dynamic) : a(a), t(t), arena{dynamic, a.shared_ints, a.scratch}, scan{t.cells} {
-        nodes = a.sizes[0];
+DEVICE int* at(Array which) { return p.array[which]; }
+
+// Room for some arrays of `count` ints; one thread does it, before the block meets.
+CALLED void take(int from, int to, int count) {
+    count = (count + 3) & ~3;
+#pragma unroll 1
+    for (int which = from; which < to; ++which) {
+        if (count <= p.shared_left) p.array[which] = p.shared, p.shared += count, p.shared_left -= count;
+        else p.array[which] = p.global, p.global += count;
     }
-    DEVICE void new_sum() { scan.total = 0; }
+}
 
-    // ---- rows of a node ----
-    DEVICE int below(int n) const { return first_row[subtree_end[n]] - first_row[n + 1]; }
-    DEVICE int own(int n) const { return first_row[n + 1] - first_row[n]; }
-    DEVICE int step(int queries) const { return queries * a.group <= NARROW_ROWS ? queries : max(1, a.tile_rows / a.group); }
-    DEVICE int tiles_of(int queries) const { return queries ? ceil_div(queries, step(queries)) : 0; }
-    DEVICE int dense_tiles(int n) const { return shared[n] ? tiles_of(below(n)) : 0; }
+// ---- rows of a node ----
+DEVICE int below(int n) { return at(FIRST_ROW)[at(SUBTREE_END)[n]] - at(FIRST_ROW)[n + 1]; }
+DEVICE int own(int n) { return at(FIRST_ROW)[n + 1] - at(FIRST_ROW)[n]; }
+DEVICE int full_tiles(int queries) { return int(u64(queries) * p.a.magic >> 32); }  // queries / many
+DEVICE bool is_thin(int queries) { return queries * p.a.group <= NARROW_ROWS; }
+DEVICE int tiles_of(int queries) { return is_thin(queries) ? queries > 0 : full_tiles(queries + p.many - 1); }
+CALLED int dense_tiles(int n) { return at(SHARED)[n] ? tiles_of(below(n)) : 0; }
 
-    struct Tile {
-        int node, causal, begin, end, tokens;
-    };
-    DEVICE Tile tile(int number) const {
-        const int node = tile_of[number] >> 1, causal = tile_of[number] & 1;
-        const int begin = causal ? first_row[node] : first_row[node + 1], queries = causal ? own(node) : below(node);
-        const int place = number - tile_base[node] - (causal ? dense_tiles(node) : 0);
-        Tile x = {node, causal, begin + place * step(queries), 0, 0};
-        x.end = min(x.begin + step(queries), begin + queries);
-        x.tokens = max(tokens[node] - (causal ? begin + queries - x.end : 0), 0);
-        return x;
-    }
-    // The tile of a query among those of a node's dense row, or its causal one.
-    DEVICE int tile_with(int query, int node, bool causal) const {
-        const int first = tile_base[node] + (causal ? dense_tiles(node) : 0);
-        const int begin = causal ? first_row[node] : first_row[node + 1], queries = causal ? own(node) : below(node);
-        return first + (queries * a.group <= NARROW_ROWS ? 0 : (query - begin) / step(queries));
-    }
-
-    DEVICE bool count_rows();
-    DEVICE bool gains(int most, int spared, int n) const;
-    DEVICE void share();
-    DEVICE void climb(int node, const int* most, const int* near, int* pending, int* spared);
-    DEVICE bool make_rows();
-    DEVICE void write_row(int at, int node, bool causal) const;
-    DEVICE bool make_tiles();
-    DEVICE void count_lengths(int role, int* bins) const;
-    DEVICE void try_cut(int role, const int* bins, int* levels) const;
-    DEVICE bool choose_pieces();
-    DEVICE bool number_merges();
-    DEVICE void order_items();
-    DEVICE int place_of(int number, int piece) const;
-    DEVICE bool make_items();
-    DEVICE void fill_merges();
-    DEVICE void sort_items();
-    DEVICE void write_item(int item, int place) const;
-    DEVICE void finish(int partials) const;
+struct Tile {
+    int node, causal, begin, end, tokens;
 };
+DEVICE Tile tile(int number) {
+    const int key = at(TILE_OF)[number], node = key >> 1, causal = key & 1;
+    const int begin = at(FIRST_ROW)[node + 1 - causal], queries = causal ? own(node) : below(node);
+    const int place = number - at(TILE_BASE)[node] - (causal ? dense_tiles(node) : 0);
+    Tile x = {node, causal, begin + place * p.many, begin + queries, at(TOKENS)[node]};
+    if (!is_thin(queries)) x.end = min(x.begin + p.many, x.end);
+    if (causal) x.tokens = max(x.tokens - (begin + queries - x.end), 0);
+    return x;
+}
+// The tile of a query among those of a node's dense row, or its causal one.
+CALLED int tile_with(int query, int node, bool causal) {
+    const int first = at(TILE_BASE)[node] + (causal ? dense_tiles(node) : 0);
+    const int begin = at(FIRST_ROW)[node + 1 - causal], queries = causal ? own(node) : below(node);
+    return first + (is_thin(queries) ? 0 : full_tiles(query - begin));
+}
 
 // Where the queries of each node begin.
-DEVICE bool Plan::count_rows() {
-    if (nodes > a.node_room) return false;
-    parent = arena.take(nodes), subtree_end = arena.take(nodes), length = arena.take(nodes);
-    first_row = arena.take(nodes + 1), shared = arena.take(nodes);
-    up = arena.take(nodes + 1);  // for now: nodes with queries before each
-    for (int base = 0; base < nodes; base += THREADS) {
+DEVICE bool count_rows() {
+    int turn = 0;
+    u64 total = 0;
+#pragma unroll 1
+    for (int base = 0; base < p.nodes; base += THREADS) {
         const int n = base + threadIdx.x;
-        const int rows = n < nodes ? a.own[n] : 0;
-        const u64 before = scan(join(rows, rows > 0));
-        if (n < nodes) {
-            first_row[n] = high_of(before), up[n] = low_of(before);
-            parent[n] = a.parent[n], subtree_end[n] = a.subtree_end[n], length[n] = a.length[n];
-        }
+        int rows = 0, parent = 0, end = 0, length = 0;
+        if (n < p.nodes) rows = p.a.own[n], parent = p.a.parent[n], end = p.a.subtree_end[n], length = p.a.length[n];
+        const u64 before = scan(p.sums, turn, total, join(rows, rows > 0));
+        if (n >= p.nodes) continue;
+        at(FIRST_ROW)[n] = high_of(before), at(UP)[n] = low_of(before);  // nodes with queries before each, for now
+        at(PARENT)[n] = parent, at(SUBTREE_END)[n] = end, at(LENGTH)[n] = length;
     }
-    if (threadIdx.x == 0) first_row[nodes] = high_of(scan.total), up[nodes] = low_of(scan.total);
-    queries = high_of(scan.total);
-    new_sum();
+    if (threadIdx.x == 0) at(FIRST_ROW)[p.nodes] = p.queries = high_of(total), at(UP)[p.nodes] = low_of(total);
     __syncthreads();
-    return queries <= a.row_room;
+    return p.queries <= p.a.row_room;
 }
 
 // decide_sharing of attention/cost.py; the same operations in the same order.
-DEVICE bool Plan::gains(int most, int spared, int n) const {
-    const double gain = __dmul_rn(double((long long)(most - spared - 1) * length[n]), a.gain_per_token);
-    return gain > __dadd_rn(a.item, __dmul_rn(double(below(n)), a.price_per_row));
+CALLED bool gains(int most, int spared, int n) {
+    const double gain = __dmul_rn(double((long long)(most - spared - 1) * at(LENGTH)[n]), p.a.gain_per_token);
+    return gain > __dadd_rn(p.a.item, __dmul_rn(double(below(n)), p.a.price_per_row));
 }
 
-DEVICE void Plan::climb(int node, const int* most, const int* near, int* pending, int* spared) {
+// From a candidate with no others below it up to where others still are.
+DEVICE void climb(int node) {
     while (true) {
-        const int less = *(volatile int*)(spared + node);
-        const bool take = gains(most[node], less, node);
-        shared[node] = take;
-        const int above = near[node];
+        const int most = at(MOST)[node], less = *(volatile int*)(at(SPARED) + node), above = at(NEAR)[node];
+        const bool take = gains(most, less, node);
+        at(SHARED)[node] = take;
         if (above < 0) return;
-        atomicAdd(spared + above, take ? most[node] - 1 : less);
+        atomicAdd(at(SPARED) + above, take ? most - 1 : less);
         __threadfence_block();
-        if (atomicSub(pending + above, 1) != 1) return;  // others are still below
+        if (atomicSub(at(PENDING) + above, 1) != 1) return;
         __threadfence_block();
         node = above;
     }
 }
 
-DEVICE void Plan::share() {
-    const Arena here = arena;
-    int *most = arena.take(nodes), *near = arena.take(nodes), *pending = arena.take(nodes), *spared = arena.take(nodes);
-    for (int n = threadIdx.x; n < nodes; n += THREADS) {
-        most[n] = up[subtree_end[n]] - up[n + 1];
-        shared[n] = below(n) > 0 && gains(most[n], 0, n) ? 2 : 0;  // 2: a candidate
-        pending[n] = spared[n] = 0;
+DEVICE void share() {
+#pragma unroll 1
+    for (int n = threadIdx.x; n < p.nodes; n += THREADS) {
+        const int most = at(UP)[at(SUBTREE_END)[n]] - at(UP)[n + 1];
+        at(MOST)[n] = most;
+        at(SHARED)[n] = most > 1 && gains(most, 0, n) ? 2 : 0;  // 2: a candidate
+        at(PENDING)[n] = at(SPARED)[n] = 0;
     }
     __syncthreads();
-    for (int n = threadIdx.x; n < nodes; n += THREADS) {
-        if (shared[n] != 2) continue;
-        int above = parent[n];
-        while (above >= 0 && shared[above] != 2) above = parent[above];
-        near[n] = above;
-        if (above >= 0) atomicAdd(pending + above, 1);
+#pragma unroll 1
+    for (int n = threadIdx.x; n < p.nodes; n += THREADS) {
+        if (at(SHARED)[n] != 2) continue;
+        int above = at(PARENT)[n];
+        while (above >= 0 && at(SHARED)[above] != 2) above = at(PARENT)[above];
+        at(NEAR)[n] = above;
+        if (above >= 0) atomicAdd(at(PENDING) + above, 1);
     }
     __syncthreads();
-    for (int n = threadIdx.x; n < nodes; n += THREADS) up[n] = shared[n] == 2 && pending[n] == 0;
+#pragma unroll 1
+    for (int n = threadIdx.x; n < p.nodes; n += THREADS) at(UP)[n] = at(SHARED)[n] == 2 && at(PENDING)[n] == 0;
     __syncthreads();
-    for (int n = threadIdx.x; n < nodes; n += THREADS)
-        if (up[n]) climb(n, most, near, pending, spared);
+#pragma unroll 1
+    for (int n = threadIdx.x; n < p.nodes; n += THREADS)
+        if (at(UP)[n]) climb(n);
     __syncthreads();
-    arena = here;
 }
 
 // A row's segments: folded ancestors, root first, then the node.
-DEVICE void Plan::write_row(int at, int node, bool causal) const {
-    int to = at + inherited[node], n = node;
-    while (true) {
-        if (n == node || length[n]) {
-            if (to < a.segment_room) {
-                int* s = a.segments + 3 * to;
-                s[0] = n, s[1] = 0, s[2] = n == node && causal ? OPEN_END : length[n];
-            }
-            --to;
+CALLED void write_row(int base, int node, int folded, bool causal) {
+    int n = node;
+#pragma unroll 1
+    for (int to = base + folded; to >= base; n = at(PARENT)[n]) {
+        const int length = at(LENGTH)[n];
+        if (n != node && !length) continue;
+        if (to < p.a.segment_room) {
+            int* s = p.a.segments + 3 * to;
+            s[0] = n, s[1] = 0, s[2] = n == node && causal ? OPEN_END : length;
         }
-        if (to < at) return;
-        n = parent[n];
+        --to;
     }
 }
 
-DEVICE bool Plan::make_rows() {
-    inherited = arena.take(nodes), tokens = arena.take(nodes);
-    seg_base = arena.take(nodes), tile_base = arena.take(nodes + 1);
-    for (int base = 0; base < nodes; base += THREADS) {
+DEVICE bool make_rows() {
+    int turn = 0;
+    u64 total = 0;
+#pragma unroll 1
+    for (int base = 0; base < p.nodes; base += THREADS) {
         const int n = base + threadIdx.x;
-        const int kinds = n < nodes ? shared[n] + (own(n) > 0) : 0;
+        const bool dense = n < p.nodes && at(SHARED)[n], causal = n < p.nodes && own(n) > 0;
+        const int kinds = dense + causal;
         int folded = 0, seen = 0, above = -1;
         if (kinds) {
-            above = parent[n];
-            while (above >= 0 && !shared[above]) {
-                folded += length[above] > 0, seen += length[above];
-                above = parent[above];
+            above = at(PARENT)[n];
+            while (above >= 0 && !at(SHARED)[above]) {
+                const int length = at(LENGTH)[above];
+                folded += length > 0, seen += length;
+                above = at(PARENT)[above];
             }
-            seen += length[n];
+            seen += at(LENGTH)[n];
         }
-        const u64 before = scan(join(kinds * (folded + 1), kinds ? dense_tiles(n) + tiles_of(own(n)) : 0));
-        if (n >= nodes) continue;
-        up[n] = above, inherited[n] = folded, tokens[n] = seen;
-        seg_base[n] = high_of(before), tile_base[n] = low_of(before);
-        if (shared[n]) write_row(seg_base[n], n, false);
-        if (own(n)) write_row(seg_base[n] + (shared[n] ? folded + 1 : 0), n, true);
+        const int tiles = kinds ? dense_tiles(n) + tiles_of(own(n)) : 0;
+        const u64 before = scan(p.sums, turn, total, join(kinds * (folded + 1), tiles));
+        if (n >= p.nodes) continue;
+        at(UP)[n] = above, at(INHERITED)[n] = folded, at(TOKENS)[n] = seen;
+        at(SEGMENT_BASE)[n] = high_of(before), at(TILE_BASE)[n] = low_of(before);
+#pragma unroll 1
+        for (int kind = !dense; kind < 1 + causal; ++kind)
+            write_row(high_of(before) + (dense && kind ? folded + 1 : 0), n, folded, kind);
     }
-    row_segments = high_of(scan.total), tiles = low_of(scan.total);
-    if (threadIdx.x == 0) tile_base[nodes] = tiles;
-    new_sum();
+    if (threadIdx.x == 0) {
+        p.row_segments = high_of(total), at(TILE_BASE)[p.nodes] = p.tiles = low_of(total);
+        if (p.tiles <= p.a.wide_room + p.a.narrow_room) take(TILE_OF, QUERY_NODE, p.tiles + 1), take(QUERY_NODE, ITEMS, p.queries);
+    }
     __syncthreads();
-    return row_segments <= a.segment_room && tiles <= a.wide_room + a.narrow_room;
+    return p.row_segments <= p.a.segment_room && p.tiles <= p.a.wide_room + p.a.narrow_room;
 }
 
-DEVICE bool Plan::make_tiles() {
-    tile_of = arena.take(tiles), tile_units = arena.take(tiles);
-    tile_pieces = arena.take(tiles), tile_first = arena.take(tiles + 1), tile_leaves = arena.take(tiles);
-    for (int base = 0; base < tiles; base += THREADS) {
+DEVICE bool make_tiles() {
+#pragma unroll 1
+    for (int base = 0; base < p.tiles; base += THREADS) {
         const int number = base + threadIdx.x;
-        const bool there = number < tiles;
+        const bool there = number < p.tiles;
         int units = 0, narrow = 0, seen = 0;
         if (there) {
-            const int node = find(tile_base, nodes, number);
-            tile_of[number] = 2 * node + (number - tile_base[node] >= dense_tiles(node));
+            const int node = find(at(TILE_BASE), p.nodes, number);
+            at(TILE_OF)[number] = 2 * node + (number - at(TILE_BASE)[node] >= dense_tiles(node));
             const Tile x = tile(number);
-            narrow = (x.end - x.begin) * a.group <= NARROW_ROWS;
-            seen = x.tokens, units = max(1, ceil_div(x.tokens, a.cost[narrow].unit));
-            tile_units[number] = units | narrow << 31;
-            tile_leaves[number] = 0;
+            narrow = is_thin(x.end - x.begin);
+            seen = x.tokens, units = max(1, ceil_div(x.tokens, p.a.cost[narrow].unit));
+            at(TILE_UNITS)[number] = units | narrow << 31;
+            at(LEAVES)[number] = 0;
         }
-#pragma unroll
+#pragma unroll 1
         for (int role = 0; role < 2; ++role) {
             const bool mine = there && narrow == role;
             const u32 count = __popc(__ballot_sync(~0u, mine));
             if (!count) continue;
             const u32 most = __reduce_max_sync(~0u, mine ? units : 0);
-            u64 sum = mine ? seen : 0;
-#pragma unroll
-            for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-            if (lane_of() == 0) atomicMax(t.longest + role, int(most)), atomicAdd(t.tiles + role, int(count)), atomicAdd(t.tokens + role, sum);
+            const u64 sum = warp_sums(mine ? seen : 0);
+            if (lane_of() == 31) atomicMax(p.longest + role, int(most)), atomicAdd(p.of + role, int(count)), atomicAdd(p.tokens + role, sum);
         }
     }
     __syncthreads();
-    return t.tiles[0] <= a.wide_room && t.tiles[1] <= a.narrow_room;
+    return p.of[0] <= p.a.wide_room && p.of[1] <= p.a.narrow_room;
 }
 
 // ---- cutting: choose_pieces and busiest of attention/gpu_split.py ----
 
-// How many tiles have each length.
-DEVICE void Plan::count_lengths(int role, int* bins) const {
-    for (int base = 0; base < tiles; base += THREADS) {
+// How many tiles of each length a role has, if none is too long; else nothing, and tiles are looked at one by one.
+DEVICE int* bins_of(int role) { return p.longest[role] <= BINS ? at(COUNTERS) + WARPS * (LEVELS + 1) + role * BINS : nullptr; }
+
+DEVICE void count_lengths() {
+#pragma unroll 1
+    for (int base = 0; base < p.tiles; base += THREADS) {
         const int number = base + threadIdx.x;
-        const int packed = number < tiles ? tile_units[number] : 0;
-        const bool mine = number < tiles && (packed < 0) == role;
-        const int units = mine ? packed & 0x7fffffff : 0;
-        const u32 alike = __match_any_sync(~0u, units);
-        if (mine && lane_of() == __ffs(alike) - 1) atomicAdd(bins + units - 1, __popc(alike));
+        const int packed = number < p.tiles ? at(TILE_UNITS)[number] : 0;
+        const u32 alike = __match_any_sync(~0u, packed);
+        if (!packed || lane_of() != __ffs(alike) - 1) continue;
+        int* bins = bins_of(packed < 0);
+        if (bins) atomicAdd(bins + (packed & 0x7fffffff) - 1, __popc(alike));
     }
 }
 
-// This warp's cut: when the busiest worker would end.
-DEVICE void Plan::try_cut(int role, const int* bins, int* levels) const {
-    const RoleCost& cost = a.cost[role];
-    const int cut = warp_of(), longest = t.longest[role], workers = cost.workers * a.num_sms;
+// This warp's cut: when the busiest worker would end, times workers.
+CALLED void try_cut(int role) {
+    const RoleCost& cost = p.a.cost[role];
+    const int* bins = bins_of(role);
+    int* levels = at(COUNTERS) + warp_of() * (LEVELS + 1);
+    const int cut = warp_of(), longest = p.longest[role], workers = cost.workers * p.a.num_sms;
     const int chunk = max(cost.least, ceil_div(longest, CUT[cut]));
-    const int most = min(chunk, longest) * POINT + cost.start + cost.leave;
-    const int shift = max(0, 32 - __clz(most) - LEVEL_BITS);
+    const int shift = max(0, 32 - __clz(min(chunk, longest) * POINT + cost.start + cost.leave) - LEVEL_BITS);
+#pragma unroll 1
     for (int i = lane_of(); i <= LEVELS; i += 32) levels[i] = 0;
     __syncwarp();
     int extra = 0, left = 0;
-    for (int i = lane_of(); i < (bins ? longest : tiles); i += 32) {
-        const int packed = bins ? i + 1 : tile_units[i], units = packed & 0x7fffffff;
-        const int count = bins ? bins[i] : (packed < 0) == role;
-        if (!count) continue;
+    const int count = bins ? longest : p.tiles;
+#pragma unroll 1
+    for (int i = lane_of(); i < count; i += 32) {
+        const int packed = bins ? i + 1 : at(TILE_UNITS)[i], units = packed & 0x7fffffff;
+        const int alike = bins ? bins[i] : (packed < 0) == role;
+        if (!alike) continue;
         const int pieces = ceil_div(units, chunk);
         const int size = ceil_div(units, pieces) * POINT + cost.start + (pieces > 1 ? cost.leave : 0);
-        atomicAdd(levels + ((size + (1 << shift) - 1) >> shift), pieces * count);
-        extra += (pieces - 1) * count, left += pieces > 1 ? pieces * count : 0;
+        atomicAdd(levels + ((size + (1 << shift) - 1) >> shift), pieces * alike);
+        extra += (pieces - 1) * alike, left += pieces > 1 ? pieces * alike : 0;
     }
     __syncwarp();
-    // A lane has 8 levels, the highest lanes first.
+    // Entries of each level and above: a lane has 8 levels, the highest lanes first.
     constexpr int MINE = LEVELS / 32;
-    const int top = LEVELS - MINE * lane_of();
+    const int* top = levels + LEVELS - MINE * lane_of();
     int reach = 0;
 #pragma unroll
-    for (int i = 0; i < MINE; ++i) reach += levels[top - i];
-    int above = reach;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, above, step);
-        if (lane_of() >= step) above += other;
-    }
-    above -= reach;
-    u64 rounds = 0;
-#pragma unroll
+    for (int i = 0; i < MINE; ++i) reach += top[-i];
+    int above = int(warp_sums(reach)) - reach;
+    int rounds = 0;
+#pragma unroll 1
     for (int i = 0; i < MINE; ++i) {
-        above += levels[top - i];
-        rounds += u32(above * a.kv_heads + workers - 1) / u32(workers);
+        above += top[-i];
+        rounds += ceil_div(above * p.a.kv_heads, workers);
     }
-#pragma unroll
-    for (int step = 16; step; step /= 2) rounds += __shfl_xor_sync(~0u, rounds, step);
-    extra = __reduce_add_sync(~0u, extra), left = __reduce_add_sync(~0u, left);
+    rounds = __reduce_add_sync(~0u, rounds), extra = __reduce_add_sync(~0u, extra), left = __reduce_add_sync(~0u, left);
     if (lane_of() == 0) {
-        t.time[role][cut] = (rounds << shift) + u64(cost.fold) * u64(left) * u64(a.kv_heads) / u64(workers);
-        t.extra[role][cut] = extra;
+        p.time[role][cut] = (u64(rounds) << shift) * u64(workers) + u64(cost.fold) * u64(left) * u64(p.a.kv_heads);
+        p.extra[role][cut] = extra;
     }
 }
 
-DEVICE bool Plan::choose_pieces() {
-    counters = arena.take(WARPS * 2 * ORDER_LEVELS);
-    static_assert(WARPS * (LEVELS + 1) + 2 * BINS <= WARPS * 2 * ORDER_LEVELS, "room for levels and bins");
-    int* bins = counters + WARPS * (LEVELS + 1);
+// The fewest pieces that no cut betters by 2%.  One warp per role.
+DEVICE void choose_cut() {
+    const int role = warp_of();
+    if (role > 1 || !p.of[role]) return;
+    const RoleCost& cost = p.a.cost[role];
+    const u64 time = p.time[role][lane_of()];
+    const int extra = p.extra[role][lane_of()];
+    const u32 fits = __ballot_sync(~0u, extra * p.a.kv_heads <= EXTRA * cost.workers * p.a.num_sms);
+    int best = 0;
+    u64 best_time = __shfl_sync(~0u, time, 0);
+#pragma unroll 1
+    for (int cut = 1; cut < CUTS; ++cut) {
+        const u64 its = __shfl_sync(~0u, time, cut);
+        if (fits >> cut & 1 && 50 * its < 49 * best_time) best = cut, best_time = its;
+    }
+    if (lane_of() != best) return;
+    p.chunk[role] = max(cost.least, ceil_div(p.longest[role], CUT[best]));
+    p.item_count[role] = p.of[role] + extra;
+}
+
+DEVICE bool choose_pieces() {
+    int* bins = at(COUNTERS) + WARPS * (LEVELS + 1);
+#pragma unroll 1
     for (int i = threadIdx.x; i < 2 * BINS; i += THREADS) bins[i] = 0;
     __syncthreads();
-    for (int role = 0; role < 2; ++role)
-        if (t.tiles[role] && t.longest[role] <= BINS) count_lengths(role, bins + role * BINS);
+    count_lengths();
     __syncthreads();
+#pragma unroll 1
     for (int role = 0; role < 2; ++role)
-        if (t.tiles[role]) try_cut(role, t.longest[role] <= BINS ? bins + role * BINS : nullptr, counters + warp_of() * (LEVELS + 1));
+        if (p.of[role]) try_cut(role);
     __syncthreads();
-    if (threadIdx.x < 2 && t.tiles[threadIdx.x]) {
-        const int role = threadIdx.x;
-        const RoleCost& cost = a.cost[role];
-        int best = 0;
-        for (int cut = 1; cut < CUTS; ++cut)
-            if (t.extra[role][cut] * a.kv_heads <= EXTRA * cost.workers * a.num_sms && 50 * t.time[role][cut] < 49 * t.time[role][best]) best = cut;
-        t.chunk[role] = max(cost.least, ceil_div(t.longest[role], CUT[best]));
-        t.items[role] = t.tiles[role] + t.extra[role][best];
+    choose_cut();
+    __syncthreads();
+    const int items = p.item_count[0] + p.item_count[1];
+    if (threadIdx.x == 0) {
+        p.items = items;
+        if (p.item_count[0] <= p.a.wide_room && p.item_count[1] <= p.a.narrow_room) take(ITEMS, COUNTERS, items);
     }
-    __syncthreads();
-    items = t.items[0] + t.items[1];
-    if (t.items[0] > a.wide_room || t.items[1] > a.narrow_room) return false;
-    for (int base = 0; base < tiles; base += THREADS) {
+    int turn = 0;
+    u64 total = 0;
+#pragma unroll 1
+    for (int base = 0; base < p.tiles; base += THREADS) {
         const int number = base + threadIdx.x;
         int pieces = 0;
-        if (number < tiles) {
-            const int packed = tile_units[number];
-            pieces = tile_pieces[number] = ceil_div(packed & 0x7fffffff, t.chunk[packed < 0]);
+        if (number < p.tiles) {
+            const int packed = at(TILE_UNITS)[number];
+            pieces = at(PIECES)[number] = ceil_div(packed & 0x7fffffff, p.chunk[packed < 0]);
         }
-        const u64 before = scan(pieces);
-        if (number < tiles) tile_first[number] = low_of(before);
+        const u64 before = scan(p.sums, turn, total, pieces);
+        if (number < p.tiles) at(FIRST_ITEM)[number] = low_of(before);
     }
-    if (threadIdx.x == 0) tile_first[tiles] = items;
-    new_sum();
+    if (threadIdx.x == 0) at(FIRST_ITEM)[p.tiles] = items;
     __syncthreads();
-    return true;
+    return p.item_count[0] <= p.a.wide_room && p.item_count[1] <= p.a.narrow_room;
 }
 
 // ---- partial states ----
 
-// Which tiles leave partial states: those with a query that two items take.  Then how many each query has.
-DEVICE bool Plan::number_merges() {
-    query_node = arena.take(queries);
-    for (int q = threadIdx.x; q < queries; q += THREADS) {
-        const int node = find(first_row, nodes, q);
-        query_node[q] = node;
-        const int mine = tile_with(q, node, true);
-        int pieces = tile_pieces[mine];
-        for (int n = up[node]; n >= 0; n = up[n]) pieces += tile_pieces[tile_with(q, n, false)];
-        if (pieces == 1) continue;
-        tile_leaves[mine] = 1;
-        for (int n = up[node]; n >= 0; n = up[n]) tile_leaves[tile_with(q, n, false)] = 1;
-    }
-    __syncthreads();
-    for (int base = 0; base < queries; base += THREADS) {
-        const int q = base + threadIdx.x;
-        int partials = 0;
-        if (q < queries) {
-            const int node = query_node[q], mine = tile_with(q, node, true);
-            partials = tile_leaves[mine] ? tile_pieces[mine] : 0;
-            for (int n = up[node]; n >= 0; n = up[n]) {
-                const int other = tile_with(q, n, false);
-                partials += tile_leaves[other] ? tile_pieces[other] : 0;
-            }
+// Goes through the tiles that a query is in, from its own node up; `what` 0: pieces of all, 1: marks all as leaving partial
+// states, 2: pieces of those that leave some, 3: writes their places, the last one at merge_indices[to - 1].
+CALLED int go_up(int query, int node, int what, int to) {
+    int sum = 0;
+    bool causal = true;
+#pragma unroll 1
+    while (node >= 0) {
+        const int number = tile_with(query, node, causal), pieces = at(PIECES)[number];
+        if (what == 1) at(LEAVES)[number] = 1;
+        if (what < 2 || at(LEAVES)[number]) sum += pieces;
+        if (what == 3 && at(LEAVES)[number]) {
+            const int offset = query - tile(number).begin;
+            const int* parts = at(PART_OF) + at(FIRST_ITEM)[number];
+#pragma unroll 4
+            for (int piece = pieces - 1; piece >= 0; --piece) p.a.merge_indices[--to] = parts[piece] + offset;
         }
-        const u64 before = scan(partials);
-        if (q < queries) a.merge_indptr[q] = low_of(before);
+        node = at(UP)[node], causal = false;
     }
-    if (threadIdx.x == 0) a.merge_indptr[queries] = low_of(scan.total);
-    const bool fits = scan.total <= u64(a.partial_room);
-    new_sum();
+    return sum;
+}
+
+// Which tiles leave partial states: those with a query that two items take.  Then how many each query has.
+DEVICE bool number_merges() {
+#pragma unroll 1
+    for (int q = threadIdx.x; q < p.queries; q += THREADS) {
+        const int node = at(QUERY_NODE)[q] = find(at(FIRST_ROW), p.nodes, q);
+        if (go_up(q, node, 0, 0) > 1) go_up(q, node, 1, 0);
+    }
     __syncthreads();
-    return fits;
+    int turn = 0;
+    u64 total = 0;
+#pragma unroll 1
+    for (int base = 0; base < p.queries; base += THREADS) {
+        const int q = base + threadIdx.x;
+        const u64 before = scan(p.sums, turn, total, q < p.queries ? go_up(q, at(QUERY_NODE)[q], 2, 0) : 0);
+        if (q < p.queries) p.a.merge_indptr[q] = low_of(before);
+    }
+    if (threadIdx.x == 0) p.a.merge_indptr[p.queries] = low_of(total);
+    __syncthreads();
+    return total <= u64(p.a.partial_room);
 }
 
 // Items of a dense row go by piece, then by tile; all its tiles but the last have the same pieces.
-DEVICE int Plan::place_of(int number, int piece) const {
-    const int node = tile_of[number] >> 1;
-    if (tile_of[number] & 1) return tile_first[number] + piece;
-    const int first = tile_base[node], others = dense_tiles(node) - 1, mine = number - first;
-    const int full = tile_pieces[first], last = tile_pieces[first + others];
-    if (mine == others) return tile_first[first] + min(piece + 1, full) * others + piece;
-    return tile_first[first] + piece * others + mine + min(piece, last);
+DEVICE int place_of(int number, int piece) {
+    const int key = at(TILE_OF)[number], node = key >> 1;
+    if (key & 1) return at(FIRST_ITEM)[number] + piece;
+    const int first = at(TILE_BASE)[node], others = dense_tiles(node) - 1, mine = number - first;
+    const int full = at(PIECES)[first], last = at(PIECES)[first + others];
+    if (mine == others) return at(FIRST_ITEM)[first] + min(piece + 1, full) * others + piece;
+    return at(FIRST_ITEM)[first] + piece * others + mine + min(piece, last);
 }
 
-DEVICE void Plan::order_items() {
-    item_piece = arena.take(items), part_of = arena.take(items);
-    for (int i = threadIdx.x; i < items; i += THREADS) {
-        const int number = find(tile_first, tiles, i), piece = i - tile_first[number];
-        item_piece[place_of(number, piece)] = number << 8 | piece;
+DEVICE void order_items() {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.items; i += THREADS) {
+        const int number = find(at(FIRST_ITEM), p.tiles, i), piece = i - at(FIRST_ITEM)[number];
+        at(ITEM_PIECE)[place_of(number, piece)] = number << 8 | piece;
     }
     __syncthreads();
+}
+
+struct Cut {
+    int low, high;           // tokens of the row
+    int row;                 // its first segment
+    int first, last, token;  // segments taken, counted in the row; tokens before the first
+    bool open;               // to the row's end, as far as it grows
+};
+
+// Which of its row's segments an item takes.
+DEVICE Cut cut_of(const Tile& x, int piece, int pieces, int units, int unit) {
+    Cut c;
+    c.low = int(divide(units * piece, pieces)) * unit;
+    c.high = piece + 1 == pieces ? x.tokens : int(divide(units * (piece + 1), pieces)) * unit;
+    c.row = at(SEGMENT_BASE)[x.node] + (x.causal && at(SHARED)[x.node] ? at(INHERITED)[x.node] + 1 : 0);
+    c.first = 0, c.last = at(INHERITED)[x.node], c.token = 0;
+    c.open = x.causal && piece + 1 == pieces;
+    if (pieces == 1 || !c.last) return c;
+    const int end = c.last;
+    int before = 0;
+#pragma unroll 1
+    for (int s = 0; s <= end && (before < c.high || c.open); ++s) {
+        if (before <= c.low) c.first = s, c.token = before;
+        c.last = s;
+        before += s < end ? at(LENGTH)[p.a.segments[3 * (c.row + s)]] : 0;
+    }
+    return c;
+}
+
+DEVICE void write_cut(const Cut& c, int node, int to) {
+    int token = c.token;
+    const int end = at(INHERITED)[node];
+#pragma unroll 1
+    for (int s = c.first; s <= c.last; ++s) {
+        const int n = s == end ? node : p.a.segments[3 * (c.row + s)], length = at(LENGTH)[n];
+        int* out = p.a.segments + 3 * (to + s - c.first);
+        out[0] = n, out[1] = max(c.low - token, 0);
+        out[2] = c.open && s == end ? OPEN_END : min(length, c.high - token);
+        token += length;
+    }
 }
 
 // Partial rows, and the segments of what is cut.
-DEVICE bool Plan::make_items() {
-    item_segment = arena.take(items), item_count = arena.take(items);
-    item_units = arena.take(items), item_partial = arena.take(items);
-    int most_wide = 0, most_narrow = 0;
-    for (int base = 0; base < items; base += THREADS) {
+DEVICE bool make_items() {
+    int turn = 0;
+    u64 total = 0;
+#pragma unroll 1
+    for (int base = 0; base < p.items; base += THREADS) {
         const int i = base + threadIdx.x;
-        const bool there = i < items;
+        const bool there = i < p.items;
         Tile x = {};
-        int number = 0, piece = 0, pieces = 1, narrow = 0, low = 0, high = 0, row = 0, rows = 0, first = 0, last = 0, first_token = 0;
-        bool open = false;
+        Cut c = {};
+        int number = 0, piece = 0, pieces = 1, narrow = 0, rows = 0, units = 0;
         if (there) {
-            number = item_piece[i] >> 8, piece = item_piece[i] & 255;
+            number = at(ITEM_PIECE)[i] >> 8, piece = at(ITEM_PIECE)[i] & 255;
             x = tile(number);
-            pieces = tile_pieces[number], narrow = u32(tile_units[number]) >> 31;
-            const int unit = a.cost[narrow].unit, whole = tile_units[number] & 0x7fffffff;
-            low = whole * piece / pieces * unit;
-            high = piece + 1 == pieces ? x.tokens : whole * (piece + 1) / pieces * unit;
-            rows = tile_leaves[number] ? x.end - x.begin : 0;
-            row = seg_base[x.node] + (x.causal && shared[x.node] ? inherited[x.node] + 1 : 0);
-            last = inherited[x.node];
-            open = x.causal && piece + 1 == pieces;
-            if (pieces > 1 && last) {
-                const int end = last;
-                int before = 0;
-                for (int s = 0; s <= end; ++s) {
-                    if (before <= low) first = s, first_token = before;
-                    if (before < high || open) last = s;
-                    if (before > low && before >= high && !open) break;
-                    before += s < end ? length[a.segments[3 * (row + s)]] : 0;
-                }
-            }
+            pieces = at(PIECES)[number], narrow = u32(at(TILE_UNITS)[number]) >> 31;
+            const int unit = p.a.cost[narrow].unit;
+            c = cut_of(x, piece, pieces, at(TILE_UNITS)[number] & 0x7fffffff, unit);
+            rows = at(LEAVES)[number] ? x.end - x.begin : 0;
+            units = max(1, ceil_div(c.high - c.low, unit));
         }
-        const u64 before = scan(join(rows, pieces > 1 ? last - first + 1 : 0));
-        if (!there) continue;
-        const int to = row_segments + low_of(before);
-        item_partial[i] = rows ? high_of(before) : -1;
-        part_of[tile_first[number] + piece] = item_partial[i];
-        item_segment[i] = pieces > 1 ? to : row, item_count[i] = last - first + 1;
-        const int units = max(1, ceil_div(high - low, a.cost[narrow].unit));
-        item_units[i] = units | narrow << 31;
-        (narrow ? most_narrow : most_wide) = max(narrow ? most_narrow : most_wide, units);
-        if (pieces == 1 || to + last - first >= a.segment_room) continue;
-        int token = first_token;  // of the row, where the segment begins
-        for (int s = first; s <= last; ++s) {
-            const int node = s == inherited[x.node] ? x.node : a.segments[3 * (row + s)];
-            int* out = a.segments + 3 * (to + s - first);
-            out[0] = node, out[1] = max(low - token, 0);
-            out[2] = open && s == inherited[x.node] ? OPEN_END : min(length[node], high - token);
-            token += length[node];
+        const int segments = c.last - c.first + 1;
+        const u64 before = scan(p.sums, turn, total, join(rows, pieces > 1 ? segments : 0));
+        if (there) {
+            const int to = p.row_segments + low_of(before);
+            at(ITEM_PARTIAL)[i] = at(PART_OF)[at(FIRST_ITEM)[number] + piece] = rows ? high_of(before) : -1;
+            at(ITEM_SEGMENT)[i] = pieces > 1 ? to : c.row, at(ITEM_COUNT)[i] = segments;
+            at(ITEM_UNITS)[i] = units | narrow << 31;
+            if (pieces > 1 && to + segments <= p.a.segment_room) write_cut(c, x.node, to);
+        }
+#pragma unroll 1
+        for (int role = 0; role < 2; ++role) {
+            const u32 longest = __reduce_max_sync(~0u, there && narrow == role ? units : 0);
+            if (lane_of() == 0 && longest) atomicMax(p.units + role, int(longest));
         }
     }
-#pragma unroll
-    for (int role = 0; role < 2; ++role) {
-        const u32 longest = __reduce_max_sync(~0u, role ? most_narrow : most_wide);
-        if (lane_of() == 0 && longest) atomicMax(t.units + role, int(longest));
-    }
-    const bool fits = row_segments + low_of(scan.total) <= a.segment_room;
-    new_sum();
     __syncthreads();
-    return fits;
+    return p.row_segments + low_of(total) <= p.a.segment_room;
 }
 
-// From the end: the own node's pieces, then those of the shared ancestors.
-DEVICE void Plan::fill_merges() {
-    for (int q = threadIdx.x; q < queries; q += THREADS) {
-        int node = query_node[q], to = a.merge_indptr[q + 1], number = tile_with(q, node, true);
-        for (node = up[node];; node = up[node]) {
-            if (tile_leaves[number]) {
-                const int offset = q - tile(number).begin, first = tile_first[number];
-                for (int piece = tile_pieces[number] - 1; piece >= 0; --piece) a.merge_indices[--to] = part_of[first + piece] + offset;
-            }
-            if (node < 0) break;
-            number = tile_with(q, node, false);
-        }
-    }
+DEVICE void fill_merges() {
+#pragma unroll 1
+    for (int q = threadIdx.x; q < p.queries; q += THREADS) go_up(q, at(QUERY_NODE)[q], 3, p.a.merge_indptr[q + 1]);
 }
 
 // ---- order: by counting, each warp a range of items ----
 
-DEVICE void Plan::write_item(int item, int place) const {
-    const Tile x = tile(item_piece[item] >> 8);
-    const int segment = item_segment[item];
-    const int* first = a.segments + 3 * segment;
-    int4* to = place < t.items[0] ? a.wide + 2 * place : a.narrow + 2 * (place - t.items[0]);
-    to[0] = make_int4(x.begin, x.end, item_partial[item], segment);
-    to[1] = make_int4(2 * item_count[item] + x.causal, first[0], first[1], first[2]);
+DEVICE void write_item(int item, int place) {
+    const Tile x = tile(at(ITEM_PIECE)[item] >> 8);
+    const int segment = at(ITEM_SEGMENT)[item];
+    const int* first = p.a.segments + 3 * segment;
+    int4* to = place < p.item_count[0] ? p.a.wide + 2 * place : p.a.narrow + 2 * (place - p.item_count[0]);
+    to[0] = make_int4(x.begin, x.end, at(ITEM_PARTIAL)[item], segment);
+    to[1] = make_int4(2 * at(ITEM_COUNT)[item] + x.causal, first[0], first[1], first[2]);
 }
 
-DEVICE void Plan::sort_items() {
+DEVICE void sort_items() {
     constexpr int KEYS = 2 * ORDER_LEVELS;
-    int* mine = counters + warp_of() * KEYS;
+    int* mine = at(COUNTERS) + warp_of() * KEYS;
+#pragma unroll 1
     for (int i = lane_of(); i < KEYS; i += 32) mine[i] = 0;
     __syncwarp();
-    const int range = ceil_div(items, WARPS), begin = warp_of() * range, end = min(items, begin + range);
+    const int range = (p.items + WARPS - 1) / WARPS, begin = warp_of() * range, end = min(p.items, begin + range);
+#pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll 1
         for (int base = begin; base < end; base += 32) {
             const int i = base + lane_of();
             int key = -1;
             if (i < end) {
-                const int narrow = u32(item_units[i]) >> 31, units = item_units[i] & 0x7fffffff;
-                key = (narrow + 1) * ORDER_LEVELS - 1 - int(u32(units) * (ORDER_LEVELS - 1) / u32(t.units[narrow]));
+                const int packed = at(ITEM_UNITS)[i], narrow = packed < 0, units = packed & 0x7fffffff;
+                key = (narrow + 1) * ORDER_LEVELS - 1 - int(divide(u32(units) * (ORDER_LEVELS - 1), p.units[narrow]));
             }
             const u32 alike = __match_any_sync(~0u, key);
             const int rank = __popc(alike & ((1u << lane_of()) - 1));
@@ -535,56 +569,73 @@ DEVICE void Plan::sort_items() {
             __syncwarp();
             if (pass && i < end) write_item(i, place);
         }
-        __syncthreads();
         if (pass) return;
+        __syncthreads();
+        int* column = at(COUNTERS) + threadIdx.x;
         int sum = 0;
         if (threadIdx.x < KEYS)
-            for (int w = 0; w < WARPS; ++w) sum += counters[w * KEYS + threadIdx.x];
-        int place = low_of(scan(u64(sum)));
+#pragma unroll 4
+            for (int w = 0; w < WARPS; ++w) sum += column[w * KEYS];
+        int turn = 0;
+        u64 total = 0;
+        int place = low_of(scan(p.sums, turn, total, u64(sum)));
         if (threadIdx.x < KEYS)
+#pragma unroll 4
             for (int w = 0; w < WARPS; ++w) {
-                const int count = counters[w * KEYS + threadIdx.x];
-                counters[w * KEYS + threadIdx.x] = place;
+                const int count = column[w * KEYS];
+                column[w * KEYS] = place;
                 place += count;
             }
-        new_sum();
         __syncthreads();
     }
 }
 
-DEVICE void Plan::finish(int partials) const {
-    if (threadIdx.x >= 8) return;
-    const bool fits = partials >= 0;
-    const bool bound = __dmul_rn(double(t.tokens[0]), a.narrow_rate) > __dmul_rn(double(2 * t.tokens[1]), a.wide_rate);
-    const int counts[8] = {fits ? t.items[0] : 0, fits ? t.items[1] : 0, queries, fits ? partials : 0, fits && bound, 0, 0, !fits};
-    int mine = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) mine = threadIdx.x == i ? counts[i] : mine;
-    a.counts[threadIdx.x] = mine;
+DEVICE void finish(bool fits) {
+    if (threadIdx.x) return;
+    const bool bound = __dmul_rn(double(p.tokens[0]), p.a.narrow_rate) > __dmul_rn(double(2 * p.tokens[1]), p.a.wide_rate);
+    int4* counts = (int4*)p.a.counts;
+    counts[0] = fits ? make_int4(p.item_count[0], p.item_count[1], p.queries, p.a.merge_indptr[p.queries]) : make_int4(0, 0, p.queries, 0);
+    counts[1] = make_int4(fits && bound, 0, 0, !fits);
 }
 
-extern __shared__ int dynamic_shared[];
-
-__global__ void __launch_bounds__(THREADS) plan_tree(const __grid_constant__ PlanTree a) {
-    __shared__ Tally t;
-    for (int i = threadIdx.x; i < int(sizeof(Tally) / 4); i += THREADS) ((int*)&t)[i] = 0;
+DEVICE bool begin(const PlanTree& a) {
+    int* state = (int*)&p;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < int(sizeof(State) / 4); i += THREADS) state[i] = 0;
     __syncthreads();
-    Plan plan(a, t, dynamic_shared);
-    plan.queries = 0;
-    bool fits = plan.count_rows();
+    if (threadIdx.x == 0) {
+        p.a = a;
+        p.nodes = a.sizes[0];
+        p.many = a.many;
+        p.shared = dynamic_shared, p.shared_left = a.shared_ints, p.global = a.scratch;
+        if (p.nodes <= a.node_room) {
+            take(PARENT, MOST, p.nodes + 1), take(COUNTERS, ARRAYS, COUNTER_INTS);
+            // What only sharing needs makes room again.
+            int *shared = p.shared, *global = p.global;
+            const int left = p.shared_left;
+            take(MOST, TILES, p.nodes);
+            p.shared = shared, p.global = global, p.shared_left = left;
+        }
+    }
+    __syncthreads();
+    return p.nodes <= a.node_room;
+}
+
+__global__ void __launch_bounds__(THREADS, 1) plan_tree(const __grid_constant__ PlanTree a) {
+    bool fits = begin(a) && count_rows();
     if (fits) {
-        plan.share();
-        fits = plan.make_rows() && plan.make_tiles() && plan.choose_pieces() && plan.number_merges();
+        share();
+        fits = make_rows() && make_tiles() && choose_pieces() && number_merges();
     }
     if (fits) {
-        plan.order_items();
-        fits = plan.make_items();
+        order_items();
+        fits = make_items();
     }
     if (fits) {
-        plan.fill_merges();
-        plan.sort_items();
+        fill_merges();
+        sort_items();
     }
-    plan.finish(fits ? a.merge_indptr[plan.queries] : -1);
+    finish(fits);
 }
 
 }  // namespace prefixkit

@@ -200,7 +200,7 @@ def test_the_estimate_is_the_sum_over_rounds_of_their_first_entries():
         count = rng.integers(1, 60, len(units))
         chunk = np.maximum(4, -(-units[-1] // CUTS))
         heads, workers = int(rng.integers(1, 9)), int(rng.integers(1, 600))
-        got = busiest(role, units, count, chunk, heads, workers) / 64
+        got = busiest(role, units, count, chunk, heads, workers) / (64 * workers)
         for cut, mine in enumerate(-(-units // chunk[:, None])):
             each = -(-units // mine) + role.start + role.leave * (mine > 1)
             entries = np.sort(np.repeat(each, mine * count * heads))[::-1]
