@@ -14,7 +14,7 @@ from prefixkit.attention.checks import BadDevice, BadShape, check_attention, che
 from prefixkit.attention.cuda_checks import CudaError, check_packed_numbers
 from prefixkit.attention.cuda_launch import Layout, checked, launch
 from prefixkit.attention.cuda_pack import packed
-from prefixkit.attention.cuda_units import ATTENTION, HEAD_DIMS, attention_unit
+from prefixkit.attention.cuda_units import ATTENTION, attention_unit, kernel_for
 from prefixkit.attention.nvrtc import arch_for, supported_archs
 from prefixkit.attention.variants import lookup
 
@@ -37,8 +37,10 @@ class _Ready:
 
     function: jit.Function | None
     blocks: int
+    threads: int
     shared: int
     group: int = 1
+    wide_rows: int = 0
     numbers: tuple[int, ...] = ()
     parameters: int = 0
 
@@ -77,7 +79,7 @@ def tree_attention(
         return torch_backend.tree_attention(q, k_pages, v_pages, q_positions, work, nodes, scale, key)
     if not q.is_contiguous() or q.data_ptr() & 15:
         q = q.clone(memory_format=torch.contiguous_format)
-    work = packed(q.shape[0], work, nodes, ready.group, k_pages.shape[2], ready.blocks)
+    work = packed(q.shape[0], work, nodes, ready.group, k_pages.shape[2], ready.blocks, ready.wide_rows)
     plan = _plan_pointers(q, q_positions, work, nodes)
     if checked():
         check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
@@ -106,7 +108,7 @@ def tree_attention(
         _LAYOUT,
         (*pointers, *ready.numbers, scale, ready.parameters),
         (ready.blocks, 1, 1),
-        ready.function.max_threads,
+        ready.threads,
         ready.shared,
         _say(q, k_pages, work, nodes, key),
         together=True,
@@ -124,13 +126,12 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
         return _by_torch("float32 has no kernel")
     if variant.bodies is None:
         return _by_torch(f"variant {variant.name!r} is Python only (its `bodies` are not set)")
-    if arch not in HEAD_DIMS:
-        return _by_torch(f"there is no kernel for {arch}")
-    served = HEAD_DIMS[arch]
     heads, head_dim = q.shape[1:]
-    if head_dim not in served:
+    group = heads // k_pages.shape[2]
+    kernel = kernel_for(arch, head_dim, group)
+    if kernel is None:
         raise UnsupportedHeads(
-            f"tree_attention: the kernels for {arch} serve head sizes {', '.join(map(str, served))}, got {head_dim}; set "
+            f"tree_attention: the kernels serve head sizes that are multiples of 16 up to 256, got {head_dim}; set "
             f"PREFIXKIT_BACKEND=torch for plain torch"
         )
     page, slot, head, _ = k_pages.stride()
@@ -141,20 +142,20 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
         )
     if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
         raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
-    function = jit.load(attention_unit(arch, head_dim, q.dtype == torch.float16, variant), device)[ATTENTION]
-    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    function = jit.load(attention_unit(kernel, head_dim, q.dtype == torch.float16, variant), device)[ATTENTION]
+    blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    shared = function.max_shared if kernel.shared is None else kernel.shared
     numbers = (page, head, slot, heads, k_pages.shape[2], k_pages.shape[1])
-    group = heads // k_pages.shape[2]
     parameters = cuda_variants.on_device(key, heads, q.device).data_ptr()
     _LAYOUT.check(function)
-    return _Ready(function, blocks, function.max_shared, group, numbers, parameters)
+    return _Ready(function, blocks, kernel.threads, shared, group, kernel.wide_rows, numbers, parameters)
 
 
 def _by_torch(why: str) -> _Ready:
     if why not in _said:
         _said.add(why)
         log.warning("tree_attention runs in plain torch: %s", why)
-    return _Ready(None, 0, 0)
+    return _Ready(None, 0, 0, 0)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:

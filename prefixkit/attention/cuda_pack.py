@@ -19,7 +19,13 @@ _kept: list[tuple[tuple[object, ...], list[Tensor], list[Tensor]]] = []
 
 
 def packed(
-    rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor], group: int, kv_heads: int, num_sms: int
+    rows: int,
+    work: Sequence[Tensor],
+    nodes: Sequence[Tensor],
+    group: int,
+    kv_heads: int,
+    num_sms: int,
+    wide_rows: int = WIDE_ROWS,
 ) -> Sequence[Tensor]:
     """``work`` as the kernels take it: itself, or packed from a plan's five tensors, once for each plan.
 
@@ -30,7 +36,7 @@ def packed(
     if len(work) != len(WORK):
         return work
     # The tensors are kept, so that their ids are nobody else's.
-    key = (rows, group, kv_heads, *map(_identity, work))
+    key = (rows, group, kv_heads, num_sms, wide_rows, *map(_identity, work))
     for known, _, result in _kept:
         if known == key:
             return result
@@ -44,7 +50,9 @@ def packed(
     all_heads = items[:, 4] <= 0  # with heads dealt apart, KV head 0 stands for its siblings
     formats = _formats(items[all_heads], segment_indptr[:-1][all_heads], np.diff(segment_indptr)[all_heads], segments)
     length = nodes[1].cpu().numpy()
-    plan = make_gpu_plan([formats], length, rows, group=group, kv_heads=kv_heads, num_sms=num_sms)
+    plan = make_gpu_plan(
+        [formats], length, rows, group=group, kv_heads=kv_heads, num_sms=num_sms, wide_rows=wide_rows
+    )
     result = [torch.from_numpy(array).to(work[0].device) for array in plan.arrays()]
     _kept.insert(0, (key, list(work), result))
     del _kept[_KEPT:]

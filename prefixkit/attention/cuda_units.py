@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from itertools import product
 
 from prefixkit.attention import cuda_variants
@@ -24,26 +26,64 @@ MERGE = Unit("merge_states.cu", ("prefixkit::merge_states<1>", "prefixkit::merge
 PLAN = Unit("plan_tree.cu", ("prefixkit::plan_tree",))
 
 ATTENTION = "prefixkit::tree_attention"
-# The source for each target, and the head sizes that it serves.
-ATTENTION_SOURCES = {"sm_90a": "tree_attention_sm90.cu"}
-HEAD_DIMS = {"sm_90a": (64, 128)}
+# ``PREFIXKIT_KERNEL=portable``: the portable kernel also where there is one for the GPU at hand; for tests and comparisons.
+KERNEL_VARIABLE = "PREFIXKIT_KERNEL"
+HOPPER_HEAD_DIMS = (64, 128)
+# Head sizes of the models there are; the portable kernel serves every multiple of 16 up to 256.
+COMMON_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+# Shared memory of a multiprocessor in KB, of which each block costs 1 KB more than it asks for; others have at least 100.
+_SHARED_KB = {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100": 228, "sm_103": 228, "sm_110": 228}
 
 
-def attention_unit(arch: str, head_dim: int, half: bool, variant: Variant) -> Unit:
-    """Tree attention for one head size, float16 or bfloat16, and the kinds of one variant."""
-    defines = (("PREFIXKIT_HEAD_DIM", str(head_dim)), ("PREFIXKIT_HALF", str(int(half))))
+@dataclass(frozen=True)
+class Kernel:
+    """The tree-attention kernel for some heads on some GPU, and what its launches and plans must know.
+
+    Attributes:
+        file: Its source.
+        wide_rows: Query heads of a wide tile.
+        threads: Of a block.
+        blocks_per_sm: Blocks on a multiprocessor.
+        shared: Dynamic shared memory of a block in bytes; None for all that a block can have.
+    """
+
+    file: str
+    wide_rows: int
+    threads: int
+    blocks_per_sm: int
+    shared: int | None
+
+
+def kernel_for(arch: str, head_dim: int, group: int) -> Kernel | None:
+    """The kernel for a head size and a number of query heads per KV head; None if no kernel serves them."""
+    hopper = arch == "sm_90a" and head_dim in HOPPER_HEAD_DIMS and group <= 128
+    if hopper and os.environ.get(KERNEL_VARIABLE, "") != "portable":
+        return Kernel("tree_attention_sm90.cu", 128, 512, 1, None)
+    if head_dim % 16 or not 0 < head_dim <= 256:
+        return None
+    total = _SHARED_KB.get(arch, 100)
+    # Two blocks keep the matrix units busy while one of them waits; where memory is short they fit with small heads only.
+    blocks = 2 if total >= 164 or head_dim <= 64 else 1
+    return Kernel("tree_attention_sm80.cu", 128 if head_dim <= 128 else 64, 128, blocks, (total // blocks - 1) * 1024)
+
+
+def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant) -> Unit:
+    """A kernel of tree attention for one head size, float16 or bfloat16, and the kinds of one variant."""
+    defines: tuple[tuple[str, str], ...] = (("PREFIXKIT_HEAD_DIM", str(head_dim)), ("PREFIXKIT_HALF", str(int(half))))
+    if kernel.shared is not None:
+        defines += (("PREFIXKIT_BLOCKS", str(kernel.blocks_per_sm)), ("PREFIXKIT_SHARED", str(kernel.shared)))
     text = cuda_variants.header(variant)
     if text is None:
-        return Unit(ATTENTION_SOURCES[arch], (ATTENTION,), defines)
+        return Unit(kernel.file, (ATTENTION,), defines)
     name = cuda_variants.HEADER
-    return Unit(ATTENTION_SOURCES[arch], (ATTENTION,), (*defines, ("PREFIXKIT_VARIANT", f'"{name}"')), ((name, text),))
+    return Unit(kernel.file, (ATTENTION,), (*defines, ("PREFIXKIT_VARIANT", f'"{name}"')), ((name, text),))
 
 
 def units(arch: str) -> tuple[Unit, ...]:
-    """What continuous integration compiles for a target: every head size and dtype plain, and once with every variant."""
-    heads = HEAD_DIMS.get(arch, ())
-    plain = [attention_unit(arch, head_dim, half, CAUSAL) for head_dim, half in product(heads, (False, True))]
+    """What continuous integration compiles for a target: every common head size and dtype plain, and once with every variant."""
+    kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
+    plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
     slopes = [1.0, 0.5]
     every = compose(sliding_window(128), soft_cap(30.0), alibi(slopes), attention_sinks(slopes))
-    varied = [attention_unit(arch, head_dim, False, variant) for head_dim in heads[-1:] for variant in (every,)]
+    varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
     return APPEND, MERGE, PLAN, *plain, *varied

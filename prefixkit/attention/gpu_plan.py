@@ -80,6 +80,7 @@ def make_gpu_plan(
     kv_heads: int,
     num_sms: int = 132,
     narrow_only: bool = False,
+    wide_rows: int = WIDE_ROWS,
     cost: GpuCost = H200,
 ) -> GpuPlan:
     """Cut formats into wide and narrow items.
@@ -92,17 +93,19 @@ def make_gpu_plan(
         kv_heads: KV heads; each item runs once for each.
         num_sms: Multiprocessors that share the work.
         narrow_only: Make narrow items only, for kernels without a matrix path; groups are at most 8 then.
+        wide_rows: Query heads that the kernel's wide tile holds; a larger group is cut into slices by the kernel.
         cost: What the GPU's paths cost.
 
     Returns:
         The plan; the same input always gives the same plan.
     """
     rows = _gather_rows(formats, length)
-    tiles = _tile(rows, group, NARROW_ROWS if narrow_only else WIDE_ROWS)
+    tiles = _tile(rows, group, NARROW_ROWS if narrow_only else wide_rows)
+    entries = kv_heads * -(-group // wide_rows)  # of an item: KV heads, and slices of a large group
     pieces = np.ones(len(tiles.row), dtype=np.int64)
     for role, mine in ((cost.wide, tiles.is_wide), (cost.narrow, ~tiles.is_wide)):
         if mine.any():
-            pieces[mine] = choose_pieces(role, tiles.tokens[mine], kv_heads, num_sms)
+            pieces[mine] = choose_pieces(role, tiles.tokens[mine], entries, num_sms)
     tile, piece = _order_items(rows, tiles, pieces)
     items, segments, units = _cut(rows, tiles, pieces, tile, piece, cost)
     items[:, 2], merge_indptr, merge_indices, partials = _number_partials(items, num_rows)

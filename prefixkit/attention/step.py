@@ -14,7 +14,7 @@ from torch import Tensor
 from prefixkit.attention.cost import CPU_COST, CostModel, HeadShape
 from prefixkit.attention.formats import BSR, Queries, all_rows, decompose, visible_lengths
 from prefixkit.attention.gpu_cost import H200, GpuCost
-from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
+from prefixkit.attention.gpu_plan import WIDE_ROWS, GpuPlan, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
@@ -60,7 +60,9 @@ class Planner:
         shape: The attention heads.
         cost: Decides what is shared.
         num_workers: Workers to balance over.
-        num_sms: Plan for the CUDA kernels on a GPU of so many multiprocessors; None plans for whatever takes a :class:`Plan`.
+        num_sms: Plan for the CUDA kernels with so many blocks, one or two per multiprocessor; None plans for whatever takes a
+            :class:`Plan`.
+        wide_rows: Query heads of those kernels' wide tiles.
         gpu: What that GPU's paths cost.
         plans_made: How many plans were computed, for tests and reports.
     """
@@ -69,6 +71,7 @@ class Planner:
     cost: CostModel = CPU_COST
     num_workers: int = 1
     num_sms: int | None = None
+    wide_rows: int = WIDE_ROWS
     gpu: GpuCost = H200
     plans_made: int = 0
     _key: tuple[object, ...] | None = field(default=None, repr=False)
@@ -96,7 +99,14 @@ class Planner:
             return formats, make_plan(formats, length, rows, group=group, num_workers=self.num_workers)
         alike = [all_rows(snapshot, queries, self.shape, self.cost)]  # the GPU's plan has no use for tile classes
         return alike, make_gpu_plan(
-            alike, length, rows, group=group, kv_heads=kv_heads, num_sms=self.num_sms, cost=self.gpu
+            alike,
+            length,
+            rows,
+            group=group,
+            kv_heads=kv_heads,
+            num_sms=self.num_sms,
+            wide_rows=self.wide_rows,
+            cost=self.gpu,
         )
 
 
@@ -105,10 +115,18 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> P
     if device.type != "cuda":
         return Planner(shape)
     from prefixkit.attention.backend import choose
+    from prefixkit.attention.cuda_units import kernel_for
+    from prefixkit.attention.nvrtc import arch_for, supported_archs
 
     if choose(device).name != "cuda" or dtype == torch.float32:
         return Planner(shape, H200.sharing)
-    return Planner(shape, H200.sharing, num_sms=torch.cuda.get_device_properties(device).multi_processor_count)
+    kernel = kernel_for(
+        arch_for(torch.cuda.get_device_capability(device), supported_archs()), shape.head_dim, shape.group
+    )
+    if kernel is None:
+        return Planner(shape, H200.sharing)
+    blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    return Planner(shape, H200.sharing, num_sms=blocks, wide_rows=kernel.wide_rows)
 
 
 def describe(formats: Sequence[BSR]) -> str:

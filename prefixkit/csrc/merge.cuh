@@ -84,9 +84,9 @@ template <int LANES, int AT_ONCE> DEVICE void merge_rows_by(const Attention& a, 
 }
 
 DEVICE void merge_rows(const Attention& a, int rows, int thread, int threads) {
-    constexpr int MANY = D % 128 == 0 ? 32 : D % 64 == 0 ? 16 : 8;
-    if (rows * a.heads <= int(gridDim.x) * threads / MANY) merge_rows_by<MANY, 16>(a, rows, thread, threads);
-    else merge_rows_by<8, 4>(a, rows, thread, threads);
+    constexpr int FEW = D % 32 == 0 ? 8 : 4, MANY = D % 128 == 0 ? 32 : D % 64 == 0 ? 16 : FEW;
+    if (rows * a.heads <= int(gridDim.x) * threads / MANY) merge_rows_by<MANY, D % 64 == 0 ? 16 : 4>(a, rows, thread, threads);
+    else merge_rows_by<FEW, D % 64 == 0 && D <= 128 ? 4 : 2>(a, rows, thread, threads);
 }
 
 }  // namespace prefixkit

@@ -1,31 +1,53 @@
-// Attention over a whole tree in one launch, for any GPU from sm_80 on: the narrow path alone.
+// Attention over a whole tree in one launch, for any GPU from sm_80 on.
 //
-// shapes     as tree_attention on Hopper; head sizes 64, 96, 128, 192, 256.  Every item is narrow: at most 8 rows, so plans come from
-//            make_gpu_plan(..., narrow_only=True), and groups are at most 8.
-// tiling     blocks of 4 warps that each stream items of their own (narrow.cuh); at the end all blocks meet and fold (merge.cuh).
-// cost       the bandwidth of narrow items; a shared node is read again, mostly from L2, for every 8 rows.
-// limits     not measured; a matrix path with 64-row tiles is missing here.  One block per multiprocessor.
+// shapes     as tree_attention on Hopper, with any head size up to 256 that 16 divides; see plan.cuh for all that a launch gets.
+// tiling     PREFIXKIT_BLOCKS blocks of four warps on each multiprocessor.  A block takes its wide items, four warps together
+//            (wide_mma.cuh), and its narrow items, each warp its own (narrow.cuh).  Half of the blocks begin with the narrow ones, so that
+//            matrix-bound prefixes and memory-bound suffixes share each multiprocessor.  At the end all blocks meet and fold
+//            partial states (merge.cuh).
+// cost       floor = max(KV bytes / bandwidth, flops / what mma.sync reaches); docs/kernels.md has predictions and measurements.
+// limits     all blocks must be resident at once; PREFIXKIT_SHARED bytes of dynamic shared memory a block, 128 threads.
+#ifndef PREFIXKIT_SHARED
+#define PREFIXKIT_SHARED 101376  // 99 KB are what the smallest of these GPUs gives a block
+#endif
+#ifndef PREFIXKIT_BLOCKS
+#define PREFIXKIT_BLOCKS 1
+#endif
 #define PREFIXKIT_NARROW_FIRST 0
-#include "narrow.cuh"
+#include "wide_mma.cuh"
 
 namespace prefixkit {
 
-// 99 KB are what the smallest of these GPUs gives a block.
-constexpr int STAGES = D <= 128 ? 3 : D <= 192 ? 2 : 1;
-constexpr int RING_BYTES = NARROW_WARPS * STAGES * STAGE_BYTES, INFO_BYTES = NARROW_WARPS * MAX_STAGES * 32;
-constexpr int SHARED_BYTES = RING_BYTES + INFO_BYTES + NARROW_WARPS * BATCH * 48;
-static_assert(SHARED_BYTES <= 101376, "more shared memory than a block can have");
+constexpr int INFO_BYTES = NARROW_WARPS * MAX_STAGES * 32, BATCH_BYTES = NARROW_WARPS * BATCH * 48;
+constexpr int STAGES_FIT = (PREFIXKIT_SHARED - INFO_BYTES - BATCH_BYTES) / (NARROW_WARPS * STAGE_BYTES);
+constexpr int STAGES = STAGES_FIT >= 6 ? 6 : STAGES_FIT >= 3 ? 3 : STAGES_FIT;
+constexpr int RING_BYTES = NARROW_WARPS * STAGES * STAGE_BYTES;
+constexpr int NARROW_BYTES = RING_BYTES + INFO_BYTES + BATCH_BYTES;
+constexpr int SHARED_BYTES = WIDE_BYTES > NARROW_BYTES ? WIDE_BYTES : NARROW_BYTES;
+static_assert(STAGES >= 1 && SHARED_BYTES <= PREFIXKIT_SHARED, "more shared memory than a block can have");
 
-extern "C" __global__ void __launch_bounds__(128, 1) tree_attention(const __grid_constant__ Attention a) {
+extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, PREFIXKIT_BLOCKS) tree_attention(const __grid_constant__ Attention a) {
     extern __shared__ __align__(1024) unsigned char base[];
     const int warp = threadIdx.x >> 5;
-    narrow_role(a, shared_address(base) + warp * STAGES * STAGE_BYTES, STAGES, (Chunk*)(base + RING_BYTES) + warp * MAX_STAGES,
-                (Resolved*)(base + RING_BYTES + INFO_BYTES) + warp * BATCH);
+    const int turn = blockIdx.x / (gridDim.x / PREFIXKIT_BLOCKS) & 1;  // blocks of one multiprocessor differ
+#pragma unroll 1
+    for (int role = 0; role < 2; ++role) {
+        if (role == turn) {
+            unsigned char* extra = base + Q_BYTES + SLOTS * SLOT_BYTES;
+            WideShared s;
+            s.q = shared_address(base), s.ring = s.q + Q_BYTES;
+            s.items = (WideItem*)extra, s.units = (WideUnit*)(s.items + AHEAD), s.positions = (int*)(s.units + AHEAD);
+            wide_role(a, s);
+        } else {
+            narrow_role(a, shared_address(base) + warp * STAGES * STAGE_BYTES, STAGES, (Chunk*)(base + RING_BYTES) + warp * MAX_STAGES,
+                        (Resolved*)(base + RING_BYTES + INFO_BYTES) + warp * BATCH);
+        }
+        __syncthreads();
+    }
     if (a.counts[3] == 0) return;
-    __syncthreads();
     if (threadIdx.x == 0) grid_meet(a.sync);
     __syncthreads();
-    merge_rows(a, a.counts[2], threadIdx.x, 128);
+    merge_rows(a, a.counts[2], threadIdx.x, 32 * BLOCK_WARPS);
 }
 
 }  // namespace prefixkit
