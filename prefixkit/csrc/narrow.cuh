@@ -276,7 +276,7 @@ DEVICE void ring_wait(int pending) {
 DEVICE void narrow_role(const Attention& a, u32 ring, int stages, Chunk* infos, Resolved* batch) {
     if (narrow_worker() >= a.counts[1] * a.kv_heads) return;
     Loader loader(a, batch);
-    NarrowState state;
+    NarrowState state = {};  // else the compiler keeps registers for it outside of this role
     for (int i = 0; i < stages; ++i) loader.issue(ring + i * STAGE_BYTES, infos + i);
     for (int stage = 0;; stage = stage + 1 == stages ? 0 : stage + 1) {
         ring_wait(stages - 1);

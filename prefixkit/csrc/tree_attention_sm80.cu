@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, PREFIXKIT_BLOCKS)
             unsigned char* extra = base + Q_BYTES + SLOTS * SLOT_BYTES;
             WideShared s;
             s.q = shared_address(base), s.ring = s.q + Q_BYTES;
-            s.items = (WideItem*)extra, s.units = (WideUnit*)(s.items + AHEAD), s.positions = (int*)(s.units + AHEAD);
+            s.walks = (Walk*)extra, s.items = (WideItem*)(s.walks + BLOCK_WARPS);
+            s.units = (WideUnit*)(s.items + AHEAD), s.positions = (int*)(s.units + AHEAD);
             wide_role(a, s);
         } else {
             narrow_role(a, shared_address(base) + warp * STAGES * STAGE_BYTES, STAGES, (Chunk*)(base + RING_BYTES) + warp * MAX_STAGES,

@@ -21,18 +21,22 @@ constexpr int UNIT = D <= 128 ? 64 : 32;
 constexpr int PARTS = UNIT / GROUP;              // groups of a unit, one for each warp that copies
 constexpr int Q_BYTES = TILE * COLUMNS * 128, SLOT_BYTES = UNIT * COLUMNS * 128;
 constexpr int AHEAD = 4;                         // items and units that are known at once
+constexpr int WALK_BYTES = 80;
 
 struct WideItem { int q_begin, rows, partial, head, row0, pad[3]; };  // rows of this tile; row0: its first row in the item
 struct WideUnit { int flags, low, high, position; };                  // as in Chunk
 
-constexpr int WIDE_EXTRA = TILE * 4 + AHEAD * int(sizeof(WideItem) + sizeof(WideUnit));
+constexpr int WIDE_EXTRA = TILE * 4 + AHEAD * int(sizeof(WideItem) + sizeof(WideUnit)) + BLOCK_WARPS * WALK_BYTES;
 constexpr int FITTING = (PREFIXKIT_SHARED - Q_BYTES - WIDE_EXTRA) / SLOT_BYTES;
 // Odd, so that a step on keys always fetches keys.
 constexpr int SLOTS = FITTING >= 5 ? 5 : 3;
 constexpr int WIDE_BYTES = Q_BYTES + SLOTS * SLOT_BYTES + WIDE_EXTRA;
 
+struct Walk;
+
 struct WideShared {
     u32 q, ring;
+    Walk* walks;                                 // one for each warp
     int* positions;                              // of the tile's rows
     WideItem* items;
     WideUnit* units;
@@ -59,24 +63,45 @@ template <int ROWS> DEVICE void copy_whole(u32 to, const u16* from, long long st
     }
 }
 
-// Walks this block's share of the wide list; every warp walks alike and copies its own groups.
+// Where a warp is in this block's share of the wide list.  Kept in shared memory between steps: registers are short, and what spills
+// leaves the little L1 that is left.
+struct __align__(16) Walk {
+    int round, items, units, slot;
+    int flags, head, seg, seg_end;
+    Span span;                                   // what is left of the item's segment
+    int first, last;                             // positions of the item's queries
+    int page;                                    // of this warp's group of the unit that comes next
+    // the unit whose keys were fetched last
+    int here_pages, here_slot, here_page;
+    int here;                                    // low, high << 8, head << 16; or STOP << 8
+};
+
+static_assert(sizeof(Walk) == WALK_BYTES, "room for a walk");
+
+// Every warp walks alike and copies groups of its own.
 struct WideLoader {
     const Attention& a;
     const WideShared& s;
-    const bool whole;                            // groups lie in one page
-    int round = 0, items = 0, units = 0, slot = 0;
-    int flags = 0, head, seg, seg_end, first, last;  // of the item; first, last: positions of its queries
-    Span span;                                   // what is left of its segment
-    int page;                                    // of this warp's group of the unit that comes next
-    // the unit whose keys were fetched last
-    int here_pages, here_slot, here_low, here_high = 0, here_page, here_head;
+    Walk w;
 
-    DEVICE WideLoader(const Attention& a, const WideShared& s)
-        : a(a), s(s), whole(a.page_size % GROUP == 0 && (a.page_size & (a.page_size - 1)) == 0) {
-        next_item();
-        look_up();
+    DEVICE WideLoader(const Attention& a, const WideShared& s) : a(a), s(s), w(s.walks[threadIdx.x >> 5]) {}
+
+    DEVICE void keep() {
+        __syncwarp();
+        if (lane_anew() == 0) s.walks[threadIdx.x >> 5] = w;
+        __syncwarp();
     }
 
+    DEVICE static bool begin(const Attention& a, const WideShared& s) {
+        WideLoader l(a, s);
+        l.w.round = l.w.items = l.w.units = l.w.slot = 0;
+        l.next_item();
+        l.look_up();
+        l.keep();
+        return !(l.w.flags & STOP);
+    }
+
+    DEVICE bool whole() const { return a.page_size % GROUP == 0 && (a.page_size & (a.page_size - 1)) == 0; }
     DEVICE static int part() { return (threadIdx.x >> 5) & (PARTS - 1); }
 
     DEVICE void next_item() {
@@ -84,87 +109,90 @@ struct WideLoader {
         const int entries = a.counts[0] * sharing;
         int entry;
         do {
-            if (round * int(gridDim.x) >= entries) { flags = STOP; return; }
-            entry = entry_of(round++, blockIdx.x, gridDim.x);
+            if (w.round * int(gridDim.x) >= entries) { w.flags = STOP; return; }
+            entry = entry_of(w.round++, blockIdx.x, gridDim.x);
         } while (entry >= entries);
         const Item item = load_item(a.wide, entry, sharing);
-        const int row0 = item.head % slices * TILE;
-        head = item.head / slices;
-        first = last = 0;
-        if (item.causal) first = int(a.q_positions[item.q_begin]), last = int(a.q_positions[item.q_end - 1]);
-        flags = FIRST | (item.causal ? CLIP : 0);
-        seg = item.seg_begin + 1, seg_end = item.seg_end;
-        span = load_span(a, item.node, item.begin, item.end, item.causal, last);
+        w.head = item.head / slices;
+        const int row0 = (item.head - w.head * slices) * TILE;
+        w.first = w.last = 0;
+        if (item.causal) w.first = int(a.q_positions[item.q_begin]), w.last = int(a.q_positions[item.q_end - 1]);
+        w.flags = FIRST | (item.causal ? CLIP : 0);
+        w.seg = item.seg_begin + 1, w.seg_end = item.seg_end;
+        w.span = load_span(a, item.node, item.begin, item.end, item.causal, w.last);
         skip_empty();
         if (threadIdx.x == 0) {
-            WideItem* to = s.items + items % AHEAD;
+            WideItem* to = s.items + w.items % AHEAD;
             to->q_begin = item.q_begin, to->rows = min(TILE, (item.q_end - item.q_begin) * group - row0);
-            to->partial = item.partial, to->head = head, to->row0 = row0;
+            to->partial = item.partial, to->head = w.head, to->row0 = row0;
         }
-        ++items;
+        ++w.items;
     }
 
     DEVICE void skip_empty() {
-        while (span.slot >= span.end && seg < seg_end) {
-            span = load_span(a, a.segments[3 * seg], a.segments[3 * seg + 1], a.segments[3 * seg + 2], flags & CLIP, last);
-            ++seg;
+        while (w.span.slot >= w.span.end && w.seg < w.seg_end) {
+            w.span = load_span(a, a.segments[3 * w.seg], a.segments[3 * w.seg + 1], a.segments[3 * w.seg + 2], w.flags & CLIP, w.last);
+            ++w.seg;
         }
     }
 
     DEVICE void look_up() {
-        if (flags & STOP) return;
-        const int at = (span.slot & ~15) + part() * GROUP;
-        page = whole && at < span.end ? a.pages[span.pages + page_index(a, at)] : 0;
+        if (w.flags & STOP) return;
+        const int at = (w.span.slot & ~15) + part() * GROUP;
+        w.page = whole() && at < w.span.end ? a.pages[w.span.pages + page_index(a, at)] : 0;
     }
 
     // This warp's part of the unit: tokens [low, high), the others zero.
-    DEVICE void copy(const u16* base) {
-        const int at = part() * GROUP;
+    DEVICE void copy(const u16* base, int slot) {
+        const int at = part() * GROUP, low = w.here & 255, high = w.here >> 8 & 255, head = w.here >> 16;
         const u32 to = s.ring + slot * SLOT_BYTES + at * 128;
-        if (whole && at >= here_low && at + GROUP <= here_high) {
-            const u32 row = row_of(a, here_page, place_in_page(a, here_slot + at), here_head);
+        if (whole() && at >= low && at + GROUP <= high) {
+            const u32 row = row_of(a, w.here_page, place_in_page(a, w.here_slot + at), head);
             copy_whole<UNIT>(to, base + (long long)row * 8, a.slot_stride);
         } else {
             Span there;
-            there.pages = here_pages;
-            gather_rows<UNIT>(a, base, to, there, here_slot + at, here_low - at, here_high - at, here_head);
+            there.pages = w.here_pages;
+            gather_rows<UNIT>(a, base, to, there, w.here_slot + at, low - at, high - at, head);
         }
-    }
-
-    DEVICE void turn() {
-        copy_commit();
-        slot = slot + 1 == SLOTS ? 0 : slot + 1;
     }
 
     // Fetches the keys of the next unit, and finds out about the one after it.
     DEVICE void keys() {
-        WideUnit* to = s.units + units++ % AHEAD;
-        if (flags & STOP) {
+        WideUnit* to = s.units + w.units++ % AHEAD;
+        const int slot = w.slot;
+        w.slot = slot + 1 == SLOTS ? 0 : slot + 1;
+        if (w.flags & STOP) {
             if (threadIdx.x == 0) to->flags = STOP;
-            here_high = -1;
-            return turn();
+            w.here = STOP << 8;
+        } else {
+            const int low = w.span.slot & 15, high = max(0, min(UNIT, w.span.end - w.span.slot + low));
+            w.here_pages = w.span.pages, w.here_slot = w.span.slot - low, w.here_page = w.page;
+            w.here = low | high << 8 | w.head << 16;
+            const int position = w.span.position + w.here_slot;
+            w.span.slot = w.here_slot + UNIT;
+            skip_empty();
+            const bool done = w.span.slot >= w.span.end;
+            // Where the first query sees the whole unit, so do the others.
+            const bool compare = (w.flags & CLIP) && position + UNIT - 1 > w.first;
+            if (threadIdx.x == 0)
+                *(int4*)to = make_int4((w.flags & FIRST) | (compare ? CAUSAL : 0) | (done ? LAST : 0), low, high, position);
+            w.flags &= ~FIRST;
+            if (done) next_item();
+            look_up();  // its answer comes while we copy
+            if (PARTS == BLOCK_WARPS || threadIdx.x < 64) copy(a.k, slot);
         }
-        here_pages = span.pages, here_head = head, here_page = page;
-        here_low = span.slot & 15, here_slot = span.slot - here_low, here_high = max(0, min(UNIT, span.end - here_slot));
-        if (PARTS == BLOCK_WARPS || threadIdx.x < 64) copy(a.k);
-        turn();
-        const int position = span.position + here_slot;
-        span.slot = here_slot + UNIT;
-        skip_empty();
-        const bool done = span.slot >= span.end;
-        // Where the first query sees the whole unit, so do the others.
-        const bool compare = (flags & CLIP) && position + UNIT - 1 > first;
-        if (threadIdx.x == 0)
-            *(int4*)to = make_int4((flags & FIRST) | (compare ? CAUSAL : 0) | (done ? LAST : 0), here_low, here_high, position);
-        flags &= ~FIRST;
-        if (done) next_item();
-        look_up();
+        copy_commit();
+        keep();
     }
 
     // Fetches the values that belong to the last keys.
     DEVICE void values() {
-        if (here_high >= 0 && (PARTS == BLOCK_WARPS || threadIdx.x >= 64)) copy(a.v);
-        turn();
+        const int slot = w.slot;
+        if (w.here != STOP << 8 && (PARTS == BLOCK_WARPS || threadIdx.x >= 64)) copy(a.v, slot);
+        copy_commit();
+        __syncwarp();
+        if (lane_anew() == 0) s.walks[threadIdx.x >> 5].slot = slot + 1 == SLOTS ? 0 : slot + 1;
+        __syncwarp();
     }
 };
 
@@ -360,15 +388,13 @@ DEVICE void wide_finish(const Attention& a, const WideItem& item, WideState& w) 
 // The block's whole share of the wide list.  A step waits for its tile of the ring, sends for the tile that takes the place of the
 // one before, and computes.
 DEVICE void wide_role(const Attention& a, const WideShared& s) {
-    const int slices = (group_of(a) + TILE - 1) / TILE;
-    if (int(blockIdx.x) >= a.counts[0] * a.kv_heads * slices) return;
-    WideLoader loader(a, s);
-    WideState w;
+    if (!WideLoader::begin(a, s)) return;  // all warps alike
+    WideState w = {};  // else the compiler keeps registers for it outside of this role
     const int first_row = 16 * (threadIdx.x >> 5);
     int at = 0, items = -1, units = 0, early = SLOTS / 2;
     while (true) {
         if (early == 0) copy_wait<SLOTS - 2>(), __syncthreads();
-        loader.keys();
+        WideLoader(a, s).keys();
         const WideUnit& unit = s.units[units % AHEAD];
         if (early == 0) {
             const int flags = unit.flags;
@@ -385,7 +411,7 @@ DEVICE void wide_role(const Attention& a, const WideShared& s) {
             at = at + 1 == SLOTS ? 0 : at + 1;
             copy_wait<SLOTS - 2>(), __syncthreads();
         }
-        loader.values();
+        WideLoader(a, s).values();
         if (early > 0) {
             --early;
             continue;
