@@ -7,9 +7,6 @@
 //            partial states (merge.cuh).
 // cost       floor = max(KV bytes / bandwidth, flops / what mma.sync reaches); docs/kernels.md has predictions and measurements.
 // limits     all blocks must be resident at once; PREFIXKIT_SHARED bytes of dynamic shared memory a block, 128 threads.
-#ifndef PREFIXKIT_SHARED
-#define PREFIXKIT_SHARED 101376  // 99 KB are what the smallest of these GPUs gives a block
-#endif
 #ifndef PREFIXKIT_BLOCKS
 #define PREFIXKIT_BLOCKS 1
 #endif

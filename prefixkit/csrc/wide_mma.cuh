@@ -17,11 +17,16 @@ namespace prefixkit {
 constexpr int BLOCK_WARPS = 4;
 constexpr int STRIPES = D <= 128 ? 2 : 1;        // of 64 rows in a tile
 constexpr int TILE = 64 * STRIPES;
-constexpr int UNIT = D <= 128 ? 64 : 32;
+#ifndef PREFIXKIT_SHARED
+#define PREFIXKIT_SHARED 101376                  // 99 KB are what the smallest of these GPUs gives a block
+#endif
+// Tokens of a unit, where three tiles of so many fit beside the queries.
+constexpr int UNIT = (TILE + 3 * 64) * COLUMNS * 128 + 1024 <= PREFIXKIT_SHARED ? 64 : 32;
 constexpr int PARTS = UNIT / GROUP;              // groups of a unit, one for each warp that copies
 constexpr int Q_BYTES = TILE * COLUMNS * 128, SLOT_BYTES = UNIT * COLUMNS * 128;
 constexpr int AHEAD = 4;                         // items and units that are known at once
 constexpr int WALK_BYTES = 80;
+constexpr int NOTHING = -1;
 
 struct WideItem { int q_begin, rows, partial, head, row0, pad[3]; };  // rows of this tile; row0: its first row in the item
 struct WideUnit { int flags, low, high, position; };                  // as in Chunk
@@ -73,7 +78,7 @@ struct __align__(16) Walk {
     int page;                                    // of this warp's group of the unit that comes next
     // the unit whose keys were fetched last
     int here_pages, here_slot, here_page;
-    int here;                                    // low, high << 8, head << 16; or STOP << 8
+    int here;                                    // low, high << 8, head << 16; or NOTHING
 };
 
 static_assert(sizeof(Walk) == WALK_BYTES, "room for a walk");
@@ -163,7 +168,7 @@ struct WideLoader {
         w.slot = slot + 1 == SLOTS ? 0 : slot + 1;
         if (w.flags & STOP) {
             if (threadIdx.x == 0) to->flags = STOP;
-            w.here = STOP << 8;
+            w.here = NOTHING;
         } else {
             const int low = w.span.slot & 15, high = max(0, min(UNIT, w.span.end - w.span.slot + low));
             w.here_pages = w.span.pages, w.here_slot = w.span.slot - low, w.here_page = w.page;
@@ -188,7 +193,7 @@ struct WideLoader {
     // Fetches the values that belong to the last keys.
     DEVICE void values() {
         const int slot = w.slot;
-        if (w.here != STOP << 8 && (PARTS == BLOCK_WARPS || threadIdx.x >= 64)) copy(a.v, slot);
+        if (w.here != NOTHING && (PARTS == BLOCK_WARPS || threadIdx.x >= 64)) copy(a.v, slot);
         copy_commit();
         __syncwarp();
         if (lane_anew() == 0) s.walks[threadIdx.x >> 5].slot = slot + 1 == SLOTS ? 0 : slot + 1;
