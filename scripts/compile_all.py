@@ -2,7 +2,7 @@
 
     python scripts/compile_all.py --out build/kernels.json
 
-Records registers, spills and shared memory of each kernel.  Exits with 1 if one does not compile, if the compiler warns, or if
+Records registers, spills and static shared memory of each kernel; dynamic shared memory is asserted in the sources.  Exits with 1 if one does not compile, if the compiler warns, or if
 a kernel takes more than ``scripts/kernel_budget.json`` allows it; a kernel without a budget is an error too.
 """
 
@@ -45,12 +45,11 @@ def compile_one(job: tuple[Unit, str]) -> dict[str, Any]:
     }
 
 
-def allowance(budget: dict[str, dict[str, Any]], kernel: str, arch: str) -> dict[str, int] | None:
-    """What a kernel may take: the entry of its longest matching prefix, with that entry's exceptions for the arch."""
-    fitting = [prefix for prefix in budget if kernel.startswith(prefix)]
-    if not fitting:
+def allowance(budget: dict[str, dict[str, Any]], file: str, arch: str) -> dict[str, int] | None:
+    """What a kernel of a source file may take: its entry, with that entry's exceptions for the arch."""
+    entry = budget.get(file)
+    if entry is None:
         return None
-    entry = budget[max(fitting, key=len)]
     return {**{limit: entry[limit] for limit in LIMITS if limit in entry}, **entry.get(arch, {})}
 
 
@@ -64,9 +63,9 @@ def complaints(records: Iterable[dict[str, Any]], budget: dict[str, dict[str, An
         yield from (f"{where}: {line}" for line in record["warnings"])
         yield from (f"{where}: no report on {name}" for name in record["unreported"])
         for name, used in record["kernels"].items():
-            allowed = allowance(budget, name, record["arch"])
+            allowed = allowance(budget, record["file"], record["arch"])
             if allowed is None:
-                yield f"{where}: {name} has no budget in {BUDGET.name}"
+                yield f"{where}: it has no budget in {BUDGET.name}"
                 continue
             for limit, most in allowed.items():
                 if used[limit] > most:

@@ -50,9 +50,7 @@ def packed(
     all_heads = items[:, 4] <= 0  # with heads dealt apart, KV head 0 stands for its siblings
     formats = _formats(items[all_heads], segment_indptr[:-1][all_heads], np.diff(segment_indptr)[all_heads], segments)
     length = nodes[1].cpu().numpy()
-    plan = make_gpu_plan(
-        [formats], length, rows, group=group, kv_heads=kv_heads, num_sms=num_sms, wide_rows=wide_rows
-    )
+    plan = make_gpu_plan([formats], length, rows, group=group, kv_heads=kv_heads, num_sms=num_sms, wide_rows=wide_rows)
     result = [torch.from_numpy(array).to(work[0].device) for array in plan.arrays()]
     _kept.insert(0, (key, list(work), result))
     del _kept[_KEPT:]

@@ -80,7 +80,7 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant) 
 
 
 def units(arch: str) -> tuple[Unit, ...]:
-    """What continuous integration compiles for a target: every common head size and dtype plain, and once with every variant."""
+    """What is compiled ahead for a target: every common head size and dtype plain, and two sizes once with every variant."""
     kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
     plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
     slopes = [1.0, 0.5]

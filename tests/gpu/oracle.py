@@ -42,8 +42,9 @@ def dense(case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.floa
         torch.empty(rows, heads, head_dim, dtype=dtype, device=GPU),
         torch.empty(rows, heads, dtype=dtype, device=GPU),
     )
-    for row in range(0, rows, 64):
-        part = slice(row, row + 64)
+    step = max(1, (1 << 26) // (slots.shape[1] * heads * head_dim))  # half a gigabyte of keys
+    for row in range(0, rows, step):
+        part = slice(row, row + step)
         keys, values = (
             t[where[part] // page_size, where[part] % page_size].to(dtype).repeat_interleave(heads // kv_heads, dim=2)
             for t in (k, v)

@@ -1,4 +1,4 @@
-"""The portable kernel, which serves every GPU and head size, run on whatever GPU is here: against float64, and against Hopper's own."""
+"""The portable kernel, on whatever GPU is here: against float64, and against Hopper's own."""
 
 from __future__ import annotations
 
