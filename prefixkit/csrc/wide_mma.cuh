@@ -49,24 +49,43 @@ struct WideShared {
 
 // ---- loading ----
 
-// A complete group in one page; slots lie `stride` elements apart.  `to`: row 0 of the group in the tile.
-template <int ROWS> DEVICE void copy_whole(u32 to, const u16* from, long long stride) {
-    const int lane = lane_anew();
-    if constexpr (EVEN) {
-        constexpr int STEP = 32 / ROW_CHUNKS;    // rows at a time
-        const int column = lane % ROW_CHUNKS, sub = lane / ROW_CHUNKS;
-        const u32 base = to + (column >> 3) * (ROWS * 128) + sub * 128, turn = ((column ^ sub) & 7) << 4;
-        from += sub * stride + column * 8;
-#pragma unroll
-        for (int i = 0; i < GROUP / STEP; ++i) copy16(base + i * STEP * 128 + (turn ^ ((i * STEP & 7) << 4)), from + i * STEP * stride, true);
-    } else {
-#pragma unroll
-        for (int piece = lane; piece < GROUP * ROW_CHUNKS; piece += 32) {
-            const int row = piece / ROW_CHUNKS, column = piece % ROW_CHUNKS;
-            copy16(to + piece_at<ROWS>(row, column), from + row * stride + column * 8, true);
+constexpr int COPIES = D / 16;                   // instructions that fetch a group, and steps of a product over D
+
+// A complete group in one page, fetched between the steps of a product, so that the memory pipe and the matrix units take turns.
+struct Fetch {
+    const u16* from;                             // this lane's first piece
+    u32 to;                                      // row 0 of the group in the tile
+    bool whole;
+
+    static constexpr int STEP = EVEN ? 32 / ROW_CHUNKS : 1;  // rows at a time
+
+    DEVICE void begin(const u16* first, u32 tile, long long stride) {
+        const int lane = lane_anew();
+        whole = true, from = first, to = tile;
+        if constexpr (EVEN) {
+            const int column = lane % ROW_CHUNKS, sub = lane / ROW_CHUNKS;
+            from += sub * stride + column * 8;
+            to += (column >> 3) * (UNIT * 128) + sub * 128 + (((column ^ sub) & 7) << 4);
         }
     }
-}
+
+    // Step `i` of COPIES.
+    DEVICE void step(int i, long long stride) {
+        if (!whole) return;
+        if constexpr (EVEN) {
+            copy16((to ^ ((i * STEP & 7) << 4)) + i * STEP * 128, from, true);
+            from += STEP * stride;
+        } else {
+            const int piece = lane_anew() + 32 * i, row = piece / ROW_CHUNKS, column = piece % ROW_CHUNKS;
+            copy16(to + piece_at<UNIT>(row, column), from + row * stride + column * 8, true);
+        }
+    }
+
+    DEVICE void all(long long stride) {
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) step(i, stride);
+    }
+};
 
 // Where a warp is in this block's share of the wide list.  Kept in shared memory between steps: registers are short, and what spills
 // leaves the little L1 that is left.
@@ -75,7 +94,7 @@ struct __align__(16) Walk {
     int flags, head, seg, seg_end;
     Span span;                                   // what is left of the item's segment
     int first, last;                             // positions of the item's queries
-    int page;                                    // of this warp's group of the unit that comes next
+    int page;                                    // of this warp's group of the unit that comes next, once its values were asked for
     // the unit whose keys were fetched last
     int here_pages, here_slot, here_page;
     int here;                                    // low, high << 8, head << 16; or NOTHING
@@ -148,21 +167,24 @@ struct WideLoader {
     }
 
     // This warp's part of the unit: tokens [low, high), the others zero.
-    DEVICE void copy(const u16* base, int slot) {
+    DEVICE Fetch copy(const u16* base, int slot) {
         const int at = part() * GROUP, low = w.here & 255, high = w.here >> 8 & 255, head = w.here >> 16;
         const u32 to = s.ring + slot * SLOT_BYTES + at * 128;
+        Fetch fetch = {};
         if (whole() && at >= low && at + GROUP <= high) {
             const u32 row = row_of(a, w.here_page, place_in_page(a, w.here_slot + at), head);
-            copy_whole<UNIT>(to, base + (long long)row * 8, a.slot_stride);
+            fetch.begin(base + (long long)row * 8, to, a.slot_stride);
         } else {
             Span there;
             there.pages = w.here_pages;
             gather_rows<UNIT>(a, base, to, there, w.here_slot + at, low - at, high - at, head);
         }
+        return fetch;
     }
 
-    // Fetches the keys of the next unit, and finds out about the one after it.
-    DEVICE void keys() {
+    // Sends for the keys of the next unit, but for what it leaves to be fetched, and finds out about the one after it.
+    DEVICE Fetch keys() {
+        Fetch fetch = {};
         WideUnit* to = s.units + w.units++ % AHEAD;
         const int slot = w.slot;
         w.slot = slot + 1 == SLOTS ? 0 : slot + 1;
@@ -173,6 +195,7 @@ struct WideLoader {
             const int low = w.span.slot & 15, high = max(0, min(UNIT, w.span.end - w.span.slot + low));
             w.here_pages = w.span.pages, w.here_slot = w.span.slot - low, w.here_page = w.page;
             w.here = low | high << 8 | w.head << 16;
+            if (PARTS == BLOCK_WARPS || threadIdx.x < 64) fetch = copy(a.k, slot);
             const int position = w.span.position + w.here_slot;
             w.span.slot = w.here_slot + UNIT;
             skip_empty();
@@ -183,20 +206,24 @@ struct WideLoader {
                 *(int4*)to = make_int4((w.flags & FIRST) | (compare ? CAUSAL : 0) | (done ? LAST : 0), low, high, position);
             w.flags &= ~FIRST;
             if (done) next_item();
-            look_up();  // its answer comes while we copy
-            if (PARTS == BLOCK_WARPS || threadIdx.x < 64) copy(a.k, slot);
         }
-        copy_commit();
         keep();
+        return fetch;
     }
 
-    // Fetches the values that belong to the last keys.
-    DEVICE void values() {
+    // The same for the values that belong to the last keys.
+    DEVICE Fetch values() {
+        Fetch fetch = {};
+        look_up();  // its answer comes meanwhile
         const int slot = w.slot;
-        if (w.here != NOTHING && (PARTS == BLOCK_WARPS || threadIdx.x >= 64)) copy(a.v, slot);
-        copy_commit();
+        if (w.here != NOTHING && (PARTS == BLOCK_WARPS || threadIdx.x >= 64)) fetch = copy(a.v, slot);
+        w.slot = slot + 1 == SLOTS ? 0 : slot + 1;
+        return fetch;
+    }
+    DEVICE void values_kept() {
         __syncwarp();
-        if (lane_anew() == 0) s.walks[threadIdx.x >> 5].slot = slot + 1 == SLOTS ? 0 : slot + 1;
+        Walk& to = s.walks[threadIdx.x >> 5];
+        if (lane_anew() == 0) to.slot = w.slot, to.page = w.page;
         __syncwarp();
     }
 };
@@ -227,7 +254,7 @@ struct WideState {
 using Scores = float[STRIPES][UNIT / 8][4];
 
 // `S`: stripes that have rows.
-template <int S> DEVICE void wide_scores(Scores& x, u32 q, u32 k) {
+template <int S> DEVICE void wide_scores(Scores& x, u32 q, u32 k, Fetch& fetch, long long stride) {
     const int lane = lane_anew();
     const int q_row = 16 * (threadIdx.x >> 5) + (lane & 15), k_row = (lane & 7) + (lane >> 4) * 8;
     const u32 q_base = q + q_row * 128, q_turn = (((lane >> 4) ^ q_row) & 7) << 4;
@@ -250,10 +277,11 @@ template <int S> DEVICE void wide_scores(Scores& x, u32 q, u32 k) {
                 mma(x[s][2 * n], mq[s], mk[n][0], mk[n][1]);
                 mma(x[s][2 * n + 1], mq[s], mk[n][2], mk[n][3]);
             }
+        fetch.step(i, stride);
     }
 }
 
-template <int S> DEVICE void wide_values(WideState& w, u32 v) {
+template <int S> DEVICE void wide_values(WideState& w, u32 v, Fetch& fetch, long long stride) {
     const int lane = lane_anew(), v_row = lane & 15;
     const u32 v_base = v + v_row * 128, v_turn = (((lane >> 4) ^ v_row) & 7) << 4;
 #pragma unroll
@@ -267,6 +295,8 @@ template <int S> DEVICE void wide_values(WideState& w, u32 v) {
                 mma(w.o[s][2 * i], w.p[s][n], m[0], m[1]);
                 mma(w.o[s][2 * i + 1], w.p[s][n], m[2], m[3]);
             }
+            const int done = n * COPIES + i + 1;
+            if (done % (UNIT / 16) == 0) fetch.step(done / (UNIT / 16) - 1, stride);
         }
 }
 
@@ -337,9 +367,9 @@ template <bool PLAIN, int S> DEVICE void wide_softmax(float scale, WideState& w,
             }
 }
 
-template <int S> DEVICE void wide_keys(const Attention& a, const WideItem& item, const WideUnit& unit, const WideShared& s, WideState& w, u32 k) {
+template <int S> DEVICE void wide_keys(const Attention& a, const WideItem& item, const WideUnit& unit, const WideShared& s, WideState& w, u32 k, Fetch& fetch) {
     Scores x;
-    wide_scores<S>(x, s.q, k);
+    wide_scores<S>(x, s.q, k, fetch, a.slot_stride);
     if (MODIFIED || (unit.flags & CAUSAL) || unit.low > 0 || unit.high < UNIT) {
         wide_exponents<S>(a, item, unit, s.positions, x);
         wide_softmax<false, S>(a.scale, w, x);
@@ -399,7 +429,7 @@ DEVICE void wide_role(const Attention& a, const WideShared& s) {
     int at = 0, items = -1, units = 0, early = SLOTS / 2;
     while (true) {
         if (early == 0) copy_wait<SLOTS - 2>(), __syncthreads();
-        WideLoader(a, s).keys();
+        Fetch fetch = WideLoader(a, s).keys();
         const WideUnit& unit = s.units[units % AHEAD];
         if (early == 0) {
             const int flags = unit.flags;
@@ -411,23 +441,33 @@ DEVICE void wide_role(const Attention& a, const WideShared& s) {
             }
             const WideItem& item = s.items[items % AHEAD];
             const u32 k = s.ring + at * SLOT_BYTES;
-            if (STRIPES > 1 && first_row + 64 < item.rows) wide_keys<STRIPES>(a, item, unit, s, w, k);
-            else if (first_row < item.rows) wide_keys<1>(a, item, unit, s, w, k);
+            if (STRIPES > 1 && first_row + 64 < item.rows) wide_keys<STRIPES>(a, item, unit, s, w, k, fetch);
+            else if (first_row < item.rows) wide_keys<1>(a, item, unit, s, w, k, fetch);
+            else fetch.all(a.slot_stride);
             at = at + 1 == SLOTS ? 0 : at + 1;
+            copy_commit();
             copy_wait<SLOTS - 2>(), __syncthreads();
+        } else {
+            fetch.all(a.slot_stride);
+            copy_commit();
         }
-        WideLoader(a, s).values();
-        if (early > 0) {
+        WideLoader loader(a, s);
+        fetch = loader.values();
+        if (early == 0) {
+            const WideItem& item = s.items[items % AHEAD];
+            const u32 v = s.ring + at * SLOT_BYTES;
+            if (STRIPES > 1 && first_row + 64 < item.rows) wide_values<STRIPES>(w, v, fetch, a.slot_stride);
+            else if (first_row < item.rows) wide_values<1>(w, v, fetch, a.slot_stride);
+            else fetch.all(a.slot_stride);
+            at = at + 1 == SLOTS ? 0 : at + 1;
+            if ((unit.flags & LAST) && first_row < item.rows) wide_finish(a, item, w);
+            ++units;
+        } else {
+            fetch.all(a.slot_stride);
             --early;
-            continue;
         }
-        const WideItem& item = s.items[items % AHEAD];
-        const u32 v = s.ring + at * SLOT_BYTES;
-        if (STRIPES > 1 && first_row + 64 < item.rows) wide_values<STRIPES>(w, v);
-        else if (first_row < item.rows) wide_values<1>(w, v);
-        at = at + 1 == SLOTS ? 0 : at + 1;
-        if ((unit.flags & LAST) && first_row < item.rows) wide_finish(a, item, w);
-        ++units;
+        copy_commit();
+        loader.values_kept();
     }
     copy_wait<0>();
     __syncthreads();
