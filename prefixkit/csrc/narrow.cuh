@@ -58,7 +58,7 @@ struct Loader {
         const int lane = lane_anew(), group = group_of(a);
         __syncwarp();
         if (lane < BATCH) {
-            Resolved r;
+            Resolved r = {};
             const int entries = a.counts[1] * a.kv_heads;
             const int entry = entry_of(taken + lane, narrow_worker(), NARROW_WARPS * gridDim.x);
             r.flags = STOP;

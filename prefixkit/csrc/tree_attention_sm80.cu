@@ -33,8 +33,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, PREFIXKIT_BLOCKS)
             unsigned char* extra = base + Q_BYTES + SLOTS * SLOT_BYTES;
             WideShared s;
             s.q = shared_address(base), s.ring = s.q + Q_BYTES;
-            s.walks = (Walk*)extra, s.items = (WideItem*)(s.walks + BLOCK_WARPS);
-            s.units = (WideUnit*)(s.items + AHEAD), s.positions = (int*)(s.units + AHEAD);
+            s.walk = (Walk*)extra, s.units = (WideUnit*)(s.walk + 1), s.positions = (int*)(s.units + QUEUE);
             wide_role(a, s);
         } else {
             narrow_role(a, shared_address(base) + warp * STAGES * STAGE_BYTES, STAGES, (Chunk*)(base + RING_BYTES) + warp * MAX_STAGES,

@@ -45,7 +45,7 @@ def heads_of(rng: np.random.Generator, group: int, head_dim: int) -> tuple[int, 
 def deep_case(seed: int, dtype: torch.dtype, group: int, head_dim: int) -> Case:
     """A long node under many leaves of any length, one of which is computed whole: full tiles and units, and ragged ones."""
     rng = np.random.default_rng(seed)
-    leaves = 24
+    leaves = 16
     lengths = [int(rng.integers(200, 700)), *rng.integers(1, 150, leaves).tolist()]
     page_size = int(rng.choice(PAGE_SIZES[4:]))
     snapshot, num_pages = make_snapshot(rng, [-1] + [0] * leaves, lengths, page_size, orderly=bool(seed % 2))
@@ -78,10 +78,15 @@ def test_forests_err_no_more_than_torch(head_dim, dtype):
     hold_against_torch(cases)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("head_dim", "group"),
+    [
+        *((dim, group) for dim in HEAD_DIMS for group in (4, 71)),
+        *((dim, g) for dim in (128, 256) for g in (1, 7, 8, 16, 130)),
+    ],
+)
 def test_long_nodes_err_no_more_than_torch(head_dim, group):
-    seeds = range(group, group + 3)
+    seeds = range(group, group + 2)
     hold_against_torch([(seed, deep_case(seed, torch.bfloat16, group, head_dim), {}) for seed in seeds])
 
 
