@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.attention import tree, workload
+from benchmarks.tree_attention.workloads import tree, tree_of
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries, all_rows, visible_lengths
 from prefixkit.attention.gpu_buffers import capacity_for
@@ -42,7 +42,7 @@ def binary(levels: int, prefix: int, branch: int) -> TreeSnapshot:
 
 
 def cases() -> dict[str, tuple[TreeSnapshot, Queries]]:
-    shapes = {name: workload(name) for name in ("2L b64 p4096 s128", "2L b1024 p4096 s128", "3L fewshot", "beam d6")}
+    shapes = {name: tree_of(name) for name in ("2L b64 p4096 s128", "2L b1024 p4096 s128", "3L fewshot", "beam d6")}
     shapes |= {"binary, 1,024 leaves, 2,047 nodes": binary(10, 1000, 32)}
     shapes |= {"chain of 2,000": tree(list(range(-1, 1999)), [8] * 2000)}
     made = {}

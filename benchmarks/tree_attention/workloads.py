@@ -103,11 +103,11 @@ def tree(parent: list[int], length: list[int]) -> TreeSnapshot:
 
 
 def workload(name: str, heads: int, kv_heads: int) -> Workload:
-    """By name; see :func:`_snapshot`."""
-    return Workload(name, heads, kv_heads, _snapshot(name))
+    """By name; see :func:`tree_of`."""
+    return Workload(name, heads, kv_heads, tree_of(name))
 
 
-def _snapshot(name: str) -> TreeSnapshot:
+def tree_of(name: str) -> TreeSnapshot:
     """The tree of a name.
 
     ``2L bB pP sS``: B sequences share P tokens and have S each.  ``3L fewshot``: 2,400 tokens, 8 problems of 400, 128 samples

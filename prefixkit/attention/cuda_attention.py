@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from prefixkit.attention import cuda_variants, jit, torch_backend
 from prefixkit.attention.checks import BadDevice, BadShape, check_attention, check_packed, check_positions
 from prefixkit.attention.cuda_checks import CudaError, check_packed_numbers
 from prefixkit.attention.cuda_launch import Layout, checked, launch
+from prefixkit.attention.cuda_maps import ALL_BYTES, holds_groups, tensor_maps
 from prefixkit.attention.cuda_pack import packed
 from prefixkit.attention.cuda_units import ATTENTION, attention_unit, kernel_for
 from prefixkit.attention.nvrtc import arch_for, supported_archs
@@ -20,11 +22,16 @@ from prefixkit.attention.variants import lookup
 
 log = logging.getLogger("prefixkit")
 
-# struct Attention of csrc/plan.cuh: pointers; strides of pages, heads, slots; heads, KV heads, page size; scale; parameters.
-_LAYOUT = Layout("P" * 20 + "qqq" + "iii" + "f" + "P")
+# struct Attention of csrc/plan.cuh: tensor maps (Hopper); pointers; strides of pages, heads, slots; heads, KV heads, page size;
+# scale, and times log2(e); parameters; reach, boxes.
+_FIELDS = "P" * 20 + "qqq" + "iii" + "ff" + "P" + "ii"
+_LAYOUTS = {False: Layout("0s" + _FIELDS), True: Layout(f"{ALL_BYTES}s" + _FIELDS)}
 # Counters at which the blocks of a launch meet: one per stream, and one per captured graph.
 _COUNTERS = 4096
 _MEMO_SIZE = 4096
+LOG2E = math.log2(math.e)
+# Addresses of rows are 32 bits of 16-byte pieces where there are no tensor maps.
+MOST_BYTES = 2**36
 
 
 class UnsupportedHeads(BadShape):
@@ -43,11 +50,16 @@ class _Ready:
     wide_rows: int = 0
     numbers: tuple[int, ...] = ()
     parameters: int = 0
+    reach: int = 0
+    boxes: bool = False
+    by_maps: bool = False
+    # What a launch begins with, for each pair of layers' addresses: their tensor maps, or nothing.
+    heads: dict[tuple[int, int], tuple[bytes, ...]] = field(default_factory=dict)
 
 
 _memo: dict[object, _Ready] = {}
 _last: tuple[tuple[object, ...], tuple[int, ...], tuple[Tensor, ...]] = ((), (), ())
-_counters: dict[int, tuple[Tensor, dict[object, int]]] = {}
+_counters: dict[int, tuple[list[Tensor], dict[object, int]]] = {}
 _scratches: dict[tuple[torch.device, int], Tensor] = {}
 _said: set[str] = set()
 
@@ -79,6 +91,7 @@ def tree_attention(
         return torch_backend.tree_attention(q, k_pages, v_pages, q_positions, work, nodes, scale, key)
     if not q.is_contiguous() or q.data_ptr() & 15:
         q = q.clone(memory_format=torch.contiguous_format)
+    head = ready.heads.get((k_pages.data_ptr(), v_pages.data_ptr())) or _head(ready, k_pages, v_pages)
     work = packed(q.shape[0], work, nodes, ready.group, k_pages.shape[2], ready.blocks, ready.wide_rows)
     plan = _plan_pointers(q, q_positions, work, nodes)
     if checked():
@@ -105,8 +118,8 @@ def tree_attention(
     )
     launch(
         ready.function,
-        _LAYOUT,
-        (*pointers, *ready.numbers, scale, ready.parameters),
+        _LAYOUTS[ready.by_maps],
+        (*head, *pointers, *ready.numbers, scale, scale * LOG2E, ready.parameters, ready.reach, ready.boxes),
         (ready.blocks, 1, 1),
         ready.threads,
         ready.shared,
@@ -140,15 +153,41 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
             f"tree_attention: k_pages and v_pages must have the same strides, multiples of 8, got {k_pages.stride()} and "
             f"{v_pages.stride()}; make them with KVPool"
         )
-    if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
-        raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
+    if not kernel.by_maps and k_pages.shape[0] * page * k_pages.element_size() > MOST_BYTES:
+        raise BadShape(
+            f"tree_attention: this kernel reaches {MOST_BYTES >> 30} GiB of keys, from page to page {page} elements, got "
+            f"{k_pages.shape[0]} pages; make a smaller pool, or one tensor per layer"
+        )
     function = jit.load(attention_unit(kernel, head_dim, q.dtype == torch.float16, variant), device)[ATTENTION]
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     shared = function.max_shared if kernel.shared is None else kernel.shared
     numbers = (page, head, slot, heads, k_pages.shape[2], k_pages.shape[1])
     parameters = cuda_variants.on_device(key, heads, q.device).data_ptr()
-    _LAYOUT.check(function)
-    return _Ready(function, blocks, kernel.threads, shared, group, kernel.wide_rows, numbers, parameters)
+    _LAYOUTS[kernel.by_maps].check(function)
+    return _Ready(
+        function,
+        blocks,
+        kernel.threads,
+        shared,
+        group,
+        kernel.wide_rows,
+        numbers,
+        parameters,
+        reach=variant.reach or 0,
+        boxes=holds_groups(k_pages.shape[1]),
+        by_maps=kernel.by_maps,
+    )
+
+
+def _head(ready: _Ready, k_pages: Tensor, v_pages: Tensor) -> tuple[bytes, ...]:
+    """What launches for this layer begin with, kept by address: nothing else can be different."""
+    if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
+        raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
+    head = (tensor_maps(k_pages, v_pages),) if ready.by_maps else (b"",)
+    if len(ready.heads) >= _MEMO_SIZE:
+        ready.heads.clear()
+    ready.heads[k_pages.data_ptr(), v_pages.data_ptr()] = head
+    return head
 
 
 def _by_torch(why: str) -> _Ready:
@@ -194,19 +233,20 @@ def _scratch(elements: int, device: torch.device, stream: int, capturing: bool) 
 
 def _counter(device: int, stream: int, capturing: bool) -> int:
     """Address of a counter that no other launch in flight uses: launches of one stream, or one graph, follow each other."""
-    if device not in _counters:
-        if capturing:
-            raise CudaError(
-                "tree_attention: call it once before capturing it in a CUDA graph, so that it can set up memory"
-            )
-        _counters[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=torch.device("cuda", device)), {}
-        torch.cuda.synchronize(device)  # other streams may use it next
-    memory, taken = _counters[device]
+    blocks, taken = _counters.setdefault(device, ([], {}))
     key: object = ("graph", _capture_id(stream)) if capturing else stream
     number = taken.get(key)
     if number is None:
-        number = taken[key] = len(taken) % _COUNTERS
-    return memory.data_ptr() + 4 * number
+        number = len(taken)
+        if number >= _COUNTERS * len(blocks):
+            if capturing:
+                raise CudaError(
+                    "tree_attention: call it once before capturing it in a CUDA graph, so that it can set up memory"
+                )
+            blocks.append(torch.zeros(_COUNTERS, dtype=torch.int32, device=torch.device("cuda", device)))
+            torch.cuda.synchronize(device)  # other streams may use it next
+        taken[key] = number
+    return blocks[number // _COUNTERS].data_ptr() + 4 * (number % _COUNTERS)
 
 
 def _capture_id(stream: int) -> int:

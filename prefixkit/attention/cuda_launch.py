@@ -39,7 +39,8 @@ class Layout:
     def check(self, function: Function) -> None:
         """AssertionError unless the kernel's parameter is what this layout fills, up to padding at the end."""
         ours, theirs = self.packer.size, function.parameter_bytes
-        assert theirs in (ours, -(-ours // 8) * 8), f"{function.name} takes {theirs} bytes, not {ours}"
+        padded = [-(-ours // alignment) * alignment for alignment in (4, 8, 64)]
+        assert theirs in padded, f"{function.name} takes {theirs} bytes, not {ours}"
 
 
 class _Buffer(threading.local):
@@ -66,7 +67,7 @@ def checked() -> bool:
 def launch(
     function: Function,
     layout: Layout,
-    values: tuple[int | float, ...],
+    values: tuple[int | float | bytes, ...],
     grid: tuple[int, int, int],
     block: int,
     shared: int = 0,

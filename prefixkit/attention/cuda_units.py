@@ -45,6 +45,7 @@ class Kernel:
         threads: Of a block.
         blocks_per_sm: Blocks on a multiprocessor.
         shared: Dynamic shared memory of a block in bytes; None for all that a block can have.
+        by_maps: Its parameter begins with tensor maps (``cuda_maps``).
     """
 
     file: str
@@ -52,13 +53,14 @@ class Kernel:
     threads: int
     blocks_per_sm: int
     shared: int | None
+    by_maps: bool = False
 
 
 def kernel_for(arch: str, head_dim: int, group: int) -> Kernel | None:
     """The kernel for a head size and a number of query heads per KV head; None if no kernel serves them."""
     hopper = arch == "sm_90a" and head_dim in HOPPER_HEAD_DIMS and group <= 128
     if hopper and os.environ.get(KERNEL_VARIABLE, "") != "portable":
-        return Kernel("tree_attention_sm90.cu", 128, 512, 1, None)
+        return Kernel("tree_attention_sm90.cu", 128, 512, 1, None, by_maps=True)
     if head_dim % 16 or not 0 < head_dim <= 256:
         return None
     total = _SHARED_KB.get(arch, 100)

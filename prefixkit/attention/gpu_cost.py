@@ -10,11 +10,11 @@ from prefixkit.attention.cost import CostModel
 NARROW_ROWS = 8
 WIDE_ROWS = 128
 # Tokens that the roles take at a time.
-WIDE_UNIT = 96
+WIDE_UNIT = 64
 NARROW_UNIT = 16
 NARROW_WARPS = 4
-# What one multiprocessor does: a wide tile of 128 rows at 450 TFLOP/s, and narrow items at 4 TB/s (head size 128).
-WIDE_TOKENS_PER_US = 52.0
+# What one multiprocessor does: a wide tile of 128 rows at 550 TFLOP/s, and narrow items at 4 TB/s (head size 128).
+WIDE_TOKENS_PER_US = 64.0
 NARROW_TOKENS_PER_US = 59.0
 
 # Plans count time in whole numbers of this part of a unit, so that every planner reckons alike, bit by bit.
@@ -69,6 +69,6 @@ class GpuCost:
 H200_COST = CostModel(item=0.02, kv_byte=1 / 4.3e6, partial_byte=1.5 / 4.3e6)
 H200 = GpuCost(
     sharing=H200_COST,
-    wide=Role(WIDE_UNIT, 1, WIDE_TOKENS_PER_US, start=1.5, leave=1.0, fold=1.0, least=1),
+    wide=Role(WIDE_UNIT, 1, WIDE_TOKENS_PER_US, start=2.0, leave=1.5, fold=1.5, least=1),
     narrow=Role(NARROW_UNIT, NARROW_WARPS, NARROW_TOKENS_PER_US, start=1.0, leave=0.5, fold=0.25, least=4),
 )

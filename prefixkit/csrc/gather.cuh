@@ -4,7 +4,8 @@
 // ldmatrix want: piece c (16 bytes) of row r lies at (c / 8) * ROWS * 128 + r * 128 + ((c ^ r) % 8) * 16.
 //
 // Rows come in groups of 16 tokens that begin at a multiple of 16 slots.  Where such a group lies in one page (page sizes that
-// 16 divides) and is complete, a copy takes one instruction and no arithmetic; else every row is looked up.
+// 16 divides) and is complete, it comes as a box of the copy engine (Hopper), or its copies take one instruction and no arithmetic
+// each; else every row is looked up.
 #pragma once
 #include "plan.cuh"
 
@@ -18,7 +19,10 @@ template <int ROWS> DEVICE u32 piece_at(int row, int chunk) {
     return (chunk >> 3) * (ROWS * 128) + row * 128 + (((chunk ^ row) & 7) << 4);
 }
 
-DEVICE bool pages_hold_groups(const Attention& a) {
+// Whether groups of 16 come as boxes, which the host decides, or at least lie in one page each.
+DEVICE bool by_boxes(const Attention& a) { return PREFIXKIT_MAPS && a.boxes; }
+DEVICE bool holds_groups(const Attention& a) {
+    if (PREFIXKIT_MAPS) return a.boxes;
     return EVEN && a.page_size % GROUP == 0 && (a.page_size & (a.page_size - 1)) == 0 && a.slot_stride == D;
 }
 // The page of a slot, and its place there; page sizes are powers of two here.

@@ -36,15 +36,34 @@ template <int VECTORS> DEVICE void fold(Folded<VECTORS>& f, float lse, const flo
     }
 }
 
+// A head of a row to fold, and the first of its partials: known one unit ahead, for each is a read that waits for the last.
+template <int AT_ONCE> struct Parts {
+    int begin = 0, count = 0;
+    int first[AT_ONCE];
+};
+
+template <int AT_ONCE> DEVICE void find_bounds(const Attention& a, Parts<AT_ONCE>& p, int unit, int units) {
+    p.count = 0;
+    if (unit >= units) return;
+    const int row = unit / a.heads;
+    p.begin = a.merge_indptr[row], p.count = a.merge_indptr[row + 1] - p.begin;
+}
+template <int AT_ONCE> DEVICE void find_first(const Attention& a, Parts<AT_ONCE>& p) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+        if (i < p.count) p.first[i] = a.merge_indices[p.begin + i];
+}
+
 // Reads `count` (at most AT_ONCE) partials of a head, then folds them in order.
 template <int AT_ONCE, int LANES, int VECTORS>
-DEVICE void fold_some(const Attention& a, Folded<VECTORS>& f, const int* parts, int count, int head, int lane) {
+DEVICE void fold_some(const Attention& a, Folded<VECTORS>& f, const int (&parts)[AT_ONCE], int count, int head, int lane) {
     float lse[AT_ONCE];
     float4 x[AT_ONCE][VECTORS];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-        const long long at = (long long)parts[min(i, count - 1)] * a.heads + head;
-        lse[i] = i < count ? load_global1(a.partial_lse + at) : MINUS_INFINITY;
+        if (i >= count) break;
+        const long long at = (long long)parts[i] * a.heads + head;
+        lse[i] = load_global1(a.partial_lse + at);
 #pragma unroll
         for (int j = 0; j < VECTORS; ++j) x[i][j] = load_global(a.partial_out + at * D + 4 * (lane + LANES * j));
     }
@@ -68,25 +87,37 @@ template <int LANES, int VECTORS> DEVICE void finish_row(const Attention& a, con
 template <int LANES, int AT_ONCE> DEVICE void merge_rows_by(const Attention& a, int rows, int thread, int threads) {
     static_assert(D % (4 * LANES) == 0, "a lane holds whole vectors of a head");
     constexpr int VECTORS = D / (4 * LANES);
-    const int units = rows * a.heads, lane = thread % LANES, mergers = threads / LANES;
-    for (int unit = blockIdx.x + gridDim.x * (thread / LANES); unit < units; unit += gridDim.x * mergers) {
-        const int row = unit / a.heads, head = unit - row * a.heads;
-        const int begin = a.merge_indptr[row], count = a.merge_indptr[row + 1] - begin;
-        if (count == 0) continue;
-        Folded<VECTORS> f = {};
-        f.top = MINUS_INFINITY;
-        const int* parts = a.merge_indices + begin;
-        if (count <= 2) fold_some<2, LANES>(a, f, parts, count, head, lane);
-        else
-            for (int i = 0; i < count; i += AT_ONCE) fold_some<AT_ONCE, LANES>(a, f, parts + i, min(AT_ONCE, count - i), head, lane);
-        finish_row<LANES>(a, f, row, head, lane);
+    const int units = rows * a.heads, lane = thread % LANES, step = gridDim.x * (threads / LANES);
+    int unit = blockIdx.x + gridDim.x * (thread / LANES);
+    Parts<AT_ONCE> now, next;
+    find_bounds(a, now, unit, units);
+    find_bounds(a, next, unit + step, units);
+    find_first(a, now);
+    for (; unit < units; unit += step) {
+        Parts<AT_ONCE> after;
+        find_first(a, next);
+        find_bounds(a, after, unit + 2 * step, units);
+        if (now.count > 0) {
+            const int row = unit / a.heads, head = unit - row * a.heads;
+            Folded<VECTORS> f = {};
+            f.top = MINUS_INFINITY;
+            fold_some<AT_ONCE, LANES>(a, f, now.first, min(AT_ONCE, now.count), head, lane);
+            for (int i = AT_ONCE; i < now.count; i += AT_ONCE) {
+                Parts<AT_ONCE> more = now;
+                more.begin += i, more.count -= i;
+                find_first(a, more);
+                fold_some<AT_ONCE, LANES>(a, f, more.first, min(AT_ONCE, more.count), head, lane);
+            }
+            finish_row<LANES>(a, f, row, head, lane);
+        }
+        now = next, next = after;
     }
 }
 
 DEVICE void merge_rows(const Attention& a, int rows, int thread, int threads) {
-    constexpr int FEW = D % 32 == 0 ? 8 : 4, MANY = D % 128 == 0 ? 32 : D % 64 == 0 ? 16 : FEW;
-    if (rows * a.heads <= int(gridDim.x) * threads / MANY) merge_rows_by<MANY, D % 64 == 0 ? 16 : 4>(a, rows, thread, threads);
-    else merge_rows_by<FEW, D % 64 == 0 && D <= 128 ? 4 : 2>(a, rows, thread, threads);
+    constexpr int MANY = D % 128 == 0 ? 32 : D % 64 == 0 ? 16 : D % 32 == 0 ? 8 : 4, FEW = D > 128 && D % 32 == 0 ? 8 : 4;
+    if (rows * a.heads <= 2 * int(gridDim.x) * threads / MANY) merge_rows_by<MANY, D % 64 == 0 ? 16 : 4>(a, rows, thread, threads);
+    else merge_rows_by<FEW, 2>(a, rows, thread, threads);
 }
 
 }  // namespace prefixkit

@@ -1,8 +1,8 @@
 // Attention of few query rows (at most 8) to long KV: the bandwidth path.  Each warp works alone.
 //
 // shapes     an item has up to 8 rows, (query, head of the group) pairs of one KV head.
-// tiling     KV comes in chunks of 16 tokens through a warp's own ring of STAGES chunks, filled by 16-byte copies that run
-//            STAGES chunks ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so rows cost
+// tiling     KV comes in chunks of 16 tokens through a warp's own ring of chunks, filled by the copy engine (boxes, on Hopper) or by
+//            16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so rows cost
 //            an eighth of a tile and the output takes D / 4 registers.
 // cost       2 x 2 D bytes per token; D / 4 matrix instructions per 16 tokens, a quarter of what memory leaves time for.
 // limits     rows of any page size and stride; each row's page is looked up by one lane.
@@ -28,125 +28,41 @@ enum { FIRST = 1, LAST = 2, CAUSAL = 4, STOP = 8 };
 
 constexpr int BATCH = 8, NARROW_WARPS = 4;
 
-#ifndef PREFIXKIT_NARROW_FIRST
-#define PREFIXKIT_NARROW_FIRST 4  // the first of a block's narrow warps
-#endif
-// Neighbours in the list go to different blocks.
-DEVICE int narrow_worker() { return ((threadIdx.x >> 5) - PREFIXKIT_NARROW_FIRST) * gridDim.x + blockIdx.x; }
-
-struct Resolved {  // an item and its first segment; 48 bytes
+struct Resolved {  // an item and its first segment
     int q_begin, rows, partial, head;
-    int flags, seg, seg_end, last;  // segments after the first; position of the last query
+    int flags, seg, seg_end;  // segments after the first
+    Sight sight;
     Span span;
 };
-enum { CLIP = 16 };  // segments end at `last`
+constexpr int RESOLVED_BYTES = 52;
+static_assert(sizeof(Resolved) == RESOLVED_BYTES, "what a launch reserves");
 
-// Walks a worker's list and issues its loads.  BATCH items are resolved at once, one by each lane, into shared memory: each is
-// a chain of dependent reads.
-struct Loader {
-    const Attention& a;
-    Resolved* batch;
-    int taken = 0;                   // items begun
-    // the current item and segment
-    int seg, flags;
-    Span span;
-    int page = 0;                    // of the next chunk
-
-    DEVICE Loader(const Attention& a, Resolved* batch) : a(a), batch(batch) { begin_item(); }
-
-    DEVICE void resolve() {
-        const int lane = lane_anew(), group = group_of(a);
-        __syncwarp();
-        if (lane < BATCH) {
-            Resolved r = {};
-            const int entries = a.counts[1] * a.kv_heads;
-            const int entry = entry_of(taken + lane, narrow_worker(), NARROW_WARPS * gridDim.x);
-            r.flags = STOP;
-            if (entry < entries) {
-                const Item item = load_item(a.narrow, entry, a.kv_heads);
-                r.q_begin = item.q_begin, r.rows = (item.q_end - item.q_begin) * group;
-                r.partial = item.partial, r.head = item.head;
-                r.last = item.causal ? int(a.q_positions[item.q_end - 1]) : 0;
-                // A single query needs no comparison: the segment's end says it all.
-                r.flags = FIRST | (item.causal ? CLIP : 0) | (item.causal && item.q_end - item.q_begin > 1 ? CAUSAL : 0);
-                r.seg = item.seg_begin + 1, r.seg_end = item.seg_end;
-                r.span = load_span(a, item.node, item.begin, item.end, item.causal, r.last);
-            }
-            batch[lane] = r;
-        }
-        __syncwarp();
+// Entry `entry` of the narrow list, or STOP behind its end.
+DEVICE Resolved resolve_item(const Attention& a, int entry) {
+    Resolved r = {};
+    r.flags = STOP;
+    if (entry >= a.counts[1] * a.kv_heads) return r;
+    const Item item = load_item(a.narrow, entry, a.kv_heads);
+    r.q_begin = item.q_begin, r.rows = (item.q_end - item.q_begin) * group_of(a);
+    r.partial = item.partial, r.head = item.head;
+    int first = 0x7fffffff;
+    if (a.reach > 0) {
+#pragma unroll 1
+        for (int i = item.q_begin; i < item.q_end; ++i) first = min(first, int(a.q_positions[i]));
     }
-
-    DEVICE const Resolved& current() const { return batch[(taken - 1) % BATCH]; }
-
-    DEVICE void begin_item() {
-        if (taken % BATCH == 0) resolve();
-        const Resolved& r = batch[taken % BATCH];
-        flags = r.flags, seg = r.seg, span = r.span;
-        ++taken;
-        if (flags & STOP) return;
-        skip_empty();
-        look_up();
-    }
-
-    DEVICE void skip_empty() {
-        while (span.slot >= span.end && seg < current().seg_end) {
-            span = load_span(a, a.segments[3 * seg], a.segments[3 * seg + 1], a.segments[3 * seg + 2], flags & CLIP, current().last);
-            ++seg;
-        }
-    }
-
-    DEVICE void look_up() {
-        if (pages_hold_groups(a)) page = span.slot < span.end ? a.pages[span.pages + page_index(a, span.slot)] : 0;
-    }
-
-    // Fills a stage with the next chunk.
-    DEVICE void issue(u32 stage, Chunk* info) {
-        const int lane = lane_anew();
-        if (flags & STOP) {
-            if (lane == 0) info->flags = STOP;
-            copy_commit();
-            return;
-        }
-        const Resolved& item = current();
-        const int head = item.head;
-        const int low = span.slot & 15, slot = span.slot - low;
-        const int high = max(0, min(CHUNK, span.end - slot));
-        if (pages_hold_groups(a) && low == 0 && span.end - slot >= CHUNK) {
-            const long long from = (long long)row_of(a, page, place_in_page(a, slot), head) * 8;
-            copy_group<CHUNK>(stage, a.k + from);
-            copy_group<CHUNK>(stage + CHUNK_BYTES, a.v + from);
-        } else {
-            gather_rows<CHUNK>(a, a.k, stage, span, slot, low, high, head);
-            gather_rows<CHUNK>(a, a.v, stage + CHUNK_BYTES, span, slot, low, high, head);
-        }
-        copy_commit();
-        const int position = span.position + slot;
-        if (flags & FIRST) {  // its queries are read a few chunks later, from L1
-            const int group = group_of(a);
-            const char* q = (const char*)(a.q + ((long long)item.q_begin * a.heads + head * group) * D);
-            for (int row = 0; row < item.rows; row += group, q += (long long)a.heads * D * 2)
-                for (int at = lane * 32; at < group * D * 2; at += 32 * 32) touch(q + at);
-        }
-        span.slot = slot + CHUNK;
-        skip_empty();
-        const bool done = span.slot >= span.end;
-        if (lane == 0) {
-            int4* to = (int4*)info;
-            to[0] = make_int4(item.q_begin, item.rows, item.partial, head);
-            to[1] = make_int4((flags & (FIRST | CAUSAL)) | (done ? LAST : 0), low, high, position);
-        }
-        flags &= ~FIRST;
-        if (done) begin_item();
-        else look_up();
-    }
-};
+    r.sight = sight_of(a, item.causal, first, item.causal ? int(a.q_positions[item.q_end - 1]) : 0);
+    // A single query needs no comparison: the segment's end says it all.
+    r.flags = FIRST | (item.causal && item.q_end - item.q_begin > 1 ? CAUSAL : 0);
+    r.seg = item.seg_begin + 1, r.seg_end = item.seg_end;
+    r.span = load_span(a, item.node, item.begin, item.end, r.sight);
+    return r;
+}
 
 // The state of up to 8 rows; a lane holds columns (rows of the item) 2 (lane % 4) and + 1, and dims lane / 4 (+ 8) of each 16.
 struct NarrowState {
     u32 q[D / 16][2];
     float o[D / 16][4];
-    float top[2], sum[2];
+    float base[2], sum[2];
     int position[2], q_head[2];
 };
 
@@ -163,7 +79,7 @@ DEVICE void narrow_begin(const Attention& a, const Chunk& c, NarrowState& s) {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        s.top[i] = MINUS_INFINITY, s.sum[i] = 0.f;
+        s.base[i] = LOWEST, s.sum[i] = 0.f;
         if (MODIFIED || (c.flags & CAUSAL)) {
             const int row = min(2 * (lane & 3) + i, c.rows - 1);
             const int of = divide_small(row, group);
@@ -171,6 +87,18 @@ DEVICE void narrow_begin(const Attention& a, const Chunk& c, NarrowState& s) {
             s.q_head[i] = c.head * group + row - of * group;
         }
     }
+}
+
+// Zeros for the values that a chunk lacks: its boxes brought whatever lay there, and 0 * NaN is NaN.
+DEVICE void clear_absent(u32 values, int low, int high) {
+    const int lane = lane_anew();
+#pragma unroll 1
+    for (int piece = lane; piece < CHUNK * ROW_CHUNKS; piece += 32) {
+        const int row = piece / ROW_CHUNKS;
+        if (row < low || row >= high) store_zeros(values + piece_at<CHUNK>(row, piece % ROW_CHUNKS));
+    }
+    async_fence();  // the copy engine writes here next
+    __syncwarp();
 }
 
 DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u32 stage) {
@@ -187,47 +115,51 @@ DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u
 #pragma unroll
         for (int k = first; k < first + 4 && k < D / 16; ++k) mma(dot[k & 1], m[k - first], s.q[k][0], s.q[k][1]);
     }
+    const int low = c.low, high = c.high, flags = c.flags;
+    if (by_boxes(a) && (low > 0 || high < CHUNK)) clear_absent(stage + CHUNK_BYTES, low, high);
+    const int v_row = (lane & 7) + 8 * (lane >> 4), v_column = (lane >> 3) & 1;
+    const u32 v_base = stage + CHUNK_BYTES + v_row * 128, v_turn = ((v_column ^ v_row) & 7) << 4;
+    u32 v[4][4];  // the first of them while exponentials are taken
+#pragma unroll
+    for (int k = 0; k < 4 && k < D / 16; ++k) load_matrix_transposed(v[k], v_base + (v_turn ^ ((2 * k & 7) << 4)));
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int token = lane / 4 + 8 * (i / 2), position = c.position + token;
-        bool visible = token >= c.low && token < c.high;
-        if (c.flags & CAUSAL) visible = visible && position <= s.position[i & 1];
+        bool visible = token >= low && token < high;
+        if (flags & CAUSAL) visible = visible && position <= s.position[i & 1];
         x[i] = exponent(dot[0][i] + dot[1][i], a.scale, visible, s.position[i & 1], position, s.q_head[i & 1], a.parameters);
     }
+    // The base rises only when a score passes it by more than HEADROOM; see wide_sm90.cuh.
     float top[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
+    if (__any_sync(~0u, top[0] > s.base[0] + HEADROOM || top[1] > s.base[1] + HEADROOM)) {
 #pragma unroll
-    for (int d = 4; d < 32; d <<= 1) {
-        top[0] = fmaxf(top[0], __shfl_xor_sync(~0u, top[0], d));
-        top[1] = fmaxf(top[1], __shfl_xor_sync(~0u, top[1], d));
-    }
-    if (__any_sync(~0u, top[0] > s.top[0] || top[1] > s.top[1])) {
+        for (int d = 4; d < 32; d <<= 1) {
+            top[0] = fmaxf(top[0], __shfl_xor_sync(~0u, top[0], d));
+            top[1] = fmaxf(top[1], __shfl_xor_sync(~0u, top[1], d));
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float now = fmaxf(s.top[i], top[i]);
-            const float shrink = now == MINUS_INFINITY ? 1.f : exp2_fast(s.top[i] - now);
-            s.top[i] = now, s.sum[i] *= shrink;
+            const float base = fmaxf(s.base[i], top[i]), shrink = exp2_fast(s.base[i] - base);
+            s.base[i] = base, s.sum[i] *= shrink;
 #pragma unroll
             for (int k = 0; k < D / 16; ++k) s.o[k][i] *= shrink, s.o[k][i + 2] *= shrink;
         }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float base = s.top[i & 1] == MINUS_INFINITY ? 0.f : s.top[i & 1];
-        x[i] = exp2_fast(x[i] - base);
+        x[i] = exp2_fast(x[i] - s.base[i & 1]);
         s.sum[i & 1] += x[i];
     }
     const u32 p0 = transpose8(pack(x[0], x[1])), p1 = transpose8(pack(x[2], x[3]));
-    const int v_row = (lane & 7) + 8 * (lane >> 4), v_column = (lane >> 3) & 1;
-    const u32 v_base = stage + CHUNK_BYTES + v_row * 128, v_turn = ((v_column ^ v_row) & 7) << 4;
 #pragma unroll
     for (int first = 0; first < D / 16; first += 4) {
-        u32 m[4][4];
 #pragma unroll
-        for (int k = first; k < first + 4 && k < D / 16; ++k)
-            load_matrix_transposed(m[k - first], v_base + (k / 4) * (CHUNK * 128) + (v_turn ^ ((2 * k & 7) << 4)));
+        for (int k = first; k < first + 4 && k < D / 16; ++k) {
+            if (first > 0) load_matrix_transposed(v[k - first], v_base + (k / 4) * (CHUNK * 128) + (v_turn ^ ((2 * k & 7) << 4)));
+        }
 #pragma unroll
-        for (int k = first; k < first + 4 && k < D / 16; ++k) mma(s.o[k], m[k - first], p0, p1);
+        for (int k = first; k < first + 4 && k < D / 16; ++k) mma(s.o[k], v[k - first], p0, p1);
     }
 }
 
@@ -240,7 +172,7 @@ DEVICE void narrow_finish(const Attention& a, const Chunk& c, NarrowState& s) {
         const int row = 2 * (lane & 3) + i;
         if (row >= c.rows) continue;
         const int query = divide_small(row, group), head = c.head * group + row - query * group;
-        float lse = sum > 0.f ? (s.top[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
+        float lse = sum > 0.f ? (s.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
         float factor = sum > 0.f ? 1.f / sum : 0.f;
         if (c.partial >= 0) {
             const long long at = (long long)(c.partial + query) * a.heads + head;
@@ -260,37 +192,6 @@ DEVICE void narrow_finish(const Attention& a, const Chunk& c, NarrowState& s) {
             if (lane < 4) a.lse[at] = lse;
         }
     }
-}
-
-// Waits until at most `pending` of the latest chunks are under way.
-DEVICE void ring_wait(int pending) {
-    switch (pending) {
-        case 1: return copy_wait<1>();
-        case 2: return copy_wait<2>();
-        case 5: return copy_wait<5>();
-        default: return copy_wait<0>();
-    }
-}
-
-// A warp's whole share of the narrow list, through a ring of `stages`: 3 or 6.
-DEVICE void narrow_role(const Attention& a, u32 ring, int stages, Chunk* infos, Resolved* batch) {
-    if (narrow_worker() >= a.counts[1] * a.kv_heads) return;
-    Loader loader(a, batch);
-    NarrowState state = {};  // else the compiler keeps registers for it outside of this role
-    for (int i = 0; i < stages; ++i) loader.issue(ring + i * STAGE_BYTES, infos + i);
-    for (int stage = 0;; stage = stage + 1 == stages ? 0 : stage + 1) {
-        ring_wait(stages - 1);
-        __syncwarp();
-        const Chunk& c = infos[stage];  // read from shared memory where needed: registers are short
-        const int flags = c.flags;
-        if (flags & STOP) break;
-        if (flags & FIRST) narrow_begin(a, c, state);
-        narrow_compute(a, c, state, ring + stage * STAGE_BYTES);
-        if (flags & LAST) narrow_finish(a, c, state);
-        __syncwarp();
-        loader.issue(ring + stage * STAGE_BYTES, infos + stage);
-    }
-    copy_wait<0>();
 }
 
 }  // namespace prefixkit

@@ -11,7 +11,19 @@ constexpr int D = PREFIXKIT_HEAD_DIM;
 constexpr int ROW_CHUNKS = D / 8;                          // 16-byte pieces of a head's row
 static_assert(D % 16 == 0 && D <= 256, "head sizes are multiples of 16 up to 256");
 
+#ifndef PREFIXKIT_MAPS
+#define PREFIXKIT_MAPS 0  // 1: KV comes in boxes where pages allow it (Hopper)
+#endif
+#if PREFIXKIT_MAPS
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+#endif
+
 struct Attention {
+#if PREFIXKIT_MAPS
+    TensorMap k_map, v_map;       // dimensions (D, slots, KV heads, pages), boxes of (64, 16, 1, 1), 128-byte swizzle
+    TensorMap k_row, v_row;       // the same with boxes of (64, 1, 1, 1)
+    TensorMap k_group, v_group;   // dimensions (64, slots, D / 64, KV heads, pages), boxes of (64, 16, D / 64, 1, 1)
+#endif
     const u16* q;                 // [rows, heads, D]
     const u16* k;                 // pages: head h of slot s of page p begins at p * page_stride + h * head_stride + s * slot_stride
     const u16* v;
@@ -34,8 +46,10 @@ struct Attention {
     const int* first_slot;
     long long page_stride, head_stride, slot_stride;  // elements, multiples of 8; the same for k and v
     int heads, kv_heads, page_size;
-    float scale;
+    float scale, scale_log2;      // the second times log2(e)
     const float* parameters;      // of the variant
+    int reach;                    // a query at position p sees none before p - reach + 1; 0: it sees all
+    int boxes;                    // 1: pages have 16, 32, 64... slots, so that boxes of 16 rows lie inside them
 };
 
 // Query heads of a KV head.
@@ -70,13 +84,32 @@ struct Span {
     int position;  // position of slot 0
 };
 
-// `last`: position of the last query that may look, for causal items.
-DEVICE Span load_span(const Attention& a, int node, int begin, int end, bool causal, int last) {
+// Positions that an item's queries can see.
+struct Sight {
+    int low, high;  // [low, high)
+};
+
+// `last` and `first`: the largest and smallest position among the item's queries.
+DEVICE Sight sight_of(const Attention& a, bool causal, int first, int last) {
+    return {a.reach > 0 ? first - a.reach + 1 : 0, causal ? last + 1 : 0x7fffffff};
+}
+
+// The smallest position among an item's queries; a warp works together.  Only variants with a reach need it.
+DEVICE int first_position(const Attention& a, const Item& item) {
+    if (a.reach == 0) return 0;
+    int first = 0x7fffffff;
+    for (int i = item.q_begin + lane_anew(); i < item.q_end; i += 32) first = min(first, int(a.q_positions[i]));
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) first = min(first, __shfl_xor_sync(~0u, first, d));
+    return first;
+}
+
+DEVICE Span load_span(const Attention& a, int node, int begin, int end, const Sight& sight) {
     Span s;
     const int first = a.first_slot[node], start = a.node_start[node], length = a.node_length[node];
     s.pages = a.page_indptr[node];
-    end = min(end, length);
-    if (causal) end = min(end, last + 1 - start);
+    end = min(min(end, length), sight.high - start);
+    begin = max(begin, sight.low - start);
     s.slot = first + begin;
     s.end = first + end;
     s.position = start - first;

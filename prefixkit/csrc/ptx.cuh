@@ -28,8 +28,26 @@ template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_gro
 DEVICE void store_shared16(u32 to, int4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
+// A box of a tensor from global to shared memory, by the copy engine; `map` describes tensor, box and swizzle, x... are the box's
+// first coordinates, innermost first.  Its bytes count towards `barrier`.  `policy`: what L2 should do with the lines.
+DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(policy) : "memory");
+}
+DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, int v, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
+                 ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "l"(policy) : "memory");
+}
+DEVICE u64 policy_stream() { u64 x; asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(x)); return x; }
+DEVICE u64 policy_keep() { u64 x; asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(x)); return x; }
+DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // Brings a line near without waiting for it.
 DEVICE void touch(const void* p) { asm volatile("{.reg .b32 x; ld.global.ca.b32 x, [%0];}" ::"l"(p)); }
+
+DEVICE void store_zeros(u32 to) { asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory"); }
+// Orders ordinary accesses to shared memory before those of the copy engine and the warpgroup instructions (sm_90).
+DEVICE void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- matrices ----
 DEVICE void load_matrix(u32 (&a)[4], u32 address) {
@@ -84,21 +102,46 @@ DEVICE float4 load_global(const float* p) {
     return x;
 }
 DEVICE float load_global1(const float* p) { float x; asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory"); return x; }
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEVICE u32 load_acquire(const u32* p) { u32 x; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory"); return x; }
 
 // ---- barriers in shared memory ----
 DEVICE void barrier_init(u32 barrier, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory"); }
 DEVICE void barrier_arrive(u32 barrier) { asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" ::"r"(barrier) : "memory"); }
-// Arrives once all copies that this thread has issued have landed.
-DEVICE void barrier_arrive_after_copies(u32 barrier) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory"); }
+// Makes the phase wait for so many bytes of boxes; they must not land before.
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// One lane of a warp arrives, once all have come.
+DEVICE void barrier_arrive_warp(u32 barrier) {
+    asm volatile("{.reg .pred p;\n .reg .b64 t;\n elect.sync _|p, 0xffffffff;\n @p mbarrier.arrive.shared.b64 t, [%0];\n}" ::"r"(barrier) : "memory");
+}
+// Arrives, and makes the phase wait for so many bytes of boxes.
+DEVICE void barrier_arrive_expect(u32 barrier, u32 bytes) {
+    asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1;}" ::"r"(barrier), "r"(bytes) : "memory");
+}
 // Waits for the end of the phase with this parity.
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
     asm volatile("{.reg .pred p;\n"
                  "WAIT%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-                 "@p bra DONE%=;\n bra WAIT%=;\n DONE%=: }" ::"r"(barrier), "r"(parity) : "memory");
+                 "@!p bra WAIT%=;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+// Whether the phase has ended.
+DEVICE bool barrier_over(u32 barrier, u32 parity) {
+    u32 over;
+    asm volatile("{.reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
+    return over;
+}
+// The same for two barriers, asked together: an answer takes its time.
+DEVICE void barrier_wait(u32 first, u32 first_parity, u32 second, u32 second_parity) {
+    asm volatile("{.reg .pred p, q;\n"
+                 "WAIT%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 q, [%2], %3;\n"
+                 "and.pred p, p, q;\n"
+                 "@!p bra WAIT%=;\n}" ::"r"(first), "r"(first_parity), "r"(second), "r"(second_parity) : "memory");
 }
 template <int ID, int THREADS> DEVICE void named_barrier() { asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory"); }
-DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+template <int ID, int THREADS> DEVICE void named_arrive() { asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory"); }
 
 }  // namespace prefixkit

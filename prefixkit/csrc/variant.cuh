@@ -20,6 +20,10 @@ struct Variant {
 namespace prefixkit {
 constexpr bool MODIFIED = Variant::HAS_SCORE || Variant::HAS_MASK;
 
+// Exponentials are taken against a base for each row that starts at LOWEST and may trail the row's largest exponent by HEADROOM
+// or so: they stay below ALLOWED, well inside float16, and a base that moves seldom costs little.
+constexpr float LOWEST = -1e30f, HEADROOM = 8.f, ALLOWED = 4096.f;
+
 // From q . k to the exponent of 2, -inf where hidden.
 DEVICE float exponent(
     float dot, float scale, bool visible, int q_position, int kv_position, int head, const float* parameters) {

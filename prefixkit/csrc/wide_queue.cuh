@@ -8,7 +8,7 @@
 #pragma once
 #include "gather.cuh"
 #include "merge.cuh"
-#include "narrow.cuh"
+#include "narrow_copy.cuh"
 
 namespace prefixkit {
 
@@ -46,12 +46,14 @@ constexpr u32 RAGGED = ~0u;
 struct __align__(16) Walk {
     int round, filled;                           // entries begun; units in the queue so far
     int flags, seg, seg_end;                     // of the item
-    int first, last;                             // positions of its queries
+    int first;                                   // position of its first query
+    Sight sight;                                 // of its queries
     int q_begin, partial;
     u32 tile;
     Span span;                                   // what is left of its segment
-    int pad[2];
+    int pad[1];
 };
+enum { CLIP = 16 };                              // a causal item: not all of its queries see all that one sees
 
 constexpr int EXTRA_BYTES = TILE * 4 + int(sizeof(Walk));  // positions of the tile's rows, and the walk
 constexpr int UNIT_INFO = int(sizeof(WideUnit));
@@ -97,17 +99,17 @@ struct Refill {
         const int rows = min(TILE, (item.q_end - item.q_begin) * group - slice * TILE);
         w.tile = u32(head) | u32(rows) << 16 | u32(slice) << 24;
         w.q_begin = item.q_begin, w.partial = item.partial;
-        w.first = w.last = 0;
-        if (item.causal) w.first = int(a.q_positions[item.q_begin]), w.last = int(a.q_positions[item.q_end - 1]);
+        w.first = item.causal ? int(a.q_positions[item.q_begin]) : 0;
+        w.sight = sight_of(a, item.causal, first_position(a, item), item.causal ? int(a.q_positions[item.q_end - 1]) : 0);
         w.flags = FIRST | (item.causal ? CLIP : 0);
         w.seg = item.seg_begin + 1, w.seg_end = item.seg_end;
-        w.span = load_span(a, item.node, item.begin, item.end, item.causal, w.last);
+        w.span = load_span(a, item.node, item.begin, item.end, w.sight);
         skip_empty();
     }
 
     DEVICE void skip_empty() {
         while (w.span.slot >= w.span.end && w.seg < w.seg_end) {
-            w.span = load_span(a, a.segments[3 * w.seg], a.segments[3 * w.seg + 1], a.segments[3 * w.seg + 2], w.flags & CLIP, w.last);
+            w.span = load_span(a, a.segments[3 * w.seg], a.segments[3 * w.seg + 1], a.segments[3 * w.seg + 2], w.sight);
             ++w.seg;
         }
     }

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.attention import workload
+from benchmarks.tree_attention.workloads import tree_of
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries, all_rows, visible_lengths
 from prefixkit.attention.gpu_buffers import GpuPlanBuffers, PlanCapacity, PlanTooLarge, capacity_for, size_of
@@ -13,7 +13,7 @@ from tests.attention.forests import make_snapshot, random_parents
 
 
 def plan_of(name):
-    snapshot = workload(name)
+    snapshot = tree_of(name)
     leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
     queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
     rows = all_rows(snapshot, queries, HeadShape(8, 1, 128, 2), H200_COST)

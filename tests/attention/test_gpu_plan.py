@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from benchmarks.attention import tree, workload
+from benchmarks.tree_attention.workloads import tree, tree_of
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import OPEN, Queries, all_rows, decompose, visible_lengths
 from prefixkit.attention.gpu_cost import H200, H200_COST, GpuCost, Role
@@ -161,7 +161,7 @@ def test_a_lone_long_sequence_is_spread_over_the_gpu():
 
 def test_tiles_of_a_shared_node_that_read_the_same_piece_follow_each_other():
     """So that the multiprocessors work on the same keys at the same time, and the cache holds them."""
-    snapshot = workload("2L b256 p16384 s16")
+    snapshot = tree_of("2L b256 p16384 s16")
     leaf = np.arange(1, 257, dtype=np.int32)
     queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
     formats = decompose(snapshot, queries, HeadShape(8, 1, 128, 2), H200_COST)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.attention import tree, workload
+from benchmarks.tree_attention.workloads import tree, tree_of
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.cuda_planner import OVERFLOW, CudaPlanner
 from prefixkit.attention.formats import Queries
@@ -68,7 +68,7 @@ def test_random_trees_give_the_specified_plan_bit_by_bit(size):
 )
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (32, 32)])
 def test_the_benchmarks_trees(name, heads):
-    snapshot = workload(name)
+    snapshot = tree_of(name)
     queries, shape = leaves_of(snapshot), HeadShape(*heads, 128, 2)
     planner = poisoned(planner_of(snapshot, queries, shape, H200, 132))
     planner.load(snapshot, queries)
@@ -89,7 +89,7 @@ def test_a_long_prompt():
 
 def test_a_captured_graph_plans_anew_as_nodes_grow_and_trees_change():
     shape = HeadShape(8, 1, 128, 2)
-    first, other = workload("2L b256 p4096 s128"), workload("2L b64 p1024 s512")
+    first, other = tree_of("2L b256 p4096 s128"), tree_of("2L b64 p1024 s512")
     planner = planner_of(first, leaves_of(first), shape, H200, 132)
     planner.load(first, leaves_of(first))
     planner.plan()
@@ -111,7 +111,7 @@ def test_a_captured_graph_plans_anew_as_nodes_grow_and_trees_change():
 
 
 def test_a_tree_that_may_not_fit_is_refused_before_anything_is_launched():
-    small, large = workload("2L b64 p1024 s16"), workload("2L b256 p1024 s16")
+    small, large = tree_of("2L b64 p1024 s16"), tree_of("2L b256 p1024 s16")
     shape = HeadShape(8, 1, 128, 2)
     planner = planner_of(small, leaves_of(small), shape, H200, 132)
     with pytest.raises(PlanTooLarge, match="257 nodes, but the planner has room for 65"):
@@ -124,7 +124,7 @@ def test_a_tree_that_may_not_fit_is_refused_before_anything_is_launched():
 @pytest.mark.parametrize("short", ["wide", "narrow", "segments", "rows", "partials"])
 def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     """A tree that kernels wrote was never checked; nothing is written outside."""
-    snapshot, shape = workload("2L b256 p16384 s128"), HeadShape(8, 1, 128, 2)
+    snapshot, shape = tree_of("2L b256 p16384 s128"), HeadShape(8, 1, 128, 2)
     queries = leaves_of(snapshot)
     planner = planner_of(snapshot, queries, shape, H200, 132)
     need = size_of(specified(snapshot, queries, shape, H200, 132))
