@@ -16,21 +16,16 @@ namespace prefixkit {
 
 // A complete group in one page; slots lie `stride` elements apart.  `to`: row 0 of the group in the tile.
 template <int ROWS> DEVICE void copy_whole(u32 to, const u16* from, long long stride) {
-    const int lane = lane_anew();
-    if constexpr (EVEN) {
-        constexpr int STEP = 32 / ROW_CHUNKS;    // rows at a time
-        const int column = lane % ROW_CHUNKS, sub = lane / ROW_CHUNKS;
-        const u32 base = to + (column >> 3) * (ROWS * 128) + sub * 128, turn = ((column ^ sub) & 7) << 4;
-        from += sub * stride + column * 8;
+    // A warp copies WIDE pieces of STEP rows at a time; WIDE is the largest power of two that divides a row.
+    constexpr int WIDE = ROW_CHUNKS & -ROW_CHUNKS, STEP = 32 / WIDE;
+    const int lane = lane_anew(), column = lane % WIDE, sub = lane / WIDE;
+    const u32 base = to + (column >> 3) * (ROWS * 128) + sub * 128, turn = ((column ^ sub) & 7) << 4;
+    from += sub * stride + column * 8;
 #pragma unroll
-        for (int i = 0; i < GROUP / STEP; ++i) copy16(base + i * STEP * 128 + (turn ^ ((i * STEP & 7) << 4)), from + i * STEP * stride, true);
-    } else {
+    for (int row = 0; row < GROUP; row += STEP, from += STEP * stride)
 #pragma unroll
-        for (int piece = lane; piece < GROUP * ROW_CHUNKS; piece += 32) {
-            const int row = piece / ROW_CHUNKS, column = piece % ROW_CHUNKS;
-            copy16(to + piece_at<ROWS>(row, column), from + row * stride + column * 8, true);
-        }
-    }
+        for (int c = 0; c < ROW_CHUNKS; c += WIDE)
+            copy16(base + (c >> 3) * (ROWS * 128) + row * 128 + (turn ^ (((row ^ c) & 7) << 4)), from + c * 8, true);
 }
 
 // This warp's part of a unit's keys, or values: tokens [low, high), the others zero.
@@ -68,21 +63,17 @@ DEVICE void wide_queries(const Attention& a, const WideUnit& item, const WideSha
 
 // ---- computing ----
 
-// Tokens whose scores are in registers together.
-constexpr int SPAN = D > 64 ? 32 : UNIT;
-constexpr int SPANS = UNIT / SPAN;
-
 // A lane has rows lane / 4 (+ 8) of its warp's 16 in each stripe, and columns 2 (lane % 4) (+ 1) of every 8.
 struct WideState {
-    u32 p[SPANS][STRIPES][SPAN / 16][4];         // exponentials, rounded, as operand
-    float shrink[SPANS][STRIPES][2];             // what older outputs are to be multiplied by
+    u32 p[STRIPES][UNIT / 16][4];                // probabilities, rounded, as operand
     float o[STRIPES][D / 8][4];
     float top[STRIPES][2], sum[STRIPES][2];      // `sum` over this lane's columns
+    float shrink[STRIPES][2];                    // what the output must be multiplied by before more is added
 };
 
-using Scores = float[STRIPES][SPAN / 8][4];
+using Scores = float[STRIPES][UNIT / 8][4];
 
-// Scores of a span.  `S`: stripes that have rows.
+// `S`: stripes that have rows.
 template <int S> DEVICE void wide_scores(Scores& x, u32 q, u32 k) {
     const int lane = lane_anew();
     const int q_row = 16 * (threadIdx.x >> 5) + (lane & 15), k_row = (lane & 7) + (lane >> 4) * 8;
@@ -91,16 +82,16 @@ template <int S> DEVICE void wide_scores(Scores& x, u32 q, u32 k) {
 #pragma unroll
     for (int s = 0; s < S; ++s)
 #pragma unroll
-        for (int n = 0; n < SPAN / 8; ++n) x[s][n][0] = x[s][n][1] = x[s][n][2] = x[s][n][3] = 0.f;
+        for (int n = 0; n < UNIT / 8; ++n) x[s][n][0] = x[s][n][1] = x[s][n][2] = x[s][n][3] = 0.f;
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
-        u32 mq[S][4], mk[SPAN / 16][4];
+        u32 mq[S][4], mk[UNIT / 16][4];
 #pragma unroll
         for (int s = 0; s < S; ++s) load_matrix(mq[s], q_base + s * 64 * 128 + (i / 4) * (TILE * 128) + (q_turn ^ ((2 * i & 7) << 4)));
 #pragma unroll
-        for (int n = 0; n < SPAN / 16; ++n) load_matrix(mk[n], k_base + n * 2048 + (i / 4) * (UNIT * 128) + (k_turn ^ ((2 * i & 7) << 4)));
+        for (int n = 0; n < UNIT / 16; ++n) load_matrix(mk[n], k_base + n * 2048 + (i / 4) * (UNIT * 128) + (k_turn ^ ((2 * i & 7) << 4)));
 #pragma unroll
-        for (int n = 0; n < SPAN / 16; ++n)
+        for (int n = 0; n < UNIT / 16; ++n)
 #pragma unroll
             for (int s = 0; s < S; ++s) {
                 mma(x[s][2 * n], mq[s], mk[n][0], mk[n][1]);
@@ -112,41 +103,37 @@ template <int S> DEVICE void wide_scores(Scores& x, u32 q, u32 k) {
 template <int S> DEVICE void wide_values(WideState& w, u32 v) {
     const int lane = lane_anew(), v_row = lane & 15;
     const u32 v_base = v + v_row * 128, v_turn = (((lane >> 4) ^ v_row) & 7) << 4;
+    bool changed = false;
 #pragma unroll
-    for (int part = 0; part < SPANS; ++part) {
-        bool changed = false;
+    for (int s = 0; s < S; ++s) changed = changed || w.shrink[s][0] != 1.f || w.shrink[s][1] != 1.f;
+    if (__any_sync(~0u, changed))
 #pragma unroll
-        for (int s = 0; s < S; ++s) changed = changed || w.shrink[part][s][0] != 1.f || w.shrink[part][s][1] != 1.f;
-        if (__any_sync(~0u, changed))
+        for (int s = 0; s < S; ++s)
 #pragma unroll
-            for (int s = 0; s < S; ++s)
-#pragma unroll
-                for (int i = 0; i < D / 8; ++i) {
-                    w.o[s][i][0] *= w.shrink[part][s][0], w.o[s][i][1] *= w.shrink[part][s][0];
-                    w.o[s][i][2] *= w.shrink[part][s][1], w.o[s][i][3] *= w.shrink[part][s][1];
-                }
-#pragma unroll
-        for (int n = 0; n < SPAN / 16; ++n)
-#pragma unroll
-            for (int i = 0; i < D / 16; ++i) {
-                const int chunk = part * (SPAN / 16) + n;
-                u32 m[4];
-                load_matrix_transposed(m, v_base + chunk * 2048 + (i / 4) * (UNIT * 128) + (v_turn ^ ((2 * i & 7) << 4)));
-#pragma unroll
-                for (int s = 0; s < S; ++s) {
-                    mma(w.o[s][2 * i], w.p[part][s][n], m[0], m[1]);
-                    mma(w.o[s][2 * i + 1], w.p[part][s][n], m[2], m[3]);
-                }
+            for (int i = 0; i < D / 8; ++i) {
+                w.o[s][i][0] *= w.shrink[s][0], w.o[s][i][1] *= w.shrink[s][0];
+                w.o[s][i][2] *= w.shrink[s][1], w.o[s][i][3] *= w.shrink[s][1];
             }
-    }
+#pragma unroll
+    for (int n = 0; n < UNIT / 16; ++n)
+#pragma unroll
+        for (int i = 0; i < D / 16; ++i) {
+            u32 m[4];
+            load_matrix_transposed(m, v_base + n * 2048 + (i / 4) * (UNIT * 128) + (v_turn ^ ((2 * i & 7) << 4)));
+#pragma unroll
+            for (int s = 0; s < S; ++s) {
+                mma(w.o[s][2 * i], w.p[s][n], m[0], m[1]);
+                mma(w.o[s][2 * i + 1], w.p[s][n], m[2], m[3]);
+            }
+        }
 }
 
 DEVICE int stripe_row(int stripe, int half) { return 64 * stripe + 16 * (threadIdx.x >> 5) + lane_anew() / 4 + 8 * half; }
 
-// Scores of a span to exponents of 2, -inf where hidden.
+// Scores to exponents of 2, -inf where hidden.
 template <int S>
-DEVICE void wide_exponents(const Attention& a, const WideUnit& unit, const int* positions, int part, Scores& x) {
-    const int column = part * SPAN + 2 * (lane_anew() & 3), group = group_of(a);
+DEVICE void wide_exponents(const Attention& a, const WideUnit& unit, const int* positions, Scores& x) {
+    const int column = 2 * (lane_anew() & 3), group = group_of(a);
     const int low = unit.low(), high = unit.high(), position = unit.position, rows = unit.rows(), row0 = unit.row0();
     const int first_head = unit.head() * group;
     const bool compare = unit.flags() & CAUSAL;
@@ -157,7 +144,7 @@ DEVICE void wide_exponents(const Attention& a, const WideUnit& unit, const int* 
             const int row = min(stripe_row(s, half), rows - 1), mine = positions[row];
             const int of = row0 + row, q_head = first_head + of - divide_small(of, group) * group;
 #pragma unroll
-            for (int n = 0; n < SPAN / 8; ++n)
+            for (int n = 0; n < UNIT / 8; ++n)
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const int token = 8 * n + column + j;
@@ -168,8 +155,8 @@ DEVICE void wide_exponents(const Attention& a, const WideUnit& unit, const int* 
         }
 }
 
-// Exponents, or plain scores, of a span to probabilities relative to the largest so far; says what older outputs shrink by.
-template <bool PLAIN, int S> DEVICE void wide_softmax(float scale, WideState& w, int part, Scores& x) {
+// Exponents, or plain scores, to probabilities relative to the largest so far; says what older outputs shrink by.
+template <bool PLAIN, int S> DEVICE void wide_softmax(float scale, WideState& w, Scores& x) {
     const float factor = PLAIN ? scale * LOG2E : 1.f;
 #pragma unroll
     for (int s = 0; s < S; ++s)
@@ -177,40 +164,32 @@ template <bool PLAIN, int S> DEVICE void wide_softmax(float scale, WideState& w,
         for (int half = 0; half < 2; ++half) {
             float top = x[s][0][2 * half];
 #pragma unroll
-            for (int n = 0; n < SPAN / 8; ++n) top = fmaxf(top, fmaxf(x[s][n][2 * half], x[s][n][2 * half + 1]));
+            for (int n = 0; n < UNIT / 8; ++n) top = fmaxf(top, fmaxf(x[s][n][2 * half], x[s][n][2 * half + 1]));
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * factor;
             top = fmaxf(top, w.top[s][half]);
             const float base = top == MINUS_INFINITY ? 0.f : top, shrink = exp2_fast(w.top[s][half] - base);
-            w.shrink[part][s][half] = shrink, w.top[s][half] = top;
+            w.shrink[s][half] = shrink, w.top[s][half] = top;
             float sum = 0.f;
 #pragma unroll
-            for (int n = 0; n < SPAN / 8; ++n) {
+            for (int n = 0; n < UNIT / 8; ++n) {
                 const float one = exp2_fast(x[s][n][2 * half] * factor - base);
                 const float two = exp2_fast(x[s][n][2 * half + 1] * factor - base);
                 sum += one + two;
-                w.p[part][s][n / 2][2 * (n & 1) + half] = pack(one, two);
+                w.p[s][n / 2][2 * (n & 1) + half] = pack(one, two);
             }
             w.sum[s][half] = w.sum[s][half] * shrink + sum;
         }
 }
 
-// The scores of a span are turned into probabilities while the matrix units work on the next one's.
-template <int S>
-DEVICE void wide_keys(const Attention& a, const WideUnit& unit, const WideShared& s, WideState& w, u32 k) {
-    Scores x[SPANS];
+template <int S> DEVICE void wide_keys(const Attention& a, const WideUnit& unit, const WideShared& s, WideState& w, u32 k) {
+    Scores x;
+    wide_scores<S>(x, s.q, k);
     if (MODIFIED || (unit.flags() & CAUSAL) || unit.low() > 0 || unit.high() < UNIT) {
-#pragma unroll
-        for (int part = 0; part < SPANS; ++part) {
-            wide_scores<S>(x[part], s.q, k + part * SPAN * 128);
-            wide_exponents<S>(a, unit, s.positions, part, x[part]);
-            wide_softmax<false, S>(a.scale, w, part, x[part]);
-        }
+        wide_exponents<S>(a, unit, s.positions, x);
+        wide_softmax<false, S>(a.scale, w, x);
     } else {
-#pragma unroll
-        for (int part = 0; part < SPANS; ++part) wide_scores<S>(x[part], s.q, k + part * SPAN * 128);
-#pragma unroll
-        for (int part = 0; part < SPANS; ++part) wide_softmax<true, S>(a.scale, w, part, x[part]);
+        wide_softmax<true, S>(a.scale, w, x);
     }
 }
 
