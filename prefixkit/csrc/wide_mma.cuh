@@ -22,10 +22,10 @@ template <int ROWS> DEVICE void copy_whole(u32 to, const u16* from, long long st
     const u32 base = to + (column >> 3) * (ROWS * 128) + sub * 128, turn = ((column ^ sub) & 7) << 4;
     from += sub * stride + column * 8;
 #pragma unroll
-    for (int row = 0; row < GROUP; row += STEP, from += STEP * stride)
+    for (int row = 0; row < GROUP; row += STEP)
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c += WIDE)
-            copy16(base + (c >> 3) * (ROWS * 128) + row * 128 + (turn ^ (((row ^ c) & 7) << 4)), from + c * 8, true);
+            copy16(base + (c >> 3) * (ROWS * 128) + row * 128 + (turn ^ (((row ^ c) & 7) << 4)), from + row * stride + c * 8, true);
 }
 
 // This warp's part of a unit's keys, or values: tokens [low, high), the others zero.
