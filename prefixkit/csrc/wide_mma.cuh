@@ -1,7 +1,6 @@
 // Attention of many query rows to shared KV with mma.sync, for any GPU from sm_80 on: the matrix path.
 //
-// shapes     an item has any number of rows, (query, head of the group) pairs of one KV head; a tile takes TILE of them, so a group
-//            larger than a tile is cut into slices, each an entry of its own in the walk.
+// shapes     an item has up to 128 rows, or those of one query: (query, head of the group) pairs of one KV head.  A tile takes TILE.
 // tiling     a block of four warps shares units of UNIT tokens.  A warp has 16 rows of each 64: scores, probabilities (rounded to the
 //            operand of the second product) and output stay in its registers, queries in shared memory.  Keys and values of the units
 //            come alternately through a ring of SLOTS tiles, filled by 16-byte copies that run SLOTS - 1 tiles ahead, across items.
@@ -238,8 +237,8 @@ DEVICE void wide_finish(const Attention& a, const WideUnit& item, WideState& w) 
 // The block's whole share of the wide list.  A step waits for its tile of the ring, sends for the tile that takes the place of the
 // one before, and computes.
 DEVICE void wide_role(const Attention& a, const WideShared& s) {
-    const int slices = (group_of(a) + TILE - 1) / TILE, warp = threadIdx.x >> 5, first_row = 16 * warp;
-    if (int(blockIdx.x) >= a.counts[0] * a.kv_heads * slices) return;
+    const int warp = threadIdx.x >> 5, first_row = 16 * warp;
+    if (int(blockIdx.x) >= a.counts[0] * a.kv_heads * slices_of(a)) return;
     int filled = 0, at = 0, to = 0;              // units in the queue; tiles of the ring to compute and to fill
     if (warp == 0) {
         Refill refill(a, s);

@@ -1,7 +1,8 @@
 // The units of a block's wide items in the order in which they are computed, looked up ahead of their copies.
 //
 // shapes     an item has any number of rows, TILE of them a tile; its units of UNIT tokens begin at multiples of 16 slots.
-// tiling     a queue of QUEUE units in shared memory, which one warp refills: a lane looks up one group of 16 tokens, so that the pages
+// tiling     an item of more rows than a tile is walked once for each slice of TILE rows: whatever tiles a plan was cut for.
+//            A queue of QUEUE units in shared memory, which one warp refills: a lane looks up one group of 16 tokens, so that the pages
 //            of many units cost the latency of one read.
 // cost       one refill for several units of a long segment, and one for every short segment.
 // limits     groups of at most 128 tiles, 65,536 KV heads.
@@ -17,6 +18,7 @@ namespace prefixkit {
 #endif
 
 constexpr int BLOCK_WARPS = 4;
+constexpr int PLANNED_ROWS = 128;                // of an item, unless one query's group has more
 constexpr int STRIPES = D <= 128 ? 2 : 1;        // of 64 rows in a tile
 constexpr int TILE = 64 * STRIPES;
 // Tokens of a unit, where three tiles of so many fit beside the queries.
@@ -41,6 +43,9 @@ struct __align__(16) WideUnit {
     DEVICE int row0() const { return (tile >> 24) * TILE; }
 };
 constexpr u32 RAGGED = ~0u;
+
+// Tiles of the largest item that a plan may hold.  The walk goes through the first tiles of all items, then the second ones and so on.
+DEVICE int slices_of(const Attention& a) { return (max(group_of(a), PLANNED_ROWS) + TILE - 1) / TILE; }
 
 // Where a block is in its share of the wide list.
 struct __align__(16) Walk {
@@ -87,17 +92,19 @@ struct Refill {
     }
 
     DEVICE void next_item() {
-        const int group = group_of(a), slices = (group + TILE - 1) / TILE, sharing = a.kv_heads * slices;
-        const int entries = a.counts[0] * sharing;
-        int entry;
+        const int group = group_of(a), heads = a.counts[0] * a.kv_heads, entries = heads * slices_of(a);
+        Item item = {};
+        int slice = 0, rows = 0;
         do {
             if (w.round * int(gridDim.x) >= entries) { w.flags = STOP; return; }
-            entry = entry_of(w.round++, blockIdx.x, gridDim.x);
-        } while (entry >= entries);
-        const Item item = load_item(a.wide, entry, sharing);
-        const int head = item.head / slices, slice = item.head - head * slices;
-        const int rows = min(TILE, (item.q_end - item.q_begin) * group - slice * TILE);
-        w.tile = u32(head) | u32(rows) << 16 | u32(slice) << 24;
+            const int entry = min(entry_of(w.round++, blockIdx.x, gridDim.x), entries);
+            slice = entry / heads;
+            rows = 0;  // beyond the last entry
+            if (entry == entries) continue;
+            item = load_item(a.wide, entry - slice * heads, a.kv_heads);
+            rows = min(TILE, (item.q_end - item.q_begin) * group - slice * TILE);
+        } while (rows <= 0);
+        w.tile = u32(item.head) | u32(rows) << 16 | u32(slice) << 24;
         w.q_begin = item.q_begin, w.partial = item.partial;
         w.first = item.causal ? int(a.q_positions[item.q_begin]) : 0;
         w.sight = sight_of(a, item.causal, first_position(a, item), item.causal ? int(a.q_positions[item.q_end - 1]) : 0);

@@ -137,9 +137,10 @@ def test_a_graph_replays_the_same_bits(group):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_any_plan_runs_whatever_tiles_it_was_cut_for():
-    """Tiles of fewer rows than the kernel's, and more workers than there are blocks."""
-    case = deep_case(3, torch.bfloat16, 4, 128)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_any_plan_runs_whatever_tiles_it_was_cut_for(head_dim):
+    """Tiles of fewer rows than the kernel's, or more, and more workers than there are blocks."""
+    case = deep_case(3, torch.bfloat16, 4, head_dim)
     call = on_gpu(case, plan_of(case, SHARE_ALL))
     exact, _ = dense(case)
     bound = 1.5 * torch_error(case, exact) + HALF_ULP[torch.bfloat16] * float(exact.abs().max())
