@@ -62,7 +62,7 @@ DEVICE Resolved resolve_item(const Attention& a, int entry) {
 struct NarrowState {
     u32 q[D / 16][2];
     float o[D / 16][4];
-    float base[2], sum[2];
+    float base[2], sum[2], weight[2];
     int position[2], q_head[2];
 };
 
@@ -79,7 +79,7 @@ DEVICE void narrow_begin(const Attention& a, const Chunk& c, NarrowState& s) {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        s.base[i] = LOWEST, s.sum[i] = 0.f;
+        s.base[i] = LOWEST, s.sum[i] = s.weight[i] = 0.f;
         if (MODIFIED || (c.flags & CAUSAL)) {
             const int row = min(2 * (lane & 3) + i, c.rows - 1);
             const int of = divide_small(row, group);
@@ -141,15 +141,18 @@ DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float base = fmaxf(s.base[i], top[i]), shrink = exp2_fast(s.base[i] - base);
-            s.base[i] = base, s.sum[i] *= shrink;
+            s.base[i] = base, s.sum[i] *= shrink, s.weight[i] *= shrink;
 #pragma unroll
             for (int k = 0; k < D / 16; ++k) s.o[k][i] *= shrink, s.o[k][i + 2] *= shrink;
         }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        x[i] = exp2_fast(x[i] - s.base[i & 1]);
-        s.sum[i & 1] += x[i];
+    for (int i = 0; i < 4; ++i) x[i] = exp2_fast(x[i] - s.base[i & 1]);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        s.sum[0] += x[i], s.sum[1] += x[i + 1];
+        round_pair(x[i], x[i + 1]);
+        s.weight[0] += x[i], s.weight[1] += x[i + 1];
     }
     const u32 p0 = transpose8(pack(x[0], x[1])), p1 = transpose8(pack(x[2], x[3]));
 #pragma unroll
@@ -167,13 +170,14 @@ DEVICE void narrow_finish(const Attention& a, const Chunk& c, NarrowState& s) {
     const int lane = lane_anew(), group = group_of(a);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        float sum = s.sum[i];
-        for (int d = 4; d < 32; d <<= 1) sum += __shfl_xor_sync(~0u, sum, d);
+        float sum = s.sum[i], weight = s.weight[i];
+#pragma unroll
+        for (int d = 4; d < 32; d <<= 1) sum += __shfl_xor_sync(~0u, sum, d), weight += __shfl_xor_sync(~0u, weight, d);
         const int row = 2 * (lane & 3) + i;
         if (row >= c.rows) continue;
         const int query = divide_small(row, group), head = c.head * group + row - query * group;
         float lse = sum > 0.f ? (s.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
-        float factor = sum > 0.f ? 1.f / sum : 0.f;
+        float factor = weight > 0.f ? 1.f / weight : 0.f;
         if (c.partial >= 0) {
             const long long at = (long long)(c.partial + query) * a.heads + head;
             float* to = a.partial_out + at * D + lane / 4;

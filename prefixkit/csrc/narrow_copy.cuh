@@ -67,7 +67,8 @@ struct Loader {
         const int head = item.head;
         const int low = span.slot & 15, slot = span.slot - low;
         const int high = max(0, min(CHUNK, span.end - slot));
-        copy_chunk(stage, slot, low, high, head);
+        // Asked of what is left, not of `high`: NVRTC 13.0 gets "clamped to 16, is 16" wrong.
+        copy_chunk(stage, slot, low, high, head, low == 0 && span.end - slot >= CHUNK);
         copy_commit();
         const int position = span.position + slot;
         if (flags & FIRST) {  // its queries are read a few chunks later, from L1
@@ -89,8 +90,8 @@ struct Loader {
         else look_up();
     }
 
-    DEVICE void copy_chunk(u32 stage, int slot, int low, int high, int head) {
-        if (holds_groups(a) && low == 0 && high == CHUNK) {
+    DEVICE void copy_chunk(u32 stage, int slot, int low, int high, int head, bool whole) {
+        if (holds_groups(a) && whole) {
             const long long from = (long long)row_of(a, page, place_in_page(a, slot), head) * 8;
             copy_group<CHUNK>(stage, a.k + from);
             copy_group<CHUNK>(stage + CHUNK_BYTES, a.v + from);

@@ -84,6 +84,15 @@ DEVICE u32 pack(float low, float high) {
 #endif
     return x;
 }
+// Both floats become what the storage type makes of them.
+DEVICE void round_pair(float& low, float& high) {
+    const u32 x = pack(low, high);
+#if PREFIXKIT_HALF
+    asm("{.reg .f16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;\n}" : "=f"(low), "=f"(high) : "r"(x));
+#else
+    low = __uint_as_float(x << 16), high = __uint_as_float(x & 0xffff0000u);
+#endif
+}
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // a / b for 0 <= a < 8192 and 0 < b < 1024, in a few instructions.

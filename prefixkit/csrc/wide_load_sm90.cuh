@@ -134,20 +134,21 @@ DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
             pages.begin(a, span);
             int slot = span.slot & ~15, low = span.slot & 15;
             do {
-                const int high = max(0, min(UNIT, span.end - slot));
+                const int left = span.end - slot, high = max(0, min(UNIT, left));
+                const bool whole = low == 0 && left >= UNIT;  // NVRTC 13.0 gets "clamped to 64, is 64" wrong
                 if (slot - pages.slot == 32 * GROUP) pages.advance(a);
                 barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
                 if (lane_anew() == 0) {
                     const bool last = !more && slot + UNIT >= span.end;
                     const int position = span.position + slot;
-                    const bool causal = position + high - 1 > all_see, compare = causal || low > 0 || high < UNIT;
+                    const bool causal = position + high - 1 > all_see, compare = causal || !whole;
                     const int flags = (last ? LAST : 0) | (causal ? CAUSAL : 0) | (compare ? COMPARE : 0);
                     if (!is_v) *(int4*)(s.units + ring.stage) = make_int4(flags, low, high, position);
                     barrier_arrive_expect(ring.full + 8 * ring.stage, UNIT_BYTES);  // before they can land
                 }
                 __syncwarp();
                 if (a.boxes) box_groups(a, &a.k_map + is_v, ring, pages, slot, low, high, head);
-                if (!a.boxes || low > 0 || high < UNIT) row_groups(a, &a.k_row + is_v, ring, span, slot, low, high, head);
+                if (!a.boxes || !whole) row_groups(a, &a.k_row + is_v, ring, span, slot, low, high, head);
                 ring.next();
                 slot += UNIT, low = 0;
             } while (slot < span.end);

@@ -21,7 +21,8 @@ struct WideState {
     float s[UNIT / 2];    // scores, then exponentials, of two rows
     u32 p[UNIT / 4];      // the same, rounded, as operand
     float o[D / 2];
-    float base[2], sum[2]; // of the two rows; `sum` over this thread's columns
+    float base[2];        // of the two rows
+    float sum[2], weight[2]; // of this thread's exponentials, and of them rounded
 };
 
 struct WideItem {
@@ -50,20 +51,23 @@ DEVICE void add_values(WideState& w, u32 tile) {
 
 // Exponentials are taken against a base for each row, which need not be the largest exponent: it starts at LOWEST and rises only when
 // one passes it by too much, for then lanes must agree on a new one, and older sums and outputs shrink (as in FlashAttention-4).
+// Outputs are divided by the sum of exponentials as the product with V sees them, rounded: else the largest, which is not 1 here,
+// would weigh too much or too little by its rounding.  The log-sum-exp is of the exponentials themselves.
 
 // The common case: no mask, no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was too
 // large: then the scores are lost, and nothing else has changed.
 DEVICE bool exponentials_at_once(const Attention& a, WideState& w) {
-    float sum[2][2] = {};
+    float sum[2] = {}, weight[2] = {};
 #pragma unroll
-    for (int i = 0; i < UNIT / 2; ++i) {
+    for (int i = 0; i < UNIT / 2; i += 2) {
         const int row = i >> 1 & 1;
-        w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[row]);
-        sum[row][i & 1] += w.s[i];
+        w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[row]), w.s[i + 1] = exp2_fast(w.s[i + 1] * a.scale_log2 - w.base[row]);
+        sum[row] += w.s[i] + w.s[i + 1];
+        round_pair(w.s[i], w.s[i + 1]);
+        weight[row] += w.s[i] + w.s[i + 1];
     }
-    const float first = sum[0][0] + sum[0][1], second = sum[1][0] + sum[1][1];
-    if (__any_sync(~0u, first > ALLOWED || second > ALLOWED)) return false;
-    w.sum[0] += first, w.sum[1] += second;
+    if (__any_sync(~0u, sum[0] > ALLOWED || sum[1] > ALLOWED)) return false;
+    w.sum[0] += sum[0], w.sum[1] += sum[1], w.weight[0] += weight[0], w.weight[1] += weight[1];
     return true;
 }
 
@@ -121,14 +125,16 @@ DEVICE bool exponentials(const Attention& a, const UnitInfo& c, const WideItem& 
             const float base = fmaxf(w.base[row], top[row]);
             shrink[row] = exp2_fast(w.base[row] - base);
             w.base[row] = base;
-            w.sum[row] *= shrink[row];
+            w.sum[row] *= shrink[row], w.weight[row] *= shrink[row];
         }
     }
 #pragma unroll
-    for (int i = 0; i < UNIT / 2; ++i) {
+    for (int i = 0; i < UNIT / 2; i += 2) {
         const int row = i >> 1 & 1;
-        w.s[i] = exp2_fast(w.s[i] - w.base[row]);
-        w.sum[row] += w.s[i];
+        w.s[i] = exp2_fast(w.s[i] - w.base[row]), w.s[i + 1] = exp2_fast(w.s[i + 1] - w.base[row]);
+        w.sum[row] += w.s[i] + w.s[i + 1];
+        round_pair(w.s[i], w.s[i + 1]);
+        w.weight[row] += w.s[i] + w.s[i + 1];
     }
     return rose;
 }
@@ -144,7 +150,7 @@ DEVICE void wide_begin(const Attention& a, const WideItem& item, WideState& w, i
     const u16* q[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        w.base[i] = LOWEST, w.sum[i] = 0.f;
+        w.base[i] = LOWEST, w.sum[i] = w.weight[i] = 0.f;
         const int row = min(row0 + 8 * i, item.rows - 1);
         q[i] = a.q + row_at(a, item.q_begin, row, item.head, group) * D + 2 * (threadIdx.x & 3);
     }
@@ -161,13 +167,13 @@ DEVICE void wide_finish(const Attention& a, const WideItem& item, WideState& w, 
     const int group = group_of(a), column = 2 * (threadIdx.x & 3);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        float sum = w.sum[i];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
+        float sum = w.sum[i], weight = w.weight[i];
+#pragma unroll
+        for (int d = 1; d < 4; d <<= 1) sum += __shfl_xor_sync(~0u, sum, d), weight += __shfl_xor_sync(~0u, weight, d);
         const int row = row0 + 8 * i;
         if (row >= item.rows) continue;
         float lse = sum > 0.f ? (w.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
-        float factor = sum > 0.f ? 1.f / sum : 0.f;
+        float factor = weight > 0.f ? 1.f / weight : 0.f;
         if (item.partial >= 0) {
             const long long at = row_at(a, item.partial, row, item.head, group);
             float* to = a.partial_out + at * D + column;
