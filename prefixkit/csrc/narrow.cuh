@@ -154,7 +154,7 @@ DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u
         round_pair(x[i], x[i + 1]);
         s.weight[0] += x[i], s.weight[1] += x[i + 1];
     }
-    const u32 p0 = transpose8(pack(x[0], x[1])), p1 = transpose8(pack(x[2], x[3]));
+    const u32 p0 = transpose8(pack_rounded(x[0], x[1])), p1 = transpose8(pack_rounded(x[2], x[3]));
 #pragma unroll
     for (int first = 0; first < D / 16; first += 4) {
 #pragma unroll

@@ -93,6 +93,14 @@ DEVICE void round_pair(float& low, float& high) {
     low = __uint_as_float(x << 16), high = __uint_as_float(x & 0xffff0000u);
 #endif
 }
+// Two floats that the storage type can hold.
+DEVICE u32 pack_rounded(float low, float high) {
+#if PREFIXKIT_HALF
+    return pack(low, high);
+#else
+    return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+#endif
+}
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // a / b for 0 <= a < 8192 and 0 < b < 1024, in a few instructions.

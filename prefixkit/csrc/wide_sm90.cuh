@@ -139,9 +139,9 @@ DEVICE bool exponentials(const Attention& a, const UnitInfo& c, const WideItem& 
     return rose;
 }
 
-DEVICE void round_exponentials(WideState& w) {
+DEVICE void pack_exponentials(WideState& w) {
 #pragma unroll
-    for (int i = 0; i < UNIT / 4; ++i) w.p[i] = pack(w.s[2 * i], w.s[2 * i + 1]);
+    for (int i = 0; i < UNIT / 4; ++i) w.p[i] = pack_rounded(w.s[2 * i], w.s[2 * i + 1]);
 }
 
 // Queries as operands: rows row0 and row0 + 8; rows that the item lacks repeat its last.
@@ -257,7 +257,7 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
     pin(w.s);
     exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
     free_stage(s.k_empty, at.stage());
-    round_exponentials(w);
+    pack_exponentials(w);
     bool ready = false;
     while (!(flags & LAST)) {
         const Place before = at;
@@ -287,7 +287,7 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
 #pragma unroll
             for (int i = 0; i < D / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
         }
-        round_exponentials(w);
+        pack_exponentials(w);
     }
     wait_values(s, at);
     turn_wait(half, both);
