@@ -9,7 +9,7 @@ from torch import Tensor
 from prefixkit.attention import jit
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.cuda_launch import Layout, launch
-from prefixkit.attention.cuda_units import PLAN
+from prefixkit.attention.cuda_units import PLAN, PLAN_LARGE, PLAN_NODES
 from prefixkit.attention.formats import Queries, check_queries, visible_lengths
 from prefixkit.attention.gpu_buffers import PlanCapacity, PlanTooLarge, capacity_for
 from prefixkit.attention.gpu_cost import H200, WIDE_ROWS, GpuCost
@@ -20,9 +20,17 @@ from prefixkit.tree.snapshot import TreeSnapshot
 # full tile, shared ints; roles.
 _LAYOUT = Layout("P" * 12 + "d" * 5 + "q" + "i" * 11 + "i" * 12)
 _THREADS = 1024
-# Ints of scratch: per node, tile, item; and the counters of the sort.
-_PER_NODE, _PER_TILE, _PER_ITEM, _COUNTERS = 16, 6, 7, 32 * 257 + 2048
+# Ints of scratch: per node, tile and item; room to round up.
+_PER_NODE, _PER_TILE, _PER_ITEM, _SPARE = 10, 6, 7, 256
 OVERFLOW = 7  # of counts: 1 where the plan did not fit, and is empty
+
+
+def _function(nodes: int, device: int) -> jit.Function:
+    if nodes <= PLAN_NODES:
+        function = jit.load(PLAN, device)[PLAN.names[0]]
+        if function.max_shared >= 4 * _PER_NODE * (PLAN_NODES + 4):
+            return function
+    return jit.load(PLAN_LARGE, device)[PLAN_LARGE.names[0]]
 
 
 class CudaPlanner:
@@ -59,9 +67,9 @@ class CudaPlanner:
         self._plan = Staged(capacity.shapes(), target)
         self.work: list[Tensor] = self._plan.tensors
         items = capacity.wide + capacity.narrow + 8
-        scratch = _PER_NODE * (nodes + 8) + (_PER_TILE + _PER_ITEM) * items + capacity.rows + _COUNTERS + 64
+        scratch = _PER_NODE * (nodes + 8) + (_PER_TILE + _PER_ITEM) * items + capacity.rows + _SPARE
         self._scratch = torch.zeros(scratch, dtype=torch.int32, device=target)
-        self._function = jit.load(PLAN, self._scratch.device.index)[PLAN.names[0]]
+        self._function = _function(nodes, self._scratch.device.index)
         _LAYOUT.check(self._function)
         self._values = self._arguments()
 

@@ -23,7 +23,12 @@ APPEND = Unit(
     "append_copy.cu", tuple(f"prefixkit::kv_{way}<{width}>" for way in ("append", "gather") for width in WIDTHS)
 )
 MERGE = Unit("merge_states.cu", ("prefixkit::merge_states<1>", "prefixkit::merge_states<4>"))
-PLAN = Unit("plan_tree.cu", ("prefixkit::plan_tree",))
+# For trees of so many nodes, all of whose arrays fit in shared memory; and for any.
+PLAN_NODES = 2304
+PLAN, PLAN_LARGE = (
+    Unit("plan_tree.cu", ("prefixkit::plan_tree",), (("PREFIXKIT_PLAN_NODES", str(nodes)),))
+    for nodes in (PLAN_NODES, 0)
+)
 
 ATTENTION = "prefixkit::tree_attention"
 # ``PREFIXKIT_KERNEL=portable``: the portable kernel also where there is one for the GPU at hand; for tests and comparisons.
@@ -88,4 +93,4 @@ def units(arch: str) -> tuple[Unit, ...]:
     slopes = [1.0, 0.5]
     every = compose(sliding_window(128), soft_cap(30.0), alibi(slopes), attention_sinks(slopes))
     varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
-    return APPEND, MERGE, PLAN, *plain, *varied
+    return APPEND, MERGE, PLAN, PLAN_LARGE, *plain, *varied

@@ -16,7 +16,7 @@ Longs = NDArray[np.int64]
 # block on the GPU.
 CUTS = np.array([*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132])
 # Lengths are told apart to a power of two of which the longest has at most so many.
-LEVELS = 256
+LEVELS = 128
 # Cuts make at most so many more entries per worker: more never pay, and buffers of plans have a size.
 EXTRA = 4
 
@@ -27,7 +27,7 @@ def units_of(role: Role, tokens: Longs) -> Longs:
 
 
 def choose_pieces(role: Role, tokens: Longs, kv_heads: int, num_sms: int) -> Longs:
-    """``[tiles]`` pieces of each tile of ``tokens``: the fewest after which no cut ends the longest worker 2% sooner."""
+    """``[tiles]`` pieces of each tile of ``tokens``: the fewest that end within 2% of the soonest."""
     units = units_of(role, tokens)
     count = np.bincount(units)
     distinct = np.flatnonzero(count)
@@ -37,10 +37,9 @@ def choose_pieces(role: Role, tokens: Longs, kv_heads: int, num_sms: int) -> Lon
     workers = role.workers * num_sms
     time = busiest(role, distinct, count, chunk, kv_heads, workers).tolist()
     fits = ((pieces - 1) @ count * kv_heads <= EXTRA * workers).tolist()
-    best = 0
-    for cut in range(1, len(CUTS)):
-        if fits[cut] and 50 * time[cut] < 49 * time[best]:
-            best = cut
+    fits[0] = True
+    soonest = min(end for end, room in zip(time, fits, strict=True) if room)
+    best = next(cut for cut in range(len(CUTS)) if fits[cut] and 50 * time[cut] <= 51 * soonest)
     chosen: Longs = -(-units // chunk[best])
     return chosen
 

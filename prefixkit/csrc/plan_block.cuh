@@ -12,14 +12,23 @@ constexpr int THREADS = 1024, WARPS = THREADS / 32;
 
 DEVICE int lane_of() { return threadIdx.x & 31; }
 DEVICE int warp_of() { return threadIdx.x >> 5; }
-CALLED u32 divide(u32 a, u32 b) { return a / b; }
+// a / b where it is below 2^20.
+DEVICE u32 divide(u32 a, u32 b) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));
+    u32 quotient = u32(float(a) * inverse);  // off by one at most
+    const int rest = int(a - quotient * b);
+    if (rest < 0) --quotient;
+    else if (rest >= int(b)) ++quotient;
+    return quotient;
+}
 DEVICE int ceil_div(int a, int b) { return int(divide(u32(a + b - 1), u32(b))); }
 DEVICE u64 join(int high, int low) { return u64(u32(high)) << 32 | u32(low); }
 DEVICE int high_of(u64 x) { return int(x >> 32); }
 DEVICE int low_of(u64 x) { return int(u32(x)); }
 
 // Sums over the lanes up to this one.
-CALLED u64 warp_sums(u64 value) {
+DEVICE u64 warp_sums(u64 value) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const u64 other = __shfl_up_sync(~0u, value, step);

@@ -10,12 +10,12 @@
 
 namespace prefixkit {
 
-constexpr int CUTS = 32, LEVELS = 256, LEVEL_BITS = 8, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, NARROW_ROWS = 8;
+constexpr int CUTS = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, NARROW_ROWS = 8;
 constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
 constexpr int COUNTER_INTS = WARPS * (LEVELS + 1) + 2 * BINS;
 constexpr int OPEN_END = 0x7fffffff;
 static_assert(CUTS == WARPS, "a warp per cut");
-static_assert(COUNTER_INTS >= WARPS * 2 * ORDER_LEVELS, "room to sort");
+static_assert(COUNTER_INTS >= (WARPS + 1) * 2 * ORDER_LEVELS, "room to sort");
 
 __constant__ int CUT[CUTS] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16,
                               18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132};
@@ -45,24 +45,25 @@ struct PlanTree {
     RoleCost cost[2];        // wide, narrow
 };
 
-// Arrays of a plan in the making; those of a group are as long as there are nodes, tiles, queries or items, or one more.
-enum Array {
+// Arrays of nodes in the making of a plan.
+enum NodeArray {
     PARENT, SUBTREE_END, LENGTH,
     FIRST_ROW,               // [nodes + 1] the first query of each node
     SHARED,                  // 1: a dense row
     UP, INHERITED, TOKENS,   // of nodes with rows: nearest shared ancestor; folded ancestors below it; tokens with those
     SEGMENT_BASE, TILE_BASE,
-    MOST, NEAR, PENDING, SPARED,  // while sharing is decided
-    TILES,
-    TILE_OF = TILES,         // 2 * node + causal
+    NODE_ARRAYS,
+    MOST = INHERITED, NEAR = TOKENS, PENDING = SEGMENT_BASE, SPARED = TILE_BASE  // while sharing is decided
+};
+// Arrays of tiles, queries and items.
+enum Array {
+    TILE_OF,                 // 2 * node + causal
     TILE_UNITS,              // and the top bit: narrow
-    PIECES, FIRST_ITEM, LEAVES,
+    PIECES, FIRST_ITEM,
     QUERY_NODE,
-    ITEMS,
-    ITEM_PIECE = ITEMS,      // tile << 8 | piece
+    ITEM_PIECE,              // tile << 8 | piece
     ITEM_SEGMENT, ITEM_COUNT, ITEM_UNITS, ITEM_PARTIAL,
     PART_OF,                 // the same by tile and piece
-    COUNTERS,                // [COUNTER_INTS] levels of each warp and bins, then keys of each warp
     ARRAYS
 };
 
@@ -74,7 +75,6 @@ struct State {
     int* global;
     int shared_left;
     int nodes, queries, tiles, items, row_segments;
-    int many;                // queries of a full tile
     u64 tokens[2];           // wide, narrow
     int longest[2], of[2], units[2], chunk[2], item_count[2];
     u64 time[2][CUTS];
@@ -82,15 +82,22 @@ struct State {
 };
 
 __shared__ State p;
+__shared__ int counters[COUNTER_INTS];  // levels of each warp and bins, then keys of each warp
 extern __shared__ int dynamic_shared[];
 
 DEVICE int* at(Array which) { return p.array[which]; }
+// PREFIXKIT_PLAN_NODES: most nodes, all in shared memory; 0: any number, in `scratch`.
+#ifndef PREFIXKIT_PLAN_NODES
+#define PREFIXKIT_PLAN_NODES 2304
+#endif
+constexpr int NODES = PREFIXKIT_PLAN_NODES;
+DEVICE int* at(NodeArray which) { return NODES ? dynamic_shared + which * (NODES + 4) : p.a.scratch + which * (p.a.node_room + 4); }
 
 // Room for some arrays of `count` ints; one thread does it, before the block meets.
-CALLED void take(int from, int to, int count) {
+DEVICE void take(int from, int to, int count) {
     count = (count + 3) & ~3;
 #pragma unroll 1
-    for (int which = from; which < to; ++which) {
+    for (int which = from; which <= to; ++which) {
         if (count <= p.shared_left) p.array[which] = p.shared, p.shared += count, p.shared_left -= count;
         else p.array[which] = p.global, p.global += count;
     }
@@ -101,8 +108,8 @@ DEVICE int below(int n) { return at(FIRST_ROW)[at(SUBTREE_END)[n]] - at(FIRST_RO
 DEVICE int own(int n) { return at(FIRST_ROW)[n + 1] - at(FIRST_ROW)[n]; }
 DEVICE int full_tiles(int queries) { return int(u64(queries) * p.a.magic >> 32); }  // queries / many
 DEVICE bool is_thin(int queries) { return queries * p.a.group <= NARROW_ROWS; }
-DEVICE int tiles_of(int queries) { return is_thin(queries) ? queries > 0 : full_tiles(queries + p.many - 1); }
-CALLED int dense_tiles(int n) { return at(SHARED)[n] ? tiles_of(below(n)) : 0; }
+DEVICE int tiles_of(int queries) { return is_thin(queries) ? queries > 0 : full_tiles(queries + p.a.many - 1); }
+DEVICE int dense_tiles(int n) { return at(SHARED)[n] ? tiles_of(below(n)) : 0; }
 
 struct Tile {
     int node, causal, begin, end, tokens;
@@ -111,8 +118,8 @@ DEVICE Tile tile(int number) {
     const int key = at(TILE_OF)[number], node = key >> 1, causal = key & 1;
     const int begin = at(FIRST_ROW)[node + 1 - causal], queries = causal ? own(node) : below(node);
     const int place = number - at(TILE_BASE)[node] - (causal ? dense_tiles(node) : 0);
-    Tile x = {node, causal, begin + place * p.many, begin + queries, at(TOKENS)[node]};
-    if (!is_thin(queries)) x.end = min(x.begin + p.many, x.end);
+    Tile x = {node, causal, begin + place * p.a.many, begin + queries, at(TOKENS)[node]};
+    if (!is_thin(queries)) x.end = min(x.begin + p.a.many, x.end);
     if (causal) x.tokens = max(x.tokens - (begin + queries - x.end), 0);
     return x;
 }
@@ -176,7 +183,12 @@ DEVICE void share() {
     for (int n = threadIdx.x; n < p.nodes; n += THREADS) {
         if (at(SHARED)[n] != 2) continue;
         int above = at(PARENT)[n];
-        while (above >= 0 && at(SHARED)[above] != 2) above = at(PARENT)[above];
+#pragma unroll 1
+        while (above >= 0) {
+            const int mark = at(SHARED)[above], next = at(PARENT)[above];
+            if (mark == 2) break;
+            above = next;
+        }
         at(NEAR)[n] = above;
         if (above >= 0) atomicAdd(at(PENDING) + above, 1);
     }
@@ -194,8 +206,9 @@ DEVICE void share() {
 CALLED void write_row(int base, int node, int folded, bool causal) {
     int n = node;
 #pragma unroll 1
-    for (int to = base + folded; to >= base; n = at(PARENT)[n]) {
+    for (int to = base + folded, next; to >= base; n = next) {
         const int length = at(LENGTH)[n];
+        next = at(PARENT)[n];
         if (n != node && !length) continue;
         if (to < p.a.segment_room) {
             int* s = p.a.segments + 3 * to;
@@ -216,10 +229,12 @@ DEVICE bool make_rows() {
         int folded = 0, seen = 0, above = -1;
         if (kinds) {
             above = at(PARENT)[n];
-            while (above >= 0 && !at(SHARED)[above]) {
-                const int length = at(LENGTH)[above];
+#pragma unroll 1
+            while (above >= 0) {
+                const int is_shared = at(SHARED)[above], length = at(LENGTH)[above], next = at(PARENT)[above];
+                if (is_shared) break;
                 folded += length > 0, seen += length;
-                above = at(PARENT)[above];
+                above = next;
             }
             seen += at(LENGTH)[n];
         }
@@ -234,7 +249,7 @@ DEVICE bool make_rows() {
     }
     if (threadIdx.x == 0) {
         p.row_segments = high_of(total), at(TILE_BASE)[p.nodes] = p.tiles = low_of(total);
-        if (p.tiles <= p.a.wide_room + p.a.narrow_room) take(TILE_OF, QUERY_NODE, p.tiles + 1), take(QUERY_NODE, ITEMS, p.queries);
+        if (p.tiles <= p.a.wide_room + p.a.narrow_room) take(TILE_OF, FIRST_ITEM, p.tiles + 1), take(QUERY_NODE, QUERY_NODE, p.queries);
     }
     __syncthreads();
     return p.row_segments <= p.a.segment_room && p.tiles <= p.a.wide_room + p.a.narrow_room;
@@ -253,7 +268,6 @@ DEVICE bool make_tiles() {
             narrow = is_thin(x.end - x.begin);
             seen = x.tokens, units = max(1, ceil_div(x.tokens, p.a.cost[narrow].unit));
             at(TILE_UNITS)[number] = units | narrow << 31;
-            at(LEAVES)[number] = 0;
         }
 #pragma unroll 1
         for (int role = 0; role < 2; ++role) {
@@ -272,7 +286,7 @@ DEVICE bool make_tiles() {
 // ---- cutting: choose_pieces and busiest of attention/gpu_split.py ----
 
 // How many tiles of each length a role has, if none is too long; else nothing, and tiles are looked at one by one.
-DEVICE int* bins_of(int role) { return p.longest[role] <= BINS ? at(COUNTERS) + WARPS * (LEVELS + 1) + role * BINS : nullptr; }
+DEVICE int* bins_of(int role) { return p.longest[role] <= BINS ? counters + WARPS * (LEVELS + 1) + role * BINS : nullptr; }
 
 DEVICE void count_lengths() {
 #pragma unroll 1
@@ -290,7 +304,7 @@ DEVICE void count_lengths() {
 CALLED void try_cut(int role) {
     const RoleCost& cost = p.a.cost[role];
     const int* bins = bins_of(role);
-    int* levels = at(COUNTERS) + warp_of() * (LEVELS + 1);
+    int* levels = counters + warp_of() * (LEVELS + 1);
     const int cut = warp_of(), longest = p.longest[role], workers = cost.workers * p.a.num_sms;
     const int chunk = max(cost.least, ceil_div(longest, CUT[cut]));
     const int shift = max(0, 32 - __clz(min(chunk, longest) * POINT + cost.start + cost.leave) - LEVEL_BITS);
@@ -330,28 +344,29 @@ CALLED void try_cut(int role) {
     }
 }
 
-// The fewest pieces that no cut betters by 2%.  One warp per role.
+// The fewest pieces that end within 2% of the soonest.  One warp per role.
 DEVICE void choose_cut() {
     const int role = warp_of();
     if (role > 1 || !p.of[role]) return;
     const RoleCost& cost = p.a.cost[role];
-    const u64 time = p.time[role][lane_of()];
+    // What is not tried stays zero: no cut is possible then, and the first one is as good as any.
     const int extra = p.extra[role][lane_of()];
-    const u32 fits = __ballot_sync(~0u, extra * p.a.kv_heads <= EXTRA * cost.workers * p.a.num_sms);
-    int best = 0;
-    u64 best_time = __shfl_sync(~0u, time, 0);
+    const bool fits = !lane_of() || extra * p.a.kv_heads <= EXTRA * cost.workers * p.a.num_sms;
+    const u64 time = fits ? p.time[role][lane_of()] : ~0ull >> 8;
+    u64 least = time;
 #pragma unroll 1
-    for (int cut = 1; cut < CUTS; ++cut) {
-        const u64 its = __shfl_sync(~0u, time, cut);
-        if (fits >> cut & 1 && 50 * its < 49 * best_time) best = cut, best_time = its;
+    for (int step = 16; step; step /= 2) {
+        const u64 other = __shfl_xor_sync(~0u, least, step);
+        least = other < least ? other : least;
     }
-    if (lane_of() != best) return;
-    p.chunk[role] = max(cost.least, ceil_div(p.longest[role], CUT[best]));
+    const u32 good = __ballot_sync(~0u, 50 * time <= 51 * least);
+    if (lane_of() != __ffs(good) - 1) return;
+    p.chunk[role] = max(cost.least, ceil_div(p.longest[role], CUT[lane_of()]));
     p.item_count[role] = p.of[role] + extra;
 }
 
 DEVICE bool choose_pieces() {
-    int* bins = at(COUNTERS) + WARPS * (LEVELS + 1);
+    int* bins = counters + WARPS * (LEVELS + 1);
 #pragma unroll 1
     for (int i = threadIdx.x; i < 2 * BINS; i += THREADS) bins[i] = 0;
     __syncthreads();
@@ -359,14 +374,14 @@ DEVICE bool choose_pieces() {
     __syncthreads();
 #pragma unroll 1
     for (int role = 0; role < 2; ++role)
-        if (p.of[role]) try_cut(role);
+        if (p.longest[role] > p.a.cost[role].least) try_cut(role);
     __syncthreads();
     choose_cut();
     __syncthreads();
     const int items = p.item_count[0] + p.item_count[1];
     if (threadIdx.x == 0) {
         p.items = items;
-        if (p.item_count[0] <= p.a.wide_room && p.item_count[1] <= p.a.narrow_room) take(ITEMS, COUNTERS, items);
+        if (p.item_count[0] <= p.a.wide_room && p.item_count[1] <= p.a.narrow_room) take(ITEM_PIECE, PART_OF, items);
     }
     int turn = 0;
     u64 total = 0;
@@ -388,41 +403,34 @@ DEVICE bool choose_pieces() {
 
 // ---- partial states ----
 
-// Goes through the tiles that a query is in, from its own node up; `what` 0: pieces of all, 1: marks all as leaving partial
-// states, 2: pieces of those that leave some, 3: writes their places, the last one at merge_indices[to - 1].
-CALLED int go_up(int query, int node, int what, int to) {
+// Who sees a shared ancestor's tile has a tile of its own too, so dense tiles always leave partial states.
+DEVICE bool leaves(int number) { return !(at(TILE_OF)[number] & 1) || at(PIECES)[number] > 1 || at(UP)[at(TILE_OF)[number] >> 1] >= 0; }
+
+// Pieces of all tiles that a query is in.
+DEVICE int pieces_of(int query, int node) {
     int sum = 0;
-    bool causal = true;
 #pragma unroll 1
-    while (node >= 0) {
-        const int number = tile_with(query, node, causal), pieces = at(PIECES)[number];
-        if (what == 1) at(LEAVES)[number] = 1;
-        if (what < 2 || at(LEAVES)[number]) sum += pieces;
-        if (what == 3 && at(LEAVES)[number]) {
-            const int offset = query - tile(number).begin;
-            const int* parts = at(PART_OF) + at(FIRST_ITEM)[number];
-#pragma unroll 4
-            for (int piece = pieces - 1; piece >= 0; --piece) p.a.merge_indices[--to] = parts[piece] + offset;
-        }
-        node = at(UP)[node], causal = false;
+    for (bool causal = true; node >= 0; causal = false) {
+        const int next = at(UP)[node];
+        sum += at(PIECES)[tile_with(query, node, causal)];
+        node = next;
     }
     return sum;
 }
 
-// Which tiles leave partial states: those with a query that two items take.  Then how many each query has.
+// How many partial states each query has.
 DEVICE bool number_merges() {
-#pragma unroll 1
-    for (int q = threadIdx.x; q < p.queries; q += THREADS) {
-        const int node = at(QUERY_NODE)[q] = find(at(FIRST_ROW), p.nodes, q);
-        if (go_up(q, node, 0, 0) > 1) go_up(q, node, 1, 0);
-    }
-    __syncthreads();
     int turn = 0;
     u64 total = 0;
 #pragma unroll 1
     for (int base = 0; base < p.queries; base += THREADS) {
         const int q = base + threadIdx.x;
-        const u64 before = scan(p.sums, turn, total, q < p.queries ? go_up(q, at(QUERY_NODE)[q], 2, 0) : 0);
+        int pieces = 0;
+        if (q < p.queries) {
+            const int node = at(QUERY_NODE)[q] = find(at(FIRST_ROW), p.nodes, q);
+            pieces = pieces_of(q, node);
+        }
+        const u64 before = scan(p.sums, turn, total, pieces > 1 ? pieces : 0);
         if (q < p.queries) p.a.merge_indptr[q] = low_of(before);
     }
     if (threadIdx.x == 0) p.a.merge_indptr[p.queries] = low_of(total);
@@ -506,7 +514,7 @@ DEVICE bool make_items() {
             pieces = at(PIECES)[number], narrow = u32(at(TILE_UNITS)[number]) >> 31;
             const int unit = p.a.cost[narrow].unit;
             c = cut_of(x, piece, pieces, at(TILE_UNITS)[number] & 0x7fffffff, unit);
-            rows = at(LEAVES)[number] ? x.end - x.begin : 0;
+            rows = leaves(number) ? x.end - x.begin : 0;
             units = max(1, ceil_div(c.high - c.low, unit));
         }
         const int segments = c.last - c.first + 1;
@@ -528,9 +536,21 @@ DEVICE bool make_items() {
     return p.row_segments + low_of(total) <= p.a.segment_room;
 }
 
+// From the end: the own node's pieces, then those of the shared ancestors.
 DEVICE void fill_merges() {
 #pragma unroll 1
-    for (int q = threadIdx.x; q < p.queries; q += THREADS) go_up(q, at(QUERY_NODE)[q], 3, p.a.merge_indptr[q + 1]);
+    for (int q = threadIdx.x; q < p.queries; q += THREADS) {
+        int to = p.a.merge_indptr[q + 1], node = at(QUERY_NODE)[q];
+        if (to == p.a.merge_indptr[q]) continue;
+#pragma unroll 1
+        for (bool causal = true; node >= 0; causal = false) {
+            const int number = tile_with(q, node, causal), offset = q - tile(number).begin;
+            const int* parts = at(PART_OF) + at(FIRST_ITEM)[number];
+#pragma unroll 4
+            for (int piece = at(PIECES)[number] - 1; piece >= 0; --piece) p.a.merge_indices[--to] = parts[piece] + offset;
+            node = at(UP)[node];
+        }
+    }
 }
 
 // ---- order: by counting, each warp a range of items ----
@@ -546,7 +566,7 @@ DEVICE void write_item(int item, int place) {
 
 DEVICE void sort_items() {
     constexpr int KEYS = 2 * ORDER_LEVELS;
-    int* mine = at(COUNTERS) + warp_of() * KEYS;
+    int *mine = counters + warp_of() * KEYS, *key_begin = counters + WARPS * KEYS;
 #pragma unroll 1
     for (int i = lane_of(); i < KEYS; i += 32) mine[i] = 0;
     __syncwarp();
@@ -567,25 +587,23 @@ DEVICE void sort_items() {
             __syncwarp();
             if (key >= 0 && rank == 0) mine[key] = place + __popc(alike);
             __syncwarp();
-            if (pass && i < end) write_item(i, place);
+            if (pass && i < end) write_item(i, key_begin[key] + place);
         }
         if (pass) return;
         __syncthreads();
-        int* column = at(COUNTERS) + threadIdx.x;
+        int* column = counters + threadIdx.x;
         int sum = 0;
         if (threadIdx.x < KEYS)
-#pragma unroll 4
-            for (int w = 0; w < WARPS; ++w) sum += column[w * KEYS];
-        int turn = 0;
-        u64 total = 0;
-        int place = low_of(scan(p.sums, turn, total, u64(sum)));
-        if (threadIdx.x < KEYS)
-#pragma unroll 4
+#pragma unroll 8
             for (int w = 0; w < WARPS; ++w) {
                 const int count = column[w * KEYS];
-                column[w * KEYS] = place;
-                place += count;
+                column[w * KEYS] = sum;
+                sum += count;
             }
+        int turn = 0;
+        u64 total = 0;
+        const int place = low_of(scan(p.sums, turn, total, u64(sum)));
+        if (threadIdx.x < KEYS) key_begin[threadIdx.x] = place;
         __syncthreads();
     }
 }
@@ -599,26 +617,20 @@ DEVICE void finish(bool fits) {
 }
 
 DEVICE bool begin(const PlanTree& a) {
-    int* state = (int*)&p;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < int(sizeof(State) / 4); i += THREADS) state[i] = 0;
+    static_assert(sizeof(PlanTree) % 4 == 0 && sizeof(State) / 4 < THREADS, "a thread per int");
+    const int i = threadIdx.x;
+    const int nodes = a.sizes[0];
+    if (i < int(sizeof(PlanTree) / 4)) ((int*)&p)[i] = ((const int*)&a)[i];
+    else if (i < int(sizeof(State) / 4)) ((int*)&p)[i] = 0;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        p.a = a;
-        p.nodes = a.sizes[0];
-        p.many = a.many;
-        p.shared = dynamic_shared, p.shared_left = a.shared_ints, p.global = a.scratch;
-        if (p.nodes <= a.node_room) {
-            take(PARENT, MOST, p.nodes + 1), take(COUNTERS, ARRAYS, COUNTER_INTS);
-            // What only sharing needs makes room again.
-            int *shared = p.shared, *global = p.global;
-            const int left = p.shared_left;
-            take(MOST, TILES, p.nodes);
-            p.shared = shared, p.global = global, p.shared_left = left;
-        }
+    if (i == 0) {
+        const int taken = NODE_ARRAYS * (NODES ? NODES + 4 : 0);
+        p.nodes = nodes;
+        p.shared = dynamic_shared + taken, p.shared_left = a.shared_ints - taken;
+        p.global = a.scratch + (NODES ? 0 : NODE_ARRAYS * (a.node_room + 4));
     }
     __syncthreads();
-    return p.nodes <= a.node_room;
+    return nodes <= a.node_room;
 }
 
 __global__ void __launch_bounds__(THREADS, 1) plan_tree(const __grid_constant__ PlanTree a) {
