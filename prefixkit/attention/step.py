@@ -125,8 +125,11 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> P
     )
     if kernel is None:
         return Planner(shape, H200.sharing)
+    from prefixkit.attention.gpu_cost_cache import gpu_cost
+
+    gpu = gpu_cost(device) if kernel.by_maps else H200  # measured with Hopper's kernel where that is the one
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
-    return Planner(shape, H200.sharing, num_sms=blocks, wide_rows=kernel.wide_rows)
+    return Planner(shape, gpu.sharing, num_sms=blocks, wide_rows=kernel.wide_rows, gpu=gpu)
 
 
 def describe(formats: Sequence[BSR]) -> str:

@@ -1,4 +1,7 @@
-"""Compiling ahead, so that nobody waits for the compiler later; for images, and for clusters that share a cache folder."""
+"""Compiling ahead, so that nobody waits for the compiler later; for images, and for clusters that share a cache folder.
+
+And measuring, so that plans know the GPU that they are for.
+"""
 
 from __future__ import annotations
 
@@ -59,3 +62,22 @@ def warm_up(archs: list[str]) -> Iterator[Compiled]:
             began = time.perf_counter()
             jit.binary(unit, arch)
             yield Compiled(unit, arch, None if there else time.perf_counter() - began)
+
+
+def measure_costs() -> Iterator[str]:
+    """Measure each GPU whose attention kernels run, unless that was done; a line for each that says what was found."""
+    from prefixkit.attention.cuda_units import HEAD_DIMS
+    from prefixkit.attention.gpu_cost_cache import measure
+
+    for index in range(torch.cuda.device_count()):
+        name = f"{torch.cuda.get_device_name(index)} (cuda:{index})"
+        if arch_for(torch.cuda.get_device_capability(index), supported_archs()) not in HEAD_DIMS:
+            yield f"{name}: has no attention kernel to measure"
+            continue
+        try:
+            place, cost, now = measure(torch.device("cuda", index))
+        except ValueError as error:
+            yield f"{name}: costs are estimated, for {error}"
+            continue
+        rates = f"narrow {cost.narrow.tokens_per_us:.0f}, wide {cost.wide.tokens_per_us:.0f} tokens per us and SM"
+        yield f"{name}: {'measured' if now else 'was measured'}, {rates}; kept in {place}"

@@ -1,4 +1,4 @@
-"""``prefixkit warmup``: compile the CUDA kernels ahead."""
+"""``prefixkit warmup``: compile the CUDA kernels ahead, and measure what attention costs on the GPUs here."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from rich.console import Console
 
 
 def run_warmup(arch: str | None, console: Console) -> None:
-    """Compile for the GPUs here, or for the target given, a line per unit."""
+    """Compile for the GPUs here, or for the target given, a line per unit; then measure the GPUs, unless a target is given."""
     from prefixkit.attention import kernel_cache
-    from prefixkit.attention.warmup import targets, warm_up
+    from prefixkit.attention.warmup import measure_costs, targets, warm_up
 
     for done in warm_up(targets(arch)):
         took = "was there" if done.seconds is None else f"{done.seconds:.1f} s"
         console.print(f"{done.arch}  {done.unit}: {took}", highlight=False, markup=False)
     console.print(f"kept in {kernel_cache.folder()}", highlight=False, markup=False)
+    if arch is None:
+        for line in measure_costs():
+            console.print(line, highlight=False, markup=False)

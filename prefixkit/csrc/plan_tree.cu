@@ -12,10 +12,10 @@ namespace prefixkit {
 
 constexpr int CUTS = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, NARROW_ROWS = 8;
 constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
-constexpr int COUNTER_INTS = WARPS * (LEVELS + 1) + 2 * BINS;
+constexpr int COUNTER_INTS = (WARPS + 1) * 2 * ORDER_LEVELS;
 constexpr int OPEN_END = 0x7fffffff;
 static_assert(CUTS == WARPS, "a warp per cut");
-static_assert(COUNTER_INTS >= (WARPS + 1) * 2 * ORDER_LEVELS, "room to sort");
+static_assert(COUNTER_INTS >= WARPS * (LEVELS + 1) + 2 * BINS, "room to count");
 
 __constant__ int CUT[CUTS] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16,
                               18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132};

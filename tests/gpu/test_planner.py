@@ -1,5 +1,6 @@
 """The planner on the GPU: the specification's plans bit by bit, in graphs too; what is too large is refused."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -7,11 +8,14 @@ import pytest
 import torch
 
 from benchmarks.tree_attention.workloads import tree, tree_of
+from prefixkit.attention import gpu_cost_cache
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.cuda_planner import OVERFLOW, CudaPlanner
 from prefixkit.attention.formats import Queries
 from prefixkit.attention.gpu_buffers import PlanTooLarge, capacity_for, size_of
+from prefixkit.attention.gpu_calibrate import calibrate
 from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.step import planner_for
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
 
 
@@ -142,3 +146,27 @@ def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     exact.plan()
     assert exact.work[0][OVERFLOW] == 0
     assert exact.arrays()[0][0] == need.wide
+
+
+def test_calibration_is_quick_and_fits_what_it_measured():
+    calibrate("cuda")  # compiles
+    began = time.perf_counter()
+    cost = calibrate("cuda")
+    assert time.perf_counter() - began < 2.0
+    assert cost.narrow.tokens_per_us > 0
+    assert 0.2 < cost.wide.tokens_per_us / cost.narrow.tokens_per_us < 20
+    assert 0 < cost.sharing.kv_byte < 1e-4
+    snapshot, shape = workload("2L b64 p4096 s128"), HeadShape(32, 8, 128, 2)
+    assert len(specified(snapshot, leaves_of(snapshot), shape, cost, 132).wide) > 0, "a long prefix of many is shared"
+
+
+def test_the_planner_for_a_gpu_uses_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path))
+    monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
+    device, shape = torch.device("cuda", 0), HeadShape(8, 2, 128, 2)
+    estimated = planner_for(shape, device, torch.bfloat16).gpu
+    place, cost, now = gpu_cost_cache.measure(device)
+    assert now
+    assert place.parent == tmp_path / "costs"
+    assert not gpu_cost_cache.measure(device)[2], "once per machine"
+    assert planner_for(shape, device, torch.bfloat16).gpu == cost != estimated
