@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from prefixkit.attention.ancestry import Longs, mark
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
+# Query heads of the largest tile.
+TILE_HEADS = 128
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -19,14 +22,16 @@ class CostModel:
         item: A work item of its own: launching it, or one more library call.
         kv_byte: Reading one byte of K or V.
         partial_byte: Writing one byte of a partial state and reading it back to merge it.
+        tile: Beside ``item``, for each KV head and each tile of :data:`TILE_HEADS` query heads that reads a shared node.
     """
 
     item: float
     kv_byte: float
     partial_byte: float
+    tile: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("item", "kv_byte", "partial_byte"):
+        for name in ("item", "kv_byte", "partial_byte", "tile"):
             value = getattr(self, name)
             if not value >= 0:
                 raise ValueError(f"CostModel: {name} must be a time of at least 0 us, got {value!r}")
@@ -67,9 +72,10 @@ def decide_sharing(
 ) -> NDArray[np.bool_]:
     """Decide for each node whether its KV is read once for all queries below it, or once for each row that needs it.
 
-    A shared node costs one more item and one more partial state for each query below; a folded one is read again by each
-    of its consumers, the rows among its descendants which its tokens then join.  The choice is made bottom-up: what a
-    node's children decided tells how many consumers it has.  A node with one consumer always folds.
+    A shared node costs one more item, its tiles, and one more partial state for each query below; a folded one is read again
+    by each of its consumers, the rows among its descendants which its tokens then join.  The choice is made bottom-up: what a
+    node's children decided tells how many consumers it has.  A node with one consumer always folds.  By this model no choice is
+    slower than sharing nothing: each takes what it gains, and leaves those above it fewer consumers, never more.
 
     Args:
         snapshot: The tree.
@@ -82,7 +88,9 @@ def decide_sharing(
         ``[nodes]`` True where the node is shared; False also where no query sits below.
     """
     gain_per_token = cost.kv_byte * shape.kv_bytes
-    price: NDArray[np.float64] = cost.item + rows_below * np.float64(cost.partial_byte * shape.partial_bytes)
+    tiles = -(-rows_below // max(1, TILE_HEADS // shape.group))
+    price_per_tile, price_per_row = np.float64(cost.tile * shape.kv_heads), cost.partial_byte * shape.partial_bytes
+    price: NDArray[np.float64] = cost.item + tiles * price_per_tile + rows_below * price_per_row
     owners = np.concatenate(([0], np.cumsum(own_rows > 0)))
     # Consumers if nothing below were shared.  Where that many gain nothing, fewer will not either.
     most = owners[snapshot.subtree_end] - owners[1:]

@@ -1,6 +1,7 @@
 """Formats: every query meets every token that it may see, exactly once."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -71,6 +72,7 @@ def test_formats_and_sharing_equal_those_made_node_by_node(block):
         snapshot, queries = forest(rng)
         shape = HeadShape(*[(4, 2), (8, 1), (6, 6), (32, 8)][rng.integers(4)], 128, 2)
         cost = CostModel(float(rng.choice([0, 0.02, 5])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
+        cost = replace(cost, tile=float(rng.choice([0, 0.0145])))
         shared = rng.random(snapshot.num_nodes) < 0.5 if rng.random() < 0.2 else None
         ours = decompose(snapshot, queries, shape, cost, shared)
         slow = slow_formats.decompose(snapshot, queries, shape, cost, shared)
@@ -213,3 +215,37 @@ class TestRefusals:
             decompose(tree.snapshot(), self.queries((0, 0, 3), (1, 0, 2)), SHAPE, CPU_COST)
         tree.mark_ready([prompt.node], [3])
         decompose(tree.snapshot(), self.queries((0, 3, 4), (1, 0, 2)), SHAPE, CPU_COST)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_is_decided_is_never_slower_by_the_model_than_sharing_nothing(seed):
+    rng = np.random.default_rng(seed)
+    snapshot, queries = forest(rng)
+    shape = HeadShape(8, 2, 128, 2)
+    cost = CostModel(
+        float(rng.choice([0, 0.02])), 2e-7, float(rng.choice([0, 1e-8, 3.5e-7])), float(rng.choice([0, 0.01]))
+    )
+    own = queries.rows_per_node(snapshot.num_nodes)
+    rows = np.concatenate(([0], np.cumsum(own)))
+    below = rows[snapshot.subtree_end] - rows[1:]
+
+    def total(shared):
+        """Reading every node as often as it is read, and what the shared ones cost."""
+        consumers, spent = np.zeros(snapshot.num_nodes + 1), 0.0
+        for node in range(snapshot.num_nodes - 1, -1, -1):
+            reads = 1 if shared[node] else consumers[node]
+            spent += reads * snapshot.length[node] * shape.kv_bytes * cost.kv_byte
+            if shared[node]:
+                tiles = -(-below[node] // 32)
+                spent += (
+                    cost.item
+                    + tiles * shape.kv_heads * cost.tile
+                    + below[node] * shape.partial_bytes * cost.partial_byte
+                )
+            consumers[snapshot.parent[node]] += reads + (own[node] > 0)
+        return spent
+
+    decided = decide_sharing(snapshot, own, below, shape, cost)
+    nothing = total(np.zeros_like(decided))
+    assert total(decided) <= nothing * (1 + 1e-12)
+    assert not decided.any() or total(decided) < nothing
