@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from prefixkit.attention.ancestry import Longs, mark
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
-# Query heads of the largest tile.
-TILE_HEADS = 128
+# Query heads (queries x group) of a narrow row at most, and of the largest tile.
+NARROW_HEADS, TILE_HEADS = 8, 128
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,18 @@ class CostModel:
         item: A work item of its own: launching it, or one more library call.
         kv_byte: Reading one byte of K or V.
         partial_byte: Writing one byte of a partial state and reading it back to merge it.
-        tile: Beside ``item``, for each KV head and each tile of :data:`TILE_HEADS` query heads that reads a shared node.
+        wide_tile, narrow_tile: Beside ``item``, for each KV head and each tile that reads a shared node: of
+            :data:`TILE_HEADS` query heads, or of :data:`NARROW_HEADS` where these hold them all.
     """
 
     item: float
     kv_byte: float
     partial_byte: float
-    tile: float = 0.0
+    wide_tile: float = 0.0
+    narrow_tile: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("item", "kv_byte", "partial_byte", "tile"):
+        for name in ("item", "kv_byte", "partial_byte", "wide_tile", "narrow_tile"):
             value = getattr(self, name)
             if not value >= 0:
                 raise ValueError(f"CostModel: {name} must be a time of at least 0 us, got {value!r}")
@@ -88,9 +90,8 @@ def decide_sharing(
         ``[nodes]`` True where the node is shared; False also where no query sits below.
     """
     gain_per_token = cost.kv_byte * shape.kv_bytes
-    tiles = -(-rows_below // max(1, TILE_HEADS // shape.group))
-    price_per_tile, price_per_row = np.float64(cost.tile * shape.kv_heads), cost.partial_byte * shape.partial_bytes
-    price: NDArray[np.float64] = cost.item + tiles * price_per_tile + rows_below * price_per_row
+    price_per_row = cost.partial_byte * shape.partial_bytes
+    price: NDArray[np.float64] = cost.item + _tiles(rows_below, shape, cost) + rows_below * price_per_row
     owners = np.concatenate(([0], np.cumsum(own_rows > 0)))
     # Consumers if nothing below were shared.  Where that many gain nothing, fewer will not either.
     most = owners[snapshot.subtree_end] - owners[1:]
@@ -107,6 +108,12 @@ def decide_sharing(
     levels = int(marked.above.max()) + 1
     shared[nodes] = rows.by_level(marked.above[nodes], levels) if levels < len(nodes) / 24 else rows.one_by_one()
     return shared
+
+
+def _tiles(rows_below: Ints, shape: HeadShape, cost: CostModel) -> NDArray[np.float64]:
+    """``[nodes]`` what the tiles of a dense row cost."""
+    wide = -(-rows_below // max(1, TILE_HEADS // shape.group)) * np.float64(cost.wide_tile * shape.kv_heads)
+    return np.where(rows_below * shape.group <= NARROW_HEADS, cost.narrow_tile * shape.kv_heads, wide)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from prefixkit.tree.snapshot import TreeSnapshot
 
 # struct PlanTree of csrc/plan_tree.cu: pointers; sharing and rates; magic; rooms, group, KV heads, SMs, queries of a
 # full tile, shared ints; roles.
-_LAYOUT = Layout("P" * 12 + "d" * 6 + "q" + "i" * 11 + "i" * 12)
+_LAYOUT = Layout("P" * 12 + "d" * 7 + "q" + "i" * 11 + "i" * 12)
 _THREADS = 1024
 # Ints of scratch: per node, tile and item; room to round up.
 _PER_NODE, _PER_TILE, _PER_ITEM, _SPARE = 10, 6, 7, 256
@@ -82,7 +82,8 @@ class CudaPlanner:
             *(tensor.data_ptr() for tensor in tensors),
             sharing.kv_byte * shape.kv_bytes,
             sharing.item,
-            sharing.tile * shape.kv_heads,
+            sharing.wide_tile * shape.kv_heads,
+            sharing.narrow_tile * shape.kv_heads,
             sharing.partial_byte * shape.partial_bytes,
             self.gpu.wide.tokens_per_us,
             self.gpu.narrow.tokens_per_us,

@@ -50,7 +50,8 @@ FORESTS = (
     (32, 32, 32),
 )
 LEAF = 32
-SHAPES = ((8, 1), (32, 8))
+THIN = ((128, 2, 64), (128, 2, 128))  # their roots are narrow if heads share KV heads by fours
+SHAPES = (((8, 1), FORESTS), ((32, 8), FORESTS + THIN))
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,11 @@ def _least_squares(columns: Doubles, values: Doubles, weight: Doubles) -> Double
 def fit_sharing(forests: Sequence[Shared], kv_byte: float) -> CostModel:
     """Least squares of what shared forests took longer for all that they were spared; each kind pays for merging at all."""
     kinds = np.eye(max(f.kind for f in forests) + 1)
-    columns = np.array([[*kinds[f.kind], f.tiles, f.partial_bytes] for f in forests])
+    columns = np.array([[*kinds[f.kind], f.wide, f.narrow, f.partial_bytes] for f in forests])
     us = np.array([f.shared_us - f.folded_us + f.spared_bytes * kv_byte for f in forests])
     weight = 1 / np.array([f.shared_us for f in forests])
-    tile, partial_byte = _least_squares(columns, us, weight)[-2:].tolist()
-    return CostModel(item=0.0, kv_byte=kv_byte, partial_byte=partial_byte, tile=tile)
+    wide, narrow, partial_byte = _least_squares(columns, us, weight)[-3:].tolist()
+    return CostModel(item=0.0, kv_byte=kv_byte, partial_byte=partial_byte, wide_tile=wide, narrow_tile=narrow)
 
 
 def cost_from(narrow: Fit, wide: Fit, forests: Sequence[Shared], num_sms: int, known: GpuCost = H200) -> GpuCost:
@@ -134,7 +135,9 @@ def calibrate(device: torch.device | str) -> GpuCost:
             for role, queries, points in ((H200.narrow, 1, NARROW_POINTS), (H200.wide, WIDE_ROWS // GROUP, WIDE_POINTS))
         )
         forests = [
-            memory.compare(kind, *heads, *forest, LEAF) for kind, heads in enumerate(SHAPES) for forest in FORESTS
+            memory.compare(kind, *heads, *forest, LEAF)
+            for kind, (heads, those) in enumerate(SHAPES)
+            for forest in those
         ]
     cost = cost_from(narrow, wide, forests, num_sms)
     log.debug("calibrated %s: narrow %s, wide %s, %s", target, narrow, wide, cost)

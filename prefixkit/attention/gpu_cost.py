@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefixkit.attention.cost import CostModel
+from prefixkit.attention.cost import NARROW_HEADS, TILE_HEADS, CostModel
 
 # Query heads of a narrow item, and of a wide one.
-NARROW_ROWS = 8
-WIDE_ROWS = 128
+NARROW_ROWS = NARROW_HEADS
+WIDE_ROWS = TILE_HEADS
 # Tokens that the roles take at a time.
 WIDE_UNIT = 64
 NARROW_UNIT = 16
@@ -65,8 +65,8 @@ class GpuCost:
     narrow: Role
 
 
-# One H200: KV comes at 4.3 TB/s, partial states go out and come back through L2; an item adds its share of a block's time.
-H200_COST = CostModel(item=0.02, kv_byte=1 / 4.3e6, partial_byte=1.5 / 4.3e6)
+# One H200, as gpu_calibrate measures it: KV comes at 4.65 TB/s.
+H200_COST = CostModel(item=0.0, kv_byte=1 / 4.65e6, partial_byte=2.4e-7, wide_tile=0.022, narrow_tile=0.003)
 H200 = GpuCost(
     sharing=H200_COST,
     wide=Role(WIDE_UNIT, 1, WIDE_TOKENS_PER_US, start=2.0, leave=1.5, fold=1.5, least=1),

@@ -68,6 +68,8 @@ def estimate(num_sms: int, tbps: float) -> GpuCost:
         item=H200.sharing.item * H200_SMS / num_sms,
         kv_byte=H200.sharing.kv_byte / faster,
         partial_byte=H200.sharing.partial_byte / faster,
+        wide_tile=H200.sharing.wide_tile * H200_SMS / num_sms,
+        narrow_tile=H200.sharing.narrow_tile / faster,
     )
     return GpuCost(sharing, H200.wide, replace(H200.narrow, tokens_per_us=H200.narrow.tokens_per_us * each))
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.formats import BSR, OPEN
-from prefixkit.attention.gpu_cost import H200, WIDE_ROWS, GpuCost, Role
+from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, WIDE_ROWS, GpuCost, Role
 from prefixkit.attention.gpu_plan import make_gpu_plan
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
@@ -36,13 +36,14 @@ class Shared:
 
     Attributes:
         kind: Forests of a kind have as many heads.
-        tiles: Tiles of all shared roots, for each KV head.
+        wide, narrow: Tiles of all shared roots, for each KV head.
         partial_bytes: Of the partial states that they leave.
         spared_bytes: Bytes of KV that are not read again.
     """
 
     kind: int
-    tiles: float
+    wide: float
+    narrow: float
     partial_bytes: float
     spared_bytes: float
     shared_us: float
@@ -113,7 +114,8 @@ class Memory:
         spared = roots * (leaves - 1) * tokens * kv_heads * HEAD_DIM * 4
         # The roots' states, and those of the leaves, which would have none if nothing were shared.
         states = 2 * count * 4 * heads * (HEAD_DIM + 1)
-        return Shared(kind, tiles, states, spared, *times)
+        is_thin = leaves * heads <= NARROW_ROWS * kv_heads
+        return Shared(kind, 0 if is_thin else tiles, tiles if is_thin else 0, states, spared, *times)
 
     def _time(self, rows: _Rows, heads: int, kv_heads: int, cost: GpuCost) -> float:
         """Median microseconds of a call."""

@@ -37,7 +37,7 @@ struct PlanTree {
     int* merge_indptr;
     int* merge_indices;
     int* scratch;
-    double gain_per_token, item, price_per_tile, price_per_row;  // of sharing
+    double gain_per_token, item, price_wide, price_narrow, price_per_row;  // of sharing
     double wide_rate, narrow_rate;
     u64 magic;               // ceil(2^32 / many)
     int node_room, wide_room, narrow_room, segment_room, row_room, partial_room;
@@ -152,8 +152,10 @@ DEVICE bool count_rows() {
 // decide_sharing of attention/cost.py; the same operations in the same order.
 CALLED bool gains(int most, int spared, int n) {
     const double gain = __dmul_rn(double((long long)(most - spared - 1) * at(LENGTH)[n]), p.a.gain_per_token);
-    const double item = __dadd_rn(p.a.item, __dmul_rn(double(full_tiles(below(n) + p.a.many - 1)), p.a.price_per_tile));
-    return gain > __dadd_rn(item, __dmul_rn(double(below(n)), p.a.price_per_row));
+    const int rows = below(n);
+    const double wide = __dmul_rn(double(full_tiles(rows + p.a.many - 1)), p.a.price_wide);
+    const double item = __dadd_rn(p.a.item, is_thin(rows) ? p.a.price_narrow : wide);
+    return gain > __dadd_rn(item, __dmul_rn(double(rows), p.a.price_per_row));
 }
 
 // From a candidate with no others below it up to where others still are.

@@ -10,13 +10,18 @@ from prefixkit.attention.formats import BSR, OPEN, TILE_CLASSES, Queries
 def decide_sharing(snapshot, own, below, shape, cost):
     """Bottom-up: a node is shared where reading it once saves more than its item, tiles and partial states cost."""
     gain_per_token, price_per_row = cost.kv_byte * shape.kv_bytes, cost.partial_byte * shape.partial_bytes
-    price_per_tile, rows_per_tile = cost.tile * shape.kv_heads, max(1, 128 // shape.group)
+    narrow, wide, rows_per_tile = (
+        cost.narrow_tile * shape.kv_heads,
+        cost.wide_tile * shape.kv_heads,
+        max(1, 128 // shape.group),
+    )
     parent, length, own, below = (a.tolist() for a in (snapshot.parent, snapshot.length, own, below))
     consumers = [0] * len(parent)
     shared = np.zeros(len(parent), dtype=bool)
     for node in range(len(parent) - 1, -1, -1):
         gain = (consumers[node] - 1) * length[node] * gain_per_token
-        price = cost.item + -(-below[node] // rows_per_tile) * price_per_tile + below[node] * price_per_row
+        tiles = narrow if below[node] * shape.group <= 8 else -(-below[node] // rows_per_tile) * wide
+        price = cost.item + tiles + below[node] * price_per_row
         if below[node] and gain > price:
             shared[node] = True
         if parent[node] >= 0:

@@ -72,7 +72,7 @@ def test_formats_and_sharing_equal_those_made_node_by_node(block):
         snapshot, queries = forest(rng)
         shape = HeadShape(*[(4, 2), (8, 1), (6, 6), (32, 8)][rng.integers(4)], 128, 2)
         cost = CostModel(float(rng.choice([0, 0.02, 5])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
-        cost = replace(cost, tile=float(rng.choice([0, 0.0145])))
+        cost = replace(cost, wide_tile=float(rng.choice([0, 0.022])), narrow_tile=float(rng.choice([0, 0.003])))
         shared = rng.random(snapshot.num_nodes) < 0.5 if rng.random() < 0.2 else None
         ours = decompose(snapshot, queries, shape, cost, shared)
         slow = slow_formats.decompose(snapshot, queries, shape, cost, shared)
@@ -223,7 +223,7 @@ def test_what_is_decided_is_never_slower_by_the_model_than_sharing_nothing(seed)
     snapshot, queries = forest(rng)
     shape = HeadShape(8, 2, 128, 2)
     cost = CostModel(
-        float(rng.choice([0, 0.02])), 2e-7, float(rng.choice([0, 1e-8, 3.5e-7])), float(rng.choice([0, 0.01]))
+        *(float(rng.choice(options)) for options in ([0, 0.02], [2e-7], [0, 1e-8, 3.5e-7], [0, 0.01], [0, 0.001]))
     )
     own = queries.rows_per_node(snapshot.num_nodes)
     rows = np.concatenate(([0], np.cumsum(own)))
@@ -236,12 +236,8 @@ def test_what_is_decided_is_never_slower_by_the_model_than_sharing_nothing(seed)
             reads = 1 if shared[node] else consumers[node]
             spent += reads * snapshot.length[node] * shape.kv_bytes * cost.kv_byte
             if shared[node]:
-                tiles = -(-below[node] // 32)
-                spent += (
-                    cost.item
-                    + tiles * shape.kv_heads * cost.tile
-                    + below[node] * shape.partial_bytes * cost.partial_byte
-                )
+                tiles = cost.narrow_tile if below[node] * 4 <= 8 else -(-below[node] // 32) * cost.wide_tile
+                spent += cost.item + tiles * shape.kv_heads + below[node] * shape.partial_bytes * cost.partial_byte
             consumers[snapshot.parent[node]] += reads + (own[node] > 0)
         return spent
 

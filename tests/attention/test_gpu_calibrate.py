@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from prefixkit.attention.gpu_calibrate import FORESTS, NARROW_POINTS, WIDE_POINTS, Fit, cost_from, fit, fit_sharing
+from prefixkit.attention.cost import CostModel
+from prefixkit.attention.gpu_calibrate import NARROW_POINTS, SHAPES, WIDE_POINTS, Fit, cost_from, fit, fit_sharing
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.gpu_measure import Point, Shared
 
@@ -37,27 +38,26 @@ def test_times_that_do_not_grow_with_the_work_are_refused():
         fit([Point(units, 1, 0, 100.0 - units) for units in (1, 5, 20, 60)])
 
 
-def forests(kv_byte, tile, partial_byte):
-    for kind, heads in enumerate((8, 32)):
-        for roots, leaves, tokens in FORESTS:
-            tiles, states, spared = (
-                roots * (kind + 1),
-                roots * leaves * heads * 1032,
-                roots * leaves * tokens * 512 * (kind + 1),
-            )
-            folded = 30.0 + spared * kv_byte
-            yield Shared(kind, tiles, states, spared, 34.0 + 2 * kind + tiles * tile + states * partial_byte, folded)
+def forests(sharing):
+    for kind, ((heads, kv_heads), those) in enumerate(SHAPES):
+        for roots, leaves, tokens in those:
+            thin = leaves * heads <= 8 * kv_heads
+            wide, narrow = (0, roots * kv_heads) if thin else (roots * kv_heads, 0)
+            states, spared = roots * leaves * heads * 1032, roots * leaves * tokens * 512 * kv_heads
+            folded = 30.0 + spared * sharing.kv_byte
+            priced = wide * sharing.wide_tile + narrow * sharing.narrow_tile + states * sharing.partial_byte
+            yield Shared(kind, wide, narrow, states, spared, 34.0 + 2 * kind + priced, folded)
 
 
 def test_what_sharing_costs_is_found_behind_forests_measured_with_and_without():
-    sharing = fit_sharing(list(forests(2.2e-7, 0.0145, 3.5e-7)), 2.2e-7)
-    assert (sharing.item, sharing.kv_byte) == (0.0, 2.2e-7)
-    assert sharing.tile == pytest.approx(0.0145)
-    assert sharing.partial_byte == pytest.approx(3.5e-7)
+    behind = CostModel(0.0, 2.2e-7, 3.5e-7, 0.0145, 0.003)
+    found = fit_sharing(list(forests(behind)), behind.kv_byte)
+    for name in ("item", "kv_byte", "partial_byte", "wide_tile", "narrow_tile"):
+        assert getattr(found, name) == pytest.approx(getattr(behind, name)), name
 
 
 def test_costs_have_the_units_of_the_kernels_and_the_rates_that_were_measured():
-    measured = list(forests(2.2e-7, 0.0145, 3.5e-7))
+    measured = list(forests(H200.sharing))
     cost = cost_from(Fit(5, 1.1, 1.0, 0.8, 0), Fit(5, 1.85, 1.5, 2.0, 0), measured, 132)
     assert cost.narrow.unit == H200.narrow.unit
     assert cost.narrow.tokens_per_us == pytest.approx(4 * 16 / 1.1)
