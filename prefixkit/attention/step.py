@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prefixkit.attention.cost import CPU_COST, CostModel, HeadShape
 from prefixkit.attention.formats import BSR, Queries, all_rows, decompose, visible_lengths
+from prefixkit.attention.gpu_buffers import GpuPlanBuffers
 from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu_plan import WIDE_ROWS, GpuPlan, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
@@ -64,6 +65,8 @@ class Planner:
             :class:`Plan`.
         wide_rows: Query heads of those kernels' wide tiles.
         gpu: What that GPU's paths cost.
+        buffers: Where GPU plans go, so that a captured graph survives new ones: one asynchronous copy, and the tensors of an
+            earlier step hold the later plan.  None gives every plan tensors of its own.
         plans_made: How many plans were computed, for tests and reports.
     """
 
@@ -73,6 +76,7 @@ class Planner:
     num_sms: int | None = None
     wide_rows: int = WIDE_ROWS
     gpu: GpuCost = H200
+    buffers: GpuPlanBuffers | None = None
     plans_made: int = 0
     _key: tuple[object, ...] | None = field(default=None, repr=False)
     _plan: tuple[Plan | GpuPlan, list[Tensor]] | None = field(default=None, repr=False)
@@ -80,16 +84,25 @@ class Planner:
     def plan(
         self, snapshot: TreeSnapshot, queries: Queries, device: torch.device
     ) -> tuple[Plan | GpuPlan, list[Tensor]]:
-        """The plan for these queries and its tensors on ``device``; remembered while nodes and row counts are unchanged."""
+        """The plan for these queries and its tensors on ``device``; remembered while nodes and row counts are unchanged.
+
+        Raises:
+            PlanTooLarge: it does not fit ``buffers``; the last plan stays.
+        """
         key = (snapshot.version, queries.node.tobytes(), (queries.end - queries.begin).tobytes(), device)
         if self._plan is None or key != self._key:
             formats, plan = self._make(snapshot, queries)
-            self._plan = plan, _tensors(plan.arrays(), device)
+            self._plan = plan, self._placed(plan, device)
             self._key = key
             self.plans_made += 1
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("plan %d: %s", self.plans_made, describe(formats))
         return self._plan
+
+    def _placed(self, plan: Plan | GpuPlan, device: torch.device) -> list[Tensor]:
+        if self.buffers is None or isinstance(plan, Plan):
+            return _tensors(plan.arrays(), device)
+        return self.buffers.fill(plan)
 
     def _make(self, snapshot: TreeSnapshot, queries: Queries) -> tuple[Sequence[BSR], Plan | GpuPlan]:
         length, rows = visible_lengths(snapshot, queries), queries.num_rows

@@ -6,6 +6,7 @@ import torch
 
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries
+from prefixkit.attention.gpu_buffers import GpuPlanBuffers, PlanCapacity
 from prefixkit.attention.step import Planner, build_step
 from prefixkit.tree.radix import PrefixTree
 
@@ -51,6 +52,19 @@ def test_a_plan_is_kept_while_leaves_grow_and_remade_when_the_tree_changes():
     tree.release(forks[0])
     build_step(tree.snapshot(), runs((1, 1, 2)), np.array([31]), np.array([0]), planner)
     assert planner.plans_made == 2
+
+
+def test_plans_for_a_gpu_can_follow_each_other_in_the_same_tensors():
+    tree, forks = grown_tree()
+    buffers = GpuPlanBuffers(PlanCapacity(wide=4, narrow=8, segments=16, rows=4, partials=8), "cpu")
+    planner = Planner(SHAPE, num_sms=1, buffers=buffers)
+    first = build_step(tree.snapshot(), runs((1, 0, 1), (2, 0, 1)), np.array([20, 30]), np.array([0, 1]), planner)
+    assert first.work[0][2] == 2
+    tree.release(forks[0])
+    second = build_step(tree.snapshot(), runs((1, 0, 1)), np.array([30]), np.array([0]), planner)
+    assert second.work[0][2] == 1
+    assert [a.data_ptr() for a in first.work] == [b.data_ptr() for b in second.work]
+    assert torch.equal(second.work[0], torch.from_numpy(second.plan.counts))
 
 
 def test_a_steps_tensors_do_not_follow_the_tree():
