@@ -17,11 +17,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.formats import BSR, OPEN
-from prefixkit.attention.gpu_cost import H200, H200_COST, NARROW_ROWS, NARROW_UNIT, WIDE_ROWS, WIDE_UNIT, GpuCost
+from prefixkit.attention.gpu_cost import (
+    H200,
+    H200_COST,
+    NARROW_ROWS,
+    NARROW_TOKENS_PER_US,
+    NARROW_UNIT,
+    NARROW_WARPS,
+    WIDE_ROWS,
+    WIDE_TOKENS_PER_US,
+    WIDE_UNIT,
+    GpuCost,
+)
 from prefixkit.attention.gpu_split import choose_pieces, units_of
 from prefixkit.tree.snapshot import Ints
 
-__all__ = ["H200", "H200_COST", "NARROW_ROWS", "NARROW_UNIT", "WIDE_ROWS", "WIDE_UNIT", "GpuPlan", "make_gpu_plan"]
+__all__ = [
+    "H200",
+    "H200_COST",
+    "NARROW_ROWS",
+    "NARROW_TOKENS_PER_US",
+    "NARROW_UNIT",
+    "NARROW_WARPS",
+    "WIDE_ROWS",
+    "WIDE_TOKENS_PER_US",
+    "WIDE_UNIT",
+    "GpuPlan",
+    "make_gpu_plan",
+]
 
 Longs = NDArray[np.int64]
 

@@ -1,0 +1,118 @@
+"""The GPU planner's own source, run on the CPU thread by thread: the specified plan, bit by bit, without a GPU."""
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.attention import workload
+from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.formats import Queries, visible_lengths
+from prefixkit.attention.gpu_buffers import capacity_for, size_of
+from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.nvrtc import CSRC
+from tests.attention.planning import random_cost, random_shape, random_tree, specified
+
+HERE = Path(__file__).parent / "emulation"
+RECIPROCAL = 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));'
+# struct PlanTree, as prefixkit.attention.cuda_planner fills it.
+LAYOUT = struct.Struct("@" + "P" * 12 + "d" * 7 + "q" + "i" * 23)
+
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", params=[2304, 0], ids=["nodes in shared memory", "any number of nodes"])
+def kernel(request, tmp_path_factory):
+    """The source with the block's instructions on the CPU in place of the GPU's."""
+    folder = tmp_path_factory.mktemp("kernel")
+    for source in CSRC.glob("plan_*"):
+        text = source.read_text()
+        if source.name == "plan_block.cuh":
+            assert RECIPROCAL in text
+            text = text.replace(RECIPROCAL, "inverse = 1.0f / float(b);")
+        (folder / source.name).write_text(text)
+    for source in HERE.iterdir():
+        shutil.copy(source, folder)
+    library = folder / "plan.so"
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-ffp-contract=off",
+        "-shared",
+        "-fPIC",
+        f"-DPREFIXKIT_PLAN_NODES={request.param}",
+        "-w",
+    ]
+    subprocess.run(["g++", *options, "-o", library, folder / "plan.cpp"], check=True)
+    function = ctypes.CDLL(str(library)).plan_on_cpu
+    function.argtypes = [ctypes.c_char_p]
+    return function
+
+
+def run(kernel, snapshot, queries, shape, cost, num_sms, capacity):
+    """The six arrays as the kernel leaves them, in buffers of this capacity, poisoned first."""
+    nodes = snapshot.num_nodes
+    visible, own = visible_lengths(snapshot, queries), queries.rows_per_node(nodes)
+    tree = [
+        np.ascontiguousarray(a, dtype=np.int32) for a in ([nodes], snapshot.parent, snapshot.subtree_end, visible, own)
+    ]
+    plan = [np.full(shape_, -12345, dtype=np.int32) for shape_ in capacity.shapes()]
+    items = capacity.wide + capacity.narrow + 8
+    scratch = np.full(10 * (nodes + 8) + 13 * items + capacity.rows + 256, -12345, dtype=np.int32)
+    sharing, many = cost.sharing, max(1, 128 // shape.group)
+    roles = [n for role in (cost.wide, cost.narrow) for n in (role.unit, role.workers, *role.points(), role.least)]
+    values = (
+        *(array.ctypes.data for array in (*tree, *plan, scratch)),
+        *(sharing.kv_byte * shape.kv_bytes, sharing.item),
+        *(sharing.wide_tile * shape.kv_heads, sharing.narrow_tile * shape.kv_heads),
+        *(sharing.partial_byte * shape.partial_bytes, cost.wide.tokens_per_us, cost.narrow.tokens_per_us),
+        -(-(2**32) // many),
+        *(nodes, capacity.wide, capacity.narrow, capacity.segments, capacity.rows, capacity.partials),
+        *(shape.group, shape.kv_heads, num_sms, many, 48 * 1024),
+        *roles,
+    )
+    kernel(LAYOUT.pack(*values))
+    return plan
+
+
+def assert_same(arrays, plan, case):
+    for name, ours, theirs in zip(
+        ("counts", "wide", "narrow", "segments", "indptr", "indices"), arrays, plan.arrays(), strict=True
+    ):
+        assert np.array_equal(ours[: len(theirs)], theirs), (case, name)
+
+
+SIZES = {
+    "small": (25, 8, 60, 3, 0.6),
+    "middling": (6, 300, 400, 2, 0.5),
+    "chunks": (4, 20, 3000, 300, 0.5),
+    "long": (6, 40, 200_000, 1, 0.7),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_random_trees_give_the_specified_plan_bit_by_bit(kernel, size):
+    cases, nodes, longest, rows, density = SIZES[size]
+    for seed in range(cases):
+        rng = np.random.default_rng(1000 + seed)
+        snapshot, queries = random_tree(rng, int(rng.integers(1, nodes + 1)), longest, rows, density)
+        shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
+        plan = specified(snapshot, queries, shape, cost, sms)
+        arrays = run(kernel, snapshot, queries, shape, cost, sms, capacity_for(snapshot, queries, shape, sms, cost))
+        assert_same(arrays, plan, (size, seed))
+        assert_same(run(kernel, snapshot, queries, shape, cost, sms, size_of(plan)), plan, (size, seed, "exact room"))
+
+
+def test_a_benchmark_tree(kernel):
+    snapshot, shape = workload("beam d6"), HeadShape(32, 8, 128, 2)
+    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
+    queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
+    capacity = capacity_for(snapshot, queries, shape, 132)
+    assert_same(
+        run(kernel, snapshot, queries, shape, H200, 132, capacity), specified(snapshot, queries, shape, H200, 132), ""
+    )
