@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from prefixkit.attention import kernel_cache
 from prefixkit.attention.cost import CostModel
 from prefixkit.attention.gpu_cost import H200, GpuCost, Role
 from prefixkit.attention.jit import driver_cuda
@@ -99,11 +100,12 @@ def measure(device: torch.device) -> tuple[Path, GpuCost, bool]:
     from prefixkit.attention.gpu_calibrate import calibrate
 
     place = place_of(device)
-    there = read(place)
-    if there is not None:
-        return place, there, False
-    found = calibrate(device)
-    write(place, found)
+    with kernel_cache.making(place):  # of processes that start together one measures, and alone
+        there = read(place)
+        if there is not None:
+            return place, there, False
+        found = calibrate(device)
+        write(place, found)
     _known.cache_clear()
     return place, found, True
 

@@ -69,6 +69,37 @@ def test_items_cover_every_visible_token_of_every_query_exactly_once(seed, shape
 
 
 @pytest.mark.parametrize("seed", range(40))
+def test_a_plan_still_covers_all_once_after_its_leaves_have_grown(seed):
+    """Lengths are read on the device: the same plan serves leaves that grew, and their later queries."""
+    case = random_case(seed, 8, 1)
+    snapshot, queries, _, length = case
+    plan = plan_of(case, 8, 1)
+    is_leaf = snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1
+    node = queries.row_node()
+    ends_there = (queries.end == length[queries.node])[
+        np.searchsorted(queries.node, node)
+    ]  # else not the latest tokens
+    for grown in (1, 3, 17):
+        later = length + grown * is_leaf
+        offset = queries.row_offset() + grown * (is_leaf[node] & ends_there)
+        seen = [Counter() for _ in node]
+        for _, q_begin, q_end, _, causal, segments in items_of(plan):
+            last = snapshot.start[node[q_end - 1]] + offset[q_end - 1]
+            for of, begin, end in segments:
+                until = min(end, later[of], last + 1 - snapshot.start[of]) if causal else min(end, later[of])
+                for query in range(q_begin, q_end):
+                    mine = min(until, snapshot.start[node[query]] + offset[query] + 1 - snapshot.start[of])
+                    seen[query].update((of, token) for token in range(begin, mine if causal else until))
+        for query, counts in enumerate(seen):
+            above, expected = int(snapshot.parent[node[query]]), int(offset[query]) + 1
+            while above >= 0:
+                expected += int(snapshot.length[above])
+                above = int(snapshot.parent[above])
+            assert len(counts) == expected
+            assert set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_partial_rows_are_written_once_and_merged_once_root_first(seed, shape):
     case = random_case(seed, *SHAPES[shape])
