@@ -49,10 +49,29 @@ def tree_attention() -> None:
         assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
 
 
+def plan_tree() -> None:
+    """Trees with shared and folded nodes, chunks and single queries, in buffers of exactly their size."""
+    from prefixkit.attention.cuda_planner import CudaPlanner
+    from prefixkit.attention.gpu_buffers import capacity_for
+    from tests.attention.planning import random_cost, random_shape, random_tree, specified
+
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        snapshot, queries = random_tree(rng, int(rng.integers(2, 40)), 300, 40, 0.6)
+        shape, cost = random_shape(rng), random_cost(rng)
+        capacity = capacity_for(snapshot, queries, shape, 132, cost)
+        planner = CudaPlanner(shape, snapshot.num_nodes, capacity, GPU, cost, 132)
+        planner.load(snapshot, queries)
+        planner.plan()
+        expected = specified(snapshot, queries, shape, cost, 132).arrays()
+        assert all(np.array_equal(a, b) for a, b in zip(planner.arrays(), expected, strict=True))
+
+
 def main() -> None:
     assert ops.SCHEMAS
     append_copy_merge()
     tree_attention()
+    plan_tree()
     torch.cuda.synchronize()
     print("ran the sanitizer's set")
 
