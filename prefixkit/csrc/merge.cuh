@@ -116,7 +116,7 @@ template <int LANES, int AT_ONCE> DEVICE void merge_rows_by(const Attention& a, 
 
 DEVICE void merge_rows(const Attention& a, int rows, int thread, int threads) {
     constexpr int MANY = D % 128 == 0 ? 32 : D % 64 == 0 ? 16 : D % 32 == 0 ? 8 : 4, FEW = D > 128 && D % 32 == 0 ? 8 : 4;
-    if (rows * a.heads <= 2 * int(gridDim.x) * threads / MANY) merge_rows_by<MANY, D % 64 == 0 ? 16 : 4>(a, rows, thread, threads);
+    if (rows * a.heads <= 2 * int(gridDim.x) * threads / MANY) merge_rows_by<MANY, D % 64 ? 4 : D <= 128 ? 16 : 8>(a, rows, thread, threads);
     else merge_rows_by<FEW, 2>(a, rows, thread, threads);
 }
 

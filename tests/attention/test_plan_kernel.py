@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.attention import workload
+from benchmarks.tree_attention.workloads import tree_of
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries, visible_lengths
 from prefixkit.attention.gpu_buffers import capacity_for, size_of
@@ -109,7 +109,7 @@ def test_random_trees_give_the_specified_plan_bit_by_bit(kernel, size):
 
 
 def test_a_benchmark_tree(kernel):
-    snapshot, shape = workload("beam d6"), HeadShape(32, 8, 128, 2)
+    snapshot, shape = tree_of("beam d6"), HeadShape(32, 8, 128, 2)
     leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
     queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
     capacity = capacity_for(snapshot, queries, shape, 132)

@@ -156,7 +156,7 @@ def test_calibration_is_quick_and_fits_what_it_measured():
     assert cost.narrow.tokens_per_us > 0
     assert 0.2 < cost.wide.tokens_per_us / cost.narrow.tokens_per_us < 20
     assert 0 < cost.sharing.kv_byte < 1e-4
-    snapshot, shape = workload("2L b64 p4096 s128"), HeadShape(32, 8, 128, 2)
+    snapshot, shape = tree_of("2L b64 p4096 s128"), HeadShape(32, 8, 128, 2)
     assert len(specified(snapshot, leaves_of(snapshot), shape, cost, 132).wide) > 0, "a long prefix of many is shared"
 
 
