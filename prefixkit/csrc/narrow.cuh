@@ -29,10 +29,15 @@ enum { FIRST = 1, LAST = 2, CAUSAL = 4, STOP = 8 };
 constexpr int BATCH = 8, NARROW_WARPS = 4;
 
 struct Resolved {  // an item and its first segment
-    int q_begin, rows, partial, head;
+    int q_begin, partial;
+    u32 rows_head;            // rows, and KV head << 8
     int flags, seg, seg_end;  // segments after the first
     Sight sight;
     Span span;
+    int page;                 // of the segment's first group, where pages hold groups
+
+    DEVICE int rows() const { return rows_head & 255; }
+    DEVICE int head() const { return rows_head >> 8; }
 };
 constexpr int RESOLVED_BYTES = 52;
 static_assert(sizeof(Resolved) == RESOLVED_BYTES, "what a launch reserves");
@@ -43,8 +48,8 @@ DEVICE Resolved resolve_item(const Attention& a, int entry) {
     r.flags = STOP;
     if (entry >= a.counts[1] * a.kv_heads) return r;
     const Item item = load_item(a.narrow, entry, a.kv_heads);
-    r.q_begin = item.q_begin, r.rows = (item.q_end - item.q_begin) * group_of(a);
-    r.partial = item.partial, r.head = item.head;
+    r.q_begin = item.q_begin, r.partial = item.partial;
+    r.rows_head = u32((item.q_end - item.q_begin) * group_of(a)) | u32(item.head) << 8;
     int first = 0x7fffffff;
     if (a.reach > 0) {
 #pragma unroll 1
@@ -55,6 +60,7 @@ DEVICE Resolved resolve_item(const Attention& a, int entry) {
     r.flags = FIRST | (item.causal && item.q_end - item.q_begin > 1 ? CAUSAL : 0);
     r.seg = item.seg_begin + 1, r.seg_end = item.seg_end;
     r.span = load_span(a, item.node, item.begin, item.end, r.sight);
+    if (holds_groups(a) && r.span.slot < r.span.end) r.page = a.pages[r.span.pages + page_index(a, r.span.slot)];
     return r;
 }
 
@@ -66,7 +72,8 @@ struct NarrowState {
     int position[2], q_head[2];
 };
 
-DEVICE void narrow_begin(const Attention& a, const Chunk& c, NarrowState& s) {
+// An item's queries, early: registers for them are free once the last item's scores are there.
+DEVICE void narrow_queries(const Attention& a, const Chunk& c, NarrowState& s) {
     const int lane = lane_anew(), group = group_of(a);
     const int n = lane / 4, query = divide_small(n, group);
     const u16* q = a.q + ((long long)(c.q_begin + query) * a.heads + c.head * group + n - query * group) * D + 2 * (lane & 3);
@@ -74,6 +81,13 @@ DEVICE void narrow_begin(const Attention& a, const Chunk& c, NarrowState& s) {
     for (int k = 0; k < D / 16; ++k) {
         s.q[k][0] = n < c.rows ? *(const u32*)(q + 16 * k) : 0;
         s.q[k][1] = n < c.rows ? *(const u32*)(q + 16 * k + 8) : 0;
+    }
+}
+
+DEVICE void narrow_begin(const Attention& a, const Chunk& c, NarrowState& s) {
+    const int lane = lane_anew(), group = group_of(a);
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s.o[k][i] = 0.f;
     }

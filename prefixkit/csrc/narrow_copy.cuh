@@ -40,8 +40,8 @@ struct Loader {
         flags = r.flags, seg = r.seg, span = r.span;
         ++taken;
         if (flags & STOP) return;
-        skip_empty();
-        look_up();
+        page = r.page;
+        if (span.slot >= span.end) skip_empty(), look_up();
     }
 
     DEVICE void skip_empty() {
@@ -64,7 +64,7 @@ struct Loader {
             return;
         }
         const Resolved& item = current();
-        const int head = item.head;
+        const int head = item.head();
         const int low = span.slot & 15, slot = span.slot - low;
         const int high = max(0, min(CHUNK, span.end - slot));
         // Asked of what is left, not of `high`: NVRTC 13.0 gets "clamped to 16, is 16" wrong.
@@ -74,7 +74,7 @@ struct Loader {
         if (flags & FIRST) {  // its queries are read a few chunks later, from L1
             const int group = group_of(a);
             const char* q = (const char*)(a.q + ((long long)item.q_begin * a.heads + head * group) * D);
-            for (int row = 0; row < item.rows; row += group, q += (long long)a.heads * D * 2)
+            for (int row = 0; row < item.rows(); row += group, q += (long long)a.heads * D * 2)
                 for (int at = lane * 32; at < group * D * 2; at += 32 * 32) touch(q + at);
         }
         span.slot = slot + CHUNK;
@@ -82,7 +82,7 @@ struct Loader {
         const bool done = span.slot >= span.end;
         if (lane == 0) {
             int4* to = (int4*)info;
-            to[0] = make_int4(item.q_begin, item.rows, item.partial, head);
+            to[0] = make_int4(item.q_begin, item.rows(), item.partial, head);
             to[1] = make_int4((flags & (FIRST | CAUSAL)) | (done ? LAST : 0), low, high, position);
         }
         flags &= ~FIRST;
@@ -124,7 +124,7 @@ DEVICE void narrow_role(const Attention& a, u32 ring, int stages, Chunk* infos, 
         const Chunk& c = infos[stage];  // read from shared memory where needed: registers are short
         const int flags = c.flags;
         if (flags & STOP) break;
-        if (flags & FIRST) narrow_begin(a, c, state);
+        if (flags & FIRST) narrow_queries(a, c, state), narrow_begin(a, c, state);
         narrow_compute(a, c, state, ring + stage * STAGE_BYTES);
         if (flags & LAST) narrow_finish(a, c, state);
         __syncwarp();

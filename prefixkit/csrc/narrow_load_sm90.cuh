@@ -42,7 +42,10 @@ struct BoxLoader {
         lane = lane_anew() & 15, mask = 0xffffu << 16 * half;
         batch = s.batches + mine * BATCH, chunks = s.chunks + mine * MAX_STAGES, stages = s.stages;
         ring = s.rings + mine * stages * STAGE_BYTES, full = s.full + 8 * mine * MAX_STAGES, empty = s.empty + 8 * mine * MAX_STAGES;
-        worker = mine * gridDim.x + blockIdx.x;
+        // Neighbours in the list are heads of one item, whose keys are neighbours in memory: a block takes them together, if there is
+        // enough for all blocks.
+        const bool crowded = a.counts[1] * a.kv_heads >= int(NARROW_WARPS * gridDim.x);
+        worker = crowded ? blockIdx.x * NARROW_WARPS + mine : mine * gridDim.x + blockIdx.x;
         begin_item();
     }
 
@@ -56,8 +59,8 @@ struct BoxLoader {
         flags = r.flags, seg = r.seg, span = r.span;
         ++taken;
         if (flags & STOP) return;
-        skip_empty();
-        look_up();
+        page = r.page;
+        if (span.slot >= span.end) skip_empty(), look_up();
     }
 
     DEVICE const Resolved& current() const { return batch[(taken - 1) % BATCH]; }
@@ -85,7 +88,7 @@ struct BoxLoader {
             return false;
         }
         const Resolved& item = current();
-        const int head = item.head, low = span.slot & 15, slot = span.slot - low, high = max(0, min(CHUNK, span.end - slot));
+        const int head = item.head(), low = span.slot & 15, slot = span.slot - low, high = max(0, min(CHUNK, span.end - slot));
         const Span here = span;
         const int first = flags & FIRST;
         // Where the next chunk is, before this one is told: whoever reads LAST must be right.
@@ -94,7 +97,7 @@ struct BoxLoader {
         const bool done = span.slot >= span.end;
         if (lane == 0) {
             int4* to = (int4*)(chunks + stage);
-            to[0] = make_int4(item.q_begin, item.rows, item.partial, head);
+            to[0] = make_int4(item.q_begin, item.rows(), item.partial, head);
             to[1] = make_int4((flags & (FIRST | CAUSAL)) | (done ? LAST : 0), low, high, here.position + slot);
             barrier_arrive_expect(at, STAGE_BYTES);
         }
@@ -121,8 +124,8 @@ struct BoxLoader {
     // The queries are read a few chunks later, from L1.
     DEVICE void bring_queries(const Resolved& item) {
         const int group = group_of(a);
-        const char* q = (const char*)(a.q + ((long long)item.q_begin * a.heads + item.head * group) * D);
-        for (int row = 0; row < item.rows; row += group, q += (long long)a.heads * D * 2)
+        const char* q = (const char*)(a.q + ((long long)item.q_begin * a.heads + item.head() * group) * D);
+        for (int row = 0; row < item.rows(); row += group, q += (long long)a.heads * D * 2)
             for (int at = lane * 32; at < group * D * 2; at += 16 * 32) touch(q + at);
     }
 };
@@ -138,18 +141,25 @@ DEVICE void narrow_load(const Attention& a, const NarrowShared& s, int pair) {
 // A computing warp.
 DEVICE void narrow_role(const Attention& a, const NarrowShared& s, int mine) {
     const u32 ring = s.rings + mine * s.stages * STAGE_BYTES, full = s.full + 8 * mine * MAX_STAGES, empty = s.empty + 8 * mine * MAX_STAGES;
+    const Chunk* chunks = s.chunks + mine * MAX_STAGES;
     NarrowState state;
-    int phase = 0;
-    for (int stage = 0;;) {
-        barrier_wait(full + 8 * stage, phase);
-        const Chunk& c = s.chunks[mine * MAX_STAGES + stage];  // read from shared memory where needed: registers are short
+    int stage = 0, phase = 0;
+    barrier_wait(full, 0);
+    if (!(chunks->flags & STOP)) narrow_queries(a, *chunks, state);
+    while (true) {
+        const Chunk& c = chunks[stage];  // read from shared memory where needed: registers are short
         const int flags = c.flags;
         if (flags & STOP) break;
         if (flags & FIRST) narrow_begin(a, c, state);
         narrow_compute(a, c, state, ring + stage * STAGE_BYTES);
-        if (flags & LAST) narrow_finish(a, c, state);
-        barrier_arrive_warp(empty + 8 * stage);
+        const int done = stage;
         if (++stage == s.stages) stage = 0, phase ^= 1;
+        barrier_wait(full + 8 * stage, phase);
+        if (flags & LAST) {
+            if (!(chunks[stage].flags & STOP)) narrow_queries(a, chunks[stage], state);
+            narrow_finish(a, c, state);
+        }
+        barrier_arrive_warp(empty + 8 * done);
     }
 }
 

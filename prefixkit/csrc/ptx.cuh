@@ -41,7 +41,6 @@ DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, int v,
 }
 DEVICE u64 policy_stream() { u64 x; asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(x)); return x; }
 DEVICE u64 policy_keep() { u64 x; asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(x)); return x; }
-DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // Brings a line near without waiting for it.
 DEVICE void touch(const void* p) { asm volatile("{.reg .b32 x; ld.global.ca.b32 x, [%0];}" ::"l"(p)); }
 
@@ -119,21 +118,16 @@ DEVICE float4 load_global(const float* p) {
     return x;
 }
 DEVICE float load_global1(const float* p) { float x; asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory"); return x; }
-DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEVICE u32 load_acquire(const u32* p) { u32 x; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory"); return x; }
 
 // ---- barriers in shared memory ----
 DEVICE void barrier_init(u32 barrier, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory"); }
 DEVICE void barrier_arrive(u32 barrier) { asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" ::"r"(barrier) : "memory"); }
-// Makes the phase wait for so many bytes of boxes; they must not land before.
-DEVICE void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 // One lane of a warp arrives, once all have come.
 DEVICE void barrier_arrive_warp(u32 barrier) {
     asm volatile("{.reg .pred p;\n .reg .b64 t;\n elect.sync _|p, 0xffffffff;\n @p mbarrier.arrive.shared.b64 t, [%0];\n}" ::"r"(barrier) : "memory");
 }
-// Arrives, and makes the phase wait for so many bytes of boxes.
+// Arrives, and makes the phase wait for so many bytes of boxes; they must not land before.
 DEVICE void barrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1;}" ::"r"(barrier), "r"(bytes) : "memory");
 }
