@@ -26,7 +26,7 @@ from prefixkit.attention.variants import (
     soft_cap,
 )
 from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, fill, make_snapshot, plan_of, random_case
-from tests.gpu.cases import on_gpu, poison
+from tests.gpu.cases import GPU, on_gpu, poison
 from tests.gpu.oracle import Errors, dense, torch_error
 
 # A rounding of the output that torch's error may happen to lack in a small case.
@@ -224,3 +224,25 @@ def test_bad_arguments_are_named_before_anything_is_launched(implementation):
         attend(q, k, v, positions, work, [*nodes[:3], nodes[3].long(), nodes[4]], scale, key)
     with pytest.raises(ValueError, match="no variant is registered"):
         attend(q, k, v, positions, work, nodes, scale, "unheard of")
+
+
+@pytest.mark.parametrize("leaves", [1, 40], ids=["narrow", "wide"])
+@pytest.mark.parametrize("page", [1, 16])
+def test_what_lies_before_a_window_is_not_read(monkeypatch, leaves, page):
+    """A shared node of 500 tokens below a window of 70: what no query sees may hold anything, even NaN."""
+    monkeypatch.setenv(backend.VARIABLE, "cuda")
+    rng = np.random.default_rng(leaves + page)
+    snapshot, num_pages = make_snapshot(rng, [-1, *[0] * leaves], [500, *rng.integers(1, 9, leaves).tolist()], page)
+    last = snapshot.length[1:]
+    queries = Queries(np.arange(1, leaves + 1, dtype=np.int32), last - 1, last.copy())
+    case = fill(rng, snapshot, num_pages, queries, (32, 8, 128), torch.bfloat16)
+    call = on_gpu(case, plan_of(case, SHARE_ALL))
+    key = register(sliding_window(70))
+    expected = torch.ops.prefixkit.tree_attention(*call.arguments(key))
+    hidden = np.arange(500 - 70 + 1)
+    slots = torch.from_numpy(snapshot.slots(np.zeros(len(hidden), dtype=np.int32), hidden).astype(np.int64)).to(GPU)
+    for pages in (call.k_pages, call.v_pages):
+        pages[slots // page, slots % page] = torch.nan
+    out, lse = torch.ops.prefixkit.tree_attention(*call.arguments(key))
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
