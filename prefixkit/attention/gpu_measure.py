@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefixkit.attention import ops  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.attention.formats import BSR, OPEN
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, WIDE_ROWS, GpuCost, Role
 from prefixkit.attention.gpu_plan import make_gpu_plan

@@ -137,21 +137,6 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
                  "WAIT%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
                  "@!p bra WAIT%=;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
-// Whether the phase has ended.
-DEVICE bool barrier_over(u32 barrier, u32 parity) {
-    u32 over;
-    asm volatile("{.reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
-    return over;
-}
-// The same for two barriers, asked together: an answer takes its time.
-DEVICE void barrier_wait(u32 first, u32 first_parity, u32 second, u32 second_parity) {
-    asm volatile("{.reg .pred p, q;\n"
-                 "WAIT%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 q, [%2], %3;\n"
-                 "and.pred p, p, q;\n"
-                 "@!p bra WAIT%=;\n}" ::"r"(first), "r"(first_parity), "r"(second), "r"(second_parity) : "memory");
-}
 template <int ID, int THREADS> DEVICE void named_barrier() { asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory"); }
 template <int ID, int THREADS> DEVICE void named_arrive() { asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory"); }
 

@@ -36,8 +36,7 @@ constexpr int LOAD_REGISTERS = 48, NARROW_REGISTERS = 96, WIDE_REGISTERS = 184;
 DEVICE WideShared wide_shared(Shared& s) {
     WideShared w;
     w.k = shared_address(s.rings), w.v = w.k + WIDE_STAGES * UNIT_BYTES;
-    w.k_full = shared_address(s.barriers), w.k_empty = w.k_full + 8 * WIDE_STAGES;
-    w.v_full = w.k_empty + 8 * WIDE_STAGES, w.v_empty = w.v_full + 8 * WIDE_STAGES;
+    w.full = shared_address(s.barriers), w.k_empty = w.full + 8 * WIDE_STAGES, w.v_empty = w.k_empty + 8 * WIDE_STAGES;
     w.item_full = w.v_empty + 8 * WIDE_STAGES, w.item_empty = w.item_full + 16;
     w.items = s.items, w.units = s.units;
     return w;

@@ -27,17 +27,16 @@ enum { COMPARE = 16 };
 
 struct WideShared {
     u32 k, v;                                    // rings
-    u32 k_full, k_empty, v_full, v_empty;        // barriers of the stages, 8 bytes apart
+    u32 full, k_empty, v_empty;                  // barriers of the stages, 8 bytes apart; a unit is there with both K and V
     u32 item_full, item_empty;                   // of the two places for items
     int4* items;                                 // q_begin, rows (0: no more work), partial, head
     UnitInfo* units;                             // one for each stage of K
 };
-constexpr int WIDE_BARRIERS = 4 * WIDE_STAGES + 4;
+constexpr int WIDE_BARRIERS = 3 * WIDE_STAGES + 4;
 
 DEVICE void wide_barriers(const WideShared& s) {
     for (int i = 0; i < WIDE_STAGES; ++i) {
-        barrier_init(s.k_full + 8 * i, 1), barrier_init(s.k_empty + 8 * i, MULTIPLIERS);
-        barrier_init(s.v_full + 8 * i, 1), barrier_init(s.v_empty + 8 * i, MULTIPLIERS);
+        barrier_init(s.full + 8 * i, 2), barrier_init(s.k_empty + 8 * i, MULTIPLIERS), barrier_init(s.v_empty + 8 * i, MULTIPLIERS);
     }
     for (int i = 0; i < 2; ++i) barrier_init(s.item_full + 8 * i, 1), barrier_init(s.item_empty + 8 * i, MULTIPLIERS);
 }
@@ -106,7 +105,7 @@ DEVICE void row_groups(const Attention& a, const TensorMap* map, const Ring& rin
 DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
     const int entries = a.counts[0] * a.kv_heads;
     Ring ring;
-    ring.data = s.k + is_v * (WIDE_STAGES * UNIT_BYTES), ring.full = s.k_full + is_v * (16 * WIDE_STAGES), ring.empty = ring.full + 8 * WIDE_STAGES;
+    ring.data = s.k + is_v * (WIDE_STAGES * UNIT_BYTES), ring.full = s.full, ring.empty = s.k_empty + is_v * (8 * WIDE_STAGES);
     int items = 0;
     for (int round = 0; round * int(gridDim.x) < entries; ++round) {
         const int entry = entry_of(round, blockIdx.x, gridDim.x);

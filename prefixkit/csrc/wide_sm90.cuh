@@ -215,8 +215,7 @@ struct Place {
 
 DEVICE u32 keys_at(const WideShared& s, const Place& at) { return descriptor(s.k, 16) + at.stage() * (UNIT_BYTES / 16); }
 DEVICE u32 values_at(const WideShared& s, const Place& at) { return descriptor(s.v, UNIT * 128) + at.stage() * (UNIT_BYTES / 16); }
-DEVICE void wait_keys(const WideShared& s, const Place& at) { barrier_wait(s.k_full + 8 * at.stage(), at.phase()); }
-DEVICE void wait_values(const WideShared& s, const Place& at) { barrier_wait(s.v_full + 8 * at.stage(), at.phase()); }
+DEVICE void wait_unit(const WideShared& s, const Place& at) { barrier_wait(s.full + 8 * at.stage(), at.phase()); }
 
 DEVICE UnitInfo read_unit(const WideShared& s, const Place& at) {
     const int4 x = *(const int4*)(s.units + at.stage());
@@ -229,10 +228,9 @@ DEVICE void free_stage(u32 empty, u32 stage) { barrier_arrive_warp(empty + 8 * s
 // An item with no rows for this warpgroup: only keeps the count.
 DEVICE void wide_skip(const WideShared& s, Place& at) {
     for (bool last = false; !last; ++at.unit) {
-        wait_keys(s, at);
+        wait_unit(s, at);
         last = read_unit(s, at).flags & LAST;
         free_stage(s.k_empty, at.stage());
-        wait_values(s, at);
         free_stage(s.v_empty, at.stage());
     }
 }
@@ -245,10 +243,28 @@ DEVICE WideItem read_item(const WideShared& s, int place) {
     return {x.x, x.y, x.z, x.w};
 }
 
+// Products of a unit's keys, and of the values of the unit before, in this warpgroup's turn; then waits for the scores.
+DEVICE void multiply(const WideShared& s, WideState& w, const Place& at, int half, bool both) {
+    const Place before = {at.unit - 1};
+    turn_wait(half, both);
+    scores(w, keys_at(s, at));
+    add_values(w, values_at(s, before));
+    turn_pass(half, both);
+    wgmma_wait<1>();
+    pin(w.s);
+}
+
+// When the values of the unit before have been added: their stage is free, and weights can be replaced.
+DEVICE void finish_values(const WideShared& s, WideState& w, const Place& at) {
+    wgmma_wait<0>();
+    pin(w.o);
+    free_stage(s.v_empty, Place{at.unit - 1}.stage());
+}
+
 // The item is read again where it is needed: registers are short.
 DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Place& at, int half, int place, bool both) {
     float shrink[2];
-    wait_keys(s, at);
+    wait_unit(s, at);
     turn_wait(half, both);
     scores(w, keys_at(s, at));
     turn_pass(half, both);
@@ -258,45 +274,33 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
     exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
     free_stage(s.k_empty, at.stage());
     pack_exponentials(w);
-    bool ready = false;
     while (!(flags & LAST)) {
-        const Place before = at;
         ++at.unit;
-        if (!ready) barrier_wait(s.k_full + 8 * at.stage(), at.phase(), s.v_full + 8 * before.stage(), before.phase());
+        wait_unit(s, at);
         flags = s.units[at.stage()].flags;
-        turn_wait(half, both);
-        scores(w, keys_at(s, at));
-        add_values(w, values_at(s, before));
-        turn_pass(half, both);
-        wgmma_wait<1>();
-        pin(w.s);
-        // Asked now, answered when the exponentials are done.
-        const Place after = {at.unit + 1};
-        ready = barrier_over(s.k_full + 8 * after.stage(), after.phase()) & barrier_over(s.v_full + 8 * at.stage(), at.phase());
-        bool rose = false;
+        multiply(s, w, at, half, both);
         const bool compare = MODIFIED || (flags & COMPARE);
-        if (__builtin_expect(compare || !exponentials_at_once(a, w), 0)) {
-            if (!compare) scores_again(w, s.k + at.stage() * UNIT_BYTES);
-            rose = exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
+        if (!compare && exponentials_at_once(a, w)) {
+            free_stage(s.k_empty, at.stage());
+            finish_values(s, w, at);
+            pack_exponentials(w);
+            continue;
         }
+        if (!compare) scores_again(w, s.k + at.stage() * UNIT_BYTES);
+        const bool rose = exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
         free_stage(s.k_empty, at.stage());
-        wgmma_wait<0>();
-        pin(w.o);
-        free_stage(s.v_empty, before.stage());
-        if (__builtin_expect(rose, 0)) {
+        finish_values(s, w, at);
+        if (rose) {
 #pragma unroll
             for (int i = 0; i < D / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
         }
         pack_exponentials(w);
     }
-    wait_values(s, at);
     turn_wait(half, both);
     add_values(w, values_at(s, at));
     turn_pass(half, both);
-    wgmma_wait<0>();
-    pin(w.o);
-    free_stage(s.v_empty, at.stage());
     ++at.unit;
+    finish_values(s, w, at);
     wide_finish(a, read_item(s, place), w, first_row(half));
 }
 
