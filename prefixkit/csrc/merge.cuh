@@ -83,9 +83,8 @@ template <int LANES, int VECTORS> DEVICE void finish_row(const Attention& a, con
     if (lane == 0) a.lse[at] = lse;
 }
 
-// The threads [0, `threads`) of each block, `thread` of them this, fold all rows.  What they fold first, the plan says, so they look it
-// up before they `meet` the other blocks, whose partial states they read.
-template <int LANES, int AT_ONCE, class Meet> DEVICE void merge_rows_by(const Attention& a, int rows, int thread, int threads, Meet meet) {
+// The threads [0, `threads`) of each block, `thread` of them this, fold all rows.
+template <int LANES, int AT_ONCE> DEVICE void merge_rows_by(const Attention& a, int rows, int thread, int threads) {
     static_assert(D % (4 * LANES) == 0, "a lane holds whole vectors of a head");
     constexpr int VECTORS = D / (4 * LANES);
     const int units = rows * a.heads, lane = thread % LANES, step = gridDim.x * (threads / LANES);
@@ -94,7 +93,6 @@ template <int LANES, int AT_ONCE, class Meet> DEVICE void merge_rows_by(const At
     find_bounds(a, now, unit, units);
     find_bounds(a, next, unit + step, units);
     find_first(a, now);
-    meet();
     for (; unit < units; unit += step) {
         Parts<AT_ONCE> after;
         find_first(a, next);
@@ -116,10 +114,10 @@ template <int LANES, int AT_ONCE, class Meet> DEVICE void merge_rows_by(const At
     }
 }
 
-template <class Meet> DEVICE void merge_rows(const Attention& a, int rows, int thread, int threads, Meet meet) {
+DEVICE void merge_rows(const Attention& a, int rows, int thread, int threads) {
     constexpr int MANY = D % 128 == 0 ? 32 : D % 64 == 0 ? 16 : D % 32 == 0 ? 8 : 4, FEW = D > 128 && D % 32 == 0 ? 8 : 4;
-    if (rows * a.heads <= 2 * int(gridDim.x) * threads / MANY) merge_rows_by<MANY, D % 64 ? 4 : D <= 128 ? 16 : 8>(a, rows, thread, threads, meet);
-    else merge_rows_by<FEW, 2>(a, rows, thread, threads, meet);
+    if (rows * a.heads <= 2 * int(gridDim.x) * threads / MANY) merge_rows_by<MANY, D % 64 ? 4 : D <= 128 ? 16 : 8>(a, rows, thread, threads);
+    else merge_rows_by<FEW, 2>(a, rows, thread, threads);
 }
 
 }  // namespace prefixkit

@@ -19,11 +19,8 @@ struct NarrowShared {
 };
 constexpr int NARROW_BARRIERS = 2 * NARROW_WARPS * MAX_STAGES;
 
-// Each thread of one warp its share.
 DEVICE void narrow_barriers(const NarrowShared& s) {
-    static_assert(NARROW_WARPS * MAX_STAGES <= 32, "a thread for each stage");
-    const int i = threadIdx.x;
-    if (i < NARROW_WARPS * MAX_STAGES) barrier_init(s.full + 8 * i, 1), barrier_init(s.empty + 8 * i, 1);
+    for (int i = 0; i < NARROW_WARPS * MAX_STAGES; ++i) barrier_init(s.full + 8 * i, 1), barrier_init(s.empty + 8 * i, 1);
 }
 
 // Walks one worker's list; the 16 lanes of a half-warp hold the same state.

@@ -34,11 +34,11 @@ struct WideShared {
 };
 constexpr int WIDE_BARRIERS = 3 * WIDE_STAGES + 4;
 
-// Each thread of one warp its share.
 DEVICE void wide_barriers(const WideShared& s) {
-    const int i = threadIdx.x;
-    if (i < WIDE_STAGES) barrier_init(s.full + 8 * i, 2), barrier_init(s.k_empty + 8 * i, MULTIPLIERS), barrier_init(s.v_empty + 8 * i, MULTIPLIERS);
-    if (i < 2) barrier_init(s.item_full + 8 * i, 1), barrier_init(s.item_empty + 8 * i, MULTIPLIERS);
+    for (int i = 0; i < WIDE_STAGES; ++i) {
+        barrier_init(s.full + 8 * i, 2), barrier_init(s.k_empty + 8 * i, MULTIPLIERS), barrier_init(s.v_empty + 8 * i, MULTIPLIERS);
+    }
+    for (int i = 0; i < 2; ++i) barrier_init(s.item_full + 8 * i, 1), barrier_init(s.item_empty + 8 * i, MULTIPLIERS);
 }
 
 // The next item, or the end (no rows), to the multiplying side.
