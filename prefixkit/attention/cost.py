@@ -89,14 +89,7 @@ def decide_sharing(
     Returns:
         ``[nodes]`` True where the node is shared; False also where no query sits below.
     """
-    gain_per_token = cost.kv_byte * shape.kv_bytes
-    price_per_row = cost.partial_byte * shape.partial_bytes
-    price: NDArray[np.float64] = cost.item + _tiles(rows_below, shape, cost) + rows_below * price_per_row
-    owners = np.concatenate(([0], np.cumsum(own_rows > 0)))
-    # Consumers if nothing below were shared.  Where that many gain nothing, fewer will not either.
-    most = owners[snapshot.subtree_end] - owners[1:]
-    gain = (most - 1) * snapshot.length * gain_per_token
-    candidate = (rows_below > 0) & (gain > price)
+    candidate, most, price = _candidates(snapshot, own_rows, rows_below, shape, cost)
     shared = np.zeros(snapshot.num_nodes, dtype=bool)
     nodes = np.flatnonzero(candidate)
     if not len(nodes):
@@ -104,10 +97,30 @@ def decide_sharing(
     marked = mark(snapshot.subtree_end, candidate)
     nearest = marked.nearest(nodes)
     above = np.where(nearest >= 0, np.searchsorted(nodes, nearest), len(nodes))
-    rows = _Candidates(most[nodes], snapshot.length[nodes], price[nodes], above, gain_per_token)
+    rows = _Candidates(most[nodes], snapshot.length[nodes], price[nodes], above, cost.kv_byte * shape.kv_bytes)
     levels = int(marked.above.max()) + 1
     shared[nodes] = rows.by_level(marked.above[nodes], levels) if levels < len(nodes) / 24 else rows.one_by_one()
     return shared
+
+
+def may_share(
+    snapshot: TreeSnapshot, own_rows: Ints, rows_below: Ints, shape: HeadShape, cost: CostModel
+) -> NDArray[np.bool_]:
+    """``[nodes]`` False where :func:`decide_sharing` cannot share a node, whatever it decides for those below."""
+    return _candidates(snapshot, own_rows, rows_below, shape, cost)[0]
+
+
+def _candidates(
+    snapshot: TreeSnapshot, own_rows: Ints, rows_below: Ints, shape: HeadShape, cost: CostModel
+) -> tuple[NDArray[np.bool_], Longs, NDArray[np.float64]]:
+    """Which nodes would gain if nothing below were shared; their consumers then, and the price of sharing them."""
+    price_per_row = cost.partial_byte * shape.partial_bytes
+    price: NDArray[np.float64] = cost.item + _tiles(rows_below, shape, cost) + rows_below * price_per_row
+    owners = np.concatenate(([0], np.cumsum(own_rows > 0)))
+    # Where so many consumers gain nothing, fewer will not either.
+    most = owners[snapshot.subtree_end] - owners[1:]
+    gain = (most - 1) * snapshot.length * (cost.kv_byte * shape.kv_bytes)
+    return (rows_below > 0) & (gain > price), most, price
 
 
 def _tiles(rows_below: Ints, shape: HeadShape, cost: CostModel) -> NDArray[np.float64]:

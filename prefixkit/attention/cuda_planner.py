@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from functools import cache
+from math import prod
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,12 +29,71 @@ _PER_NODE, _PER_TILE, _PER_ITEM, _SPARE = 10, 6, 7, 256
 OVERFLOW = 7  # of counts: 1 where the plan did not fit, and is empty
 
 
-def _function(nodes: int, device: int) -> jit.Function:
-    if nodes <= PLAN_NODES:
-        function = jit.load(PLAN, device)[PLAN.names[0]]
-        if function.max_shared >= 4 * _PER_NODE * (PLAN_NODES + 4):
-            return function
-    return jit.load(PLAN_LARGE, device)[PLAN_LARGE.names[0]]
+@cache
+def _function(large: bool, device: int) -> jit.Function:
+    function = jit.load(PLAN, device)[PLAN.names[0]]
+    if large or function.max_shared < 4 * _PER_NODE * (PLAN_NODES + 4):
+        function = jit.load(PLAN_LARGE, device)[PLAN_LARGE.names[0]]
+    _LAYOUT.check(function)
+    return function
+
+
+def _scratch_ints(nodes: int, room: PlanCapacity) -> int:
+    return _PER_NODE * (nodes + 8) + (_PER_TILE + _PER_ITEM) * (room.wide + room.narrow + 8) + room.rows + _SPARE
+
+
+def _arguments(
+    shape: HeadShape,
+    gpu: GpuCost,
+    num_sms: int,
+    nodes: int,
+    room: PlanCapacity,
+    tensors: Iterable[Tensor],
+    shared_bytes: int,
+) -> tuple[int | float, ...]:
+    """The kernel's parameter; ``tensors`` are the tree's five, the plan's six and the scratch."""
+    sharing, many = gpu.sharing, max(1, WIDE_ROWS // shape.group)
+    return (
+        *(tensor.data_ptr() for tensor in tensors),
+        sharing.kv_byte * shape.kv_bytes,
+        sharing.item,
+        sharing.wide_tile * shape.kv_heads,
+        sharing.narrow_tile * shape.kv_heads,
+        sharing.partial_byte * shape.partial_bytes,
+        gpu.wide.tokens_per_us,
+        gpu.narrow.tokens_per_us,
+        -(-(2**32) // many),
+        *(nodes, room.wide, room.narrow, room.segments, room.rows, room.partials),
+        *(shape.group, shape.kv_heads, num_sms, many, shared_bytes // 4),
+        *(n for role in (gpu.wide, gpu.narrow) for n in (role.unit, role.workers, *role.points(), role.least)),
+    )
+
+
+def plan_on_gpu(
+    shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapacity, tree: Sequence[Tensor]
+) -> list[Tensor]:
+    """Launch the planner on the current stream, for tensors of the plan's own; the host does not wait.
+
+    Args:
+        shape, gpu, num_sms: What to plan for; groups of at most ``WIDE_ROWS``.
+        capacity: What the plan may hold.
+        tree: Int32 tensors: ``[1]`` nodes, and ``[nodes]`` parent, subtree_end, length, own, as :class:`CudaPlanner` has them.
+
+    Returns:
+        The plan as ``tree_attention`` takes it, once the launch has ended.
+    """
+    nodes, device = len(tree[1]), tree[1].device
+    function = _function(nodes > PLAN_NODES, device.index)
+    shapes = capacity.shapes()
+    sizes = [-(-prod(part) // 4) * 4 for part in shapes]
+    flat = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    work = [part[: prod(want)].view(want) for part, want in zip(torch.split(flat, sizes), shapes, strict=True)]
+    # Given back on return: who takes it next comes later on this stream.
+    scratch = torch.empty(_scratch_ints(nodes, capacity), dtype=torch.int32, device=device)
+    values = _arguments(shape, gpu, num_sms, nodes, capacity, (*tree, *work, scratch), function.max_shared)
+    say = f"plan_tree on {device}: {nodes} nodes, room for {capacity}".__str__
+    launch(function, _LAYOUT, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, say)
+    return work
 
 
 class CudaPlanner:
@@ -66,32 +129,10 @@ class CudaPlanner:
         self.num_nodes = sizes[:1]
         self._plan = Staged(capacity.shapes(), target)
         self.work: list[Tensor] = self._plan.tensors
-        items = capacity.wide + capacity.narrow + 8
-        scratch = _PER_NODE * (nodes + 8) + (_PER_TILE + _PER_ITEM) * items + capacity.rows + _SPARE
-        self._scratch = torch.zeros(scratch, dtype=torch.int32, device=target)
-        self._function = _function(nodes, self._scratch.device.index)
-        _LAYOUT.check(self._function)
-        self._values = self._arguments()
-
-    def _arguments(self) -> tuple[int | float, ...]:
+        self._scratch = torch.zeros(_scratch_ints(nodes, capacity), dtype=torch.int32, device=target)
+        self._function = _function(nodes > PLAN_NODES, self._scratch.device.index)
         tensors = (self.num_nodes, self.parent, self.subtree_end, self.length, self.own, *self.work, self._scratch)
-        sharing, room, shape = self.gpu.sharing, self.capacity, self.shape
-        roles = (self.gpu.wide, self.gpu.narrow)
-        many = max(1, WIDE_ROWS // shape.group)
-        return (
-            *(tensor.data_ptr() for tensor in tensors),
-            sharing.kv_byte * shape.kv_bytes,
-            sharing.item,
-            sharing.wide_tile * shape.kv_heads,
-            sharing.narrow_tile * shape.kv_heads,
-            sharing.partial_byte * shape.partial_bytes,
-            self.gpu.wide.tokens_per_us,
-            self.gpu.narrow.tokens_per_us,
-            -(-(2**32) // many),
-            *(self.nodes, room.wide, room.narrow, room.segments, room.rows, room.partials),
-            *(shape.group, shape.kv_heads, self.num_sms, many, self._function.max_shared // 4),
-            *(number for role in roles for number in (role.unit, role.workers, *role.points(), role.least)),
-        )
+        self._values = _arguments(shape, gpu, self.num_sms, nodes, capacity, tensors, self._function.max_shared)
 
     def load(self, snapshot: TreeSnapshot, queries: Queries) -> None:
         """Bring a tree and its queries to the device: one copy on the current stream, for which the host does not wait.

@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.cost import HeadShape, may_share
 from prefixkit.attention.formats import Queries
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, WIDE_ROWS, GpuCost
 from prefixkit.attention.gpu_plan import GpuPlan
@@ -66,6 +67,7 @@ def capacity_for(
     num_sms: int,
     cost: GpuCost = H200,
     tile_rows: int = WIDE_ROWS,
+    shared: NDArray[np.bool_] | None = None,
 ) -> PlanCapacity:
     """Room for any plan of this tree and these rows, whatever its nodes' lengths and whatever is shared.
 
@@ -75,13 +77,15 @@ def capacity_for(
         num_sms: Multiprocessors of the GPU.
         cost: For its numbers of workers.
         tile_rows: Query heads of a tile: ``WIDE_ROWS``, or ``NARROW_ROWS`` for plans of narrow items only.
+        shared: ``[nodes]`` True where a node may be shared (``cost.may_share``); None for any.
     """
     group = shape.group
     own = queries.rows_per_node(snapshot.num_nodes)
     row_of_node = np.concatenate(([0], np.cumsum(own)))
     below = row_of_node[snapshot.subtree_end] - row_of_node[1:]
     reads = snapshot.depth() + 1  # segments of a row that folds all above it
-    has = np.concatenate((own > 0, below > 0))
+    dense = below > 0
+    has = np.concatenate((own > 0, dense if shared is None else dense & shared))
     queries_of, reads = np.concatenate((own, below))[has], np.concatenate((reads, reads))[has].astype(np.int64)
     thin = queries_of * group <= NARROW_ROWS
     tiles = np.where(thin, 1, -(-queries_of // max(1, tile_rows // group)))
@@ -97,16 +101,29 @@ def capacity_for(
     )
 
 
+def room_for(
+    snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, num_sms: int, cost: GpuCost = H200
+) -> PlanCapacity:
+    """Room for the plan of this tree with its nodes as long as they are now: less than for any, where few can be shared."""
+    own = queries.rows_per_node(snapshot.num_nodes)
+    row_of_node = np.concatenate(([0], np.cumsum(own)))
+    below = row_of_node[snapshot.subtree_end] - row_of_node[1:]
+    shared = may_share(snapshot, own, below, shape, cost.sharing)
+    return capacity_for(snapshot, queries, shape, num_sms, cost, shared=shared)
+
+
 class GpuPlanBuffers:
     """The six arrays of a plan on a device, at addresses that stay.
 
     Attributes:
         capacity: What they hold at most.
         work: The tensors, as ``tree_attention`` takes them; ``counts`` says how much of each is in use.
+        fills: How many plans they have held.
     """
 
     def __init__(self, capacity: PlanCapacity, device: torch.device | str) -> None:
         self.capacity = capacity
+        self.fills = 0
         self._staged = Staged(capacity.shapes(), device)
         self.work: list[Tensor] = self._staged.tensors
 
@@ -120,4 +137,5 @@ class GpuPlanBuffers:
         for staged, array in zip(self._staged.begin(), plan.arrays(), strict=True):
             staged[: len(array)] = array
         self._staged.send()
+        self.fills += 1
         return self.work

@@ -13,8 +13,9 @@ from prefixkit.attention.gpu_cost import POINT, Role
 Longs = NDArray[np.int64]
 
 # The longest tile is cut into about so many pieces, and shorter ones into pieces as long: the candidates, one per warp of a
-# block on the GPU.
+# block on the GPU.  Where a multiprocessor has many workers, a lone tile can feed four times as many of them.
 CUTS = np.array([*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132])
+CUTS_OF_MANY = np.array([*range(1, 17), 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528])
 # Lengths are told apart to a power of two of which the longest has at most so many.
 LEVELS = 128
 # Cuts make at most so many more entries per worker: more never pay, and buffers of plans have a size.
@@ -26,20 +27,25 @@ def units_of(role: Role, tokens: Longs) -> Longs:
     return np.maximum(1, -(-tokens // role.unit))
 
 
+def cuts_of(role: Role) -> Longs:
+    """``[32]`` the candidates of a role."""
+    return CUTS_OF_MANY if role.workers > 1 else CUTS
+
+
 def choose_pieces(role: Role, tokens: Longs, kv_heads: int, num_sms: int) -> Longs:
     """``[tiles]`` pieces of each tile of ``tokens``: the fewest that end within 2% of the soonest."""
     units = units_of(role, tokens)
     count = np.bincount(units)
     distinct = np.flatnonzero(count)
     count = count[distinct]
-    chunk = np.maximum(role.least, -(-distinct[-1] // CUTS))
+    chunk = np.maximum(role.least, -(-distinct[-1] // cuts_of(role)))
     pieces = -(-distinct // chunk[:, None])
     workers = role.workers * num_sms
     time = busiest(role, distinct, count, chunk, kv_heads, workers).tolist()
     fits = ((pieces - 1) @ count * kv_heads <= EXTRA * workers).tolist()
     fits[0] = True
     soonest = min(end for end, room in zip(time, fits, strict=True) if room)
-    best = next(cut for cut in range(len(CUTS)) if fits[cut] and 50 * time[cut] <= 51 * soonest)
+    best = next(cut for cut in range(len(chunk)) if fits[cut] and 50 * time[cut] <= 51 * soonest)
     chosen: Longs = -(-units // chunk[best])
     return chosen
 

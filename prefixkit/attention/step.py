@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,14 +13,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.cost import CPU_COST, CostModel, HeadShape
-from prefixkit.attention.formats import BSR, Queries, all_rows, decompose, visible_lengths
-from prefixkit.attention.gpu_buffers import GpuPlanBuffers
+from prefixkit.attention.formats import BSR, Queries, all_rows, check_queries, decompose, visible_lengths
+from prefixkit.attention.gpu_buffers import GpuPlanBuffers, PlanCapacity, room_for
 from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu_plan import WIDE_ROWS, GpuPlan, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
+from prefixkit.attention.planned import Planned, Reads
+from prefixkit.attention.staging import upload
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 log = logging.getLogger("prefixkit")
+
+Array = NDArray[np.signedinteger]
+
+# The GPU's planner must have room for any plan, of which the attention op keeps room for partial states: no more than this.
+MOST_PARTIAL_BYTES = 2**29
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,31 +39,50 @@ class Step:
         positions: ``[T]`` int64 positions in their sequences.
         slots: ``[T]`` int64 pool slots that receive their K and V.
         logit_rows: ``[R]`` int64 rows whose logits are wanted, ascending.
-        work: The plan's arrays as int32 tensors, in the order in which the ops take them.
         nodes: The tree as int32 tensors: start, length (tokens visible in this step), page_indptr, pages, first_slot.
-        plan: The plan behind ``work``.
-        kv_tokens_read: Token KVs that attention reads in one layer.
-        kv_tokens_unshared: What the same queries would read if no sequence shared.
+        length: ``[nodes]`` that length on the host.
+        kv_tokens_unshared: What the queries would read in one layer if no sequence shared.
+        planned: The plan.
     """
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
     logit_rows: Tensor
-    work: list[Tensor]
     nodes: list[Tensor]
-    plan: Plan | GpuPlan
-    kv_tokens_read: int
+    length: Ints
     kv_tokens_unshared: int
+    planned: Planned
 
     @property
     def num_rows(self) -> int:
         return len(self.tokens)
 
+    @property
+    def work(self) -> list[Tensor]:
+        """The plan's arrays as int32 tensors, in the order in which the ops take them.
+
+        Raises:
+            StalePlan: they hold a later plan; see ``Planner.buffers``.
+        """
+        return self.planned.work
+
+    @property
+    def plan(self) -> Plan | GpuPlan:
+        """The plan on the host; where a GPU made it, the first who asks waits for numpy to make the same."""
+        return self.planned.plan
+
+    @property
+    def kv_tokens_read(self) -> int:
+        """Token KVs that attention reads in one layer; reckoned when asked for, so best while the GPU runs the step."""
+        return self.planned.kv_tokens_read(self.length)
+
 
 @dataclass(eq=False)
 class Planner:
     """Plans steps for one model shape, and keeps the last plan while the tree's structure stands.
+
+    Every plan has tensors of its own, unless there are ``buffers``: so steps stay good however many come after them.
 
     Attributes:
         shape: The attention heads.
@@ -65,9 +92,11 @@ class Planner:
             :class:`Plan`.
         wide_rows: Query heads of those kernels' wide tiles.
         gpu: What that GPU's paths cost.
-        buffers: Where GPU plans go, so that a captured graph survives new ones: one asynchronous copy, and the tensors of an
-            earlier step hold the later plan.  None gives every plan tensors of its own.
-        plans_made: How many plans were computed, for tests and reports.
+        buffers: Where GPU plans go, so that a captured graph survives new ones: one asynchronous copy.  An earlier step whose
+            plan is overwritten raises StalePlan when its ``work`` is asked for.
+        launch: Makes the same plans on the GPU: from a capacity and ``[nodes], parent, subtree_end, length, own`` as int32
+            tensors to a plan's (``cuda_planner.plan_on_gpu``).  None: numpy makes them, as it does what is too large.
+        plans_made: How many plans were made, for tests and reports.
     """
 
     shape: HeadShape
@@ -77,42 +106,110 @@ class Planner:
     wide_rows: int = WIDE_ROWS
     gpu: GpuCost = H200
     buffers: GpuPlanBuffers | None = None
+    launch: Callable[[PlanCapacity, Sequence[Tensor]], list[Tensor]] | None = None
     plans_made: int = 0
     _key: tuple[object, ...] | None = field(default=None, repr=False)
-    _plan: tuple[Plan | GpuPlan, list[Tensor]] | None = field(default=None, repr=False)
+    _planned: Planned | None = field(default=None, repr=False)
 
     def plan(
-        self, snapshot: TreeSnapshot, queries: Queries, device: torch.device
-    ) -> tuple[Plan | GpuPlan, list[Tensor]]:
-        """The plan for these queries and its tensors on ``device``; remembered while nodes and row counts are unchanged.
+        self,
+        snapshot: TreeSnapshot,
+        queries: Queries,
+        device: torch.device,
+        beside: Callable[[], Sequence[Array]] = tuple,
+    ) -> tuple[Planned, list[Tensor]]:
+        """The plan for these queries on ``device``; remembered while nodes and row counts are unchanged.
+
+        Args:
+            snapshot, queries: What to plan for.
+            device: Where the plan goes.
+            beside: Called once the queries are known to be good, for int32 and int64 arrays that travel in the same copy.
+
+        Returns:
+            The plan, and the tensors of those arrays.
 
         Raises:
-            PlanTooLarge: it does not fit ``buffers``; the last plan stays.
+            ValueError: the queries leave out KV that they need.
+            PlanTooLarge: the plan does not fit ``buffers``; the last plan stays.
         """
         key = (snapshot.version, queries.node.tobytes(), (queries.end - queries.begin).tobytes(), device)
-        if self._plan is None or key != self._key:
-            formats, plan = self._make(snapshot, queries)
-            self._plan = plan, self._placed(plan, device)
-            self._key = key
-            self.plans_made += 1
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug("plan %d: %s", self.plans_made, describe(formats))
-        return self._plan
+        last = self._planned
+        if last is not None and key == self._key and not last.stale:
+            return last, upload(beside(), device)
+        planned, tensors = self._on_gpu(snapshot, queries, device, beside) or self._on_host(
+            snapshot, queries, device, beside
+        )
+        self._planned, self._key = planned, key
+        self.plans_made += 1
+        if log.isEnabledFor(logging.DEBUG):
+            where = "the GPU" if planned.made is None else "the host"
+            log.debug("plan %d by %s: %s", self.plans_made, where, describe(self._formats(snapshot, queries)))
+        return planned, tensors
 
-    def _placed(self, plan: Plan | GpuPlan, device: torch.device) -> list[Tensor]:
-        if self.buffers is None or isinstance(plan, Plan):
-            return _tensors(plan.arrays(), device)
-        return self.buffers.fill(plan)
+    def _on_gpu(
+        self,
+        snapshot: TreeSnapshot,
+        queries: Queries,
+        device: torch.device,
+        beside: Callable[[], Sequence[Array]],
+    ) -> tuple[Planned, list[Tensor]] | None:
+        """Plan by ``launch``; None where it cannot, or should not."""
+        if self.launch is None or self.num_sms is None or self.buffers is not None:
+            return None
+        assert self.cost == self.gpu.sharing, "the GPU shares by its own cost"
+        check_queries(snapshot, queries)
+        own = queries.rows_per_node(snapshot.num_nodes)
+        room = room_for(snapshot, queries, self.shape, self.num_sms, self.gpu)
+        if room.partials * self.shape.partial_bytes > MOST_PARTIAL_BYTES:
+            log.debug("numpy plans: room for any plan of these queries is room for %d partial rows", room.partials)
+            return None
+        size = np.array([snapshot.num_nodes])
+        tree = (size, snapshot.parent, snapshot.subtree_end, visible_lengths(snapshot, queries), own)
+        tensors = upload([*map(_ints, tree), *beside()], device)
+        work = self.launch(room, tensors[: len(tree)])
+        return self._planned_for(snapshot, queries, work), tensors[len(tree) :]
 
-    def _make(self, snapshot: TreeSnapshot, queries: Queries) -> tuple[Sequence[BSR], Plan | GpuPlan]:
-        length, rows = visible_lengths(snapshot, queries), queries.num_rows
+    def _on_host(
+        self,
+        snapshot: TreeSnapshot,
+        queries: Queries,
+        device: torch.device,
+        beside: Callable[[], Sequence[Array]],
+    ) -> tuple[Planned, list[Tensor]]:
+        plan = self._specify(snapshot, queries)
+        if self.buffers is not None and isinstance(plan, GpuPlan):
+            work = self.buffers.fill(plan)
+            return self._planned_for(snapshot, queries, work, plan, self.buffers), upload(beside(), device)
+        arrays = plan.arrays()
+        tensors = upload([*map(_ints, arrays), *beside()], device)
+        return self._planned_for(snapshot, queries, tensors[: len(arrays)], plan), tensors[len(arrays) :]
+
+    def _planned_for(
+        self,
+        snapshot: TreeSnapshot,
+        queries: Queries,
+        work: list[Tensor],
+        plan: Plan | GpuPlan | None = None,
+        buffers: GpuPlanBuffers | None = None,
+    ) -> Planned:
+        fills = buffers.fills if buffers is not None else 0
+        return Planned(work, snapshot, queries, self._specify, self._reads, plan, buffers, fills)
+
+    def _reads(self, snapshot: TreeSnapshot, queries: Queries) -> Reads:
+        return Reads.of(snapshot, queries, self.shape, self.cost)
+
+    def _formats(self, snapshot: TreeSnapshot, queries: Queries) -> Sequence[BSR]:
+        if self.num_sms is None:
+            return decompose(snapshot, queries, self.shape, self.cost)
+        return [all_rows(snapshot, queries, self.shape, self.cost)]  # the GPU's plan has no use for tile classes
+
+    def _specify(self, snapshot: TreeSnapshot, queries: Queries) -> Plan | GpuPlan:
+        formats, length, rows = self._formats(snapshot, queries), visible_lengths(snapshot, queries), queries.num_rows
         group, kv_heads = self.shape.group, self.shape.kv_heads
         if self.num_sms is None:
-            formats = decompose(snapshot, queries, self.shape, self.cost)
-            return formats, make_plan(formats, length, rows, group=group, num_workers=self.num_workers)
-        alike = [all_rows(snapshot, queries, self.shape, self.cost)]  # the GPU's plan has no use for tile classes
-        return alike, make_gpu_plan(
-            alike,
+            return make_plan(formats, length, rows, group=group, num_workers=self.num_workers)
+        return make_gpu_plan(
+            formats,
             length,
             rows,
             group=group,
@@ -142,7 +239,14 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> P
 
     gpu = gpu_cost(device) if kernel.by_maps else H200  # measured with Hopper's kernel where that is the one
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
-    return Planner(shape, gpu.sharing, num_sms=blocks, wide_rows=kernel.wide_rows, gpu=gpu)
+    launch = None
+    if kernel.wide_rows == WIDE_ROWS and shape.group <= WIDE_ROWS:
+        from prefixkit.attention.cuda_planner import plan_on_gpu
+
+        launch = partial(plan_on_gpu, shape, gpu, blocks)
+    else:
+        log.debug("numpy plans: the GPU's planner knows wide tiles of %d rows only", WIDE_ROWS)
+    return Planner(shape, gpu.sharing, num_sms=blocks, wide_rows=kernel.wide_rows, gpu=gpu, launch=launch)
 
 
 def describe(formats: Sequence[BSR]) -> str:
@@ -180,28 +284,29 @@ def build_step(
     """
     if len(tokens) != queries.num_rows:
         raise ValueError(f"the queries have {queries.num_rows} rows, but {len(tokens)} tokens were given")
-    target = torch.device(device)
-    plan, work = planner.plan(snapshot, queries, target)
-    length = visible_lengths(snapshot, queries)
-    node, offset = queries.row_node(), queries.row_offset()
-    positions = snapshot.start[node].astype(np.int64) + offset
+    arrays: list[Array] = []
+
+    def gather() -> list[Array]:
+        node, offset = queries.row_node(), queries.row_offset()
+        positions = snapshot.start[node].astype(np.int64) + offset
+        longs = (tokens, positions, snapshot.slots(node, offset), logit_rows)
+        length = visible_lengths(snapshot, queries)
+        nodes = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
+        arrays[:] = (*(np.asarray(array, dtype=np.int64) for array in longs), *map(_ints, nodes))
+        return arrays
+
+    planned, (ids, positions, slots, wanted, *nodes) = planner.plan(snapshot, queries, torch.device(device), gather)
     return Step(
-        tokens=_long(tokens, target),
-        positions=_long(positions, target),
-        slots=_long(snapshot.slots(node, offset), target),
-        logit_rows=_long(logit_rows, target),
-        work=work,
-        nodes=_tensors((snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot), target),
-        plan=plan,
-        kv_tokens_read=plan.kv_tokens_read(length),
-        kv_tokens_unshared=int((positions + 1).sum()),
+        tokens=ids,
+        positions=positions,
+        slots=slots,
+        logit_rows=wanted,
+        nodes=nodes,
+        length=_ints(arrays[5]),
+        kv_tokens_unshared=int((arrays[1] + 1).sum()),
+        planned=planned,
     )
 
 
-def _long(values: NDArray[np.integer], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
-
-
-def _tensors(arrays: tuple[Ints, ...], device: torch.device) -> list[Tensor]:
-    # Copies: a snapshot's arrays may be views of buffers that the tree goes on writing.
-    return [torch.from_numpy(np.array(array, dtype=np.int32)).to(device) for array in arrays]
+def _ints(array: NDArray[np.integer]) -> Ints:
+    return np.asarray(array, dtype=np.int32)

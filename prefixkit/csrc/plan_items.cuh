@@ -55,7 +55,7 @@ DEVICE void order_items() {
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.items; i += THREADS) {
         const int number = find(at(FIRST_ITEM), p.tiles, i), piece = i - at(FIRST_ITEM)[number];
-        at(ITEM_PIECE)[place_of(number, piece)] = number << 8 | piece;
+        at(ITEM_PIECE)[place_of(number, piece)] = number << PIECE_BITS | piece;
     }
     __syncthreads();
 }
@@ -112,7 +112,7 @@ DEVICE bool make_items() {
         Cut c = {};
         int number = 0, piece = 0, pieces = 1, narrow = 0, rows = 0, units = 0;
         if (there) {
-            number = at(ITEM_PIECE)[i] >> 8, piece = at(ITEM_PIECE)[i] & 255;
+            number = at(ITEM_PIECE)[i] >> PIECE_BITS, piece = at(ITEM_PIECE)[i] & ((1 << PIECE_BITS) - 1);
             x = tile(number);
             pieces = at(PIECES)[number], narrow = u32(at(TILE_UNITS)[number]) >> 31;
             const int unit = p.a.cost[narrow].unit;
@@ -159,7 +159,7 @@ DEVICE void fill_merges() {
 // ---- order: by counting, each warp a range of items ----
 
 DEVICE void write_item(int item, int place) {
-    const Tile x = tile(at(ITEM_PIECE)[item] >> 8);
+    const Tile x = tile(at(ITEM_PIECE)[item] >> PIECE_BITS);
     const int segment = at(ITEM_SEGMENT)[item];
     const int* first = p.a.segments + 3 * segment;
     int4* to = place < p.item_count[0] ? p.a.wide + 2 * place : p.a.narrow + 2 * (place - p.item_count[0]);

@@ -25,7 +25,7 @@ CALLED void try_cut(int role) {
     const int* bins = bins_of(role);
     int* levels = counters + warp_of() * (LEVELS + 1);
     const int cut = warp_of(), longest = p.longest[role], workers = cost.workers * p.a.num_sms;
-    const int chunk = max(cost.least, ceil_div(longest, CUT[cut]));
+    const int chunk = max(cost.least, ceil_div(longest, CUT[cost.workers > 1][cut]));
     const int shift = max(0, 32 - __clz(min(chunk, longest) * POINT + cost.start + cost.leave) - LEVEL_BITS);
 #pragma unroll 1
     for (int i = lane_of(); i <= LEVELS; i += 32) levels[i] = 0;
@@ -80,7 +80,7 @@ DEVICE void choose_cut() {
     }
     const u32 good = __ballot_sync(~0u, 50 * time <= 51 * least);
     if (lane_of() != __ffs(good) - 1) return;
-    p.chunk[role] = max(cost.least, ceil_div(p.longest[role], CUT[lane_of()]));
+    p.chunk[role] = max(cost.least, ceil_div(p.longest[role], CUT[cost.workers > 1][lane_of()]));
     p.item_count[role] = p.of[role] + extra;
 }
 

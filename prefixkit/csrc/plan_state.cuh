@@ -11,8 +11,11 @@ constexpr int OPEN_END = 0x7fffffff;
 static_assert(CUTS == WARPS, "a warp per cut");
 static_assert(COUNTER_INTS >= WARPS * (LEVELS + 1) + 2 * BINS, "room to count");
 
-__constant__ int CUT[CUTS] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16,
-                              18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132};
+// Of roles with one worker on a multiprocessor, and with many: CUTS and CUTS_OF_MANY of attention/gpu_split.py.
+__constant__ int CUT[2][CUTS] = {
+    {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132},
+    {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528}};
+constexpr int PIECE_BITS = 10;  // of ITEM_PIECE
 
 struct RoleCost {
     int unit, workers, start, leave, fold, least;  // as Role.points()
@@ -55,7 +58,7 @@ enum Array {
     TILE_UNITS,              // and the top bit: narrow
     PIECES, FIRST_ITEM,
     QUERY_NODE,
-    ITEM_PIECE,              // tile << 8 | piece
+    ITEM_PIECE,              // tile << PIECE_BITS | piece
     ITEM_SEGMENT, ITEM_COUNT, ITEM_UNITS, ITEM_PARTIAL,
     PART_OF,                 // the same by tile and piece
     ARRAYS

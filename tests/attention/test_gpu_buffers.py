@@ -7,9 +7,10 @@ import torch
 from benchmarks.tree_attention.workloads import tree_of
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries, all_rows, visible_lengths
-from prefixkit.attention.gpu_buffers import GpuPlanBuffers, PlanCapacity, PlanTooLarge, capacity_for, size_of
+from prefixkit.attention.gpu_buffers import GpuPlanBuffers, PlanCapacity, PlanTooLarge, capacity_for, room_for, size_of
 from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
 from tests.attention.forests import make_snapshot, random_parents
+from tests.attention.planning import random_cost, random_shape, random_tree, specified
 
 
 def plan_of(name):
@@ -65,3 +66,25 @@ def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
         length = visible_lengths(snapshot, queries)
         plan = make_gpu_plan(formats, length, queries.num_rows, group=group, kv_heads=kv_heads, num_sms=sms)
         capacity.check(size_of(plan))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_room_for_a_plan_holds_it_and_is_no_more_than_for_any_plan(seed):
+    rng = np.random.default_rng(seed)
+    snapshot, queries = random_tree(rng, int(rng.choice([1, 5, 60])), int(rng.choice([4, 300, 20000])), 3, 0.6)
+    shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
+    room = room_for(snapshot, queries, shape, sms, cost)
+    room.check(size_of(specified(snapshot, queries, shape, cost, sms)))
+    capacity_for(snapshot, queries, shape, sms, cost).check(room)
+
+
+def test_a_deep_trees_plan_needs_little_room():
+    """Any plan of it needs a partial row for each query and ancestor; but short nodes are not shared."""
+    levels = 400
+    rng = np.random.default_rng(0)
+    parents = [-1, *(node // 2 * 2 for node in range(2 * levels))]  # a leaf at each level of a chain
+    snapshot, _ = make_snapshot(rng, parents, [2] * len(parents), 16, orderly=True)
+    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
+    queries, shape = Queries(leaf, leaf * 0 + 1, leaf * 0 + 2), HeadShape(32, 8, 128, 2)
+    most, room = (f(snapshot, queries, shape, 132).partials for f in (capacity_for, room_for))
+    assert most > 20 * room

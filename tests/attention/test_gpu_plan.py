@@ -12,7 +12,7 @@ from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import OPEN, Queries, all_rows, decompose, visible_lengths
 from prefixkit.attention.gpu_cost import H200, H200_COST, GpuCost, Role
 from prefixkit.attention.gpu_plan import make_gpu_plan
-from prefixkit.attention.gpu_split import CUTS, LEVELS, busiest
+from prefixkit.attention.gpu_split import LEVELS, busiest, cuts_of
 from tests.attention.trees import expected_sight, random_queries, random_tree
 
 SHAPES = {"one head": (1, 1), "groups of 3": (6, 2), "groups of 8": (8, 1), "groups of 64": (64, 1)}
@@ -190,6 +190,12 @@ def test_a_lone_long_sequence_is_spread_over_the_gpu():
     assert plan.segments[-1].tolist()[2] == OPEN or OPEN in plan.segments[:, 2]
 
 
+def test_where_one_head_reads_alone_every_worker_gets_a_part():
+    plan = plan_of(prompt(2**20, chunk=1), 8, 1, num_sms=132, cost=H200)
+    assert 500 <= len(plan.narrow) <= 528
+    assert plan.num_partial_rows == len(plan.narrow)
+
+
 def test_tiles_of_a_shared_node_that_read_the_same_piece_follow_each_other():
     """So that the multiprocessors work on the same keys at the same time, and the cache holds them."""
     snapshot = tree_of("2L b256 p16384 s16")
@@ -229,7 +235,7 @@ def test_the_estimate_is_the_sum_over_rounds_of_their_first_entries():
     for _ in range(20):
         units = np.unique(rng.integers(1, 500, 30))
         count = rng.integers(1, 60, len(units))
-        chunk = np.maximum(4, -(-units[-1] // CUTS))
+        chunk = np.maximum(4, -(-units[-1] // cuts_of(role)))
         heads, workers = int(rng.integers(1, 9)), int(rng.integers(1, 600))
         got = busiest(role, units, count, chunk, heads, workers) / (64 * workers)
         for cut, mine in enumerate(-(-units // chunk[:, None])):

@@ -4,17 +4,20 @@ import ctypes
 import shutil
 import struct
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks.tree_attention.workloads import tree_of
+from benchmarks.tree_attention.workloads import tree, tree_of
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries, visible_lengths
-from prefixkit.attention.gpu_buffers import capacity_for, size_of
+from prefixkit.attention.gpu_buffers import capacity_for, room_for, size_of
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.nvrtc import CSRC
+from prefixkit.attention.step import Planner, build_step
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
 
 HERE = Path(__file__).parent / "emulation"
@@ -61,6 +64,12 @@ def run(kernel, snapshot, queries, shape, cost, num_sms, capacity):
     tree = [
         np.ascontiguousarray(a, dtype=np.int32) for a in ([nodes], snapshot.parent, snapshot.subtree_end, visible, own)
     ]
+    return launch(kernel, shape, cost, num_sms, capacity, tree)
+
+
+def launch(kernel, shape, cost, num_sms, capacity, tree):
+    """The same from the tree's five arrays."""
+    nodes = len(tree[1])
     plan = [np.full(shape_, -12345, dtype=np.int32) for shape_ in capacity.shapes()]
     items = capacity.wide + capacity.narrow + 8
     scratch = np.full(10 * (nodes + 8) + 13 * items + capacity.rows + 256, -12345, dtype=np.int32)
@@ -116,3 +125,45 @@ def test_a_benchmark_tree(kernel):
     assert_same(
         run(kernel, snapshot, queries, shape, H200, 132, capacity), specified(snapshot, queries, shape, H200, 132), ""
     )
+
+
+@pytest.mark.parametrize("leaves", [1, 3])
+def test_long_nodes_in_hundreds_of_pieces(kernel, leaves):
+    snapshot, shape = tree([-1] + [0] * leaves, [2**20] + [100 * 2**leaves] * leaves), HeadShape(8, 1, 128, 2)
+    leaf = np.arange(1, leaves + 1, dtype=np.int32)
+    queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
+    for shape in (HeadShape(8, 1, 128, 2), HeadShape(2, 1, 128, 2), HeadShape(16, 2, 128, 2)):
+        plan = specified(snapshot, queries, shape, H200, 132)
+        assert shape.group * leaves > 8 or len(plan.narrow) > 255, "more than eight bits can number"
+        assert_same(run(kernel, snapshot, queries, shape, H200, 132, room_for(snapshot, queries, shape, 132)), plan, "")
+
+
+def test_a_planner_that_launches_it_makes_the_steps_of_one_that_does_not(kernel):
+    """Trees change under both; what their steps say is the same, also of leaves that grow, without the plan on the host."""
+    device = torch.device("cpu")
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
+
+        def plan_there(capacity, tensors, shape=shape, cost=cost, sms=sms):
+            arrays = launch(kernel, shape, cost, sms, capacity, [tensor.numpy() for tensor in tensors])
+            return [torch.from_numpy(array) for array in arrays]
+
+        host, there = (Planner(shape, cost.sharing, num_sms=sms, gpu=cost, launch=f) for f in (None, plan_there))
+        for version in range(4):
+            snapshot, queries = random_tree(rng, int(rng.integers(1, 60)), 400, 3, 0.6)
+            snapshot = replace(snapshot, version=version)
+            for _ in range(2):  # the second time both remember
+                tokens = np.zeros(queries.num_rows, dtype=np.int64)
+                ours, theirs = (build_step(snapshot, queries, tokens, tokens[:1], p, device) for p in (there, host))
+                assert ours.planned.made is None
+                for name in ("tokens", "positions", "slots", "logit_rows"):
+                    assert torch.equal(getattr(ours, name), getattr(theirs, name))
+                assert all(torch.equal(a, b) for a, b in zip(ours.nodes, theirs.nodes, strict=True))
+                assert_same([tensor.numpy() for tensor in ours.work], theirs.plan, (seed, version))
+                assert ours.kv_tokens_read == theirs.kv_tokens_read
+                leaf = snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1
+                longer = ours.length + 7 * leaf
+                assert ours.planned.kv_tokens_read(longer) == theirs.planned.kv_tokens_read(longer)
+                assert_same(ours.plan.arrays(), theirs.plan, (seed, version))
+        assert there.plans_made == host.plans_made == 4
