@@ -15,6 +15,7 @@ from torch import Tensor
 
 from prefixkit.attention.cpu_pieces import ranges
 from prefixkit.attention.formats import OPEN
+from prefixkit.attention.gpu_buffers import OVERFLOW
 
 Array = NDArray[np.int64]
 
@@ -52,6 +53,8 @@ def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor]
     op = "tree_attention"
     counts, wide, narrow, segments, merge_indptr, merge_indices = (t.cpu().numpy().astype(np.int64) for t in work)
     length = _check_tree(op, pages, [t.cpu().numpy().astype(np.int64) for t in nodes])
+    if counts[OVERFLOW]:
+        raise BadPlan(f"{op}: the plan did not fit its tensors, and is empty; give its planner more room")
     if counts[0] > len(wide) or counts[1] > len(narrow) or counts[2] != rows or counts[:4].min() < 0:
         raise BadPlan(
             f"{op}: counts say {counts[0]} wide items, {counts[1]} narrow ones, {counts[2]} rows; the lists hold "

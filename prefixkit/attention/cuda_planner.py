@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
-from math import prod
 
 import numpy as np
 import torch
@@ -15,9 +14,9 @@ from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.cuda_launch import Layout, launch
 from prefixkit.attention.cuda_units import PLAN, PLAN_LARGE, PLAN_NODES
 from prefixkit.attention.formats import Queries, check_queries, visible_lengths
-from prefixkit.attention.gpu_buffers import PlanCapacity, PlanTooLarge, capacity_for
+from prefixkit.attention.gpu_buffers import OVERFLOW, PlanCapacity, PlanTooLarge, capacity_for
 from prefixkit.attention.gpu_cost import H200, WIDE_ROWS, GpuCost
-from prefixkit.attention.staging import Staged
+from prefixkit.attention.staging import Staged, carve, room
 from prefixkit.tree.snapshot import TreeSnapshot
 
 # struct PlanTree of csrc/plan_tree.cu: pointers; sharing and rates; magic; rooms, group, KV heads, SMs, queries of a
@@ -26,7 +25,6 @@ _LAYOUT = Layout("P" * 12 + "d" * 7 + "q" + "i" * 11 + "i" * 12)
 _THREADS = 1024
 # Ints of scratch: per node, tile and item; room to round up.
 _PER_NODE, _PER_TILE, _PER_ITEM, _SPARE = 10, 6, 7, 256
-OVERFLOW = 7  # of counts: 1 where the plan did not fit, and is empty
 
 
 @cache
@@ -38,8 +36,9 @@ def _function(large: bool, device: int) -> jit.Function:
     return function
 
 
-def _scratch_ints(nodes: int, room: PlanCapacity) -> int:
-    return _PER_NODE * (nodes + 8) + (_PER_TILE + _PER_ITEM) * (room.wide + room.narrow + 8) + room.rows + _SPARE
+def _scratch_ints(nodes: int, capacity: PlanCapacity) -> int:
+    items = capacity.wide + capacity.narrow + 8
+    return _PER_NODE * (nodes + 8) + (_PER_TILE + _PER_ITEM) * items + capacity.rows + _SPARE
 
 
 def _arguments(
@@ -47,14 +46,14 @@ def _arguments(
     gpu: GpuCost,
     num_sms: int,
     nodes: int,
-    room: PlanCapacity,
-    tensors: Iterable[Tensor],
+    capacity: PlanCapacity,
+    addresses: Iterable[int],
     shared_bytes: int,
 ) -> tuple[int | float, ...]:
-    """The kernel's parameter; ``tensors`` are the tree's five, the plan's six and the scratch."""
+    """The kernel's parameter; ``addresses`` are of the tree's five arrays, the plan's six and the scratch."""
     sharing, many = gpu.sharing, max(1, WIDE_ROWS // shape.group)
     return (
-        *(tensor.data_ptr() for tensor in tensors),
+        *addresses,
         sharing.kv_byte * shape.kv_bytes,
         sharing.item,
         sharing.wide_tile * shape.kv_heads,
@@ -63,34 +62,34 @@ def _arguments(
         gpu.wide.tokens_per_us,
         gpu.narrow.tokens_per_us,
         -(-(2**32) // many),
-        *(nodes, room.wide, room.narrow, room.segments, room.rows, room.partials),
+        *(nodes, capacity.wide, capacity.narrow, capacity.segments, capacity.rows, capacity.partials),
         *(shape.group, shape.kv_heads, num_sms, many, shared_bytes // 4),
         *(n for role in (gpu.wide, gpu.narrow) for n in (role.unit, role.workers, *role.points(), role.least)),
     )
 
 
-def plan_on_gpu(
-    shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapacity, tree: Sequence[Tensor]
-) -> list[Tensor]:
+def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapacity, tree: Tensor) -> list[Tensor]:
     """Launch the planner on the current stream, for tensors of the plan's own; the host does not wait.
 
     Args:
         shape, gpu, num_sms: What to plan for; groups of at most ``WIDE_ROWS``.
         capacity: What the plan may hold.
-        tree: Int32 tensors: ``[1]`` nodes, and ``[nodes]`` parent, subtree_end, length, own, as :class:`CudaPlanner` has them.
+        tree: ``[4 * nodes + 1]`` int32: parent, subtree_end, length, own, as :class:`CudaPlanner` has them; how many nodes.
 
     Returns:
         The plan as ``tree_attention`` takes it, once the launch has ended.
     """
-    nodes, device = len(tree[1]), tree[1].device
+    nodes, device = len(tree) // 4, tree.device
     function = _function(nodes > PLAN_NODES, device.index)
     shapes = capacity.shapes()
-    sizes = [-(-prod(part) // 4) * 4 for part in shapes]
-    flat = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-    work = [part[: prod(want)].view(want) for part, want in zip(torch.split(flat, sizes), shapes, strict=True)]
+    flat = torch.empty(room(shapes), dtype=torch.int32, device=device)
+    work = carve(flat, [(part, False) for part in shapes])
     # Given back on return: who takes it next comes later on this stream.
     scratch = torch.empty(_scratch_ints(nodes, capacity), dtype=torch.int32, device=device)
-    values = _arguments(shape, gpu, num_sms, nodes, capacity, (*tree, *work, scratch), function.max_shared)
+    parent = tree.data_ptr()
+    trees = (parent + 4 * nodes * array for array in (4, 0, 1, 2, 3))
+    plan = (tensor.data_ptr() for tensor in (*work, scratch))
+    values = _arguments(shape, gpu, num_sms, nodes, capacity, (*trees, *plan), function.max_shared)
     say = f"plan_tree on {device}: {nodes} nodes, room for {capacity}".__str__
     launch(function, _LAYOUT, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, say)
     return work
@@ -132,7 +131,8 @@ class CudaPlanner:
         self._scratch = torch.zeros(_scratch_ints(nodes, capacity), dtype=torch.int32, device=target)
         self._function = _function(nodes > PLAN_NODES, self._scratch.device.index)
         tensors = (self.num_nodes, self.parent, self.subtree_end, self.length, self.own, *self.work, self._scratch)
-        self._values = _arguments(shape, gpu, self.num_sms, nodes, capacity, tensors, self._function.max_shared)
+        addresses = (tensor.data_ptr() for tensor in tensors)
+        self._values = _arguments(shape, gpu, self.num_sms, nodes, capacity, addresses, self._function.max_shared)
 
     def load(self, snapshot: TreeSnapshot, queries: Queries) -> None:
         """Bring a tree and its queries to the device: one copy on the current stream, for which the host does not wait.

@@ -17,6 +17,8 @@ from prefixkit.attention.gpu_split import EXTRA
 from prefixkit.attention.staging import Staged
 from prefixkit.tree.snapshot import TreeSnapshot
 
+OVERFLOW = 7  # of counts: 1 where a plan made on the GPU did not fit, and is empty
+
 
 class PlanTooLarge(ValueError):
     """A plan does not fit the buffers made for it."""
@@ -83,10 +85,10 @@ def capacity_for(
     own = queries.rows_per_node(snapshot.num_nodes)
     row_of_node = np.concatenate(([0], np.cumsum(own)))
     below = row_of_node[snapshot.subtree_end] - row_of_node[1:]
-    reads = snapshot.depth() + 1  # segments of a row that folds all above it
-    dense = below > 0
-    has = np.concatenate((own > 0, dense if shared is None else dense & shared))
-    queries_of, reads = np.concatenate((own, below))[has], np.concatenate((reads, reads))[has].astype(np.int64)
+    asking, above = np.flatnonzero(own), np.flatnonzero(below if shared is None else shared & (below > 0))
+    queries_of = np.concatenate((own[asking], below[above]))
+    # Segments of a row that folds all above it.
+    reads = snapshot.depth()[np.concatenate((asking, above))].astype(np.int64) + 1
     thin = queries_of * group <= NARROW_ROWS
     tiles = np.where(thin, 1, -(-queries_of // max(1, tile_rows // group)))
     narrow = int(thin.sum() + (tiles > 1).sum()) if tile_rows > NARROW_ROWS else int(tiles.sum())

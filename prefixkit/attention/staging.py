@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -23,12 +23,12 @@ class Staged:
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device | str) -> None:
         target = torch.device(device)
-        sizes = [-(-prod(shape) // 4) * 4 for shape in shapes]
-        self._there = torch.zeros(sum(sizes), dtype=torch.int32, device=target)
-        self._here = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=target.type == "cuda")
+        size, parts = room(shapes), [(shape, False) for shape in shapes]
+        self._there = torch.zeros(size, dtype=torch.int32, device=target)
+        self._here = torch.zeros(size, dtype=torch.int32, pin_memory=target.type == "cuda")
         self._sent = torch.cuda.Event() if target.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.tensors: list[Tensor] = list(_views(self._there, shapes, sizes))
-        self.arrays: list[Ints] = [view.numpy() for view in _views(self._here, shapes, sizes)]
+        self.tensors: list[Tensor] = carve(self._there, parts)
+        self.arrays: list[Ints] = [view.numpy() for view in carve(self._here, parts)]
 
     def begin(self) -> list[Ints]:
         """The host's arrays, once the last copy has left them."""
@@ -43,27 +43,33 @@ class Staged:
             self._sent.record(torch.cuda.current_stream(self._there.device))
 
 
-def _views(flat: Tensor, shapes: Sequence[tuple[int, ...]], sizes: list[int]) -> Iterator[Tensor]:
-    for shape, part in zip(shapes, torch.split(flat, sizes), strict=True):
-        yield part[: prod(shape)].view(shape)
-
-
 def upload(arrays: Sequence[NDArray[np.signedinteger]], device: torch.device) -> list[Tensor]:
     """Copies of int32 and int64 arrays on a device, parts of one tensor, each beginning at a multiple of 16 bytes.
 
     On a GPU all come in one copy on the current stream, out of pinned memory that torch keeps until it has left; the host does
     not wait.
     """
-    whole = [array.nbytes // 4 for array in arrays]
-    sizes = [part for size in whole for part in (size, -size % 4)]
-    here = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    counts = [array.nbytes // 4 for array in arrays]
+    here = torch.empty(sum(counts) + 3 * len(counts), dtype=torch.int32, pin_memory=device.type == "cuda")
     image, at = here.numpy(), 0
-    for array, size in zip(arrays, whole, strict=True):
-        image[at : at + size].view(array.dtype)[:] = array.ravel()
-        at += size + -size % 4
-    there = here.to(device, non_blocking=True)
-    parts = torch.split(there, sizes)[::2]
-    return [
-        (part.view(torch.int64) if array.dtype == np.int64 else part).view(array.shape)
-        for part, array in zip(parts, arrays, strict=True)
-    ]
+    for array, count in zip(arrays, counts, strict=True):
+        image[at : at + count].view(array.dtype)[:] = array.ravel()
+        at += count + -count % 4
+    return carve(here.to(device, non_blocking=True), [(array.shape, array.dtype == np.int64) for array in arrays])
+
+
+def room(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Int32 elements that :func:`carve` needs for tensors of int32 of these shapes."""
+    return sum(-(-prod(shape) // 4) * 4 for shape in shapes)
+
+
+def carve(flat: Tensor, parts: Sequence[tuple[tuple[int, ...], bool]]) -> list[Tensor]:
+    """Tensors laid end to end in ``flat``, 16 bytes aligned: of each its shape, and whether it is int64 rather than int32."""
+    of = flat, flat[: len(flat) // 2 * 2].view(torch.int64)
+    carved, at = [], 0
+    for shape, is_long in parts:
+        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        # One call for each tensor: a step waits for them.
+        carved.append(torch.as_strided(of[is_long], shape, strides, at >> is_long))
+        at += -(-(prod(shape) << is_long) // 4) * 4
+    return carved

@@ -94,8 +94,8 @@ class Planner:
         gpu: What that GPU's paths cost.
         buffers: Where GPU plans go, so that a captured graph survives new ones: one asynchronous copy.  An earlier step whose
             plan is overwritten raises StalePlan when its ``work`` is asked for.
-        launch: Makes the same plans on the GPU: from a capacity and ``[nodes], parent, subtree_end, length, own`` as int32
-            tensors to a plan's (``cuda_planner.plan_on_gpu``).  None: numpy makes them, as it does what is too large.
+        launch: Makes the same plans on the GPU, from a capacity and the tree to a plan's tensors; see
+            ``cuda_planner.plan_on_gpu``.  None: numpy makes them, as it does what is too large.
         plans_made: How many plans were made, for tests and reports.
     """
 
@@ -106,7 +106,7 @@ class Planner:
     wide_rows: int = WIDE_ROWS
     gpu: GpuCost = H200
     buffers: GpuPlanBuffers | None = None
-    launch: Callable[[PlanCapacity, Sequence[Tensor]], list[Tensor]] | None = None
+    launch: Callable[[PlanCapacity, Tensor], list[Tensor]] | None = None
     plans_made: int = 0
     _key: tuple[object, ...] | None = field(default=None, repr=False)
     _planned: Planned | None = field(default=None, repr=False)
@@ -158,16 +158,14 @@ class Planner:
             return None
         assert self.cost == self.gpu.sharing, "the GPU shares by its own cost"
         check_queries(snapshot, queries)
-        own = queries.rows_per_node(snapshot.num_nodes)
         room = room_for(snapshot, queries, self.shape, self.num_sms, self.gpu)
         if room.partials * self.shape.partial_bytes > MOST_PARTIAL_BYTES:
             log.debug("numpy plans: room for any plan of these queries is room for %d partial rows", room.partials)
             return None
-        size = np.array([snapshot.num_nodes])
-        tree = (size, snapshot.parent, snapshot.subtree_end, visible_lengths(snapshot, queries), own)
-        tensors = upload([*map(_ints, tree), *beside()], device)
-        work = self.launch(room, tensors[: len(tree)])
-        return self._planned_for(snapshot, queries, work), tensors[len(tree) :]
+        length, own = visible_lengths(snapshot, queries), queries.rows_per_node(snapshot.num_nodes)
+        tree = _ints(np.concatenate((snapshot.parent, snapshot.subtree_end, length, own, [snapshot.num_nodes])))
+        there, *tensors = upload([tree, *beside()], device)
+        return self._planned_for(snapshot, queries, self.launch(room, there)), tensors
 
     def _on_host(
         self,

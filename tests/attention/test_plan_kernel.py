@@ -145,8 +145,9 @@ def test_a_planner_that_launches_it_makes_the_steps_of_one_that_does_not(kernel)
         rng = np.random.default_rng(seed)
         shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
 
-        def plan_there(capacity, tensors, shape=shape, cost=cost, sms=sms):
-            arrays = launch(kernel, shape, cost, sms, capacity, [tensor.numpy() for tensor in tensors])
+        def plan_there(capacity, tree, shape=shape, cost=cost, sms=sms):
+            *arrays, count = tree.split([len(tree) // 4] * 4 + [1])
+            arrays = launch(kernel, shape, cost, sms, capacity, [part.numpy() for part in (count, *arrays)])
             return [torch.from_numpy(array) for array in arrays]
 
         host, there = (Planner(shape, cost.sharing, num_sms=sms, gpu=cost, launch=f) for f in (None, plan_there))

@@ -10,9 +10,9 @@ import torch
 from benchmarks.tree_attention.workloads import tree, tree_of
 from prefixkit.attention import gpu_cost_cache
 from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.cuda_planner import OVERFLOW, CudaPlanner
+from prefixkit.attention.cuda_planner import CudaPlanner
 from prefixkit.attention.formats import Queries
-from prefixkit.attention.gpu_buffers import PlanTooLarge, capacity_for, size_of
+from prefixkit.attention.gpu_buffers import OVERFLOW, PlanTooLarge, capacity_for, size_of
 from prefixkit.attention.gpu_calibrate import calibrate
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.step import planner_for
@@ -89,6 +89,18 @@ def test_a_long_prompt():
     planner.load(snapshot, queries)
     planner.plan()
     assert_same(planner, specified(snapshot, queries, shape, H200, 132))
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (2, 1), (16, 2)])
+def test_a_lone_long_sequence_in_hundreds_of_pieces(heads):
+    snapshot, shape = tree_of("2L b1 p1048576 s128"), HeadShape(*heads, 128, 2)
+    queries = leaves_of(snapshot)
+    plan = specified(snapshot, queries, shape, H200, 132)
+    assert len(plan.narrow) * shape.kv_heads >= 500
+    planner = planner_of(snapshot, queries, shape, H200, 132)
+    planner.load(snapshot, queries)
+    planner.plan()
+    assert_same(planner, plan)
 
 
 def test_a_captured_graph_plans_anew_as_nodes_grow_and_trees_change():

@@ -1,0 +1,126 @@
+"""Steps whose plans the GPU makes: equal to numpy's in all they compute, while trees grow and change, without a wait."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import prefixkit.attention.ops  # noqa: F401 - registers torch.ops.prefixkit
+from benchmarks.tree_attention.workloads import tree_of
+from prefixkit.attention import step as step_module
+from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.formats import Queries
+from prefixkit.attention.step import build_step, planner_for
+from prefixkit.tree.radix import PrefixTree
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(params=[(32, 8), (8, 1)], ids=["32/8", "8/1"])
+def planners(request, monkeypatch):
+    """One that has the GPU plan, and its twin that plans on the host."""
+    monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
+    there = planner_for(HeadShape(*request.param, 128, 2), GPU, torch.bfloat16)
+    if there.launch is None:
+        pytest.skip("this GPU's kernel has tiles that its planner does not know")
+    return there, replace(there, launch=None)
+
+
+def make(planner, snapshot, queries):
+    tokens = np.zeros(queries.num_rows, dtype=np.int64)
+    return build_step(snapshot, queries, tokens, tokens[:1], planner, GPU)
+
+
+def pools(shape, num_pages, page_size=16):
+    size = (num_pages, shape.kv_heads, page_size, shape.head_dim)
+    return [torch.randn(size, device=GPU, dtype=torch.bfloat16).transpose(1, 2) for _ in "kv"]
+
+
+def attend(shape, step, pages, seed=0):
+    torch.manual_seed(seed)
+    q = torch.randn(step.num_rows, shape.heads, shape.head_dim, device=GPU, dtype=torch.bfloat16)
+    return torch.ops.prefixkit.tree_attention(q, *pages, step.positions, step.work, step.nodes, 0.1, "causal")
+
+
+def pending(snapshot):
+    node = np.flatnonzero(snapshot.ready < snapshot.length).astype(np.int32)
+    return Queries(node, snapshot.ready[node], snapshot.length[node])
+
+
+def leaves_of(snapshot):
+    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
+    return Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_is_the_same_bit_by_bit_while_a_tree_grows_and_changes(planners, seed):
+    there, host = planners
+    rng = np.random.default_rng(seed)
+    tree = PrefixTree(6000, 16)
+    pages = pools(there.shape, 6000)
+    prompt = tree.insert(np.arange(int(rng.integers(20, 5000))))
+    live = tree.fork(prompt, int(rng.integers(2, 60)))
+    for turn in range(40):
+        if turn % 4 == 3:  # the others grow only
+            for _ in range(3):
+                live += tree.fork(live[rng.integers(len(live))], int(rng.integers(1, 4)))
+                tree.release(live.pop(int(rng.integers(len(live)))))
+        if turn:
+            tree.extend_each(live, rng.integers(0, 1000, len(live)).tolist())
+        snapshot, nodes = tree.snapshot(), tree.nodes()
+        queries = pending(snapshot)
+        ours, theirs = make(there, snapshot, queries), make(host, snapshot, queries)
+        assert ours.planned.made is None
+        for a, b in zip(attend(there.shape, ours, pages), attend(there.shape, theirs, pages), strict=True):
+            assert torch.equal(a, b)
+        assert ours.kv_tokens_read == theirs.kv_tokens_read
+        tree.mark_ready([nodes[node] for node in queries.node.tolist()], queries.end.tolist())
+    assert there.plans_made == host.plans_made < 40
+
+
+def test_steps_built_ahead_of_each_other_stay_good(planners):
+    there, _ = planners
+    trees = [tree_of(name) for name in ("2L b64 p1024 s16", "2L b256 p4096 s128", "beam d6")]
+    pages = pools(there.shape, max(int(tree.pages.max()) + 1 for tree in trees))
+    steps, expected = [], []
+    for version, tree in enumerate(trees):
+        steps.append(make(there, replace(tree, version=version), leaves_of(tree)))
+        expected.append(attend(there.shape, steps[-1], pages)[0])
+    for step, out in reversed(list(zip(steps, expected, strict=True))):
+        assert torch.equal(attend(there.shape, step, pages)[0], out)
+
+
+def test_replans_neither_wait_nor_take_more_memory(planners):
+    there, _ = planners
+    trees = [tree_of(name) for name in ("2L b64 p1024 s16", "2L b1024 p4096 s128", "beam d6", "3L fewshot")]
+    pages = pools(there.shape, max(int(tree.pages.max()) + 1 for tree in trees))
+
+    def turn(version):
+        for tree in trees:
+            version += 1
+            attend(there.shape, make(there, replace(tree, version=version), leaves_of(tree)), pages)
+        return version
+
+    version = turn(turn(0))
+    held = torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.memory_reserved()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            version = turn(version)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.memory_reserved()) == held
+    assert there.plans_made == version
+
+
+def test_what_would_take_too_much_room_is_planned_by_numpy_and_said(planners, monkeypatch, caplog):
+    there, _ = planners
+    monkeypatch.setattr(step_module, "MOST_PARTIAL_BYTES", 1000)
+    tree = tree_of("2L b64 p1024 s16")
+    with caplog.at_level(logging.DEBUG, "prefixkit"):
+        step = make(there, tree, leaves_of(tree))
+    assert step.planned.made is not None
+    assert "numpy plans: room for any plan" in caplog.text
+    assert "plan 1 by the host" in caplog.text
