@@ -1,4 +1,4 @@
-"""What a plan costs: on the host, and on the GPU where there is one.
+"""What a plan costs: on the host, and on the GPU where there is one; and what a step costs whose tree has changed.
 
     OMP_NUM_THREADS=1 python benchmarks/planning.py --out benchmarks/results/planning.json
 
@@ -12,6 +12,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from prefixkit.attention.formats import Queries, all_rows, visible_lengths
 from prefixkit.attention.gpu_buffers import capacity_for
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.gpu_plan import make_gpu_plan
+from prefixkit.attention.step import Planner, build_step
 from prefixkit.tree.snapshot import TreeSnapshot
 
 
@@ -89,6 +92,55 @@ def gpu_us(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape) -> float:
     return statistics.median(times[2:])
 
 
+def replan_us(
+    snapshot: TreeSnapshot, queries: Queries, planner: Planner, device: str, repeats: int
+) -> dict[str, float]:
+    """Medians of ``build_step`` for a tree that has changed, on an idle device.
+
+    ``host_us``: until it returns; ``done_us``: until the device has it all; ``read_us``: then ``kv_tokens_read``, on the host.
+    """
+    tokens = np.zeros(queries.num_rows, dtype=np.int64)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    times = []
+    for version in range(repeats + 5):
+        changed = replace(snapshot, version=version)
+        wait()
+        began = time.perf_counter()
+        step = build_step(changed, queries, tokens, tokens, planner, device)
+        returned = time.perf_counter()
+        wait()
+        done = time.perf_counter()
+        _ = step.kv_tokens_read
+        times.append((returned - began, done - began, time.perf_counter() - done))
+    assert planner.plans_made == len(times)
+    host, whole, read = (1e6 * statistics.median(column) for column in list(zip(*times, strict=True)))
+    return {"host_us": host, "done_us": whole, "read_us": read}
+
+
+def replans(repeats: int) -> list[dict[str, Any]]:
+    """With plans by numpy, and by the GPU where there is one."""
+    results = []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, (snapshot, queries) in cases().items():
+        if "chain" in name or "131" in name:
+            continue
+        shape = HeadShape(32, 8, 128, 2)
+        planners = {"numpy": Planner(shape, H200.sharing, num_sms=132, gpu=H200)}
+        if device == "cuda":
+            from prefixkit.attention.cuda_planner import plan_on_gpu
+
+            planners["GPU"] = replace(planners["numpy"], launch=partial(plan_on_gpu, shape, H200, 132))
+        for by, planner in planners.items():
+            row = {"case": name, "replan_by": by, **replan_us(snapshot, queries, planner, device, repeats)}
+            results.append(row)
+            print(
+                f"32/8  {name:36s} replan by {by:5s}: host {row['host_us']:6.0f}  done {row['done_us']:6.0f}  "
+                f"tokens read {row['read_us']:4.0f}",
+                flush=True,
+            )
+    return results
+
+
 def measure(repeats: int) -> list[dict[str, Any]]:
     results = []
     for name, (snapshot, queries) in cases().items():
@@ -119,10 +171,11 @@ def measure(repeats: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--replans-only", action="store_true")
     parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
     options = parser.parse_args()
     print("microseconds, median")
-    results = measure(options.repeats)
+    results = ([] if options.replans_only else measure(options.repeats)) + replans(options.repeats)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
 
