@@ -15,7 +15,7 @@ from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, WIDE_ROWS, GpuCost
 from prefixkit.attention.gpu_plan import GpuPlan
 from prefixkit.attention.gpu_split import EXTRA
 from prefixkit.attention.staging import Staged
-from prefixkit.tree.snapshot import TreeSnapshot
+from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 OVERFLOW = 7  # of counts: 1 where a plan made on the GPU did not fit, and is empty
 
@@ -69,7 +69,6 @@ def capacity_for(
     num_sms: int,
     cost: GpuCost = H200,
     tile_rows: int = WIDE_ROWS,
-    shared: NDArray[np.bool_] | None = None,
 ) -> PlanCapacity:
     """Room for any plan of this tree and these rows, whatever its nodes' lengths and whatever is shared.
 
@@ -79,13 +78,40 @@ def capacity_for(
         num_sms: Multiprocessors of the GPU.
         cost: For its numbers of workers.
         tile_rows: Query heads of a tile: ``WIDE_ROWS``, or ``NARROW_ROWS`` for plans of narrow items only.
-        shared: ``[nodes]`` True where a node may be shared (``cost.may_share``); None for any.
     """
-    group = shape.group
+    own, below = _rows(snapshot, queries)
+    return _room(snapshot, own, below, below > 0, shape, num_sms, cost, tile_rows)
+
+
+def room_for(
+    snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, num_sms: int, cost: GpuCost = H200
+) -> PlanCapacity:
+    """Room for the plan of this tree with its nodes as long as they are now: less than for any, where few can be shared."""
+    own, below = _rows(snapshot, queries)
+    shared = may_share(snapshot, own, below, shape, cost.sharing)
+    return _room(snapshot, own, below, shared, shape, num_sms, cost, WIDE_ROWS)
+
+
+def _rows(snapshot: TreeSnapshot, queries: Queries) -> tuple[Ints, Ints]:
+    """``[nodes]`` query rows in each node, and in its proper descendants."""
     own = queries.rows_per_node(snapshot.num_nodes)
     row_of_node = np.concatenate(([0], np.cumsum(own)))
-    below = row_of_node[snapshot.subtree_end] - row_of_node[1:]
-    asking, above = np.flatnonzero(own), np.flatnonzero(below if shared is None else shared & (below > 0))
+    return own, row_of_node[snapshot.subtree_end] - row_of_node[1:]
+
+
+def _room(
+    snapshot: TreeSnapshot,
+    own: Ints,
+    below: Ints,
+    shared: NDArray[np.bool_],
+    shape: HeadShape,
+    num_sms: int,
+    cost: GpuCost,
+    tile_rows: int,
+) -> PlanCapacity:
+    """Room for any plan that shares no nodes but ``shared``."""
+    group = shape.group
+    asking, above = np.flatnonzero(own), np.flatnonzero(shared)
     queries_of = np.concatenate((own[asking], below[above]))
     # Segments of a row that folds all above it.
     reads = snapshot.depth()[np.concatenate((asking, above))].astype(np.int64) + 1
@@ -98,20 +124,9 @@ def capacity_for(
         wide=int(tiles[~thin].sum()) + extra_wide,
         narrow=narrow + extra_narrow,
         segments=int((reads * (1 + tiles)).sum()) + extra_wide + extra_narrow,
-        rows=queries.num_rows,
+        rows=int(own.sum()),
         partials=int(queries_of.sum()) + cuts,
     )
-
-
-def room_for(
-    snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, num_sms: int, cost: GpuCost = H200
-) -> PlanCapacity:
-    """Room for the plan of this tree with its nodes as long as they are now: less than for any, where few can be shared."""
-    own = queries.rows_per_node(snapshot.num_nodes)
-    row_of_node = np.concatenate(([0], np.cumsum(own)))
-    below = row_of_node[snapshot.subtree_end] - row_of_node[1:]
-    shared = may_share(snapshot, own, below, shape, cost.sharing)
-    return capacity_for(snapshot, queries, shape, num_sms, cost, shared=shared)
 
 
 class GpuPlanBuffers:
