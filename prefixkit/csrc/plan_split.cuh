@@ -58,7 +58,8 @@ CALLED void try_cut(int role) {
     }
     rounds = __reduce_add_sync(~0u, rounds), extra = __reduce_add_sync(~0u, extra), left = __reduce_add_sync(~0u, left);
     if (lane_of() == 0) {
-        p.time[role][cut] = (u64(rounds) << shift) * u64(workers) + u64(cost.fold) * u64(left) * u64(p.a.kv_heads);
+        const int chain = cost.workers > 1 ? CHAIN * ceil_div(longest, chunk) : 0;
+        p.time[role][cut] = ((u64(rounds) << shift) + chain) * u64(workers) + u64(cost.fold) * u64(left) * u64(p.a.kv_heads);
         p.extra[role][cut] = extra;
     }
 }

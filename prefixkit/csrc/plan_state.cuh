@@ -4,7 +4,7 @@
 
 namespace prefixkit {
 
-constexpr int CUTS = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, NARROW_ROWS = 8;
+constexpr int CUTS = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8, NARROW_ROWS = 8;
 constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
 constexpr int COUNTER_INTS = (WARPS + 1) * 2 * ORDER_LEVELS;
 constexpr int OPEN_END = 0x7fffffff;
