@@ -113,6 +113,8 @@ def check_queries(snapshot: TreeSnapshot, queries: Queries) -> None:
             f"node {bad}: a query run must begin where the KV is complete, at {snapshot.ready[bad]} or before"
         )
     incomplete = visible_lengths(snapshot, queries) < snapshot.length
+    if not incomplete.any():
+        return
     rows = np.concatenate(([0], np.cumsum(queries.rows_per_node(snapshot.num_nodes))))
     below = rows[snapshot.subtree_end] - rows[1:]
     if np.any(incomplete & (below > 0)):
