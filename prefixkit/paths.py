@@ -1,9 +1,11 @@
-"""Where prefixkit keeps what it can make or fetch again."""
+"""Where prefixkit keeps what it can make or fetch again, and how it writes there."""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -18,3 +20,21 @@ def cache_dir() -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "prefixkit"
+
+
+def put(place: Path, content: bytes) -> None:
+    """Write a file so that whoever reads meanwhile meets the whole of it, or what was there before.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=".making-", dir=place.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, place)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
 from hashlib import sha256
@@ -20,7 +17,7 @@ from prefixkit.attention.cost import CostModel
 from prefixkit.attention.gpu_cost import H200, GpuCost, Role
 from prefixkit.attention.jit import driver_cuda
 from prefixkit.attention.nvrtc import CSRC
-from prefixkit.paths import cache_dir
+from prefixkit.paths import cache_dir, put
 
 log = logging.getLogger("prefixkit")
 
@@ -123,18 +120,9 @@ def read(place: Path) -> GpuCost | None:
 
 
 def write(place: Path, cost: GpuCost) -> bool:
-    """Keep costs if that is possible; whoever reads meanwhile meets the whole file or none."""
+    """Keep costs if that is possible; a folder that cannot be written gets one line in the log."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".making-", dir=place.parent)
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(json.dumps(asdict(cost), indent=1) + "\n")
-            os.replace(name, place)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        put(place, (json.dumps(asdict(cost), indent=1) + "\n").encode())
     except OSError as error:
         log.warning("costs cannot be kept in %s (%s)", place.parent, error.strerror or error)
         return False

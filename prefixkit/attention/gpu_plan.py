@@ -58,8 +58,8 @@ class GpuPlan:
     """The work of one tree attention on one GPU.
 
     Attributes:
-        counts: ``[8]`` wide items, narrow items, query rows, partial rows, 1 where wide work is by far the longer part (by
-            which the host picks the instantiation), then zeros.
+        counts: ``[8]`` wide items, narrow items, query rows, partial rows, 1 where wide work is by far the longer part (no
+            kernel asks), then zeros.
         wide, narrow: ``[items, 8]`` with columns :data:`ITEM_FIELDS`; ``partial_begin = -1``: the item writes the output.
             ``node, begin, end`` repeat the item's first segment.
         segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node; ``end`` may be ``OPEN``.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from prefixkit.attention.nvrtc import Binary, Resources, Unit, flags, sources
-from prefixkit.paths import cache_dir
+from prefixkit.paths import cache_dir, put
 
 fcntl: ModuleType | None
 try:
@@ -79,16 +78,7 @@ def write(place: Path, binary: Binary) -> bool:
     facts = {"symbols": binary.symbols, "resources": resources, "warnings": binary.warnings}
     body = json.dumps(facts).encode() + b"\n" + binary.cubin
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".making-", dir=place.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(FORMAT + sha256(body).hexdigest().encode() + body)
-            os.replace(name, place)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        put(place, FORMAT + sha256(body).hexdigest().encode() + body)
     except OSError as error:
         _complain(place.parent, error)
         return False

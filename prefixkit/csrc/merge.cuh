@@ -1,7 +1,7 @@
 // The end of a launch: all blocks meet, then the wide warps fold partial states, in the plan's order.
 //
 // cost   reads each partial state once (4 D + 4 bytes per head) and writes each row once; the meeting costs about 1.5 us.
-// limits all blocks must be resident at once: the grid is at most one block per multiprocessor.
+// limits all blocks must be resident at once.
 #pragma once
 #include "plan.cuh"
 #include "variant.cuh"

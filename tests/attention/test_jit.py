@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,7 +153,7 @@ def test_a_cache_that_cannot_be_written_costs_one_line(unit, compiled, error, mo
     def refuse(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(kernel_cache.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
     if error.errno == 30:
         monkeypatch.setattr(kernel_cache.os, "open", refuse)
     assert jit.binary(unit, "sm_90a").cubin
@@ -178,6 +179,7 @@ def test_a_cache_that_is_a_file_is_no_obstacle(unit, compiled, tmp_path):
 
 PROCESS = """
 import sys
+import tempfile
 from pathlib import Path
 from prefixkit.attention import jit, nvrtc
 real = nvrtc.compile_unit
