@@ -1,7 +1,7 @@
 // The end of a launch: all blocks meet, then the wide warps fold partial states, in the plan's order.
 //
 // cost   reads each partial state once (4 D + 4 bytes per head) and writes each row once; the meeting costs about 1.5 us.
-// limits all blocks must be resident at once.
+// limits all blocks must be resident at once: the grid is at most one block per multiprocessor.
 #pragma once
 #include "plan.cuh"
 #include "variant.cuh"
@@ -83,8 +83,9 @@ template <int LANES, int VECTORS> DEVICE void finish_row(const Attention& a, con
     if (lane == 0) a.lse[at] = lse;
 }
 
-// The threads [0, `threads`) of each block, `thread` of them this, fold all rows.
-template <int LANES, int AT_ONCE> DEVICE void merge_rows_by(const Attention& a, int rows, int thread, int threads) {
+// The threads [0, `threads`) of each block, `thread` of them this, fold all rows.  What they fold first, the plan says, so they look it
+// up before they `meet` the other blocks, whose partial states they read.
+template <int LANES, int AT_ONCE, class Meet> DEVICE void merge_rows_by(const Attention& a, int rows, int thread, int threads, Meet meet) {
     static_assert(D % (4 * LANES) == 0, "a lane holds whole vectors of a head");
     constexpr int VECTORS = D / (4 * LANES);
     const int units = rows * a.heads, lane = thread % LANES, step = gridDim.x * (threads / LANES);
@@ -93,6 +94,7 @@ template <int LANES, int AT_ONCE> DEVICE void merge_rows_by(const Attention& a, 
     find_bounds(a, now, unit, units);
     find_bounds(a, next, unit + step, units);
     find_first(a, now);
+    meet();
     for (; unit < units; unit += step) {
         Parts<AT_ONCE> after;
         find_first(a, next);
@@ -114,10 +116,10 @@ template <int LANES, int AT_ONCE> DEVICE void merge_rows_by(const Attention& a, 
     }
 }
 
-DEVICE void merge_rows(const Attention& a, int rows, int thread, int threads) {
+template <class Meet> DEVICE void merge_rows(const Attention& a, int rows, int thread, int threads, Meet meet) {
     constexpr int MANY = D % 128 == 0 ? 32 : D % 64 == 0 ? 16 : D % 32 == 0 ? 8 : 4, FEW = D > 128 && D % 32 == 0 ? 8 : 4;
-    if (rows * a.heads <= 2 * int(gridDim.x) * threads / MANY) merge_rows_by<MANY, D % 64 ? 4 : D <= 128 ? 16 : 8>(a, rows, thread, threads);
-    else merge_rows_by<FEW, 2>(a, rows, thread, threads);
+    if (rows * a.heads <= 2 * int(gridDim.x) * threads / MANY) merge_rows_by<MANY, D % 64 ? 4 : D <= 128 ? 16 : 8>(a, rows, thread, threads, meet);
+    else merge_rows_by<FEW, 2>(a, rows, thread, threads, meet);
 }
 
 }  // namespace prefixkit

@@ -42,9 +42,10 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, PREFIXKIT_BLOCKS)
         __syncthreads();
     }
     if (a.counts[3] == 0) return;
-    if (threadIdx.x == 0) grid_meet(a.sync);
-    __syncthreads();
-    merge_rows(a, a.counts[2], threadIdx.x, 32 * BLOCK_WARPS);
+    merge_rows(a, a.counts[2], threadIdx.x, 32 * BLOCK_WARPS, [&] {
+        if (threadIdx.x == 0) grid_meet(a.sync);
+        __syncthreads();
+    });
 }
 
 }  // namespace prefixkit

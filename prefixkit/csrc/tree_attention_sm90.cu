@@ -75,12 +75,12 @@ extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid
     } else {
         registers_up<WIDE_REGISTERS>();
         wide_role(a, wide, role - 2);
-        if (a.counts[3] != 0) {
-            named_barrier<1, 512>();
-            if (threadIdx.x == 256) grid_meet(a.sync);
-            named_barrier<4, 256>();
-            merge_rows(a, a.counts[2], threadIdx.x - 256, 256);
-        }
+        if (a.counts[3] != 0)
+            merge_rows(a, a.counts[2], threadIdx.x - 256, 256, [&] {
+                named_barrier<1, 512>();
+                if (threadIdx.x == 256) grid_meet(a.sync);
+                named_barrier<4, 256>();
+            });
     }
 }
 
