@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from cuda.bindings import driver  # who loads this file has found cuda-core
@@ -73,6 +74,7 @@ def launch(
     shared: int = 0,
     describe: Callable[[], str] = str,
     together: bool = False,
+    follows: bool = False,
 ) -> None:
     """Start a kernel on the current stream of its device.
 
@@ -83,6 +85,8 @@ def launch(
         shared: Bytes of dynamic shared memory per block.
         describe: What to say of the call in an error.
         together: All blocks must be on the GPU at once, because they wait for each other.
+        follows: The kernel waits by itself for the one ahead of it in the stream (``griddepcontrol.wait``), so it may be
+            started before that one has ended.  Compute capability 9.0 and later.
 
     Raises:
         CudaError: the driver refuses, or in checked mode the kernel fails.
@@ -97,16 +101,14 @@ def launch(
         _buffer.devices.add(device)
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
-            return launch(function, layout, values, grid, block, shared, describe, together)
+            return launch(function, layout, values, grid, block, shared, describe, together, follows)
     if shared > FREE_SHARED and _shared.get(function.handle, 0) < shared:
         _allow_shared(function, shared, describe)
     layout.packer.pack_into(_buffer.bytes, 0, *values)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    if together:
-        # Of two kernels whose blocks wait, each could hold half of the GPU for ever; the driver starts such kernels whole.
-        (status,) = driver.cuLaunchCooperativeKernel(
-            function.handle, *grid, block, 1, 1, shared, stream, _buffer.address
-        )
+    if together or follows:
+        config = _config(grid, block, shared, stream, together, follows)
+        (status,) = driver.cuLaunchKernelEx(config, function.handle, _buffer.address, 0)
     else:
         (status,) = driver.cuLaunchKernel(function.handle, *grid, block, 1, 1, shared, stream, _buffer.address, 0)
     if int(status):
@@ -116,6 +118,28 @@ def launch(
             torch.cuda.synchronize(device)
         except Exception as error:  # torch's own types; whichever it is, the kernel is to blame
             raise CudaError(f"{function.name} failed: {error}; {describe()}") from error
+
+
+@lru_cache(maxsize=256)
+def _config(
+    grid: tuple[int, int, int], block: int, shared: int, stream: int, together: bool, follows: bool
+) -> driver.CUlaunchConfig:
+    attributes = []
+    if together:
+        # Of two kernels whose blocks wait, each could hold half of the GPU for ever; the driver starts such kernels whole.
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attributes[-1].value.cooperative = 1
+    if follows:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[-1].value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes, config.hStream = shared, stream
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
 
 
 def _allow_shared(function: Function, shared: int, describe: Callable[[], str]) -> None:

@@ -58,6 +58,10 @@ __device__ __forceinline__ Place place(const Move& m, long long thread) {
 template <int WIDTH>
 __global__ void __launch_bounds__(256) kv_append(const __grid_constant__ Move m) {
     using V = typename Vector<WIDTH>::type;
+#if __CUDA_ARCH__ >= 900
+    // Attention follows, and can set itself up meanwhile; it waits for our end before it reads.
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
     const Place p = place(m, (long long)blockIdx.x * blockDim.x + threadIdx.x);
     if (!p.exists) return;
     const V k = static_cast<const V*>(m.k_rows)[p.k_row];

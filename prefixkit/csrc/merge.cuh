@@ -1,6 +1,9 @@
-// The end of a launch: all blocks meet, then the wide warps fold partial states, in the plan's order.
+// The end of a launch: all blocks meet, then fold partial states, in the plan's order.  Here: how one head of one row is folded where there
+// are few of them, by a warp.
 //
-// cost   reads each partial state once (4 D + 4 bytes per head) and writes each row once; the meeting costs about 1.5 us.
+// tiling a lane looks up one partial (its row, its log-sum-exp) and sums a few columns over all.
+// cost   reads each partial state once (4 D + 4 bytes per head) and writes each row once; the meeting costs about 1.5 us.  What a merge
+//        of few heads costs is the latency of its reads, and of its instructions, each of which comes once: the code is short.
 // limits all blocks must be resident at once: the grid is at most one block per multiprocessor.
 #pragma once
 #include "plan.cuh"
@@ -18,63 +21,44 @@ DEVICE void grid_meet(u32* counter) {
     __threadfence();
 }
 
-// LANES lanes fold one head of one row.  Partials are read in one pass, several at a time: what a merge costs is the latency of
-// its reads.  Many rows: few lanes each, to have many rows under way; few rows: many lanes, to have many partials under way.
+// A head being folded, by lanes that hold some columns each.
 template <int VECTORS> struct Folded {
     float4 sum[VECTORS];
     float top, total;
 };
 
-template <int VECTORS> DEVICE void fold(Folded<VECTORS>& f, float lse, const float4 (&x)[VECTORS]) {
-    const float top = fmaxf(f.top, lse), base = top == MINUS_INFINITY ? 0.f : top;
-    const float shrink = exp2_fast((f.top - base) * LOG2E), weight = exp2_fast((lse - base) * LOG2E);
-    f.top = top, f.total = f.total * shrink + weight;
+DEVICE void scale(float4& x, float by) { x.x *= by, x.y *= by, x.z *= by, x.w *= by; }
+DEVICE void add(float4& sum, float weight, const float4& x) {
+    sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+}
+
+// The next `count` (at most N) partials, which join in order: all weights first, for they need not wait for each other.
+template <int N, int VECTORS> DEVICE void fold(Folded<VECTORS>& f, const float (&lse)[N], const float4 (&x)[N][VECTORS], int count) {
+    float top = f.top, weight[N];
 #pragma unroll
-    for (int j = 0; j < VECTORS; ++j) {
-        f.sum[j].x = f.sum[j].x * shrink + weight * x[j].x, f.sum[j].y = f.sum[j].y * shrink + weight * x[j].y;
-        f.sum[j].z = f.sum[j].z * shrink + weight * x[j].z, f.sum[j].w = f.sum[j].w * shrink + weight * x[j].w;
+    for (int i = 0; i < N; ++i)
+        if (i < count) top = fmaxf(top, lse[i]);
+    const float base = top == MINUS_INFINITY ? 0.f : top, shrink = exp2_fast((f.top - base) * LOG2E);
+    f.top = top, f.total *= shrink;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        weight[i] = i < count ? exp2_fast((lse[i] - base) * LOG2E) : 0.f;
+        f.total += weight[i];
     }
-}
-
-// A head of a row to fold, and the first of its partials: known one unit ahead, for each is a read that waits for the last.
-template <int AT_ONCE> struct Parts {
-    int begin = 0, count = 0;
-    int first[AT_ONCE];
-};
-
-template <int AT_ONCE> DEVICE void find_bounds(const Attention& a, Parts<AT_ONCE>& p, int unit, int units) {
-    p.count = 0;
-    if (unit >= units) return;
-    const int row = unit / a.heads;
-    p.begin = a.merge_indptr[row], p.count = a.merge_indptr[row + 1] - p.begin;
-}
-template <int AT_ONCE> DEVICE void find_first(const Attention& a, Parts<AT_ONCE>& p) {
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-        if (i < p.count) p.first[i] = a.merge_indices[p.begin + i];
-}
-
-// Reads `count` (at most AT_ONCE) partials of a head, then folds them in order.
-template <int AT_ONCE, int LANES, int VECTORS>
-DEVICE void fold_some(const Attention& a, Folded<VECTORS>& f, const int (&parts)[AT_ONCE], int count, int head, int lane) {
-    float lse[AT_ONCE];
-    float4 x[AT_ONCE][VECTORS];
+    for (int j = 0; j < VECTORS; ++j) scale(f.sum[j], shrink);
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
+    for (int i = 0; i < N; ++i) {
         if (i >= count) break;
-        const long long at = (long long)parts[i] * a.heads + head;
-        lse[i] = load_global1(a.partial_lse + at);
 #pragma unroll
-        for (int j = 0; j < VECTORS; ++j) x[i][j] = load_global(a.partial_out + at * D + 4 * (lane + LANES * j));
+        for (int j = 0; j < VECTORS; ++j) add(f.sum[j], weight[i], x[i][j]);
     }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-        if (i < count) fold(f, lse[i], x[i]);
 }
 
-template <int LANES, int VECTORS> DEVICE void finish_row(const Attention& a, const Folded<VECTORS>& f, int row, int head, int lane) {
+// Writes a head; this is `lane` of LANES that hold it.
+template <int LANES, int VECTORS> DEVICE void finish_head(const Attention& a, const Folded<VECTORS>& f, int row, int head, int lane) {
     float lse = f.total > 0.f ? f.top + LN2 * log2_fast(f.total) : MINUS_INFINITY;
-    const float factor = (f.total > 0.f ? 1.f / f.total : 0.f) * join_sink(lse, head, a.parameters);
+    const float factor = (f.total > 0.f ? reciprocal(f.total) : 0.f) * join_sink(lse, head, a.parameters);
     const long long at = (long long)row * a.heads + head;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j)
@@ -83,43 +67,95 @@ template <int LANES, int VECTORS> DEVICE void finish_row(const Attention& a, con
     if (lane == 0) a.lse[at] = lse;
 }
 
-// The threads [0, `threads`) of each block, `thread` of them this, fold all rows.  What they fold first, the plan says, so they look it
-// up before they `meet` the other blocks, whose partial states they read.
-template <int LANES, int AT_ONCE, class Meet> DEVICE void merge_rows_by(const Attention& a, int rows, int thread, int threads, Meet meet) {
-    static_assert(D % (4 * LANES) == 0, "a lane holds whole vectors of a head");
-    constexpr int VECTORS = D / (4 * LANES);
-    const int units = rows * a.heads, lane = thread % LANES, step = gridDim.x * (threads / LANES);
-    int unit = blockIdx.x + gridDim.x * (thread / LANES);
-    Parts<AT_ONCE> now, next;
-    find_bounds(a, now, unit, units);
-    find_bounds(a, next, unit + step, units);
-    find_first(a, now);
-    meet();
-    for (; unit < units; unit += step) {
-        Parts<AT_ONCE> after;
-        find_first(a, next);
-        find_bounds(a, after, unit + 2 * step, units);
-        if (now.count > 0) {
-            const int row = unit / a.heads, head = unit - row * a.heads;
-            Folded<VECTORS> f = {};
-            f.top = MINUS_INFINITY;
-            fold_some<AT_ONCE, LANES>(a, f, now.first, min(AT_ONCE, now.count), head, lane);
-            for (int i = AT_ONCE; i < now.count; i += AT_ONCE) {
-                Parts<AT_ONCE> more = now;
-                more.begin += i, more.count -= i;
-                find_first(a, more);
-                fold_some<AT_ONCE, LANES>(a, f, more.first, min(AT_ONCE, more.count), head, lane);
+// Whether there are so few heads to fold that each gets a warp of its own, or two share one.
+DEVICE bool few_heads(const Attention& a, int rows, int warps) { return rows * a.heads <= 2 * int(gridDim.x) * warps; }
+
+// The partials of one head of one row: how many, where their list begins, and this lane's of the first 32.
+struct HeadParts {
+    int begin = 0, count = 0, mine = 0;
+
+    DEVICE HeadParts() {}
+    DEVICE HeadParts(const Attention& a, int unit, int units) {
+        if (unit >= units) return;
+        const int row = unit / a.heads;
+        begin = a.merge_indptr[row], count = a.merge_indptr[row + 1] - begin;
+        mine = look_up(a, 0);
+    }
+    DEVICE int look_up(const Attention& a, int first) const {
+        const int i = first + lane_anew();
+        return i < count ? a.merge_indices[begin + i] : 0;
+    }
+};
+
+constexpr int HEAD_VECTORS = (D + 127) / 128, HEAD_LANES = D / 4 / HEAD_VECTORS, HEAD_PARTS = 32 / HEAD_VECTORS, HEAD_STEP = 4;
+static_assert(HEAD_LANES * HEAD_VECTORS * 4 == D, "lanes hold a head together");
+
+// Partials [first, first + 32) of a head, of which this lane knows one.
+DEVICE void fold_head(const Attention& a, Folded<HEAD_VECTORS>& f, int mine, int count, int head) {
+    const int lane = lane_anew();
+    float lse = lane < count ? load_global1(a.partial_lse + (long long)mine * a.heads + head) : MINUS_INFINITY, weight = 0.f;
+#pragma unroll 1
+    for (int first = 0; first < count; first += HEAD_PARTS) {
+        float4 x[HEAD_PARTS][HEAD_VECTORS];
+        // Four at a time, the last ones again where there are fewer.
+#pragma unroll
+        for (int step = 0; step < HEAD_PARTS; step += HEAD_STEP) {
+            if (first + step >= count) break;
+#pragma unroll
+            for (int i = step; i < step + HEAD_STEP; ++i) {
+                const int part = __shfl_sync(~0u, mine, min(first + i, count - 1));
+                const float* from = a.partial_out + ((long long)part * a.heads + head) * D + 4 * min(lane, HEAD_LANES - 1);
+#pragma unroll
+                for (int j = 0; j < HEAD_VECTORS; ++j) x[i][j] = load_global(from + 4 * HEAD_LANES * j);
             }
-            finish_row<LANES>(a, f, row, head, lane);
         }
-        now = next, next = after;
+        if (first == 0) {  // while they come
+            float top = lse, total;
+#pragma unroll
+            for (int d = 16; d > 0; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            top = fmaxf(top, f.top);
+            const float base = top == MINUS_INFINITY ? 0.f : top, shrink = exp2_fast((f.top - base) * LOG2E);
+            weight = total = exp2_fast((lse - base) * LOG2E);
+#pragma unroll
+            for (int d = 16; d > 0; d >>= 1) total += __shfl_xor_sync(~0u, total, d);
+            f.top = top, f.total = f.total * shrink + total;
+#pragma unroll
+            for (int j = 0; j < HEAD_VECTORS; ++j) scale(f.sum[j], shrink);
+        }
+#pragma unroll
+        for (int step = 0; step < HEAD_PARTS; step += HEAD_STEP) {
+            if (first + step >= count) break;
+#pragma unroll
+            for (int i = step; i < step + HEAD_STEP; ++i) {
+                const float by = __shfl_sync(~0u, weight, first + i);  // 0 behind the last
+#pragma unroll
+                for (int j = 0; j < HEAD_VECTORS; ++j) add(f.sum[j], by, x[i][j]);
+            }
+        }
     }
 }
 
-template <class Meet> DEVICE void merge_rows(const Attention& a, int rows, int thread, int threads, Meet meet) {
-    constexpr int MANY = D % 128 == 0 ? 32 : D % 64 == 0 ? 16 : D % 32 == 0 ? 8 : 4, FEW = D > 128 && D % 32 == 0 ? 8 : 4;
-    if (rows * a.heads <= 2 * int(gridDim.x) * threads / MANY) merge_rows_by<MANY, D % 64 ? 4 : D <= 128 ? 16 : 8>(a, rows, thread, threads, meet);
-    else merge_rows_by<FEW, 2>(a, rows, thread, threads, meet);
+// `warp` of `warps` in each block: folds its share of all heads.  What it folds first, the plan says, so it looks that up before it
+// `meet`s the other blocks, whose partial states it reads.
+template <class Meet> DEVICE void merge_heads(const Attention& a, int rows, int warp, int warps, Meet meet) {
+    const int units = rows * a.heads, step = gridDim.x * warps;
+    int unit = blockIdx.x + gridDim.x * warp;
+    HeadParts now(a, unit, units);
+    meet();
+#pragma unroll 1
+    for (; unit < units; unit += step) {
+        const HeadParts next(a, unit + step, units);
+        if (now.count > 0) {
+            const int row = unit / a.heads, head = unit - row * a.heads;
+            Folded<HEAD_VECTORS> f = {};
+            f.top = MINUS_INFINITY;
+#pragma unroll 1
+            for (int first = 0; first < now.count; first += 32)
+                fold_head(a, f, first ? now.look_up(a, first) : now.mine, min(32, now.count - first), head);
+            if (lane_anew() < HEAD_LANES) finish_head<HEAD_LANES>(a, f, row, head, lane_anew());
+        }
+        now = next;
+    }
 }
 
 }  // namespace prefixkit

@@ -46,8 +46,8 @@ static_assert(sizeof(Resolved) == RESOLVED_BYTES, "what a launch reserves");
 DEVICE Resolved resolve_item(const Attention& a, int entry) {
     Resolved r = {};
     r.flags = STOP;
+    const Item item = load_item(a.narrow, entry, a.kv_heads, a.narrow_room);  // does not wait for counts
     if (entry >= a.counts[1] * a.kv_heads) return r;
-    const Item item = load_item(a.narrow, entry, a.kv_heads);
     r.q_begin = item.q_begin, r.partial = item.partial;
     r.rows_head = u32((item.q_end - item.q_begin) * group_of(a)) | u32(item.head) << 8;
     int first = 0x7fffffff;
@@ -191,7 +191,7 @@ DEVICE void narrow_finish(const Attention& a, const Chunk& c, NarrowState& s) {
         if (row >= c.rows) continue;
         const int query = divide_small(row, group), head = c.head * group + row - query * group;
         float lse = sum > 0.f ? (s.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
-        float factor = weight > 0.f ? 1.f / weight : 0.f;
+        float factor = weight > 0.f ? reciprocal(weight) : 0.f;
         if (c.partial >= 0) {
             const long long at = (long long)(c.partial + query) * a.heads + head;
             float* to = a.partial_out + at * D + lane / 4;

@@ -159,6 +159,7 @@ DEVICE void narrow_role(const Attention& a, const NarrowShared& s, int mine) {
             if (!(chunks[stage].flags & STOP)) narrow_queries(a, chunks[stage], state);
             narrow_finish(a, c, state);
         }
+        __syncwarp();  // all lanes have read what the stage says
         barrier_arrive_warp(empty + 8 * done);
     }
 }

@@ -49,8 +49,14 @@ struct Attention {
     float scale, scale_log2;      // the second times log2(e)
     const float* parameters;      // of the variant
     int reach;                    // a query at position p sees none before p - reach + 1; 0: it sees all
+    int wide_room, narrow_room;   // items that the lists can hold: those may be read before counts are known
     int boxes;                    // 1: pages have 16, 32, 64... slots, so that boxes of 16 rows lie inside them
 };
+
+// Brings the parameter into the constant cache, a line at a time, before anyone waits for it.
+DEVICE void hold_parameters(const Attention& a) {
+    asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.boxes));
+}
 
 // Query heads of a KV head.
 DEVICE int group_of(const Attention& a) { return divide_small(a.heads, a.kv_heads); }
@@ -60,10 +66,11 @@ struct Item {
     int q_begin, q_end, partial, seg_begin, seg_end, node, begin, end, causal, head;
 };
 
-// Entry `e` of a work list: items in order, and each for all KV heads.
-DEVICE Item load_item(const int4* items, int entry, int kv_heads) {
+// Entry `e` of a work list: items in order, and each for all KV heads.  Nothing that can be used where the list has no `room` for it.
+DEVICE Item load_item(const int4* items, int entry, int kv_heads, int room) {
     const int index = entry / kv_heads;
-    const int4 a = items[2 * index], b = items[2 * index + 1];
+    int4 a = {}, b = {};
+    if (index < room) a = items[2 * index], b = items[2 * index + 1];
     Item item;
     item.head = entry - index * kv_heads;
     item.q_begin = a.x, item.q_end = a.y, item.partial = a.z, item.seg_begin = a.w;

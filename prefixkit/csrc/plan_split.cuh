@@ -27,6 +27,7 @@ CALLED void try_cut(int role) {
     const int cut = warp_of(), longest = p.longest[role], workers = cost.workers * p.a.num_sms;
     const int chunk = max(cost.least, ceil_div(longest, CUT[cost.workers > 1][cut]));
     const int shift = max(0, 32 - __clz(min(chunk, longest) * POINT + cost.start + cost.leave) - LEVEL_BITS);
+    __syncwarp();  // the other role's levels have been read
 #pragma unroll 1
     for (int i = lane_of(); i <= LEVELS; i += 32) levels[i] = 0;
     __syncwarp();

@@ -39,14 +39,25 @@ DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, int v,
                  "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
                  ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "l"(policy) : "memory");
 }
+// `bytes` in one piece, a multiple of 16 as both addresses are.
+DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 DEVICE u64 policy_stream() { u64 x; asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(x)); return x; }
 DEVICE u64 policy_keep() { u64 x; asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(x)); return x; }
 // Brings a line near without waiting for it.
 DEVICE void touch(const void* p) { asm volatile("{.reg .b32 x; ld.global.ca.b32 x, [%0];}" ::"l"(p)); }
 
 DEVICE void store_zeros(u32 to) { asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory"); }
-// Orders ordinary accesses to shared memory before those of the copy engine and the warpgroup instructions (sm_90).
+DEVICE float load_shared1(u32 from) { float x; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory"); return x; }
+DEVICE float4 load_shared(u32 from) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
+    return x;
+}
+// Orders ordinary accesses to memory before those of the copy engine and the warpgroup instructions (sm_90).
 DEVICE void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void async_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- matrices ----
 DEVICE void load_matrix(u32 (&a)[4], u32 address) {
@@ -102,11 +113,10 @@ DEVICE u32 pack_rounded(float low, float high) {
 }
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // a / b for 0 <= a < 8192 and 0 < b < 1024, in a few instructions.
 DEVICE int divide_small(int a, int b) {
-    float reciprocal;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(float(b)));
-    return int((float(a) + 0.5f) * reciprocal);
+    return int((float(a) + 0.5f) * reciprocal(float(b)));
 }
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define MINUS_INFINITY __int_as_float(0xff800000)
@@ -136,6 +146,19 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
     asm volatile("{.reg .pred p;\n"
                  "WAIT%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
                  "@!p bra WAIT%=;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+// Whether the phase with this parity has ended, as far as this warp sees.
+DEVICE bool barrier_ended(u32 barrier, u32 parity) {
+    u32 ended;
+    asm volatile("{.reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
+    return __all_sync(~0u, ended);
+}
+// Where a kernel may begin before the one ahead of it in the stream has ended (programmatic dependent launch): lets the next begin, and
+// waits for the end of the last, whose results are read from here on.  Nothing elsewhere.
+DEVICE void follow_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory");
+#endif
 }
 template <int ID, int THREADS> DEVICE void named_barrier() { asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory"); }
 template <int ID, int THREADS> DEVICE void named_arrive() { asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory"); }

@@ -8,6 +8,7 @@
 // cost       floor = max(KV bytes / 4.3 TB/s, flops / 790 TFLOP/s); docs/kernels.md has predictions and measurements.
 // limits     the grid is one block per multiprocessor; SHARED_BYTES of dynamic shared memory, 512 threads.
 #define PREFIXKIT_MAPS 1
+#include "merge_sm90.cuh"
 #include "narrow_load_sm90.cuh"
 #include "wide_sm90.cuh"
 
@@ -28,6 +29,7 @@ struct Shared {
     Resolved batches[NARROW_WARPS * BATCH];
 };
 constexpr int SHARED_BYTES = sizeof(Shared);
+static_assert(SLAB_RING_BYTES <= sizeof(Shared::rings), "partial states come where keys and values were");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 
 // 65,536 registers: 4 warpgroups of 128 threads at 512 in all.
@@ -51,16 +53,30 @@ DEVICE NarrowShared narrow_shared(Shared& s, bool alone) {
     return n;
 }
 
+// The wide warps, once all warps of all blocks are done.
+DEVICE void merge(const Attention& a, u32 rings) {
+    const int thread = threadIdx.x - 256, rows = a.counts[2];
+    auto meet_block = [] { named_barrier<1, 512>(); };
+    auto meet_all = [&] {
+        if (thread == 0) grid_meet(a.sync);
+        named_barrier<4, 256>();
+    };
+    if (a.heads % 4 == 0 && !few_heads(a, rows, SLAB_WARPS)) merge_slabs(a, rows, rings, thread >> 5, meet_block, meet_all);
+    else merge_heads(a, rows, thread >> 5, SLAB_WARPS, [&] { meet_block(), meet_all(); });
+}
+
 extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid_constant__ Attention a) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     Shared& shared = *(Shared*)bytes;
     const WideShared wide = wide_shared(shared);
+    hold_parameters(a);
     if (threadIdx.x == 0) {
         wide_barriers(wide);
         narrow_barriers(narrow_shared(shared, false));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    follow_kernel();
     const int warp = threadIdx.x >> 5, role = warp >> 2;
     if (role == 0) {
         registers_down<LOAD_REGISTERS>();
@@ -75,12 +91,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid
     } else {
         registers_up<WIDE_REGISTERS>();
         wide_role(a, wide, role - 2);
-        if (a.counts[3] != 0)
-            merge_rows(a, a.counts[2], threadIdx.x - 256, 256, [&] {
-                named_barrier<1, 512>();
-                if (threadIdx.x == 256) grid_meet(a.sync);
-                named_barrier<4, 256>();
-            });
+        if (a.counts[3] != 0) merge(a, shared_address(shared.rings));
     }
 }
 

@@ -107,10 +107,10 @@ DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
     Ring ring;
     ring.data = s.k + is_v * (WIDE_STAGES * UNIT_BYTES), ring.full = s.full, ring.empty = s.k_empty + is_v * (8 * WIDE_STAGES);
     int items = 0;
-    for (int round = 0; round * int(gridDim.x) < entries; ++round) {
+    for (int round = 0; round == 0 || round * int(gridDim.x) < entries; ++round) {  // the first item comes while counts do
         const int entry = entry_of(round, blockIdx.x, gridDim.x);
+        const Item item = load_item(a.wide, entry, a.kv_heads, a.wide_room);
         if (entry >= entries) continue;
-        const Item item = load_item(a.wide, entry, a.kv_heads);
         const Sight sight = sight_of(a, item.causal, first_position(a, item), item.causal ? int(a.q_positions[item.q_end - 1]) : 0);
         const int all_see = item.causal ? int(a.q_positions[item.q_begin]) : 0x7fffffff;  // up to this position
         Span span = load_span(a, item.node, item.begin, item.end, sight);

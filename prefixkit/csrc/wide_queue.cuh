@@ -8,7 +8,7 @@
 // limits     groups of at most 128 tiles, 65,536 KV heads.
 #pragma once
 #include "gather.cuh"
-#include "merge.cuh"
+#include "merge_rows.cuh"
 #include "narrow_copy.cuh"
 
 namespace prefixkit {
@@ -101,7 +101,7 @@ struct Refill {
             slice = entry / heads;
             rows = 0;  // beyond the last entry
             if (entry == entries) continue;
-            item = load_item(a.wide, entry - slice * heads, a.kv_heads);
+            item = load_item(a.wide, entry - slice * heads, a.kv_heads, a.wide_room);
             rows = min(TILE, (item.q_end - item.q_begin) * group - slice * TILE);
         } while (rows <= 0);
         w.tile = u32(item.head) | u32(rows) << 16 | u32(slice) << 24;

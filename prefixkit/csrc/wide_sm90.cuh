@@ -8,32 +8,12 @@
 // cost       4 D flops per row and token against 790 TFLOP/s (dense bf16); 4 D bytes of KV per token and tile.
 // limits     D 64 or 128; items of at most 64 rows leave the second warpgroup idle.
 #pragma once
-#include "merge.cuh"
 #include "wgmma.cuh"
-#include "wide_load_sm90.cuh"
+#include "wide_rows_sm90.cuh"
 
 namespace prefixkit {
 
 constexpr int TILE = 128;                        // rows: two warpgroups of 64
-
-struct WideState {
-    u32 q[D / 4];         // operands: queries
-    float s[UNIT / 2];    // scores, then exponentials, of two rows
-    u32 p[UNIT / 4];      // the same, rounded, as operand
-    float o[D / 2];
-    float base[2];        // of the two rows
-    float sum[2], weight[2]; // of this thread's exponentials, and of them rounded
-};
-
-struct WideItem {
-    int q_begin, rows, partial, head;
-};
-
-// Query and head of a row of an item, as an index of [rows, heads].
-DEVICE long long row_at(const Attention& a, int first, int row, int head, int group) {
-    const int query = row / group;
-    return (long long)(first + query) * a.heads + head * group + row - query * group;
-}
 
 DEVICE void scores(WideState& w, u32 tile) {
     wgmma_fence();
@@ -144,55 +124,6 @@ DEVICE void pack_exponentials(WideState& w) {
     for (int i = 0; i < UNIT / 4; ++i) w.p[i] = pack_rounded(w.s[2 * i], w.s[2 * i + 1]);
 }
 
-// Queries as operands: rows row0 and row0 + 8; rows that the item lacks repeat its last.
-DEVICE void wide_begin(const Attention& a, const WideItem& item, WideState& w, int row0) {
-    const int group = group_of(a);
-    const u16* q[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        w.base[i] = LOWEST, w.sum[i] = w.weight[i] = 0.f;
-        const int row = min(row0 + 8 * i, item.rows - 1);
-        q[i] = a.q + row_at(a, item.q_begin, row, item.head, group) * D + 2 * (threadIdx.x & 3);
-    }
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-        w.q[4 * k] = *(const u32*)(q[0] + 16 * k), w.q[4 * k + 1] = *(const u32*)(q[1] + 16 * k);
-        w.q[4 * k + 2] = *(const u32*)(q[0] + 16 * k + 8), w.q[4 * k + 3] = *(const u32*)(q[1] + 16 * k + 8);
-    }
-#pragma unroll
-    for (int i = 0; i < D / 2; ++i) w.o[i] = 0.f;
-}
-
-DEVICE void wide_finish(const Attention& a, const WideItem& item, WideState& w, int row0) {
-    const int group = group_of(a), column = 2 * (threadIdx.x & 3);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float sum = w.sum[i], weight = w.weight[i];
-#pragma unroll
-        for (int d = 1; d < 4; d <<= 1) sum += __shfl_xor_sync(~0u, sum, d), weight += __shfl_xor_sync(~0u, weight, d);
-        const int row = row0 + 8 * i;
-        if (row >= item.rows) continue;
-        float lse = sum > 0.f ? (w.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
-        float factor = weight > 0.f ? 1.f / weight : 0.f;
-        if (item.partial >= 0) {
-            const long long at = row_at(a, item.partial, row, item.head, group);
-            float* to = a.partial_out + at * D + column;
-#pragma unroll
-            for (int j = 0; j < D / 8; ++j)
-                *(float2*)(to + 8 * j) = make_float2(w.o[4 * j + 2 * i] * factor, w.o[4 * j + 2 * i + 1] * factor);
-            if (column == 0) a.partial_lse[at] = lse;
-        } else {
-            const long long at = row_at(a, item.q_begin, row, item.head, group);
-            factor *= join_sink(lse, item.head * group + row % group, a.parameters);
-            u16* to = a.out + at * D + column;
-#pragma unroll
-            for (int j = 0; j < D / 8; ++j)
-                *(u32*)(to + 8 * j) = pack(w.o[4 * j + 2 * i] * factor, w.o[4 * j + 2 * i + 1] * factor);
-            if (column == 0) a.lse[at] = lse;
-        }
-    }
-}
-
 // ---- turns ----
 // A warpgroup issues its products in its turn, then gives the turn to the other; the second gives the first its first one.
 DEVICE void turn_wait(int half, bool both) {
@@ -261,8 +192,29 @@ DEVICE void finish_values(const WideShared& s, WideState& w, const Place& at) {
     free_stage(s.v_empty, Place{at.unit - 1}.stage());
 }
 
+// Items one after the other.  The next one is asked for before the last values of this one: if it is there by then, its queries come while
+// this one ends.
+struct Items {
+    int number = 0;
+    int rows;                // of this item; 0: no more
+    int next;                // of the next one, if `asked`
+    bool asked = false;
+
+    DEVICE int place() const { return number & 1; }
+    DEVICE void begin(const WideShared& s) {
+        if (!asked) barrier_wait(s.item_full + 8 * place(), number >> 1 & 1);
+        rows = s.items[place()].y;
+    }
+    DEVICE void ask(const WideShared& s) {
+        asked = barrier_ended(s.item_full + 8 * (place() ^ 1), number + 1 >> 1 & 1);
+        if (asked) next = s.items[place() ^ 1].y;
+    }
+};
+
 // The item is read again where it is needed: registers are short.
-DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Place& at, int half, int place, bool both) {
+DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Place& at, int half, Items& items) {
+    const int place = items.place();
+    const bool both = items.rows > 64;
     float shrink[2];
     wait_unit(s, at);
     turn_wait(half, both);
@@ -300,8 +252,12 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
     add_values(w, values_at(s, at));
     turn_pass(half, both);
     ++at.unit;
+    items.ask(s);
+    if (items.asked && 64 * half < items.next) read_queries(a, read_item(s, place ^ 1), w, first_row(half));
     finish_values(s, w, at);
-    wide_finish(a, read_item(s, place), w, first_row(half));
+    const WideItem item = read_item(s, place);
+    free_stage(s.item_empty, place);
+    wide_finish(a, item, w, first_row(half));
 }
 
 // One warpgroup: rows 64 `half`... of every item of this block.
@@ -309,18 +265,19 @@ DEVICE void wide_role(const Attention& a, const WideShared& s, int half) {
     if (half) named_arrive<5, 256>();
     WideState w;
     Place at;
-    for (int items = 0;; ++items) {
-        const int place = items & 1;
-        barrier_wait(s.item_full + 8 * place, items >> 1 & 1);
-        const int rows = s.items[place].y;
-        if (rows == 0) break;
-        if (64 * half < rows) {
-            wide_begin(a, read_item(s, place), w, first_row(half));
-            wide_item(a, s, w, at, half, place, rows > 64);
+    for (Items items;; ++items.number) {
+        const bool asked = items.asked;
+        items.begin(s);
+        if (items.rows == 0) break;
+        if (64 * half < items.rows) {
+            if (!asked) read_queries(a, read_item(s, items.place()), w, first_row(half));
+            wide_begin(w);
+            wide_item(a, s, w, at, half, items);
         } else {
             wide_skip(s, at);
+            free_stage(s.item_empty, items.place());
+            items.asked = false;
         }
-        free_stage(s.item_empty, place);
     }
     if (!half) named_barrier<5, 256>();
 }
