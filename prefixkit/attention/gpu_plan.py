@@ -58,8 +58,7 @@ class GpuPlan:
     """The work of one tree attention on one GPU.
 
     Attributes:
-        counts: ``[8]`` wide items, narrow items, query rows, partial rows, 1 where wide work is by far the longer part (no
-            kernel asks), then zeros.
+        counts: ``[8]`` wide items, narrow items, query rows, partial rows, 1 where wide items are taken head by head, zeros.
         wide, narrow: ``[items, 8]`` with columns :data:`ITEM_FIELDS`; ``partial_begin = -1``: the item writes the output.
             ``node, begin, end`` repeat the item's first segment.
         segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node; ``end`` may be ``OPEN``.
@@ -137,8 +136,8 @@ def make_gpu_plan(
     longest_first = _sort(units, is_wide)
     ordered = items[longest_first].astype(np.int32)
     num_wide = int(is_wide.sum())
-    bound = _is_wide_bound(tiles, cost)
-    counts = np.array([num_wide, len(items) - num_wide, num_rows, partials, bound, 0, 0, 0], dtype=np.int32)
+    by_head = _goes_by_head(tiles, num_wide, kv_heads, num_sms, cost)
+    counts = np.array([num_wide, len(items) - num_wide, num_rows, partials, by_head, 0, 0, 0], dtype=np.int32)
     return GpuPlan(
         counts, ordered[:num_wide], ordered[num_wide:], segments.astype(np.int32), merge_indptr, merge_indices
     )
@@ -283,10 +282,17 @@ def _sort(units: Longs, is_wide: NDArray[np.bool_]) -> Longs:
     return np.argsort(key, kind="stable")
 
 
-def _is_wide_bound(tiles: _Tiles, cost: GpuCost) -> int:
-    """1 where the wide tiles take much longer than the narrow items."""
-    wide, narrow = int(tiles.tokens[tiles.is_wide].sum()), int(tiles.tokens[~tiles.is_wide].sum())
-    return int(wide * cost.narrow.tokens_per_us > 2 * narrow * cost.wide.tokens_per_us)
+def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: GpuCost) -> int:
+    """1 where all wide items of a KV head are taken before those of the next: the KV of fewer heads is in the cache then.
+
+    The list runs from the longest item to the shortest, so that workers end together; head by head that order is lost between
+    heads, which is no matter where items are many, or about equally long.
+    """
+    if kv_heads == 1 or items * kv_heads <= num_sms:
+        return 0
+    tokens = tiles.tokens[tiles.is_wide]
+    longest = int(units_of(cost.wide, tokens).max()) * cost.wide.unit
+    return int(items >= num_sms or 4 * int(tokens.sum()) >= 3 * len(tokens) * longest)
 
 
 def _number_partials(items: Longs, num_rows: int) -> tuple[Longs, Ints, Ints, int]:

@@ -33,7 +33,7 @@ struct Attention {
     float* partial_out;           // [partial rows, heads, D]
     float* partial_lse;           // [partial rows, heads]
     u32* sync;                    // [1] zero before the first launch; launches that may overlap need one each
-    const int* counts;            // [8] wide items, narrow items, rows, partial rows (0: nothing to merge)
+    const int* counts;            // [8] wide items, narrow items, rows, partial rows (0: nothing to merge), 1: wide items head by head
     const int4* wide;             // [2 * items] see Item
     const int4* narrow;
     const int* segments;          // [segments, 3] node, begin, end
@@ -65,6 +65,13 @@ DEVICE int group_of(const Attention& a) { return divide_small(a.heads, a.kv_head
 struct Item {
     int q_begin, q_end, partial, seg_begin, seg_end, node, begin, end, causal, head;
 };
+
+// Entry `e` of a walk over the wide list, as load_item numbers them: head after head where the plan says so, so that the keys and values
+// of all heads together do not crowd the L2.
+DEVICE int walk_entry(const Attention& a, int entry) {
+    const int items = a.counts[0];
+    return a.counts[4] ? entry % items * a.kv_heads + entry / items : entry;
+}
 
 // Entry `e` of a work list: items in order, and each for all KV heads.  Nothing that can be used where the list has no `room` for it.
 DEVICE Item load_item(const int4* items, int entry, int kv_heads, int room) {

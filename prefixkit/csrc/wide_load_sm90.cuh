@@ -29,15 +29,17 @@ struct WideShared {
     u32 k, v;                                    // rings
     u32 full, k_empty, v_empty;                  // barriers of the stages, 8 bytes apart; a unit is there with both K and V
     u32 item_full, item_empty;                   // of the two places for items
+    u32 idle;                                    // ends when no multiplying warp reads the rings any more
     int4* items;                                 // q_begin, rows (0: no more work), partial, head
     UnitInfo* units;                             // one for each stage of K
 };
-constexpr int WIDE_BARRIERS = 3 * WIDE_STAGES + 4;
+constexpr int WIDE_BARRIERS = 3 * WIDE_STAGES + 5;
 
 DEVICE void wide_barriers(const WideShared& s) {
     for (int i = 0; i < WIDE_STAGES; ++i) {
         barrier_init(s.full + 8 * i, 2), barrier_init(s.k_empty + 8 * i, MULTIPLIERS), barrier_init(s.v_empty + 8 * i, MULTIPLIERS);
     }
+    barrier_init(s.idle, MULTIPLIERS);
     for (int i = 0; i < 2; ++i) barrier_init(s.item_full + 8 * i, 1), barrier_init(s.item_empty + 8 * i, MULTIPLIERS);
 }
 
@@ -109,8 +111,10 @@ DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
     int items = 0;
     for (int round = 0; round == 0 || round * int(gridDim.x) < entries; ++round) {  // the first item comes while counts do
         const int entry = entry_of(round, blockIdx.x, gridDim.x);
-        const Item item = load_item(a.wide, entry, a.kv_heads, a.wide_room);
+        Item item = load_item(a.wide, entry, a.kv_heads, a.wide_room);
         if (entry >= entries) continue;
+        const int walked = walk_entry(a, entry);
+        if (walked != entry) item = load_item(a.wide, walked, a.kv_heads, a.wide_room);
         const Sight sight = sight_of(a, item.causal, first_position(a, item), item.causal ? int(a.q_positions[item.q_end - 1]) : 0);
         const int all_see = item.causal ? int(a.q_positions[item.q_begin]) : 0x7fffffff;  // up to this position
         Span span = load_span(a, item.node, item.begin, item.end, sight);

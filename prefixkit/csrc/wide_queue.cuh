@@ -101,7 +101,7 @@ struct Refill {
             slice = entry / heads;
             rows = 0;  // beyond the last entry
             if (entry == entries) continue;
-            item = load_item(a.wide, entry - slice * heads, a.kv_heads, a.wide_room);
+            item = load_item(a.wide, walk_entry(a, entry - slice * heads), a.kv_heads, a.wide_room);
             rows = min(TILE, (item.q_end - item.q_begin) * group - slice * TILE);
         } while (rows <= 0);
         w.tile = u32(item.head) | u32(rows) << 16 | u32(slice) << 24;

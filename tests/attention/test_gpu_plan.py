@@ -252,3 +252,31 @@ def test_costs_that_cannot_be_are_refused():
         replace(H200.wide, unit=0)
     with pytest.raises(ValueError, match="fold must be a number of units"):
         replace(H200.wide, fold=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "leaves", "kv_heads", "by_head"),
+    [
+        ([4096], 2048, 8, 1),  # many items, all alike
+        ([4096], 512, 1, 0),  # one KV head
+        ([64], 16, 8, 0),  # all at once
+        ([20_000] + [500] * 16, 2048, 2, 0),  # long and short: the order matters more
+    ],
+)
+def test_many_wide_items_or_equal_ones_go_head_by_head(lengths, leaves, kv_heads, by_head):
+    """Roots of these lengths share the leaves evenly."""
+    parents, sizes = [], []
+    for length in lengths:
+        parents.append(-1)
+        sizes.append(length)
+        root = len(parents) - 1
+        each = leaves // len(lengths)
+        parents += [root] * each
+        sizes += [16] * each
+    snapshot = tree(parents, sizes)
+    last = np.flatnonzero(np.array(parents) >= 0)
+    queries = Queries(last, np.full(len(last), 15), np.full(len(last), 16))
+    shape = HeadShape(4 * kv_heads, kv_heads, 128, 2)
+    formats = [all_rows(snapshot, queries, shape, H200_COST)]
+    plan = make_gpu_plan(formats, visible_lengths(snapshot, queries), len(last), group=4, kv_heads=kv_heads)
+    assert plan.counts[4] == by_head
