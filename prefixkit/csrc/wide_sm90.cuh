@@ -139,15 +139,13 @@ DEVICE void turn_pass(int half, bool both) {
 
 // Where a warpgroup is in the rings.
 struct Place {
-    u32 at = 0;  // the stage, and above it the phase
-    DEVICE u32 stage() const { return at & 255; }
-    DEVICE u32 phase() const { return at >> 8; }
-    DEVICE u32 before(int stages) const { return (stage() ? stage() : u32(stages)) - 1; }
-    DEVICE void next(int stages) { at = stage() + 1 == u32(stages) ? at & 256 ^ 256 : at + 1; }
+    u32 unit = 0;
+    DEVICE u32 stage() const { return unit % WIDE_STAGES; }
+    DEVICE u32 phase() const { return unit / WIDE_STAGES & 1; }
 };
 
-DEVICE u32 keys_at(const WideShared& s, u32 stage) { return descriptor(s.k, 16) + stage * (UNIT_BYTES / 16); }
-DEVICE u32 values_at(const WideShared& s, u32 stage) { return descriptor(s.v, UNIT * 128) + stage * (UNIT_BYTES / 16); }
+DEVICE u32 keys_at(const WideShared& s, const Place& at) { return descriptor(s.k, 16) + at.stage() * (UNIT_BYTES / 16); }
+DEVICE u32 values_at(const WideShared& s, const Place& at) { return descriptor(s.v, UNIT * 128) + at.stage() * (UNIT_BYTES / 16); }
 DEVICE void wait_unit(const WideShared& s, const Place& at) { barrier_wait(s.full + 8 * at.stage(), at.phase()); }
 
 DEVICE UnitInfo read_unit(const WideShared& s, const Place& at) {
@@ -160,7 +158,7 @@ DEVICE void free_stage(u32 empty, u32 stage) { barrier_arrive_warp(empty + 8 * s
 
 // An item with no rows for this warpgroup: only keeps the count.
 DEVICE void wide_skip(const WideShared& s, Place& at) {
-    for (bool last = false; !last; at.next(s.stages)) {
+    for (bool last = false; !last; ++at.unit) {
         wait_unit(s, at);
         last = read_unit(s, at).flags & LAST;
         free_stage(s.k_empty, at.stage());
@@ -178,9 +176,10 @@ DEVICE WideItem read_item(const WideShared& s, int place) {
 
 // Products of a unit's keys, and of the values of the unit before, in this warpgroup's turn; then waits for the scores.
 DEVICE void multiply(const WideShared& s, WideState& w, const Place& at, int half, bool both) {
+    const Place before = {at.unit - 1};
     turn_wait(half, both);
-    scores(w, keys_at(s, at.stage()));
-    add_values(w, values_at(s, at.before(s.stages)));
+    scores(w, keys_at(s, at));
+    add_values(w, values_at(s, before));
     turn_pass(half, both);
     wgmma_wait<1>();
     pin(w.s);
@@ -190,7 +189,7 @@ DEVICE void multiply(const WideShared& s, WideState& w, const Place& at, int hal
 DEVICE void finish_values(const WideShared& s, WideState& w, const Place& at) {
     wgmma_wait<0>();
     pin(w.o);
-    free_stage(s.v_empty, at.before(s.stages));
+    free_stage(s.v_empty, Place{at.unit - 1}.stage());
 }
 
 // Items one after the other.  The next one is asked for before the last values of this one: if it is there by then, its queries come while
@@ -207,7 +206,7 @@ struct Items {
         rows = s.items[place()].y;
     }
     DEVICE void ask(const WideShared& s) {
-        asked = barrier_ended(s.item_full + 8 * (place() ^ 1), number + 1 >> 1 & 1);
+        asked = __all_sync(~0u, barrier_ended(s.item_full + 8 * (place() ^ 1), number + 1 >> 1 & 1));
         if (asked) next = s.items[place() ^ 1].y;
     }
 };
@@ -219,7 +218,7 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
     float shrink[2];
     wait_unit(s, at);
     turn_wait(half, both);
-    scores(w, keys_at(s, at.stage()));
+    scores(w, keys_at(s, at));
     turn_pass(half, both);
     int flags = s.units[at.stage()].flags;
     wgmma_wait<0>();
@@ -228,7 +227,7 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
     free_stage(s.k_empty, at.stage());
     pack_exponentials(w);
     while (!(flags & LAST)) {
-        at.next(s.stages);
+        ++at.unit;
         wait_unit(s, at);
         flags = s.units[at.stage()].flags;
         multiply(s, w, at, half, both);
@@ -250,9 +249,9 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
         pack_exponentials(w);
     }
     turn_wait(half, both);
-    add_values(w, values_at(s, at.stage()));
+    add_values(w, values_at(s, at));
     turn_pass(half, both);
-    at.next(s.stages);
+    ++at.unit;
     items.ask(s);
     if (items.asked && 64 * half < items.next) read_queries(a, read_item(s, place ^ 1), w, first_row(half));
     finish_values(s, w, at);
@@ -280,6 +279,7 @@ DEVICE void wide_role(const Attention& a, const WideShared& s, int half) {
             items.asked = false;
         }
     }
+    barrier_arrive_warp(s.idle);
     if (!half) named_barrier<5, 256>();
 }
 
