@@ -19,11 +19,11 @@ constexpr int MAX_STAGES = 6;
 
 struct Chunk {  // what the computing side must know of a chunk; 32 bytes
     int q_begin, rows, partial, head;
-    int flags;     // FIRST, LAST of its item; CAUSAL: compare positions; STOP: no more work; GROW: the ring goes on where it ended
+    int flags;     // FIRST, LAST of its item; CAUSAL: compare positions; STOP: no more work
     int low, high; // tokens [low, high) count
     int position;  // of token 0
 };
-enum { FIRST = 1, LAST = 2, CAUSAL = 4, STOP = 8, GROW = 32 };
+enum { FIRST = 1, LAST = 2, CAUSAL = 4, STOP = 8 };
 
 
 constexpr int BATCH = 8, NARROW_WARPS = 4;

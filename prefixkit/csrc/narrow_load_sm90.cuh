@@ -12,26 +12,22 @@ namespace prefixkit {
 
 struct NarrowShared {
     u32 rings;                  // of the computing warps, one after the other
-    int stages;                 // of each ring; up to MAX_STAGES once the wide tiles' room is free
-    u32 jump;                   // from where a ring ends to where it goes on then
-    u32 idle;                   // barrier that ends when the wide tiles are done
+    int stages;                 // of each ring
     u32 full, empty;            // barriers of the first warp's stages, 8 bytes apart; MAX_STAGES for each warp
     Chunk* chunks;              // one for each stage; MAX_STAGES for each warp
     Resolved* batches;          // BATCH for each warp
 };
-constexpr int MIXED_STAGES = D <= 64 ? 6 : 3;    // 96 KB of rings beside the wide tiles
-DEVICE u32 stage_at(u32 ring, int stage, u32 jump) { return ring + stage * STAGE_BYTES + (stage >= MIXED_STAGES ? jump : 0); }
 constexpr int NARROW_BARRIERS = 2 * NARROW_WARPS * MAX_STAGES;
 
 DEVICE void narrow_barriers(const NarrowShared& s) {
-    for (int i = 0; i < NARROW_WARPS * MAX_STAGES; ++i) barrier_init(s.full + 8 * i, 1), barrier_init(s.empty + 8 * i, 1);
+    for (int i = 0; i < NARROW_WARPS * MAX_STAGES; ++i) barrier_init(s.full + 8 * i, 1), barrier_init(s.empty + 8 * i, 32);
 }
 
 // Walks one worker's list; the 16 lanes of a half-warp hold the same state.
 struct BoxLoader {
     const Attention& a;
     Resolved* batch;
-    u32 ring, full, empty, jump, idle;
+    u32 ring, full, empty;
     Chunk* chunks;
     int stages, worker, lane;       // lane: in the half
     u32 mask;
@@ -44,7 +40,7 @@ struct BoxLoader {
     DEVICE BoxLoader(const Attention& a, const NarrowShared& s, int pair) : a(a) {
         const int half = lane_anew() >> 4, mine = 2 * pair + half;
         lane = lane_anew() & 15, mask = 0xffffu << 16 * half;
-        batch = s.batches + mine * BATCH, chunks = s.chunks + mine * MAX_STAGES, stages = s.stages, jump = s.jump, idle = s.idle;
+        batch = s.batches + mine * BATCH, chunks = s.chunks + mine * MAX_STAGES, stages = s.stages;
         ring = s.rings + mine * stages * STAGE_BYTES, full = s.full + 8 * mine * MAX_STAGES, empty = s.empty + 8 * mine * MAX_STAGES;
         // Neighbours in the list are heads of one item, whose keys are neighbours in memory: a block takes them together, if there is
         // enough for all blocks.
@@ -80,13 +76,6 @@ struct BoxLoader {
         if (a.boxes && span.slot < span.end) page = a.pages[span.pages + page_index(a, span.slot)];
     }
 
-    // Whether the ring can go on into the wide tiles' room after this stage.  The new stages' barriers are fresh, so the lap must be one
-    // in which fresh barriers say "free".
-    DEVICE bool can_grow() const {
-        if (MIXED_STAGES == MAX_STAGES || stages != MIXED_STAGES || stage != MIXED_STAGES - 1 || phase == 0) return false;
-        return __shfl_sync(mask, barrier_ended(idle, 0), 0, 16);
-    }
-
     // The next chunk, once its stage is free; returns whether there was one.
     DEVICE bool issue() {
         const u32 at = full + 8 * stage;
@@ -105,15 +94,15 @@ struct BoxLoader {
         // Where the next chunk is, before this one is told: whoever reads LAST must be right.
         span.slot = slot + CHUNK;
         skip_empty();
-        const bool done = span.slot >= span.end, grow = can_grow();
+        const bool done = span.slot >= span.end;
         if (lane == 0) {
             int4* to = (int4*)(chunks + stage);
             to[0] = make_int4(item.q_begin, item.rows(), item.partial, head);
-            to[1] = make_int4((flags & (FIRST | CAUSAL)) | (done ? LAST : 0) | (grow ? GROW : 0), low, high, here.position + slot);
+            to[1] = make_int4((flags & (FIRST | CAUSAL)) | (done ? LAST : 0), low, high, here.position + slot);
             barrier_arrive_expect(at, STAGE_BYTES);
         }
         __syncwarp(mask);
-        const u32 to = stage_at(ring, stage, jump);
+        const u32 to = ring + stage * STAGE_BYTES;
         if (a.boxes && high > low) {
             if (lane < 2)
                 copy_box(to + lane * CHUNK_BYTES, &a.k_group + lane, 0, place_in_page(a, slot), 0, head, page, at, policy_stream());
@@ -128,7 +117,6 @@ struct BoxLoader {
         flags &= ~FIRST;
         if (done) begin_item();
         else look_up();
-        if (grow) stages = MAX_STAGES;
         if (++stage == stages) stage = 0, phase ^= 1;
         return true;
     }
@@ -155,7 +143,7 @@ DEVICE void narrow_role(const Attention& a, const NarrowShared& s, int mine) {
     const u32 ring = s.rings + mine * s.stages * STAGE_BYTES, full = s.full + 8 * mine * MAX_STAGES, empty = s.empty + 8 * mine * MAX_STAGES;
     const Chunk* chunks = s.chunks + mine * MAX_STAGES;
     NarrowState state;
-    int stage = 0, phase = 0, stages = s.stages;
+    int stage = 0, phase = 0;
     barrier_wait(full, 0);
     if (!(chunks->flags & STOP)) narrow_queries(a, *chunks, state);
     while (true) {
@@ -163,17 +151,15 @@ DEVICE void narrow_role(const Attention& a, const NarrowShared& s, int mine) {
         const int flags = c.flags;
         if (flags & STOP) break;
         if (flags & FIRST) narrow_begin(a, c, state);
-        narrow_compute(a, c, state, stage_at(ring, stage, s.jump));
+        narrow_compute(a, c, state, ring + stage * STAGE_BYTES);
         const int done = stage;
-        if (flags & GROW) stages = MAX_STAGES;
-        if (++stage == stages) stage = 0, phase ^= 1;
+        if (++stage == s.stages) stage = 0, phase ^= 1;
         barrier_wait(full + 8 * stage, phase);
         if (flags & LAST) {
             if (!(chunks[stage].flags & STOP)) narrow_queries(a, chunks[stage], state);
             narrow_finish(a, c, state);
         }
-        __syncwarp();  // all lanes have read what the stage says
-        barrier_arrive_warp(empty + 8 * done);
+        barrier_arrive(empty + 8 * done);  // every lane has read what the stage says
     }
 }
 

@@ -147,11 +147,11 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
                  "WAIT%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
                  "@!p bra WAIT%=;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
-// Whether the phase with this parity has ended, as far as this thread sees.
+// Whether the phase with this parity has ended, as far as a warp sees.
 DEVICE bool barrier_ended(u32 barrier, u32 parity) {
     u32 ended;
     asm volatile("{.reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
-    return ended;
+    return __all_sync(~0u, ended);
 }
 // Where a kernel may begin before the one ahead of it in the stream has ended (programmatic dependent launch): lets the next begin, and
 // waits for the end of the last, whose results are read from here on.  Nothing elsewhere.

@@ -14,7 +14,8 @@
 
 namespace prefixkit {
 
-constexpr int ALONE_STAGES = MAX_STAGES;         // 192 KB (D 128) where there are no wide tiles
+constexpr int MIXED_STAGES = D <= 64 ? 6 : 3;    // 96 KB of narrow ring beside the wide tiles
+constexpr int ALONE_STAGES = 4;                  // where there are no wide tiles; with 6, memory gives 1% less
 constexpr int MIXED_BYTES = WIDE_BYTES + NARROW_WARPS * MIXED_STAGES * STAGE_BYTES;
 constexpr int ALONE_BYTES = NARROW_WARPS * ALONE_STAGES * STAGE_BYTES;
 
@@ -38,17 +39,15 @@ DEVICE WideShared wide_shared(Shared& s) {
     WideShared w;
     w.k = shared_address(s.rings), w.v = w.k + WIDE_STAGES * UNIT_BYTES;
     w.full = shared_address(s.barriers), w.k_empty = w.full + 8 * WIDE_STAGES, w.v_empty = w.k_empty + 8 * WIDE_STAGES;
-    w.item_full = w.v_empty + 8 * WIDE_STAGES, w.item_empty = w.item_full + 16, w.idle = w.item_full + 32;
+    w.item_full = w.v_empty + 8 * WIDE_STAGES, w.item_empty = w.item_full + 16;
     w.items = s.items, w.units = s.units;
     return w;
 }
 
-// The narrow rings lie behind those of the wide tiles, or have all the room where there are none.  Half of each ring's stages would lie
-// where wide tiles do; they are used once those are done.
+// The narrow rings lie behind those of the wide tiles, or have all the room where there are none.
 DEVICE NarrowShared narrow_shared(Shared& s, bool alone) {
     NarrowShared n;
     n.rings = shared_address(s.rings) + (alone ? 0 : WIDE_BYTES), n.stages = alone ? ALONE_STAGES : MIXED_STAGES;
-    n.jump = alone ? 0 : 0 - (WIDE_BYTES + MIXED_STAGES * STAGE_BYTES), n.idle = shared_address(s.barriers) + 8 * (WIDE_BARRIERS - 1);
     n.full = shared_address(s.barriers) + 8 * WIDE_BARRIERS, n.empty = n.full + 8 * NARROW_WARPS * MAX_STAGES;
     n.chunks = s.chunks, n.batches = s.batches;
     return n;

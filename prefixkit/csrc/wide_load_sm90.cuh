@@ -29,17 +29,15 @@ struct WideShared {
     u32 k, v;                                    // rings
     u32 full, k_empty, v_empty;                  // barriers of the stages, 8 bytes apart; a unit is there with both K and V
     u32 item_full, item_empty;                   // of the two places for items
-    u32 idle;                                    // ends when no multiplying warp reads the rings any more
     int4* items;                                 // q_begin, rows (0: no more work), partial, head
     UnitInfo* units;                             // one for each stage of K
 };
-constexpr int WIDE_BARRIERS = 3 * WIDE_STAGES + 5;
+constexpr int WIDE_BARRIERS = 3 * WIDE_STAGES + 4;
 
 DEVICE void wide_barriers(const WideShared& s) {
     for (int i = 0; i < WIDE_STAGES; ++i) {
         barrier_init(s.full + 8 * i, 2), barrier_init(s.k_empty + 8 * i, MULTIPLIERS), barrier_init(s.v_empty + 8 * i, MULTIPLIERS);
     }
-    barrier_init(s.idle, MULTIPLIERS);
     for (int i = 0; i < 2; ++i) barrier_init(s.item_full + 8 * i, 1), barrier_init(s.item_empty + 8 * i, MULTIPLIERS);
 }
 

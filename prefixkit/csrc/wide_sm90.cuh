@@ -206,7 +206,7 @@ struct Items {
         rows = s.items[place()].y;
     }
     DEVICE void ask(const WideShared& s) {
-        asked = __all_sync(~0u, barrier_ended(s.item_full + 8 * (place() ^ 1), number + 1 >> 1 & 1));
+        asked = barrier_ended(s.item_full + 8 * (place() ^ 1), number + 1 >> 1 & 1);
         if (asked) next = s.items[place() ^ 1].y;
     }
 };
@@ -279,7 +279,6 @@ DEVICE void wide_role(const Attention& a, const WideShared& s, int half) {
             items.asked = false;
         }
     }
-    barrier_arrive_warp(s.idle);
     if (!half) named_barrier<5, 256>();
 }
 
