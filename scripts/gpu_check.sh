@@ -49,11 +49,13 @@ if wants sanitizers; then
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
     if [ -x "$sanitizer" ]; then
         running=()
-        for tool in memcheck racecheck synccheck initcheck; do
-            part "sanitizer-$tool" "${SANITIZER_SECONDS:-100}" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-                "$sanitizer" --tool "$tool" --error-exitcode 9 --report-api-errors no \
-                --kernel-name-exclude kernel_substring=at:: "$python" scripts/sanitizer_set.py &
-            running+=($!)
+        for kernel in "" portable; do
+            for tool in memcheck racecheck synccheck initcheck; do
+                part "sanitizer-$tool${kernel:+-$kernel}" "${SANITIZER_SECONDS:-100}" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+                    PREFIXKIT_KERNEL="$kernel" "$sanitizer" --tool "$tool" --error-exitcode 9 --report-api-errors no \
+                    --kernel-name-exclude kernel_substring=at:: "$python" scripts/sanitizer_set.py &
+                running+=($!)
+            done
         done
         for process in "${running[@]}"; do wait "$process" || failed=1; done
     else

@@ -19,9 +19,9 @@ from prefixkit.attention.gpu_cost import H200, WIDE_ROWS, GpuCost
 from prefixkit.attention.staging import Staged, carve, room
 from prefixkit.tree.snapshot import TreeSnapshot
 
-# struct PlanTree of csrc/plan_tree.cu: pointers; sharing; magic; rooms, group, KV heads, SMs, queries of a
+# struct PlanTree of csrc/plan_tree.cu: pointers; sharing and rates; magic; rooms, group, KV heads, SMs, queries of a
 # full tile, shared ints; roles.
-_LAYOUT = Layout("P" * 12 + "d" * 5 + "q" + "i" * 11 + "i" * 12)
+_LAYOUT = Layout("P" * 12 + "d" * 7 + "q" + "i" * 11 + "i" * 12)
 _THREADS = 1024
 # Ints of scratch: per node, tile and item; room to round up.
 _PER_NODE, _PER_TILE, _PER_ITEM, _SPARE = 10, 6, 7, 256
@@ -59,6 +59,8 @@ def _arguments(
         sharing.wide_tile * shape.kv_heads,
         sharing.narrow_tile * shape.kv_heads,
         sharing.partial_byte * shape.partial_bytes,
+        gpu.wide.tokens_per_us,
+        gpu.narrow.tokens_per_us,
         -(-(2**32) // many),
         *(nodes, capacity.wide, capacity.narrow, capacity.segments, capacity.rows, capacity.partials),
         *(shape.group, shape.kv_heads, num_sms, many, shared_bytes // 4),

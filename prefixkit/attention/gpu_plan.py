@@ -58,7 +58,8 @@ class GpuPlan:
     """The work of one tree attention on one GPU.
 
     Attributes:
-        counts: ``[8]`` wide items, narrow items, query rows, partial rows, 1 where wide items are taken head by head, zeros.
+        counts: ``[8]`` wide items, narrow items, query rows, partial rows, 1 where wide items are taken head by head, 1
+            where narrow items take by far longer than wide ones, zeros.
         wide, narrow: ``[items, 8]`` with columns :data:`ITEM_FIELDS`; ``partial_begin = -1``: the item writes the output.
             ``node, begin, end`` repeat the item's first segment.
         segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node; ``end`` may be ``OPEN``.
@@ -137,7 +138,9 @@ def make_gpu_plan(
     ordered = items[longest_first].astype(np.int32)
     num_wide = int(is_wide.sum())
     by_head = _goes_by_head(tiles, num_wide, kv_heads, num_sms, cost)
-    counts = np.array([num_wide, len(items) - num_wide, num_rows, partials, by_head, 0, 0, 0], dtype=np.int32)
+    counts = np.array(
+        [num_wide, len(items) - num_wide, num_rows, partials, by_head, _streams(tiles, cost), 0, 0], dtype=np.int32
+    )
     return GpuPlan(
         counts, ordered[:num_wide], ordered[num_wide:], segments.astype(np.int32), merge_indptr, merge_indices
     )
@@ -293,6 +296,12 @@ def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: 
     tokens = tiles.tokens[tiles.is_wide]
     longest = int(units_of(cost.wide, tokens).max()) * cost.wide.unit
     return int(items >= num_sms or 4 * int(tokens.sum()) >= 3 * len(tokens) * longest)
+
+
+def _streams(tiles: _Tiles, cost: GpuCost) -> int:
+    """1 where narrow items take three times as long as wide ones, or more: then more of their KV should be under way."""
+    wide, narrow = int(tiles.tokens[tiles.is_wide].sum()), int(tiles.tokens[~tiles.is_wide].sum())
+    return int(3 * wide * cost.narrow.tokens_per_us <= narrow * cost.wide.tokens_per_us)
 
 
 def _number_partials(items: Longs, num_rows: int) -> tuple[Longs, Ints, Ints, int]:

@@ -33,7 +33,8 @@ struct Attention {
     float* partial_out;           // [partial rows, heads, D]
     float* partial_lse;           // [partial rows, heads]
     u32* sync;                    // [1] zero before the first launch; launches that may overlap need one each
-    const int* counts;            // [8] wide items, narrow items, rows, partial rows (0: nothing to merge), 1: wide items head by head
+    const int* counts;            // [8] wide items, narrow items, rows, partial rows (0: nothing to merge), 1: wide items head by head,
+                                  // 1: narrow items are by far the longer part
     const int4* wide;             // [2 * items] see Item
     const int4* narrow;
     const int* segments;          // [segments, 3] node, begin, end

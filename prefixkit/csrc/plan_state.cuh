@@ -35,6 +35,7 @@ struct PlanTree {
     int* merge_indices;
     int* scratch;
     double gain_per_token, item, price_wide, price_narrow, price_per_row;  // of sharing
+    double wide_rate, narrow_rate;
     u64 magic;               // ceil(2^32 / many)
     int node_room, wide_room, narrow_room, segment_room, row_room, partial_room;
     int group, kv_heads, num_sms, many, shared_ints;  // many: queries of a full tile

@@ -20,9 +20,10 @@ DEVICE void finish(bool fits) {
     const int items = p.item_count[0];
     const bool alike = 4 * p.tokens[0] >= 3 * u64(p.of[0]) * u64(p.longest[0]) * u64(p.a.cost[0].unit);
     const bool by_head = p.a.kv_heads > 1 && items * p.a.kv_heads > p.a.num_sms && (items >= p.a.num_sms || alike);
+    const bool streams = __dmul_rn(double(3 * p.tokens[0]), p.a.narrow_rate) <= __dmul_rn(double(p.tokens[1]), p.a.wide_rate);
     int4* counts = (int4*)p.a.counts;
     counts[0] = fits ? make_int4(p.item_count[0], p.item_count[1], p.queries, p.a.merge_indptr[p.queries]) : make_int4(0, 0, p.queries, 0);
-    counts[1] = make_int4(fits && by_head, 0, 0, !fits);
+    counts[1] = make_int4(fits && by_head, fits && streams, 0, !fits);
 }
 
 DEVICE bool begin(const PlanTree& a) {

@@ -15,6 +15,10 @@
 namespace prefixkit {
 
 constexpr int MIXED_STAGES = D <= 64 ? 6 : 3;    // 96 KB of narrow ring beside the wide tiles
+// Where narrow items are by far the longer part, they get half of the wide tiles' room (D 128).
+constexpr int STREAM_WIDE = D <= 64 ? WIDE_STAGES : WIDE_STAGES / 2, STREAM_STAGES = D <= 64 ? MIXED_STAGES : 5;
+static_assert((WIDE_STAGES & (WIDE_STAGES - 1)) == 0 && (STREAM_WIDE & (STREAM_WIDE - 1)) == 0, "units are counted through");
+constexpr int STREAM_BYTES = 2 * STREAM_WIDE * UNIT_BYTES + NARROW_WARPS * STREAM_STAGES * STAGE_BYTES;
 constexpr int ALONE_STAGES = 4;                  // where there are no wide tiles; with 6, memory gives 1% less
 constexpr int MIXED_BYTES = WIDE_BYTES + NARROW_WARPS * MIXED_STAGES * STAGE_BYTES;
 constexpr int ALONE_BYTES = NARROW_WARPS * ALONE_STAGES * STAGE_BYTES;
@@ -29,15 +33,17 @@ struct Shared {
     Resolved batches[NARROW_WARPS * BATCH];
 };
 constexpr int SHARED_BYTES = sizeof(Shared);
+static_assert(STREAM_BYTES <= sizeof(Shared::rings), "either way of dividing the room fits");
 static_assert(SLAB_RING_BYTES <= sizeof(Shared::rings), "partial states come where keys and values were");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 
 // 65,536 registers: 4 warpgroups of 128 threads at 512 in all.
 constexpr int LOAD_REGISTERS = 48, NARROW_REGISTERS = 96, WIDE_REGISTERS = 184;
 
-DEVICE WideShared wide_shared(Shared& s) {
+DEVICE WideShared wide_shared(Shared& s, bool streams) {
     WideShared w;
-    w.k = shared_address(s.rings), w.v = w.k + WIDE_STAGES * UNIT_BYTES;
+    w.stages = streams ? STREAM_WIDE : WIDE_STAGES;
+    w.k = shared_address(s.rings), w.v = w.k + w.stages * UNIT_BYTES;
     w.full = shared_address(s.barriers), w.k_empty = w.full + 8 * WIDE_STAGES, w.v_empty = w.k_empty + 8 * WIDE_STAGES;
     w.item_full = w.v_empty + 8 * WIDE_STAGES, w.item_empty = w.item_full + 16;
     w.items = s.items, w.units = s.units;
@@ -45,9 +51,10 @@ DEVICE WideShared wide_shared(Shared& s) {
 }
 
 // The narrow rings lie behind those of the wide tiles, or have all the room where there are none.
-DEVICE NarrowShared narrow_shared(Shared& s, bool alone) {
+DEVICE NarrowShared narrow_shared(Shared& s, bool alone, bool streams) {
     NarrowShared n;
-    n.rings = shared_address(s.rings) + (alone ? 0 : WIDE_BYTES), n.stages = alone ? ALONE_STAGES : MIXED_STAGES;
+    n.rings = shared_address(s.rings) + (alone ? 0 : 2 * wide_shared(s, streams).stages * UNIT_BYTES);
+    n.stages = alone ? ALONE_STAGES : streams ? STREAM_STAGES : MIXED_STAGES;
     n.full = shared_address(s.barriers) + 8 * WIDE_BARRIERS, n.empty = n.full + 8 * NARROW_WARPS * MAX_STAGES;
     n.chunks = s.chunks, n.batches = s.batches;
     return n;
@@ -68,29 +75,29 @@ DEVICE void merge(const Attention& a, u32 rings) {
 extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid_constant__ Attention a) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     Shared& shared = *(Shared*)bytes;
-    const WideShared wide = wide_shared(shared);
     hold_parameters(a);
     if (threadIdx.x == 0) {
-        wide_barriers(wide);
-        narrow_barriers(narrow_shared(shared, false));
+        wide_barriers(wide_shared(shared, false));
+        narrow_barriers(narrow_shared(shared, false, false));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     follow_kernel();
     const int warp = threadIdx.x >> 5, role = warp >> 2;
+    const bool alone = a.counts[0] == 0, streams = a.counts[5];
     if (role == 0) {
         registers_down<LOAD_REGISTERS>();
-        if (warp < 2) wide_load(a, wide, warp == 1);
-        else narrow_load(a, narrow_shared(shared, a.counts[0] == 0), warp - 2);
+        if (warp < 2) wide_load(a, wide_shared(shared, streams), warp == 1);
+        else narrow_load(a, narrow_shared(shared, alone, streams), warp - 2);
         __syncwarp();
         named_arrive<1, 512>();
     } else if (role == 1) {
         registers_down<NARROW_REGISTERS>();
-        narrow_role(a, narrow_shared(shared, a.counts[0] == 0), warp - 4);
+        narrow_role(a, narrow_shared(shared, alone, streams), warp - 4);
         named_arrive<1, 512>();
     } else {
         registers_up<WIDE_REGISTERS>();
-        wide_role(a, wide, role - 2);
+        wide_role(a, wide_shared(shared, streams), role - 2);
         if (a.counts[3] != 0) merge(a, shared_address(shared.rings));
     }
 }

@@ -14,7 +14,7 @@ namespace prefixkit {
 constexpr int UNIT = 64;                         // tokens
 constexpr int UNIT_BYTES = UNIT * COLUMNS * 128;
 constexpr int UNIT_GROUPS = UNIT / GROUP;
-constexpr int WIDE_STAGES = 4;
+constexpr int WIDE_STAGES = 4;                   // at most; fewer where narrow items are the longer part
 constexpr int WIDE_BYTES = 2 * WIDE_STAGES * UNIT_BYTES;
 constexpr int MULTIPLIERS = 8;                   // warps that multiply; each frees a stage by itself
 
@@ -27,6 +27,7 @@ enum { COMPARE = 16 };
 
 struct WideShared {
     u32 k, v;                                    // rings
+    int stages;                                  // of each
     u32 full, k_empty, v_empty;                  // barriers of the stages, 8 bytes apart; a unit is there with both K and V
     u32 item_full, item_empty;                   // of the two places for items
     int4* items;                                 // q_begin, rows (0: no more work), partial, head
@@ -74,8 +75,8 @@ struct Pages {
 // One ring, filled by one warp.
 struct Ring {
     u32 data, full, empty;
-    int stage = 0, phase = 1;
-    DEVICE void next() { if (++stage == WIDE_STAGES) stage = 0, phase ^= 1; }
+    int stages, stage = 0, phase = 1;
+    DEVICE void next() { if (++stage == stages) stage = 0, phase ^= 1; }
 };
 
 // Boxes for the complete groups of a unit.
@@ -105,7 +106,7 @@ DEVICE void row_groups(const Attention& a, const TensorMap* map, const Ring& rin
 DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
     const int entries = a.counts[0] * a.kv_heads;
     Ring ring;
-    ring.data = s.k + is_v * (WIDE_STAGES * UNIT_BYTES), ring.full = s.full, ring.empty = s.k_empty + is_v * (8 * WIDE_STAGES);
+    ring.stages = s.stages, ring.data = is_v ? s.v : s.k, ring.full = s.full, ring.empty = s.k_empty + is_v * (8 * WIDE_STAGES);
     int items = 0;
     for (int round = 0; round == 0 || round * int(gridDim.x) < entries; ++round) {  // the first item comes while counts do
         const int entry = entry_of(round, blockIdx.x, gridDim.x);

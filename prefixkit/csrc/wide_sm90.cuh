@@ -140,16 +140,17 @@ DEVICE void turn_pass(int half, bool both) {
 // Where a warpgroup is in the rings.
 struct Place {
     u32 unit = 0;
-    DEVICE u32 stage() const { return unit % WIDE_STAGES; }
-    DEVICE u32 phase() const { return unit / WIDE_STAGES & 1; }
+    DEVICE u32 stage(const WideShared& s) const { return unit & (s.stages - 1); }
+    DEVICE u32 before(const WideShared& s) const { return unit - 1 & (s.stages - 1); }
+    DEVICE u32 phase(const WideShared& s) const { return (unit & s.stages) != 0; }
 };
 
-DEVICE u32 keys_at(const WideShared& s, const Place& at) { return descriptor(s.k, 16) + at.stage() * (UNIT_BYTES / 16); }
-DEVICE u32 values_at(const WideShared& s, const Place& at) { return descriptor(s.v, UNIT * 128) + at.stage() * (UNIT_BYTES / 16); }
-DEVICE void wait_unit(const WideShared& s, const Place& at) { barrier_wait(s.full + 8 * at.stage(), at.phase()); }
+DEVICE u32 keys_at(const WideShared& s, u32 stage) { return descriptor(s.k, 16) + stage * (UNIT_BYTES / 16); }
+DEVICE u32 values_at(const WideShared& s, u32 stage) { return descriptor(s.v, UNIT * 128) + stage * (UNIT_BYTES / 16); }
+DEVICE void wait_unit(const WideShared& s, const Place& at) { barrier_wait(s.full + 8 * at.stage(s), at.phase(s)); }
 
 DEVICE UnitInfo read_unit(const WideShared& s, const Place& at) {
-    const int4 x = *(const int4*)(s.units + at.stage());
+    const int4 x = *(const int4*)(s.units + at.stage(s));
     return {x.x, x.y, x.z, x.w};
 }
 
@@ -161,8 +162,8 @@ DEVICE void wide_skip(const WideShared& s, Place& at) {
     for (bool last = false; !last; ++at.unit) {
         wait_unit(s, at);
         last = read_unit(s, at).flags & LAST;
-        free_stage(s.k_empty, at.stage());
-        free_stage(s.v_empty, at.stage());
+        free_stage(s.k_empty, at.stage(s));
+        free_stage(s.v_empty, at.stage(s));
     }
 }
 
@@ -176,10 +177,9 @@ DEVICE WideItem read_item(const WideShared& s, int place) {
 
 // Products of a unit's keys, and of the values of the unit before, in this warpgroup's turn; then waits for the scores.
 DEVICE void multiply(const WideShared& s, WideState& w, const Place& at, int half, bool both) {
-    const Place before = {at.unit - 1};
     turn_wait(half, both);
-    scores(w, keys_at(s, at));
-    add_values(w, values_at(s, before));
+    scores(w, keys_at(s, at.stage(s)));
+    add_values(w, values_at(s, at.before(s)));
     turn_pass(half, both);
     wgmma_wait<1>();
     pin(w.s);
@@ -189,7 +189,7 @@ DEVICE void multiply(const WideShared& s, WideState& w, const Place& at, int hal
 DEVICE void finish_values(const WideShared& s, WideState& w, const Place& at) {
     wgmma_wait<0>();
     pin(w.o);
-    free_stage(s.v_empty, Place{at.unit - 1}.stage());
+    free_stage(s.v_empty, at.before(s));
 }
 
 // Items one after the other.  The next one is asked for before the last values of this one: if it is there by then, its queries come while
@@ -218,29 +218,29 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
     float shrink[2];
     wait_unit(s, at);
     turn_wait(half, both);
-    scores(w, keys_at(s, at));
+    scores(w, keys_at(s, at.stage(s)));
     turn_pass(half, both);
-    int flags = s.units[at.stage()].flags;
+    int flags = s.units[at.stage(s)].flags;
     wgmma_wait<0>();
     pin(w.s);
     exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
-    free_stage(s.k_empty, at.stage());
+    free_stage(s.k_empty, at.stage(s));
     pack_exponentials(w);
     while (!(flags & LAST)) {
         ++at.unit;
         wait_unit(s, at);
-        flags = s.units[at.stage()].flags;
+        flags = s.units[at.stage(s)].flags;
         multiply(s, w, at, half, both);
         const bool compare = MODIFIED || (flags & COMPARE);
         if (!compare && exponentials_at_once(a, w)) {
-            free_stage(s.k_empty, at.stage());
+            free_stage(s.k_empty, at.stage(s));
             finish_values(s, w, at);
             pack_exponentials(w);
             continue;
         }
-        if (!compare) scores_again(w, s.k + at.stage() * UNIT_BYTES);
+        if (!compare) scores_again(w, s.k + at.stage(s) * UNIT_BYTES);
         const bool rose = exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
-        free_stage(s.k_empty, at.stage());
+        free_stage(s.k_empty, at.stage(s));
         finish_values(s, w, at);
         if (rose) {
 #pragma unroll
@@ -249,7 +249,7 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
         pack_exponentials(w);
     }
     turn_wait(half, both);
-    add_values(w, values_at(s, at));
+    add_values(w, values_at(s, at.stage(s)));
     turn_pass(half, both);
     ++at.unit;
     items.ask(s);

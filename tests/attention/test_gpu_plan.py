@@ -280,3 +280,12 @@ def test_many_wide_items_or_equal_ones_go_head_by_head(lengths, leaves, kv_heads
     formats = [all_rows(snapshot, queries, shape, H200_COST)]
     plan = make_gpu_plan(formats, visible_lengths(snapshot, queries), len(last), group=4, kv_heads=kv_heads)
     assert plan.counts[4] == by_head
+
+
+@pytest.mark.parametrize(("prefix", "own", "streams"), [(4096, 16, 0), (64, 512, 1), (0, 64, 1)])
+def test_a_plan_says_whether_its_narrow_items_take_longer(prefix, own, streams):
+    leaves = 256
+    snapshot = tree([-1] + [0] * leaves, [prefix] + [own] * leaves)
+    queries = Queries(np.arange(1, leaves + 1), np.full(leaves, own - 1), np.full(leaves, own))
+    formats = [all_rows(snapshot, queries, HeadShape(32, 8, 128, 2), H200_COST)]
+    assert make_gpu_plan(formats, snapshot.length, leaves, group=4, kv_heads=8).counts[5] == streams

@@ -23,7 +23,7 @@ from tests.attention.planning import random_cost, random_shape, random_tree, spe
 HERE = Path(__file__).parent / "emulation"
 RECIPROCAL = 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));'
 # struct PlanTree, as prefixkit.attention.cuda_planner fills it.
-LAYOUT = struct.Struct("@" + "P" * 12 + "d" * 5 + "q" + "i" * 23)
+LAYOUT = struct.Struct("@" + "P" * 12 + "d" * 7 + "q" + "i" * 23)
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
@@ -79,7 +79,7 @@ def launch(kernel, shape, cost, num_sms, capacity, tree):
         *(array.ctypes.data for array in (*tree, *plan, scratch)),
         *(sharing.kv_byte * shape.kv_bytes, sharing.item),
         *(sharing.wide_tile * shape.kv_heads, sharing.narrow_tile * shape.kv_heads),
-        sharing.partial_byte * shape.partial_bytes,
+        *(sharing.partial_byte * shape.partial_bytes, cost.wide.tokens_per_us, cost.narrow.tokens_per_us),
         -(-(2**32) // many),
         *(nodes, capacity.wide, capacity.narrow, capacity.segments, capacity.rows, capacity.partials),
         *(shape.group, shape.kv_heads, num_sms, many, 48 * 1024),
