@@ -4,7 +4,7 @@
 // tiling a lane looks up one partial (its row, its log-sum-exp) and sums a few columns over all.
 // cost   reads each partial state once (4 D + 4 bytes per head) and writes each row once; the meeting costs about 1.5 us.  What a merge
 //        of few heads costs is the latency of its reads, and of its instructions, each of which comes once: the code is short.
-// limits all blocks must be resident at once: the grid is at most one block per multiprocessor.
+// limits all blocks must be resident at once, which a cooperative launch sees to.
 #pragma once
 #include "plan.cuh"
 #include "variant.cuh"

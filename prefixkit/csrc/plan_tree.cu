@@ -4,7 +4,7 @@
 // tiling   one block of 1,024 threads, for the work is small and its steps depend on each other: a thread per node, tile, query or
 //          item, some twenty prefix sums in between.  Sharing climbs from the lowest candidates, the last child taking its parent up.
 //          One warp reckons one way to cut the tiles.  Items are sorted by counting.
-// cost     45 us for 1,024 leaves and 2,047 nodes on an H200: latency of shared memory, meetings of the block, and instructions, which
+// cost     48 us for 1,024 leaves and 2,047 nodes on an H200: latency of shared memory, meetings of the block, and instructions, which
 //          all warps issue on one multiprocessor.  Chains of folded nodes are walked one node at a time: 2,000 of them take 550 us.
 // limits   what does not fit sets counts[7], with no items.  Numbers: tiles below 2^21, queries below 2^25, units of a row below 2^20, sums
 //          below 2^31.

@@ -4,7 +4,7 @@
 // tiling     one block per multiprocessor, with roles: two warps load units for two warpgroups that multiply wide tiles (wide_sm90.cuh),
 //            two load chunks for four warps that stream narrow items (narrow_load_sm90.cuh) beside them, so that matrix-bound
 //            prefixes and memory-bound suffixes share each multiprocessor.  At the end all blocks meet and fold partial states
-//            (merge.cuh).
+//            (merge.cuh, merge_sm90.cuh).
 // cost       floor = max(KV bytes / 4.3 TB/s, flops / 790 TFLOP/s); docs/kernels.md has predictions and measurements.
 // limits     the grid is one block per multiprocessor; SHARED_BYTES of dynamic shared memory, 512 threads.
 #define PREFIXKIT_MAPS 1

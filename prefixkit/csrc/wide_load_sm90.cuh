@@ -14,7 +14,7 @@ namespace prefixkit {
 constexpr int UNIT = 64;                         // tokens
 constexpr int UNIT_BYTES = UNIT * COLUMNS * 128;
 constexpr int UNIT_GROUPS = UNIT / GROUP;
-constexpr int WIDE_STAGES = 4;                   // at most; fewer where narrow items are the longer part
+constexpr int WIDE_STAGES = 4;                   // half of them where narrow items are by far the longer part
 constexpr int WIDE_BYTES = 2 * WIDE_STAGES * UNIT_BYTES;
 constexpr int MULTIPLIERS = 8;                   // warps that multiply; each frees a stage by itself
 
