@@ -115,10 +115,13 @@ def _room(
     queries_of = np.concatenate((own[asking], below[above]))
     # Segments of a row that folds all above it.
     reads = snapshot.depth()[np.concatenate((asking, above))].astype(np.int64) + 1
-    thin = queries_of * group <= NARROW_ROWS
-    tiles = np.where(thin, 1, -(-queries_of // max(1, tile_rows // group)))
-    narrow = int(thin.sum() + (tiles > 1).sum()) if tile_rows > NARROW_ROWS else int(tiles.sum())
+    thin, most = queries_of * group <= NARROW_ROWS, max(1, tile_rows // group)
+    tiles = np.where(thin, 1, -(-queries_of // most))
+    # A row's last tile may be a narrow one.
+    ends_thin = ~thin & ((queries_of - (tiles - 1) * most) * group <= NARROW_ROWS)
+    narrow = int(thin.sum() + ends_thin.sum()) if tile_rows > NARROW_ROWS else int(tiles.sum())
     extra_wide, extra_narrow = (EXTRA * role.workers * num_sms // shape.kv_heads for role in (cost.wide, cost.narrow))
+    extra_narrow = extra_narrow if narrow else 0
     cuts = extra_wide * max(1, tile_rows // group) + extra_narrow * max(1, NARROW_ROWS // group)
     return PlanCapacity(
         wide=int(tiles[~thin].sum()) + extra_wide,
