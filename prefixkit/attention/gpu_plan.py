@@ -51,8 +51,6 @@ Longs = NDArray[np.int64]
 ITEM_FIELDS = ("q_begin", "q_end", "partial_begin", "seg_begin", "2 * segments + causal", "node", "begin", "end")
 # Items are sorted by length to this part of the longest.
 ORDER_LEVELS = 128
-# So many token KVs, of all heads, crowd a cache: 33 MB for heads of 128 in 16 bits.
-CROWD = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +137,7 @@ def make_gpu_plan(
     longest_first = _sort(units, is_wide)
     ordered = items[longest_first].astype(np.int32)
     num_wide = int(is_wide.sum())
-    by_head = _goes_by_head(rows, tiles, num_wide, kv_heads, num_sms, cost)
+    by_head = _goes_by_head(tiles, num_wide, kv_heads, num_sms, cost)
     counts = np.array(
         [num_wide, len(items) - num_wide, num_rows, partials, by_head, _streams(tiles, cost), 0, 0], dtype=np.int32
     )
@@ -287,20 +285,17 @@ def _sort(units: Longs, is_wide: NDArray[np.bool_]) -> Longs:
     return np.argsort(key, kind="stable")
 
 
-def _goes_by_head(rows: _Rows, tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: GpuCost) -> int:
+def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: GpuCost) -> int:
     """1 where all wide items of a KV head are taken before those of the next: the KV of fewer heads is in the cache then.
 
-    That pays where several tiles read the same KV, and that of all heads is too much for the cache.  The list runs from the
-    longest item to the shortest, so that workers end together; head by head that order is lost between heads, which
-    is no matter where items are many, or about equally long.
+    The list runs from the longest item to the shortest, so that workers end together; head by head that order is lost between
+    heads, which is no matter where items are many, or about equally long.
     """
     if kv_heads == 1 or items * kv_heads <= num_sms:
         return 0
     tokens = tiles.tokens[tiles.is_wide]
-    total, distinct = int(tokens.sum()), int(rows.tokens()[tiles.is_wide[tiles.first]].sum())
     longest = int(units_of(cost.wide, tokens).max()) * cost.wide.unit
-    crowds = distinct * kv_heads >= CROWD and total >= 4 * distinct
-    return int(crowds and (items >= num_sms or 4 * total >= 3 * len(tokens) * longest))
+    return int(items >= num_sms or 4 * int(tokens.sum()) >= 3 * len(tokens) * longest)
 
 
 def _streams(tiles: _Tiles, cost: GpuCost) -> int:

@@ -139,11 +139,10 @@ DEVICE bool make_tiles() {
     for (int base = 0; base < p.tiles; base += THREADS) {
         const int number = base + threadIdx.x;
         const bool there = number < p.tiles;
-        int units = 0, narrow = 0, seen = 0, row = 0;
+        int units = 0, narrow = 0, seen = 0;
         if (there) {
-            const int node = find(at(TILE_BASE), p.nodes, number), place = number - at(TILE_BASE)[node], dense = dense_tiles(node);
-            at(TILE_OF)[number] = 2 * node + (place >= dense);
-            row = place == 0 || place == dense ? at(TOKENS)[node] : 0;  // once for each row
+            const int node = find(at(TILE_BASE), p.nodes, number);
+            at(TILE_OF)[number] = 2 * node + (number - at(TILE_BASE)[node] >= dense_tiles(node));
             const Tile x = tile(number);
             narrow = is_thin(x.end - x.begin);
             seen = x.tokens, units = max(1, ceil_div(x.tokens, p.a.cost[narrow].unit));
@@ -155,8 +154,8 @@ DEVICE bool make_tiles() {
             const u32 count = __popc(__ballot_sync(~0u, mine));
             if (!count) continue;
             const u32 most = __reduce_max_sync(~0u, mine ? units : 0);
-            const u64 sum = warp_sums(mine ? seen : 0), whole = warp_sums(mine && !role ? row : 0);
-            if (lane_of() == 31) atomicMax(p.longest + role, int(most)), atomicAdd(p.of + role, int(count)), atomicAdd(p.tokens + role, sum), atomicAdd(&p.distinct, whole);
+            const u64 sum = warp_sums(mine ? seen : 0);
+            if (lane_of() == 31) atomicMax(p.longest + role, int(most)), atomicAdd(p.of + role, int(count)), atomicAdd(p.tokens + role, sum);
         }
     }
     __syncthreads();

@@ -7,7 +7,6 @@ namespace prefixkit {
 constexpr int CUTS = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8, NARROW_ROWS = 8;
 constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
 constexpr int COUNTER_INTS = (WARPS + 1) * 2 * ORDER_LEVELS;
-constexpr int CROWD = 1 << 16;  // of attention/gpu_plan.py
 constexpr int OPEN_END = 0x7fffffff;
 static_assert(CUTS == WARPS, "a warp per cut");
 static_assert(COUNTER_INTS >= WARPS * (LEVELS + 1) + 2 * BINS, "room to count");
@@ -74,7 +73,6 @@ struct State {
     int shared_left;
     int nodes, queries, tiles, items, row_segments;
     u64 tokens[2];           // wide, narrow
-    u64 distinct;            // of wide rows
     int longest[2], of[2], units[2], chunk[2], item_count[2];
     u64 time[2][CUTS];
     int extra[2][CUTS];

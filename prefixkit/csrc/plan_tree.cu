@@ -16,11 +16,10 @@ namespace prefixkit {
 
 DEVICE void finish(bool fits) {
     if (threadIdx.x) return;
-    // Where wide tiles read the same KV again, more than a cache holds, and are many or alike, they go head by head.
+    // Where many wide items follow each other, or as many of one length, they go head by head.
     const int items = p.item_count[0];
     const bool alike = 4 * p.tokens[0] >= 3 * u64(p.of[0]) * u64(p.longest[0]) * u64(p.a.cost[0].unit);
-    const bool by_head = p.a.kv_heads > 1 && items * p.a.kv_heads > p.a.num_sms && p.distinct * u64(p.a.kv_heads) >= CROWD &&
-                         p.tokens[0] >= 4 * p.distinct && (items >= p.a.num_sms || alike);
+    const bool by_head = p.a.kv_heads > 1 && items * p.a.kv_heads > p.a.num_sms && (items >= p.a.num_sms || alike);
     const bool streams = __dmul_rn(double(3 * p.tokens[0]), p.a.narrow_rate) <= __dmul_rn(double(p.tokens[1]), p.a.wide_rate);
     int4* counts = (int4*)p.a.counts;
     counts[0] = fits ? make_int4(p.item_count[0], p.item_count[1], p.queries, p.a.merge_indptr[p.queries]) : make_int4(0, 0, p.queries, 0);

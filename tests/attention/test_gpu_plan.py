@@ -257,17 +257,13 @@ def test_costs_that_cannot_be_are_refused():
 @pytest.mark.parametrize(
     ("lengths", "leaves", "kv_heads", "by_head"),
     [
-        ([16384], 2048, 8, 1),  # many items, all alike
-        ([4096], 2048, 8, 0),  # their KV fits the cache
-        ([16384], 32, 32, 0),  # one tile reads it
-        ([65536], 512, 1, 0),  # one KV head
+        ([4096], 2048, 8, 1),  # many items, all alike
+        ([4096], 512, 1, 0),  # one KV head
         ([64], 16, 8, 0),  # all at once
         ([20_000] + [500] * 16, 2048, 2, 0),  # long and short: the order matters more
     ],
 )
-def test_many_wide_items_or_equal_ones_go_head_by_head_where_their_kv_crowds_the_cache(
-    lengths, leaves, kv_heads, by_head
-):
+def test_many_wide_items_or_equal_ones_go_head_by_head(lengths, leaves, kv_heads, by_head):
     """Roots of these lengths share the leaves evenly."""
     parents, sizes = [], []
     for length in lengths:
