@@ -23,6 +23,7 @@ APPEND = Unit(
     "append_copy.cu", tuple(f"prefixkit::kv_{way}<{width}>" for way in ("append", "gather") for width in WIDTHS)
 )
 MERGE = Unit("merge_states.cu", ("prefixkit::merge_states<1>", "prefixkit::merge_states<4>"))
+ADVANCE = Unit("advance.cu", ("prefixkit::advance",))
 # For trees of so many nodes, all of whose arrays fit in shared memory; and for any.
 PLAN_NODES = 2304
 PLAN, PLAN_LARGE = (
@@ -93,4 +94,4 @@ def units(arch: str) -> tuple[Unit, ...]:
     slopes = [1.0, 0.5]
     every = compose(sliding_window(128), soft_cap(30.0), alibi(slopes), attention_sinks(slopes))
     varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
-    return APPEND, MERGE, PLAN, PLAN_LARGE, *plain, *varied
+    return APPEND, ADVANCE, MERGE, PLAN, PLAN_LARGE, *plain, *varied

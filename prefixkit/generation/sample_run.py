@@ -68,8 +68,23 @@ class SampleRun:
         if on_token is not None:
             text = self.stop.delta() + (self.stop.rest() if reason == "length" else "")
             on_token(TokenEvent(self.group.request.prompt_index, self.index, token, logprob, text, reason))
-        if reason is None:
+        return None if reason is None else self._sample(reason)
+
+    @property
+    def needs_each_token(self) -> bool:
+        """Whether stop strings must be looked for as the tokens come."""
+        return bool(self.params.stop)
+
+    def accept_all(self, tokens: list[int], logprobs: list[float], ends: bool) -> Sample | None:
+        """Take tokens of which none but the last can end the sample; returns the sample if ``ends``."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        stopped = [self.stop.push(token) for token in tokens]
+        if not ends:
             return None
+        return self._sample("stop" if stopped[-1] else "length")
+
+    def _sample(self, reason: FinishReason) -> Sample:
         return Sample(
             prompt_index=self.group.request.prompt_index,
             index=self.index,

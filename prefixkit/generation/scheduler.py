@@ -118,6 +118,11 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.queue and not self.groups
 
+    @property
+    def waits(self) -> bool:
+        """Whether something waits for pages."""
+        return bool(self.queue) or any(group.granted < group.wanted for group in self.groups)
+
     def admit(self) -> None:
         """Grant pages to waiting samples of prompts in flight, then to waiting prompts, until something does not fit."""
         for group in self.groups:
