@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from prefixkit.attention.decode_batch import DecodeBatch, decode_batch
 from prefixkit.generation.decoder import Decoder, Drawn, Laws
 from prefixkit.generation.request import Sample, TokenEvent
-from prefixkit.generation.sample_run import SampleRun
+from prefixkit.generation.sample_run import SampleRun, broken_logits
 from prefixkit.tree.radix import PrefixTree
 
 # Steps that may be under way while the host looks at the tokens of the one before.
@@ -142,11 +142,7 @@ class DecodeRun:
         self._read += 1
         alive = self._alive[rows]
         if bool((tokens[alive] < 0).any()):
-            run = self.runs[int(rows[alive & (tokens < 0)][0])]
-            raise ValueError(
-                f"the logits of sample {run.index} of prompt {run.group.request.prompt_index} hold NaN, +inf or no finite "
-                "value, so no token can be drawn; look at what the model computed"
-            )
+            raise broken_logits(self.runs[int(rows[alive & (tokens < 0)][0])])
         self._left[rows] -= 1
         ends = (self._stops[rows] == tokens[:, None]).any(axis=1) | (self._left[rows] == 0)
         one_by_one = alive & self._one_by_one[rows]

@@ -57,9 +57,15 @@ class Decoder(Protocol):
 
     Attributes:
         planned: The plan of the batch at hand.
+        captures, seconds_capturing, graph_bytes: CUDA graphs captured so far, what that took, and GPU memory that they share.
     """
 
     planned: Planned
+    captures: int
+    seconds_capturing: float
+
+    @property
+    def graph_bytes(self) -> int: ...
 
     def begin(self, batch: DecodeBatch, laws: Laws) -> None:
         """Take a batch in place of the last one, whose unread steps are forgotten."""
@@ -76,7 +82,7 @@ class Decoder(Protocol):
 
 
 class EagerDecoder:
-    """Runs each step as it is asked for: the specification of decoders, on any device.
+    """Runs each step as it is asked for, without graphs: the specification of decoders, on any device.
 
     Args:
         model: Runs a step.
@@ -90,6 +96,7 @@ class EagerDecoder:
     ) -> None:
         self.model, self.planner, self.page_size = model, planner, page_size
         self.device = torch.device(device)
+        self.captures, self.seconds_capturing, self.graph_bytes = 0, 0.0, 0
         self._drawn: deque[Drawn] = deque()
 
     def begin(self, batch: DecodeBatch, laws: Laws) -> None:

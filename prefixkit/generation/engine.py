@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable
 
@@ -18,7 +19,7 @@ from prefixkit.generation.decoder import Decoder
 from prefixkit.generation.pending import choose_queries, last_rows
 from prefixkit.generation.report import Report
 from prefixkit.generation.request import Request, Sample, SamplingParams, TokenEvent
-from prefixkit.generation.sample_run import SampleRun, draw_next
+from prefixkit.generation.sample_run import Draw, SampleRun, draw_next, draw_on_host
 from prefixkit.generation.scheduler import Group, Scheduler, check_fits
 from prefixkit.tree.radix import PrefixTree, Sequence
 
@@ -42,6 +43,8 @@ class Engine:
         decode: Token ids to text; needed for stop strings and ``Sample.text``.
         prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
         decoder: Decodes samples whose prompts are computed, many steps at a time; None: every step is planned by itself.
+        drawer: Draws tokens in steps that no decoder runs.
+        most_running: Samples, or beam searches, that run at once at most; the others wait.
         on_sample: Called with each sample as it finishes.
         on_token: Called with each token as it is drawn (sampling only).
     """
@@ -56,23 +59,27 @@ class Engine:
         decode: Callable[[list[int]], str] | None = None,
         prefill_chunk: int = 1024,
         decoder: Decoder | None = None,
+        drawer: Draw = draw_on_host,
+        most_running: int = sys.maxsize,
         on_sample: Callable[[Sample], None] | None = None,
         on_token: Callable[[TokenEvent], None] | None = None,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
+        if most_running < 1:
+            raise ValueError(f"most_running must be at least 1 sample, got {most_running}")
         self.model = model
         self.pool = pool
         self.tree = tree
         self.planner = planner
         self.decode = decode
         self.prefill_chunk = prefill_chunk
-        self.decoder = decoder
+        self.decoder, self.drawer = decoder, drawer
         self.on_sample = on_sample
         self.on_token = on_token
         self.samples: list[SampleRun] = []
         self.beams: list[BeamRun] = []
-        self.scheduler = Scheduler(tree, self._promised)
+        self.scheduler = Scheduler(tree, self._promised, most_running)
         self.report = Report()
 
     def run(self, requests: Iterable[Request]) -> list[Sample]:
@@ -147,7 +154,9 @@ class Engine:
         finally:
             self.samples = [run for run in self.samples if run.sequence.tree is not None]
             self._count_decode(decoding)
-            self.report.seconds_in_model += time.perf_counter() - began
+            took = time.perf_counter() - began
+            self.report.seconds_in_model += took
+            self.report.seconds_in_decode += took
         return finished
 
     # -- one step, part by part ------------------------------------------------------------------------------------------
@@ -215,7 +224,7 @@ class Engine:
         finished: list[Sample] = []
         grow: list[tuple[Sequence, int]] = []
         going_on: list[SampleRun] = []
-        for run, token, logprob in draw_next(self.samples):
+        for run, token, logprob in draw_next(self.samples, self.drawer):
             sample = run.accept(token, logprob, self.on_token)
             if sample is None:
                 going_on.append(run)
@@ -262,8 +271,12 @@ class Engine:
         report.kv_bytes_copied = self.pool.bytes_copied
 
     def _count_decode(self, decoding: DecodeRun) -> None:
-        report, spec = self.report, self.pool.spec
+        report, spec, decoder = self.report, self.pool.spec, self.decoder
+        assert decoder is not None, "it decoded"
+        report.captures, report.seconds_capturing = decoder.captures, decoder.seconds_capturing
+        report.graph_bytes = decoder.graph_bytes
         report.steps += decoding.steps
+        report.decode_steps += decoding.steps
         report.plans = self.planner.plans_made
         report.tokens_computed += decoding.rows_run
         report.kv_bytes_read += decoding.kv_tokens_read * spec.bytes_per_token
