@@ -79,10 +79,8 @@ class SampleRun:
         """Take tokens of which none but the last can end the sample; returns the sample if ``ends``."""
         self.tokens += tokens
         self.logprobs += logprobs
-        stopped = [self.stop.push(token) for token in tokens]
-        if not ends:
-            return None
-        return self._sample("stop" if stopped[-1] else "length")
+        stopped = self.stop.push_all(tokens)
+        return self._sample("stop" if stopped else "length") if ends else None
 
     def _sample(self, reason: FinishReason) -> Sample:
         return Sample(
