@@ -125,7 +125,7 @@ def kept_tokens(scores: Floats, weights: Floats, params: SamplingParams) -> Posi
     if params.top_p < 1:
         kept = _nucleus(weights, params.top_p) if kept is None else kept[_nucleus(weights[kept], params.top_p)]
     if params.min_p > 0:
-        floor = np.float32(least(params.min_p))
+        floor = least(params.min_p)
         kept = np.flatnonzero(weights >= floor) if kept is None else kept[weights[kept] >= floor]
     return kept
 

@@ -119,6 +119,8 @@ def share(total: int, top_p: float) -> int:
     return max(1, min(math.ceil(top_p * float(total)), total))
 
 
-def least(min_p: float) -> float:
-    """The least weight that min-p keeps: ``ceil(min_p * 2**39)``, exactly."""
-    return float(math.ceil(min_p * TOP))
+def least(min_p: float) -> np.float32:
+    """The least weight that min-p keeps: ``ceil(min_p * 2**39)``, or the next float32, between which there are none."""
+    exact = math.ceil(min_p * TOP)
+    rounded = np.float32(exact)
+    return np.nextafter(rounded, np.float32(np.inf)) if float(rounded) < exact else rounded

@@ -89,8 +89,8 @@ def test_the_distribution_is_that_of_transformers(params, vocab, spread):
     weighty = exact >= 2**-38 * most
     assert torch.equal(ours[weighty] > 0, exact[weighty] > 0)
     assert (exact[ours > 0] > 0).all()
-    # In units of 2**-24: their scores are rounded once more (half a unit of score and top each); of ours the difference, the rate
-    # and the product, which the exponential makes relative errors; its polynomial has 2.8; so has the sum, on average.
+    # In units of 2**-24: their scores are rounded once more (half a unit of score and top each); of ours the difference, the
+    # rate and the product, which the exponential makes relative errors; its polynomial has 2.8; so has the sum, on average.
     top = theirs.max(-1, keepdim=True).values
     score = torch.where(theirs > -torch.inf, theirs, top)
     relative = (2 * (top - score) + score.abs() + top.abs() + 3).double() * 2**-24
