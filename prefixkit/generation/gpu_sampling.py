@@ -94,15 +94,18 @@ class GpuSampler:
         Raises:
             ValueError: lengths disagree, a row does not exist, or a penalised row has no history.
         """
-        number = np.arange(self.rows)[rows] if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64).reshape(-1)
+        number = np.arange(self.rows)[rows] if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64).ravel()
         self._check(number, params, keys, steps, histories)
         if not len(number):
             return
         penalised = [i for i, law in enumerate(params) if law.repetition_penalty != 1]
         masks = [mask(histories[i], self.vocab) for i in penalised] if histories is not None else []
-        arrays = [number.astype(np.int64), records(params, np.asarray(keys, dtype=np.uint64), np.asarray(steps))]
+        arrays: list[NDArray[np.signedinteger]] = [
+            number,
+            records(params, np.asarray(keys, dtype=np.uint64), np.asarray(steps)),
+        ]
         if masks:
-            arrays += [number[penalised].astype(np.int64), np.stack(masks)]
+            arrays += [number[penalised], np.stack(masks)]
         there = upload(arrays, self.device)
         self._laws.index_copy_(0, there[0], there[1])
         if masks:
@@ -116,7 +119,7 @@ class GpuSampler:
         steps: Ids,
         histories: Sequence[Ids] | None,
     ) -> None:
-        if len(rows) and not (0 <= rows.min() and rows.max() < self.rows and len(np.unique(rows)) == len(rows)):
+        if len(rows) and not (rows.min() >= 0 and rows.max() < self.rows and len(np.unique(rows)) == len(rows)):
             raise ValueError(f"rows must be different and from 0 to {self.rows - 1}, got {rows.tolist()}")
         sizes = {"params": len(params), "keys": len(keys), "steps": len(steps)}
         if histories is not None:

@@ -158,6 +158,10 @@ def test_the_source_has_the_same_polynomial():
         assert f"TOP * {mantissa.rstrip('0')}p{exponent}f" in text
 
 
+def test_the_cache_follows_what_blocks_share(library):
+    assert library.head_bytes() == gpu_laws.HEAD_BYTES
+
+
 def test_rows_are_dealt_out_whole():
     for vocab in (1, 17, 1000, 32_000, 49_152, 128_256, 262_144, gpu_laws.MOST_VOCAB):
         for shared, clusters in ((99 * 1024, False), (163 * 1024, False), (227 * 1024, True)):

@@ -19,6 +19,7 @@ extern "C" void sample_on_cpu(const prefixkit::Sample* a, int dtype, int cached,
     else if (dtype == 1) run<BFloat>(cached, blocks, rows);
     else run<Half>(cached, blocks, rows);
 }
+extern "C" int head_bytes() { return sizeof(prefixkit::Shared); }
 extern "C" void weigh_on_cpu(const float* scores, float* weights, int count, float top, float rate) {
     for (int i = 0; i < count; ++i) weights[i] = prefixkit::weigh(scores[i], top, rate);
 }
