@@ -11,12 +11,11 @@ struct Filter {
     float least = 0;                // weight, by min-p where there is no top-p, which comes before
     bool any;                       // one of both, or top-p: weights are cut to whole numbers before they are looked at
 
-    DEVICE float weight(float score) const {
-        const float w = weigh(score, top, rate);
-        if (!any) return w;
-        return score >= lowest && w >= least ? floorf(w) : 0;
+    DEVICE float cut(float score, float weight) const { return score >= lowest && weight >= least ? floorf(weight) : 0; }
+    DEVICE float4 weight(float4 x) const {
+        const float4 w = make_float4(weigh(x.x, top, rate), weigh(x.y, top, rate), weigh(x.z, top, rate), weigh(x.w, top, rate));
+        return any ? make_float4(cut(x.x, w.x), cut(x.y, w.y), cut(x.z, w.z), cut(x.w, w.w)) : w;
     }
-    DEVICE float4 weight(float4 x) const { return make_float4(weight(x.x), weight(x.y), weight(x.z), weight(x.w)); }
 };
 
 template <class F> DEVICE void each(float4 x, F f) { f(x.x), f(x.y), f(x.z), f(x.w); }
@@ -26,27 +25,15 @@ struct Tops {
     float score, raw, low;
 };
 template <class T, bool CACHED> DEVICE Tops read_row(const Row<T, CACHED>& row) {
-    constexpr int BATCH = sizeof(T) == 4 ? 4 : 8;
-    const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
     Tops t = {MINUS_INFINITY, MINUS_INFINITY, 0};
-#pragma unroll 1
-    for (int step = 0; step < steps; step += BATCH) {
-        float4 x[BATCH];
-#pragma unroll
-        for (int j = 0; j < BATCH; ++j)
-            if (step + j < steps) x[j] = row.raw(begin + 128 * (step + j));
-#pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-            const int i = begin + 128 * (step + j);
-            if (step + j >= steps) break;
-            if (row.penalised) {
-                each(x[j], [&](float y) { t.raw = max_nan(t.raw, y); });
-                x[j] = row.penalise(i, x[j]);
-            }
-            each(x[j], [&](float y) { t.score = max_nan(t.score, y); });
-            if (CACHED) row.keep(i, x[j]);
+    row.each_raw([&](int i, float4 x) {
+        if (row.penalised) {
+            each(x, [&](float y) { t.raw = max_nan(t.raw, y); });
+            x = row.penalise(i, x);
         }
-    }
+        each(x, [&](float y) { t.score = max_nan(t.score, y); });
+        if (CACHED) row.keep(i, x);
+    });
     t.low = t.score;
     if (!row.penalised) t.raw = t.score;
     return t;
@@ -59,9 +46,7 @@ DEVICE float exps_of(float4 x, float top) {
 }
 template <class T, bool CACHED> DEVICE float exps_of_raw(const Row<T, CACHED>& row, float top) {
     float sum = 0;
-    const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
-#pragma unroll 4
-    for (int step = 0; step < steps; ++step) sum += exps_of(row.raw(begin + 128 * step), top);
+    row.each_raw([&](int, float4 x) { sum += exps_of(x, top); });
     return sum;
 }
 
