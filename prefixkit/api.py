@@ -224,7 +224,12 @@ def make_engine(
     tree = PrefixTree(num_pages, page_size)
     planner, runner = planner_for(shape, spec.device, spec.dtype), ModelRunner(model, pool)
     decoder = graph_decoder(runner, planner, page_size, spec.device) if graphs else None
-    return Engine(runner, pool, tree, planner, prefill_chunk=chunk, decoder=decoder, most_running=MOST_RUNNING)
+    engine = Engine(runner, pool, tree, planner, prefill_chunk=chunk, decoder=decoder, most_running=MOST_RUNNING)
+    if planner.num_sms is not None:  # our kernels run here
+        from prefixkit.generation.gpu_drawer import GpuDrawer
+
+        engine.drawer = GpuDrawer()
+    return engine
 
 
 def graph_decoder(runner: ModelRunner, planner: Planner, page_size: int, device: torch.device) -> Decoder | None:
@@ -236,7 +241,7 @@ def graph_decoder(runner: ModelRunner, planner: Planner, page_size: int, device:
         return None
     from prefixkit.generation.graphs import GraphDecoder
 
-    return GraphDecoder(runner, planner, page_size, device)
+    return GraphDecoder(runner.compute, planner, page_size, device)
 
 
 def _checked_prompts(model: Any, tokenizer: Any, prompts: Prompt | Iterable[Prompt]) -> list[NDArray[np.int32]]:

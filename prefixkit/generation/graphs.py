@@ -22,6 +22,7 @@ from prefixkit.attention.decode_batch import DecodeBatch
 from prefixkit.attention.decode_tree import DecodeCapacity, DecodeTree
 from prefixkit.attention.gpu_buffers import PlanCapacity, capacity_for
 from prefixkit.attention.planned import Planned
+from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Planner, Step
 from prefixkit.generation.decoder import Drawn, Laws, decode_step
 from prefixkit.generation.gpu_sampling import GpuSampler
@@ -113,15 +114,14 @@ class GraphDecoder:
         self._unread.clear()
         arrays = self._make_room(batch)
         graph = self._graph(arrays, bucket_of(batch.num_rows))
-        assert arrays.sampler is not None, "made before the first graph"
-        arrays.sampler.load(list(laws.params), laws.keys, laws.steps, laws.histories, laws.last)
+        arrays.start(laws)
         self._take(arrays, batch, graph)
 
     def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
         arrays = self._arrays
         assert arrays is not None and arrays.sampler is not None, "begun before"
         graph = self._graph(arrays, bucket_of(batch.num_rows))
-        index = torch.from_numpy(rows.astype(np.int64)).pin_memory().to(self.device, non_blocking=True)
+        (index,) = upload([rows.astype(np.int64)], self.device)
         arrays.sampler.keep(index)
         self._take(arrays, batch, graph)
 
@@ -157,7 +157,7 @@ class GraphDecoder:
                 log.info("a batch of %d rows needs larger arrays: CUDA graphs are captured again", batch.num_rows)
             self._graphs.clear()
             self._arrays = None  # before the new ones are made
-            self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
             self._arrays = _Arrays(batch, self.planner, self.page_size, self.device)
         return self._arrays
 
@@ -228,6 +228,14 @@ class _Arrays:
         if self.sampler is None:
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
                 self.sampler = GpuSampler(self.rows, vocab, self.tree.leaf.device)
+
+    def start(self, laws: Laws) -> None:
+        """Bring the laws of a batch's rows, and their last tokens."""
+        sampler, count = self.sampler, len(laws.params)
+        assert sampler is not None, "made before the first graph"
+        sampler.active.zero_()
+        sampler.load(slice(0, count), laws.params, laws.keys, laws.steps, laws.histories)
+        sampler.tokens[:count] = upload([laws.last], self.tree.leaf.device)[0]
 
     def load(self, batch: DecodeBatch) -> None:
         """Bring a batch and plan it, on the current stream."""
