@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 ROOT = Path(__file__).parents[2]
 LETTERS = "abcdn"
-FULL_SECONDS, QUICK_SECONDS = 450.0, 165.0
+FULL_SECONDS, QUICK_SECONDS = 440.0, 150.0
 ORDER = ("CodeLlama-7B", "Llama-3.1-8B", "Yi-6B", "8/1 heads", "CodeLlama-13B")
 
 
@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.hydragen.step import Rig
 
     shapes = options.shape.split(",") if options.shape else list(ORDER)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and shapes != ["tiny"]:
         raise SystemExit("no CUDA device: on a CPU only --shape tiny runs")
     seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)
@@ -92,15 +92,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         def begin_shape(rig: Rig) -> None:
             progress.update(task, description=rig.shape.name)
-            found = differences(rig)
-            result["checks"][rig.shape.name] = found
-            progress.console.print(f"{rig.shape.name}: difference from ours {found} {complaints(found)}")
+            result["checks"][rig.shape.name] = found = differences(rig)
+            rig.wrong = complaints(found)
+            progress.console.print(f"{rig.shape.name}: difference from ours {found}", highlight=False, soft_wrap=True)
 
         def done(job: Job, row: Row) -> None:
             result["rows"].append({"experiment": job.experiment, "shape": job.shape, "name": job.name, **row})
             result["seconds"] = round(time.monotonic() - began, 1)
             (options.out / "hydragen.json").write_text(json.dumps(result, indent=1) + "\n")
-            progress.console.print(line(result["rows"][-1]), highlight=False)
+            progress.console.print(line(result["rows"][-1]), highlight=False, soft_wrap=True)
             progress.advance(task)
 
         run_jobs(jobs, lambda name: Rig(SHAPES[name], device), seconds, done, begin_shape)

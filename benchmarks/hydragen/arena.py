@@ -9,6 +9,7 @@ from prefixkit.attention.kv_pool import KVPool, KVSpec
 
 # What the model's activations, logits, graphs and libraries take beside weights and KV.
 RESERVE_BYTES = 12e9
+CPU_BYTES = 1 << 24
 ALIGN = 128
 
 
@@ -24,13 +25,16 @@ class Arena:
         self._used = 0
 
     @staticmethod
-    def of_free_memory(device: torch.device, dtype: torch.dtype, small: int = 1 << 22) -> Arena:
-        """All that is free but the reserve; so many elements on a CPU."""
+    def of_free_memory(device: torch.device, dtype: torch.dtype, most: int | None = None) -> Arena:
+        """All that is free but the reserve, or ``most`` bytes; on a CPU a little."""
         if device.type == "cpu":
-            return Arena(small, device, dtype)
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(device)[0] - RESERVE_BYTES
-        return Arena(max(int(free), 0) // dtype.itemsize, device, dtype)
+            room = CPU_BYTES
+        elif most is None:
+            torch.cuda.empty_cache()
+            room = max(int(torch.cuda.mem_get_info(device)[0] - RESERVE_BYTES), 0)
+        else:
+            room = most
+        return Arena(room // dtype.itemsize, device, dtype)
 
     def check(self, num_bytes: float) -> None:
         """Raise DoesNotFit unless so many bytes of KV have room."""

@@ -21,10 +21,10 @@ CASES = {
     "Yi-6B": (19_947, 128, {64: 2, 128: 3, 256: 1, 512: 3, 1024: 1}),
     "tiny": (199, 6, {3: 1}),
 }
-WORDS = (
+TEXT = (
     "the river of a quiet town ran under old bridges while traders sold salt cloth copper and grain to those who came by "
     "boat or on foot before winter closed every road that led north"
-).split()
+)
 NAMES = ("Ada", "Bruno", "Carla", "Dmitri", "Elif", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Keiko", "Lars")
 THINGS = ("harbour", "library", "market", "mill", "observatory", "station", "tower", "workshop")
 
@@ -53,13 +53,13 @@ def facts(count: int) -> list[tuple[str, str]]:
 
 def document_words(text: str | None, length: int, planted: list[str], seed: int = 11) -> list[str]:
     """``length`` words: the text, or words at random, with the planted statements strewn evenly over it."""
-    rng = random.Random(seed)
+    rng, words_known = random.Random(seed), TEXT.split()
     plain = text.split() if text else []
     inserted = [statement.split() for statement in planted]
     free = length - sum(map(len, inserted))
     if free < 0:
         raise ValueError(f"{len(planted)} facts do not fit a document of {length} words; plant fewer")
-    plain = (plain + [rng.choice(WORDS) for _ in range(max(0, free - len(plain)))])[:free]
+    plain = (plain + [rng.choice(words_known) for _ in range(max(0, free - len(plain)))])[:free]
     words: list[str] = []
     for index, statement in enumerate(inserted):
         begin, end = (free * part // (len(inserted) or 1) for part in (index, index + 1))

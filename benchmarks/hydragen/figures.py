@@ -113,6 +113,7 @@ def _grid(rows: list[Row]) -> Any:
     """A heat map of speed-ups for each method and suffix."""
     import numpy as np
 
+    rows = sorted(rows, key=lambda row: (row["heads"], row["suffix"]))
     figure, panels = _subplots(2, len(rows), width=4.6, height=3.2)
     for index, row in enumerate(rows):
         batches = sorted({point["batch"] for point in row["points"]})
@@ -125,11 +126,14 @@ def _grid(rows: list[Row]) -> Any:
             axes.imshow(np.log2(gains), cmap="RdYlGn", vmin=-5, vmax=5, aspect="auto", origin="lower")
             for (y, x), value in np.ndenumerate(gains):
                 if value == value:
-                    axes.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=8)
+                    dark = abs(np.log2(value)) > 3.5
+                    axes.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=8, color="w" if dark else "k")
             axes.set_xticks(range(len(prefixes)), [f"{prefix:,}" for prefix in prefixes])
             axes.set_yticks(range(len(batches)), [f"{batch:,}" for batch in batches])
             heads = f"{row['heads'][0]}/{row['heads'][1]}"
-            axes.set(xlabel="prefix", ylabel="batch", title=f"{method} / flash, heads {heads}, suffix {row['suffix']}")
+            axes.set(
+                xlabel="prefix", ylabel="batch", title=f"{method} over flash, heads {heads}, suffix {row['suffix']}"
+            )
             axes.title.set_fontsize(9)
     return figure
 
@@ -154,6 +158,7 @@ def _documents(rows: list[Row]) -> Any:
 def _problems(rows: list[Row]) -> Any:
     figure, (axes,) = _subplots(1, width=max(5.2, 2.6 * len(rows)))
     names = ("none", "flash", "hydragen", "hydragen, two levels", "ours")
+    rows = sorted(rows, key=lambda row: (row["shape"], _batch(row)))
     for index, row in enumerate(rows):
         for place, name in enumerate(names):
             seconds = row["methods"].get(name, {}).get("decode_s")

@@ -70,6 +70,8 @@ def _layer_us(rig: Rig, method: str, case: Case) -> float | str:
         return str(error)
     except torch.OutOfMemoryError:
         return "out of memory"
+    except Exception as error:  # a method's failure is a result
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _time(rig: Rig, method: str, case: Case, bytes_held: int) -> float:

@@ -58,8 +58,9 @@ class Private:
         group = rows // self.batch
         if q.device.type == "cpu":
             return self._on_cpu(q.view(kv_heads, self.batch, group, head_dim).transpose(0, 1), k, v, scale)
-        begin_q = self._begin_q.setdefault(group, self._count * group)
-        out, lse = self._flash(q.transpose(0, 1), k, v, begin_q, group, scale)
+        if group not in self._begin_q:
+            self._begin_q[group] = self._count * group
+        out, lse = self._flash(q.transpose(0, 1), k, v, self._begin_q[group], group, scale)
         out = out.view(self.batch, group, kv_heads, head_dim).transpose(1, 2)
         return out, lse.view(kv_heads, self.batch, group).transpose(0, 1)
 

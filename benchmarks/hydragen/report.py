@@ -14,26 +14,26 @@ STEP_COLUMNS = ("none", "none, compiled", "flash", "hydragen", "ours", "hydragen
 
 INTRO = """# Hydragen's experiments
 
-The experiments of *Hydragen: High-Throughput LLM Inference with Shared Prefixes* (Juravsky et al. 2024) and FlashInfer's parallel
-generation, on one GPU. `python -m benchmarks.hydragen` measures them and writes this page.
+The experiments of *Hydragen: High-Throughput LLM Inference with Shared Prefixes* (Juravsky et al. 2024) and FlashInfer's
+parallel generation, on one GPU. `python -m benchmarks.hydragen` measures them and writes this page.
 
 {machine}
 
-**A step** is one token for each sequence: embedding, all layers, logits, the likeliest token, captured as one CUDA graph and
-replayed (the median counts). Models have their published sizes and random bf16 weights; the KV of prefixes and suffixes is random
-too, for times do not depend on it. A step is measured when 1, half and all of the new tokens are drawn, and averaged. What does not
-fit the GPU's memory says so.
+**A step** is one token for each sequence: embedding, all layers, logits, the likeliest token, captured as one CUDA graph
+and replayed (the median counts). Models have their published sizes and random bf16 weights; the KV of prefixes and
+suffixes is random too, for times do not depend on it. A step is measured when 1, half and all of the new tokens are
+drawn, and averaged. What does not fit the GPU's memory says so.
 
 | method | attention of each layer |
 |---|---|
 | none | none, and nothing appended: the ceiling |
 | flash | FlashAttention (torch's), each sequence's KV in full: nothing shared |
-| hydragen | all queries against the shared prefix by flash or cuDNN, whichever is faster there; each query against its suffix by flash; one fused merge |
+| hydragen | queries against the prefix by flash or cuDNN, the faster; against suffixes by flash; one fused merge |
 | ours | prefixkit's tree attention, planned anew for each length |
 
-All run inside the same patched transformers model, with its own modules; *compiled* runs the same modules through `torch.compile`,
-cut where attention is. *Floor* is the larger of attention's bytes (KV once, queries, output) over 4.3 TB/s and its flops over
-790 TFLOP/s. *Aim* is 1.03 x (none, compiled + 1.35 x floor).
+All run inside the same patched transformers model, with its own modules; *compiled* runs the same modules through
+`torch.compile`, cut where attention is. *Floor* is the larger of attention's bytes (KV once, queries, output) over
+4.3 TB/s and its flops over 790 TFLOP/s. *Aim* is 1.03 x (none, compiled + 1.35 x floor).
 """
 
 
@@ -166,7 +166,7 @@ def _throughput(rows: list[Row]) -> str:
 
 def _grid(rows: list[Row]) -> str:
     lines = []
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row["heads"], row["suffix"])):
         for method in ("hydragen", "ours"):
             gains = [gain for point in row["points"] if (gain := figures.gain(point, method))]
             over = [point[method] / point["floor_us"] for point in row["points"] if isinstance(point[method], float)]
@@ -174,8 +174,8 @@ def _grid(rows: list[Row]) -> str:
             numbers = f"{geomean(gains):.2f}x", f"{max(gains, default=float('nan')):.1f}x", f"{geomean(over):.2f}"
             lines.append((heads, row["suffix"], method, len(gains), *numbers))
     note = (
-        "One layer, query heads / KV heads of size 128, bf16; speed-up is flash without sharing over the method. Where flash's KV "
-        "would exceed 20 GB its time is that of a smaller batch, scaled. Inputs rotate past the L2.\n\n"
+        "One layer, query heads / KV heads of size 128, bf16; speed-up is flash without sharing over the method. Where "
+        "flash's KV would exceed 20 GB its time is that of a smaller batch, scaled. Inputs rotate past the L2.\n\n"
     )
     head = ("heads", "suffix", "method", "points", "speed-up, geometric mean", "most", "time / floor")
     return note + table(head, lines)
@@ -195,10 +195,10 @@ def _documents(rows: list[Row]) -> str:
         )
     first = rows[0]
     note = (
-        f"{first['shape']}, a document of {first['case']['levels'][0][1]:,} tokens, questions of {first['question_tokens']} tokens, "
-        f"{first['case']['new']} new tokens each. Seconds: prefill of the document once "
-        f"({first['prefill_s']:.2f} s, the engine's) and all decode steps, for every method; the engine's column is one real run, "
-        "questions' prefill and drawing included.\n\n"
+        f"{first['shape']}, a document of {first['case']['levels'][0][1]:,} tokens, questions of "
+        f"{first['question_tokens']} tokens, {first['case']['new']} new tokens each. Seconds: prefill of the document once "
+        f"({first['prefill_s']:.2f} s, the engine's) and all decode steps, for every method; the engine's column is one real "
+        "run, questions' prefill and drawing included.\n\n"
     )
     return note + table(("questions", "none", "flash", "hydragen", "ours", "ours, engine"), lines)
 
@@ -247,8 +247,8 @@ def _parallel(rows: list[Row]) -> str:
     first = next((row for row in rows if row["kind"] == "step"), None)
     requests, prompt = first["case"]["levels"][0] if first else ("some", "some")
     note = (
-        f"{rows[0]['shape']}, {requests} requests at a time with prompts of {prompt} tokens, n samples of each. Milliseconds between "
-        "tokens. Not sharing: the same pages, by a plan that reads them for each sequence.\n\n"
+        f"{rows[0]['shape']}, {requests} requests at a time with prompts of {prompt} tokens, n samples of each. Milliseconds "
+        "between tokens. Not sharing: the same pages, by a plan that reads them for each sequence.\n\n"
     )
     return note + table(("n", "batch", "floor", *names, "not sharing / sharing", "ours, engine"), lines)
 

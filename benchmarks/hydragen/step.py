@@ -30,13 +30,22 @@ class Rig:
     """One model on one device, memory for KV, and what was measured so far that does not depend on the case.
 
     ``model`` and ``arena`` are made when first asked for.
+
+    Args:
+        shape: The model.
+        device: A GPU, or the CPU for tests.
+        room: Bytes of KV to hold at most; None takes what is free.
+
+    Attributes:
+        wrong: Methods that are not measured, for their answers differ from ours; with the reason.
     """
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        self.shape, self.device = shape, device
+    def __init__(self, shape: Shape, device: torch.device, room: int | None = None) -> None:
+        self.shape, self.device, self._room = shape, device, room
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._ceilings: dict[tuple[int, bool], Row] = {}
         self._arena: Arena | None = None
+        self.wrong: dict[str, str] = {}
 
     @cached_property
     def model(self) -> Any:
@@ -50,7 +59,7 @@ class Rig:
     @property
     def arena(self) -> Arena:
         if self._arena is None:
-            self._arena = Arena.of_free_memory(self.device, self.dtype)
+            self._arena = Arena.of_free_memory(self.device, self.dtype, self._room)
         return self._arena
 
     def drop_arena(self) -> None:
@@ -74,7 +83,10 @@ class Rig:
 
         Raises:
             DoesNotFit: its KV is larger than the arena.
+            ValueError: it is one of ``wrong``.
         """
+        if method in self.wrong:
+            raise ValueError(self.wrong[method])
         kind, spec = METHODS[method], self.shape.kv_spec(self.device, self.dtype, layers)
         self.arena.check(kind.kv_bytes(state.case, spec.bytes_per_token))
         self.arena.reset()

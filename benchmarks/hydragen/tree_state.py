@@ -12,6 +12,7 @@ from prefixkit.attention.cost import CostModel, HeadShape
 from prefixkit.attention.formats import Queries
 from prefixkit.attention.gpu_buffers import GpuPlanBuffers, capacity_for
 from prefixkit.attention.step import Planner, Step, build_step, planner_for
+from prefixkit.tree.snapshot import TreeSnapshot
 
 # By this cost nothing is worth sharing.
 NEVER = CostModel(item=1e30, kv_byte=0.0, partial_byte=0.0)
@@ -57,7 +58,7 @@ class TreeState:
             logit_rows=kept.logit_rows,
         )
 
-    def _grown(self, drawn: int) -> tuple[object, Queries]:
+    def _grown(self, drawn: int) -> tuple[TreeSnapshot, Queries]:
         full, leaf = self.tree.snapshot, self.tree.nodes[-1]
         length = full.length.copy()
         length[leaf] = self.case.private + drawn
