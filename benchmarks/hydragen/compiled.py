@@ -70,9 +70,10 @@ class CompiledStep:
     def __init__(self, model: Any, compile: bool) -> None:
         self._model, config = model, model.config
         self._head_dim, self._eps, self._scale = config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
+        self._compile = compile
         if compile:
             torch._dynamo.reset()
-        made: Callable[[Any], Any] = torch.compile(dynamic=True, fullgraph=True) if compile else (lambda f: f)
+        made: Callable[[Any], Any] = torch.compile(fullgraph=True) if compile else (lambda f: f)
         self._before, self._between, self._last = (made(function) for function in (_before, _between, _last))
 
     def __call__(self, tokens: Tensor, positions: Tensor, core: Core) -> Tensor:
@@ -80,10 +81,12 @@ class CompiledStep:
         h = inner.embed_tokens(tokens)
         cos, sin = (part[0] for part in inner.rotary_emb(h[None], positions[None]))
         layers = list(inner.layers)
+        self._any_batch(h, cos, sin)
         q, k, v = self._before(h, self._head_dim, self._eps, *_first_weights(layers[0]), cos, sin)
         for index, layer in enumerate(layers):
             core.append(index, k, v)
             out = core.attend(index, q, self._scale)
+            self._any_batch(h, out)
             if index + 1 < len(layers):
                 following = _first_weights(layers[index + 1])
                 h, q, k, v = self._between(
@@ -93,6 +96,12 @@ class CompiledStep:
             h, out, self._eps, _other_weights(layer), inner.norm.weight, self._model.lm_head.weight
         )
         return chosen
+
+    def _any_batch(self, *tensors: Tensor) -> None:
+        """Compile for any batch at once: the first dimension."""
+        if self._compile:
+            for tensor in tensors:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def _first_weights(layer: Any) -> list[Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,7 @@ class Rig:
     def measure(self, method: str, state: TreeState, compiled: bool = False) -> Row:
         """Milliseconds of a step at the case's lengths and tokens per second; or why there are none."""
         try:
+            _ = self.model  # before the arena, which takes what memory it leaves
             with torch.no_grad():
                 return self._measure(self.core(method, state), compiled)
         except DoesNotFit as error:
@@ -121,7 +123,7 @@ class Rig:
         lengths = (1, 1, 1) if type(core) is Core else state.case.lengths
         core.at(lengths[0])
         with core.installed():
-            run = replayed(step) if self.device.type == "cuda" else (lambda: _wall_ms(step))
+            run = replayed(captured(step)) if self.device.type == "cuda" else partial(_wall_ms, step)
         at: dict[int, float] = {}
         for drawn in dict.fromkeys(lengths):
             core.at(drawn)
@@ -159,33 +161,46 @@ class Rig:
         return step
 
 
-def replayed(step: Callable[[], None]) -> Callable[[], float]:
-    """Capture a step; the function replays it and says how many milliseconds that took."""
+def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A step as a graph, after two steps that set up what is made once."""
     for _ in range(2):
         step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
+    return graph
 
-    def run() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
-        begin.record()
+
+def replayed(graph: torch.cuda.CUDAGraph) -> Callable[[int], list[float]]:
+    """A function that replays a graph so many times, and says how many milliseconds each took.
+
+    One more goes ahead of them; after it none waits for the host.
+    """
+
+    def run(count: int) -> list[float]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
+        for event in events[:-1]:
+            event.record()
+            graph.replay()
+        events[-1].record()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) for begin, end in pairwise(events)]
 
     return run
 
 
-def _wall_ms(step: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    step()
-    return (time.perf_counter() - began) * 1e3
+def _wall_ms(step: Callable[[], None], count: int) -> list[float]:
+    took = []
+    for _ in range(count):
+        began = time.perf_counter()
+        step()
+        took.append((time.perf_counter() - began) * 1e3)
+    return took
 
 
-def _median(run: Callable[[], float]) -> float:
-    """Over replays, after one that does not count."""
-    about = run()
+def _median(run: Callable[[int], list[float]]) -> float:
+    """Over replays: fewer where they take long."""
+    about = run(1)[0]
     count = max(FEWEST_REPLAYS, min(REPLAYS, int(REPLAY_MS / max(about, 1e-3))))
-    return float(np.median([run() for _ in range(count)]))
+    return float(np.median(run(count)))

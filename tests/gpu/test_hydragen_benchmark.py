@@ -9,7 +9,7 @@ from benchmarks.hydragen import checks
 from benchmarks.hydragen.cases import Case
 from benchmarks.hydragen.methods import METHODS
 from benchmarks.hydragen.shapes import Shape
-from benchmarks.hydragen.step import Rig, replayed
+from benchmarks.hydragen.step import Rig, captured
 
 CASE = Case(((1, 300), (4, 50)), batch=32, new=20, private=7)
 
@@ -35,11 +35,11 @@ def test_a_replayed_step_draws_the_tokens_of_the_same_step_run_eagerly(method: s
         step = rig._eager_step(core)
         core.at(1)
         with core.installed():
-            run = replayed(step)
+            graph = captured(step)
         for drawn in (20, 3):
             core.at(drawn)
             chosen = []
-            for forward in (run, step):
+            for forward in (graph.replay, step):
                 state.step.tokens.copy_(tokens)
                 with core.installed():
                     forward()
