@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.hydragen import checks, documents
-from benchmarks.hydragen.arena import Arena, DoesNotFit
+from benchmarks.hydragen import checks, documents, report, throughput
+from benchmarks.hydragen.arena import CPU_BYTES, Arena, DoesNotFit
 from benchmarks.hydragen.cases import Case, CaseTree, mean, two_level
 from benchmarks.hydragen.compiled import CompiledStep
 from benchmarks.hydragen.jobs import Job, run_jobs
@@ -83,6 +83,16 @@ def test_what_does_not_fit_is_a_result():
     assert found["skipped"].startswith("does not fit: KV of 0.1 GB")
     with pytest.raises(DoesNotFit):
         Arena(1000, CPU, torch.float32).take(1001)
+
+
+def test_flash_gets_the_largest_batch_that_fits():
+    rig = Rig(TINY, CPU)
+    row = throughput._row(two_level(64, 4096, 4), rig)
+    found = row["methods"][throughput.SMALLER_FLASH]
+    per_sequence = 4100 * rig.shape.kv_spec(CPU, rig.dtype).bytes_per_token
+    assert found["batch"] * per_sequence <= CPU_BYTES < 2 * found["batch"] * per_sequence
+    assert throughput.SMALLER_FLASH == report.SMALLER_FLASH
+    assert report.tokens_per_s(row, throughput.SMALLER_FLASH) == found["tokens_per_s"] > 0
 
 
 def test_a_step_grows_in_place():

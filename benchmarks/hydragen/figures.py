@@ -11,6 +11,7 @@ COLOURS = {
     "none": "0.6",
     "none, compiled": "0.3",
     "flash": "tab:red",
+    "flash, fewer at a time": "lightcoral",
     "hydragen": "tab:orange",
     "hydragen, compiled": "peru",
     "hydragen, two levels": "tab:olive",

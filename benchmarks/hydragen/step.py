@@ -39,6 +39,7 @@ class Rig:
 
     Attributes:
         wrong: Methods that are not measured, for their answers differ from ours; with the reason.
+        smaller: Flash without sharing at batches that fit, in place of larger ones.
     """
 
     def __init__(self, shape: Shape, device: torch.device, room: int | None = None) -> None:
@@ -47,6 +48,7 @@ class Rig:
         self._ceilings: dict[tuple[int, bool], Row] = {}
         self._arena: Arena | None = None
         self.wrong: dict[str, str] = {}
+        self.smaller: dict[Case, Row] = {}
 
     @cached_property
     def model(self) -> Any:
@@ -78,6 +80,16 @@ class Rig:
 
     def state(self, case: Case, share: bool = True) -> TreeState:
         return TreeState(case, self.shape.head_shape(self.dtype), self.device, self.dtype, share)
+
+    def fits(self, method: str, case: Case) -> bool:
+        """Whether a method's KV of a case has room."""
+        _ = self.model
+        spec = self.shape.kv_spec(self.device, self.dtype)
+        try:
+            self.arena.check(METHODS[method].kv_bytes(case, spec.bytes_per_token))
+        except DoesNotFit:
+            return False
+        return True
 
     def core(self, method: str, state: TreeState, layers: int | None = None) -> Core:
         """A method's core over a fresh arena.
