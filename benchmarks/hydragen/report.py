@@ -30,7 +30,7 @@ drawn, and averaged. What does not fit the GPU's memory says so.
 | none | none, and nothing appended: the ceiling |
 | flash | FlashAttention (torch's), each sequence's KV in full: nothing shared |
 | hydragen | queries against the prefix by flash or cuDNN, the faster; against suffixes by flash; one fused merge |
-| ours | prefixkit's tree attention, planned anew for each length |
+| ours | prefixkit's tree attention; planned anew for each length, which is not counted here but in the engine's runs |
 
 All run inside the same patched transformers model, with its own modules; *compiled* runs the same modules through
 `torch.compile`, cut where attention is. *Floor* is the larger of attention's bytes (KV once, queries, output) over
