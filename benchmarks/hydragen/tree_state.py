@@ -1,0 +1,84 @@
+"""A case's decode step, in tensors that stay while its sequences grow: so one captured graph serves all lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from benchmarks.hydragen.cases import Case, CaseTree
+from prefixkit.attention.cost import CostModel, HeadShape
+from prefixkit.attention.formats import Queries
+from prefixkit.attention.gpu_buffers import GpuPlanBuffers, capacity_for
+from prefixkit.attention.step import Planner, Step, build_step, planner_for
+from prefixkit.tree.snapshot import TreeSnapshot
+
+# By this cost nothing is worth sharing.
+NEVER = CostModel(item=1e30, kv_byte=0.0, partial_byte=0.0)
+
+
+class TreeState:
+    """The step of a case at any number of drawn tokens.
+
+    Attributes:
+        case, tree: What decodes.
+        step: At the length of the last :meth:`at`.
+        plans: How many plans were made: one for each length.
+    """
+
+    def __init__(
+        self, case: Case, shape: HeadShape, device: torch.device, dtype: torch.dtype, share: bool = True
+    ) -> None:
+        self.case, self.tree, self._device = case, CaseTree.of(case), device
+        self._planner = planner_for(shape, device, dtype)
+        if not share:
+            self._planner.cost, self._planner.gpu = NEVER, replace(self._planner.gpu, sharing=NEVER)
+        self._snapshot, self._queries = self._grown(case.new)
+        if self._planner.num_sms is not None:
+            self._planner.buffers = self._buffers(self._planner)
+        self.step = self._build()
+
+    @property
+    def plans(self) -> int:
+        return self._planner.plans_made
+
+    def at(self, drawn: int) -> None:
+        """Let each sequence have drawn so many tokens; the last of them asks in this step."""
+        self._snapshot, self._queries = self._grown(drawn)
+        kept, now = self.step, self._build()
+        for there, new in zip(_tensors(kept), _tensors(now), strict=True):
+            there.copy_(new)
+        self.step = replace(
+            now,
+            tokens=kept.tokens,
+            positions=kept.positions,
+            slots=kept.slots,
+            nodes=kept.nodes,
+            logit_rows=kept.logit_rows,
+        )
+
+    def _grown(self, drawn: int) -> tuple[TreeSnapshot, Queries]:
+        full, leaf = self.tree.snapshot, self.tree.nodes[-1]
+        length = full.length.copy()
+        length[leaf] = self.case.private + drawn
+        ready = length.copy()
+        ready[leaf] -= 1
+        # Another version for each length: plans are made anew.
+        snapshot = replace(full, version=drawn, length=length, ready=ready)
+        return snapshot, Queries(leaf, length[leaf] - 1, length[leaf])
+
+    def _build(self) -> Step:
+        rows = np.arange(self.case.batch, dtype=np.int64)
+        return build_step(self._snapshot, self._queries, rows % 251, rows, self._planner, self._device)
+
+    def _buffers(self, planner: Planner) -> GpuPlanBuffers:
+        assert planner.num_sms is not None
+        room = capacity_for(
+            self._snapshot, self._queries, planner.shape, planner.num_sms, planner.gpu, planner.wide_rows
+        )
+        return GpuPlanBuffers(room, self._device)
+
+
+def _tensors(step: Step) -> list[torch.Tensor]:
+    return [step.positions, step.slots, *step.nodes]

@@ -1,0 +1,178 @@
+"""The benchmark of Hydragen's experiments, on a CPU: its counts, its methods' answers, and all of it end to end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.hydragen import checks, documents, report, throughput
+from benchmarks.hydragen.arena import CPU_BYTES, Arena, DoesNotFit
+from benchmarks.hydragen.cases import Case, CaseTree, mean, two_level
+from benchmarks.hydragen.compiled import CompiledStep
+from benchmarks.hydragen.jobs import Job, run_jobs
+from benchmarks.hydragen.methods import METHODS, Parts
+from benchmarks.hydragen.shapes import SHAPES
+from benchmarks.hydragen.step import Rig
+from benchmarks.tree_attention.workloads import workload
+from prefixkit.models.layer import CacheLayer
+
+CPU = torch.device("cpu")
+TINY = SHAPES["tiny"]
+
+
+def test_floors_are_those_of_the_workloads():
+    shape, case = SHAPES["Llama-3.1-8B"], two_level(256, 4096, 128)
+    assert case.floor_ms(shape, 128) == pytest.approx(
+        shape.layers * workload("2L b256 p4096 s128", 32, 8).floor_us / 1e3
+    )
+
+
+def test_what_each_method_holds():
+    case = Case(((1, 100), (4, 40)), batch=16, new=8, private=3)
+    held = {name: kind.kv_bytes(case, 1) for name, kind in METHODS.items()}
+    assert held == {
+        "none": 0,
+        "flash": 16 * 151,
+        "hydragen": 100 + 16 * 51,
+        "hydragen, two levels": 100 + 160 + 16 * 11,
+        "ours": 112 + 4 * 48 + 16 * 16,
+    }
+
+
+def test_a_cases_tree_is_in_depth_first_order():
+    tree = CaseTree.of(Case(((1, 20), (2, 5)), batch=4, new=6, private=1))
+    assert tree.snapshot.parent.tolist() == [-1, 0, 1, 1, 0, 4, 4]
+    assert [nodes.tolist() for nodes in tree.nodes] == [[0], [1, 4], [2, 3, 5, 6]]
+    assert tree.snapshot.length.tolist() == [20, 5, 7, 7, 5, 7, 7]
+
+
+def test_levels_must_divide():
+    with pytest.raises(ValueError, match="multiple of the nodes above it"):
+        Case(((2, 10), (3, 10)), batch=6, new=4)
+
+
+def test_a_mean_step_weighs_the_middle_twice():
+    assert mean({1: 1.0, 4: 2.0, 8: 3.0}) == 2.0
+    assert mean({1: 1.0, 4: 1.0, 8: 5.0}) == 2.0
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_all_methods_compute_the_same(kv_heads):
+    found = checks.differences(Rig(replace(TINY, kv_heads=kv_heads), CPU))
+    assert set(found) == {name for name, kind in METHODS.items() if issubclass(kind, Parts)}
+    # Float32 on both sides, sums of fewer than 300 terms.
+    assert all(by < 1e-5 for by in found.values()), found
+
+
+def test_a_method_that_differs_is_not_measured():
+    rig = Rig(TINY, CPU)
+    rig.wrong = checks.complaints({"flash": 0.001, "hydragen": 0.5, "hydragen, two levels": "TypeError: no"})
+    state = rig.state(two_level(2, 16, 4))
+    assert "step_ms" in rig.measure("flash", state)
+    assert rig.measure("hydragen", state) == {"skipped": "ValueError: differs from ours by 0.5 of the norm"}
+    assert rig.measure("hydragen, two levels", state) == {"skipped": "ValueError: TypeError: no"}
+
+
+def test_what_does_not_fit_is_a_result():
+    rig = Rig(TINY, CPU)
+    found = rig.measure("flash", rig.state(two_level(64, 4096, 4)))
+    assert found["skipped"].startswith("does not fit: KV of 0.1 GB")
+    with pytest.raises(DoesNotFit):
+        Arena(1000, CPU, torch.float32).take(1001)
+
+
+def test_flash_gets_the_largest_batch_that_fits():
+    rig = Rig(TINY, CPU)
+    row = throughput._row(two_level(64, 4096, 4), rig)
+    found = row["methods"][throughput.SMALLER_FLASH]
+    per_sequence = 4100 * rig.shape.kv_spec(CPU, rig.dtype).bytes_per_token
+    assert found["batch"] * per_sequence <= CPU_BYTES < 2 * found["batch"] * per_sequence
+    assert throughput.SMALLER_FLASH == report.SMALLER_FLASH
+    assert report.tokens_per_s(row, throughput.SMALLER_FLASH) == found["tokens_per_s"] > 0
+
+
+def test_a_step_grows_in_place():
+    state = Rig(TINY, CPU).state(two_level(3, 20, 8, private=2))
+    kept = state.step
+    state.at(5)
+    assert state.step.positions is kept.positions and state.step.nodes[1] is kept.nodes[1]
+    assert kept.positions.tolist() == [26] * 3
+    assert kept.nodes[1].tolist() == [20, 7, 7, 7]
+    assert state.plans == 2
+
+
+def test_no_sharing_is_a_plan_that_reads_each_path():
+    rig = Rig(TINY, CPU)
+    case = two_level(4, 64, 4)
+    reads = [rig.state(case, share).step for share in (True, False)]
+    assert reads[1].kv_tokens_read == reads[1].kv_tokens_unshared
+
+
+@pytest.mark.parametrize("method", ["none", "hydragen", "ours"])
+def test_compiled_modules_choose_the_models_tokens(method):
+    rig = Rig(TINY, CPU)
+    state = rig.state(two_level(6, 24, 8))
+    core = rig.core(method, state)
+    core.at(3)
+    before = CacheLayer.update, CacheLayer.attend
+    with torch.no_grad():
+        first = state.step.tokens.clone()
+        by_functions = CompiledStep(rig.model, compile=False)(first, state.step.positions, core)
+        with core.installed():
+            rig._eager_step(core)()
+    assert torch.equal(state.step.tokens, by_functions)
+    assert (CacheLayer.update, CacheLayer.attend) == before
+
+
+def test_documents_hold_their_facts():
+    known = documents.facts(40)
+    assert len(set(known)) == 40
+    words = documents.document_words("once upon a time", 900, [statement for statement, _ in known])
+    assert len(words) == 900 and words[:4] == ["once", "upon", "a", "time"]
+    text = " ".join(words)
+    assert all(statement in text for statement, _ in known)
+    document, questions = documents.prompts(None, 300, 40, vocab=64_000)
+    assert len(document) == 300 and len({tuple(question.tolist()) for question in questions}) == 40
+    assert max(np.concatenate((document, *questions))) < 64_000
+
+
+def test_time_is_shared_between_shapes_and_what_is_late_says_so():
+    jobs = [
+        Job("a", shape, f"{shape} {priority}", priority, 1.0, lambda rig: {}) for shape in "xy" for priority in (2, 1)
+    ]
+    jobs.append(Job("a", "y", "y 3", 3, 1.0, lambda rig: {"of": rig.missing}))
+    rows: dict[str, dict[str, object]] = {}
+    run_jobs(jobs, lambda name: Rig(TINY, CPU), 60.0, lambda job, row: rows.update({job.name: row}))
+    assert list(rows) == ["x 1", "x 2", "y 1", "y 2", "y 3"]
+    assert rows["y 3"]["skipped"].startswith("AttributeError")
+    run_jobs(jobs, lambda name: Rig(TINY, CPU), 0.0, lambda job, row: rows.update({job.name: row}))
+    assert {row["skipped"] for row in rows.values()} == {"out of time"}
+
+
+def test_everything_end_to_end(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from benchmarks.hydragen.__main__ import LETTERS, main
+
+    main(["--shape", "tiny", "--out", str(tmp_path / "run")])
+    found = json.loads((tmp_path / "run" / "hydragen.json").read_text())
+    assert {row["experiment"] for row in found["rows"]} == set(LETTERS)
+    assert not [row for row in found["rows"] if "skipped" in row]
+    methods = [row["methods"] for row in found["rows"] if "methods" in row]
+    assert not [method for row in methods for method in row.values() if "skipped" in method]
+    main(["--report", str(tmp_path / "run" / "hydragen.json"), "--docs", str(tmp_path / "docs")])
+    page = (tmp_path / "docs" / "hydragen.md").read_text()
+    assert page == (tmp_path / "run" / "hydragen.md").read_text()
+    pictures = {path.name for path in (tmp_path / "docs" / "hydragen").iterdir()}
+    assert all(f"](hydragen/{name})" in page for name in pictures) and len(pictures) == len(LETTERS)
+
+
+def test_only_takes_known_experiments(capsys):
+    from benchmarks.hydragen.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(["--only", "a,z"])
+    assert "got z" in capsys.readouterr().err
