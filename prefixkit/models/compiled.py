@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.fx.experimental import _config as shapes_config
 
 from prefixkit.attention.step import Step
 from prefixkit.models.attention import original_class, subclass, twin_of
@@ -94,8 +95,11 @@ class CompiledLayers:
         )
         if rows not in self._functions:
             self._functions[rows] = self._function(rows)
+        before, began = self.graphs, time.perf_counter()
         try:
-            result = self._functions[rows](twin.fresh(), *given)
+            # Sizes that happen to be equal when a graph is made need not stay so.
+            with shapes_config.patch(use_duck_shape=False):
+                result = self._functions[rows](twin.fresh(), *given)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             # Nothing has run yet: these come from the compiler.
             if _capturing():
@@ -103,6 +107,10 @@ class CompiledLayers:
             self._give_up(_said(error))
             return type(layer).__mro__[1].forward(layer, *args, **kwargs)
         cache.attended[twin.index] += 1
+        if self.graphs > before:
+            taken = time.perf_counter() - began
+            self.seconds += taken
+            log.info("compiled layer %d for %d rows in %.1f s, graph %d", twin.index, rows, taken, self.graphs)
         return result
 
     def _function(self, rows: int) -> Callable[..., Any]:
@@ -193,6 +201,11 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
         layer = pretrained.get_submodule(above)
         if not above.rpartition(".")[2].isdigit() or any(layer is other for other, _ in found):
             raise NotCompilable(f"{attention.name} is not the only attention of a layer of its own")
+        if getattr(attention.module, "sinks", None) is not None:
+            raise NotCompilable(
+                f"{attention.name} has attention sinks, whose values are part of its variant: each layer would need a "
+                "graph of its own"
+            )
         for module in layer.modules():
             if "forward" in module.__dict__:
                 raise NotCompilable(f"a {type(module).__name__} of {above} has a forward of its own, {module.forward!r}")
@@ -201,22 +214,24 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _backend(owner: CompiledLayers, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Inductor, which says what it does and how long it takes."""
-    from torch._inductor.compile_fx import compile_fx
-
+    """Compile one layer's graph, once it is sure that it holds what it must."""
     if _capturing():
         raise RuntimeError("layers cannot be compiled while a CUDA graph is captured; run such a step once before")
     calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     for op in OPS:
         if (count := sum(op in call for call in calls)) != 1:
             raise RuntimeError(f"a layer calls {op} {count} times, not once")
-    rows = owner.cache.step.num_rows
-    log.info("compiling a layer for steps of %d rows, which takes seconds", rows)
-    began = time.perf_counter()
-    compiled: Callable[..., Any] = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})
+    log.info("compiling a layer for steps of %d rows, which takes seconds", owner.cache.step.num_rows)
+    compiled = inductor(graph, inputs)
     owner.graphs += 1
-    owner.seconds += time.perf_counter() - began
-    log.info("compiled in %.1f s: graph %d", time.perf_counter() - began, owner.graphs)
+    return compiled
+
+
+def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor without CUDA graphs of its own: the caller may capture what it makes."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Callable[..., Any] = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})
     return compiled
 
 
@@ -225,6 +240,7 @@ def _capturing() -> bool:
 
 
 def _said(error: BaseException) -> str:
-    """The error in one line."""
+    """The error in one line, without the compiler's general advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:3])}"
+    told = [line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:"))]
+    return f"{type(error).__name__}: {'; '.join([*lines[:1], *told])}"
