@@ -63,15 +63,15 @@ class PrefixCache(Cache):
         """Start a step.
 
         Raises:
-            ValueError: the step before was neither ended nor abandoned.
+            ValueError: the step before was neither ended nor abandoned; see also :meth:`CompiledLayers.begin`.
         """
         if self._step is not None:
             raise ValueError("PrefixCache.begin: the step before is still open; call end(), or abandon() if it failed")
+        if self.compiled is not None:
+            self.compiled.begin(step)
         self._step = step
         self.position_ids = step.positions[None]
         self.attended = [0] * self.pool.spec.num_layers
-        if self.compiled is not None:
-            self.compiled.begin(step)
 
     def inputs(self) -> dict[str, Any]:
         """The keywords to call the model with: ``input_ids``, ``position_ids`` int64 ``[1, T]``, a mask, this cache."""

@@ -7,16 +7,15 @@ are inputs of the graph, so layers of a kind share one graph for each number of 
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import logging
 import time
 from collections.abc import Callable, Container, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental import _config as shapes_config
 
@@ -63,6 +62,7 @@ class CompiledLayers:
         self._step = TracedStep()
         self._twins: dict[nn.Module, _Twin] = {}
         self._functions: dict[int, Callable[..., Any]] = {}
+        self._ready: set[int] = set()
         self._backend = functools.partial(_backend, self)
         try:
             layers = decoder_layers(model)
@@ -75,9 +75,18 @@ class CompiledLayers:
         cache.compiled = self
 
     def begin(self, step: Step) -> None:
-        """Make the step's tensors the inputs of the graphs, if its number of rows is one to compile for."""
+        """Make the step's tensors the inputs of the graphs, if its number of rows is one to compile for.
+
+        Raises:
+            ValueError: a CUDA graph is being captured, and no such step has run before.
+        """
         self.active = self.reason is None and (self.rows is None or step.num_rows in self.rows)
         if self.active:
+            if step.num_rows not in self._ready and _capturing():
+                raise ValueError(
+                    f"layers cannot be compiled for {step.num_rows} rows while a CUDA graph is captured; run such a step "
+                    "once before"
+                )
             self._step.load(step)
 
     def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,15 +107,17 @@ class CompiledLayers:
         before, began = self.graphs, time.perf_counter()
         try:
             # Sizes that happen to be equal when a graph is made need not stay so.
-            with shapes_config.patch(use_duck_shape=False):
-                result = self._functions[rows](twin.fresh(), *given)
+            with shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+                result = self._functions[rows](twin.current(), *given)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             # Nothing has run yet: these come from the compiler.
             if _capturing():
                 raise
             self._give_up(_said(error))
-            return type(layer).__mro__[1].forward(layer, *args, **kwargs)
+            return original_class(layer).forward(layer, *args, **kwargs)
         cache.attended[twin.index] += 1
+        if twin.index == len(self._twins) - 1:
+            self._ready.add(rows)
         if self.graphs > before:
             taken = time.perf_counter() - began
             self.seconds += taken
@@ -139,7 +150,7 @@ class _Twin:
         self._parts: tuple[object, ...] = ()
         self._twin = layer
 
-    def fresh(self) -> nn.Module:
+    def current(self) -> nn.Module:
         """The twin, made anew if parts of the layer were exchanged."""
         layer = self.layer
         parts = (layer.training, *layer._modules.values())
@@ -183,9 +194,13 @@ def _make(original: type[nn.Module]) -> type[nn.Module]:
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         # Copies are of the original class: they belong to no cache.
-        return copyreg.__newobj__, (original,), *original.__reduce_ex__(self, protocol)[2:]  # type: ignore[attr-defined]
+        return _blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
 
     return subclass(original, forward, reduce)
+
+
+def _blank(original: type[nn.Module]) -> nn.Module:
+    return original.__new__(original)
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -208,15 +223,15 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
             )
         for module in layer.modules():
             if "forward" in module.__dict__:
-                raise NotCompilable(f"a {type(module).__name__} of {above} has a forward of its own, {module.forward!r}")
+                raise NotCompilable(
+                    f"a {type(module).__name__} of {above} has a forward of its own, {module.forward!r}"
+                )
         found.append((layer, child))
     return found
 
 
 def _backend(owner: CompiledLayers, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile one layer's graph, once it is sure that it holds what it must."""
-    if _capturing():
-        raise RuntimeError("layers cannot be compiled while a CUDA graph is captured; run such a step once before")
     calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     for op in OPS:
         if (count := sum(op in call for call in calls)) != 1:
@@ -231,8 +246,8 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
     """Inductor without CUDA graphs of its own: the caller may capture what it makes."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})
-    return compiled
+    compiled: Any = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})
+    return cast(Callable[..., Any], compiled)
 
 
 def _capturing() -> bool:
