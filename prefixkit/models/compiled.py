@@ -31,6 +31,7 @@ log = logging.getLogger("prefixkit")
 
 OPS = ("kv_append", "tree_attention")
 _made: dict[type[nn.Module], type[nn.Module]] = {}
+_Key = tuple[int, int, bool]
 
 
 class NotCompilable(TypeError):
@@ -61,8 +62,9 @@ class CompiledLayers:
         self.active = False
         self._step = TracedStep()
         self._twins: dict[nn.Module, _Twin] = {}
-        self._functions: dict[int, Callable[..., Any]] = {}
-        self._ready: set[int] = set()
+        self._functions: dict[_Key, Callable[..., Any]] = {}
+        self._ready: set[_Key] = set()
+        self._key: _Key = (0, 0, False)
         self._backend = functools.partial(_backend, self)
         try:
             layers = decoder_layers(model)
@@ -82,7 +84,8 @@ class CompiledLayers:
         """
         self.active = self.reason is None and (self.rows is None or step.num_rows in self.rows)
         if self.active:
-            if step.num_rows not in self._ready and _capturing():
+            self._key = _key(step)
+            if self._key not in self._ready and _capturing():
                 raise ValueError(
                     f"layers cannot be compiled for {step.num_rows} rows while a CUDA graph is captured; run such a step "
                     "once before"
@@ -96,19 +99,15 @@ class CompiledLayers:
             IncompleteStep: it has run in this step.
             ValueError: the model was called with other positions or another mask than ``PrefixCache.inputs()``.
         """
-        cache, twin, rows = self.cache, self._twins[layer], self.cache.step.num_rows
+        cache, twin = self.cache, self._twins[layer]
         twin.check(cache, kwargs)
         given = (
             tuple(twin.traced if value is cache else value for value in args),
             {name: twin.traced if value is cache else value for name, value in kwargs.items()},
         )
-        if rows not in self._functions:
-            self._functions[rows] = self._function(rows)
         before, began = self.graphs, time.perf_counter()
         try:
-            # Sizes that happen to be equal when a graph is made need not stay so.
-            with shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-                result = self._functions[rows](twin.current(), *given)
+            result = self._call(twin, *given)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             # Nothing has run yet: these come from the compiler.
             if _capturing():
@@ -116,12 +115,23 @@ class CompiledLayers:
             self._give_up(_said(error))
             return original_class(layer).forward(layer, *args, **kwargs)
         cache.attended[twin.index] += 1
-        if twin.index == len(self._twins) - 1:
-            self._ready.add(rows)
         if self.graphs > before:
             taken = time.perf_counter() - began
             self.seconds += taken
-            log.info("compiled layer %d for %d rows in %.1f s, graph %d", twin.index, rows, taken, self.graphs)
+            log.info("compiled layer %d for %d rows in %.1f s, graph %d", twin.index, self._key[0], taken, self.graphs)
+        return result
+
+    def _call(self, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = self._key
+        if key in self._ready:
+            return self._functions[key](twin.current(), args, kwargs)
+        if key not in self._functions:
+            self._functions[key] = self._function(key[0])
+        # Sizes that happen to be equal when a graph is made need not stay so.
+        with shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            result = self._functions[key](twin.current(), args, kwargs)
+        if twin.index == len(self._twins) - 1:
+            self._ready.add(key)
         return result
 
     def _function(self, rows: int) -> Callable[..., Any]:
@@ -135,6 +145,14 @@ class CompiledLayers:
         self.reason, self.active = reason, False
         self._functions.clear()
         log.warning("layers run without torch.compile: %s", reason)
+
+
+def _key(step: Step) -> _Key:
+    """What tells graphs apart: rows, and which sizes are 0 or 1, for torch makes graphs for any size but these."""
+    small = 0
+    for tensor in (*step.work, *step.nodes):
+        small = small << 2 | min(len(tensor), 2)
+    return step.num_rows, small, step.slots.is_inference()
 
 
 def _run_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
