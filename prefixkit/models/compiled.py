@@ -20,7 +20,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental import _config as shapes_config
 
 from prefixkit.attention.step import Step
-from prefixkit.models.attention import original_class, subclass, twin_of
+from prefixkit.models.attention import is_tree_class, original_class, subclass, twin_of
 from prefixkit.models.cache import PrefixCache
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
@@ -71,9 +71,10 @@ class CompiledLayers:
         except NotCompilable as error:
             self._give_up(str(error))
             return
+        classes = [layer_class(original_class(layer)) for layer, _ in layers]
         for index, (layer, child) in enumerate(layers):
             self._twins[layer] = _Twin(layer, child, TracedLayer(cache.pool.k(index), cache.pool.v(index), self._step))
-            layer.__class__ = layer_class(original_class(layer))
+            layer.__class__ = classes[index]
         cache.compiled = self
 
     def begin(self, step: Step) -> None:
@@ -83,6 +84,8 @@ class CompiledLayers:
             ValueError: a CUDA graph is being captured, and no such step has run before.
         """
         self.active = self.reason is None and (self.rows is None or step.num_rows in self.rows)
+        if self.active and not all(is_tree_class(type(layer)) for layer in self._twins):
+            self._give_up("the model was unpatched in the meantime; make a new ModelRunner")
         if self.active:
             self._key = _key(step)
             if self._key not in self._ready and _capturing():
@@ -99,7 +102,9 @@ class CompiledLayers:
             IncompleteStep: it has run in this step.
             ValueError: the model was called with other positions or another mask than ``PrefixCache.inputs()``.
         """
-        cache, twin = self.cache, self._twins[layer]
+        cache, twin = self.cache, self._twins.get(layer)
+        if twin is None:  # of another model, or put in later
+            return original_class(layer).forward(layer, *args, **kwargs)
         twin.check(cache, kwargs)
         given = (
             tuple(twin.traced if value is cache else value for value in args),

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import prefixkit.models.compiled as compiled_module
-from prefixkit.models import IncompleteStep, ModelRunner, is_patched, unpatch
+from prefixkit.models import IncompleteStep, ModelRunner, is_patched, patch, unpatch
 from prefixkit.models.attention import original_class
 
 
@@ -221,3 +221,16 @@ def test_unpatch_and_copies_leave_no_trace(traced, tiny, drive, rng):
     unpatch(patched)
     assert [type(module) for module in patched.modules()] == kinds
     assert not any("_prefixkit" in name for module in patched.modules() for name in vars(module))
+
+
+def test_a_runner_whose_model_was_unpatched_says_that_it_no_longer_compiles(traced, tiny, drive, rng, caplog):
+    decode = Decode(drive, tiny(), rng)
+    runner, step = decode.runner(), decode.step()
+    expected = runner(step)
+    patch(unpatch(decode.driver.model))
+    assert torch.equal(runner(step), expected)
+    assert "layers run without torch.compile: the model was unpatched" in caplog.text
+    again = decode.runner()
+    assert torch.equal(again(step), expected)
+    assert again.compiled.graphs == 1
+    assert again.compiled.reason is None
