@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,20 +12,18 @@ import torch
 from numpy.typing import NDArray
 
 from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.kv_pool import KVPool, KVSpec
-from prefixkit.attention.step import planner_for
+from prefixkit.attention.kv_pool import KVPool
+from prefixkit.attention.step import Planner, planner_for
+from prefixkit.generation.decoder import Decoder
 from prefixkit.generation.engine import Engine
 from prefixkit.generation.report import Report
 from prefixkit.generation.request import BeamParams, Request, Sample, SamplingParams, TokenEvent
-from prefixkit.generation.scheduler import admission_order, pages_for, pages_per_unit
 from prefixkit.models import ModelRunner, NotPatched, is_patched, kv_spec, query_heads
 from prefixkit.prompts import Prompt, encode_prompts
+from prefixkit.sizing import MOST_RUNNING, pool_pages, prefill_chunk_for, step_bytes
 from prefixkit.tree.radix import PrefixTree
 
 log = logging.getLogger("prefixkit")
-
-# Without kv_budget, the pool takes at most this part of the memory that is free.
-FREE_MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ def generate(
     stop_token_ids: Sequence[int] | None = None,
     kv_budget: int | None = None,
     page_size: int = 16,
-    prefill_chunk: int = 1024,
+    prefill_chunk: int | None = None,
     on_sample: Callable[[Sample], None] | None = None,
     on_token: Callable[[TokenEvent], None] | None = None,
 ) -> Result:
@@ -91,9 +88,9 @@ def generate(
         stop: Strings that end a sample, left out of its text.
         stop_token_ids: Tokens that end a sample; None takes the model's end-of-sequence tokens.
         kv_budget: Bytes of KV to hold at most; prompts beyond it wait for others to finish.  None takes what the run needs,
-            up to half of the memory that is free.
+            up to half of the memory that is free, on a GPU up to what the largest step leaves.
         page_size: Tokens per KV page, 1 to 128.
-        prefill_chunk: Prompt tokens computed per step at most.
+        prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         on_sample: Called with each sample as it finishes.
         on_token: Called with each token as it is drawn.
 
@@ -141,7 +138,7 @@ def beam_search(
     stop_token_ids: Sequence[int] | None = None,
     kv_budget: int | None = None,
     page_size: int = 1,
-    prefill_chunk: int = 1024,
+    prefill_chunk: int | None = None,
     on_sample: Callable[[Sample], None] | None = None,
 ) -> Result:
     """Search for the likeliest continuations of each prompt; beams fork and go on the tree, and no KV is ever copied.
@@ -161,7 +158,7 @@ def beam_search(
         stop_token_ids: Tokens that end a sequence; None takes the model's end-of-sequence tokens.
         kv_budget: Bytes of KV to hold at most.
         page_size: Tokens per KV page; 1 wastes nothing where beams fork at every token.
-        prefill_chunk: Prompt tokens computed per step at most.
+        prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         on_sample: Called with each sequence as its search ends.
 
     Returns:
@@ -190,7 +187,7 @@ def _run(
     requests: list[Request],
     kv_budget: int | None,
     page_size: int,
-    prefill_chunk: int,
+    prefill_chunk: int | None,
     on_sample: Callable[[Sample], None] | None,
     on_token: Callable[[TokenEvent], None] | None,
 ) -> Result:
@@ -207,54 +204,39 @@ def make_engine(
     *,
     kv_budget: int | None = None,
     page_size: int = 16,
-    prefill_chunk: int = 1024,
+    prefill_chunk: int | None = None,
+    graphs: bool = True,
 ) -> Engine:
-    """An engine over a patched model, with a pool that holds what these requests need, within the budget."""
+    """An engine over a patched model, with a pool that holds what these requests need, within the budget.
+
+    Args:
+        model: The patched model.
+        requests: What it will be asked.
+        kv_budget, page_size, prefill_chunk: See :func:`generate`.
+        graphs: Decode by CUDA graphs, where the GPU's kernels run the attention.
+    """
     spec = kv_spec(model)
-    num_pages = pool_pages(requests, spec, kv_budget, page_size)
+    chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
+    workspace = step_bytes(model.config.get_text_config(), spec, requests, chunk)
+    num_pages = pool_pages(requests, spec, kv_budget, page_size, workspace)
     pool = KVPool(spec, num_pages, page_size)
     shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
     tree = PrefixTree(num_pages, page_size)
-    planner = planner_for(shape, spec.device, spec.dtype)
-    return Engine(ModelRunner(model, pool), pool, tree, planner, prefill_chunk=prefill_chunk)
+    planner, runner = planner_for(shape, spec.device, spec.dtype), ModelRunner(model, pool)
+    decoder = graph_decoder(runner, planner, page_size, spec.device) if graphs else None
+    return Engine(runner, pool, tree, planner, prefill_chunk=chunk, decoder=decoder, most_running=MOST_RUNNING)
 
 
-def pool_pages(requests: Sequence[Request], spec: KVSpec, kv_budget: int | None, page_size: int) -> int:
-    """How many pages to make: what all requests need at once, within the budget.
+def graph_decoder(runner: ModelRunner, planner: Planner, page_size: int, device: torch.device) -> Decoder | None:
+    """What decodes by CUDA graphs; None where that cannot be, with a line in the log if it is a GPU."""
+    if device.type != "cuda":
+        return None
+    if planner.launch is None:
+        log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
+        return None
+    from prefixkit.generation.graphs import GraphDecoder
 
-    Raises:
-        ValueError: ``kv_budget`` is not a positive number of bytes that holds a page.
-    """
-    tokens = sum(len(request.tokens) for request in requests)
-    scratch = PrefixTree(tokens + len(requests), page_size)
-    for request in admission_order(requests):  # the order decides which pages splits leave half empty
-        scratch.insert(request.tokens)
-    need = scratch.allocator.num_pages - scratch.allocator.free
-    for request in requests:
-        units = request.params.n if isinstance(request.params, SamplingParams) else 1
-        need += units * pages_per_unit(request.params, page_size)
-    page_bytes = page_size * spec.bytes_per_token
-    budget = free_memory(spec.device) * FREE_MEMORY_SHARE if kv_budget is None else kv_budget
-    if budget < page_bytes:
-        raise ValueError(
-            f"kv_budget={kv_budget} bytes holds no page; a page of {page_size} tokens takes {page_bytes} bytes "
-            f"({page_bytes / 2**20:.2f} MiB)"
-        )
-    pages = min(need, int(budget // page_bytes))
-    if pages < need:
-        log.info("KV pool: %d of the %d pages that all requests need at once; the others wait", pages, need)
-    return max(pages, pages_for(1, page_size))
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes free on a device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo") as meminfo:
-            return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return GraphDecoder(runner, planner, page_size, device)
 
 
 def _checked_prompts(model: Any, tokenizer: Any, prompts: Prompt | Iterable[Prompt]) -> list[NDArray[np.int32]]:

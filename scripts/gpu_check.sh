@@ -5,7 +5,8 @@
 #     PARTS="tests" PREFIXKIT_GPU_FORESTS=5000 TESTS_SECONDS=400 scripts/gpu_check.sh     # all the forests
 #     PARTS="decode" RIVALS=all DECODE_SECONDS=280 scripts/gpu_check.sh                   # every rival, in-run
 #
-# PARTS are some of: tests sanitizers launch planning decode scales prefill, and compiled, which is not in the default.  Every part has a limit of its own and writes its own file;
+# PARTS are some of: tests sanitizers launch planning sampling decode scales prefill, and compiled, which is not in the default.  Every part has a
+# limit of its own and writes its own file;
 # a part that fails does not keep the next from running.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +16,7 @@ began=$SECONDS
 export PYTHONUNBUFFERED=1 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
 export PREFIXKIT_CACHE=${PREFIXKIT_CACHE:-$(mktemp -d)}
 python=${PYTHON:-python3}
-parts=" ${PARTS:-tests sanitizers launch planning decode scales prefill} "
+parts=" ${PARTS:-tests sanitizers launch planning sampling decode scales prefill} "
 summary="$out/summary.txt"
 : >"$summary"
 failed=0
@@ -71,6 +72,7 @@ benchmark() {
 }
 if wants launch; then part launch 90 "$python" benchmarks/launch.py --out "$out/launch.json" || failed=1; fi
 if wants planning; then part planning 60 "$python" benchmarks/planning.py --out "$out/planning.json" || failed=1; fi
+if wants sampling; then part sampling 60 "$python" benchmarks/sampling.py --out "$out/sampling.json" || failed=1; fi
 if wants decode; then benchmark decode "${DECODE_SECONDS:-150}" --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
 if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
 if wants prefill; then benchmark prefill "${PREFILL_SECONDS:-60}" --prefill; fi

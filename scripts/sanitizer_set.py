@@ -67,11 +67,41 @@ def plan_tree() -> None:
         assert all(np.array_equal(a, b) for a, b in zip(planner.arrays(), expected, strict=True))
 
 
+def sample() -> None:
+    """Every mix of filters; rows of one block and of a cluster, in shared memory and read again; broken and inactive rows."""
+    from prefixkit.generation.gpu_sampling import GpuSampler
+    from prefixkit.generation.rng import uniforms
+    from prefixkit.generation.sampling import draw
+    from tests.generation.laws import random_laws, rows_of
+
+    for vocab, dtype in (
+        (17, torch.float32),
+        (9001, torch.bfloat16),
+        (40_000, torch.float16),
+        (128_256, torch.float32),
+    ):
+        rng, rows = np.random.default_rng(vocab), 8
+        laws, logits = random_laws(rng, rows, vocab), rows_of(rng, rows, vocab, dtype)
+        histories = [rng.integers(0, vocab, 30) for _ in range(rows)]
+        keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
+        sampler = GpuSampler(rows + 1, vocab, GPU)
+        sampler.load(slice(0, rows), laws, keys, steps, histories)
+        there = torch.cat((logits, logits[:1])).to(GPU)
+        tokens, _ = sampler.draw(there)
+        expected, _ = draw(logits.float(), laws, uniforms(keys, steps), histories)
+        assert tokens[:rows].tolist() == expected.tolist()
+        sampler.keep(torch.arange(rows - 1, -1, -1, device=GPU))
+        there[3, 5] = torch.nan
+        sampler.draw(there)
+        assert int(sampler.tokens[3]) == -1
+
+
 def main() -> None:
     assert ops.SCHEMAS
     append_copy_merge()
     tree_attention()
     plan_tree()
+    sample()
     torch.cuda.synchronize()
     print("ran the sanitizer's set")
 

@@ -75,6 +75,7 @@ def launch(
     describe: Callable[[], str] = str,
     together: bool = False,
     follows: bool = False,
+    cluster: int = 1,
 ) -> None:
     """Start a kernel on the current stream of its device.
 
@@ -87,6 +88,7 @@ def launch(
         together: All blocks must be on the GPU at once, because they wait for each other.
         follows: The kernel waits by itself for the one ahead of it in the stream (``griddepcontrol.wait``), so it may be
             started before that one has ended.  Compute capability 9.0 and later.
+        cluster: So many consecutive blocks work together, up to 8.  Compute capability 9.0 and later.
 
     Raises:
         CudaError: the driver refuses, or in checked mode the kernel fails.
@@ -101,13 +103,13 @@ def launch(
         _buffer.devices.add(device)
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
-            return launch(function, layout, values, grid, block, shared, describe, together, follows)
+            return launch(function, layout, values, grid, block, shared, describe, together, follows, cluster)
     if shared > FREE_SHARED and _shared.get(function.handle, 0) < shared:
         _allow_shared(function, shared, describe)
     layout.packer.pack_into(_buffer.bytes, 0, *values)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    if together or follows:
-        config = _config(grid, block, shared, stream, together, follows)
+    if together or follows or cluster > 1:
+        config = _config(grid, block, shared, stream, together, follows, cluster)
         (status,) = driver.cuLaunchKernelEx(config, function.handle, _buffer.address, 0)
     else:
         (status,) = driver.cuLaunchKernel(function.handle, *grid, block, 1, 1, shared, stream, _buffer.address, 0)
@@ -122,7 +124,7 @@ def launch(
 
 @lru_cache(maxsize=256)
 def _config(
-    grid: tuple[int, int, int], block: int, shared: int, stream: int, together: bool, follows: bool
+    grid: tuple[int, int, int], block: int, shared: int, stream: int, together: bool, follows: bool, cluster: int = 1
 ) -> driver.CUlaunchConfig:
     attributes = []
     if together:
@@ -134,6 +136,11 @@ def _config(
         attributes.append(driver.CUlaunchAttribute())
         attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attributes[-1].value.programmaticStreamSerializationAllowed = 1
+    if cluster > 1:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension = attributes[-1].value.clusterDim
+        dimension.x, dimension.y, dimension.z = cluster, 1, 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1

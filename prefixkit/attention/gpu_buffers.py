@@ -46,6 +46,10 @@ class PlanCapacity:
         wide, narrow, segments, partials = (max(n, 1) for n in (self.wide, self.narrow, self.segments, self.partials))
         return (8,), (wide, 8), (narrow, 8), (segments, 3), (self.rows + 1,), (partials,)
 
+    def holds(self, need: PlanCapacity) -> bool:
+        """Whether a plan that needs so much fits."""
+        return all(getattr(self, field.name) >= getattr(need, field.name) for field in fields(self))
+
     def check(self, need: PlanCapacity, what: str = "the plan") -> None:
         """Raise PlanTooLarge, naming all that ``need`` has more of."""
         short = [

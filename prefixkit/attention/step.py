@@ -165,7 +165,7 @@ class Planner:
         length, own = visible_lengths(snapshot, queries), queries.rows_per_node(snapshot.num_nodes)
         tree = _ints(np.concatenate((snapshot.parent, snapshot.subtree_end, length, own, [snapshot.num_nodes])))
         there, *tensors = upload([tree, *beside()], device)
-        return self._planned_for(snapshot, queries, self.launch(room, there)), tensors
+        return self.planned_for(snapshot, queries, self.launch(room, there)), tensors
 
     def _on_host(
         self,
@@ -177,12 +177,12 @@ class Planner:
         plan = self._specify(snapshot, queries)
         if self.buffers is not None and isinstance(plan, GpuPlan):
             work = self.buffers.fill(plan)
-            return self._planned_for(snapshot, queries, work, plan, self.buffers), upload(beside(), device)
+            return self.planned_for(snapshot, queries, work, plan, self.buffers), upload(beside(), device)
         arrays = plan.arrays()
         tensors = upload([*map(_ints, arrays), *beside()], device)
-        return self._planned_for(snapshot, queries, tensors[: len(arrays)], plan), tensors[len(arrays) :]
+        return self.planned_for(snapshot, queries, tensors[: len(arrays)], plan), tensors[len(arrays) :]
 
-    def _planned_for(
+    def planned_for(
         self,
         snapshot: TreeSnapshot,
         queries: Queries,
@@ -190,6 +190,7 @@ class Planner:
         plan: Plan | GpuPlan | None = None,
         buffers: GpuPlanBuffers | None = None,
     ) -> Planned:
+        """A plan of these queries that is in ``work`` already, or will be."""
         fills = buffers.fills if buffers is not None else 0
         return Planned(work, snapshot, queries, self._specify, self._reads, plan, buffers, fills)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable
 
@@ -13,14 +14,21 @@ from torch import Tensor
 from prefixkit.attention.kv_pool import KVPool
 from prefixkit.attention.step import Planner, Step, build_step
 from prefixkit.generation.beam_run import BeamRun
+from prefixkit.generation.decode_run import DecodeRun
+from prefixkit.generation.decoder import Decoder
 from prefixkit.generation.pending import choose_queries, last_rows
 from prefixkit.generation.report import Report
 from prefixkit.generation.request import Request, Sample, SamplingParams, TokenEvent
-from prefixkit.generation.sample_run import SampleRun, draw_next
+from prefixkit.generation.sample_run import Draw, SampleRun, draw_next, draw_on_host
 from prefixkit.generation.scheduler import Group, Scheduler, check_fits
 from prefixkit.tree.radix import PrefixTree, Sequence
 
 log = logging.getLogger("prefixkit")
+
+# A decoder takes over where samples have so many tokens to draw: to begin with it costs more than a step.
+FEWEST_STEPS = 4
+# Where others wait for pages, it goes on until one sample in so many has ended.
+WAITED_FOR = 8
 
 
 class Engine:
@@ -34,6 +42,9 @@ class Engine:
         planner: Plans attention for the model's heads.
         decode: Token ids to text; needed for stop strings and ``Sample.text``.
         prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
+        decoder: Decodes samples whose prompts are computed, many steps at a time; None: every step is planned by itself.
+        drawer: Draws tokens in steps that no decoder runs.
+        most_running: Samples, or beam searches, that run at once at most; the others wait.
         on_sample: Called with each sample as it finishes.
         on_token: Called with each token as it is drawn (sampling only).
     """
@@ -47,22 +58,28 @@ class Engine:
         *,
         decode: Callable[[list[int]], str] | None = None,
         prefill_chunk: int = 1024,
+        decoder: Decoder | None = None,
+        drawer: Draw = draw_on_host,
+        most_running: int = sys.maxsize,
         on_sample: Callable[[Sample], None] | None = None,
         on_token: Callable[[TokenEvent], None] | None = None,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
+        if most_running < 1:
+            raise ValueError(f"most_running must be at least 1 sample, got {most_running}")
         self.model = model
         self.pool = pool
         self.tree = tree
         self.planner = planner
         self.decode = decode
         self.prefill_chunk = prefill_chunk
+        self.decoder, self.drawer = decoder, drawer
         self.on_sample = on_sample
         self.on_token = on_token
         self.samples: list[SampleRun] = []
         self.beams: list[BeamRun] = []
-        self.scheduler = Scheduler(tree, self._promised)
+        self.scheduler = Scheduler(tree, self._promised, most_running)
         self.report = Report()
 
     def run(self, requests: Iterable[Request]) -> list[Sample]:
@@ -86,16 +103,60 @@ class Engine:
         return sorted(finished, key=lambda sample: (sample.prompt_index, sample.index))
 
     def step(self) -> list[Sample]:
-        """One forward pass and one token for everything that runs; returns the samples that this finished."""
+        """One forward pass and one token for everything that runs, or with a ``decoder`` many; returns the samples that this
+        finished."""
         self.scheduler.admit()
+        if self._can_decode():
+            return self._decode()
         self._forward()
         self._start()
         finished = self._advance()
-        for group in [group for group in self.scheduler.groups if group.finished == group.wanted]:
-            self.scheduler.retire(group)
+        self._retire()
         for sample in finished:
             if self.on_sample is not None:
                 self.on_sample(sample)
+        return finished
+
+    def _retire(self) -> None:
+        for group in [group for group in self.scheduler.groups if group.finished == group.wanted]:
+            self.scheduler.retire(group)
+
+    # -- many steps --------------------------------------------------------------------------------------------------------
+
+    def _can_decode(self) -> bool:
+        """Whether all that is left to do now is to decode samples, and enough of that."""
+        if self.decoder is None or self.beams or not self.samples:
+            return False
+        if any(group.first_logits is None or group.granted > group.started for group in self.scheduler.groups):
+            return False
+        if max(run.params.max_new_tokens - len(run.tokens) for run in self.samples) < FEWEST_STEPS:
+            return False
+        leaves = {run.sequence.node for run in self.samples}
+        return all(node in leaves and have == want - 1 for node, have, want in self.tree.pending())
+
+    def _decode(self) -> list[Sample]:
+        assert self.decoder is not None, "asked before"
+        finished: list[Sample] = []
+
+        def give(run: SampleRun, sample: Sample) -> None:
+            self.tree.release(run.sequence)
+            self._finish(run.group, [sample], finished)
+            if run.group.finished == run.group.wanted:
+                self.scheduler.retire(run.group)
+            if self.on_sample is not None:
+                self.on_sample(sample)
+
+        began, count = time.perf_counter(), len(self.samples)
+        self._count_held(self._held_pages())
+        decoding = DecodeRun(self.tree, self.decoder, self.samples, give, self.on_token)
+        try:
+            decoding.run(lambda ended: self.scheduler.waits and ended * WAITED_FOR >= count)
+        finally:
+            self.samples = [run for run in self.samples if run.sequence.tree is not None]
+            self._count_decode(decoding)
+            took = time.perf_counter() - began
+            self.report.seconds_in_model += took
+            self.report.seconds_in_decode += took
         return finished
 
     # -- one step, part by part ------------------------------------------------------------------------------------------
@@ -163,7 +224,7 @@ class Engine:
         finished: list[Sample] = []
         grow: list[tuple[Sequence, int]] = []
         going_on: list[SampleRun] = []
-        for run, token, logprob in draw_next(self.samples):
+        for run, token, logprob in draw_next(self.samples, self.drawer):
             sample = run.accept(token, logprob, self.on_token)
             if sample is None:
                 going_on.append(run)
@@ -204,12 +265,31 @@ class Engine:
         report.tokens_computed += step.num_rows
         report.kv_bytes_read += step.kv_tokens_read * spec.bytes_per_token
         report.kv_bytes_read_unshared += step.kv_tokens_unshared * spec.bytes_per_token
-        pages = self.tree.allocator.num_pages - self.tree.allocator.free
-        held = pages * self.tree.page_size * spec.bytes_per_token
-        report.kv_bytes_held_peak = max(report.kv_bytes_held_peak, held)
+        self._count_held(self._held_pages())
         alone = sum(sequence.length for sequence in drawn) * spec.bytes_per_token
         report.kv_bytes_unshared_peak = max(report.kv_bytes_unshared_peak, alone)
         report.kv_bytes_copied = self.pool.bytes_copied
+
+    def _count_decode(self, decoding: DecodeRun) -> None:
+        report, spec, decoder = self.report, self.pool.spec, self.decoder
+        assert decoder is not None, "it decoded"
+        report.captures, report.seconds_capturing = decoder.captures, decoder.seconds_capturing
+        report.graph_bytes = decoder.graph_bytes
+        report.steps += decoding.steps
+        report.decode_steps += decoding.steps
+        report.plans = self.planner.plans_made
+        report.tokens_computed += decoding.rows_run
+        report.kv_bytes_read += decoding.kv_tokens_read * spec.bytes_per_token
+        report.kv_bytes_read_unshared += decoding.kv_tokens_unshared * spec.bytes_per_token
+        self._count_held(decoding.pages_held)
+        report.kv_bytes_unshared_peak = max(report.kv_bytes_unshared_peak, decoding.tokens_alone * spec.bytes_per_token)
+
+    def _held_pages(self) -> int:
+        return self.tree.allocator.num_pages - self.tree.allocator.free
+
+    def _count_held(self, pages: int) -> None:
+        held = pages * self.tree.page_size * self.pool.spec.bytes_per_token
+        self.report.kv_bytes_held_peak = max(self.report.kv_bytes_held_peak, held)
 
     def _release_all(self) -> None:
         """Give every page back; after a run to the end there is nothing left to give but the tree's own."""

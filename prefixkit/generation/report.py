@@ -25,7 +25,12 @@ class Report:
         kv_bytes_read_unshared: What it would have read for each sequence apart.
         kv_bytes_copied: KV bytes copied from page to page; a fork copies none.
         seconds: Wall time.
-        seconds_in_model: The part of it spent in forward passes.
+        seconds_in_model: The part of it spent in forward passes; a decoder's whole time.
+        decode_steps: Steps that a decoder ran.
+        seconds_in_decode: What it took for them, capturing included.
+        captures: CUDA graphs captured.
+        seconds_capturing: What that took.
+        graph_bytes: GPU memory that graphs share.
     """
 
     prompts: int = 0
@@ -42,6 +47,11 @@ class Report:
     kv_bytes_copied: int = 0
     seconds: float = 0.0
     seconds_in_model: float = 0.0
+    decode_steps: int = 0
+    seconds_in_decode: float = 0.0
+    captures: int = 0
+    seconds_capturing: float = 0.0
+    graph_bytes: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,6 +74,11 @@ class Report:
             f"({self.tokens_per_second:,.1f} tokens/s), {self.steps} steps, {self.plans} plans",
             f"{'':24}{'prefixkit':>14}{'plain batch':>14}{'saved':>10}",
         ]
+        if self.captures:
+            lines.append(
+                f"{self.decode_steps} steps by {self.captures} CUDA graphs, captured in {self.seconds_capturing:.1f} s, "
+                f"which share {self.graph_bytes / 2**20:,.0f} MiB"
+            )
         lines += [f"{what:24}{ours:>14}{plain:>14}{ratio:>10}" for what, ours, plain, ratio in self.rows()]
         return "\n".join(lines)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from prefixkit.generation.rng import sample_key, uniforms
 from prefixkit.generation.sampling import draw
 from prefixkit.generation.scheduler import Group
 from prefixkit.generation.stop import StopChecker
-from prefixkit.tree.radix import Sequence
+from prefixkit.tree.radix import Sequence as TreeSequence
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class SampleRun:
     group: Group
     index: int
     key: np.uint64
-    sequence: Sequence
+    sequence: TreeSequence
     params: SamplingParams
     stop: StopChecker
     logits: Tensor
@@ -37,7 +37,7 @@ class SampleRun:
 
     @classmethod
     def begin(
-        cls, group: Group, index: int, sequence: Sequence, decode: Callable[[list[int]], str] | None
+        cls, group: Group, index: int, sequence: TreeSequence, decode: Callable[[list[int]], str] | None
     ) -> SampleRun:
         """Start sample ``index`` of a prompt whose first logits are known."""
         params, logits = group.request.params, group.first_logits
@@ -68,8 +68,21 @@ class SampleRun:
         if on_token is not None:
             text = self.stop.delta() + (self.stop.rest() if reason == "length" else "")
             on_token(TokenEvent(self.group.request.prompt_index, self.index, token, logprob, text, reason))
-        if reason is None:
-            return None
+        return None if reason is None else self._sample(reason)
+
+    @property
+    def needs_each_token(self) -> bool:
+        """Whether stop strings must be looked for as the tokens come."""
+        return bool(self.params.stop)
+
+    def accept_all(self, tokens: list[int], logprobs: list[float], ends: bool) -> Sample | None:
+        """Take tokens of which none but the last can end the sample; returns the sample if ``ends``."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        stopped = self.stop.push_all(tokens)
+        return self._sample("stop" if stopped else "length") if ends else None
+
+    def _sample(self, reason: FinishReason) -> Sample:
         return Sample(
             prompt_index=self.group.request.prompt_index,
             index=self.index,
@@ -80,12 +93,45 @@ class SampleRun:
         )
 
 
-def draw_next(runs: list[SampleRun]) -> Iterator[tuple[SampleRun, int, float]]:
-    """Draw one token for each run; what one draws does not depend on the others."""
+# Draws a token for each row: logits ``[rows, vocab]`` float32, laws, keys, tokens drawn so far, histories.
+Draw = Callable[
+    [Tensor, Sequence[SamplingParams], NDArray[np.uint64], NDArray[np.int64], Sequence[NDArray[np.int32]]],
+    tuple[Tensor, Tensor],
+]
+
+
+def draw_on_host(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    keys: NDArray[np.uint64],
+    steps: NDArray[np.int64],
+    histories: Sequence[NDArray[np.int32]],
+) -> tuple[Tensor, Tensor]:
+    """By the specification: see ``sampling.draw``."""
+    return draw(logits, params, uniforms(keys, steps), histories)
+
+
+def draw_next(runs: list[SampleRun], drawer: Draw = draw_on_host) -> Iterator[tuple[SampleRun, int, float]]:
+    """Draw one token for each run; what one draws does not depend on the others.
+
+    Raises:
+        ValueError: logits hold NaN, +inf or no finite value.
+    """
     if not runs:
         return
-    u = uniforms(np.array([run.key for run in runs], dtype=np.uint64), np.array([len(run.tokens) for run in runs]))
-    tokens, logprobs = draw(
-        torch.stack([run.logits for run in runs]), [run.params for run in runs], u, [run.history() for run in runs]
+    keys = np.array([run.key for run in runs], dtype=np.uint64)
+    steps = np.array([len(run.tokens) for run in runs], dtype=np.int64)
+    logits = torch.stack([run.logits for run in runs])
+    tokens, logprobs = drawer(logits, [run.params for run in runs], keys, steps, [run.history() for run in runs])
+    for run, token, logprob in zip(runs, tokens.tolist(), logprobs.tolist(), strict=True):
+        if token < 0:
+            raise broken_logits(run)
+        yield run, token, logprob
+
+
+def broken_logits(run: SampleRun) -> ValueError:
+    """What to raise where a device could draw nothing."""
+    return ValueError(
+        f"the logits of sample {run.index} of prompt {run.group.request.prompt_index} hold NaN, +inf or no finite value, so no "
+        "token can be drawn; look at what the model computed"
     )
-    yield from zip(runs, tokens.tolist(), logprobs.tolist(), strict=True)

@@ -1,14 +1,33 @@
 """Drawing the next token: penalty, temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution.
 
-Each row is drawn from its own logits, parameters and uniform number alone, so a row's token and log-probability are the
-same bits whatever else is in the batch.
+Each row is drawn from its own logits, parameters and uniform number alone, so a row's token is the same whatever else is
+in the batch, and the same on a CPU (here) and on a GPU (``gpu_sampling``): what follows is the specification of both,
+bit by bit.  The vocabulary is never sorted.
 
-The vocabulary is never sorted.  Top-p ranks only the tokens that may belong to the nucleus: tokens below (1 - p) / V
-together hold less than 1 - p, so they lie outside it.
+1. **Scores.**  Logits in float32; those of bfloat16 and float16 are converted exactly.  Where the penalty is not 1, each
+   token that the sequence holds has ``score < 0 ? score * penalty : score / penalty``, rounded once, with the penalty
+   in float32.  Greedy rows take the first of the largest scores.
+2. **Weights.**  With ``top`` the largest score and ``rate = max(float32(log2(e)) / float32(temperature), 2**-126)``::
 
-Ties.  Top-k keeps every token as likely as the k-th, so it can keep more than k.  Top-p keeps the fewest tokens that
-hold p, and of equally likely ones at its border those with the higher ids.  So do transformers' processors, but that
-theirs leave to the sort which of the equally likely ones stay.
+       power  = max((score - top) * rate, -64)      each operation rounded to float32, as all below
+       n, f   = floor(power), power - floor(power)
+       g      = ((((c5 f + c4) f + c3) f + c2) f + c1) f + 1       products and sums rounded apart, no fused ones
+       weight = floor(g * 2**(39 + n))              exactly: a whole number from 0 to 2**39
+
+   with c1 to c5 in ``weights.EXP2``.  Weights are whole, so their sums are exact in any order.  A token less likely
+   than 2**-39 times the likeliest has no weight; others are within ``(2 ln(top weight / weight) + 3) * 2**-24``,
+   relative, and then one unit of ``exp((score - top) / temperature) * 2**39``.
+3. **Filters.**  Top-k keeps the tokens whose score is at least the k-th largest.  Top-p keeps, of these, the fewest
+   largest weights that hold ``max(1, min(ceil(top_p * float64(total)), total))``, product rounded to float64; of
+   equal weights at its border those with the higher ids.  Min-p keeps weights of at least ``ceil(min_p * 2**39)``.
+4. **Draw.**  The uniform is ``u / 2**53`` with a whole ``u`` (``rng``).  The token is the first, by id, at which the
+   cumulative sum of kept weights exceeds ``floor(u * total / 2**53)``, in whole numbers of 128 bits.
+
+The log-probability is the log-softmax of the untouched logits, and equal on two devices to some units in the last place.
+
+Top-p ranks only the tokens that may belong to the nucleus: those below (1 - p) / V together hold less than 1 - p, so
+they lie outside it.  Top-k keeps every token as likely as the k-th, so it can keep more than k.  So do transformers'
+processors, but that theirs leave to the sort which of equally likely tokens top-p keeps.
 """
 
 from __future__ import annotations
@@ -22,13 +41,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.generation.request import SamplingParams
+from prefixkit.generation.weights import Floats, Scratch, Sums, least, share, weigh
 
-Floats = NDArray[np.float32]
 Ids = NDArray[np.integer[Any]]
 Positions = NDArray[np.intp]
 
-_ELEMENTS_AT_ONCE = 2**19  # 2 MiB of float32: softmax, penalty and selection of a few rows stay in the cache
-_BLOCK = 256  # tokens per block of the two-level cumulative sum
+_ELEMENTS_AT_ONCE = 2**19  # 2 MiB of float32: the softmax of a few rows stays in the cache
 _SHRINK = 1 - 1e-6  # bounds give way by more than float32 rounds, so that rounding never excludes a token
 
 
@@ -58,16 +76,17 @@ def draw(
     each, seen = _check(logits, params, uniforms, histories)
     rows, vocab = logits.shape
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-    at_once = max(1, _ELEMENTS_AT_ONCE // vocab)
+    at_once = max(1, _ELEMENTS_AT_ONCE // max(vocab, 1))
+    scratch, room = Scratch(vocab), torch.empty(min(at_once, rows), vocab)
     for begin in range(0, rows, at_once):
         part = slice(begin, begin + at_once)
-        raw = torch.log_softmax(logits[part].detach(), dim=-1)
+        some = logits[part].detach().cpu()
+        raw = torch.log_softmax(some, dim=-1, out=room[: len(some)])
         _check_finite(raw, logits, begin)
-        scores, weights = _scores_and_weights(logits[part].detach(), each[part], seen[part])
-        for row, law in enumerate(each[part]):
-            weight = None if weights is None else weights[row]
-            tokens[begin + row] = _draw_row(scores[row], weight, law, float(uniforms[begin + row]))
-        logprobs[part] = raw.gather(1, tokens[part, None].to(raw.device))[:, 0]
+        for row, law in enumerate(each[part], begin):
+            scores = _scores(some[row - begin].numpy(), law, seen[row])
+            tokens[row] = _draw_row(scores, law, float(uniforms[row]), scratch)
+        logprobs[part] = raw.gather(1, tokens[part, None])[:, 0]
     return tokens.to(logits.device), logprobs.to(logits.device)
 
 
@@ -78,15 +97,16 @@ def probabilities(
     each, seen = _check(logits, params, np.zeros(len(logits)), histories)
     result = torch.zeros(logits.shape, dtype=torch.float64)
     for row, law in enumerate(each):
-        one = logits[row : row + 1].detach()
+        one = logits[row : row + 1].detach().cpu()
         _check_finite(torch.log_softmax(one, dim=-1), logits, row)
-        scores, weights = _scores_and_weights(one, [law], seen[row : row + 1])
-        if weights is None:
-            result[row, int(np.argmax(scores[0]))] = 1
+        scores = _scores(one[0].numpy(), law, seen[row])
+        if law.greedy:
+            result[row, int(np.argmax(scores))] = 1
         else:
-            kept = kept_tokens(scores[0], weights[0], law)
-            kept = np.arange(len(weights[0])) if kept is None else kept
-            held = weights[0][kept].astype(np.float64)
+            weights = weigh(scores, law.temperature)
+            kept = kept_tokens(scores, weights, law)
+            kept = np.arange(len(weights)) if kept is None else kept
+            held = weights[kept].astype(np.float64)
             result[row, torch.from_numpy(kept)] = torch.from_numpy(held / held.sum())
     return result
 
@@ -95,8 +115,8 @@ def kept_tokens(scores: Floats, weights: Floats, params: SamplingParams) -> Posi
     """The tokens that top-k, top-p and min-p leave, in ascending order; None for the whole vocabulary.
 
     Args:
-        scores: ``[vocab]`` penalised logits over temperature.
-        weights: ``[vocab]`` their softmax.
+        scores: ``[vocab]`` penalised logits.
+        weights: ``[vocab]`` float32, as :func:`weigh` gives them.
         params: The filters.
     """
     kept: Positions | None = None
@@ -105,8 +125,7 @@ def kept_tokens(scores: Floats, weights: Floats, params: SamplingParams) -> Posi
     if params.top_p < 1:
         kept = _nucleus(weights, params.top_p) if kept is None else kept[_nucleus(weights[kept], params.top_p)]
     if params.min_p > 0:
-        # The likeliest token is never dropped by the filters before, so its weight is the same before and after them.
-        floor = np.float32(params.min_p) * weights.max()
+        floor = least(params.min_p)
         kept = np.flatnonzero(weights >= floor) if kept is None else kept[weights[kept] >= floor]
     return kept
 
@@ -153,28 +172,19 @@ def _check_finite(log_softmax: Tensor, logits: Tensor, first_row: int) -> None:
         )
 
 
-def _scores_and_weights(
-    logits: Tensor, laws: Sequence[SamplingParams], histories: Sequence[Ids | None]
-) -> tuple[Floats, Floats | None]:
-    """Penalised logits over temperature and softmax, ``[rows, vocab]`` each; no softmax if every row is greedy."""
+def _scores(logits: Floats, law: SamplingParams, history: Ids | None) -> Floats:
+    """Penalised logits of a row, the row itself where there is no penalty; what cannot be drawn from is an error."""
     scores = logits
-    if any(law.repetition_penalty != 1 for law in laws):
-        scores = logits.cpu().clone()
-        for row, law in enumerate(laws):
-            history = histories[row]
-            if law.repetition_penalty != 1 and history is not None:
-                _penalise(scores[row].numpy(), history, law.repetition_penalty)
-    if all(law.greedy for law in laws):
-        return scores.cpu().numpy(), None
-    temperatures = [1.0 if law.greedy else law.temperature for law in laws]
-    if any(temperature != 1 for temperature in temperatures):
-        scores = scores / torch.tensor(temperatures, device=scores.device)[:, None]
-    weights = torch.softmax(scores, dim=-1).cpu()
-    if bool(weights[:, 0].isnan().any()):
+    with np.errstate(all="ignore"):
+        if law.repetition_penalty != 1 and history is not None:
+            scores = logits.copy()
+            _penalise(scores, history, law.repetition_penalty)
+        divided = scores.max() / np.float32(1 if law.greedy else law.temperature)
+    if not np.isfinite(divided):
         raise ValueError(
             "logits over temperature, or under the repetition penalty, leave float32; use values nearer to 1"
         )
-    return scores.cpu().numpy(), weights.numpy()
+    return scores
 
 
 def _penalise(scores: Floats, history: Ids, penalty: float) -> None:
@@ -185,33 +195,12 @@ def _penalise(scores: Floats, history: Ids, penalty: float) -> None:
     scores[ids] = np.where(old < 0, old * factor, old / factor)
 
 
-def _draw_row(scores: Floats, weights: Floats | None, params: SamplingParams, uniform: float) -> int:
-    if params.greedy or weights is None:
+def _draw_row(scores: Floats, params: SamplingParams, uniform: float, scratch: Scratch) -> int:
+    if params.greedy:
         return int(np.argmax(scores))  # the first of equals
+    weights = weigh(scores, params.temperature, scratch)
     kept = kept_tokens(scores, weights, params)
-    return _invert(weights, uniform) if kept is None else int(kept[_invert(weights[kept], uniform)])
-
-
-def _invert(weights: Floats, uniform: float) -> int:
-    """The first position whose cumulative weight exceeds ``uniform`` times the whole; its weight is never 0.
-
-    Two levels, blocks and then tokens, so that only one block is summed token by token.  Boundaries add up in float64.
-    """
-    starts = np.arange(0, len(weights), _BLOCK)
-    blocks = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
-    block, before = _locate(blocks, uniform * float(blocks[-1]))
-    begin = int(starts[block])
-    inside = np.cumsum(weights[begin : begin + _BLOCK], dtype=np.float64)
-    position, _ = _locate(inside, uniform * float(blocks[-1]) - before)
-    return begin + position
-
-
-def _locate(cumulative: NDArray[np.float64], target: float) -> tuple[int, float]:
-    """The first entry above ``target``, and the entry before it (or 0)."""
-    # Rounding can lift a target onto the whole sum, above which there is nothing: stay just below.
-    below = min(target, float(np.nextafter(cumulative[-1], 0.0)))
-    found = int(np.searchsorted(cumulative, below, side="right"))
-    return found, float(cumulative[found - 1]) if found else 0.0
+    return Sums.of(weights).invert(uniform) if kept is None else int(kept[Sums.of(weights[kept]).invert(uniform)])
 
 
 def _kth_largest(scores: Floats, k: int) -> np.float32:
@@ -227,17 +216,20 @@ def _kth_largest(scores: Floats, k: int) -> np.float32:
 
 def _nucleus(weights: Floats, top_p: float) -> Positions:
     """Ascending positions of the fewest largest weights that hold ``top_p`` of the sum."""
-    total = float(weights.sum(dtype=np.float64))
-    likely = np.flatnonzero(weights >= np.float32((1 - top_p) * total / len(weights) * _SHRINK))
+    total = Sums.of(weights).total
+    need = share(total, top_p)
+    # At least 1, for who has no weight is never drawn.
+    likely = np.flatnonzero(weights >= np.float32(max((total - need) // len(weights) * _SHRINK, 1)))
     held = weights[likely]
     # Positive floats are ordered as their bits are, so a histogram over the upper bits ranks everything but one bin.
     bins = held.view(np.int32) >> 18  # 32 bins an octave
     bins -= bins.min()
-    above = np.cumsum(np.bincount(bins, weights=held)[::-1])  # mass of each bin and of all higher ones, from the top
-    depth = min(int(np.searchsorted(above, top_p * total)), len(above) - 1)
-    missing = top_p * total - (float(above[depth - 1]) if depth else 0.0)
+    # Those of a bin are multiples of one power of 2, so float64 adds them up exactly; bins need 64 bits.
+    above = np.cumsum(np.bincount(bins, weights=held)[::-1].astype(np.int64))
+    depth = min(int(np.searchsorted(above, need)), len(above) - 1)
+    missing = need - (int(above[depth - 1]) if depth else 0)
     ranked = np.sort(held[bins == len(above) - 1 - depth])[::-1]
-    count = min(len(ranked), 1 + int(np.searchsorted(np.cumsum(ranked, dtype=np.float64), missing)))
+    count = min(len(ranked), 1 + int(np.searchsorted(np.cumsum(ranked, dtype=np.float64).astype(np.int64), missing)))
     border = ranked[count - 1]
     kept = likely[held >= border]
     surplus = int(np.count_nonzero(ranked >= border)) - count  # tokens as likely as the last that is needed

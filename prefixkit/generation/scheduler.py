@@ -7,6 +7,7 @@ else, so a running sample never meets a full pool: prompts beyond the budget wai
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -102,10 +103,12 @@ class Scheduler:
     Attributes:
         tree: Where prompts are inserted.
         promised: Returns the pages that running samples may still take.
+        most_running: Samples, or beam searches, that run at once at most.
     """
 
     tree: PrefixTree
     promised: Callable[[], int]
+    most_running: int = sys.maxsize
     queue: deque[Request] = field(default_factory=deque)
     groups: list[Group] = field(default_factory=list)
     _anchor: _Anchor | None = None
@@ -117,6 +120,11 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not self.queue and not self.groups
+
+    @property
+    def waits(self) -> bool:
+        """Whether something waits for pages."""
+        return bool(self.queue) or any(group.granted < group.wanted for group in self.groups)
 
     def admit(self) -> None:
         """Grant pages to waiting samples of prompts in flight, then to waiting prompts, until something does not fit."""
@@ -161,18 +169,25 @@ class Scheduler:
         )
         return self.tree.allocator.free - self.promised() - unit
 
+    def _places(self) -> int:
+        """How many more may run."""
+        return max(0, self.most_running - sum(group.granted - group.finished for group in self.groups))
+
     def _grant(self, group: Group) -> bool:
         """Promise pages to as many of a group's waiting samples as fit; True if none is left waiting."""
         unit = pages_per_unit(group.request.params, self.tree.page_size)
         waiting = group.wanted - group.granted
         if waiting:
             fit = waiting if unit == 0 else min(waiting, max(0, self._free() // unit))
+            fit = min(fit, self._places())
             group.granted += fit
             waiting -= fit
         return waiting == 0
 
     def _admit_prompt(self, request: Request) -> bool:
         """Insert a prompt and promise pages to its first samples; leaves no trace if that does not fit."""
+        if not self._places():
+            return False
         try:
             prompt = self.tree.insert(request.tokens)
         except OutOfPages:

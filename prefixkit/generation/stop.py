@@ -60,6 +60,12 @@ class StopChecker:
             self._settle()
         return self._stopped_by_string
 
+    def push_all(self, tokens: list[int]) -> bool:
+        """Take tokens of which none but the last can end the sample, where there are no stop strings; True if it does."""
+        assert tokens and not self._stop, "strings are looked for token by token"
+        self._tokens += tokens[:-1]
+        return self.push(tokens[-1])
+
     def delta(self) -> str:
         """The text that has become certain since the last call: for streaming.
 

@@ -80,6 +80,11 @@ class ModelRunner:
             ValueError: the model is in training mode.
             IncompleteStep: a layer was not reached exactly once.
         """
+        with torch.inference_mode():
+            return self.compute(step).float()
+
+    def compute(self, step: Step) -> Tensor:
+        """The same, but the logits in the dtype that the model gives them."""
         if self.model.training:
             raise ValueError(
                 "ModelRunner: the model is in training mode, where dropout is random; call model.eval() first"
@@ -92,7 +97,7 @@ class ModelRunner:
                 self.cache.abandon()
                 raise
             self.cache.end()
-            rows: Tensor = logits[0].float()
+            rows: Tensor = logits[0]
         return rows
 
 

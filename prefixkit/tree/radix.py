@@ -142,21 +142,30 @@ class PrefixTree:
             raise ValueError(f"count must be at least 1, got {count}")
         return [self._new_sequence(node) for _ in range(count)]
 
-    def extend(self, sequence: Sequence, tokens: ArrayLike) -> None:
+    def extend(self, sequence: Sequence, tokens: ArrayLike, pages: Ints | None = None) -> None:
         """Append ``tokens``: to the node where the sequence ends, if a leaf of its own, else to a new child.
 
+        Args:
+            sequence, tokens: What grows, and by what.
+            pages: The `pages_to_extend` pages to use, where the caller has already taken them from `allocator`: they become
+                the tree's.  None: they are taken now.
+
         Raises:
-            ValueError, TypeError: ``tokens`` is empty or not token ids, or ``sequence`` is not live in this tree.
+            ValueError, TypeError: ``tokens`` is empty or not token ids, ``sequence`` is not live in this tree, or ``pages`` are
+                not as many as needed.
             OutOfPages: not enough free pages; nothing has changed.
         """
         values = as_tokens(tokens)
         node = self._node_of(sequence)
+        need = self.pages_to_extend(sequence, len(values))
+        if pages is not None and len(pages) != need:
+            raise ValueError(f"{len(values)} tokens of sequence {sequence.id} need {need} pages, got {len(pages)}")
+        pages = self.allocator.allocate(need) if pages is None else pages
         if node.grows_in_place:
-            node.grow(values, self.allocator.allocate(node.pages_to_add(len(values))))
+            node.grow(values, pages)
             self._touched.add(node)
         else:
-            pages = self.allocator.allocate(self._pages_for(len(values)))
-            self._move(sequence, self._add_leaf(node, values.copy(), pages))
+            self._move(sequence, self._add_leaf(node, values.copy(), pages.copy()))
 
     def extend_each(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> None:
         """Append ``tokens[i]`` to ``sequences[i]``: the decode step.

@@ -14,6 +14,7 @@ import torch
 
 from prefixkit.attention.cost import CostModel, HeadShape
 from prefixkit.attention.step import Planner, Step
+from prefixkit.generation.decoder import EagerDecoder
 from prefixkit.generation.engine import Engine
 from prefixkit.tree.radix import PrefixTree
 
@@ -48,7 +49,8 @@ class FakeModel:
         self.rows_per_step: list[int] = []
 
     def __call__(self, step: Step) -> torch.Tensor:
-        self.held[step.slots.numpy()] = step.tokens.numpy()
+        slots, tokens = step.slots.numpy(), step.tokens.numpy()
+        self.held[slots[slots >= 0]] = tokens[slots >= 0]
         seen = self.seen_by_rows(step)
         for tokens in seen:
             self.computed[tuple(tokens)] += 1
@@ -77,9 +79,13 @@ class FakeModel:
         return [[tokens[position] for position in sorted(tokens)] for tokens in sight]
 
 
-def make_engine(num_pages: int = 4096, page_size: int = 4, **options) -> tuple[Engine, FakeModel]:
-    """An engine over a fake model; its cost model shares whatever can be shared."""
+def make_engine(
+    num_pages: int = 4096, page_size: int = 4, decoder: bool = False, **options
+) -> tuple[Engine, FakeModel]:
+    """An engine over a fake model, with or without a decoder; its cost model shares whatever can be shared."""
     model = FakeModel(num_pages * page_size, page_size)
     planner = Planner(HeadShape(1, 1, 1, 4), CostModel(item=0, kv_byte=1, partial_byte=0))
     engine = Engine(model, FakePool(FakeSpec()), PrefixTree(num_pages, page_size), planner, **options)
+    if decoder:
+        engine.decoder = EagerDecoder(model, planner, page_size, "cpu")
     return engine, model

@@ -6,6 +6,7 @@ import pytest
 from prefixkit.generation.request import BeamParams, Request, SamplingParams
 from prefixkit.generation.scheduler import KVBudgetTooSmall, Scheduler, check_fits, common_prefix, pages_per_unit
 from prefixkit.tree.radix import PrefixTree
+from tests.generation.fake_model import make_engine
 
 
 def request(index, tokens, **params):
@@ -93,3 +94,19 @@ def test_the_refusal_names_the_need_in_mib_and_tokens():
 @pytest.mark.parametrize(("a", "b", "shared"), [([1, 2, 3], [1, 2, 4], 2), ([1], [2], 0), ([1, 2], [1, 2, 3], 2)])
 def test_common_prefix(a, b, shared):
     assert common_prefix(np.array(a), np.array(b)) == shared
+
+
+@pytest.mark.parametrize("most", [1, 5, 7])
+def test_no_more_run_at_once_than_asked(most):
+    engine, model = make_engine(most_running=most)
+    params = SamplingParams(n=4, max_new_tokens=5, seed=5)
+    samples = engine.run(Request(i, np.arange(5 + i), params) for i in range(3))
+    unbounded, _ = make_engine()
+    assert samples == unbounded.run(Request(i, np.arange(5 + i), params) for i in range(3))
+    assert max(model.rows_per_step) <= most + 7
+    assert len(samples) == 12
+
+
+def test_at_least_one_must_run():
+    with pytest.raises(ValueError, match="most_running must be at least 1 sample, got 0"):
+        make_engine(most_running=0)

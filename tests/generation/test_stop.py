@@ -209,3 +209,12 @@ def test_stop_strings_need_a_decoder():
         StopChecker((), ("END",), None)
     checker = StopChecker((3,), (), None)
     assert [checker.push(1), checker.push(3), checker.text()] == [False, True, ""]
+
+
+@pytest.mark.parametrize("last", [3, 7])
+def test_many_tokens_at_once_are_as_one_by_one(last):
+    at_once, one_by_one = (StopChecker((7,), (), lambda tokens: str(tokens)) for _ in range(2))
+    tokens = [1, 2, 2, last]
+    assert at_once.push_all(tokens) == [one_by_one.push(token) for token in tokens][-1] == (last == 7)
+    assert at_once.text() == one_by_one.text()
+    assert at_once.rest() == one_by_one.rest()

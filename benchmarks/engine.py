@@ -1,0 +1,217 @@
+"""The engine on one GPU: decode steps against their graphs alone, the host's part of them, idle time, and a long run.
+
+    python benchmarks/engine.py [--rows 64,256,1024] [--prompt 2048] [--new 256] [--out FILE]
+    python benchmarks/engine.py --long 2000 [--rows 512] [--out FILE]     sequences that end and arrive: memory, captures
+
+A Llama-3.1-8B-shape model with random weights in bfloat16.  One prompt, ``rows`` samples of it.  Per batch: the wall time of a
+decode step in the engine, that of replaying its graph alone, what the host does meanwhile, and by the profiler how long the GPU
+had nothing to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import prefixkit
+from benchmarks.tree_attention.timing import machine
+from prefixkit.api import make_engine
+from prefixkit.generation.engine import Engine
+from prefixkit.generation.graphs import GraphDecoder
+from prefixkit.generation.request import Request, SamplingParams
+
+PROFILED_STEPS = 40
+
+
+def llama(
+    layers: int, hidden: int = 4096, heads: int = 32, kv_heads: int = 8, inner: int = 14336, vocab: int = 128256
+) -> Any:
+    """A patched model of this shape, with random weights that were made on the GPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inner,
+        vocab_size=vocab,
+        head_dim=hidden // heads,
+        max_position_embeddings=131072,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    return prefixkit.patch(model.eval())
+
+
+def requests(count: int, prompt: int, **params: Any) -> list[Request]:
+    rng = np.random.default_rng(0)
+    return [Request(i, rng.integers(0, 30000, prompt), SamplingParams(**params)) for i in range(count)]
+
+
+@contextmanager
+def waiting(decoder: GraphDecoder) -> Iterator[list[float]]:
+    """Seconds that the host spends waiting for the device's tokens, one entry a step."""
+    waits: list[float] = []
+    read = decoder.read
+
+    def timed() -> Any:
+        began = time.perf_counter()
+        decoder._arrays.ring.ready[decoder._unread[0][0]].synchronize()  # type: ignore[union-attr]
+        waits.append(time.perf_counter() - began)
+        return read()
+
+    decoder.read = timed  # type: ignore[method-assign]
+    try:
+        yield waits
+    finally:
+        del decoder.read
+
+
+def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any]) -> dict[str, Any]:
+    """One prompt, ``rows`` samples."""
+    asked = requests(1, prompt, n=rows, max_new_tokens=new, **sampling)
+    engine = make_engine(model, asked)
+    decoder = engine.decoder
+    assert isinstance(decoder, GraphDecoder)
+    engine.run(asked)  # captures
+    before = vars(engine.report).copy()
+    with waiting(decoder) as waits:
+        engine.run(asked)
+    steps = engine.report.decode_steps - before["decode_steps"]
+    seconds = engine.report.seconds_in_decode - before["seconds_in_decode"]
+    total = engine.report.seconds - before["seconds"]
+    row = {
+        "rows": rows,
+        "prompt": prompt,
+        "new": new,
+        "sampling": sampling,
+        "tokens_per_second": round(rows * new / total),
+        "decode_step_ms": round(1e3 * seconds / steps, 3),
+        "replay_ms": round(replay_ms(decoder), 3),
+        "host_ms": round(1e3 * (seconds - sum(waits)) / steps, 3),
+        "prefill_and_first_ms": round(1e3 * (total - seconds), 1),
+        "capture_s": round(engine.report.seconds_capturing, 2),
+        "graph_mib": round(engine.report.graph_bytes / 2**20),
+        "idle": round(idle(engine, asked), 4),
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def replay_ms(decoder: GraphDecoder, times: int = 20) -> float:
+    """The last graph by itself, one replay after the other; its rows have ended, so trees do not grow."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(times):
+        decoder._running.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / times
+
+
+def idle(engine: Engine, asked: list[Request]) -> float:
+    """The part of a decode in which no kernel and no copy ran, by the profiler, over steps in its middle."""
+    decoder = engine.decoder
+    assert isinstance(decoder, GraphDecoder)
+    taken, step = [0], decoder.step
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def counted() -> None:
+        taken[0] += 1
+        if taken[0] == 20:
+            profiler.start()
+        step()
+        if taken[0] == 20 + PROFILED_STEPS:
+            torch.cuda.synchronize()
+            profiler.stop()
+
+    decoder.step = counted  # type: ignore[method-assign]
+    try:
+        engine.run(asked)
+    finally:
+        del decoder.step
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type.name == "CUDA")
+    busy, at = 0.0, spans[0][0]
+    for begin, end in spans:
+        busy += max(0.0, end - max(at, begin))
+        at = max(at, end)
+    return 1 - busy / (at - spans[0][0])
+
+
+def long_run(model: Any, steps: int, rows: int, prompt: int) -> dict[str, Any]:
+    """Sequences of random length end and others arrive, for so many steps: what grows, and what is captured again."""
+    sampling = {
+        "temperature": 1.0,
+        "stop_token_ids": tuple(range(0, 128256, 150)),
+        "max_new_tokens": 600,
+        "n": rows // 4,
+    }
+    one = requests(40, prompt, **sampling)
+    need = rows * (600 // 16 + 1) * 16 + 8 * prompt
+    engine = make_engine(model, one, kv_budget=need * 2 * 32 * 8 * 128 * 2)
+    held: list[tuple[int, int, int]] = []
+    rounds = 0
+    while engine.report.steps < steps:
+        engine.run(one)
+        rounds += 1
+        held.append((engine.report.steps, torch.cuda.memory_allocated() >> 20, torch.cuda.memory_reserved() >> 20))
+    engine.tree.check()
+    report = engine.report
+    row = {
+        "rounds": rounds,
+        "steps": report.steps,
+        "decode_steps": report.decode_steps,
+        "samples": report.samples,
+        "captures": report.captures,
+        "seconds": round(report.seconds, 1),
+        "tokens_per_second": round(report.tokens_per_second),
+        "memory_mib": held,
+        "pages_back": engine.tree.allocator.free == engine.tree.allocator.num_pages,
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="64,256,1024")
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--long", type=int, default=0, help="so many steps with sequences that end and arrive")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine(), "options": {k: str(v) for k, v in vars(options).items()}}
+    model = llama(options.layers)
+    rows = [int(n) for n in options.rows.split(",")]
+    if options.long:
+        result["long"] = long_run(model, options.long, rows[0], options.prompt)
+    else:
+        plain, filtered = {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
+        result["decode"] = [
+            decode(model, n, options.prompt, options.new, law) for n in rows for law in (plain, filtered)
+        ]
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Rows that append a token each to leaves of their own, step after step: the tree that they decode over, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count as count_up
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.attention.formats import Queries
+from prefixkit.tree.snapshot import Ints, TreeSnapshot
+
+# Versions of trees that no PrefixTree has: a plan made for one is never taken for another's.
+_versions = count_up(-1, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeBatch:
+    """What one decode step computes, and the pages that the steps after it will fill.
+
+    Attributes:
+        snapshot: A tree whose leaves have the pages of their tokens to come behind those of their tokens.  ``length`` counts
+            the tokens of the step, ``ready`` those before.  It names no sequences.
+        leaf: ``[rows]`` the node that each row appends to, ascending.
+    """
+
+    snapshot: TreeSnapshot
+    leaf: Ints
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.leaf)
+
+    def queries(self) -> Queries:
+        """One row for each leaf: its last token."""
+        end = self.snapshot.length[self.leaf]
+        return Queries(self.leaf, end - 1, end)
+
+    def grown(self, steps: int) -> DecodeBatch:
+        """The batch ``steps`` steps later; leaves whose pages are full stay as they are."""
+        tree = self.snapshot
+        room = np.diff(tree.page_indptr)[self.leaf] * tree.page_size - tree.first_slot[self.leaf]
+        length, ready = tree.length.copy(), tree.ready.copy()
+        length[self.leaf] = np.minimum(length[self.leaf] + steps, room)
+        ready[self.leaf] = np.minimum(ready[self.leaf] + steps, room)
+        return replace(self, snapshot=replace(tree, length=length, ready=ready))
+
+    def keep(self, rows: NDArray[np.intp]) -> DecodeBatch:
+        """The batch without the leaves of all other rows; ``rows`` ascend."""
+        old = self.snapshot
+        stays = np.ones(old.num_nodes, dtype=bool)
+        stays[self.leaf] = False
+        stays[self.leaf[rows]] = True
+        before = np.concatenate(([0], np.cumsum(stays))).astype(np.int32)  # nodes that stay, before each
+        held = np.diff(old.page_indptr)
+        snapshot = replace(
+            old,
+            version=next(_versions),
+            parent=np.where(old.parent >= 0, before[old.parent], -1).astype(np.int32)[stays],
+            subtree_end=before[old.subtree_end[stays]],
+            page_indptr=_indptr(held[stays]),
+            pages=old.pages[np.repeat(stays, held)],
+            start=old.start[stays],
+            length=old.length[stays],
+            ready=old.ready[stays],
+            first_slot=old.first_slot[stays],
+        )
+        return DecodeBatch(snapshot, before[self.leaf[rows]])
+
+
+def decode_batch(snapshot: TreeSnapshot, leaf: Ints, pages: Sequence[Ints]) -> DecodeBatch:
+    """A batch over a tree whose KV is complete but for the last token of each of the rows' leaves.
+
+    Args:
+        snapshot: The tree.
+        leaf: ``[rows]`` the nodes, ascending, each without children.
+        pages: For each the pages that it will come to need.
+    """
+    held, more = np.diff(snapshot.page_indptr), np.array([len(one) for one in pages], np.int32)
+    counts = held.copy()
+    counts[leaf] += more
+    indptr = _indptr(counts)
+    merged = np.empty(indptr[-1], np.int32)
+    behind = np.zeros(len(merged), dtype=bool)  # where the new ones go
+    behind[_ranges(indptr[leaf] + held[leaf], more)] = True
+    merged[~behind] = snapshot.pages
+    merged[behind] = np.concatenate(pages) if len(pages) else merged[:0]
+    none, nobody = snapshot.sequence_node[:0], snapshot.sequence_id[:0]
+    with_pages = replace(snapshot, version=next(_versions), page_indptr=indptr, pages=merged)
+    return DecodeBatch(replace(with_pages, sequence_node=none, sequence_id=nobody), leaf)
+
+
+def _ranges(begin: Ints, count: Ints) -> NDArray[np.intp]:
+    """The numbers ``begin[i] .. begin[i] + count[i]`` of all ranges, one after the other."""
+    ends = np.cumsum(count)
+    inside: NDArray[np.intp] = np.arange(ends[-1] if len(ends) else 0) + np.repeat(begin - (ends - count), count)
+    return inside
+
+
+def _indptr(counts: NDArray[np.integer]) -> Ints:
+    bounds = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=bounds[1:])
+    return bounds

@@ -1,0 +1,145 @@
+"""Decode steps of many rows, one after the other, over arrays that stay: what a loop asks of whoever runs them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.decode_batch import DecodeBatch
+from prefixkit.attention.decode_tree import DecodeCapacity, DecodeTree
+from prefixkit.attention.planned import Planned
+from prefixkit.attention.step import Planner, Step
+from prefixkit.generation.request import SamplingParams
+from prefixkit.generation.rng import uniforms
+from prefixkit.generation.sampling import draw
+
+Drawn = tuple[NDArray[np.int64], NDArray[np.float32]]
+
+
+@dataclass(frozen=True, eq=False)
+class Laws:
+    """How the rows of a batch are drawn.
+
+    Attributes:
+        params: ``[rows]`` of each.
+        keys: ``[rows]`` uint64, see ``rng.sample_key``.
+        steps: ``[rows]`` int64 tokens that each has drawn.
+        histories: Of each all its tokens, the prompt's too.
+        last: ``[rows]`` int64 the last of them, whose KV is yet to be computed.
+    """
+
+    params: Sequence[SamplingParams]
+    keys: NDArray[np.uint64]
+    steps: NDArray[np.int64]
+    histories: Sequence[NDArray[np.int32]]
+    last: NDArray[np.int64]
+
+    def keep(self, rows: NDArray[np.intp]) -> Laws:
+        """Those of some rows."""
+        return Laws(
+            [self.params[row] for row in rows],
+            self.keys[rows],
+            self.steps[rows],
+            [self.histories[row] for row in rows],
+            self.last[rows],
+        )
+
+
+class Decoder(Protocol):
+    """Runs decode steps.  Only :meth:`read` waits for a device.
+
+    Attributes:
+        planned: The plan of the batch at hand.
+        captures, seconds_capturing, graph_bytes: CUDA graphs captured so far, what that took, and GPU memory that they share.
+    """
+
+    planned: Planned
+    captures: int
+    seconds_capturing: float
+
+    @property
+    def graph_bytes(self) -> int: ...
+
+    def begin(self, batch: DecodeBatch, laws: Laws) -> None:
+        """Take a batch in place of the last one, whose unread steps are forgotten."""
+
+    def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
+        """Go on with ``rows`` of the batch, ascending; ``batch`` is what they are by now."""
+
+    def step(self) -> None:
+        """Start a step: every row's last token runs, and its next one is drawn."""
+
+    def read(self) -> Drawn:
+        """``[rows]`` the tokens and log-probabilities of the oldest step that was not read, of the rows it had; -1 where the
+        logits were broken."""
+
+
+class EagerDecoder:
+    """Runs each step as it is asked for, without graphs: the specification of decoders, on any device.
+
+    Args:
+        model: Runs a step.
+        planner: Plans for it.
+        page_size: Of the pool.
+        device: Where the model runs.
+    """
+
+    def __init__(
+        self, model: Callable[[Step], Tensor], planner: Planner, page_size: int, device: torch.device | str
+    ) -> None:
+        self.model, self.planner, self.page_size = model, planner, page_size
+        self.device = torch.device(device)
+        self.captures, self.seconds_capturing, self.graph_bytes = 0, 0.0, 0
+        self._drawn: deque[Drawn] = deque()
+
+    def begin(self, batch: DecodeBatch, laws: Laws) -> None:
+        self._drawn.clear()
+        self._laws = laws
+        self._load(batch)
+
+    def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
+        self._laws = self._laws.keep(rows)
+        self._load(batch)
+
+    def _load(self, batch: DecodeBatch) -> None:
+        self._batch = batch
+        self._tree = DecodeTree(DecodeCapacity.of(batch), self.page_size, self.device)
+        self._tree.load(batch)
+        self.planned, _ = self.planner.plan(batch.snapshot, batch.queries(), self.device)
+
+    def step(self) -> None:
+        laws, tree, rows = self._laws, self._tree, self._batch.num_rows
+        tree.advance(rows)
+        tokens = torch.from_numpy(laws.last).to(self.device)
+        wanted = torch.arange(rows, device=self.device)
+        logits = self.model(decode_step(self._batch, tree, tokens, wanted, self.planned))
+        drawn, logprobs = draw(logits, laws.params, uniforms(laws.keys, laws.steps), laws.histories)
+        last = drawn.cpu().numpy()
+        histories = [np.append(old, np.int32(token)) for old, token in zip(laws.histories, last, strict=True)]
+        self._laws = replace(laws, steps=laws.steps + 1, histories=histories, last=last)
+        self._drawn.append((last, logprobs.cpu().numpy()))
+
+    def read(self) -> Drawn:
+        return self._drawn.popleft()
+
+
+def decode_step(batch: DecodeBatch, tree: DecodeTree, tokens: Tensor, wanted: Tensor, planned: Planned) -> Step:
+    """The step of a batch's rows over a decode tree's arrays; ``length`` is that of the batch, not of later steps."""
+    rows = len(tokens)
+    return Step(
+        tokens=tokens,
+        positions=tree.positions[:rows],
+        slots=tree.slots[:rows],
+        logit_rows=wanted,
+        nodes=tree.nodes,
+        length=batch.snapshot.length,
+        kv_tokens_unshared=int((batch.snapshot.start + batch.snapshot.length)[batch.leaf].sum()),
+        planned=planned,
+    )

@@ -1,0 +1,260 @@
+"""Decode steps as CUDA graphs: one for each bucket of batch sizes, over arrays whose addresses stay.
+
+A graph holds a whole step: the tree grows by a token per row, the model runs, the next tokens are drawn.  What changes between
+steps is in tensors that the graph only reads: the tree, the plan, the laws of drawing.  So a graph outlives every tree, and the
+host's part of a step is to launch it and to read, some steps later, what it drew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.decode_batch import DecodeBatch
+from prefixkit.attention.decode_tree import DecodeCapacity, DecodeTree
+from prefixkit.attention.gpu_buffers import PlanCapacity, capacity_for
+from prefixkit.attention.planned import Planned
+from prefixkit.attention.step import Planner, Step
+from prefixkit.generation.decoder import Drawn, Laws, decode_step
+from prefixkit.generation.gpu_sampling import GpuSampler
+
+log = logging.getLogger("prefixkit")
+
+# Rows of a step are rounded up to a bucket's, by at most a third.
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
+_STEP_OF_LARGE = 512
+# A plan stays right as leaves grow, but its pieces grow apart.
+REPLAN_EVERY = 64
+# Steps whose tokens are on their way to the host, at most.
+_RING = 16
+
+
+def bucket_of(rows: int) -> int:
+    """The smallest bucket that holds so many rows."""
+    for size in BUCKETS:
+        if rows <= size:
+            return size
+    return -(-rows // _STEP_OF_LARGE) * _STEP_OF_LARGE
+
+
+@dataclass(eq=False)
+class _Ring:
+    """Pinned memory for what recent steps drew, and when it is there."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    ready: list[torch.cuda.Event]
+    sent: int = 0
+
+    @staticmethod
+    def of(rows: int) -> _Ring:
+        tokens = torch.zeros((_RING, rows), dtype=torch.int64, pin_memory=True)
+        logprobs = torch.zeros((_RING, rows), dtype=torch.float32, pin_memory=True)
+        return _Ring(tokens, logprobs, [torch.cuda.Event() for _ in range(_RING)])  # type: ignore[no-untyped-call]
+
+    def send(self, tokens: Tensor, logprobs: Tensor) -> int:
+        """Copy a step's rows on the current stream; returns where they will be."""
+        place = self.sent % _RING
+        self.tokens[place, : len(tokens)].copy_(tokens, non_blocking=True)
+        self.logprobs[place, : len(tokens)].copy_(logprobs, non_blocking=True)
+        self.ready[place].record()
+        self.sent += 1
+        return place
+
+
+class GraphDecoder:
+    """Decodes by replaying CUDA graphs (see ``Decoder``).
+
+    Args:
+        model: Runs a step in a way that can be captured: no waiting for the device, no allocation outside torch.
+        planner: For the model's heads, on the GPU.
+        page_size: Of the pool.
+        device: The GPU.
+
+    Attributes:
+        planned: The plan of the batch at hand.
+        captures: Graphs that were captured, again ones included.
+        seconds_capturing: What that took.
+        graph_bytes: GPU memory that the graphs share for what steps compute.
+    """
+
+    def __init__(
+        self, model: Callable[[Step], Tensor], planner: Planner, page_size: int, device: torch.device | str
+    ) -> None:
+        if planner.launch is None or planner.num_sms is None:
+            raise ValueError("GraphDecoder: graphs need plans made on the GPU; decode without graphs on this one")
+        self.model, self.planner, self.page_size = model, planner, page_size
+        self.device = torch.device(device)
+        self.planned: Planned
+        self.captures = 0
+        self.seconds_capturing = 0.0
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._unread: deque[tuple[int, int]] = deque()  # place in the ring, rows
+        self._arrays: _Arrays | None = None
+
+    @property
+    def graph_bytes(self) -> int:
+        if not self._graphs:
+            return 0
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
+
+    # -- Decoder -----------------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: DecodeBatch, laws: Laws) -> None:
+        self._unread.clear()
+        arrays = self._make_room(batch)
+        graph = self._graph(arrays, bucket_of(batch.num_rows))
+        assert arrays.sampler is not None, "made before the first graph"
+        arrays.sampler.load(list(laws.params), laws.keys, laws.steps, laws.histories, laws.last)
+        self._take(arrays, batch, graph)
+
+    def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
+        arrays = self._arrays
+        assert arrays is not None and arrays.sampler is not None, "begun before"
+        graph = self._graph(arrays, bucket_of(batch.num_rows))
+        index = torch.from_numpy(rows.astype(np.int64)).pin_memory().to(self.device, non_blocking=True)
+        arrays.sampler.keep(index)
+        self._take(arrays, batch, graph)
+
+    def step(self) -> None:
+        arrays = self._arrays
+        assert arrays is not None and arrays.sampler is not None, "begun before"
+        if self._steps and self._steps % REPLAN_EVERY == 0:
+            arrays.replan()
+        self._steps += 1
+        self._running.replay()
+        drawn = arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows]
+        self._unread.append((arrays.ring.send(*drawn), self._rows))
+
+    def read(self) -> Drawn:
+        arrays = self._arrays
+        assert arrays is not None, "begun before"
+        place, rows = self._unread.popleft()
+        arrays.ring.ready[place].synchronize()
+        return arrays.ring.tokens[place, :rows].numpy().copy(), arrays.ring.logprobs[place, :rows].numpy().copy()
+
+    # -- arrays and graphs -------------------------------------------------------------------------------------------------
+
+    def _take(self, arrays: _Arrays, batch: DecodeBatch, graph: torch.cuda.CUDAGraph) -> None:
+        arrays.load(batch)
+        queries = batch.queries()
+        self.planned = self.planner.planned_for(batch.snapshot, queries, arrays.planner.work)
+        self._running, self._rows, self._steps = graph, batch.num_rows, 0
+
+    def _make_room(self, batch: DecodeBatch) -> _Arrays:
+        """The arrays, if they hold the batch; else larger ones, for which graphs must be captured anew."""
+        if self._arrays is None or not self._arrays.holds(batch):
+            if self._graphs:
+                log.info("a batch of %d rows needs larger arrays: CUDA graphs are captured again", batch.num_rows)
+            self._graphs.clear()
+            self._arrays = None  # before the new ones are made
+            self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+            self._arrays = _Arrays(batch, self.planner, self.page_size, self.device)
+        return self._arrays
+
+    def _graph(self, arrays: _Arrays, rows: int) -> torch.cuda.CUDAGraph:
+        """The graph of a bucket, captured if it is its first time.  Then the arrays hold no batch afterwards."""
+        if rows not in self._graphs:
+            began = time.perf_counter()
+            arrays.clear()
+            step = self._step_of(arrays, rows)
+            with torch.inference_mode():
+                # Once without a graph, so that everything lazy has happened; no row is there, so nothing is written.
+                logits = self.model(step)
+                arrays.make_sampler(logits.shape[1])
+                del logits
+                graph = torch.cuda.CUDAGraph()
+                step = self._step_of(arrays, rows)
+                with torch.cuda.graph(graph, pool=self._pool):
+                    arrays.tree.advance(rows)
+                    assert arrays.sampler is not None
+                    arrays.sampler.draw(self.model(step))
+            self._graphs[rows] = graph
+            self.captures += 1
+            took = time.perf_counter() - began
+            self.seconds_capturing += took
+            log.info(
+                "captured a decode step of %d rows in %.2f s; graphs hold %.0f MiB",
+                rows,
+                took,
+                self.graph_bytes / 2**20,
+            )
+        return self._graphs[rows]
+
+    def _step_of(self, arrays: _Arrays, rows: int) -> Step:
+        planned = self.planner.planned_for(arrays.first.snapshot, arrays.first.queries(), arrays.planner.work)
+        sampler = arrays.sampler
+        tokens = sampler.tokens if sampler is not None else torch.zeros(rows, dtype=torch.int64, device=self.device)
+        return decode_step(arrays.first, arrays.tree, tokens[:rows], arrays.wanted[:rows], planned)
+
+
+class _Arrays:
+    """Everything that graphs read and write, for batches up to a size."""
+
+    def __init__(self, batch: DecodeBatch, planner: Planner, page_size: int, device: torch.device) -> None:
+        from prefixkit.attention.cuda_planner import CudaPlanner
+
+        need, rows = DecodeCapacity.of(batch), bucket_of(batch.num_rows)
+        self.first = batch
+        self.rows = rows
+        room = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, _more(need.pages))
+        self.tree = DecodeTree(room, page_size, device)
+        assert planner.num_sms is not None, "checked before"
+        plan = capacity_for(batch.snapshot, batch.queries(), planner.shape, planner.num_sms, planner.gpu)
+        self.planner = CudaPlanner(planner.shape, room.nodes, _roomy(plan, rows), device, planner.gpu, planner.num_sms)
+        self.wanted = torch.arange(rows, device=device)
+        self.ring = _Ring.of(rows)
+        self.sampler: GpuSampler | None = None
+        self._need = planner
+
+    def holds(self, batch: DecodeBatch) -> bool:
+        if not self.tree.capacity.holds(DecodeCapacity.of(batch)):
+            return False
+        planner = self._need
+        assert planner.num_sms is not None
+        need = capacity_for(batch.snapshot, batch.queries(), planner.shape, planner.num_sms, planner.gpu)
+        return self.planner.capacity.holds(need)
+
+    def make_sampler(self, vocab: int) -> None:
+        if self.sampler is None:
+            with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
+                self.sampler = GpuSampler(self.rows, vocab, self.tree.leaf.device)
+
+    def load(self, batch: DecodeBatch) -> None:
+        """Bring a batch and plan it, on the current stream."""
+        self.tree.load(batch)
+        self.planner.load(batch.snapshot, batch.queries())
+        self.planner.plan()
+
+    def replan(self) -> None:
+        """Plan anew for the lengths that nodes have by now."""
+        nodes = self.planner.nodes
+        self.planner.length[:nodes].copy_(self.tree.nodes[1][:nodes])
+        self.planner.plan()
+
+    def clear(self) -> None:
+        """No rows, no work."""
+        self.tree.leaf.fill_(-1)
+        self.tree.positions.zero_()
+        self.tree.slots.fill_(-1)
+        self.planner.work[0].zero_()
+
+
+def _more(n: int) -> int:
+    return n + n // 4 + 64
+
+
+def _roomy(need: PlanCapacity, rows: int) -> PlanCapacity:
+    """Room for plans of other trees too."""
+    sizes = (need.wide, need.narrow, need.segments, need.partials)
+    wide, narrow, segments, partials = (_more(size * rows // max(1, need.rows)) for size in sizes)
+    return PlanCapacity(wide, narrow, segments, rows, partials)

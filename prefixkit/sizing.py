@@ -1,0 +1,118 @@
+"""How large the KV pool is: what the requests need, within the memory that is left beside everything else a step takes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from prefixkit.attention.kv_pool import KVSpec
+from prefixkit.attention.step import MOST_PARTIAL_BYTES
+from prefixkit.generation.request import BeamParams, Request, SamplingParams
+from prefixkit.generation.scheduler import admission_order, pages_for, pages_per_unit
+from prefixkit.tree.radix import PrefixTree
+
+log = logging.getLogger("prefixkit")
+
+# Of the memory that is free, without kv_budget: on the CPU, where others need some too; and on a GPU, of what steps leave.
+FREE_MEMORY_SHARE = 0.5
+GPU_MEMORY_SHARE = 0.95
+# Prompt tokens of a step, where nobody says: on a GPU a step should be long enough to fill it.
+CPU_CHUNK, GPU_CHUNK = 1024, 8192
+# Samples that run at once: more make steps longer, not more tokens a second, and their logits take half a megabyte each.
+MOST_RUNNING = 4096
+
+
+def prefill_chunk_for(device: torch.device) -> int:
+    """Prompt tokens that a step computes, where nobody says."""
+    return GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
+
+
+def pool_pages(
+    requests: Sequence[Request], spec: KVSpec, kv_budget: int | None, page_size: int, workspace: int = 0
+) -> int:
+    """How many pages to make: what all requests need at once, within the budget.
+
+    Args:
+        requests: What will be asked.
+        spec: What a token takes.
+        kv_budget: Bytes of KV at most; None takes a share of the memory that is free.
+        page_size: Tokens per page.
+        workspace: Bytes of that memory that steps need besides, on a GPU; see :func:`step_bytes`.
+
+    Raises:
+        ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page.
+    """
+    need = pages_needed(requests, page_size)
+    page_bytes = page_size * spec.bytes_per_token
+    budget = _free_for_kv(spec.device, workspace) if kv_budget is None else kv_budget
+    if budget < page_bytes:
+        asked = f"kv_budget={kv_budget} bytes" if kv_budget is not None else f"the memory left for KV ({budget} bytes)"
+        raise ValueError(
+            f"{asked} holds no page; a page of {page_size} tokens takes {page_bytes} bytes ({page_bytes / 2**20:.2f} MiB), "
+            f"and a step {workspace / 2**20:.0f} MiB besides; free some memory, ask for fewer samples, or lower prefill_chunk"
+        )
+    pages = min(need, int(budget // page_bytes))
+    if pages < need:
+        log.info("KV pool: %d of the %d pages that all requests need at once; the others wait", pages, need)
+    return max(pages, pages_for(1, page_size))
+
+
+def pages_needed(requests: Sequence[Request], page_size: int) -> int:
+    """Pages of all requests at once, what they share counted once."""
+    tokens = sum(len(request.tokens) for request in requests)
+    scratch = PrefixTree(tokens + len(requests), page_size)
+    for request in admission_order(requests):  # the order decides which pages splits leave half empty
+        scratch.insert(request.tokens)
+    need = scratch.allocator.num_pages - scratch.allocator.free
+    return need + sum(_units(request) * pages_per_unit(request.params, page_size) for request in requests)
+
+
+def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_chunk: int) -> int:
+    """Bytes that the largest step may take besides weights and KV, from above: activations, logits, partial states.
+
+    Args:
+        config: The model's text config.
+        spec: For the dtype.
+        requests: Their samples run at once, up to ``MOST_RUNNING``.
+        prefill_chunk: Prompt tokens of a step.
+    """
+    samples = min(MOST_RUNNING, sum(_rows(request) for request in requests))
+    hidden = int(config.hidden_size)
+    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    heads = int(config.num_attention_heads) * spec.head_dim
+    size = spec.dtype.itemsize
+    # Of a layer: residual, norm, queries, keys and values, output; gate, up and their product.
+    activations = (prefill_chunk + samples) * size * (4 * hidden + 4 * heads + 3 * inner)
+    # As computed, in float32, and those from which first tokens are drawn; a graph's are its own.
+    logits = samples * int(config.vocab_size) * (2 * (size + 4) + 4)
+    return activations + logits + 2 * MOST_PARTIAL_BYTES
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free on a device, torch's own spare ones included."""
+    if device.type == "cuda":
+        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + int(spare)
+    try:
+        with open("/proc/meminfo") as meminfo:
+            return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _free_for_kv(device: torch.device, workspace: int) -> int:
+    if device.type != "cuda":
+        return int(free_memory(device) * FREE_MEMORY_SHARE)
+    return max(0, int(free_memory(device) * GPU_MEMORY_SHARE) - workspace)
+
+
+def _units(request: Request) -> int:
+    return request.params.n if isinstance(request.params, SamplingParams) else 1
+
+
+def _rows(request: Request) -> int:
+    return request.params.num_beams if isinstance(request.params, BeamParams) else request.params.n

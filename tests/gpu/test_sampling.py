@@ -1,0 +1,213 @@
+"""Drawing on the GPU: the CPU's tokens for all parameters, dtypes and sizes; graphs; state that stays on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkit.generation.gpu_laws import mask
+from prefixkit.generation.gpu_sampling import GpuSampler
+from prefixkit.generation.request import SamplingParams
+from prefixkit.generation.rng import uniforms
+from prefixkit.generation.sampling import draw
+from tests.generation.laws import NASTY, logprob_bound, random_laws, rows_of
+from tests.gpu.cases import GPU
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VOCABS = (17, 1000, 32_000, 49_152, 128_256)
+
+
+@pytest.fixture(params=["", "portable"], ids=["cluster", "one block"])
+def way(request, monkeypatch):
+    """Rows spread over clusters and kept, and rows of one block that reads them again where they are long."""
+    monkeypatch.setenv("PREFIXKIT_KERNEL", request.param)
+
+
+def poisoned(rows, vocab):
+    sampler = GpuSampler(rows, vocab, "cuda")
+    sampler.tokens.fill_(-12345)
+    sampler.logprobs.fill_(torch.nan)
+    sampler.seen.fill_(-1)  # of rows without a penalty nobody looks
+    return sampler
+
+
+def case(seed, rows, vocab, dtype):
+    rng = np.random.default_rng(seed)
+    logits, laws = rows_of(rng, rows, vocab, dtype), random_laws(rng, rows, vocab)
+    histories = [rng.integers(0, vocab + 9, int(rng.integers(0, 300))) for _ in range(rows)]
+    keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 2**20, rows)
+    return logits, laws, keys, steps, histories
+
+
+def on_gpu(logits):
+    """Among NaN: reading beyond the rows shows."""
+    rows, vocab = logits.shape
+    room = torch.full((rows + 2, vocab), torch.nan, dtype=logits.dtype, device=GPU)
+    room[1:-1] = logits
+    return room[1:-1]
+
+
+def assert_drawn(tokens, logprobs, logits, laws, keys, steps, histories):
+    expected, _ = draw(logits.float(), laws, uniforms(keys, steps), histories)
+    wrong = [(row, laws[row]) for row in (tokens.cpu() != expected).nonzero()[:, 0].tolist()]
+    assert not wrong, wrong[:3]
+    exact = torch.log_softmax(logits.double(), -1).gather(1, expected[:, None])[:, 0].numpy()
+    error = np.abs(logprobs.cpu().numpy() - exact)
+    assert (error <= logprob_bound(exact, logits.shape[1])).all(), error.max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_tokens_are_those_of_the_cpu(way, vocab, dtype):
+    rows = 400 if vocab <= 1000 else 120
+    logits, laws, keys, steps, histories = case(vocab, rows, vocab, dtype)
+    sampler = poisoned(rows, vocab)
+    sampler.load(slice(0, rows), laws, keys, steps, histories)
+    tokens, logprobs = sampler.draw(on_gpu(logits))
+    assert_drawn(tokens, logprobs, logits, laws, keys, steps, histories)
+    assert sampler.steps.tolist() == (steps + 1).tolist()
+    for row, law in enumerate(laws):
+        if law.repetition_penalty != 1:
+            held = mask(np.append(histories[row], int(tokens[row])), vocab)
+            assert np.array_equal(sampler.seen[row].cpu().numpy(), held)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 8191, 8193, 50_257, 151_936, 262_144, 500_000])
+def test_other_sizes_and_rows_apart(way, vocab):
+    rows = 24
+    logits, laws, keys, steps, histories = case(vocab, rows, vocab, torch.float32)
+    sampler = poisoned(rows, vocab)
+    sampler.load(range(rows), laws, keys, steps, histories)
+    wide = torch.full((rows, vocab + 3), torch.nan, device=GPU)  # as a head padded to some multiple gives
+    wide[:, 1 : vocab + 1] = logits.to(GPU)
+    tokens, logprobs = sampler.draw(wide[:, 1 : vocab + 1])
+    assert_drawn(tokens, logprobs, logits, laws, keys, steps, histories)
+
+
+@pytest.mark.parametrize("name", NASTY)
+@pytest.mark.parametrize("vocab", [1000, 128_256])
+def test_extreme_rows(way, name, vocab):
+    laws = [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(temperature=0.9, top_k=1),
+        SamplingParams(top_k=vocab - 1, top_p=1e-9),
+        SamplingParams(top_p=0.5, min_p=0.99),
+        SamplingParams(top_p=1 - 2**-53),
+        SamplingParams(min_p=0.99),
+        SamplingParams(temperature=1e30, top_p=0.7),
+    ]
+    logits = NASTY[name](vocab).repeat(len(laws), 1)
+    keys, steps = np.arange(len(laws), dtype=np.uint64), np.zeros(len(laws), dtype=np.int64)
+    sampler = poisoned(len(laws), vocab)
+    sampler.load(slice(None), laws, keys, steps)
+    tokens, _ = sampler.draw(on_gpu(logits))
+    assert tokens.tolist() == draw(logits, laws, uniforms(keys, steps))[0].tolist()
+
+
+def test_a_captured_graph_goes_on_with_what_it_drew(way):
+    rows, vocab, draws = 60, 32_000, 5
+    logits, laws, keys, steps, histories = case(3, rows, vocab, torch.bfloat16)
+    sampler = poisoned(rows, vocab)
+    there = on_gpu(logits)
+    sampler.draw(there)  # nobody is active
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens, logprobs = sampler.draw(there)
+    addresses = tokens.data_ptr(), logprobs.data_ptr(), sampler.seen.data_ptr()
+    sampler.load(slice(None), laws, keys, steps, histories)
+    for step in range(draws):
+        logits = rows_of(np.random.default_rng(100 + step), rows, vocab, torch.bfloat16)
+        there.copy_(logits)
+        graph.replay()
+        assert_drawn(tokens, logprobs, logits, laws, keys, steps + step, histories)
+        histories = [np.append(held, token) for held, token in zip(histories, tokens.tolist(), strict=True)]
+    assert addresses == (sampler.tokens.data_ptr(), sampler.logprobs.data_ptr(), sampler.seen.data_ptr())
+
+
+def test_inactive_rows_are_left_alone_and_broken_ones_say_so(way):
+    rows, vocab = 12, 5000
+    logits, _, keys, steps, _ = case(0, rows, vocab, torch.float32)
+    laws = [SamplingParams(top_p=0.9), SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=5)] * 3
+    broken = {0: torch.nan, 5: torch.inf, 6: -torch.inf, 11: torch.nan}
+    for row, value in broken.items():
+        logits[row, 4321] = value
+    logits[6] = -torch.inf
+    sampler = poisoned(rows, vocab)
+    sampler.load(slice(None), laws, keys, steps)
+    sampler.active[2] = 0
+    seen = sampler.seen.clone()
+    tokens, logprobs = sampler.draw(on_gpu(logits))
+    whole = [row for row in range(rows) if row not in broken and row != 2]
+    for row in broken:
+        assert int(tokens[row]) == -1
+        assert logprobs[row].isnan()
+    assert int(tokens[2]) == -12345
+    assert logprobs[2].isnan()
+    assert sampler.steps.tolist() == [step + (row != 2) for row, step in enumerate(steps.tolist())]
+    assert torch.equal(sampler.seen, seen), "all bits were set before"
+    assert_drawn(
+        tokens[whole], logprobs[whole], logits[whole], [laws[row] for row in whole], keys[whole], steps[whole], None
+    )
+
+
+def test_rows_leave_the_batch_on_the_device(way):
+    rows, vocab = 40, 9001
+    logits, laws, keys, steps, histories = case(5, rows, vocab, torch.float32)
+    sampler = poisoned(rows + 7, vocab)
+    sampler.load(slice(0, rows), laws, keys, steps, histories)
+    tokens = sampler.draw(logits.to(GPU))[0].tolist()
+    histories = [np.append(held, token) for held, token in zip(histories, tokens, strict=True)]
+    index = np.random.default_rng(1).permutation(rows)[:23]
+    sampler.keep(torch.from_numpy(index).to(GPU))
+    assert sampler.tokens[:23].tolist() == [tokens[row] for row in index]
+    assert sampler.active.tolist() == [1] * 23 + [0] * (rows + 7 - 23)
+    sampler.tokens[23:] = -5
+    sampler.draw(logits.to(GPU))
+    some, found = [laws[row] for row in index], sampler.tokens[:23]
+    held = [histories[row] for row in index]
+    assert_drawn(found, sampler.logprobs[:23], logits[:23], some, keys[index], steps[index] + 1, held)
+    assert sampler.tokens[23:].tolist() == [-5] * (rows + 7 - 23)
+    # Newcomers take the rows that are free.
+    sampler.load([25, 24], laws[:2], keys[:2], steps[:2], histories[:2])
+    sampler.draw(logits.to(GPU))
+    expected = draw(logits[[25, 24]], laws[:2], uniforms(keys[:2], steps[:2]), histories[:2])[0]
+    assert sampler.tokens[[25, 24]].tolist() == expected.tolist()
+
+
+def test_the_same_bits_in_every_run_and_any_batch(way):
+    rows, vocab = 64, 128_256
+    logits, laws, keys, steps, histories = case(9, rows, vocab, torch.bfloat16)
+    there, found = logits.to(GPU), []
+    for order in (np.arange(rows), np.arange(rows), np.random.default_rng(0).permutation(rows)):
+        sampler = poisoned(rows, vocab)
+        sampler.load(order, laws, keys, steps, histories)
+        moved = torch.empty_like(there)
+        moved[torch.from_numpy(order)] = there
+        tokens, logprobs = sampler.draw(moved)
+        found.append((tokens[torch.from_numpy(order)], logprobs[torch.from_numpy(order)]))
+    for tokens, logprobs in found[1:]:
+        assert torch.equal(tokens, found[0][0])
+        assert torch.equal(logprobs, found[0][1])
+
+
+def test_arguments_that_do_not_fit_say_so():
+    with pytest.raises(ValueError, match="at least 1 row"):
+        GpuSampler(0, 5, "cuda")
+    sampler = GpuSampler(4, 50, "cuda")
+    zero, keys = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint64)
+    with pytest.raises(ValueError, match="rows must be different and from 0 to 3"):
+        sampler.load([4], [SamplingParams()], keys, zero)
+    with pytest.raises(ValueError, match="params must have one entry for each of the 1 rows, got 2"):
+        sampler.load([1], [SamplingParams()] * 2, keys, zero)
+    with pytest.raises(ValueError, match=r"row 1 asks for repetition_penalty=1\.1, .* pass histories"):
+        sampler.load([1], [SamplingParams(repetition_penalty=1.1)], keys, zero)
+    with pytest.raises(ValueError, match=r"\[at most 4, 50\], got \[4, 51\]"):
+        sampler.draw(torch.zeros(4, 51, device=GPU))
+    with pytest.raises(TypeError, match="bfloat16 or float16, got torch"):
+        sampler.draw(torch.zeros(4, 50, device=GPU, dtype=torch.float64))
+    with pytest.raises(ValueError, match="stride 1 over the vocabulary"):
+        sampler.draw(torch.zeros(50, 4, device=GPU).T)
+    with pytest.raises(ValueError, match="int64 row numbers"):
+        sampler.keep(torch.zeros(2, dtype=torch.int32, device=GPU))

@@ -1,0 +1,47 @@
+"""The pool's size: what is needed, within what is left."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkit import sizing
+from prefixkit.attention.kv_pool import KVSpec
+from prefixkit.generation.request import BeamParams, Request, SamplingParams
+
+SPEC = KVSpec(2, 4, 16)
+PAGE = 8 * SPEC.bytes_per_token
+CONFIG = types.SimpleNamespace(hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=1000)
+
+
+def requests(n=3, new=17):
+    return [Request(i, np.arange(20 + i), SamplingParams(n=n, max_new_tokens=new)) for i in range(2)]
+
+
+def test_the_pool_holds_what_all_need_at_once_and_no_more():
+    # 20 shared tokens in 3 pages, one more in a page of its own; each of 6 samples keeps 16 tokens of KV in 2 pages.
+    assert sizing.pool_pages(requests(), SPEC, None, 8) == 3 + 1 + 6 * 2
+
+
+def test_a_budget_bounds_it(caplog):
+    caplog.set_level("INFO", "prefixkit")
+    assert sizing.pool_pages(requests(), SPEC, 5 * PAGE + 1, 8) == 5
+    assert "5 of the 16 pages" in caplog.text
+
+
+def test_on_a_gpu_steps_come_first(monkeypatch):
+    spec = KVSpec(2, 4, 16, torch.float32, torch.device("cuda"))
+    monkeypatch.setattr(sizing, "free_memory", lambda device: 100 * PAGE)
+    assert sizing.pool_pages(requests(n=50), spec, None, 8, workspace=55 * PAGE) == 40
+    with pytest.raises(ValueError, match=r"holds no page.*MiB besides.*fewer samples"):
+        sizing.pool_pages(requests(), spec, None, 8, workspace=95 * PAGE)
+
+
+def test_steps_take_more_for_more_samples_up_to_as_many_as_run():
+    few, many = (sizing.step_bytes(CONFIG, SPEC, requests(n=n), 1024) for n in (1, 100))
+    assert many > few > 1000 * 1024
+    most = sizing.step_bytes(CONFIG, SPEC, requests(n=sizing.MOST_RUNNING), 1024)
+    assert most == sizing.step_bytes(CONFIG, SPEC, requests(n=9 * sizing.MOST_RUNNING), 1024)
+    beams = [Request(0, np.arange(5), BeamParams(num_beams=6))]
+    assert sizing.step_bytes(CONFIG, SPEC, beams, 1024) == sizing.step_bytes(CONFIG, SPEC, requests(n=3), 1024)
