@@ -206,6 +206,7 @@ def make_engine(
     page_size: int = 16,
     prefill_chunk: int | None = None,
     graphs: bool = True,
+    compiled: bool = False,
 ) -> Engine:
     """An engine over a patched model, with a pool that holds what these requests need, within the budget.
 
@@ -214,6 +215,7 @@ def make_engine(
         requests: What it will be asked.
         kv_budget, page_size, prefill_chunk: See :func:`generate`.
         graphs: Decode by CUDA graphs, where the GPU's kernels run the attention.
+        compiled: Layers in these graphs go through torch.compile, which takes seconds for each bucket of batch sizes.
     """
     spec = kv_spec(model)
     chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
@@ -224,6 +226,10 @@ def make_engine(
     tree = PrefixTree(num_pages, page_size)
     planner, runner = planner_for(shape, spec.device, spec.dtype), ModelRunner(model, pool)
     decoder = graph_decoder(runner, planner, page_size, spec.device) if graphs else None
+    if compiled and decoder is None:
+        log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
+    elif compiled:  # prompts come in any length, so they keep a runner that compiles nothing
+        decoder = graph_decoder(ModelRunner(model, pool, compiled=True), planner, page_size, spec.device)
     return Engine(runner, pool, tree, planner, prefill_chunk=chunk, decoder=decoder, most_running=MOST_RUNNING)
 
 

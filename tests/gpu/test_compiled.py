@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 import prefixkit
+from prefixkit.api import make_engine
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries
 from prefixkit.attention.gpu_buffers import GpuPlanBuffers, capacity_for
 from prefixkit.attention.kv_pool import KVPool
 from prefixkit.attention.step import Planner, Step, build_step, planner_for
+from prefixkit.generation.request import Request, SamplingParams
 from prefixkit.models import ModelRunner, kv_spec, query_heads
 from prefixkit.tree import PrefixTree
 from tests.gpu.test_model import model_of, prompts
@@ -128,24 +130,49 @@ def test_tokens_of_a_captured_compiled_step_are_right_where_the_model_is_sure(
             decode.choose(logits)
         assert runner.compiled.reason is None
         assert runner.compiled.graphs == graphs == 1, "four layers and every step share one graph"
-    compared = _check(decode, model, exact)
-    assert compared > TOKENS, "too few sure tokens to say anything"
+    found = [
+        (prompt, s.tokens()[len(prompt) :].tolist()) for s, prompt in zip(decode.sequences, decode.prompts, strict=True)
+    ]
+    assert _sure_and_right(found, model, exact) > TOKENS, "too few sure tokens to say anything"
+
+
+def test_an_engine_with_compiled_layers_samples_what_the_model_is_sure_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows end at different steps, so that several buckets are compiled; the prompts are not."""
+    monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
+    torch._dynamo.reset()
+    model = model_of(128, torch.bfloat16)
+    exact = copy.deepcopy(model).double()
+    lengths = (12, 24, 36, 48, 48, 48)
+    requests = [
+        Request(i, np.array(prompt), SamplingParams(n=3, temperature=0.0, max_new_tokens=length, stop_token_ids=()))
+        for i, (prompt, length) in enumerate(zip(prompts(9), lengths, strict=True))
+    ]
+    with prefixkit.patched(model):
+        engine = make_engine(model, requests, compiled=True)
+        samples = engine.run(requests)
+        runner = engine.decoder.model  # type: ignore[union-attr]
+    assert runner.compiled.reason is None
+    assert 1 < runner.compiled.graphs <= engine.report.captures, "one for each bucket"
+    found = [(requests[sample.prompt_index].tokens.tolist(), list(sample.tokens)) for sample in samples]
+    assert _sure_and_right(found, model, exact) > TOKENS, "too few sure tokens to say anything"
 
 
 def _leaves(decode: Decode) -> set[int]:
     return {sequence.node.id for sequence in decode.sequences}
 
 
-def _check(decode: Decode, model: torch.nn.Module, exact: torch.nn.Module) -> int:
+def _sure_and_right(found: list[tuple[list[int], list[int]]], model: torch.nn.Module, exact: torch.nn.Module) -> int:
+    """How many tokens after their prompts have a lead beyond the bf16 model's error; all of these must be the best."""
     compared = 0
-    for sequence, prompt in zip(decode.sequences, decode.prompts, strict=True):
-        tokens = sequence.tokens().tolist()
-        ids = torch.tensor([tokens], device="cuda")
+    for prompt, tokens in found:
+        ids = torch.tensor([[*prompt, *tokens]], device="cuda")
         with torch.no_grad():
             truth = exact(ids).logits[0, len(prompt) - 1 : -1]
             noise = (model(ids).logits[0, len(prompt) - 1 : -1].double() - truth).abs().amax(-1)
         top = truth.topk(2).values
-        for at, token in enumerate(tokens[len(prompt) :]):
+        for at, token in enumerate(tokens):
             if top[at, 0] - top[at, 1] > 2.5 * noise[at]:
                 assert token == int(truth[at].argmax()), at
                 compared += 1
