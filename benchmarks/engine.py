@@ -84,10 +84,10 @@ def waiting(decoder: GraphDecoder) -> Iterator[list[float]]:
         del decoder.read
 
 
-def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any]) -> dict[str, Any]:
+def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any], compiled: bool) -> dict[str, Any]:
     """One prompt, ``rows`` samples."""
     asked = requests(1, prompt, n=rows, max_new_tokens=new, **sampling)
-    engine = make_engine(model, asked)
+    engine = make_engine(model, asked, compiled=compiled)
     decoder = engine.decoder
     assert isinstance(decoder, GraphDecoder)
     engine.run(asked)  # captures
@@ -102,6 +102,7 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
         "prompt": prompt,
         "new": new,
         "sampling": sampling,
+        "compiled": compiled,
         "tokens_per_second": round(rows * new / total),
         "decode_step_ms": round(1e3 * seconds / steps, 3),
         "replay_ms": round(replay_ms(decoder), 3),
@@ -206,9 +207,8 @@ def main() -> None:
         result["long"] = long_run(model, options.long, rows[0], options.prompt)
     else:
         plain, filtered = {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
-        result["decode"] = [
-            decode(model, n, options.prompt, options.new, law) for n in rows for law in (plain, filtered)
-        ]
+        ways = ((plain, False), (plain, True), (filtered, True))
+        result["decode"] = [decode(model, n, options.prompt, options.new, *way) for n in rows for way in ways]
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -65,6 +65,7 @@ def generate(
     kv_budget: int | None = None,
     page_size: int = 16,
     prefill_chunk: int | None = None,
+    compiled: bool = False,
     on_sample: Callable[[Sample], None] | None = None,
     on_token: Callable[[TokenEvent], None] | None = None,
 ) -> Result:
@@ -91,6 +92,8 @@ def generate(
             up to half of the memory that is free, on a GPU up to what the largest step leaves.
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
+        compiled: On a GPU, decode through torch.compile: steps are a fifth to a third shorter, after some seconds of
+            compiling for each bucket of batch sizes.
         on_sample: Called with each sample as it finishes.
         on_token: Called with each token as it is drawn.
 
@@ -122,7 +125,7 @@ def generate(
         for prompt_seed in seeds
     ]
     requests = [Request(index, tokens, each) for index, (tokens, each) in enumerate(zip(encoded, params, strict=True))]
-    return _run(model, tokenizer, requests, kv_budget, page_size, prefill_chunk, on_sample, on_token)
+    return _run(model, tokenizer, requests, kv_budget, page_size, prefill_chunk, on_sample, on_token, compiled)
 
 
 def beam_search(
@@ -190,9 +193,12 @@ def _run(
     prefill_chunk: int | None,
     on_sample: Callable[[Sample], None] | None,
     on_token: Callable[[TokenEvent], None] | None,
+    compiled: bool = False,
 ) -> Result:
     _warn_of_length(model, requests)
-    engine = make_engine(model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
+    engine = make_engine(
+        model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk, compiled=compiled
+    )
     engine.decode = lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
     engine.on_sample, engine.on_token = on_sample, on_token
     return Result(tuple(engine.run(requests)), engine.report)
@@ -206,6 +212,7 @@ def make_engine(
     page_size: int = 16,
     prefill_chunk: int | None = None,
     graphs: bool = True,
+    compiled: bool = False,
 ) -> Engine:
     """An engine over a patched model, with a pool that holds what these requests need, within the budget.
 
@@ -214,6 +221,7 @@ def make_engine(
         requests: What it will be asked.
         kv_budget, page_size, prefill_chunk: See :func:`generate`.
         graphs: Decode by CUDA graphs, where the GPU's kernels run the attention.
+        compiled: Layers in these graphs go through torch.compile, which takes seconds for each bucket of batch sizes.
     """
     spec = kv_spec(model)
     chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
@@ -224,6 +232,10 @@ def make_engine(
     tree = PrefixTree(num_pages, page_size)
     planner, runner = planner_for(shape, spec.device, spec.dtype), ModelRunner(model, pool)
     decoder = graph_decoder(runner, planner, page_size, spec.device) if graphs else None
+    if compiled and decoder is None:
+        log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
+    elif compiled:  # prompts come in any length, so they keep a runner that compiles nothing
+        decoder = graph_decoder(ModelRunner(model, pool, compiled=True), planner, page_size, spec.device)
     engine = Engine(runner, pool, tree, planner, prefill_chunk=chunk, decoder=decoder, most_running=MOST_RUNNING)
     if planner.num_sms is not None:  # our kernels run here
         from prefixkit.generation.gpu_drawer import GpuDrawer

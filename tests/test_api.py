@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import prefixkit
+from prefixkit.api import make_engine
+from prefixkit.generation.request import Request, SamplingParams
 from prefixkit.generation.scheduler import KVBudgetTooSmall
 from prefixkit.models import NotPatched
 from tests.tiny import EOS, ByteTokenizer, tiny_llama
@@ -236,3 +238,10 @@ def test_stop_strings_end_the_text(model):
     for before, after in zip(plain, cut, strict=True):
         assert after.text == before.text.split(stop)[0]
         assert after.tokens == before.tokens[: len(after.tokens)]
+
+
+def test_without_graphs_nothing_is_compiled_and_the_log_says_so(caplog):
+    requests = [Request(0, np.arange(3, 9), SamplingParams(max_new_tokens=2, temperature=0.0))]
+    engine = make_engine(prefixkit.patch(tiny_llama()), requests, compiled=True)
+    assert "layers run without torch.compile: there are no CUDA graphs" in caplog.text
+    assert len(engine.run(requests)[0].tokens) == 2

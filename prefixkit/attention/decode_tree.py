@@ -45,7 +45,8 @@ class DecodeTree:
         capacity: What a batch may hold.
         nodes: start, length, page_indptr, pages, first_slot, as ``tree_attention`` takes them.
         leaf: ``[rows]`` int32, -1 behind the batch's rows.
-        positions, slots: ``[rows]`` int64, of the step.
+        drawn: ``[rows]`` int64 the tokens that the next step runs, written by whoever draws; may be another's tensor.
+        tokens, positions, slots: ``[rows]`` int64, of the step; token 0 for what is no token.
     """
 
     def __init__(self, capacity: DecodeCapacity, page_size: int, device: torch.device | str) -> None:
@@ -54,10 +55,12 @@ class DecodeTree:
         rows, nodes, pages = (max(1, n) for n in (capacity.rows, capacity.nodes, capacity.pages))
         self._staged = Staged([(nodes,), (nodes,), (nodes + 1,), (pages,), (nodes,), (rows,)], target)
         *self.nodes, self.leaf = self._staged.tensors
-        self.positions = torch.zeros(rows, dtype=torch.int64, device=target)
+        self.drawn, self.tokens, self.positions = (
+            torch.zeros(rows, dtype=torch.int64, device=target) for _ in range(3)
+        )
         self.slots = torch.full((rows,), -1, dtype=torch.int64, device=target)
         self.leaf.fill_(-1)
-        self._launch = _kernel(self) if target.type == "cuda" else None
+        self._start = _kernel(self) if target.type == "cuda" else None
 
     def load(self, batch: DecodeBatch) -> None:
         """Bring a batch: one copy on the current stream, for which the host does not wait.  :meth:`advance` begins its step.
@@ -80,8 +83,8 @@ class DecodeTree:
 
     def advance(self, rows: int) -> None:
         """Begin the next step of the first ``rows`` rows, on the current stream.  Can be captured."""
-        if self._launch is not None:
-            self._launch(rows)
+        if self._start is not None:
+            self._start(rows)
         else:
             self._advance_in_torch(rows)
 
@@ -96,6 +99,7 @@ class DecodeTree:
         slot = pages[torch.where(there, page, 0)].long() * self.page_size + within % self.page_size
         self.slots[:rows] = torch.where(there, slot, -1)
         self.positions[:rows] = torch.where(padding, 0, start[node] + offset - (~there).long())
+        self.tokens[:rows] = torch.where(padding, 0, self.drawn[:rows].clamp(min=0))
         length[node[there]] += 1
 
 
@@ -112,13 +116,22 @@ def _kernel(tree: DecodeTree) -> Callable[[int], None]:
     from prefixkit.attention.cuda_units import ADVANCE
 
     function = jit.load(ADVANCE, tree.leaf.device.index)[ADVANCE.names[0]]
-    layout = Layout("PPPPPPPPii")
+    layout = Layout("PPPPPPPPPPii")
     layout.check(function)
-    addresses = tuple(x.data_ptr() for x in (tree.leaf, *tree.nodes, tree.positions, tree.slots))
+    fixed = tuple(x.data_ptr() for x in (tree.leaf, *tree.nodes))
+    outputs = tuple(x.data_ptr() for x in (tree.tokens, tree.positions, tree.slots))
 
     def start(rows: int) -> None:
         blocks = -(-rows // _THREADS)
         say = f"advance on {tree.leaf.device}: {rows} rows of {tree.capacity}".__str__
-        launch(function, layout, (*addresses, rows, tree.page_size), (blocks, 1, 1), _THREADS, 0, say)
+        launch(
+            function,
+            layout,
+            (*fixed, tree.drawn.data_ptr(), *outputs, rows, tree.page_size),
+            (blocks, 1, 1),
+            _THREADS,
+            0,
+            say,
+        )
 
     return start

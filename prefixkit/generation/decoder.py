@@ -116,10 +116,10 @@ class EagerDecoder:
 
     def step(self) -> None:
         laws, tree, rows = self._laws, self._tree, self._batch.num_rows
+        tree.drawn = torch.from_numpy(laws.last).to(self.device)
         tree.advance(rows)
-        tokens = torch.from_numpy(laws.last).to(self.device)
         wanted = torch.arange(rows, device=self.device)
-        logits = self.model(decode_step(self._batch, tree, tokens, wanted, self.planned))
+        logits = self.model(decode_step(self._batch, tree, wanted, self.planned))
         drawn, logprobs = draw(logits, laws.params, uniforms(laws.keys, laws.steps), laws.histories)
         last = drawn.cpu().numpy()
         histories = [np.append(old, np.int32(token)) for old, token in zip(laws.histories, last, strict=True)]
@@ -130,11 +130,11 @@ class EagerDecoder:
         return self._drawn.popleft()
 
 
-def decode_step(batch: DecodeBatch, tree: DecodeTree, tokens: Tensor, wanted: Tensor, planned: Planned) -> Step:
-    """The step of a batch's rows over a decode tree's arrays; ``length`` is that of the batch, not of later steps."""
-    rows = len(tokens)
+def decode_step(batch: DecodeBatch, tree: DecodeTree, wanted: Tensor, planned: Planned) -> Step:
+    """The step of the rows ``wanted``, the first ones, over a decode tree's arrays; ``length`` is that of the batch."""
+    rows = len(wanted)
     return Step(
-        tokens=tokens,
+        tokens=tree.tokens[:rows],
         positions=tree.positions[:rows],
         slots=tree.slots[:rows],
         logit_rows=wanted,

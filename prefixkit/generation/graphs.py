@@ -173,7 +173,6 @@ class GraphDecoder:
                 arrays.make_sampler(logits.shape[1])
                 del logits
                 graph = torch.cuda.CUDAGraph()
-                step = self._step_of(arrays, rows)
                 with torch.cuda.graph(graph, pool=self._pool):
                     arrays.tree.advance(rows)
                     assert arrays.sampler is not None
@@ -192,9 +191,7 @@ class GraphDecoder:
 
     def _step_of(self, arrays: _Arrays, rows: int) -> Step:
         planned = self.planner.planned_for(arrays.first.snapshot, arrays.first.queries(), arrays.planner.work)
-        sampler = arrays.sampler
-        tokens = sampler.tokens if sampler is not None else torch.zeros(rows, dtype=torch.int64, device=self.device)
-        return decode_step(arrays.first, arrays.tree, tokens[:rows], arrays.wanted[:rows], planned)
+        return decode_step(arrays.first, arrays.tree, arrays.wanted[:rows], planned)
 
 
 class _Arrays:
@@ -228,6 +225,7 @@ class _Arrays:
         if self.sampler is None:
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
                 self.sampler = GpuSampler(self.rows, vocab, self.tree.leaf.device)
+            self.tree.drawn = self.sampler.tokens
 
     def start(self, laws: Laws) -> None:
         """Bring the laws of a batch's rows, and their last tokens."""
@@ -252,6 +250,7 @@ class _Arrays:
     def clear(self) -> None:
         """No rows, no work."""
         self.tree.leaf.fill_(-1)
+        self.tree.tokens.zero_()
         self.tree.positions.zero_()
         self.tree.slots.fill_(-1)
         self.planner.work[0].zero_()

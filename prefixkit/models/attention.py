@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -64,12 +64,17 @@ def _make(original: type[nn.Module]) -> type[nn.Module]:
         layer.check_positions(kwargs.get("position_ids"))
         args = tuple(layer if value is cache else value for value in args)
         kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
-        return original_forward(_twin(self, original, layer), *args, **kwargs)
+        return original_forward(twin_of(self, original, layer), *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         # The name leads to the original class, so pickle and deepcopy must rebuild this one.
         return _blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
 
+    return subclass(original, forward, reduce)
+
+
+def subclass(original: type[nn.Module], forward: Callable[..., Any], reduce: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass of a module's class by the same name, with another ``forward``; ``unpatch`` undoes it."""
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(
         original.__name__, (original,), {**names, "forward": forward, "__reduce_ex__": reduce, _ORIGINAL: original}
@@ -92,7 +97,18 @@ def _blank(original: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def _twin(module: nn.Module, original: type[nn.Module], layer: CacheLayer) -> nn.Module:
+class Layer(Protocol):
+    """What the attention function needs of a cache's layer."""
+
+    def check_mask(self, attention_mask: Tensor | None) -> None: ...
+
+    def attend(
+        self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
+    ) -> Tensor: ...
+
+
+def twin_of(module: nn.Module, original: type[nn.Module], layer: Layer) -> nn.Module:
+    """A shallow copy of an attention module, of the original class, that attends by ``layer``."""
     twin: nn.Module = object.__new__(original)
     twin.__dict__.update(module.__dict__)
     twin.__dict__["config"] = _TreeConfig(module.__dict__["config"])
@@ -145,7 +161,7 @@ def tree_attention_forward(
     Raises:
         ValueError: an argument asks for something that attention over a tree would not do.
     """
-    layer: CacheLayer | None = module.__dict__.get(_LAYER)
+    layer: Layer | None = module.__dict__.get(_LAYER)
     if layer is None:
         _refuse_global_use()
     layer.check_mask(attention_mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from transformers import Cache
 from prefixkit.attention.kv_pool import KVPool
 from prefixkit.attention.step import Step
 from prefixkit.models.errors import IncompleteStep, NotPatched
+
+if TYPE_CHECKING:
+    from prefixkit.models.compiled import CompiledLayers
 
 
 class PrefixCache(Cache):
@@ -30,6 +33,7 @@ class PrefixCache(Cache):
         attended: ``[layers]`` how often each layer has attended in the current step.
         position_ids: ``[1, T]`` int64 positions of the current step.
         variants: Keys of the attention variants that the layers have asked for.
+        compiled: What runs layers through torch.compile, or None.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -38,6 +42,7 @@ class PrefixCache(Cache):
         self.attended = [0] * pool.spec.num_layers
         self.position_ids: Tensor | None = None
         self.variants: dict[tuple[object, ...], str] = {}
+        self.compiled: CompiledLayers | None = None
         # A mask of no elements: models hand on a 4-D mask as it is, so that none of shape T x KV is ever built, and its
         # arrival at a layer proves that no padding got lost on the way.
         self._no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=pool.spec.device)
@@ -58,10 +63,12 @@ class PrefixCache(Cache):
         """Start a step.
 
         Raises:
-            ValueError: the step before was neither ended nor abandoned.
+            ValueError: the step before was neither ended nor abandoned; see also :meth:`CompiledLayers.begin`.
         """
         if self._step is not None:
             raise ValueError("PrefixCache.begin: the step before is still open; call end(), or abandon() if it failed")
+        if self.compiled is not None:
+            self.compiled.begin(step)
         self._step = step
         self.position_ids = step.positions[None]
         self.attended = [0] * self.pool.spec.num_layers

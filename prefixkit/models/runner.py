@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Container
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +19,26 @@ from prefixkit.models.families import pretrained_model
 from prefixkit.models.patch import is_patched
 from prefixkit.models.shape import kv_spec
 
+if TYPE_CHECKING:
+    from prefixkit.models.compiled import CompiledLayers
+
 log = logging.getLogger("prefixkit")
 
 
 class ModelRunner:
     """Runs steps through a patched causal language model.
 
+    Args:
+        model: The model.
+        pool: Made for its ``kv_spec``.
+        compiled: Run the decoder layers through torch.compile: for steps of these numbers of rows, or of any (True).  Each
+            number is compiled at its first step, which takes seconds; see :class:`CompiledLayers`.
+
     Attributes:
         model: The model.
         cache: The cache that carries ``pool`` to its layers.
         vocab_size: Columns of the logits.
+        compiled: The compiled layers, or None.
 
     Raises:
         NotPatched: ``patch(model)`` was not called.
@@ -35,7 +47,7 @@ class ModelRunner:
         ValueError: the pool was made for a model of another shape.
     """
 
-    def __init__(self, model: nn.Module, pool: KVPool) -> None:
+    def __init__(self, model: nn.Module, pool: KVPool, compiled: bool | Container[int] = False) -> None:
         if not is_patched(model):
             raise NotPatched(f"ModelRunner: {type(model).__name__} is not patched; call prefixkit.patch(model) first")
         spec = kv_spec(model)
@@ -51,6 +63,11 @@ class ModelRunner:
         self.cache = PrefixCache(pool)
         self.vocab_size = int(inner.config.get_text_config().vocab_size)
         _warn_of_moving_rotary(inner)
+        self.compiled: CompiledLayers | None = None
+        if compiled is not False:
+            from prefixkit.models.compiled import CompiledLayers  # brings the compiler, which takes a second
+
+            self.compiled = CompiledLayers(model, self.cache, None if compiled is True else compiled)
 
     def __call__(self, step: Step) -> Tensor:
         """Compute a step: its KV goes to the pool, and the logits of ``step.logit_rows`` come back.

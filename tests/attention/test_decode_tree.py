@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from prefixkit.attention.decode_batch import DecodeBatch, decode_batch
 from prefixkit.attention.decode_tree import BatchTooLarge, DecodeCapacity, DecodeTree
@@ -47,7 +48,10 @@ def test_every_step_is_that_of_the_grown_tree_and_rows_can_leave(seed: int, page
     here.load(batch)
     for step in range(most):
         check_queries(batch.snapshot, batch.queries())
+        here.drawn = torch.from_numpy(rng.integers(-1, 50, 64))
         here.advance(64)
+        assert here.tokens[: batch.num_rows].tolist() == here.drawn[: batch.num_rows].clamp(min=0).tolist()
+        assert (here.tokens[batch.num_rows :] == 0).all()
         positions, slots, visible = truth(batch)
         assert here.positions[: batch.num_rows].tolist() == positions.tolist()
         assert here.slots[: batch.num_rows].tolist() == slots.tolist()

@@ -18,8 +18,8 @@ def model() -> torch.nn.Module:
     return prefixkit.patch(model_of(128, torch.bfloat16))
 
 
-def requests(seed: int, **params: object) -> list[Request]:
-    return [Request(i, np.array(p), SamplingParams(**params)) for i, p in enumerate(prompts(seed))]  # type: ignore[arg-type]
+def requests(number: int, **params: object) -> list[Request]:
+    return [Request(i, np.array(p), SamplingParams(**params)) for i, p in enumerate(prompts(number))]  # type: ignore[arg-type]
 
 
 def texts(samples: list[Sample]) -> list[list[int]]:

@@ -1,0 +1,193 @@
+"""A compiled model in a CUDA graph says what the model says in float64, wherever bf16 is sure of it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import prefixkit
+from prefixkit.api import make_engine
+from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.formats import Queries
+from prefixkit.attention.gpu_buffers import GpuPlanBuffers, capacity_for
+from prefixkit.attention.kv_pool import KVPool
+from prefixkit.attention.step import Planner, Step, build_step, planner_for
+from prefixkit.generation.request import Request, SamplingParams
+from prefixkit.models import ModelRunner, kv_spec, query_heads
+from prefixkit.tree import PrefixTree
+from tests.gpu.test_model import model_of, prompts
+
+PAGES, PAGE = 512, 16
+TOKENS = 48
+
+
+class StaticStep:
+    """A decode step in tensors that stay, filled anew for each token."""
+
+    def __init__(self, first: Step, work: list[Tensor]) -> None:
+        start, length, indptr, pages, first_slot = first.nodes
+        room = [start.clone(), length.clone(), indptr.clone(), pages.new_zeros(PAGES), first_slot.clone()]
+        names = ("tokens", "positions", "slots", "logit_rows")
+        planned = replace(first.planned, tensors=work, buffers=None)
+        same = {name: getattr(first, name).clone() for name in names}
+        self.step = replace(first, nodes=room, planned=planned, **same)
+        self.names = names
+
+    def load(self, step: Step) -> None:
+        for name in self.names:
+            getattr(self.step, name).copy_(getattr(step, name))
+        for there, here in zip(self.step.nodes, step.nodes, strict=True):
+            there[: len(here)].copy_(here)
+
+
+class Decode:
+    """Six prompts with a shared head, prefilled by layers that are not compiled."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        spec = kv_spec(model)
+        self.shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
+        self.pool = KVPool(spec, PAGES, PAGE)
+        for pages in (*self.pool._k, *self.pool._v):
+            pages.fill_(torch.nan)
+        self.tree = PrefixTree(PAGES, PAGE)
+        self.planner = planner_for(self.shape, spec.device, spec.dtype)
+        self.prompts = prompts(6)
+        self.sequences = [self.tree.insert(prompt) for prompt in self.prompts]
+        self.eager = ModelRunner(model, self.pool)
+        nodes, snapshot = self.tree.nodes(), self.tree.snapshot()
+        runs = self.pending()
+        ends = [int(end) - 1 for end in np.cumsum(runs.end - runs.begin)]
+        tokens = np.concatenate([nodes[n].tokens[b:e] for n, b, e in zip(runs.node, runs.begin, runs.end, strict=True)])
+        step = build_step(snapshot, runs, tokens, np.array(ends), self.planner, "cuda")
+        logits = self.eager(step)
+        self.tree.mark_ready([nodes[n] for n in runs.node], runs.end.tolist())
+        leaf = {nodes[n].id: row for row, n in enumerate(runs.node)}
+        self.next = [int(logits[leaf[sequence.node.id]].argmax()) for sequence in self.sequences]
+
+    def pending(self) -> Queries:
+        snapshot = self.tree.snapshot()
+        node = np.flatnonzero(snapshot.ready < snapshot.length).astype(np.int32)
+        return Queries(node, snapshot.ready[node], snapshot.length[node])
+
+    def step(self, planner: Planner) -> Step:
+        """Append the next tokens; the step that runs them, in the order of the tree."""
+        self.tree.extend_each(self.sequences, self.next)
+        nodes, runs = self.tree.nodes(), self.pending()
+        self.rows = {nodes[n].id: row for row, n in enumerate(runs.node)}
+        tokens = np.array([nodes[n].tokens[-1] for n in runs.node])
+        self.ran = [nodes[n] for n in runs.node], runs.end.tolist()
+        return build_step(self.tree.snapshot(), runs, tokens, np.arange(len(tokens)), planner, "cuda")
+
+    def choose(self, logits: Tensor) -> None:
+        best = logits.argmax(-1).tolist()
+        self.next = [best[self.rows[sequence.node.id]] for sequence in self.sequences]
+        self.tree.mark_ready(*self.ran)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tokens_of_a_captured_compiled_step_are_right_where_the_model_is_sure(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph, captured once and replayed for each token with other trees and plans.  As in ``test_model``, a token counts
+    where its lead in float64 is beyond the unpatched bf16 model's own error."""
+    monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
+    torch._dynamo.reset()
+    model = model_of(head_dim, torch.bfloat16)
+    exact = copy.deepcopy(model).double()
+    with prefixkit.patched(model):
+        decode = Decode(model)
+        snapshot, shape, planner = decode.tree.snapshot(), decode.shape, decode.planner
+        assert planner.num_sms is not None
+        leaves = np.array([index for index, node in enumerate(decode.tree.nodes()) if node.id in _leaves(decode)])
+        ends = snapshot.length[leaves]
+        queries = Queries(leaves.astype(np.int32), ends - 1, ends)
+        capacity = capacity_for(snapshot, queries, shape, planner.num_sms, planner.gpu, planner.wide_rows)
+        planner = replace(planner, launch=None, buffers=GpuPlanBuffers(capacity, "cuda"))
+        assert planner.buffers is not None
+        runner = ModelRunner(model, decode.pool, compiled=True)
+        assert runner.compiled is not None
+        first = decode.step(planner)
+        static = StaticStep(first, planner.buffers.work)
+        static.load(first)
+        runner(static.step)  # compiles
+        decode.choose(runner(static.step))
+        graphs = runner.compiled.graphs
+        graph = torch.cuda.CUDAGraph()
+        static.load(decode.step(planner))
+        with torch.cuda.graph(graph):
+            logits = runner(static.step)
+        for turn in range(TOKENS):
+            if turn:
+                static.load(decode.step(planner))
+            with torch.inference_mode():
+                logits.fill_(torch.nan)
+            graph.replay()
+            decode.choose(logits)
+        assert runner.compiled.reason is None
+        assert runner.compiled.graphs == graphs == 1, "four layers and every step share one graph"
+    found = [
+        (prompt, s.tokens()[len(prompt) :].tolist()) for s, prompt in zip(decode.sequences, decode.prompts, strict=True)
+    ]
+    assert _sure_and_right(found, model, exact) > TOKENS, "too few sure tokens to say anything"
+
+
+def test_an_engine_with_compiled_layers_samples_what_the_model_is_sure_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows end at different steps, so that several buckets are compiled; the prompts are not."""
+    monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
+    torch._dynamo.reset()
+    model = model_of(128, torch.bfloat16)
+    exact = copy.deepcopy(model).double()
+    lengths = (12, 24, 36, 48, 48, 48)
+    requests = [
+        Request(i, np.array(prompt), SamplingParams(n=3, temperature=0.0, max_new_tokens=length, stop_token_ids=()))
+        for i, (prompt, length) in enumerate(zip(prompts(9), lengths, strict=True))
+    ]
+    with prefixkit.patched(model):
+        engine = make_engine(model, requests, compiled=True)
+        samples = engine.run(requests)
+        runner = engine.decoder.model  # type: ignore[union-attr]
+    assert runner.compiled.reason is None
+    assert 1 < runner.compiled.graphs <= engine.report.captures, "one for each bucket"
+    found = [(requests[sample.prompt_index].tokens.tolist(), list(sample.tokens)) for sample in samples]
+    assert _sure_and_right(found, model, exact) > TOKENS, "too few sure tokens to say anything"
+
+
+def _leaves(decode: Decode) -> set[int]:
+    return {sequence.node.id for sequence in decode.sequences}
+
+
+def _sure_and_right(found: list[tuple[list[int], list[int]]], model: torch.nn.Module, exact: torch.nn.Module) -> int:
+    """How many tokens after their prompts have a lead beyond the bf16 model's error; all of these must be the best."""
+    compared = 0
+    for prompt, tokens in found:
+        ids = torch.tensor([[*prompt, *tokens]], device="cuda")
+        with torch.no_grad():
+            truth = exact(ids).logits[0, len(prompt) - 1 : -1]
+            noise = (model(ids).logits[0, len(prompt) - 1 : -1].double() - truth).abs().amax(-1)
+        top = truth.topk(2).values
+        for at, token in enumerate(tokens):
+            if top[at, 0] - top[at, 1] > 2.5 * noise[at]:
+                assert token == int(truth[at].argmax()), at
+                compared += 1
+    return compared
+
+
+def test_a_step_that_was_never_compiled_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
+    torch._dynamo.reset()
+    with prefixkit.patched(model_of(64, torch.bfloat16)) as model:
+        decode = Decode(model)
+        runner = ModelRunner(model, decode.pool, compiled=True)
+        step = decode.step(decode.planner)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ValueError, match="run such a step once before"):
+            runner(step)
+        torch.cuda.synchronize()
+        assert runner(step).isfinite().all(), "the refusal left nothing behind"
+        assert runner.compiled is not None and runner.compiled.reason is None
