@@ -152,7 +152,7 @@ def test_an_engine_with_compiled_layers_samples_what_the_model_is_sure_of(
     with prefixkit.patched(model):
         engine = make_engine(model, requests, compiled=True)
         samples = engine.run(requests)
-        runner = engine.decoder.model  # type: ignore[union-attr]
+        runner = engine.decoder.model.__self__  # type: ignore[union-attr]
     assert runner.compiled.reason is None
     assert 1 < runner.compiled.graphs <= engine.report.captures, "one for each bucket"
     found = [(requests[sample.prompt_index].tokens.tolist(), list(sample.tokens)) for sample in samples]
