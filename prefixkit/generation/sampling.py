@@ -78,10 +78,9 @@ def draw(
     each, seen = _check(logits, params, uniforms, histories)
     rows, vocab = logits.shape
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-    at_once = max(1, _ELEMENTS_AT_ONCE // max(vocab, 1))
-    at_once = min(at_once, rows)
+    at_once = max(1, min(_ELEMENTS_AT_ONCE // max(vocab, 1), rows))
     scratch, room = Scratch(at_once, vocab), torch.empty(at_once, vocab)
-    for begin in range(0, rows, max(at_once, 1)):
+    for begin in range(0, rows, at_once):
         part = slice(begin, begin + at_once)
         some = logits[part].detach().cpu()
         raw = torch.log_softmax(some, dim=-1, out=room[: len(some)])
@@ -113,23 +112,31 @@ def probabilities(
     return result
 
 
-def kept_tokens(scores: Floats, weights: Floats, params: SamplingParams) -> Positions | None:
+def kept_tokens(scores: Floats, weights: Floats, params: SamplingParams, total: int | None = None) -> Positions | None:
     """The tokens that top-k, top-p and min-p leave, in ascending order; None for the whole vocabulary.
 
     Args:
         scores: ``[vocab]`` penalised logits.
         weights: ``[vocab]`` float32, as :func:`weigh` gives them.
         params: The filters.
+        total: The sum of the weights, where it is known.
     """
     kept: Positions | None = None
     if 0 < params.top_k < len(scores):
         kept = np.flatnonzero(scores >= _kth_largest(scores, params.top_k))
     if params.top_p < 1:
-        kept = _nucleus(weights, params.top_p) if kept is None else kept[_nucleus(weights[kept], params.top_p)]
+        if kept is None:
+            kept = _nucleus(weights, params.top_p, _total(weights) if total is None else total)
+        else:
+            kept = kept[_nucleus(weights[kept], params.top_p, _total(weights[kept]))]
     if params.min_p > 0:
         floor = least(params.min_p)
         kept = np.flatnonzero(weights >= floor) if kept is None else kept[weights[kept] >= floor]
     return kept
+
+
+def _total(weights: Floats) -> int:
+    return int(block_sums(weights[None])[0, -1])
 
 
 def _check(
@@ -225,7 +232,7 @@ def _draw_weighed(
     scores: Floats, weights: Floats, blocks: NDArray[np.int64] | None, law: SamplingParams, uniform: float
 ) -> int:
     """A token by its place among these; ``blocks`` are their sums, where they are known."""
-    kept = kept_tokens(scores, weights, law)
+    kept = kept_tokens(scores, weights, law, None if blocks is None else int(blocks[-1]))
     if kept is None:
         return invert(weights, block_sums(weights[None])[0] if blocks is None else blocks, uniform)
     held = weights[kept]
@@ -254,9 +261,8 @@ def _kth_largest(scores: Floats, k: int) -> np.float32:
     return np.float32(np.partition(scores, len(scores) - k)[len(scores) - k])
 
 
-def _nucleus(weights: Floats, top_p: float) -> Positions:
+def _nucleus(weights: Floats, top_p: float, total: int) -> Positions:
     """Ascending positions of the fewest largest weights that hold ``top_p`` of the sum."""
-    total = int(weights.sum(dtype=np.float64)) if len(weights) < 2**14 else int(block_sums(weights[None])[0, -1])
     need = share(total, top_p)
     # At least 1, for who has no weight is never drawn.
     likely = np.flatnonzero(weights >= np.float32(max((total - need) // len(weights) * _SHRINK, 1)))
