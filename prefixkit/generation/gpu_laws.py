@@ -80,9 +80,9 @@ def records(
 ) -> NDArray[np.int32]:
     """``[rows, LAW_INTS]`` laws of active rows."""
     laws = np.zeros(len(params), dtype=LAW)
-    for name in ("temperature", "top_p", "min_p"):
-        laws[name] = [getattr(law, name) for law in params]
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # what float32 does not hold is infinite
+        for name in ("temperature", "top_p", "min_p"):
+            laws[name] = [getattr(law, name) for law in params]
         laws["penalty"] = [law.repetition_penalty for law in params]
     laws["top_k"] = [min(law.top_k, MOST_VOCAB) for law in params]
     laws["key"], laws["step"], laws["active"] = keys, steps, 1

@@ -15,7 +15,7 @@ bit by bit.  The vocabulary is never sorted.
        weight = floor(g * 2**(39 + n))              exactly: a whole number from 0 to 2**39
 
    with c1 to c5 in ``weights.EXP2``.  Weights are whole, so their sums are exact in any order.  A token less likely
-   than 2**-39 times the likeliest has no weight; others are within ``(2 ln(top weight / weight) + 3) * 2**-24``,
+   than 2**-39 times the likeliest has no weight; others are within ``(3.3 ln(top weight / weight) + 3) * 2**-24``,
    relative, and then one unit of ``exp((score - top) / temperature) * 2**39``.
 3. **Filters.**  Top-k keeps the tokens whose score is at least the k-th largest.  Top-p keeps, of these, the fewest
    largest weights that hold ``max(1, min(ceil(top_p * float64(total)), total))``, product rounded to float64; of
@@ -32,6 +32,7 @@ processors, but that theirs leave to the sort which of equally likely tokens top
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,12 +42,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.generation.request import SamplingParams
-from prefixkit.generation.weights import Floats, Scratch, Sums, least, share, weigh
+from prefixkit.generation.weights import Floats, Scratch, block_sums, invert, least, rate, share, weigh
 
 Ids = NDArray[np.integer[Any]]
 Positions = NDArray[np.intp]
 
 _ELEMENTS_AT_ONCE = 2**19  # 2 MiB of float32: the softmax of a few rows stays in the cache
+_SPARE = 0.01  # of an exponent of 2: more than its roundings, down to 2**-64
 _SHRINK = 1 - 1e-6  # bounds give way by more than float32 rounds, so that rounding never excludes a token
 
 
@@ -76,16 +78,15 @@ def draw(
     each, seen = _check(logits, params, uniforms, histories)
     rows, vocab = logits.shape
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-    at_once = max(1, _ELEMENTS_AT_ONCE // max(vocab, 1))
-    scratch, room = Scratch(vocab), torch.empty(min(at_once, rows), vocab)
+    at_once = max(1, min(_ELEMENTS_AT_ONCE // max(vocab, 1), rows))
+    scratch, room = Scratch(at_once, vocab), torch.empty(at_once, vocab)
     for begin in range(0, rows, at_once):
         part = slice(begin, begin + at_once)
         some = logits[part].detach().cpu()
         raw = torch.log_softmax(some, dim=-1, out=room[: len(some)])
         _check_finite(raw, logits, begin)
-        for row, law in enumerate(each[part], begin):
-            scores = _scores(some[row - begin].numpy(), law, seen[row])
-            tokens[row] = _draw_row(scores, law, float(uniforms[row]), scratch)
+        scores = _scores(some.numpy(), each[part], seen[part])
+        tokens[part] = torch.tensor(_draw_rows(scores, each[part], uniforms[part], scratch))
         logprobs[part] = raw.gather(1, tokens[part, None])[:, 0]
     return tokens.to(logits.device), logprobs.to(logits.device)
 
@@ -99,11 +100,11 @@ def probabilities(
     for row, law in enumerate(each):
         one = logits[row : row + 1].detach().cpu()
         _check_finite(torch.log_softmax(one, dim=-1), logits, row)
-        scores = _scores(one[0].numpy(), law, seen[row])
+        (scores,) = _scores(one.numpy(), [law], seen[row : row + 1])
         if law.greedy:
             result[row, int(np.argmax(scores))] = 1
         else:
-            weights = weigh(scores, law.temperature)
+            (weights,) = weigh(scores[None], [law.temperature])
             kept = kept_tokens(scores, weights, law)
             kept = np.arange(len(weights)) if kept is None else kept
             held = weights[kept].astype(np.float64)
@@ -111,23 +112,31 @@ def probabilities(
     return result
 
 
-def kept_tokens(scores: Floats, weights: Floats, params: SamplingParams) -> Positions | None:
+def kept_tokens(scores: Floats, weights: Floats, params: SamplingParams, total: int | None = None) -> Positions | None:
     """The tokens that top-k, top-p and min-p leave, in ascending order; None for the whole vocabulary.
 
     Args:
         scores: ``[vocab]`` penalised logits.
         weights: ``[vocab]`` float32, as :func:`weigh` gives them.
         params: The filters.
+        total: The sum of the weights, where it is known.
     """
     kept: Positions | None = None
     if 0 < params.top_k < len(scores):
         kept = np.flatnonzero(scores >= _kth_largest(scores, params.top_k))
     if params.top_p < 1:
-        kept = _nucleus(weights, params.top_p) if kept is None else kept[_nucleus(weights[kept], params.top_p)]
+        if kept is None:
+            kept = _nucleus(weights, params.top_p, _total(weights) if total is None else total)
+        else:
+            kept = kept[_nucleus(weights[kept], params.top_p, _total(weights[kept]))]
     if params.min_p > 0:
         floor = least(params.min_p)
         kept = np.flatnonzero(weights >= floor) if kept is None else kept[weights[kept] >= floor]
     return kept
+
+
+def _total(weights: Floats) -> int:
+    return int(block_sums(weights[None])[0, -1])
 
 
 def _check(
@@ -172,15 +181,17 @@ def _check_finite(log_softmax: Tensor, logits: Tensor, first_row: int) -> None:
         )
 
 
-def _scores(logits: Floats, law: SamplingParams, history: Ids | None) -> Floats:
-    """Penalised logits of a row, the row itself where there is no penalty; what cannot be drawn from is an error."""
+def _scores(logits: Floats, laws: Sequence[SamplingParams], histories: Sequence[Ids | None]) -> Floats:
+    """Penalised logits of rows, the rows themselves where there is no penalty; what cannot be drawn from is an error."""
     scores = logits
     with np.errstate(all="ignore"):
-        if law.repetition_penalty != 1 and history is not None:
+        if any(law.repetition_penalty != 1 for law in laws):
             scores = logits.copy()
-            _penalise(scores, history, law.repetition_penalty)
-        divided = scores.max() / np.float32(1 if law.greedy else law.temperature)
-    if not np.isfinite(divided):
+            for row, law, history in zip(scores, laws, histories, strict=True):
+                if law.repetition_penalty != 1 and history is not None:
+                    _penalise(row, history, law.repetition_penalty)
+        divided = scores.max(1) / np.array([1 if law.greedy else law.temperature for law in laws], dtype=np.float32)
+    if not np.isfinite(divided).all():
         raise ValueError(
             "logits over temperature, or under the repetition penalty, leave float32; use values nearer to 1"
         )
@@ -195,12 +206,48 @@ def _penalise(scores: Floats, history: Ids, penalty: float) -> None:
     scores[ids] = np.where(old < 0, old * factor, old / factor)
 
 
-def _draw_row(scores: Floats, params: SamplingParams, uniform: float, scratch: Scratch) -> int:
-    if params.greedy:
-        return int(np.argmax(scores))  # the first of equals
-    weights = weigh(scores, params.temperature, scratch)
-    kept = kept_tokens(scores, weights, params)
-    return Sums.of(weights).invert(uniform) if kept is None else int(kept[Sums.of(weights[kept]).invert(uniform)])
+def _draw_rows(
+    scores: Floats, laws: Sequence[SamplingParams], uniforms: NDArray[np.float64], scratch: Scratch
+) -> list[int]:
+    tokens, whole = [0] * len(laws), []
+    for row, law in enumerate(laws):
+        if law.greedy:
+            tokens[row] = int(np.argmax(scores[row]))  # the first of equals
+        elif (some := _candidates(scores[row], law)) is not None:
+            # They hold the likeliest token, so they weigh what they weigh among all.
+            (held,) = weigh(scores[row, some][None], [law.temperature])
+            tokens[row] = int(some[_draw_weighed(scores[row, some], held, None, law, float(uniforms[row]))])
+        else:
+            whole.append(row)
+    if whole:
+        some_scores = scores if len(whole) == len(laws) else scores[whole]
+        weights = weigh(some_scores, [laws[row].temperature for row in whole], scratch)
+        sums = block_sums(weights)
+        for row, score, weight, blocks in zip(whole, some_scores, weights, sums, strict=True):
+            tokens[row] = _draw_weighed(score, weight, blocks, laws[row], float(uniforms[row]))
+    return tokens
+
+
+def _draw_weighed(
+    scores: Floats, weights: Floats, blocks: NDArray[np.int64] | None, law: SamplingParams, uniform: float
+) -> int:
+    """A token by its place among these; ``blocks`` are their sums, where they are known."""
+    kept = kept_tokens(scores, weights, law, None if blocks is None else int(blocks[-1]))
+    if kept is None:
+        return invert(weights, block_sums(weights[None])[0] if blocks is None else blocks, uniform)
+    held = weights[kept]
+    return int(kept[invert(held, block_sums(held[None])[0], uniform)])
+
+
+def _candidates(scores: Floats, params: SamplingParams) -> Positions | None:
+    """Ascending, all tokens that top-k, or min-p on its own, can keep; None where every token must be weighed."""
+    if 0 < params.top_k < len(scores):
+        return np.flatnonzero(scores >= _kth_largest(scores, params.top_k))
+    if params.min_p > 0 and params.top_p == 1:
+        lowest = float(scores.max()) + (math.log2(params.min_p) - _SPARE) / float(rate(params.temperature))
+        with np.errstate(over="ignore"):
+            return np.flatnonzero(scores >= np.float32(lowest))
+    return None
 
 
 def _kth_largest(scores: Floats, k: int) -> np.float32:
@@ -214,9 +261,8 @@ def _kth_largest(scores: Floats, k: int) -> np.float32:
     return np.float32(np.partition(scores, len(scores) - k)[len(scores) - k])
 
 
-def _nucleus(weights: Floats, top_p: float) -> Positions:
+def _nucleus(weights: Floats, top_p: float, total: int) -> Positions:
     """Ascending positions of the fewest largest weights that hold ``top_p`` of the sum."""
-    total = Sums.of(weights).total
     need = share(total, top_p)
     # At least 1, for who has no weight is never drawn.
     likely = np.flatnonzero(weights >= np.float32(max((total - need) // len(weights) * _SHRINK, 1)))

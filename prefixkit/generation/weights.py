@@ -6,7 +6,7 @@ The arithmetic is part of the specification in ``sampling``; ``csrc/sample_weigh
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -35,29 +35,29 @@ def rate(temperature: float) -> np.float32:
 
 
 class Scratch:
-    """Room for the weights of one row after another: fresh pages for each would take as long as the arithmetic."""
+    """Room for the weights of some rows: fresh pages each time would take as long as the arithmetic."""
 
-    def __init__(self, vocab: int) -> None:
-        self.power, self.whole, self.weights = (np.empty(vocab, dtype=np.float32) for _ in range(3))
-        self.shift = np.empty(vocab, dtype=np.int32)
+    def __init__(self, rows: int, vocab: int) -> None:
+        self.power, self.whole, self.weights = (np.empty((rows, vocab), dtype=np.float32) for _ in range(3))
 
 
-def weigh(scores: Floats, temperature: float, scratch: Scratch | None = None) -> Floats:
-    """The weights of a row of scores, ``2**39 * exp((score - largest) / temperature)`` cut to a whole number.
+def weigh(scores: Floats, temperatures: Sequence[float], scratch: Scratch | None = None) -> Floats:
+    """The weights of rows of scores, ``2**39 * exp((score - largest) / temperature)`` cut to whole numbers.
 
     Args:
-        scores: ``[vocab]`` penalised logits, the largest of them finite.
-        temperature: Above 0.
-        scratch: Where to put them.
+        scores: ``[rows, vocab]`` penalised logits, the largest of each row finite.
+        temperatures: ``[rows]`` above 0.
+        scratch: Where to put them, for at least as many rows.
 
     Returns:
-        ``[vocab]`` float32 that hold whole numbers from 0 to 2**39.
+        ``[rows, vocab]`` float32 that hold whole numbers from 0 to 2**39.
     """
-    room = scratch or Scratch(len(scores))
-    power, whole, weights = room.power, room.whole, room.weights
+    rows = len(scores)
+    room = scratch or Scratch(*scores.shape)
+    power, whole, weights = room.power[:rows], room.whole[:rows], room.weights[:rows]
     with np.errstate(over="ignore"):  # to -inf, which has no weight
-        np.subtract(scores, scores.max(), out=power)
-        power *= rate(temperature)
+        np.subtract(scores, scores.max(1, keepdims=True), out=power)
+        power *= np.array([rate(temperature) for temperature in temperatures])[:, None]
     torch.from_numpy(power).clamp_(min=FLOOR)  # numpy's own takes five times as long
     np.floor(power, out=whole)
     power -= whole
@@ -68,50 +68,41 @@ def weigh(scores: Floats, temperature: float, scratch: Scratch | None = None) ->
     weights += _SCALED[-1]
     # Times 2**whole, which moves the exponent field alone.
     whole *= np.float32(2**23)
-    np.copyto(room.shift, whole, casting="unsafe")
+    shift = power.view(np.int32)  # no longer needed
+    np.copyto(shift, whole, casting="unsafe")
     bits = weights.view(np.int32)
-    bits += room.shift
-    np.floor(weights, out=weights)
-    return weights
+    bits += shift
+    return np.floor(weights, out=weights)
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Exact sums of a row's weights: by block and of all.
+def block_sums(weights: Floats) -> NDArray[np.int64]:
+    """``[rows, blocks]`` of weights ``[rows, tokens]``: the sum of each block and of those before it; at least one token."""
+    rows, tokens = weights.shape
+    blocks = np.empty((rows, -(-tokens // _BLOCK)))
+    inside = tokens // _BLOCK * _BLOCK
+    # Whole numbers below 2**53, so float64 adds them up without rounding.
+    if inside:
+        full = torch.from_numpy(weights)[:, :inside].view(rows, -1, _BLOCK)
+        torch.sum(full, 2, dtype=torch.float64, out=torch.from_numpy(blocks)[:, : inside // _BLOCK])
+    if inside < tokens:
+        blocks[:, -1] = weights[:, inside:].sum(1, dtype=np.float64)
+    return blocks.astype(np.int64).cumsum(1)
 
-    Attributes:
-        weights: ``[tokens]`` as :func:`weigh` gives them.
-        blocks: ``[blocks]`` int64, the sum of each block and of those before it.
+
+def invert(weights: Floats, blocks: NDArray[np.int64], uniform: float) -> int:
+    """The first token whose cumulative weight exceeds ``floor(uniform * total)``; its weight is never 0.
+
+    Args:
+        weights: ``[tokens]``.
+        blocks: ``[blocks]``, a row of :func:`block_sums`.
+        uniform: In [0, 1).
     """
-
-    weights: Floats
-    blocks: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, weights: Floats) -> Sums:
-        """Sum up at least one token."""
-        # Whole numbers below 2**53: float64 adds them up without rounding.
-        inside = len(weights) // _BLOCK * _BLOCK
-        blocks = np.empty(-(-len(weights) // _BLOCK))
-        if inside:
-            full = torch.from_numpy(weights[:inside]).view(-1, _BLOCK)
-            torch.sum(full, 1, dtype=torch.float64, out=torch.from_numpy(blocks[: len(full)]))
-        if inside < len(weights):
-            blocks[-1] = weights[inside:].sum(dtype=np.float64)
-        return cls(weights, blocks.astype(np.int64).cumsum())
-
-    @property
-    def total(self) -> int:
-        return int(self.blocks[-1])
-
-    def invert(self, uniform: float) -> int:
-        """The first token whose cumulative weight exceeds ``floor(uniform * total)``; its weight is never 0."""
-        target = int(uniform * 2**53) * self.total >> 53
-        block = int(np.searchsorted(self.blocks, target, side="right"))
-        before = int(self.blocks[block - 1]) if block else 0
-        begin = block * _BLOCK
-        inside = np.cumsum(self.weights[begin : begin + _BLOCK], dtype=np.float64)
-        return begin + int(np.searchsorted(inside, target - before, side="right"))
+    target = int(uniform * 2**53) * int(blocks[-1]) >> 53
+    block = int(np.searchsorted(blocks, target, side="right"))
+    before = int(blocks[block - 1]) if block else 0
+    begin = block * _BLOCK
+    inside = np.cumsum(weights[begin : begin + _BLOCK], dtype=np.float64)
+    return begin + int(np.searchsorted(inside, target - before, side="right"))
 
 
 def share(total: int, top_p: float) -> int:

@@ -96,6 +96,30 @@ def test_larger_clusters(library, blocks):
     assert tokens.tolist() == draw(logits, laws, uniforms(keys, steps), histories)[0].tolist()
 
 
+@pytest.mark.parametrize(
+    ("vocab", "max_shared", "clusters"),
+    [
+        (32_000, 227 * 1024, True),
+        (49_152, 227 * 1024, True),
+        (128_256, 227 * 1024, True),
+        (128_256, 99 * 1024, False),
+        (262_144, 227 * 1024, True),
+    ],
+)
+def test_vocabularies_of_models_as_gpus_deal_them_out(library, vocab, max_shared, clusters):
+    rng, rows = np.random.default_rng(vocab), 16
+    logits, laws = rows_of(rng, rows, vocab, torch.float32), random_laws(rng, rows, vocab)
+    logits[0], laws[0] = 0.0, SamplingParams(top_p=0.9)  # the heaviest row there is
+    histories = [rng.integers(0, vocab, 500) for _ in range(rows)]
+    keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 10**6, rows)
+    tiling = tile(vocab, max_shared, clusters)
+    tokens, logprobs, *_ = run(library, logits, laws, keys, steps, histories, tiling)
+    expected, _ = draw(logits, laws, uniforms(keys, steps), histories)
+    assert tokens.tolist() == expected.tolist()
+    exact = torch.log_softmax(logits.double(), -1).gather(1, expected[:, None])[:, 0].numpy()
+    assert (np.abs(logprobs - exact) <= logprob_bound(exact, vocab)).all()
+
+
 @pytest.mark.parametrize("name", NASTY)
 def test_extreme_rows(library, name):
     row = NASTY[name](1000)
@@ -148,7 +172,7 @@ def test_weights_are_those_of_numpy_bit_by_bit(library):
             ctypes.c_float(scores.max()),
             ctypes.c_float(rate(temperature)),
         )
-        assert np.array_equal(np.floor(found), weigh(scores, temperature)), temperature
+        assert np.array_equal(np.floor(found), weigh(scores[None], [temperature])[0]), temperature
 
 
 def test_the_source_has_the_same_polynomial():
