@@ -170,6 +170,27 @@ def test_everything_end_to_end(tmp_path, capsys):
     assert all(f"](hydragen/{name})" in page for name in pictures) and len(pictures) == len(LETTERS)
 
 
+def test_a_run_takes_up_what_an_earlier_one_had_no_time_for(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from benchmarks.hydragen.__main__ import main
+
+    main(["--shape", "tiny", "--only", "b,n", "--seconds", "1e-9", "--out", str(tmp_path / "first")])
+    before = json.loads((tmp_path / "first" / "hydragen.json").read_text())
+    assert {row["skipped"] for row in before["rows"]} == {"out of time"}
+    before["rows"][0] = {**before["rows"][0], "skipped": "done, as it were"}
+    (tmp_path / "some.json").write_text(json.dumps(before))
+    options = ["--shape", "tiny", "--only", "b,n", "--out", str(tmp_path / "second")]
+    main([*options, "--resume", str(tmp_path / "some.json")])
+    after = json.loads((tmp_path / "second" / "hydragen.json").read_text())
+    assert after["rows"][0] == before["rows"][0]
+    assert [row["name"] for row in after["rows"]] == [row["name"] for row in before["rows"]]
+    assert not [row for row in after["rows"][1:] if "skipped" in row]
+    before["machine"] = {"gpu": "another"}
+    (tmp_path / "some.json").write_text(json.dumps(before))
+    with pytest.raises(SystemExit, match="another machine"):
+        main([*options, "--resume", str(tmp_path / "some.json")])
+
+
 def test_only_takes_known_experiments(capsys):
     from benchmarks.hydragen.__main__ import main
 

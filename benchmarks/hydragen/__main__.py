@@ -1,6 +1,7 @@
 """Every experiment of the Hydragen paper (Juravsky et al. 2024) and FlashInfer's parallel generation, on one GPU.
 
 python -m benchmarks.hydragen [--only a,b,c,d,n] [--quick] [--seconds N] [--out DIR]    measure, write JSON, figures, report
+python -m benchmarks.hydragen --resume RESULTS.json ...                                 only what that run had no time for
 python -m benchmarks.hydragen --report RESULTS.json                                     figures and report again; no GPU
 
 (a) decoding throughput  (b) one layer's attention  (c) questions about a long document  (d) two-level sharing
@@ -55,6 +56,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--report", type=Path, metavar="RESULTS.json", help="write figures and report of these into --docs"
     )
+    parser.add_argument(
+        "--resume", type=Path, metavar="RESULTS.json", help="keep what these have, and measure the rest"
+    )
     parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     options = parser.parse_args(arguments)
     options.only = [letter.strip() for letter in options.only.split(",")]
@@ -85,6 +89,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "rows": [],
     }
     jobs = _jobs(options, shapes)
+    if options.resume:
+        jobs = _take_up(result, json.loads(options.resume.read_text()), jobs)
     console = Console(width=200)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -120,6 +126,16 @@ def _jobs(options: argparse.Namespace, shapes: list[str]) -> list[Any]:
     found = [job for letter in options.only for job in of_letter[letter]()]
     found = [job for job in found if not options.quick or job.priority == 1]
     return sorted(found, key=lambda job: shapes.index(job.shape))
+
+
+def _take_up(result: dict[str, Any], before: dict[str, Any], jobs: list[Any]) -> list[Any]:
+    """Copy the rows that an earlier run on the same kind of machine has; returns the jobs that are left."""
+    if before["machine"] != result["machine"]:
+        raise SystemExit(f"those results are of another machine: {before['machine']}, this is {result['machine']}")
+    result["rows"] = [row for row in before["rows"] if row.get("skipped") != "out of time"]
+    result["checks"] = before["checks"]
+    there = {(row["experiment"], row["shape"], row["name"]) for row in result["rows"]}
+    return [job for job in jobs if (job.experiment, job.shape, job.name) not in there]
 
 
 def _machine(device: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from benchmarks.hydragen.jobs import Job, Row
 from benchmarks.hydragen.step import Rig
 from prefixkit.api import make_engine
+from prefixkit.generation.report import Report
 from prefixkit.generation.request import Request, SamplingParams
 
 # Part of the memory that is free which KV may take.
@@ -25,14 +26,20 @@ def tokens(count: int, vocab: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocab, count).astype(np.int32)
 
 
-def engine_seconds(rig: Rig, prompts: list[np.ndarray], n: int, new: int) -> Row:
-    """Sample ``n`` continuations of each prompt at temperature 1, all to their full length; prefill counts."""
+def engine_seconds(rig: Rig, prompts: list[np.ndarray], n: int, new: int, compiled: bool = False) -> Row:
+    """Sample ``n`` continuations of each prompt at temperature 1, all to their full length; prefill counts.
+
+    With ``compiled`` layers the run is the engine's second: compiling takes longer than most runs.
+    """
     model, device = rig.model, rig.device
     rig.drop_arena()
     params = SamplingParams(n=n, temperature=1.0, max_new_tokens=new, seed=1)
     requests = [Request(index, prompt, params) for index, prompt in enumerate(prompts)]
     budget = int(torch.cuda.mem_get_info(device)[0] * MEMORY_SHARE) if device.type == "cuda" else None
-    engine = make_engine(model, requests, kv_budget=budget)
+    engine = make_engine(model, requests, kv_budget=budget, compiled=compiled)
+    if compiled:
+        engine.run(requests)
+        engine.report = Report()
     engine.run(requests)
     report = engine.report
     return {
@@ -54,11 +61,13 @@ def _engine_row(batch: int, prefix: int, new: int, rig: Rig) -> Row:
     # What is made once, kernels and the like, does not count.
     engine_seconds(rig, [prompt[:64]], n=batch, new=4)
     ours = engine_seconds(rig, [prompt], n=batch, new=new)
+    compiled = engine_seconds(rig, [prompt], n=batch, new=new, compiled=True) if rig.device.type == "cuda" else None
     first = engine_seconds(rig, [prompt], n=1, new=1)
     return {
         "kind": "engine",
         "case": {"batch": batch, "prefix": prefix, "new": new},
         "ours": ours,
+        "compiled": compiled,
         "prefill_s": first["seconds"],
     }
 

@@ -144,25 +144,23 @@ def _throughput(rows: list[Row]) -> str:
             "batch that does, a power of two below.\n\n"
         )
         parts.append(note + table((*head, *gains), lines))
-    whole = [
-        (
-            row["shape"],
-            "ours, engine" if row["kind"] == "engine" else row["what"],
-            row["case"]["batch"],
-            row["case"]["prefix"],
-            f"{row['prefill_s']:.2f}",
-            f"{(row['ours'] if row['kind'] == 'engine' else row)['tokens_per_s']:,.0f}",
-        )
-        for row in rows
-        if row["kind"] in ("engine", "stock")
-    ]
+    whole = [line for row in rows if row["kind"] in ("engine", "stock") for line in _whole_runs(row)]
     if whole:
         note = (
-            "Whole runs, sampling at temperature 1. The engine's tokens/s count prefill, planning and drawing; those of stock "
-            "transformers are of its decode steps alone, 12 of them.\n\n"
+            "Whole runs, sampling at temperature 1. The engine's tokens/s count prefill, capturing, planning and drawing, but "
+            "no compiling; those of stock transformers are of its decode steps alone, 12 of them.\n\n"
         )
         parts.append(note + table(("shape", "what", "batch", "prompt", "prefill s", "tokens/s"), whole))
     return "\n\n".join(parts)
+
+
+def _whole_runs(row: Row) -> list[tuple[object, ...]]:
+    """A line for each way that a whole run was done."""
+    where = row["case"]["batch"], row["case"]["prefix"], f"{row['prefill_s']:.2f}"
+    if row["kind"] == "stock":
+        return [(row["shape"], row["what"], *where, f"{row['tokens_per_s']:,.0f}")]
+    ways = (("ours, engine", row["ours"]), ("ours, engine, compiled", row.get("compiled")))
+    return [(row["shape"], name, *where, f"{ran['tokens_per_s']:,.0f}") for name, ran in ways if ran]
 
 
 def _grid(rows: list[Row]) -> str:
