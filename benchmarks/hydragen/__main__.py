@@ -85,6 +85,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         **_machine(device),
         "options": {"only": options.only, "quick": options.quick, "seconds": seconds, "shapes": shapes},
+        "seconds_before": 0.0,
         "checks": {},
         "rows": [],
     }
@@ -104,7 +105,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         def done(job: Job, row: Row) -> None:
             result["rows"].append({"experiment": job.experiment, "shape": job.shape, "name": job.name, **row})
-            result["seconds"] = round(time.monotonic() - began, 1)
+            result["seconds"] = round(result["seconds_before"] + time.monotonic() - began, 1)
             (options.out / "hydragen.json").write_text(json.dumps(result, indent=1) + "\n")
             progress.console.print(line(result["rows"][-1]), highlight=False, soft_wrap=True)
             progress.advance(task)
@@ -133,7 +134,7 @@ def _take_up(result: dict[str, Any], before: dict[str, Any], jobs: list[Any]) ->
     if before["machine"] != result["machine"]:
         raise SystemExit(f"those results are of another machine: {before['machine']}, this is {result['machine']}")
     result["rows"] = [row for row in before["rows"] if row.get("skipped") != "out of time"]
-    result["checks"] = before["checks"]
+    result["checks"], result["seconds_before"] = before["checks"], before["seconds"]
     there = {(row["experiment"], row["shape"], row["name"]) for row in result["rows"]}
     return [job for job in jobs if (job.experiment, job.shape, job.name) not in there]
 

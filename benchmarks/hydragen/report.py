@@ -98,7 +98,8 @@ def _machine(result: dict[str, Any]) -> str:
         f"{name} {value}" for name, value in machine.items() if name in ("torch", "cudnn", "driver", "triton")
     )
     reached = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in ceilings.items())
-    took = f" The run took {result['seconds']:.0f} s." if "seconds" in result else ""
+    took = f" It took {result['seconds']:.0f} s in all." if "seconds" in result else ""
+    took += f" Commit {result['commit']}." if "commit" in result else ""
     return f"GPU: {machine['gpu']} ({known})." + (f" Reached in this run: {reached}." if reached else "") + took
 
 

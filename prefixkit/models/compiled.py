@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Container, Sequence
 from types import FunctionType
 from typing import Any, cast
@@ -65,7 +66,7 @@ class CompiledLayers:
         self._functions: dict[_Key, Callable[..., Any]] = {}
         self._ready: set[_Key] = set()
         self._key: _Key = (0, 0, False)
-        self._backend = functools.partial(_backend, self)
+        self._backend = functools.partial(_backend, weakref.ref(self))  # torch keeps backends for ever
         try:
             layers = decoder_layers(model)
         except NotCompilable as error:
@@ -253,8 +254,10 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return found
 
 
-def _backend(owner: CompiledLayers, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile one layer's graph, once it is sure that it holds what it must."""
+    owner = of()
+    assert owner is not None, "it runs the layer that is compiled"
     calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     for op in OPS:
         if (count := sum(op in call for call in calls)) != 1:

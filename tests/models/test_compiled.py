@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -234,3 +236,23 @@ def test_a_runner_whose_model_was_unpatched_says_that_it_no_longer_compiles(trac
     assert torch.equal(again(step), expected)
     assert again.compiled.graphs == 1
     assert again.compiled.reason is None
+
+
+@pytest.mark.parametrize("inductor", [False, True], ids=["traced", "compiled"])
+def test_a_runner_that_is_gone_holds_no_pages(inductor, request, tiny, drive, rng):
+    """The compiler keeps what it made; it must not keep whose it was."""
+    torch._dynamo.reset()
+    if not inductor:
+        request.getfixturevalue("traced")
+    model = tiny()
+    decode = Decode(drive, model, rng)
+    runner = decode.runner()
+    runner(decode.step())
+    assert runner.compiled is not None and runner.compiled.graphs == 1
+    gone = [
+        weakref.ref(thing) for thing in (runner.compiled, runner.cache, decode.driver.pool, decode.driver.pool.k(0))
+    ]
+    del runner, decode
+    gc.collect()
+    assert [ref() is None for ref in gone] == [True] * len(gone)
+    assert model is not None, "the model stays"
