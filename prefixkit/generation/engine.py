@@ -106,22 +106,34 @@ class Engine:
         """One forward pass and one token for everything that runs, or with a ``decoder`` many; returns the samples that this
         finished."""
         self.scheduler.admit()
+        finished = self._start_at_once() if self.decoder is not None else []
         if self._can_decode():
-            return self._decode()
+            return finished + self._decode()
         self._forward()
-        self._start()
-        finished = self._advance()
-        self._retire()
+        self.samples += self._start()
+        ended = self._advance()
+        self._hand_over(ended)
+        return finished + ended
+
+    def _hand_over(self, finished: list[Sample]) -> None:
+        for group in [group for group in self.scheduler.groups if group.finished == group.wanted]:
+            self.scheduler.retire(group)
         for sample in finished:
             if self.on_sample is not None:
                 self.on_sample(sample)
-        return finished
-
-    def _retire(self) -> None:
-        for group in [group for group in self.scheduler.groups if group.finished == group.wanted]:
-            self.scheduler.retire(group)
 
     # -- many steps --------------------------------------------------------------------------------------------------------
+
+    def _start_at_once(self) -> list[Sample]:
+        """Draw the first tokens of samples whose prompts are computed: no step need be run for them alone."""
+        finished: list[Sample] = []
+        begun, running = self._start(beams=False), self.samples
+        self.samples = running + begun  # so that nothing is lost if drawing fails
+        going_on, grow = self._draw(begun, finished)
+        self.samples = running + going_on
+        self._grow(grow)
+        self._hand_over(finished)
+        return finished
 
     def _can_decode(self) -> bool:
         """Whether all that is left to do now is to decode samples, and enough of that."""
@@ -153,10 +165,11 @@ class Engine:
             decoding.run(lambda ended: self.scheduler.waits and ended * WAITED_FOR >= count)
         finally:
             self.samples = [run for run in self.samples if run.sequence.tree is not None]
-            self._count_decode(decoding)
-            took = time.perf_counter() - began
-            self.report.seconds_in_model += took
-            self.report.seconds_in_decode += took
+            self.report.count_decode(
+                decoding, self.decoder, time.perf_counter() - began, self.pool.spec.bytes_per_token
+            )
+            self.report.plans = self.planner.plans_made
+            self._count_held(decoding.pages_held)
         return finished
 
     # -- one step, part by part ------------------------------------------------------------------------------------------
@@ -205,26 +218,42 @@ class Engine:
         for beam_run in self.beams:
             beam_run.logits = logits[[rows.pop(0) for _ in beam_run.sequences]]
 
-    def _start(self) -> None:
-        """Fork the samples that have been promised pages from prompts whose logits are known."""
+    def _start(self, beams: bool = True) -> list[SampleRun]:
+        """Fork what has been promised pages from prompts whose logits are known; samples are returned."""
+        begun: list[SampleRun] = []
         for group in self.scheduler.groups:
             count = group.granted - group.started
-            if group.first_logits is None or count == 0:
+            sampling = isinstance(group.request.params, SamplingParams)
+            if group.first_logits is None or count == 0 or not (sampling or beams):
                 continue
-            forks = self.tree.fork(group.prompt, count)
-            for sequence in forks:
-                if isinstance(group.request.params, SamplingParams):
-                    self.samples.append(SampleRun.begin(group, group.started, sequence, self.decode))
+            for sequence in self.tree.fork(group.prompt, count):
+                if sampling:
+                    begun.append(SampleRun.begin(group, group.started, sequence, self.decode))
                 else:
                     self.beams.append(BeamRun.begin(group, sequence, self.decode))
                 group.started += 1
+        return begun
 
     def _advance(self) -> list[Sample]:
         """Draw a token for every run, grow the sequences that go on, and take out those that are done."""
         finished: list[Sample] = []
-        grow: list[tuple[Sequence, int]] = []
+        self.samples, grow = self._draw(self.samples, finished)
+        for beam_run in list(self.beams):
+            growth, hypotheses = beam_run.advance(self.tree)
+            grow += growth
+            if hypotheses is not None:
+                self.beams.remove(beam_run)
+                self._finish(beam_run.group, hypotheses, finished)
+        self._grow(grow)
+        return finished
+
+    def _draw(
+        self, runs: list[SampleRun], finished: list[Sample]
+    ) -> tuple[list[SampleRun], list[tuple[Sequence, int]]]:
+        """Draw a token for each run; returns those that go on, and by what.  Others are released, and ``finished``."""
         going_on: list[SampleRun] = []
-        for run, token, logprob in draw_next(self.samples, self.drawer):
+        grow: list[tuple[Sequence, int]] = []
+        for run, token, logprob in draw_next(runs, self.drawer):
             sample = run.accept(token, logprob, self.on_token)
             if sample is None:
                 going_on.append(run)
@@ -232,16 +261,11 @@ class Engine:
             else:
                 self.tree.release(run.sequence)
                 self._finish(run.group, [sample], finished)
-        self.samples = going_on
-        for beam_run in list(self.beams):
-            growth, hypotheses = beam_run.advance(self.tree)
-            grow += growth
-            if hypotheses is not None:
-                self.beams.remove(beam_run)
-                self._finish(beam_run.group, hypotheses, finished)
+        return going_on, grow
+
+    def _grow(self, grow: list[tuple[Sequence, int]]) -> None:
         if grow:
             self.tree.extend_each([sequence for sequence, _ in grow], [token for _, token in grow])
-        return finished
 
     def _finish(self, group: Group, samples: list[Sample], finished: list[Sample]) -> None:
         group.finished += 1
@@ -270,20 +294,6 @@ class Engine:
         report.kv_bytes_unshared_peak = max(report.kv_bytes_unshared_peak, alone)
         report.kv_bytes_copied = self.pool.bytes_copied
 
-    def _count_decode(self, decoding: DecodeRun) -> None:
-        report, spec, decoder = self.report, self.pool.spec, self.decoder
-        assert decoder is not None, "it decoded"
-        report.captures, report.seconds_capturing = decoder.captures, decoder.seconds_capturing
-        report.graph_bytes = decoder.graph_bytes
-        report.steps += decoding.steps
-        report.decode_steps += decoding.steps
-        report.plans = self.planner.plans_made
-        report.tokens_computed += decoding.rows_run
-        report.kv_bytes_read += decoding.kv_tokens_read * spec.bytes_per_token
-        report.kv_bytes_read_unshared += decoding.kv_tokens_unshared * spec.bytes_per_token
-        self._count_held(decoding.pages_held)
-        report.kv_bytes_unshared_peak = max(report.kv_bytes_unshared_peak, decoding.tokens_alone * spec.bytes_per_token)
-
     def _held_pages(self) -> int:
         return self.tree.allocator.num_pages - self.tree.allocator.free
 
@@ -293,10 +303,9 @@ class Engine:
 
     def _release_all(self) -> None:
         """Give every page back; after a run to the end there is nothing left to give but the tree's own."""
-        for run in self.samples:
-            self.tree.release(run.sequence)
-        for beam_run in self.beams:
-            for sequence in beam_run.sequences:
+        left = [run.sequence for run in self.samples] + [one for run in self.beams for one in run.sequences]
+        for sequence in left:
+            if sequence.tree is not None:  # a step that failed may have released it
                 self.tree.release(sequence)
         self.samples, self.beams = [], []
         self.scheduler.close()

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prefixkit.generation.decode_run import DecodeRun
+    from prefixkit.generation.decoder import Decoder
 
 
 @dataclass
@@ -52,6 +57,19 @@ class Report:
     captures: int = 0
     seconds_capturing: float = 0.0
     graph_bytes: int = 0
+
+    def count_decode(self, run: DecodeRun, decoder: Decoder, seconds: float, bytes_per_token: int) -> None:
+        """Add a decoder's steps and what they read."""
+        self.steps += run.steps
+        self.decode_steps += run.steps
+        self.seconds_in_model += seconds
+        self.seconds_in_decode += seconds
+        self.tokens_computed += run.rows_run
+        self.kv_bytes_read += run.kv_tokens_read * bytes_per_token
+        self.kv_bytes_read_unshared += run.kv_tokens_unshared * bytes_per_token
+        self.kv_bytes_unshared_peak = max(self.kv_bytes_unshared_peak, run.tokens_alone * bytes_per_token)
+        self.captures, self.seconds_capturing = decoder.captures, decoder.seconds_capturing
+        self.graph_bytes = decoder.graph_bytes
 
     @property
     def tokens_per_second(self) -> float:

@@ -123,10 +123,10 @@ def draw_next(runs: list[SampleRun], drawer: Draw = draw_on_host) -> Iterator[tu
     steps = np.array([len(run.tokens) for run in runs], dtype=np.int64)
     logits = torch.stack([run.logits for run in runs])
     tokens, logprobs = drawer(logits, [run.params for run in runs], keys, steps, [run.history() for run in runs])
-    for run, token, logprob in zip(runs, tokens.tolist(), logprobs.tolist(), strict=True):
-        if token < 0:
-            raise broken_logits(run)
-        yield run, token, logprob
+    drawn = tokens.tolist()
+    if min(drawn) < 0:  # before anything is made of the others
+        raise broken_logits(runs[drawn.index(min(drawn))])
+    yield from zip(runs, drawn, logprobs.tolist(), strict=True)
 
 
 def broken_logits(run: SampleRun) -> ValueError:

@@ -132,3 +132,29 @@ def test_logits_that_are_broken_name_the_sample():
     with pytest.raises(ValueError, match="sample 1 of prompt 0"):
         run(made, [np.arange(5)], SamplingParams(n=3, max_new_tokens=9))
     assert_all_given_back(made)
+
+
+def test_samples_that_come_in_later_need_no_step_of_their_own():
+    made, model = make_engine(decoder=True, most_running=4)
+    params = SamplingParams(n=14, max_new_tokens=9, seed=8, stop_token_ids=(1, 2, 3, 4, 5, 6))
+    samples = run(made, [np.arange(20)], params)
+    assert [s.tokens for s in samples] == [alone(np.arange(20), params, index) for index in range(14)]
+    assert made.report.steps - made.report.decode_steps == 1, "the prompt's"
+    assert max(model.rows_per_step[1:]) <= 4
+    assert_all_given_back(made)
+
+
+def test_first_tokens_that_cannot_be_drawn_lose_no_page():
+    made, _ = make_engine(decoder=True, most_running=2)
+    drawer, calls = made.drawer, iter(range(100))
+
+    def broken(*arguments):
+        tokens, logprobs = drawer(*arguments)
+        if next(calls) == 1:
+            tokens[-1] = -1
+        return tokens, logprobs
+
+    made.drawer = broken
+    with pytest.raises(ValueError, match="of prompt 0 hold NaN"):
+        run(made, [np.arange(20)], SamplingParams(n=9, max_new_tokens=6, stop_token_ids=tuple(range(10))))
+    assert_all_given_back(made)
