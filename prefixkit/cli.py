@@ -71,6 +71,10 @@ def sample(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends a sample; may be given again.")] = None,
     dtype: Dtype = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    compiled: Annotated[
+        bool,
+        typer.Option("--compiled", help="On a GPU, decode through torch.compile: some seconds first, then faster."),
+    ] = False,
     kv_budget: Annotated[
         str | None, typer.Option(help='KV to hold at most, e.g. "2GiB"; prompts beyond it wait.', metavar="SIZE")
     ] = None,
@@ -113,6 +117,7 @@ def sample(
             chat=chat,
             dtype=dtype,
             device=device,
+            compiled=compiled,
         )
         run_sample(options, console)
 

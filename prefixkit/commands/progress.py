@@ -31,11 +31,11 @@ class Meter:
     _spared: int = 0
     _first: float | None = None
 
-    def token(self) -> None:
-        """A token has been drawn."""
+    def draw(self, count: int) -> None:
+        """So many tokens have been drawn."""
         if self._first is None:
             self._first = self.clock()  # the prompts are computed by now: speed is that of decoding
-        self.tokens += 1
+        self.tokens += count
 
     def sample(self, length: int) -> None:
         """A sample of ``length`` tokens has finished."""
@@ -85,8 +85,8 @@ class LiveMeter:
         self._bar.start()
         return self
 
-    def token(self) -> None:
-        self.meter.token()
+    def draw(self, count: int) -> None:
+        self.meter.draw(count)
         if self.meter.clock() - self._shown > REFRESH_SECONDS:
             self._show()
 

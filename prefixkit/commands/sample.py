@@ -24,6 +24,7 @@ class SampleOptions:
         out: Standard output where None.
         logprobs: Write each token's log-probability too.
         chat: Use the tokenizer's chat template; None where it has one.
+        compiled: On a GPU, decode through torch.compile.
     """
 
     model: str
@@ -36,6 +37,7 @@ class SampleOptions:
     chat: bool | None = None
     dtype: str = "auto"
     device: str = "cpu"
+    compiled: bool = False
 
 
 def run_sample(options: SampleOptions, console: Console) -> None:
@@ -49,7 +51,17 @@ def run_sample(options: SampleOptions, console: Console) -> None:
         batch = Batch([prompt.id for prompt in prompts], encode_prompts(tokenizer, prompts, chat))
         params = replace(options.params, stop=options.params.stop + task_stop(options.source.task, chat))
         model = load_model(location, options.dtype, options.device)
-        result = stream(model, tokenizer, batch, params, out, console, memory=options.memory, logprobs=options.logprobs)
+        result = stream(
+            model,
+            tokenizer,
+            batch,
+            params,
+            out,
+            console,
+            memory=options.memory,
+            logprobs=options.logprobs,
+            compiled=options.compiled,
+        )
     show_report(result.report, headline(result.report), console)
     if options.out is not None:
         console.print(f"{out.lines:,} samples in {out.name}", soft_wrap=True)

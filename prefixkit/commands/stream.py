@@ -42,6 +42,7 @@ def stream(
     *,
     memory: Memory | None = None,
     logprobs: bool = False,
+    compiled: bool = False,
 ) -> Result:
     """Sample ``batch`` under a progress bar; each finished sample is one line of ``out``.
 
@@ -65,8 +66,9 @@ def stream(
                 batch.tokens,
                 **chosen,
                 **asdict(memory or Memory()),
+                compiled=compiled,
                 on_sample=finished,
-                on_token=lambda event: live.token(),
+                on_step=live.draw,
             )
         except KeyboardInterrupt:
             raise Interrupted(

@@ -35,6 +35,7 @@ class DecodeRun:
         runs: The samples; at least one.
         give: Called with each sample that ends: releases its sequence.
         on_token: Called with each token as it is read.
+        on_step: Called after each step that was read with how many tokens counted.
 
     Attributes:
         batch: The rows that run now, as of the next step to be started.
@@ -51,8 +52,9 @@ class DecodeRun:
         runs: list[SampleRun],
         give: Give,
         on_token: Callable[[TokenEvent], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
     ) -> None:
-        self.tree, self.decoder, self.give, self.on_token = tree, decoder, give, on_token
+        self.tree, self.decoder, self.give, self.on_token, self.on_step = tree, decoder, give, on_token, on_step
         snapshot = tree.snapshot()
         node_of = dict(zip(snapshot.sequence_id.tolist(), snapshot.sequence_node.tolist(), strict=True))
         leaf = np.array([node_of[run.sequence.id] for run in runs], np.int32)
@@ -152,6 +154,8 @@ class DecodeRun:
             self._end(i, sample)
         for i in rows[one_by_one].tolist():
             self._end(i, self.runs[i].accept(int(self._tokens[i, at]), float(self._logprobs[i, at]), self.on_token))
+        if self.on_step is not None:
+            self.on_step(int(alive.sum()))
 
     def _end(self, i: int, sample: Sample | None) -> None:
         if sample is not None:

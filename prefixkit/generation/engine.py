@@ -47,6 +47,7 @@ class Engine:
         most_running: Samples, or beam searches, that run at once at most; the others wait.
         on_sample: Called with each sample as it finishes.
         on_token: Called with each token as it is drawn (sampling only).
+        on_step: Called after each step with how many tokens it drew (sampling only).
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Engine:
         most_running: int = sys.maxsize,
         on_sample: Callable[[Sample], None] | None = None,
         on_token: Callable[[TokenEvent], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
@@ -77,6 +79,7 @@ class Engine:
         self.decoder, self.drawer = decoder, drawer
         self.on_sample = on_sample
         self.on_token = on_token
+        self.on_step = on_step
         self.samples: list[SampleRun] = []
         self.beams: list[BeamRun] = []
         self.scheduler = Scheduler(tree, self._promised, most_running)
@@ -160,7 +163,7 @@ class Engine:
 
         began, count = time.perf_counter(), len(self.samples)
         self._count_held(self._held_pages())
-        decoding = DecodeRun(self.tree, self.decoder, self.samples, give, self.on_token)
+        decoding = DecodeRun(self.tree, self.decoder, self.samples, give, self.on_token, self.on_step)
         try:
             decoding.run(lambda ended: self.scheduler.waits and ended * WAITED_FOR >= count)
         finally:
@@ -261,6 +264,8 @@ class Engine:
             else:
                 self.tree.release(run.sequence)
                 self._finish(run.group, [sample], finished)
+        if runs and self.on_step is not None:
+            self.on_step(len(runs))
         return going_on, grow
 
     def _grow(self, grow: list[tuple[Sequence, int]]) -> None:

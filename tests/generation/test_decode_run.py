@@ -144,6 +144,16 @@ def test_samples_that_come_in_later_need_no_step_of_their_own():
     assert_all_given_back(made)
 
 
+def test_steps_tell_how_many_tokens_they_drew():
+    drawn = []
+    made, _ = make_engine(decoder=True, on_step=drawn.append)
+    params = SamplingParams(n=7, max_new_tokens=11, seed=8, stop_token_ids=(1, 2, 3, 4, 5, 6))
+    samples = run(made, [np.arange(20), np.arange(5)], params)
+    assert sum(drawn) == sum(len(sample.tokens) for sample in samples)
+    lengths = [len(sample.tokens) for sample in samples]
+    assert drawn == [sum(n > step for n in lengths) for step in range(max(lengths))]
+
+
 def test_first_tokens_that_cannot_be_drawn_lose_no_page():
     made, _ = make_engine(decoder=True, most_running=2)
     drawer, calls = made.drawer, iter(range(100))
