@@ -52,6 +52,10 @@ class Laws:
         )
 
 
+class CannotDecode(RuntimeError):
+    """A decoder cannot run this model's steps; nothing has run, and steps must be run without it."""
+
+
 class Decoder(Protocol):
     """Runs decode steps.  Only :meth:`read` waits for a device.
 
@@ -68,7 +72,11 @@ class Decoder(Protocol):
     def graph_bytes(self) -> int: ...
 
     def begin(self, batch: DecodeBatch, laws: Laws) -> None:
-        """Take a batch in place of the last one, whose unread steps are forgotten."""
+        """Take a batch in place of the last one, whose unread steps are forgotten.
+
+        Raises:
+            CannotDecode: the model's steps cannot be run like this.
+        """
 
     def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
         """Go on with ``rows`` of the batch, ascending; ``batch`` is what they are by now."""

@@ -15,7 +15,7 @@ from prefixkit.attention.kv_pool import KVPool
 from prefixkit.attention.step import Planner, Step, build_step
 from prefixkit.generation.beam_run import BeamRun
 from prefixkit.generation.decode_run import DecodeRun
-from prefixkit.generation.decoder import Decoder
+from prefixkit.generation.decoder import CannotDecode, Decoder
 from prefixkit.generation.pending import choose_queries, last_rows
 from prefixkit.generation.report import Report
 from prefixkit.generation.request import Request, Sample, SamplingParams, TokenEvent
@@ -161,9 +161,14 @@ class Engine:
             if self.on_sample is not None:
                 self.on_sample(sample)
 
-        began, count = time.perf_counter(), len(self.samples)
+        began, count, decoder = time.perf_counter(), len(self.samples), self.decoder
         self._count_held(self._held_pages())
-        decoding = DecodeRun(self.tree, self.decoder, self.samples, give, self.on_token, self.on_step)
+        try:
+            decoding = DecodeRun(self.tree, decoder, self.samples, give, self.on_token, self.on_step)
+        except CannotDecode as error:
+            log.warning("decoding step by step: %s", error)
+            self.decoder = None
+            return []
         try:
             decoding.run(lambda ended: self.scheduler.waits and ended * WAITED_FOR >= count)
         finally:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ from prefixkit.attention.gpu_buffers import PlanCapacity, capacity_for
 from prefixkit.attention.planned import Planned
 from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Planner, Step
-from prefixkit.generation.decoder import Drawn, Laws, decode_step
+from prefixkit.generation.decoder import CannotDecode, Drawn, Laws, decode_step
 from prefixkit.generation.gpu_sampling import GpuSampler
 
 log = logging.getLogger("prefixkit")
@@ -168,16 +169,11 @@ class GraphDecoder:
             arrays.clear()
             step = self._step_of(arrays, rows)
             with torch.inference_mode():
-                # Once without a graph, so that everything lazy has happened; no row is there, so nothing is written.
-                logits = self.model(step)
-                arrays.make_sampler(logits.shape[1])
-                del logits
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool):
-                    arrays.tree.advance(rows)
-                    assert arrays.sampler is not None
-                    arrays.sampler.draw(self.model(step))
-            self._graphs[rows] = graph
+                # Twice without a graph: everything lazy has happened then.  No row is there, so nothing is written.
+                arrays.make_sampler(self.model(step).shape[1])
+                with _no_waiting():
+                    self.model(step)
+                self._graphs[rows] = self._capture(arrays, step)
             self.captures += 1
             took = time.perf_counter() - began
             self.seconds_capturing += took
@@ -189,9 +185,44 @@ class GraphDecoder:
             )
         return self._graphs[rows]
 
+    def _capture(self, arrays: _Arrays, step: Step) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        assert arrays.sampler is not None, "made before"
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                arrays.tree.advance(step.num_rows)
+                arrays.sampler.draw(self.model(step))
+        except RuntimeError as error:
+            raise CannotDecode(f"a step cannot be captured in a CUDA graph: {_first_line(error)}") from error
+        return graph
+
     def _step_of(self, arrays: _Arrays, rows: int) -> Step:
         planned = self.planner.planned_for(arrays.first.snapshot, arrays.first.queries(), arrays.planner.work)
         return decode_step(arrays.first, arrays.tree, arrays.wanted[:rows], planned)
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """CannotDecode if the host waits for the device: a capture would fail, and not as cleanly.
+
+    Mixtures of experts do that whose layers ask which experts have tokens, and rotary embeddings that ask for the longest position.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        raise CannotDecode(
+            f"the model waits for the GPU in each step, which no CUDA graph can hold: {_first_line(error)}"
+        ) from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class _Arrays:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from prefixkit.generation import decode_run, engine
+from prefixkit.generation.decoder import CannotDecode
 from prefixkit.generation.request import BeamParams, Request, SamplingParams
 from tests.generation.fake_model import make_engine
 from tests.generation.test_engine import alone, assert_all_given_back, random_prompts, run
@@ -116,6 +117,21 @@ def test_a_model_that_fails_loses_no_page(fails_at):
     made.model = made.decoder.model = fail
     with pytest.raises(RuntimeError, match="no"):
         run(made, random_prompts(3), SamplingParams(n=3, max_new_tokens=9))
+    assert_all_given_back(made)
+
+
+def test_where_a_decoder_cannot_run_the_model_steps_go_one_by_one(caplog):
+    made, _ = make_engine(decoder=True)
+
+    def cannot(batch, laws):
+        raise CannotDecode("its experts wait")
+
+    made.decoder.begin = cannot
+    params, prompts = SamplingParams(n=3, max_new_tokens=9, seed=2), random_prompts(3)
+    samples = run(made, prompts, params)
+    assert [s.tokens for s in samples] == [alone(prompts[s.prompt_index], params, s.index) for s in samples]
+    assert caplog.text.count("decoding step by step: its experts wait") == 1
+    assert made.report.decode_steps == 0
     assert_all_given_back(made)
 
 

@@ -109,3 +109,23 @@ def test_buckets_hold_their_rows_and_waste_little(rows: int) -> None:
     bucket = graphs.bucket_of(rows)
     assert rows <= bucket < max(rows * 2, 3)
     assert graphs.bucket_of(bucket) == bucket
+
+
+def test_a_model_that_waits_for_the_gpu_decodes_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    """And the GPU is none the worse for having been asked."""
+    model = model_of(128, torch.bfloat16)
+    inner = model.model.layers[1].mlp
+
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        return type(inner).forward(inner, x) * (1.0 if float(x.abs().max()) < 1e9 else 0.0)
+
+    asked = requests(17, n=4, temperature=0.0, max_new_tokens=20)
+    expected = make_engine(prefixkit.patch(model), asked).run(asked)
+    inner.forward = waits
+    engine = make_engine(model, asked)
+    found = engine.run(asked)
+    assert "decoding step by step: the model waits for the GPU" in caplog.text
+    assert engine.report.captures == engine.report.decode_steps == 0
+    same = [a == b for a, b in zip(texts(found), texts(expected), strict=True)]
+    assert sum(same) >= len(same) - 2, "batches of other sizes round otherwise"
+    torch.cuda.synchronize()
