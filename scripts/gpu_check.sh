@@ -5,9 +5,8 @@
 #     PARTS="tests" PREFIXKIT_GPU_FORESTS=5000 TESTS_SECONDS=400 scripts/gpu_check.sh     # all the forests
 #     PARTS="decode" RIVALS=all DECODE_SECONDS=280 scripts/gpu_check.sh                   # every rival, in-run
 #
-# PARTS are some of: tests sanitizers launch planning sampling decode scales prefill, and compiled, which is not in the default.  Every part has a
-# limit of its own and writes its own file;
-# a part that fails does not keep the next from running.
+# PARTS are some of: tests sanitizers launch planning sampling decode scales prefill engine, and compiled, which is not in the
+# default.  Every part has a limit of its own and writes its own file; a part that fails does not keep the next from running.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-${OUT:-build/gpu_check}}
@@ -16,7 +15,7 @@ began=$SECONDS
 export PYTHONUNBUFFERED=1 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
 export PREFIXKIT_CACHE=${PREFIXKIT_CACHE:-$(mktemp -d)}
 python=${PYTHON:-python3}
-parts=" ${PARTS:-tests sanitizers launch planning sampling decode scales prefill} "
+parts=" ${PARTS:-tests sanitizers launch planning sampling decode scales prefill engine} "
 summary="$out/summary.txt"
 : >"$summary"
 failed=0
@@ -75,6 +74,7 @@ if wants planning; then part planning 60 "$python" benchmarks/planning.py --out 
 if wants sampling; then part sampling 60 "$python" benchmarks/sampling.py --out "$out/sampling.json" || failed=1; fi
 if wants decode; then benchmark decode "${DECODE_SECONDS:-150}" --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
 if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
+if wants engine; then part engine "${ENGINE_SECONDS:-110}" "$python" benchmarks/engine.py --rows 64,1024 --out "$out/engine.json" || failed=1; fi
 if wants prefill; then benchmark prefill "${PREFILL_SECONDS:-60}" --prefill; fi
 if wants compiled; then part compiled 150 "$python" benchmarks/compiled.py --out "$out/compiled.json" || failed=1; fi
 echo "$((SECONDS - began)) s in all, results in $out" | tee -a "$summary"

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,56 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.decode_batch import DecodeBatch
-from prefixkit.attention.decode_tree import DecodeCapacity, DecodeTree
-from prefixkit.attention.gpu_buffers import PlanCapacity, capacity_for
 from prefixkit.attention.planned import Planned
 from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Planner, Step
 from prefixkit.generation.decoder import CannotDecode, Drawn, Laws, decode_step
-from prefixkit.generation.gpu_sampling import GpuSampler
+from prefixkit.generation.graph_arrays import GraphArrays, bucket_of
 
 log = logging.getLogger("prefixkit")
 
-# Rows of a step are rounded up to a bucket's, by at most a third.
-BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
-_STEP_OF_LARGE = 512
 # A plan stays right as leaves grow, but its pieces grow apart.
 REPLAN_EVERY = 64
-# Steps whose tokens are on their way to the host, at most.
-_RING = 16
-
-
-def bucket_of(rows: int) -> int:
-    """The smallest bucket that holds so many rows."""
-    for size in BUCKETS:
-        if rows <= size:
-            return size
-    return -(-rows // _STEP_OF_LARGE) * _STEP_OF_LARGE
-
-
-@dataclass(eq=False)
-class _Ring:
-    """Pinned memory for what recent steps drew, and when it is there."""
-
-    tokens: Tensor
-    logprobs: Tensor
-    ready: list[torch.cuda.Event]
-    sent: int = 0
-
-    @staticmethod
-    def of(rows: int) -> _Ring:
-        tokens = torch.zeros((_RING, rows), dtype=torch.int64, pin_memory=True)
-        logprobs = torch.zeros((_RING, rows), dtype=torch.float32, pin_memory=True)
-        return _Ring(tokens, logprobs, [torch.cuda.Event() for _ in range(_RING)])  # type: ignore[no-untyped-call]
-
-    def send(self, tokens: Tensor, logprobs: Tensor) -> int:
-        """Copy a step's rows on the current stream; returns where they will be."""
-        place = self.sent % _RING
-        self.tokens[place, : len(tokens)].copy_(tokens, non_blocking=True)
-        self.logprobs[place, : len(tokens)].copy_(logprobs, non_blocking=True)
-        self.ready[place].record()
-        self.sent += 1
-        return place
 
 
 class GraphDecoder:
@@ -100,7 +59,7 @@ class GraphDecoder:
         self.seconds_capturing = 0.0
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._unread: deque[tuple[int, int]] = deque()  # place in the ring, rows
-        self._arrays: _Arrays | None = None
+        self._arrays: GraphArrays | None = None
 
     @property
     def graph_bytes(self) -> int:
@@ -121,7 +80,11 @@ class GraphDecoder:
     def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
         arrays = self._arrays
         assert arrays is not None and arrays.sampler is not None, "begun before"
-        graph = self._graph(arrays, bucket_of(batch.num_rows))
+        try:
+            graph = self._graph(arrays, bucket_of(batch.num_rows))
+        except CannotDecode as error:
+            log.warning("going on with a graph for more rows: %s", error)
+            graph = self._running
         (index,) = upload([rows.astype(np.int64)], self.device)
         arrays.sampler.keep(index)
         self._take(arrays, batch, graph)
@@ -145,13 +108,13 @@ class GraphDecoder:
 
     # -- arrays and graphs -------------------------------------------------------------------------------------------------
 
-    def _take(self, arrays: _Arrays, batch: DecodeBatch, graph: torch.cuda.CUDAGraph) -> None:
+    def _take(self, arrays: GraphArrays, batch: DecodeBatch, graph: torch.cuda.CUDAGraph) -> None:
         arrays.load(batch)
         queries = batch.queries()
         self.planned = self.planner.planned_for(batch.snapshot, queries, arrays.planner.work)
         self._running, self._rows, self._steps = graph, batch.num_rows, 0
 
-    def _make_room(self, batch: DecodeBatch) -> _Arrays:
+    def _make_room(self, batch: DecodeBatch) -> GraphArrays:
         """The arrays, if they hold the batch; else larger ones, for which graphs must be captured anew."""
         if self._arrays is None or not self._arrays.holds(batch):
             if self._graphs:
@@ -159,10 +122,10 @@ class GraphDecoder:
             self._graphs.clear()
             self._arrays = None  # before the new ones are made
             self._pool = torch.cuda.graph_pool_handle()
-            self._arrays = _Arrays(batch, self.planner, self.page_size, self.device)
+            self._arrays = GraphArrays(batch, self.planner, self.page_size, self.device)
         return self._arrays
 
-    def _graph(self, arrays: _Arrays, rows: int) -> torch.cuda.CUDAGraph:
+    def _graph(self, arrays: GraphArrays, rows: int) -> torch.cuda.CUDAGraph:
         """The graph of a bucket, captured if it is its first time.  Then the arrays hold no batch afterwards."""
         if rows not in self._graphs:
             began = time.perf_counter()
@@ -185,7 +148,7 @@ class GraphDecoder:
             )
         return self._graphs[rows]
 
-    def _capture(self, arrays: _Arrays, step: Step) -> torch.cuda.CUDAGraph:
+    def _capture(self, arrays: GraphArrays, step: Step) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         assert arrays.sampler is not None, "made before"
         try:
@@ -196,7 +159,7 @@ class GraphDecoder:
             raise CannotDecode(f"a step cannot be captured in a CUDA graph: {_first_line(error)}") from error
         return graph
 
-    def _step_of(self, arrays: _Arrays, rows: int) -> Step:
+    def _step_of(self, arrays: GraphArrays, rows: int) -> Step:
         planned = self.planner.planned_for(arrays.first.snapshot, arrays.first.queries(), arrays.planner.work)
         return decode_step(arrays.first, arrays.tree, arrays.wanted[:rows], planned)
 
@@ -205,7 +168,8 @@ class GraphDecoder:
 def _no_waiting() -> Iterator[None]:
     """CannotDecode if the host waits for the device: a capture would fail, and not as cleanly.
 
-    Mixtures of experts do that whose layers ask which experts have tokens, and rotary embeddings that ask for the longest position.
+    Mixtures of experts do that whose layers ask which experts have tokens, and rotary embeddings that ask for the longest
+    position.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -223,76 +187,3 @@ def _no_waiting() -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-class _Arrays:
-    """Everything that graphs read and write, for batches up to a size."""
-
-    def __init__(self, batch: DecodeBatch, planner: Planner, page_size: int, device: torch.device) -> None:
-        from prefixkit.attention.cuda_planner import CudaPlanner
-
-        need, rows = DecodeCapacity.of(batch), bucket_of(batch.num_rows)
-        self.first = batch
-        self.rows = rows
-        room = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, _more(need.pages))
-        self.tree = DecodeTree(room, page_size, device)
-        assert planner.num_sms is not None, "checked before"
-        plan = capacity_for(batch.snapshot, batch.queries(), planner.shape, planner.num_sms, planner.gpu)
-        self.planner = CudaPlanner(planner.shape, room.nodes, _roomy(plan, rows), device, planner.gpu, planner.num_sms)
-        self.wanted = torch.arange(rows, device=device)
-        self.ring = _Ring.of(rows)
-        self.sampler: GpuSampler | None = None
-        self._need = planner
-
-    def holds(self, batch: DecodeBatch) -> bool:
-        if not self.tree.capacity.holds(DecodeCapacity.of(batch)):
-            return False
-        planner = self._need
-        assert planner.num_sms is not None
-        need = capacity_for(batch.snapshot, batch.queries(), planner.shape, planner.num_sms, planner.gpu)
-        return self.planner.capacity.holds(need)
-
-    def make_sampler(self, vocab: int) -> None:
-        if self.sampler is None:
-            with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
-                self.sampler = GpuSampler(self.rows, vocab, self.tree.leaf.device)
-            self.tree.drawn = self.sampler.tokens
-
-    def start(self, laws: Laws) -> None:
-        """Bring the laws of a batch's rows, and their last tokens."""
-        sampler, count = self.sampler, len(laws.params)
-        assert sampler is not None, "made before the first graph"
-        sampler.active.zero_()
-        sampler.load(slice(0, count), laws.params, laws.keys, laws.steps, laws.histories)
-        sampler.tokens[:count] = upload([laws.last], self.tree.leaf.device)[0]
-
-    def load(self, batch: DecodeBatch) -> None:
-        """Bring a batch and plan it, on the current stream."""
-        self.tree.load(batch)
-        self.planner.load(batch.snapshot, batch.queries())
-        self.planner.plan()
-
-    def replan(self) -> None:
-        """Plan anew for the lengths that nodes have by now."""
-        nodes = self.planner.nodes
-        self.planner.length[:nodes].copy_(self.tree.nodes[1][:nodes])
-        self.planner.plan()
-
-    def clear(self) -> None:
-        """No rows, no work."""
-        self.tree.leaf.fill_(-1)
-        self.tree.tokens.zero_()
-        self.tree.positions.zero_()
-        self.tree.slots.fill_(-1)
-        self.planner.work[0].zero_()
-
-
-def _more(n: int) -> int:
-    return n + n // 4 + 64
-
-
-def _roomy(need: PlanCapacity, rows: int) -> PlanCapacity:
-    """Room for plans of other trees too."""
-    sizes = (need.wide, need.narrow, need.segments, need.partials)
-    wide, narrow, segments, partials = (_more(size * rows // max(1, need.rows)) for size in sizes)
-    return PlanCapacity(wide, narrow, segments, rows, partials)

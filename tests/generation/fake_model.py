@@ -75,7 +75,8 @@ class FakeModel:
                             assert position not in sight[row], "a token seen twice"
                             sight[row][position] = token
         for row, tokens in enumerate(sight):
-            assert sorted(tokens) == list(range(int(step.positions[row]) + 1)), "a token missing"
+            if tokens or step.slots[row] >= 0:  # else it pads a graph's rows
+                assert sorted(tokens) == list(range(int(step.positions[row]) + 1)), "a token missing"
         return [[tokens[position] for position in sorted(tokens)] for tokens in sight]
 
 

@@ -104,13 +104,6 @@ def test_a_batch_that_outgrows_its_arrays_is_captured_again(model: torch.nn.Modu
     assert engine.report.captures > few
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64, 65, 1000, 4096])
-def test_buckets_hold_their_rows_and_waste_little(rows: int) -> None:
-    bucket = graphs.bucket_of(rows)
-    assert rows <= bucket < max(rows * 2, 3)
-    assert graphs.bucket_of(bucket) == bucket
-
-
 def test_a_model_that_waits_for_the_gpu_decodes_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
     """And the GPU is none the worse for having been asked."""
     model = model_of(128, torch.bfloat16)

@@ -1,0 +1,195 @@
+"""How steps are kept as graphs, with stand-ins for what needs a GPU: a graph is what it would do, done again at each replay."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkit.attention.formats import Queries
+from prefixkit.attention.gpu_buffers import PlanCapacity
+from prefixkit.generation import decode_run, engine, graph_arrays, graphs
+from prefixkit.generation.decoder import CannotDecode
+from prefixkit.generation.request import SamplingParams
+from prefixkit.generation.rng import uniforms
+from prefixkit.generation.sampling import draw
+from tests.generation.fake_model import make_engine
+from tests.generation.test_engine import alone, assert_all_given_back, random_prompts, run
+
+
+class Planner:
+    """Plans as the CPU runs them, into a list that stays."""
+
+    def __init__(self, planner, nodes, capacity):
+        self.nodes, self.capacity, self._planner = nodes, capacity, planner
+        self.length = torch.zeros(nodes, dtype=torch.int32)
+        self.work = [torch.zeros((0, 6), dtype=torch.int32) for _ in range(5)]
+        self.plans = 0
+
+    def load(self, snapshot, queries: Queries):
+        planned, _ = self._planner.plan(snapshot, queries, torch.device("cpu"))
+        self._next = planned.work
+
+    def plan(self):
+        self.plans += 1
+        self.work[:] = self._next
+
+
+class Sampler:
+    """The laws of ``rows`` rows, drawn on the CPU; rows that are not active keep their tokens."""
+
+    def __init__(self, rows, vocab, device):
+        self.rows, self.vocab = rows, vocab
+        self.tokens = torch.full((rows,), -1)
+        self.logprobs = torch.full((rows,), torch.nan)
+        self.active = torch.zeros(rows, dtype=torch.int32)
+        self._laws: list = [None] * rows
+
+    def load(self, rows, params, keys, steps, histories):
+        for row, *law in zip(range(self.rows)[rows], params, keys, steps, histories, strict=True):
+            self._laws[row] = law
+            self.active[row] = 1
+
+    def draw(self, logits):
+        for row in np.flatnonzero(self.active[: len(logits)].numpy()).tolist():
+            params, key, step, history = self._laws[row]
+            u = uniforms(np.array([key]), np.array([step]))
+            token, logprob = draw(logits[row : row + 1].float(), params, u, [history])
+            self.tokens[row], self.logprobs[row] = token[0], logprob[0]
+            self._laws[row] = [params, key, step + 1, np.append(history, np.int32(token[0]))]
+
+    def keep(self, index):
+        self._laws[: len(index)] = [self._laws[i] for i in index.tolist()]
+        self.tokens[: len(index)] = self.tokens[index]
+        self.active[len(index) :] = 0
+
+
+class Ring(graph_arrays.Ring):
+    @staticmethod
+    def of(rows):
+        class Ready:
+            def record(self):
+                pass
+
+            def synchronize(self):
+                pass
+
+        tokens, logprobs = torch.zeros((16, rows), dtype=torch.int64), torch.zeros((16, rows))
+        return Ring(tokens, logprobs, [Ready() for _ in range(16)])
+
+
+class Graph:
+    def __init__(self, arrays, step, model):
+        self.arrays, self.step, self.model = arrays, step, model
+
+    def replay(self):
+        self.arrays.tree.advance(self.step.num_rows)
+        self.arrays.sampler.draw(self.model(self.step))
+
+
+class Decoder(graphs.GraphDecoder):
+    graph_bytes = 0
+
+    def _capture(self, arrays, step):
+        return Graph(arrays, step, self.model)
+
+
+@pytest.fixture
+def decoding(monkeypatch):
+    """A function that makes an engine which decodes by such graphs, and its fake model."""
+    monkeypatch.setattr(engine, "FEWEST_STEPS", 1)
+    monkeypatch.setattr(decode_run, "SLACK", 2)
+    monkeypatch.setattr(graph_arrays, "BUCKETS", (1, 2, 3, 5, 8, 13, 21, 34))
+    monkeypatch.setattr(graph_arrays, "GpuSampler", Sampler)
+    monkeypatch.setattr(graph_arrays, "Ring", Ring)
+    monkeypatch.setattr(
+        graph_arrays, "capacity_for", lambda snapshot, queries, *rest: PlanCapacity(9, 9, 9, queries.num_rows, 9)
+    )
+    monkeypatch.setattr(graphs, "_no_waiting", nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+
+    def make(**options):
+        made, model = make_engine(**options)
+        monkeypatch.setattr(
+            graph_arrays, "CudaPlanner", lambda shape, nodes, capacity, *rest: Planner(made.planner, nodes, capacity)
+        )
+        on_gpu = replace(made.planner, launch=lambda *rest: [], num_sms=1)
+        made.decoder = Decoder(model, on_gpu, made.tree.page_size, "cpu")
+        return made, model
+
+    return make
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_each_sample_is_what_it_would_be_alone(seed, page_size, decoding):
+    params = SamplingParams(n=3, temperature=0.9, max_new_tokens=14, seed=seed, stop_token_ids=(3, 4, 5))
+    prompts = random_prompts(seed)
+    made, model = decoding(page_size=page_size)
+    samples = run(made, prompts, params)
+    assert [s.tokens for s in samples] == [alone(prompts[s.prompt_index], params, s.index) for s in samples]
+    assert made.report.decode_steps >= 13 - 1
+    assert set(model.rows_per_step[1:]) <= {1, 2, 3, 5, 8, 13, 21, 34}, "steps of whole buckets"
+    assert_all_given_back(made)
+
+
+def test_a_bucket_is_captured_once_and_a_larger_batch_makes_all_anew(decoding):
+    made, _ = decoding()
+    few, many = SamplingParams(n=2, max_new_tokens=6), SamplingParams(n=9, max_new_tokens=6)
+    run(made, [np.arange(9)], few)
+    assert made.decoder.captures == 1
+    run(made, [np.arange(9)], few)
+    assert made.decoder.captures == 1
+    run(made, [np.arange(9)], many)
+    run(made, [np.arange(9)], few)
+    assert made.decoder.captures == 3, "nine rows, and two again in the new arrays"
+
+
+def test_plans_are_made_anew_now_and_then(decoding, monkeypatch):
+    monkeypatch.setattr(graphs, "REPLAN_EVERY", 4)
+    made, _ = decoding()
+    params = SamplingParams(n=2, max_new_tokens=14, seed=1)
+    samples = run(made, [np.arange(9)], params)
+    assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
+    assert made.decoder._arrays.planner.plans == 1 + 12 // 4
+
+
+def test_rows_that_cannot_have_a_graph_of_their_own_stay_in_the_one_they_have(decoding, caplog):
+    made, model = decoding()
+    real = Decoder._capture
+
+    def only_once(self, arrays, step):
+        if self.captures:
+            raise CannotDecode("no memory")
+        return real(self, arrays, step)
+
+    made.decoder._capture = only_once.__get__(made.decoder)
+    params = SamplingParams(n=8, max_new_tokens=14, seed=2, stop_token_ids=tuple(range(6)))
+    samples = run(made, [np.arange(9)], params)
+    assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
+    assert "going on with a graph for more rows: no memory" in caplog.text
+    assert_all_given_back(made)
+
+
+def test_a_model_that_waits_decodes_without(decoding, monkeypatch, caplog):
+    made, _ = decoding()
+
+    def waits():
+        raise CannotDecode("the model waits")
+
+    monkeypatch.setattr(graphs, "_no_waiting", waits)
+    params = SamplingParams(n=2, max_new_tokens=7, seed=1)
+    samples = run(made, [np.arange(9)], params)
+    assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
+    assert "decoding step by step: the model waits" in caplog.text
+    assert_all_given_back(made)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 65, 1000, 4096])
+def test_buckets_hold_their_rows_and_waste_little(rows):
+    bucket = graph_arrays.bucket_of(rows)
+    assert rows <= bucket < max(rows * 2, 3)
+    assert graph_arrays.bucket_of(bucket) == bucket
