@@ -37,7 +37,8 @@ def library(tmp_path_factory):
     for source in (*CSRC.glob("sample*"), *HERE.iterdir()):
         shutil.copy(source, folder)
     made = folder / "sample.so"
-    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
+    # -fno-gnu-unique: another emulated kernel in the same process has fibers of its own.
+    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-fno-gnu-unique"]
     subprocess.run(["g++", *options, "-o", made, folder / "sample.cpp"], check=True)
     return ctypes.CDLL(str(made))
 
