@@ -27,7 +27,7 @@ def pins():
 def test_ci_runs_the_two_commands_of_the_readme():
     assert ci_pattern().findall(README) == [
         'pip install -c constraints.txt ".[demo]" && prefixkit demo',
-        'pip install -c constraints.txt -e ".[test]" && pytest -n auto',
+        'pip install -c constraints.txt -e ".[test]" && pytest -n auto --dist worksteal',
     ]
 
 
