@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -72,32 +72,35 @@ class GraphDecoder:
 
     def begin(self, batch: DecodeBatch, laws: Laws) -> None:
         self._unread.clear()
-        arrays = self._make_room(batch)
-        graph = self._graph(arrays, bucket_of(batch.num_rows))
-        arrays.start(laws)
-        self._take(arrays, batch, graph)
+        with self._here():
+            arrays = self._make_room(batch)
+            graph = self._graph(arrays, bucket_of(batch.num_rows))
+            arrays.start(laws)
+            self._take(arrays, batch, graph)
 
     def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
         arrays = self._arrays
         assert arrays is not None and arrays.sampler is not None, "begun before"
-        try:
-            graph = self._graph(arrays, bucket_of(batch.num_rows))
-        except CannotDecode as error:
-            log.warning("going on with a graph for more rows: %s", error)
-            graph = self._running
-        (index,) = upload([rows.astype(np.int64)], self.device)
-        arrays.sampler.keep(index)
-        self._take(arrays, batch, graph)
+        with self._here():
+            try:
+                graph = self._graph(arrays, bucket_of(batch.num_rows))
+            except CannotDecode as error:
+                log.warning("going on with a graph for more rows: %s", error)
+                graph = self._running
+            (index,) = upload([rows.astype(np.int64)], self.device)
+            arrays.sampler.keep(index)
+            self._take(arrays, batch, graph)
 
     def step(self) -> None:
         arrays = self._arrays
         assert arrays is not None and arrays.sampler is not None, "begun before"
-        if self._steps and self._steps % REPLAN_EVERY == 0:
-            arrays.replan()
-        self._steps += 1
-        self._running.replay()
-        drawn = arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows]
-        self._unread.append((arrays.ring.send(*drawn), self._rows))
+        with self._here():
+            if self._steps and self._steps % REPLAN_EVERY == 0:
+                arrays.replan()
+            self._steps += 1
+            self._running.replay()
+            drawn = arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows]
+            self._unread.append((arrays.ring.send(*drawn), self._rows))
 
     def read(self) -> Drawn:
         arrays = self._arrays
@@ -105,6 +108,10 @@ class GraphDecoder:
         place, rows = self._unread.popleft()
         arrays.ring.ready[place].synchronize()
         return arrays.ring.tokens[place, :rows].numpy().copy(), arrays.ring.logprobs[place, :rows].numpy().copy()
+
+    def _here(self) -> AbstractContextManager[object]:
+        """The GPU as the current device: captures and events go by that."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     # -- arrays and graphs -------------------------------------------------------------------------------------------------
 
