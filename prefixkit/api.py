@@ -238,7 +238,7 @@ def make_engine(
     if compiled and decoder is None:
         log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
     elif compiled:  # prompts come in any length, so they keep a runner that compiles nothing
-        decoder = graph_decoder(ModelRunner(model, pool, compiled=True), planner, page_size, spec.device)
+        decoder = graph_decoder(ModelRunner(model, pool, compiled=True), planner, page_size, spec.device, shrink=0.5)
     engine = Engine(runner, pool, tree, planner, prefill_chunk=chunk, decoder=decoder, most_running=MOST_RUNNING)
     if planner.num_sms is not None:  # our kernels run here
         from prefixkit.generation.gpu_drawer import GpuDrawer
@@ -247,7 +247,9 @@ def make_engine(
     return engine
 
 
-def graph_decoder(runner: ModelRunner, planner: Planner, page_size: int, device: torch.device) -> Decoder | None:
+def graph_decoder(
+    runner: ModelRunner, planner: Planner, page_size: int, device: torch.device, shrink: float = 1.0
+) -> Decoder | None:
     """What decodes by CUDA graphs; None where that cannot be, with a line in the log if it is a GPU."""
     if device.type != "cuda":
         return None
@@ -256,7 +258,7 @@ def graph_decoder(runner: ModelRunner, planner: Planner, page_size: int, device:
         return None
     from prefixkit.generation.graphs import GraphDecoder
 
-    return GraphDecoder(runner.compute, planner, page_size, device)
+    return GraphDecoder(runner.compute, planner, page_size, device, shrink)
 
 
 def _checked_prompts(model: Any, tokenizer: Any, prompts: Prompt | Iterable[Prompt]) -> list[NDArray[np.int32]]:

@@ -39,6 +39,8 @@ class GraphDecoder:
         planner: For the model's heads, on the GPU.
         page_size: Of the pool.
         device: The GPU.
+        shrink: A graph for fewer rows is captured where it has at most this part of the rows of the smallest there is that
+            would do.  Lower where capturing takes long.
 
     Attributes:
         planned: The plan of the batch at hand.
@@ -48,12 +50,17 @@ class GraphDecoder:
     """
 
     def __init__(
-        self, model: Callable[[Step], Tensor], planner: Planner, page_size: int, device: torch.device | str
+        self,
+        model: Callable[[Step], Tensor],
+        planner: Planner,
+        page_size: int,
+        device: torch.device | str,
+        shrink: float = 1.0,
     ) -> None:
         if planner.launch is None or planner.num_sms is None:
             raise ValueError("GraphDecoder: graphs need plans made on the GPU; decode without graphs on this one")
         self.model, self.planner, self.page_size = model, planner, page_size
-        self.device = torch.device(device)
+        self.device, self.shrink = torch.device(device), shrink
         self.planned: Planned
         self.captures = 0
         self.seconds_capturing = 0.0
@@ -74,7 +81,7 @@ class GraphDecoder:
         self._unread.clear()
         with self._here():
             arrays = self._make_room(batch)
-            graph = self._graph(arrays, bucket_of(batch.num_rows))
+            graph = self._graph(arrays, self._bucket(batch.num_rows))
             arrays.start(laws)
             self._take(arrays, batch, graph)
 
@@ -83,7 +90,7 @@ class GraphDecoder:
         assert arrays is not None and arrays.sampler is not None, "begun before"
         with self._here():
             try:
-                graph = self._graph(arrays, bucket_of(batch.num_rows))
+                graph = self._graph(arrays, self._bucket(batch.num_rows))
             except CannotDecode as error:
                 log.warning("going on with a graph for more rows: %s", error)
                 graph = self._running
@@ -131,6 +138,11 @@ class GraphDecoder:
             self._pool = torch.cuda.graph_pool_handle()
             self._arrays = GraphArrays(batch, self.planner, self.page_size, self.device)
         return self._arrays
+
+    def _bucket(self, rows: int) -> int:
+        """Which bucket's graph is to run so many rows."""
+        there, best = [size for size in self._graphs if size >= rows], bucket_of(rows)
+        return min(there) if there and best > self.shrink * min(there) else best
 
     def _graph(self, arrays: GraphArrays, rows: int) -> torch.cuda.CUDAGraph:
         """The graph of a bucket, captured if it is its first time.  Then the arrays hold no batch afterwards."""

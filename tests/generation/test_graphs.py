@@ -13,7 +13,7 @@ from prefixkit.attention.formats import Queries
 from prefixkit.attention.gpu_buffers import PlanCapacity
 from prefixkit.generation import decode_run, engine, graph_arrays, graphs
 from prefixkit.generation.decoder import CannotDecode
-from prefixkit.generation.request import SamplingParams
+from prefixkit.generation.request import Request, SamplingParams
 from prefixkit.generation.rng import uniforms
 from prefixkit.generation.sampling import draw
 from tests.generation.fake_model import make_engine
@@ -146,6 +146,19 @@ def test_a_bucket_is_captured_once_and_a_larger_batch_makes_all_anew(decoding):
     run(made, [np.arange(9)], many)
     run(made, [np.arange(9)], few)
     assert made.decoder.captures == 3, "nine rows, and two again in the new arrays"
+
+
+@pytest.mark.parametrize(("shrink", "buckets"), [(1.0, {8, 5, 2, 1}), (0.5, {8, 2, 1}), (0.2, {8, 1})])
+def test_graphs_for_fewer_rows_are_captured_where_they_are_few_enough(shrink, buckets, decoding):
+    """Eight samples that end one after the other; rows are closed up late, so 3 of them are never alone."""
+    made, model = decoding()
+    made.decoder.shrink = shrink
+    laws = [SamplingParams(max_new_tokens=20 - 2 * index, seed=1) for index in range(8)]
+    samples = made.run(Request(index, np.arange(9), law) for index, law in enumerate(laws))
+    for sample, law in zip(samples, laws, strict=True):
+        assert sample.tokens == alone(np.arange(9), law, 0)
+    assert set(made.decoder._graphs) == buckets
+    assert made.decoder.captures == len(buckets)
 
 
 def test_plans_are_made_anew_now_and_then(decoding, monkeypatch):
