@@ -28,6 +28,8 @@ _FIELDS = "P" * 20 + "qqq" + "iii" + "ff" + "P" + "iiii"
 _LAYOUTS = {False: Layout("0s" + _FIELDS), True: Layout(f"{ALL_BYTES}s" + _FIELDS)}
 # Counters at which the blocks of a launch meet: one per stream, and one per captured graph.
 _COUNTERS = 4096
+# Left for graphs whenever something runs without one: so many may be captured in between.
+_SPARE_COUNTERS = 2048
 _MEMO_SIZE = 4096
 LOG2E = math.log2(math.e)
 # Addresses of rows are 32 bits of 16-byte pieces where there are no tensor maps.
@@ -249,17 +251,17 @@ def _counter(device: int, stream: int, capturing: bool) -> int:
     """Address of a counter that no other launch in flight uses: launches of one stream, or one graph, follow each other."""
     blocks, taken = _counters.setdefault(device, ([], {}))
     key: object = ("graph", _capture_id(stream)) if capturing else stream
-    number = taken.get(key)
-    if number is None:
-        number = len(taken)
-        if number >= _COUNTERS * len(blocks):
-            if capturing:
-                raise CudaError(
-                    "tree_attention: call it once before capturing it in a CUDA graph, so that it can set up memory"
-                )
-            blocks.append(torch.zeros(_COUNTERS, dtype=torch.int32, device=torch.device("cuda", device)))
-            torch.cuda.synchronize(device)  # other streams may use it next
-        taken[key] = number
+    number = taken.setdefault(key, len(taken))
+    room = _COUNTERS * len(blocks)
+    if capturing:
+        if number >= room:
+            del taken[key]
+            raise CudaError(
+                "tree_attention: call it once before capturing it in a CUDA graph, so that it can set up memory"
+            )
+    elif len(taken) > room - _SPARE_COUNTERS:  # graphs to come cannot make room
+        blocks.append(torch.zeros(_COUNTERS, dtype=torch.int32, device=torch.device("cuda", device)))
+        torch.cuda.synchronize(device)  # other streams may use it next
     return blocks[number // _COUNTERS].data_ptr() + 4 * (number % _COUNTERS)
 
 

@@ -1,9 +1,12 @@
 """What a launch tells the driver, as far as that can be seen without a GPU."""
 
 import pytest
+import torch
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
+from prefixkit.attention import cuda_attention  # noqa: E402
+from prefixkit.attention.cuda_checks import CudaError  # noqa: E402
 from prefixkit.attention.cuda_launch import Layout, _config  # noqa: E402
 
 IDS = driver.CUlaunchAttributeID
@@ -32,3 +35,22 @@ def test_the_same_launch_is_described_once():
 
 def test_a_layout_pads_a_struct_as_c_does():
     assert Layout("PiiPf").packer.size == 8 + 4 + 4 + 8 + 4
+
+
+def test_there_is_a_counter_for_every_graph_however_many_are_captured(monkeypatch):
+    """As long as something runs without a graph now and then, which alone can make room."""
+    zeros, graphs = torch.zeros, iter(range(10**6))
+    monkeypatch.setattr(cuda_attention, "_counters", {})
+    monkeypatch.setattr(cuda_attention, "_capture_id", lambda stream: next(graphs))
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: zeros(size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with pytest.raises(CudaError, match="call it once before"):
+        cuda_attention._counter(0, 7, capturing=True)
+    alone = cuda_attention._counter(0, 7, capturing=False)
+    assert cuda_attention._counter(0, 7, capturing=False) == alone
+    seen = {alone}
+    for count in range(3 * cuda_attention._COUNTERS):
+        seen.add(cuda_attention._counter(0, 7, capturing=True))
+        if count % 1000 == 0:
+            assert cuda_attention._counter(0, 7, capturing=False) == alone
+    assert len(seen) == 1 + 3 * cuda_attention._COUNTERS, "no two share one"
