@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 
 from prefixkit.attention.decode_batch import DecodeBatch
 from prefixkit.attention.staging import Staged
 from prefixkit.tree.snapshot import Ints
+
+if TYPE_CHECKING:
+    from prefixkit.attention.cuda_launch import Layout
+    from prefixkit.attention.jit import Function
 
 _THREADS = 128
 
@@ -60,7 +64,7 @@ class DecodeTree:
         )
         self.slots = torch.full((rows,), -1, dtype=torch.int64, device=target)
         self.leaf.fill_(-1)
-        self._start = _kernel(self) if target.type == "cuda" else None
+        self._kernel = _kernel(self.leaf.device.index) if target.type == "cuda" else None
 
     def load(self, batch: DecodeBatch) -> None:
         """Bring a batch: one copy on the current stream, for which the host does not wait.  :meth:`advance` begins its step.
@@ -83,10 +87,18 @@ class DecodeTree:
 
     def advance(self, rows: int) -> None:
         """Begin the next step of the first ``rows`` rows, on the current stream.  Can be captured."""
-        if self._start is not None:
-            self._start(rows)
+        if self._kernel is not None:
+            self._advance_by_kernel(*self._kernel, rows)
         else:
             self._advance_in_torch(rows)
+
+    def _advance_by_kernel(self, function: Function, layout: Layout, rows: int) -> None:
+        from prefixkit.attention.cuda_launch import launch
+
+        tensors = (self.leaf, *self.nodes, self.drawn, self.tokens, self.positions, self.slots)
+        values = (*(tensor.data_ptr() for tensor in tensors), rows, self.page_size)
+        say = f"advance on {self.leaf.device}: {rows} rows of {self.capacity}".__str__
+        launch(function, layout, values, (-(-rows // _THREADS), 1, 1), _THREADS, 0, say)
 
     def _advance_in_torch(self, rows: int) -> None:
         start, length, page_indptr, pages, first_slot = self.nodes
@@ -110,28 +122,11 @@ def _before(batch: DecodeBatch) -> Ints:
     return length
 
 
-def _kernel(tree: DecodeTree) -> Callable[[int], None]:
+def _kernel(device: int) -> tuple[Function, Layout]:
     from prefixkit.attention import jit
-    from prefixkit.attention.cuda_launch import Layout, launch
+    from prefixkit.attention.cuda_launch import Layout
     from prefixkit.attention.cuda_units import ADVANCE
 
-    function = jit.load(ADVANCE, tree.leaf.device.index)[ADVANCE.names[0]]
-    layout = Layout("PPPPPPPPPPii")
+    function, layout = jit.load(ADVANCE, device)[ADVANCE.names[0]], Layout("PPPPPPPPPPii")
     layout.check(function)
-    fixed = tuple(x.data_ptr() for x in (tree.leaf, *tree.nodes))
-    outputs = tuple(x.data_ptr() for x in (tree.tokens, tree.positions, tree.slots))
-
-    def start(rows: int) -> None:
-        blocks = -(-rows // _THREADS)
-        say = f"advance on {tree.leaf.device}: {rows} rows of {tree.capacity}".__str__
-        launch(
-            function,
-            layout,
-            (*fixed, tree.drawn.data_ptr(), *outputs, rows, tree.page_size),
-            (blocks, 1, 1),
-            _THREADS,
-            0,
-            say,
-        )
-
-    return start
+    return function, layout

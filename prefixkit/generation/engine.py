@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -82,7 +83,9 @@ class Engine:
         self.on_step = on_step
         self.samples: list[SampleRun] = []
         self.beams: list[BeamRun] = []
-        self.scheduler = Scheduler(tree, self._promised, most_running)
+        # Weakly, for else the two would hold each other, and with them the pool, until Python looks for such cycles.
+        promised = weakref.WeakMethod(self._promised)
+        self.scheduler = Scheduler(tree, lambda: promised()(), most_running)  # type: ignore[misc]
         self.report = Report()
 
     def run(self, requests: Iterable[Request]) -> list[Sample]:
