@@ -55,7 +55,7 @@ class CompiledLayers:
     """
 
     def __init__(self, model: nn.Module, cache: PrefixCache, rows: Container[int] | None = None) -> None:
-        self.cache = cache
+        self._cache = weakref.ref(cache)  # which holds us
         self.rows = rows
         self.graphs = 0
         self.seconds = 0.0
@@ -77,6 +77,12 @@ class CompiledLayers:
             self._twins[layer] = _Twin(layer, child, TracedLayer(cache.pool.k(index), cache.pool.v(index), self._step))
             layer.__class__ = classes[index]
         cache.compiled = self
+
+    @property
+    def cache(self) -> PrefixCache:
+        cache = self._cache()
+        assert cache is not None, "it holds us"
+        return cache
 
     def begin(self, step: Step) -> None:
         """Make the step's tensors the inputs of the graphs, if its number of rows is one to compile for.
