@@ -50,10 +50,12 @@ def pool_pages(
     page_bytes = page_size * spec.bytes_per_token
     budget = _free_for_kv(spec.device, workspace) if kv_budget is None else kv_budget
     if budget < page_bytes:
-        asked = f"kv_budget={kv_budget} bytes" if kv_budget is not None else f"the memory left for KV ({budget} bytes)"
+        page = f"a page of {page_size} tokens takes {page_bytes} bytes ({page_bytes / 2**20:.2f} MiB)"
+        if kv_budget is not None:
+            raise ValueError(f"kv_budget={kv_budget} bytes holds no page; {page}; raise kv_budget")
         raise ValueError(
-            f"{asked} holds no page; a page of {page_size} tokens takes {page_bytes} bytes ({page_bytes / 2**20:.2f} MiB), "
-            f"and a step {workspace / 2**20:.0f} MiB besides; free some memory, ask for fewer samples, or lower prefill_chunk"
+            f"the memory left for KV ({budget} bytes) holds no page; {page}, and a step {workspace / 2**20:.0f} MiB besides; "
+            "free some memory, ask for fewer samples, or lower prefill_chunk"
         )
     pages = min(need, int(budget // page_bytes))
     if pages < need:

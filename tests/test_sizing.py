@@ -30,6 +30,11 @@ def test_a_budget_bounds_it(caplog):
     assert "5 of the 16 pages" in caplog.text
 
 
+def test_a_budget_without_a_page_is_to_be_raised():
+    with pytest.raises(ValueError, match=r"kv_budget=100 bytes holds no page; .*; raise kv_budget$"):
+        sizing.pool_pages(requests(), SPEC, 100, 8)
+
+
 def test_on_a_gpu_steps_come_first(monkeypatch):
     spec = KVSpec(2, 4, 16, torch.float32, torch.device("cuda"))
     monkeypatch.setattr(sizing, "free_memory", lambda device: 100 * PAGE)

@@ -13,10 +13,11 @@ from prefixkit.attention.decode_tree import DecodeCapacity, DecodeTree
 from prefixkit.attention.gpu_buffers import PlanCapacity, capacity_for
 from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Planner
-from prefixkit.generation.decoder import Laws
+from prefixkit.generation.decoder import CannotDecode, Laws
+from prefixkit.generation.gpu_laws import MOST_VOCAB
 from prefixkit.generation.gpu_sampling import GpuSampler
 
-# Rows of a step are rounded up to a bucket's, by at most a third.
+# Rows of a step are rounded up to a bucket's: by less than half of them, but for the smallest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 _STEP_OF_LARGE = 512
 # Steps whose tokens are on their way to the host, at most.
@@ -83,6 +84,8 @@ class GraphArrays:
 
     def make_sampler(self, vocab: int) -> None:
         if self.sampler is None:
+            if vocab > MOST_VOCAB:
+                raise CannotDecode(f"the sampling kernel serves up to {MOST_VOCAB} tokens, the model has {vocab}")
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
                 self.sampler = GpuSampler(self.rows, vocab, self.tree.leaf.device)
             self.tree.drawn = self.sampler.tokens

@@ -91,8 +91,8 @@ class GraphDecoder:
         with self._here():
             try:
                 graph = self._graph(arrays, self._bucket(batch.num_rows))
-            except CannotDecode as error:
-                log.warning("going on with a graph for more rows: %s", error)
+            except (CannotDecode, torch.OutOfMemoryError) as error:
+                log.warning("going on with a graph for more rows: %s", _first_line(error))
                 graph = self._running
             (index,) = upload([rows.astype(np.int64)], self.device)
             arrays.sampler.keep(index)
