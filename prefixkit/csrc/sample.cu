@@ -11,17 +11,17 @@
 //          set, and the law's step goes up by 1.  A row that holds NaN or +inf, or nothing finite, or whose scores leave float32, gets
 //          token -1 and NaN, no bit, and a step more.
 // limits   vocab <= 2^20; words >= vocab / 32; segment * blocks * 8 >= vocab.
-#include "sample_passes.cuh"
+#include "sample_find.cuh"
 
 namespace prefixkit {
 
 // Written by one thread.
-template <class T> DEVICE void finish(const Sample& a, int row, int token, float top, double sum) {
+template <class T> DEVICE void finish(const Sample& a, int row, int step, int token, float top, double sum) {
     const float logit = widen(((const T*)a.logits)[row * a.stride + token]);
     a.tokens[row] = token;
     a.logprobs[row] = float((double(logit) - double(top)) - log_exact(sum));
-    a.seen[(long long)row * a.words + (token >> 5)] |= 1u << (token & 31);
-    ++a.laws[row].step;
+    atomicOr(a.seen + ((long long)row * a.words + (token >> 5)), 1u << (token & 31));  // not waited for
+    a.laws[row].step = step + 1;
 }
 
 // The sum over the vocabulary of exp(logit - top), by a warp.
@@ -31,62 +31,9 @@ DEVICE double exps_total() {
     return warp_sum(x);
 }
 
-// Finds the token at which the kept weights of warp number `owner` exceed `target`; by a warp.  -1 in all lanes but one.
-template <class T, bool CACHED>
-DEVICE int find_token(const Row<T, CACHED>& row, const Filter& filter, int owner, u64 target, bool top_p, Nucleus n, u32 drop) {
-    const int warp = owner % WARPS, steps = row.steps(warp);
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-        const int i = row.begin(warp) + 128 * step + 4 * lane_of();
-        const float4 x = weight_at(row, filter, i, top_p);
-        float w[4] = {floorf(x.x), floorf(x.y), floorf(x.z), floorf(x.w)};
-        if (top_p) {
-            u32 ties = 0;
-            for (float y : w) ties += y == n.border;
-            const u32 sum = warp_sums(ties);
-            u32 tie = sum - ties;
-            for (float& y : w)
-                if (y < n.border || y < n.least || (y == n.border && tie++ < drop)) y = 0;
-            drop -= min(drop, __shfl_sync(~0u, sum, 31));
-        }
-        u64 mine = 0;
-        for (float y : w) mine += u64(y);
-        const u64 all = warp_sums(mine);
-        const u32 beyond = __ballot_sync(~0u, all > target);
-        if (beyond) {
-            if (lane_of() != __ffs(int(beyond)) - 1) return -1;
-            u64 sum = all - mine;
-            for (int j = 0; j < 4; ++j) {
-                sum += u64(w[j]);
-                if (sum > target) return i + j;
-            }
-        }
-        target -= __shfl_sync(~0u, all, 31);
-    }
-    return -1;
-}
-
-// What each warp's tokens of the nucleus weigh, and how many of the lightest are to be dropped, into the tables.
-template <class T, bool CACHED> DEVICE void weigh_nucleus(const Row<T, CACHED>& row, const Filter& filter, Nucleus n) {
+// Which tokens as light as the lightest of the nucleus are dropped: the first by id; into the tables, by a warp.
+DEVICE void settle_ties(Nucleus n) {
     Shared& s = shared();
-    Sum sum;
-    u64 above = 0;
-    u32 ties = 0;
-    const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
-#pragma unroll 2
-    for (int step = 0; step < steps; ++step) {
-        const float4 w = weight_at(row, filter, begin + 128 * step, true);
-        if (fmaxf(fmaxf(w.x, w.y), fmaxf(w.z, w.w)) < n.border) continue;
-        each(w, [&](float y) {
-            ties += y == n.border;
-            if (y > n.border && y >= n.least) sum.add(y);
-        });
-        if ((step & 127) == 127) above += sum.take();
-    }
-    tell(s.sums, warp_sum(above + sum.take()));
-    tell(s.ties, warp_sum(ties));
-    cluster_sync();
-    if (warp_of()) return;
     const u32 surplus = table_sum(s.ties) - n.count;
     u32 before = 0;
     for (int part = 0; part < warps(); part += 32) {
@@ -100,11 +47,34 @@ template <class T, bool CACHED> DEVICE void weigh_nucleus(const Row<T, CACHED>& 
         }
         before += __shfl_sync(~0u, sums, 31);
     }
-    __syncwarp();
+}
+
+// What each warp's tokens of the nucleus weigh, and how many of the lightest are to be dropped, into the tables.
+template <class T, bool CACHED> DEVICE void weigh_nucleus(const Row<T, CACHED>& row, const Filter& filter, Nucleus n) {
+    Shared& s = shared();
+    Sum sum;
+    u64 above = 0;
+    u32 ties = 0;
+    const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
+#pragma unroll 2
+    for (int step = 0; step < steps; ++step) {
+        if ((step & 127) == 127) above += sum.take();
+        const float4 w = weight_at(row, filter, begin + 128 * step, true);
+        if (fmaxf(fmaxf(w.x, w.y), fmaxf(w.z, w.w)) < n.border) continue;
+        each(w, [&](float y) {
+            ties += y == n.border;
+            if (y > n.border && y >= n.least) sum.add(y);
+        });
+    }
+    tell(s.sums, warp_sum(above + sum.take()));
+    tell(s.ties, warp_sum(ties));
+    cluster_sync();
+    if (warp_of() == 0) settle_ties(n);
+    __syncthreads();
 }
 
 // The first of the largest.
-template <class T, bool CACHED> DEVICE void take_top(const Sample& a, int number, const Row<T, CACHED>& row, float top, float raw) {
+template <class T, bool CACHED> DEVICE void take_top(const Sample& a, int number, const Row<T, CACHED>& row, int step, float top, float raw) {
     Shared& s = shared();
     float exps = 0;
     const u32 first = find_top(row, top, !row.penalised, exps);
@@ -117,7 +87,7 @@ template <class T, bool CACHED> DEVICE void take_top(const Sample& a, int number
     for (int i = lane_of(); i < warps(); i += 32) token = min(token, s.firsts[i]);
     token = warp_min(token);
     const double sum = exps_total();
-    if (lane_of() == 0) finish<T>(a, number, int(token), raw, sum);
+    if (lane_of() == 0) finish<T>(a, number, step, int(token), raw, sum);
 }
 
 template <class T, bool CACHED>
@@ -146,24 +116,25 @@ DEVICE void draw(const Sample& a, int number, const Row<T, CACHED>& row, const L
         n.least = least;
         weigh_nucleus(row, filter, n);
     }
-    if (warp_of()) return;
     const u64 total = table_sum(s.sums);
     const u64 low_half = s.uniform * total, high_half = __umul64hi(s.uniform, total);
     const u64 target = high_half << 11 | low_half >> 53;
     const Place at = reach(warps(), target + 1, [&](int i) { return s.sums[i]; });
     if (at.index / WARPS != cluster_rank()) return;
     const double sum = alike ? double(total) / double(TOP) : exps_total();
-    const int token = find_token(row, filter, at.index, target - at.before, top_p, n, top_p ? s.ties[at.index] : 0);
-    if (token >= 0) finish<T>(a, number, token, raw, sum);
+    const int token = find_token(row, filter, at.index, target - at.before, top_p, top_p, n, top_p ? s.ties[at.index] : 0);
+    if (token >= 0) finish<T>(a, number, law.step, token, raw, sum);
 }
 
 template <class T, bool CACHED> __global__ void __launch_bounds__(THREADS, 3) sample(const __grid_constant__ Sample a) {
     const int number = block_of() / cluster_size();
+    Shared& s = shared();
+    Row<T, CACHED> row(a, number, (float*)(&s + 1));
+    if (CACHED) row.fetch();
     const Law law = a.laws[number];
     if (!law.active) return;
     cluster_arrive();
-    Shared& s = shared();
-    const Row<T, CACHED> row(a, number, (float*)(&s + 1), law);
+    row.obey(law);
     if (thread_of() == 0) s.uniform = uniform53(law.key, law.step);
     const Tops mine = read_row(row);
     cluster_wait();  // the others have begun, so their memory is there
@@ -177,11 +148,11 @@ template <class T, bool CACHED> __global__ void __launch_bounds__(THREADS, 3) sa
     if (!(fabsf(divided) < -MINUS_INFINITY) || !(fabsf(top) < -MINUS_INFINITY)) {
         if (my_number() == 0 && lane_of() == 0) {
             a.tokens[number] = -1, a.logprobs[number] = not_a_number();
-            ++a.laws[number].step;
+            a.laws[number].step = law.step + 1;
         }
         return;
     }
-    if (greedy) return take_top(a, number, row, top, raw);
+    if (greedy) return take_top(a, number, row, law.step, top, raw);
     // At least as many tokens as there are warps, or threads, reach the least of their largest: what is below is not among as many largest.
     const bool few = law.top_k <= warps(), many = law.top_k <= warps() * 32;
     const float low = few ? table_min(s.tops) : many ? table_min(s.lows) : MINUS_INFINITY;

@@ -93,7 +93,7 @@ template <class T, bool CACHED> DEVICE float4 weight_at(const Row<T, CACHED>& ro
 
 // The k-th largest score.
 template <class T, bool CACHED> DEVICE float kth_largest(const Row<T, CACHED>& row, int k, float floor) {
-    const Border b = select<Counts>(k, [&](u32* bins, int turn, u32 key) {
+    const Border b = select<Counts>({0, u64(k)}, 0, [&](u32* bins, int turn, u32 key) {
         const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
 #pragma unroll 2
         for (int step = 0; step < steps; ++step) {
@@ -119,7 +119,7 @@ template <class T, bool CACHED>
 DEVICE Nucleus nucleus(const Row<T, CACHED>& row, const Filter& filter, u64 need, u64 total) {
     // What is lighter lies outside, for all such tokens together hold less than is left over.
     const float floor = fmaxf(__ull2float_rd((total - need) / u32(row.vocab)), 1.0f);
-    const Border b = select<Masses>(need, [&](u32* bins, int turn, u32 key) {
+    const Border b = select<Masses>({0, need}, 0, [&](u32* bins, int turn, u32 key) {
         const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
 #pragma unroll 2
         for (int step = 0; step < steps; ++step) {

@@ -45,6 +45,9 @@ DEVICE float max_nan(float a, float b) { float x; asm("max.NaN.f32 %0, %1, %2;" 
 // Rounded down.
 DEVICE float add_down(float a, float b) { return __fadd_rd(a, b); }
 DEVICE double log_exact(double x) { return log(x); }
+DEVICE u32 warp_total(u32 x) { return __reduce_add_sync(~0u, x); }
+// Bytes that will be read soon come nearer.
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
 
 // ---- four logits ----

@@ -43,20 +43,27 @@ template <class T, bool CACHED> struct Row {
     float penalty;
     bool penalised, aligned;
 
-    DEVICE Row(const Sample& a, int row, float* room, const Law& law) {
+    DEVICE Row(const Sample& a, int row, float* room) {
         logits = (const T*)a.logits + row * a.stride;
         seen = a.seen + (long long)row * a.words;
         cache = room, vocab = a.vocab, segment = a.segment;
         first = cluster_rank() * WARPS * segment;
-        penalty = law.penalty, penalised = law.penalty != 1.0f, aligned = a.aligned;
+        aligned = a.aligned;
     }
+    DEVICE void obey(const Law& law) { penalty = law.penalty, penalised = law.penalty != 1.0f; }
     DEVICE int begin(int warp) const { return first + warp * segment; }
     // Steps of 128 tokens.
     DEVICE int steps(int warp) const { return min(segment, max(vocab - begin(warp), 0) + 127) >> 7; }
 
+    // Has this warp's logits brought into the L2 cache, all at once.
+    DEVICE void fetch() const {
+        const int from = begin(warp_of()), count = min(segment, max(vocab - from, 0)), line = 128 / int(sizeof(T));
+        for (int i = line * lane_of(); i < count; i += 32 * line) prefetch(logits + from + i);
+    }
+
     // f(i, logits) for this lane's tokens i to i + 3, of all steps; a batch of loads is under way at a time.
     template <class F> DEVICE void each_raw(F f) const {
-        constexpr int BATCH = sizeof(T) == 4 ? 4 : 8;
+        constexpr int BATCH = CACHED || sizeof(T) < 4 ? 8 : 4;
         const int count = steps(warp_of()), at = begin(warp_of()) + 4 * lane_of();
         // Steps in which every lane can load four at once; the others come one by one.
         const int full = aligned ? min(segment, max(vocab - begin(warp_of()), 0)) >> 7 : 0;
@@ -69,8 +76,18 @@ template <class T, bool CACHED> struct Row {
 #pragma unroll
             for (int j = 0; j < BATCH; ++j) f(at + 128 * (step + j), x[j]);
         }
+        // What is left: loads that are under way together too, four at a time.
 #pragma unroll 1
-        for (; step < count; ++step) f(at + 128 * step, raw(at + 128 * step));
+        for (; step < full; step += 4) {
+            float4 x[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[j] = load4(logits + at + 128 * min(step + j, full - 1));
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (step + j < full) f(at + 128 * (step + j), x[j]);
+        }
+#pragma unroll 1
+        for (step = full; step < count; ++step) f(at + 128 * step, raw(at + 128 * step));
     }
 
     // The logits of tokens i to i + 3; -inf beyond the vocabulary.

@@ -30,12 +30,14 @@ struct Masses {
     static DEVICE u32 key(float x) { return u32(__float_as_int(x)) - (126u << 23); }
     static DEVICE int shift(int turn) { return turn == 0 ? 19 : turn == 1 ? 9 : 0; }
     static DEVICE int bits(int turn) { return turn == 2 ? 9 : 10; }
+    // In two halves of 12 bits, so that neither sum of 2^20 of them overflows, and nobody waits for what was there before.
     static DEVICE void add(u32* bins, int bin, float x) {
         const u32 mantissa = (u32(__float_as_int(x)) & 0x7fffffu) | 0x800000u;
-        if (atomicAdd(bins + bin, mantissa) > ~0u - mantissa) atomicAdd(bins + SIZE + bin, 1u);
+        atomicAdd(bins + bin, mantissa & 0xfffu);
+        atomicAdd(bins + SIZE + bin, mantissa >> 12);
     }
-    static DEVICE u64 get(const u32* bins, int bin) { return u64(bins[SIZE + bin]) << 32 | bins[bin]; }
-    static DEVICE void put(u32* bins, int bin, u64 x) { bins[bin] = u32(x), bins[SIZE + bin] = u32(x >> 32); }
+    static DEVICE u64 get(const u32* bins, int bin) { return (u64(bins[SIZE + bin]) << 12) + bins[bin]; }
+    static DEVICE void put(u32* bins, int bin, u64 x) { bins[bin] = u32(x) & 0xfffu, bins[SIZE + bin] = u32(x >> 12); }
     // `key`, of any token of the bin, has the exponent.
     static DEVICE u64 value(u64 x, u32 key) {
         const int exponent = int(key >> 23) - 1 - 23;
@@ -84,11 +86,11 @@ template <class K, class F> DEVICE Border next_digit(Border b, int turn, F count
     return {key_in(from + bin.index) >> shift, b.need - at.before - bin.before};
 }
 
-// The key at which the tokens, from the largest key down, hold `need`.  At least one cluster_sync must follow before a block ends.
-template <class K, class F> DEVICE Border select(u64 need, F count) {
-    Border b = {0, need};
+// The key at which the tokens, from the largest key down, hold b.need, of those whose key begins with b.key, from digit `turn` on.
+// At least one cluster_sync must follow before a block ends.
+template <class K, class F> DEVICE Border select(Border b, int turn, F count) {
 #pragma unroll 1
-    for (int turn = 0; turn < 3; ++turn) b = next_digit<K>(b, turn, count);
+    for (; turn < 3; ++turn) b = next_digit<K>(b, turn, count);
     return b;
 }
 

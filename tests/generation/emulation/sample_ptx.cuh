@@ -18,6 +18,7 @@
 #define DEVICE inline
 
 struct float4 { float x, y, z, w; };
+struct uint4 { unsigned x, y, z, w; };
 struct int4 { int x, y, z, w; };
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
@@ -134,6 +135,9 @@ static inline unsigned __ballot_sync(unsigned, bool value) {
     return bits;
 }
 static inline unsigned atomicAdd(unsigned* to, unsigned value) { const unsigned old = *to; *to += value; return old; }
+static inline unsigned atomicMin(unsigned* to, unsigned value) { const unsigned old = *to; *to = min(old, value); return old; }
+static inline unsigned atomicOr(unsigned* to, unsigned value) { const unsigned old = *to; *to |= value; return old; }
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
@@ -174,6 +178,13 @@ inline float add_down(float a, float b) {
     const float rounded = float(sum);
     return rounded > sum ? std::nextafter(rounded, -INFINITY) : rounded;
 }
+inline u32 warp_total(u32 x) {
+    const uint64_t* all = emulation::exchange(x);
+    u32 sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += u32(all[lane]);
+    return sum;
+}
+inline void prefetch(const void*) {}
 inline double log_exact(double x) { return std::log(x); }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float not_a_number() { return NAN; }
