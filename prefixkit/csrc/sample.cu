@@ -5,13 +5,14 @@
 // tiling   a cluster of 1 to 8 blocks of 256 threads takes a row and keeps it in shared memory as float32, so that logits are read once.
 //          Where a row does not fit (CACHED false) every pass reads it again.  Warps own consecutive tokens, so that sums of
 //          warps are steps of the cumulative distribution.
-// passes   read; (top-k: three counts;) weigh; (top-p: three counts and a sum;) and one warp finds the token in one warp's tokens.
-// cost     reads each logit once; some 26 instructions a token, top-k some 10 more, top-p some 30.  docs/kernels.md has times.
+// passes   read; then, with top-k, list the few tokens that may be kept, and go on with these; else weigh, with top-p count and list those at its
+//          border.  Lists that overflow are replaced by counting digits, three passes.  One block finds the token in one warp's tokens.
+// cost     reads each logit once; some 31 instructions a token, with top-k 10, top-p some 20 more.  docs/kernels.md has times.
 // effects  A row whose law is not active is left alone.  Others: the token and its log-probability are written, the token's bit in `seen` is
 //          set, and the law's step goes up by 1.  A row that holds NaN or +inf, or nothing finite, or whose scores leave float32, gets
 //          token -1 and NaN, no bit, and a step more.
 // limits   vocab <= 2^20; words >= vocab / 32; segment * blocks * 8 >= vocab.
-#include "sample_find.cuh"
+#include "sample_nucleus.cuh"
 
 namespace prefixkit {
 
@@ -29,48 +30,6 @@ DEVICE double exps_total() {
     double x = 0;
     for (int i = lane_of(); i < warps(); i += 32) x += double(shared().exps[i]);
     return warp_sum(x);
-}
-
-// Which tokens as light as the lightest of the nucleus are dropped: the first by id; into the tables, by a warp.
-DEVICE void settle_ties(Nucleus n) {
-    Shared& s = shared();
-    const u32 surplus = table_sum(s.ties) - n.count;
-    u32 before = 0;
-    for (int part = 0; part < warps(); part += 32) {
-        const int i = part + lane_of();
-        const u32 here = i < warps() ? s.ties[i] : 0, sums = warp_sums(here), first = before + sums - here;
-        const u32 drop = surplus > first ? min(surplus - first, here) : 0;
-        __syncwarp();
-        if (i < warps()) {
-            s.ties[i] = drop;
-            if (n.border >= n.least) s.sums[i] += u64(here - drop) * u64(n.border);
-        }
-        before += __shfl_sync(~0u, sums, 31);
-    }
-}
-
-// What each warp's tokens of the nucleus weigh, and how many of the lightest are to be dropped, into the tables.
-template <class T, bool CACHED> DEVICE void weigh_nucleus(const Row<T, CACHED>& row, const Filter& filter, Nucleus n) {
-    Shared& s = shared();
-    Sum sum;
-    u64 above = 0;
-    u32 ties = 0;
-    const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
-#pragma unroll 2
-    for (int step = 0; step < steps; ++step) {
-        if ((step & 127) == 127) above += sum.take();
-        const float4 w = weight_at(row, filter, begin + 128 * step, true);
-        if (fmaxf(fmaxf(w.x, w.y), fmaxf(w.z, w.w)) < n.border) continue;
-        each(w, [&](float y) {
-            ties += y == n.border;
-            if (y > n.border && y >= n.least) sum.add(y);
-        });
-    }
-    tell(s.sums, warp_sum(above + sum.take()));
-    tell(s.ties, warp_sum(ties));
-    cluster_sync();
-    if (warp_of() == 0) settle_ties(n);
-    __syncthreads();
 }
 
 // The first of the largest.
@@ -91,30 +50,47 @@ template <class T, bool CACHED> DEVICE void take_top(const Sample& a, int number
 }
 
 template <class T, bool CACHED>
-DEVICE void draw(const Sample& a, int number, const Row<T, CACHED>& row, const Law& law, float top, float raw, float low) {
+DEVICE void draw(const Sample& a, int number, const Row<T, CACHED>& row, const Law& law, float top, float raw) {
     Shared& s = shared();
     Filter filter;
     filter.top = top;
     filter.rate = fmaxf(__fdiv_rn(LOG2E, law.temperature), SMALLEST_NORMAL);
     const bool top_k = law.top_k > 0 && law.top_k < a.vocab, top_p = law.top_p < 1, min_p = law.min_p > 0;
     filter.any = top_k || top_p || min_p;
-    if (top_k) filter.lowest = kth_largest(row, law.top_k, low);
     const float least = min_p ? least_weight(law.min_p) : 0;
     if (!top_p) filter.least = least;
     // Weights without temperature, penalty and filters are the exponentials.
     const bool alike = law.temperature == 1.0f && !row.penalised && !filter.any;
+    bool sums = !alike && !row.penalised;
     float exps = 0;
-    const u64 weight = weigh_row(row, filter, !alike && !row.penalised, top_p, exps);
     if (row.penalised) exps = exps_of_raw(row, raw);
-    tell(s.sums, warp_sum(weight));
+    int all = -1;  // tokens of which lists hold all that top-k keeps
+    u32 count = 0;
+    if (top_k) {
+        float low = MINUS_INFINITY;
+        if (law.top_k <= warps() * 32) {
+            low = bound(law.top_k);
+            count = list_scores(row, low, top, sums, exps);
+            sums = false;
+            all = gather_lists(count);
+        }
+        const auto one = [](u32) { return 1u; };
+        filter.lowest = all >= 0 ? of_key(least_chosen<u32>(all, law.top_k, one).key) : kth_largest(row, law.top_k, low);
+    }
+    Nucleus n = {0, 0, 0};
+    if (all >= 0) {
+        if (top_p) n = nucleus_of_chosen(filter, all, count, law.top_p, least);
+        u64 weight = 0;
+        if (!top_p) each_listed(count, [&](float y) { weight += u64(filter.weight(y)); });
+        if (!top_p) tell(s.sums, warp_sum(weight));
+    } else {
+        tell(s.sums, warp_sum(weigh_row(row, filter, sums, top_p, exps)));
+    }
     tell(s.exps, warp_sum(exps));
     cluster_sync();
-    Nucleus n = {0, 0, 0};
-    if (top_p) {
+    if (top_p && all < 0) {
         const u64 total = table_sum(s.sums);
-        n = nucleus(row, filter, share(total, law.top_p), total);
-        n.least = least;
-        weigh_nucleus(row, filter, n);
+        n = nucleus_of_row(row, filter, share(total, law.top_p), total, least);
     }
     const u64 total = table_sum(s.sums);
     const u64 low_half = s.uniform * total, high_half = __umul64hi(s.uniform, total);
@@ -122,7 +98,8 @@ DEVICE void draw(const Sample& a, int number, const Row<T, CACHED>& row, const L
     const Place at = reach(warps(), target + 1, [&](int i) { return s.sums[i]; });
     if (at.index / WARPS != cluster_rank()) return;
     const double sum = alike ? double(total) / double(TOP) : exps_total();
-    const int token = find_token(row, filter, at.index, target - at.before, top_p, top_p, n, top_p ? s.ties[at.index] : 0);
+    const bool stored = top_p && all < 0;
+    const int token = find_token(row, filter, at.index, target - at.before, top_p, stored, n, top_p ? s.ties[at.index] : 0);
     if (token >= 0) finish<T>(a, number, law.step, token, raw, sum);
 }
 
@@ -140,7 +117,7 @@ template <class T, bool CACHED> __global__ void __launch_bounds__(THREADS, 3) sa
     cluster_wait();  // the others have begun, so their memory is there
     tell(s.tops, warp_max(mine.score));
     tell(s.raws, warp_max(mine.raw));
-    tell(s.lows, warp_min(mine.low));
+    if (law.top_k > 0) chosen()[thread_of()] = key_of(mine.score);
     cluster_sync();
     const float top = table_max(s.tops), raw = table_max(s.raws);
     const bool greedy = law.temperature == 0;
@@ -153,10 +130,7 @@ template <class T, bool CACHED> __global__ void __launch_bounds__(THREADS, 3) sa
         return;
     }
     if (greedy) return take_top(a, number, row, law.step, top, raw);
-    // At least as many tokens as there are warps, or threads, reach the least of their largest: what is below is not among as many largest.
-    const bool few = law.top_k <= warps(), many = law.top_k <= warps() * 32;
-    const float low = few ? table_min(s.tops) : many ? table_min(s.lows) : MINUS_INFINITY;
-    draw(a, number, row, law, top, raw, low);
+    draw(a, number, row, law, top, raw);
 }
 
 }  // namespace prefixkit

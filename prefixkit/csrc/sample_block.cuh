@@ -12,9 +12,10 @@ struct Shared {
     u64 sums[MOST_WARPS];   // of each warp of the cluster, as the following
     u64 parts[MOST_WARPS];
     u32 ties[MOST_WARPS];   // then those to drop
-    float tops[MOST_WARPS], raws[MOST_WARPS], lows[MOST_WARPS], exps[MOST_WARPS];
+    float tops[MOST_WARPS], raws[MOST_WARPS], exps[MOST_WARPS];
     u32 firsts[MOST_WARPS];
-    u64 uniform, unused;
+    u64 uniform, above;
+    u32 least, unused[3];
     u32 bins[BINS];
 };
 static_assert(sizeof(Shared) % 16 == 0, "the cache is read by 16 bytes");

@@ -12,6 +12,7 @@ struct Filter {
     bool any;                       // one of both, or top-p: weights are cut to whole numbers before they are looked at
 
     DEVICE float cut(float score, float weight) const { return score >= lowest && weight >= least ? floorf(weight) : 0; }
+    DEVICE float weight(float x) const { return cut(x, weigh(x, top, rate)); }
     DEVICE float4 weight(float4 x) const {
         const float4 w = make_float4(weigh(x.x, top, rate), weigh(x.y, top, rate), weigh(x.z, top, rate), weigh(x.w, top, rate));
         return any ? make_float4(cut(x.x, w.x), cut(x.y, w.y), cut(x.z, w.z), cut(x.w, w.w)) : w;
@@ -20,12 +21,12 @@ struct Filter {
 
 template <class F> DEVICE void each(float4 x, F f) { f(x.x), f(x.y), f(x.z), f(x.w); }
 
-// Reads the logits once: into the cache, for their largest, for the largest score, and a score that as many tokens reach as there are threads.
+// Reads the logits once: into the cache, for this thread's largest, and its largest score.
 struct Tops {
-    float score, raw, low;
+    float score, raw;
 };
 template <class T, bool CACHED> DEVICE Tops read_row(const Row<T, CACHED>& row) {
-    Tops t = {MINUS_INFINITY, MINUS_INFINITY, 0};
+    Tops t = {MINUS_INFINITY, MINUS_INFINITY};
     row.each_raw([&](int i, float4 x) {
         if (row.penalised) {
             each(x, [&](float y) { t.raw = max_nan(t.raw, y); });
@@ -34,7 +35,6 @@ template <class T, bool CACHED> DEVICE Tops read_row(const Row<T, CACHED>& row) 
         each(x, [&](float y) { t.score = max_nan(t.score, y); });
         if (CACHED) row.keep(i, x);
     });
-    t.low = t.score;
     if (!row.penalised) t.raw = t.score;
     return t;
 }
@@ -93,7 +93,8 @@ template <class T, bool CACHED> DEVICE float4 weight_at(const Row<T, CACHED>& ro
 
 // The k-th largest score.
 template <class T, bool CACHED> DEVICE float kth_largest(const Row<T, CACHED>& row, int k, float floor) {
-    const Border b = select<Counts>({0, u64(k)}, 0, [&](u32* bins, int turn, u32 key) {
+    Border b = {0, u64(k)};
+    const auto count = [&](u32* bins, int turn, u32 key) {
         const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
 #pragma unroll 2
         for (int step = 0; step < steps; ++step) {
@@ -105,7 +106,9 @@ template <class T, bool CACHED> DEVICE float kth_largest(const Row<T, CACHED>& r
                 if (y >= floor) count_one<Counts>(bins, turn, key, y);
             });
         }
-    });
+    };
+#pragma unroll 1
+    for (int turn = 0; turn < 3; ++turn) b = next_digit<Counts>(b, turn, count);
     return of_key(b.key);
 }
 
@@ -115,24 +118,5 @@ struct Nucleus {
     u32 count;
     float least;
 };
-template <class T, bool CACHED>
-DEVICE Nucleus nucleus(const Row<T, CACHED>& row, const Filter& filter, u64 need, u64 total) {
-    // What is lighter lies outside, for all such tokens together hold less than is left over.
-    const float floor = fmaxf(__ull2float_rd((total - need) / u32(row.vocab)), 1.0f);
-    const Border b = select<Masses>({0, need}, 0, [&](u32* bins, int turn, u32 key) {
-        const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
-#pragma unroll 2
-        for (int step = 0; step < steps; ++step) {
-            const float4 w = weight_at(row, filter, begin + 128 * step, true);
-            if (fmaxf(fmaxf(w.x, w.y), fmaxf(w.z, w.w)) < floor) continue;
-            each(w, [&](float y) {
-                if (y >= floor) count_one<Masses>(bins, turn, key, y);
-            });
-        }
-    });
-    const float border = __int_as_float(int(b.key + (126u << 23)));
-    const u64 weight = u64(border);
-    return {border, u32((b.need + weight - 1) / weight), 0};
-}
 
 }  // namespace prefixkit

@@ -28,6 +28,7 @@ struct Counts {
 struct Masses {
     static constexpr int SIZE = BINS / 2;
     static DEVICE u32 key(float x) { return u32(__float_as_int(x)) - (126u << 23); }
+    static DEVICE float float_of(u32 key) { return __int_as_float(int(key + (126u << 23))); }
     static DEVICE int shift(int turn) { return turn == 0 ? 19 : turn == 1 ? 9 : 0; }
     static DEVICE int bits(int turn) { return turn == 2 ? 9 : 10; }
     // In two halves of 12 bits, so that neither sum of 2^20 of them overflows, and nobody waits for what was there before.
@@ -58,7 +59,8 @@ struct Border {
 };
 
 // One digit: which bin reaches `need`, summed from the largest digit down.  `count(bins, turn, key)` counts this block's tokens whose
-// key begins with `key`, of bits(turn) fewer digits, into the bins, the largest digit into bin 0.
+// key begins with `key`, of bits(turn) fewer digits, into the bins, the largest digit into bin 0.  At least one cluster_sync must
+// follow before a block ends or writes into its bins.
 template <class K, class F> DEVICE Border next_digit(Border b, int turn, F count) {
     Shared& s = shared();
     const int bits = K::bits(turn), shift = K::shift(turn), blocks = cluster_size();
@@ -84,14 +86,6 @@ template <class K, class F> DEVICE Border next_digit(Border b, int turn, F count
     const Place bin = reach(min(part, max(used - from, 1)), b.need - at.before,
                             [&](int i) { return K::value(K::get(bins, from + i), key_in(from + i)); });
     return {key_in(from + bin.index) >> shift, b.need - at.before - bin.before};
-}
-
-// The key at which the tokens, from the largest key down, hold b.need, of those whose key begins with b.key, from digit `turn` on.
-// At least one cluster_sync must follow before a block ends.
-template <class K, class F> DEVICE Border select(Border b, int turn, F count) {
-#pragma unroll 1
-    for (; turn < 3; ++turn) b = next_digit<K>(b, turn, count);
-    return b;
 }
 
 // Counts a token whose key begins with `key`.

@@ -33,7 +33,7 @@ WARPS = 8  # of a block
 _STEP = 128  # tokens that a warp takes at a time
 _BLOCKS = (1, 2, 4, 8)
 # struct Shared of csrc/sample_block.cuh; the row's cache follows.
-HEAD_BYTES = 64 * (8 + 8 + 4 + 4 * 4 + 4) + 16 + 2048 * 4
+HEAD_BYTES = 64 * (8 + 8 + 4 + 3 * 4 + 4) + 32 + 2048 * 4
 _BLOCKS_PER_SM = 3
 
 
