@@ -63,7 +63,7 @@ template <class T, bool CACHED> struct Row {
 
     // f(i, logits) for this lane's tokens i to i + 3, of all steps; a batch of loads is under way at a time.
     template <class F> DEVICE void each_raw(F f) const {
-        constexpr int BATCH = CACHED || sizeof(T) < 4 ? 8 : 4;
+        constexpr int BATCH = sizeof(T) < 4 ? 8 : 4;
         const int count = steps(warp_of()), at = begin(warp_of()) + 4 * lane_of();
         // Steps in which every lane can load four at once; the others come one by one.
         const int full = aligned ? min(segment, max(vocab - begin(warp_of()), 0)) >> 7 : 0;
