@@ -243,7 +243,8 @@ def _scratch(elements: int, device: torch.device, stream: int, capturing: bool) 
     if buffer is None or buffer.shape[0] < elements:
         if buffer is not None:  # trees grow little by little, and memory is slow to get
             elements += elements // 4
-        buffer = _scratches[device, stream] = torch.empty(elements, dtype=torch.float32, device=device)
+        with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
+            buffer = _scratches[device, stream] = torch.empty(elements, dtype=torch.float32, device=device)
     return buffer
 
 
