@@ -14,11 +14,10 @@ namespace prefixkit {
 // All blocks of the grid meet.  One thread of each block calls it; works for any grid size and resets itself: the top bit of
 // the counter flips once all have come.
 DEVICE void grid_meet(u32* counter) {
-    __threadfence();
+    fence_device();
     const u32 mine = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
     const u32 before = atomicAdd(counter, mine);
-    while (((before ^ load_acquire(counter)) & 0x80000000u) == 0) __nanosleep(20);
-    __threadfence();
+    while (((before ^ load_acquire(counter)) & 0x80000000u) == 0) {}
 }
 
 // A head being folded, by lanes that hold some columns each.

@@ -128,6 +128,8 @@ DEVICE float4 load_global(const float* p) {
     return x;
 }
 DEVICE float load_global1(const float* p) { float x; asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory"); return x; }
+// What this thread has written, or knows that others of its block have, is there for all blocks before what it does next.
+DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE u32 load_acquire(const u32* p) { u32 x; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory"); return x; }
 
 // ---- barriers in shared memory ----
