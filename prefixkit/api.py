@@ -258,7 +258,7 @@ def graph_decoder(
         return None
     from prefixkit.generation.graphs import GraphDecoder
 
-    return GraphDecoder(runner.compute, planner, page_size, device, shrink)
+    return GraphDecoder(runner.compute, planner, page_size, device, shrink, runner.addresses)
 
 
 def _checked_prompts(model: Any, tokenizer: Any, prompts: Prompt | Iterable[Prompt]) -> list[NDArray[np.int32]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -41,6 +41,8 @@ class GraphDecoder:
         device: The GPU.
         shrink: A graph for fewer rows is captured where it has at most this part of the rows of the smallest there is that
             would do.  Lower where capturing takes long.
+        weights: Says where what the model reads lies; asked once for each batch.  Graphs are captured again once that is
+            elsewhere.  None: it never is.
 
     Attributes:
         planned: The plan of the batch at hand.
@@ -56,17 +58,20 @@ class GraphDecoder:
         page_size: int,
         device: torch.device | str,
         shrink: float = 1.0,
+        weights: Callable[[], Hashable] | None = None,
     ) -> None:
         if planner.launch is None or planner.num_sms is None:
             raise ValueError("GraphDecoder: graphs need plans made on the GPU; decode without graphs on this one")
         self.model, self.planner, self.page_size = model, planner, page_size
         self.device, self.shrink = torch.device(device), shrink
+        self.weights = weights
         self.planned: Planned
         self.captures = 0
         self.seconds_capturing = 0.0
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._unread: deque[tuple[int, int]] = deque()  # place in the ring, rows
         self._arrays: GraphArrays | None = None
+        self._read_from: Hashable = None  # where the weights are that graphs read
 
     @property
     def graph_bytes(self) -> int:
@@ -80,6 +85,7 @@ class GraphDecoder:
     def begin(self, batch: DecodeBatch, laws: Laws) -> None:
         self._unread.clear()
         with self._here():
+            self._forget_moved()
             arrays = self._make_room(batch)
             graph = self._graph(arrays, self._bucket(batch.num_rows))
             arrays.start(laws)
@@ -139,6 +145,15 @@ class GraphDecoder:
             self._arrays = GraphArrays(batch, self.planner, self.page_size, self.device)
         return self._arrays
 
+    def _forget_moved(self) -> None:
+        """Drop graphs that read weights where they no longer are: that memory may be another's by now."""
+        there = None if self.weights is None else self.weights()
+        if self._graphs and there != self._read_from:
+            log.info("the model's weights have moved: CUDA graphs are captured again")
+            self._graphs.clear()
+            self._pool = torch.cuda.graph_pool_handle()
+        self._read_from = there
+
     def _bucket(self, rows: int) -> int:
         """Which bucket's graph is to run so many rows."""
         there, best = [size for size in self._graphs if size >= rows], bucket_of(rows)
@@ -155,6 +170,7 @@ class GraphDecoder:
                 arrays.make_sampler(self.model(step).shape[1])
                 with _no_waiting():
                     self.model(step)
+                self._forget_moved()  # compiled layers move theirs in their first step
                 self._graphs[rows] = self._capture(arrays, step)
             self.captures += 1
             took = time.perf_counter() - began

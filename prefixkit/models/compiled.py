@@ -25,6 +25,7 @@ from prefixkit.models.attention import is_tree_class, original_class, subclass, 
 from prefixkit.models.cache import PrefixCache
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
+from prefixkit.models.fused import capturing, fused
 from prefixkit.models.layer import CacheLayer
 from prefixkit.models.traced import TracedLayer, TracedStep
 
@@ -95,7 +96,7 @@ class CompiledLayers:
             self._give_up("the model was unpatched in the meantime; make a new ModelRunner")
         if self.active:
             self._key = _key(step)
-            if self._key not in self._ready and _capturing():
+            if self._key not in self._ready and capturing():
                 raise ValueError(
                     f"layers cannot be compiled for {step.num_rows} rows while a CUDA graph is captured; run such a step "
                     "once before"
@@ -122,7 +123,7 @@ class CompiledLayers:
             result = self._call(twin, *given)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             # Nothing has run yet: these come from the compiler.
-            if _capturing():
+            if capturing():
                 raise
             self._give_up(_said(error))
             return original_class(layer).forward(layer, *args, **kwargs)
@@ -269,7 +270,7 @@ def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, input
         if (count := sum(op in call for call in calls)) != 1:
             raise RuntimeError(f"a layer calls {op} {count} times, not once")
     log.info("compiling a layer for steps of %d rows, which takes seconds", owner.cache.step.num_rows)
-    compiled = inductor(graph, inputs)
+    compiled = fused(graph, inputs, inductor)
     owner.graphs += 1
     return compiled
 
@@ -280,10 +281,6 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
 
     compiled: Any = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})
     return cast(Callable[..., Any], compiled)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _said(error: BaseException) -> str:

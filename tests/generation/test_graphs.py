@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -146,6 +147,40 @@ def test_a_bucket_is_captured_once_and_a_larger_batch_makes_all_anew(decoding):
     run(made, [np.arange(9)], many)
     run(made, [np.arange(9)], few)
     assert made.decoder.captures == 3, "nine rows, and two again in the new arrays"
+
+
+def test_graphs_are_captured_again_once_the_weights_have_moved(decoding, caplog):
+    made, _ = decoding()
+    made.decoder.weights = lambda: tuple(where)
+    where, params = [1, 2], SamplingParams(n=2, max_new_tokens=6)
+    with caplog.at_level(logging.INFO, "prefixkit"):
+        for captures in (1, 1):
+            run(made, [np.arange(9)], params)
+            assert made.decoder.captures == captures
+        where[1] = 3
+        for captures in (2, 2):
+            samples = run(made, [np.arange(9)], params)
+            assert made.decoder.captures == captures
+    assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
+    assert caplog.text.count("weights have moved") == 1
+
+
+def test_weights_that_a_first_step_moves_take_older_graphs_with_them(decoding):
+    """As those of compiled layers may be."""
+    made, model = decoding()
+    moves, few, many = [], SamplingParams(n=2, max_new_tokens=6), SamplingParams(n=5, max_new_tokens=6)
+
+    def moving(step):
+        if step.num_rows not in moves:
+            moves.append(step.num_rows)
+        return model(step)
+
+    made.decoder.model, made.decoder.weights = moving, lambda: len(moves)
+    for params, graphs in ((many, {5}), (few, {2}), (many, {2, 5}), (few, {2, 5})):
+        samples = run(made, [np.arange(9)], params)
+        assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
+        assert set(made.decoder._graphs) == graphs
+    assert made.decoder.captures == 3
 
 
 @pytest.mark.parametrize(("shrink", "buckets"), [(1.0, {8, 5, 2, 1}), (0.5, {8, 2, 1}), (0.2, {8, 1})])

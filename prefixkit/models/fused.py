@@ -1,0 +1,225 @@
+"""Products of one input as one product: a layer's q, k and v, its gate and up.
+
+With few rows each of them is too small to fill a GPU.  A graph as dynamo traced it gets one product in their place, whose
+weight and bias are inputs of their own: the parts laid side by side (see ``joint.py``), once for each layer, when it is first
+called.  What cannot be moved stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
+
+from prefixkit.models.joint import ALIGN, join, joined, movable
+
+log = logging.getLogger("prefixkit")
+
+_Function = Callable[..., Any]
+_LINEAR = (torch._C._nn.linear, nn.functional.linear)
+_IN_PLACE = {value for name, value in vars(operator).items() if name.startswith("__i")} | {operator.setitem}
+# Functions by these names change what comes after them: torch.amp's, torch.set_grad_enabled, ...
+_MODES = ("_enter", "_exit", "_set", "set_")
+
+
+def fused(
+    graph: fx.GraphModule, inputs: Sequence[Any], compiler: Callable[[fx.GraphModule, Sequence[Any]], _Function]
+) -> _Function:
+    """``compiler(graph, inputs)``, but products of one input are computed as one.
+
+    Args:
+        graph: As dynamo traced it, parameters among its inputs.  It stays as it is.
+        inputs: What it was traced with.
+        compiler: Makes a function of a graph's inputs.
+
+    Returns:
+        A function of the inputs of ``graph``.  It raises ValueError if weights must be moved during the capture of a CUDA
+        graph.
+    """
+    mode = detect_fake_mode(inputs)
+    copied = _copy(graph)
+    # In the order of the inputs, also once some are gone.
+    given = dict(zip(copied.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    place = {node: at for at, node in enumerate(given)}
+    groups = _groups(copied.graph, given)
+    if mode is None or not groups:
+        return compiler(graph, inputs)
+    joints = []
+    for group in groups:
+        _make_one(copied.graph, group, [len(given[product.weight]) for product in group])
+        for nodes in _parameters(group):
+            joints.append(_Joint([place[node] for node in nodes]))
+            rows, like = sum(len(given[node]) for node in nodes), given[nodes[0]]
+            with torch.inference_mode(like.is_inference()), mode:
+                given[nodes[0]] = torch.empty((rows, *like.shape[1:]), dtype=like.dtype, device=like.device)
+            nodes[0].meta = {"example_value": given[nodes[0]]}
+            for node in nodes[1:]:
+                copied.graph.erase_node(node)
+                del given[node]
+    copied.recompile()
+    return _Fused(compiler(copied, list(given.values())), joints, [place[node] for node in given])
+
+
+class _Fused:
+    """A compiled graph with joint weights, as a function of the separate ones."""
+
+    def __init__(self, compiled: _Function, joints: list[_Joint], kept: list[int]) -> None:
+        self._compiled, self._joints = compiled, joints
+        self._kept = operator.itemgetter(*kept)
+
+    def __call__(self, *inputs: Any) -> Any:
+        given = list(inputs)
+        for joint in self._joints:
+            given[joint.places[0]] = joint.of(inputs)
+        return self._compiled(*self._kept(given))
+
+
+class _Joint:
+    """Which inputs of a graph are one.  Layers share graphs, so their weights are others at each call."""
+
+    def __init__(self, places: list[int]) -> None:
+        self.places = places
+        self._warned = False
+
+    def of(self, inputs: Sequence[Any]) -> Tensor:
+        weights = [inputs[place] for place in self.places]
+        whole = joined(weights)
+        return self._lay(weights) if whole is None else whole
+
+    def _lay(self, weights: list[Tensor]) -> Tensor:
+        if not movable(weights):
+            if not self._warned:
+                log.warning(
+                    "weights of a layer share their memory with other tensors, so each of its steps copies %.0f MiB; drop "
+                    "what holds them, such as a state dict, and make the engine anew",
+                    sum(weight.nbytes for weight in weights) / 2**20,
+                )
+            self._warned = True
+            with torch.no_grad():
+                return torch.cat(weights)
+        if capturing():
+            raise ValueError(
+                "a layer's weights have moved, and cannot be laid side by side while a CUDA graph is captured; run such a "
+                "step once before"
+            )
+        return join(weights)
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """A call of ``linear``."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _copy(graph: fx.GraphModule) -> fx.GraphModule:
+    """The same nodes again, with all that dynamo has noted of them: it goes by its own graph afterwards."""
+    nodes: dict[fx.Node, fx.Node] = {}
+    made = fx.Graph()
+    made.output(made.graph_copy(graph.graph, nodes))
+    for old, new in nodes.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    copied = fx.GraphModule(graph, made)
+    for name, value in vars(graph).items():
+        copied.__dict__.setdefault(name, value)
+    copied.meta = dict(graph.meta)
+    return copied
+
+
+def _groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> list[list[_Product]]:
+    """Products of one input that can be one."""
+    found: dict[Hashable, list[_Product]] = defaultdict(list)
+    writes = 0
+    for node in graph.nodes:
+        writes += _may_write(node)  # the input may be another by then
+        product = _product(node)
+        if product is not None and _is_free(product.weight, 2, given) and _is_free(product.bias, 1, given):
+            forms = [_form(given[one]) for one in (product.weight, product.bias) if one is not None]
+            found[writes, product.x, *forms].append(product)
+    groups = []
+    for group in found.values():
+        if len(group) == 1:
+            continue
+        tensors = [[given[node] for node in nodes] for nodes in _parameters(group)]
+        if all(joined(parts) is not None or movable(parts) for parts in tensors):
+            groups.append(group)
+        else:
+            log.debug("%d products of one input stay apart: their weights are held by other tensors", len(group))
+    return groups
+
+
+def _product(node: fx.Node) -> _Product | None:
+    if node.op != "call_function" or node.target not in _LINEAR:
+        return None
+    given = dict(zip(("input", "weight", "bias"), node.args, strict=False), **node.kwargs)
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node) and (bias is None or isinstance(bias, fx.Node))
+    return _Product(node, x, weight, bias)
+
+
+def _is_free(node: fx.Node | None, dims: int, given: dict[fx.Node, Any]) -> bool:
+    """Whether a weight, if there is one, is an ordinary parameter with memory of its own kind, and serves one product."""
+    if node is None:
+        return True
+    value = given.get(node)
+    return (
+        type(value) is nn.Parameter
+        and value.ndim == dims
+        and value.is_contiguous()
+        and not value.is_meta
+        and value.numel() > 0
+        and value.nbytes % ALIGN == 0
+        and len(node.users) == 1
+    )
+
+
+def _form(tensor: Tensor) -> Hashable:
+    return tensor.dtype, tensor.device, tensor.is_inference()
+
+
+def _parameters(group: list[_Product]) -> list[list[fx.Node]]:
+    """The weights, and the biases if there are any."""
+    biases = [product.bias for product in group if product.bias is not None]
+    return [[product.weight for product in group], *([biases] if biases else [])]
+
+
+def _make_one(graph: fx.Graph, group: list[_Product], rows: list[int]) -> None:
+    """One product in place of the first, with the first's weight, and parts of it for those who used the others."""
+    first, begin = group[0], 0
+    with graph.inserting_before(first.node):
+        whole = graph.call_function(first.node.target, (first.x, first.weight, first.bias))  # type: ignore[arg-type]
+        for product, count in zip(group, rows, strict=True):
+            part = graph.call_function(torch.narrow, (whole, -1, begin, count))
+            product.node.replace_all_uses_with(part)
+            begin += count
+    for product in group:
+        graph.erase_node(product.node)
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Whether a node may change its arguments, or how others compute."""
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    target = node.target
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+        return any(getattr(packet, name)._schema.is_mutable for name in packet.overloads())
+    name = target if isinstance(target, str) else getattr(target, "__name__", "_")
+    asked = "out" in node.kwargs or node.kwargs.get("inplace") or any(argument is True for argument in node.args)
+    return bool(asked) or target in _IN_PLACE or name.endswith("_") or name.startswith(_MODES)

@@ -1,0 +1,68 @@
+"""Weights laid side by side in one storage, so that several can be read as one, and none is kept twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+# Kernels load vectors of so many bytes: each weight must begin at a multiple.
+ALIGN = 16
+
+
+def joined(weights: Sequence[Tensor]) -> Tensor | None:
+    """The rows of contiguous weights as one tensor over their memory, where each lies right behind the one before.
+
+    Args:
+        weights: ``[rows, ...]`` each, alike but for the number of rows.
+
+    Returns:
+        ``[all rows, ...]`` without a gradient, or None if they lie anywhere else.
+    """
+    if any(one.data_ptr() + one.nbytes != other.data_ptr() for one, other in pairwise(weights)):
+        return None
+    first, storage = weights[0], weights[0].untyped_storage()
+    # The next storage may begin where this one ends.
+    if weights[-1].data_ptr() + weights[-1].nbytes > storage.data_ptr() + storage.nbytes():
+        return None
+    shape = (sum(len(weight) for weight in weights), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride())
+
+
+def movable(weights: Sequence[Tensor]) -> bool:
+    """Whether nothing but these weights holds their memory: moving them frees it, and leaves nobody behind."""
+    storages = Counter(weight.untyped_storage()._cdata for weight in weights)
+    return all(_holders(weight) == storages[weight.untyped_storage()._cdata] for weight in weights)
+
+
+def join(weights: Sequence[Tensor]) -> Tensor:
+    """Lay weights side by side, each the same tensor object with the same values, and return :func:`joined` of them.
+
+    For as long as this takes, these weights are in memory twice.
+    """
+    # Parameters that are no inference tensors must not become some.
+    with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
+        whole = torch.cat([weight.detach() for weight in weights])
+        if whole.is_cuda:  # the memory that is freed may belong to another stream
+            torch.cuda.synchronize(whole.device)
+        for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
+            weight.data = part
+    return whole
+
+
+def _holders(tensor: Tensor) -> int:
+    """Tensors over the memory of this one."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - _OURS
+
+
+def _own_references() -> int:
+    storage = torch.empty(1).untyped_storage()  # its tensor is gone
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+# What our asking adds to the count.
+_OURS = _own_references()

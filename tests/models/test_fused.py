@@ -1,0 +1,441 @@
+"""Products of one input as one: the same values of the same parameters, which lie side by side and never twice."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+from transformers import AutoModelForCausalLM
+
+import prefixkit.models.compiled as compiled_module
+import prefixkit.models.fused as fused_module
+from prefixkit.models import unpatch
+from prefixkit.models.fused import fused
+from prefixkit.models.joint import join, joined, movable
+from tests.models.conftest import TreeDriver, make_model
+from tests.models.test_compiled import Decode
+
+WIDTH = 32
+
+
+class Heads(nn.Module):
+    """Three products of one input, of different widths, and one of another."""
+
+    def __init__(self, bias=False, rows=(24, 8, 16)):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, count, bias=bias) for count in rows)
+        self.last = nn.Linear(sum(rows), WIDTH, bias=bias)
+
+    def forward(self, x):
+        return self.last(torch.cat([part(x) for part in self.parts], -1))
+
+    def weights(self):
+        return [part.weight for part in self.parts]
+
+
+class Compiler:
+    """Runs graphs as they are, and keeps them."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        assert len(inputs) == len(graph.graph.find_nodes(op="placeholder"))
+        self.graphs.append(graph)
+        return graph.forward
+
+    def of(self, function):
+        torch._dynamo.reset()
+        backend = functools.partial(fused, compiler=self)
+        made = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+        return torch.inference_mode()(lambda *args: made(*args))
+
+    @property
+    def products(self):
+        """How many products each graph computes."""
+        return [sum("linear" in node.name for node in graph.graph.nodes) for graph in self.graphs]
+
+
+@pytest.fixture
+def compiler():
+    return Compiler()
+
+
+def input_of(rng, rows=5):
+    return torch.from_numpy(rng.standard_normal((1, rows, WIDTH))).float()
+
+
+def unlike(module, x, found):
+    """Where ``found`` is further from the exact result of two products in a row than float32 can be, in any order of sums."""
+    exact = copy.deepcopy(module).double()
+    inner = torch.cat([part(x.double()) for part in exact.parts], -1)
+    spread = torch.cat([_reach(part, x.double().abs()) for part in exact.parts], -1) * _gamma(WIDTH)
+    outer = _reach(exact.last, inner.abs() + spread) * _gamma(inner.shape[-1]) + spread @ exact.last.weight.abs().T
+    return (found.double() - exact.last(inner)).abs() > outer
+
+
+def _reach(linear, x):
+    return x @ linear.weight.abs().T + (0 if linear.bias is None else linear.bias.abs())
+
+
+def _gamma(terms):
+    """The bound on a sum of so many products and a bias, relative to the sum of magnitudes."""
+    unit = 2.0**-24
+    return (terms + 1) * unit / (1 - (terms + 1) * unit)
+
+
+def storage_bytes(module):
+    """Bytes of all storages that parameters and buffers lie in, each counted once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in module.state_dict().values()
+    }
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_one_input_are_one_product_of_the_same_parameters(bias, compiler, rng):
+    module = Heads(bias)
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in module.named_parameters()}
+    size, x = storage_bytes(module), input_of(rng)
+    function = compiler.of(module)
+    for _ in range(2):
+        assert not unlike(module, x, function(x)).any()
+    assert compiler.products == [2]
+    for name, parameter in module.named_parameters():
+        same, value = before[name]
+        assert parameter is same and parameter.requires_grad and parameter.is_leaf and not parameter.is_inference()
+        assert torch.equal(parameter, value) and parameter.stride() == value.stride()
+    assert joined(module.weights()).shape == (48, WIDTH)
+    assert not bias or joined([part.bias for part in module.parts]).shape == (48,)
+    assert joined([*module.weights(), module.last.weight]) is None
+    assert storage_bytes(module) == size
+    module(x).sum().backward()
+    assert all(parameter.grad.shape == parameter.shape for parameter in module.parameters())
+
+
+def test_layers_that_share_a_graph_have_their_own_weights(compiler, rng):
+    modules, x = [Heads(), Heads(), Heads()], input_of(rng)
+    function = compiler.of(lambda module, x: module(x))
+    for _ in range(2):
+        for module in modules:
+            assert not unlike(module, x, function(module, x)).any()
+    assert compiler.products == [2]
+    assert len({joined(module.weights()).data_ptr() for module in modules}) == 3
+
+
+def test_another_number_of_rows_moves_nothing_again(compiler, rng):
+    module = Heads()
+    function = compiler.of(module)
+    function(input_of(rng))
+    at = [weight.data_ptr() for weight in module.weights()]
+    x = input_of(rng, 7)
+    assert not unlike(module, x, function(x)).any()
+    assert compiler.products == [2, 2]
+    assert [weight.data_ptr() for weight in module.weights()] == at
+
+
+def test_weights_that_were_exchanged_are_laid_side_by_side_again(compiler, rng):
+    module, x = Heads(), input_of(rng)
+    function = compiler.of(module)
+    function(x)
+    module.parts[1].weight.data = torch.randn(8, WIDTH)
+    module.parts[2].weight = nn.Parameter(torch.randn(16, WIDTH))
+    assert joined(module.weights()) is None
+    assert not unlike(module, x, function(x)).any()
+    assert joined(module.weights()) is not None
+    with torch.no_grad():
+        module.parts[0].weight.mul_(2)
+    assert not unlike(module, x, function(x)).any()
+    assert compiler.products == [2]
+
+
+def test_weights_cannot_move_while_a_graph_is_captured(compiler, rng, monkeypatch):
+    module, x = Heads(), input_of(rng)
+    function = compiler.of(module)
+    function(x)
+    monkeypatch.setattr(fused_module, "capturing", lambda: True)
+    assert not unlike(module, x, function(x)).any(), "they lie where they should"
+    module.double().float()
+    at = [weight.data_ptr() for weight in module.weights()]
+    with pytest.raises(ValueError, match="while a CUDA graph is captured; run such a step once before"):
+        function(x)
+    assert [weight.data_ptr() for weight in module.weights()] == at
+
+
+class Special(nn.Parameter):
+    pass
+
+
+def _held(module):
+    return [weight.detach() for weight in module.weights()]
+
+
+def _special(module):
+    for part in module.parts:
+        part.weight = Special(part.weight.data)
+
+
+def _by_columns(module):
+    for part in module.parts:
+        part.weight = nn.Parameter(part.weight.data.T.contiguous().T)
+
+
+def _one_for_all(module):
+    module.parts[1].weight = module.parts[2].weight = module.parts[0].weight
+
+
+def _of_one_block(module):
+    block = torch.randn(3, 16, WIDTH)
+    for part, at in zip(module.parts, (0, 2, 1), strict=True):
+        part.weight = nn.Parameter(block[at])
+    return block
+
+
+@pytest.mark.parametrize("how", [_held, _special, _by_columns, _one_for_all, _of_one_block])
+def test_weights_that_cannot_move_are_left_alone(how, compiler, rng):
+    module, x = Heads(rows=(16, 16, 16)), input_of(rng)
+    kept = how(module)
+    at = [weight.data_ptr() for weight in module.weights()]
+    found = compiler.of(module)(x)
+    assert compiler.products == [4]
+    assert [weight.data_ptr() for weight in module.weights()] == at
+    assert torch.equal(found, module(x))
+    del kept
+
+
+def test_parts_that_no_vector_load_could_begin_with_stay_apart(compiler, rng):
+    module = Heads(bias=True, rows=(24, 3, 16))  # 12 bytes of bias
+    function, x = compiler.of(module), input_of(rng)
+    assert not unlike(module, x, function(x)).any()
+    assert compiler.products == [3]
+    assert joined([module.parts[0].weight, module.parts[2].weight]) is not None
+
+
+def test_weights_that_lie_side_by_side_already_stay_where_they_are(compiler, rng):
+    module, x = Heads(), input_of(rng)
+    join(module.weights())
+    whole = joined(module.weights())  # and somebody holds them
+    assert not movable(module.weights())
+    assert not unlike(module, x, compiler.of(module)(x)).any()
+    assert compiler.products == [2]
+    assert joined(module.weights()).data_ptr() == whole.data_ptr()
+
+
+def test_a_later_layer_that_cannot_be_moved_is_right_all_the_same(compiler, rng, caplog):
+    first, second, x = Heads(), Heads(), input_of(rng)
+    function = compiler.of(lambda module, x: module(x))
+    function(first, x)
+    held = _held(second)
+    for _ in range(2):
+        assert not unlike(second, x, function(second, x)).any()
+    assert [record.levelname for record in caplog.records if "share their memory" in record.getMessage()] == ["WARNING"]
+    assert joined(second.weights()) is None
+    del held
+    function(second, x)
+    assert joined(second.weights()) is not None, "now they can"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.add_(1),
+        lambda x: torch.relu_(x),
+        lambda x: nn.functional.relu(x, inplace=True),
+        lambda x: nn.functional.relu(x, True),
+        lambda x: torch.add(x, 1, out=x),
+        lambda x: x.__setitem__(0, 1.0),
+        lambda x: x.__imul__(2),
+        lambda x: torch.ops.prefixkit.kv_append(x, x, x[None].clone(), x[None].clone(), torch.arange(1)),
+    ],
+    ids=["method", "function", "inplace", "positional", "out", "setitem", "operator", "op"],
+)
+def test_an_input_that_is_written_is_another_one(write, compiler, rng):
+    """In whole numbers, where float32 is exact.  The last one writes others, which is not looked into."""
+    parts = nn.ModuleList(nn.Linear(WIDTH, 8, bias=False) for _ in range(4))
+    for part in parts:
+        part.weight.data = torch.from_numpy(rng.integers(-9, 9, (8, WIDTH))).float()
+
+    def function(x):
+        x = x * 2
+        before = [part(x) for part in parts[:2]]
+        write(x)
+        return [*before, *(part(x) for part in parts[2:])]
+
+    x = input_of(rng, 1).mul(9).round()
+    with torch.inference_mode():
+        expected = function(x)
+    assert [torch.equal(*pair) for pair in zip(compiler.of(function)(x), expected, strict=True)] == [True] * 4
+    assert compiler.products == [2]
+
+
+def test_parameters_born_in_inference_mode_stay_what_they_are(compiler, rng):
+    with torch.inference_mode():
+        module = Heads()
+    x = input_of(rng)
+    function = compiler.of(module)
+    for _ in range(2):
+        function(x)
+    assert compiler.products == [2]
+    assert all(weight.is_inference() for weight in module.weights())
+
+
+# -- models --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled_module, "inductor", lambda graph, inputs: aot_eager(graph, inputs))
+
+
+def groups_of(model):
+    """Of each decoder layer the projections that lie side by side with the next one."""
+    return [
+        [
+            f"{a.split('.')[-1]} {b.split('.')[-1]}"
+            for (a, first), (b, second) in itertools.pairwise(layer.named_modules())
+            if isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
+            if joined([first.weight, second.weight]) is not None
+        ]
+        for layer in model.model.layers
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "groups"),
+    [
+        ("llama", ["q_proj k_proj", "k_proj v_proj", "gate_proj up_proj"]),
+        ("qwen2", ["q_proj k_proj", "k_proj v_proj", "gate_proj up_proj"]),
+        ("cohere", ["q_proj k_proj", "k_proj v_proj", "gate_proj up_proj"]),  # its mlp has the same input
+        ("olmo", ["q_proj k_proj", "k_proj v_proj", "gate_proj up_proj"]),  # clamps them in place
+        ("phi3", []),
+        ("mixtral", ["q_proj k_proj", "k_proj v_proj"]),
+    ],
+)
+def test_layers_of_a_model_share_a_product_where_it_has_several(family, groups, traced, rng):
+    decode = Decode(TreeDriver, make_model(family), rng)
+    model = decode.driver.model
+    before, size = copy.deepcopy(model.state_dict()), storage_bytes(model)
+    runner = decode.runner()
+    for _ in range(2):
+        step = decode.step()
+        assert torch.equal(runner(step), decode.driver.runner(step))
+        decode.done()
+    assert runner.compiled.reason is None
+    assert groups_of(model) == [groups, groups]
+    assert storage_bytes(model) == size
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A Llama that was run compiled, a step of it, and what that said."""
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compiled_module, "inductor", lambda graph, inputs: aot_eager(graph, inputs))
+        decode = Decode(TreeDriver, make_model("llama"), np.random.default_rng(1))
+        runner, step = decode.runner(), decode.step()
+        logits = runner(step)
+        assert all(len(groups) == 3 for groups in groups_of(decode.driver.model))
+        yield decode.driver.model, runner, step, logits
+
+
+def test_a_copy_has_memory_of_its_own(llama):
+    model, _, _, _ = llama
+    ours, size = model.state_dict(), storage_bytes(model)
+    for duplicate in (copy.deepcopy(model), _loaded(_saved(model))):
+        theirs = duplicate.state_dict()
+        assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+        assert not _storages(theirs) & _storages(ours)
+        assert storage_bytes(duplicate) == size
+    assert len(_saved(model)) <= len(_saved(copy.deepcopy(model))), "what lies side by side is written once"
+
+
+def _storages(tensors):
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+
+
+def _saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    return file.getvalue()
+
+
+def _loaded(data):
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def test_a_pickle_computes_the_same_and_moves_its_weights_too(llama, traced, rng):
+    model, _, _, _ = llama
+    decode = Decode(TreeDriver, pickle.loads(pickle.dumps(model)), rng)
+    step = decode.step()
+    assert torch.equal(decode.runner()(step), decode.driver.runner(step))
+    assert all(len(groups) == 3 for groups in groups_of(decode.driver.model))
+    assert storage_bytes(decode.driver.model) == storage_bytes(model)
+
+
+@pytest.mark.parametrize("shard", ["1GB", "50KB"])
+def test_a_saved_model_has_each_weight_once(shard, llama, tmp_path):
+    model, _, _, _ = llama
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    files = [path.read_bytes() for path in tmp_path.glob("*.safetensors")]
+    assert len(files) > 1 or shard == "1GB"
+    headers = sum(8 + int.from_bytes(data[:8], "little") for data in files)
+    assert sum(map(len, files)) - headers == sum(parameter.nbytes for parameter in model.parameters())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+
+
+def test_a_state_dict_loads_in_place_and_is_seen(llama):
+    model, runner, step, logits = llama
+    at = [parameter.data_ptr() for parameter in model.parameters()]
+    before = copy.deepcopy(model.state_dict())
+    model.load_state_dict({name: value * 1.5 for name, value in before.items()})
+    assert not torch.equal(runner(step), logits)
+    model.load_state_dict(before)
+    assert torch.equal(runner(step), logits)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == at
+
+
+def test_a_model_that_was_converted_is_laid_out_again(llama):
+    model, runner, step, logits = llama
+    model.double().float()
+    assert all(not groups for groups in groups_of(model))
+    assert torch.equal(runner(step), logits)
+    assert all(len(groups) == 3 for groups in groups_of(model))
+
+
+def test_addresses_tell_of_weights_that_moved_and_of_no_others(llama):
+    model, runner, step, _ = llama
+    before = runner.addresses()
+    runner(step)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1)
+    assert runner.addresses() == before
+    assert set(before) >= {parameter.data_ptr() for parameter in model.parameters()}
+    for change in (
+        lambda: model.double().float(),
+        lambda: setattr(model.model, "norm", copy.deepcopy(model.model.norm)),
+    ):
+        change()
+        assert runner.addresses() != before
+        before = runner.addresses()
+
+
+def test_an_unpatched_model_computes_and_learns_as_before(traced, rng):
+    decode = Decode(TreeDriver, make_model("llama"), rng)
+    model, tokens = decode.driver.model, torch.arange(3, 9)[None]
+    expected = model(tokens).logits
+    decode.runner()(decode.step())
+    logits = unpatch(model)(tokens).logits
+    assert torch.equal(logits, expected)
+    logits.sum().backward()
+    assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
