@@ -3,6 +3,7 @@
 Norms, rotary embedding, residual adds and activations become a few kernels.  What is compiled is the original decoder layer,
 run on a twin as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the layer's pages
 are inputs of the graph, so layers of a kind share one graph for each number of rows, and a new step needs no new one.
+Products of one input become one product (see ``fused.py``).
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class CompiledLayers:
 
     Layers are compiled when they first meet a number of rows, which takes seconds, and not during the capture of a CUDA graph.
     What cannot be compiled runs as it is, after one warning that says why.
+
+    A layer's first compiled step moves weights in memory, so that q, k and v, and gate and up, lie side by side: the parameters
+    stay the same objects with the same values.  CUDA graphs captured of this model before must be captured again.
 
     Attributes:
         cache: Whose steps.
@@ -108,7 +112,8 @@ class CompiledLayers:
 
         Raises:
             IncompleteStep: it has run in this step.
-            ValueError: the model was called with other positions or another mask than ``PrefixCache.inputs()``.
+            ValueError: the model was called with other positions or another mask than ``PrefixCache.inputs()``; or a CUDA
+                graph is being captured, and weights have moved since such a step ran.
         """
         cache, twin = self.cache, self._twins.get(layer)
         if twin is None:  # of another model, or put in later

@@ -176,10 +176,10 @@ def test_weights_that_a_first_step_moves_take_older_graphs_with_them(decoding):
         return model(step)
 
     made.decoder.model, made.decoder.weights = moving, lambda: len(moves)
-    for params, graphs in ((many, {5}), (few, {2}), (many, {2, 5}), (few, {2, 5})):
+    for params, there in ((many, {5}), (few, {2}), (many, {2, 5}), (few, {2, 5})):
         samples = run(made, [np.arange(9)], params)
         assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
-        assert set(made.decoder._graphs) == graphs
+        assert set(made.decoder._graphs) == there
     assert made.decoder.captures == 3
 
 

@@ -19,6 +19,7 @@ from prefixkit.attention.kv_pool import KVPool
 from prefixkit.attention.step import Planner, Step, build_step, planner_for
 from prefixkit.generation.request import Request, SamplingParams
 from prefixkit.models import ModelRunner, kv_spec, query_heads
+from prefixkit.models.joint import joined
 from prefixkit.tree import PrefixTree
 from tests.gpu.test_model import model_of, prompts
 
@@ -155,6 +156,62 @@ def test_an_engine_with_compiled_layers_samples_what_the_model_is_sure_of(
         runner = engine.decoder.model.__self__  # type: ignore[union-attr]
     assert runner.compiled.reason is None
     assert 1 < runner.compiled.graphs <= engine.report.captures, "one for each bucket"
+    found = [(requests[sample.prompt_index].tokens.tolist(), list(sample.tokens)) for sample in samples]
+    assert _sure_and_right(found, model, exact) > TOKENS, "too few sure tokens to say anything"
+
+
+def test_a_captured_step_is_the_compiled_one_bit_by_bit_over_joint_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
+    torch._dynamo.reset()
+    with prefixkit.patched(model_of(128, torch.bfloat16)) as model:
+        decode = Decode(model)
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        runner = ModelRunner(model, decode.pool, compiled=True)
+        step = decode.step(decode.planner)
+        runner(step)
+        where = runner.addresses()
+        expected = runner(step).clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = runner(step)
+        with torch.inference_mode():
+            logits.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(logits, expected)
+        assert runner.addresses() == where
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for parts in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]):
+                assert joined([part.weight for part in parts]) is not None
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.parameters()}
+    assert sum(storages.values()) == sum(parameter.nbytes for parameter in model.parameters()), "nothing is there twice"
+
+
+def test_graphs_of_other_engines_are_captured_again_once_compiled_layers_have_moved_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory that was freed is filled with NaN before the older engine goes on."""
+    monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
+    torch._dynamo.reset()
+    model = model_of(128, torch.bfloat16)
+    exact = copy.deepcopy(model).double()
+    law = SamplingParams(n=3, temperature=0.0, max_new_tokens=TOKENS, stop_token_ids=())
+    requests = [Request(i, np.array(prompt), law) for i, prompt in enumerate(prompts(10))]
+    with prefixkit.patched(model):
+        engine = make_engine(model, requests)
+        engine.run(requests)
+        decoder = engine.decoder
+        assert decoder is not None
+        captures = decoder.captures
+        make_engine(model, requests, compiled=True).run(requests)
+        torch.cuda.synchronize()
+        freed = [torch.full_like(parameter, torch.nan) for parameter in model.parameters()]
+        samples = engine.run(requests)
+        assert decoder.captures == 2 * captures > 0
+        engine.run(requests)
+        assert decoder.captures == 2 * captures
+    del freed
     found = [(requests[sample.prompt_index].tokens.tolist(), list(sample.tokens)) for sample in samples]
     assert _sure_and_right(found, model, exact) > TOKENS, "too few sure tokens to say anything"
 
