@@ -169,7 +169,8 @@ def _product(node: fx.Node) -> _Product | None:
         return None
     given = dict(zip(("input", "weight", "bias"), node.args, strict=False), **node.kwargs)
     x, weight, bias = given["input"], given["weight"], given.get("bias")
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node) and (bias is None or isinstance(bias, fx.Node))
+    if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node) and isinstance(bias, fx.Node | None)):
+        return None
     return _Product(node, x, weight, bias)
 
 

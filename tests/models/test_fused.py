@@ -390,8 +390,11 @@ def test_a_saved_model_has_each_weight_once(shard, llama, tmp_path):
     assert len(files) > 1 or shard == "1GB"
     headers = sum(8 + int.from_bytes(data[:8], "little") for data in files)
     assert sum(map(len, files)) - headers == sum(parameter.nbytes for parameter in model.parameters())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    theirs = loaded.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
+    del theirs
+    assert all(movable([parameter]) for parameter in loaded.parameters()), "and could be moved again"
 
 
 def test_a_state_dict_loads_in_place_and_is_seen(llama):
