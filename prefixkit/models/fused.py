@@ -1,13 +1,14 @@
 """Products of one input as one product: a layer's q, k and v, its gate and up.
 
-With few rows each of them is too small to fill a GPU.  A graph as dynamo traced it gets one product in their place, whose
-weight and bias are inputs of their own: the parts laid side by side (see ``joint.py``), once for each layer, when it is first
-called.  What cannot be moved stays as it is.
+With few rows each of them is too small to fill a GPU; those that are not stay as they are, for then one is no faster than
+several.  A graph as dynamo traced it gets one product in their place, whose weight and bias are inputs of their own: the parts
+laid side by side (see ``joint.py``), once for each layer, when it is first called.  What cannot be moved stays as it is.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -27,6 +28,8 @@ _LINEAR = (torch._C._nn.linear, nn.functional.linear)
 _IN_PLACE = {value for name, value in vars(operator).items() if name.startswith("__i")} | {operator.setitem}
 # Functions by these names change what comes after them: torch.amp's, torch.set_grad_enabled, ...
 _MODES = ("_enter", "_exit", "_set", "set_")
+# What one multiprocessor computes of a product at a time: rows and columns.
+_TILE = 128
 
 
 def fused(
@@ -149,7 +152,7 @@ def _groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> list[list[_Product]]:
     for node in graph.nodes:
         writes += _may_write(node)  # the input may be another by then
         product = _product(node)
-        if product is not None and _is_free(product.weight, 2, given) and _is_free(product.bias, 1, given):
+        if product is not None and not _fills(product, given) and _is_free(product.weight, 2, given) and _is_free(product.bias, 1, given):
             forms = [_form(given[one]) for one in (product.weight, product.bias) if one is not None]
             found[writes, product.x, *forms].append(product)
     groups = []
@@ -188,6 +191,20 @@ def _is_free(node: fx.Node | None, dims: int, given: dict[fx.Node, Any]) -> bool
         and value.nbytes % ALIGN == 0
         and len(node.users) == 1
     )
+
+
+def _fills(product: _Product, given: dict[fx.Node, Any]) -> bool:
+    """Whether a product has a tile for each multiprocessor of its GPU."""
+    weight, x = given.get(product.weight), product.x.meta.get("example_value")
+    if not isinstance(weight, Tensor) or not isinstance(x, Tensor):
+        return False
+    tiles = -(-math.prod(x.shape[:-1]) // _TILE) * -(-len(weight) // _TILE)
+    return bool(tiles >= _multiprocessors(weight.device))
+
+
+def _multiprocessors(device: torch.device) -> float:
+    """Infinitely many on a CPU, where any work can be divided."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else math.inf
 
 
 def _form(tensor: Tensor) -> Hashable:

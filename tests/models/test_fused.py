@@ -219,6 +219,17 @@ def test_parts_that_no_vector_load_could_begin_with_stay_apart(compiler, rng):
     assert joined([module.parts[0].weight, module.parts[2].weight]) is not None
 
 
+@pytest.mark.parametrize(("rows", "products"), [(128, [2]), (129, [3]), (385, [4])])
+def test_products_that_fill_a_gpu_stay_apart(rows, products, compiler, rng, monkeypatch):
+    """Of 6, 2 and 3 tiles for each 128 rows, on a GPU of 8 multiprocessors."""
+    monkeypatch.setattr(fused_module, "_multiprocessors", lambda device: 8)
+    module = Heads(rows=(6 * 128, 2 * 128, 3 * 128)).eval()
+    run = compiler.of(module)
+    x = input_of(rng, rows)
+    assert not unlike(module, x, run(x)).any()
+    assert compiler.products == products
+
+
 def test_weights_that_lie_side_by_side_already_stay_where_they_are(compiler, rng):
     module, x = Heads(), input_of(rng)
     join(module.weights())
