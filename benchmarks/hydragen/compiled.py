@@ -1,6 +1,7 @@
 """The same decode step with a Llama's modules through torch.compile, cut only where attention is.
 
-Weights come as arguments, so that all layers share three compiled functions.
+Weights come as arguments, so that all layers share three compiled functions.  With attention, products of one input are one
+where prefixkit's compiled layers join them; without, modules are as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from benchmarks.hydragen.methods import Core
+from prefixkit.models.fused import fills
+from prefixkit.models.joint import join, joined
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,20 +28,25 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
 
+# Weights of one input: as they are multiplied, and how many rows of each belong to which of them.
+_Weights = list[tuple[Tensor, list[int]]]
+
+
+def _products(x: Tensor, weights: _Weights) -> list[Tensor]:
+    return [part for weight, widths in weights for part in linear(x, weight).split(widths, -1)]
+
+
 def _before(
-    h: Tensor, head_dim: int, eps: float, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor
+    h: Tensor, head_dim: int, eps: float, norm: Tensor, qkv: _Weights, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = _norm(h, norm, eps)
-    q, k, v = (linear(x, weight).unflatten(-1, (-1, head_dim)) for weight in (wq, wk, wv))
+    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in _products(_norm(h, norm, eps), qkv))
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 
-def _after(
-    h: Tensor, out: Tensor, eps: float, wo: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor
-) -> Tensor:
+def _after(h: Tensor, out: Tensor, eps: float, wo: Tensor, norm: Tensor, gate_up: _Weights, down: Tensor) -> Tensor:
     h = h + linear(out.flatten(1), wo)
-    x = _norm(h, norm, eps)
-    return h + linear(silu(linear(x, gate)) * linear(x, up), down)
+    gate, up = _products(_norm(h, norm, eps), gate_up)
+    return h + linear(silu(gate) * up, down)
 
 
 def _between(
@@ -46,8 +54,8 @@ def _between(
     out: Tensor,
     head_dim: int,
     eps: float,
-    after: list[Tensor],
-    before: list[Tensor],
+    after: tuple[Tensor, Tensor, _Weights, Tensor],
+    before: tuple[Tensor, _Weights],
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -55,7 +63,9 @@ def _between(
     return h, *_before(h, head_dim, eps, *before, cos, sin)
 
 
-def _last(h: Tensor, out: Tensor, eps: float, after: list[Tensor], norm: Tensor, head: Tensor) -> Tensor:
+def _last(
+    h: Tensor, out: Tensor, eps: float, after: tuple[Tensor, Tensor, _Weights, Tensor], norm: Tensor, head: Tensor
+) -> Tensor:
     return linear(_norm(_after(h, out, eps, *after), norm, eps), head).argmax(-1)
 
 
@@ -82,18 +92,19 @@ class CompiledStep:
         cos, sin = (part[0] for part in inner.rotary_emb(h[None], positions[None]))
         layers = list(inner.layers)
         self._any_batch(h, cos, sin)
-        q, k, v = self._before(h, self._head_dim, self._eps, *_first_weights(layers[0]), cos, sin)
+        rows = None if type(core) is Core else len(h)
+        q, k, v = self._before(h, self._head_dim, self._eps, *_first_weights(layers[0], rows), cos, sin)
         for index, layer in enumerate(layers):
             core.append(index, k, v)
             out = core.attend(index, q, self._scale)
             self._any_batch(h, out)
             if index + 1 < len(layers):
-                following = _first_weights(layers[index + 1])
+                following = _first_weights(layers[index + 1], rows)
                 h, q, k, v = self._between(
-                    h, out, self._head_dim, self._eps, _other_weights(layer), following, cos, sin
+                    h, out, self._head_dim, self._eps, _other_weights(layer, rows), following, cos, sin
                 )
         chosen: Tensor = self._last(
-            h, out, self._eps, _other_weights(layer), inner.norm.weight, self._model.lm_head.weight
+            h, out, self._eps, _other_weights(layer, rows), inner.norm.weight, self._model.lm_head.weight
         )
         return chosen
 
@@ -104,22 +115,28 @@ class CompiledStep:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
-def _first_weights(layer: Any) -> list[Tensor]:
+def _first_weights(layer: Any, rows: int | None) -> tuple[Tensor, _Weights]:
     attention = layer.self_attn
-    return [
-        layer.input_layernorm.weight,
-        attention.q_proj.weight,
-        attention.k_proj.weight,
-        attention.v_proj.weight,
-    ]
+    projections = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    return layer.input_layernorm.weight, _laid(projections, rows)
 
 
-def _other_weights(layer: Any) -> list[Tensor]:
+def _other_weights(layer: Any, rows: int | None) -> tuple[Tensor, Tensor, _Weights, Tensor]:
     mlp = layer.mlp
-    return [
-        layer.self_attn.o_proj.weight,
-        layer.post_attention_layernorm.weight,
-        mlp.gate_proj.weight,
-        mlp.up_proj.weight,
-        mlp.down_proj.weight,
-    ]
+    gate_up = _laid([mlp.gate_proj.weight, mlp.up_proj.weight], rows)
+    return layer.self_attn.o_proj.weight, layer.post_attention_layernorm.weight, gate_up, mlp.down_proj.weight
+
+
+def _laid(weights: list[Tensor], rows: int | None) -> _Weights:
+    """Those that are too small for a GPU as one; none if ``rows`` is None."""
+    small = [weight for weight in weights if rows is not None and not fills(rows, len(weight), weight.device)]
+    if len(small) < 2:
+        return [(weight, [len(weight)]) for weight in weights]
+    if joined(weights) is None:  # all of them, so that it is done once whatever their number of rows
+        join(weights)
+    whole = joined(small)
+    assert whole is not None and [weight.data_ptr() for weight in weights[-len(small) :]] == [
+        weight.data_ptr() for weight in small
+    ], "the small ones follow the others"
+    large = [(weight, [len(weight)]) for weight in weights[: -len(small)]]
+    return [*large, (whole, [len(weight) for weight in small])]

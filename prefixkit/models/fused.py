@@ -152,7 +152,12 @@ def _groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> list[list[_Product]]:
     for node in graph.nodes:
         writes += _may_write(node)  # the input may be another by then
         product = _product(node)
-        if product is not None and not _fills(product, given) and _is_free(product.weight, 2, given) and _is_free(product.bias, 1, given):
+        if (
+            product is not None
+            and not _fills(product, given)
+            and _is_free(product.weight, 2, given)
+            and _is_free(product.bias, 1, given)
+        ):
             forms = [_form(given[one]) for one in (product.weight, product.bias) if one is not None]
             found[writes, product.x, *forms].append(product)
     groups = []
@@ -194,16 +199,18 @@ def _is_free(node: fx.Node | None, dims: int, given: dict[fx.Node, Any]) -> bool
 
 
 def _fills(product: _Product, given: dict[fx.Node, Any]) -> bool:
-    """Whether a product has a tile for each multiprocessor of its GPU."""
     weight, x = given.get(product.weight), product.x.meta.get("example_value")
     if not isinstance(weight, Tensor) or not isinstance(x, Tensor):
         return False
-    tiles = -(-math.prod(x.shape[:-1]) // _TILE) * -(-len(weight) // _TILE)
-    return bool(tiles >= _multiprocessors(weight.device))
+    return fills(math.prod(x.shape[:-1]), len(weight), weight.device)
+
+
+def fills(rows: int, columns: int, device: torch.device) -> bool:
+    """Whether a product of so many rows and columns has a tile for each multiprocessor of a GPU; no product fills a CPU."""
+    return -(-rows // _TILE) * -(-columns // _TILE) >= _multiprocessors(device)
 
 
 def _multiprocessors(device: torch.device) -> float:
-    """Infinitely many on a CPU, where any work can be divided."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else math.inf
 
 
