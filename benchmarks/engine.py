@@ -2,6 +2,7 @@
 
     python benchmarks/engine.py [--rows 64,256,1024] [--prompt 2048] [--new 256] [--out FILE]
     python benchmarks/engine.py --long 2000 [--rows 512] [--out FILE]     sequences that end and arrive: memory, captures
+    python benchmarks/engine.py --full [--new 256] [--out FILE]           more samples than memory holds
 
 A Llama-3.1-8B-shape model with random weights in bfloat16.  One prompt, ``rows`` samples of it.  Per batch: the wall time of a
 decode step in the engine, that of replaying its graph alone, what the host does meanwhile, and by the profiler how long the GPU
@@ -60,8 +61,8 @@ def llama(
     return prefixkit.patch(model.eval())
 
 
-def requests(count: int, prompt: int, **params: Any) -> list[Request]:
-    rng = np.random.default_rng(0)
+def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Request]:
+    rng = np.random.default_rng(seed)
     return [Request(i, rng.integers(0, 30000, prompt), SamplingParams(**params)) for i in range(count)]
 
 
@@ -165,30 +166,58 @@ def long_run(model: Any, steps: int, rows: int, prompt: int) -> dict[str, Any]:
         "max_new_tokens": 600,
         "n": rows // 4,
     }
-    one = requests(40, prompt, **sampling)
     need = rows * (600 // 16 + 1) * 16 + 8 * prompt
-    engine = make_engine(model, one, kv_budget=need * 2 * 32 * 8 * 128 * 2)
-    held: list[tuple[int, int, int]] = []
-    rounds = 0
+    engine = make_engine(model, requests(10, prompt, **sampling), kv_budget=need * 2 * 32 * 8 * 128 * 2)
+    held: list[dict[str, int]] = []
     while engine.report.steps < steps:
-        engine.run(one)
-        rounds += 1
-        held.append((engine.report.steps, torch.cuda.memory_allocated() >> 20, torch.cuda.memory_reserved() >> 20))
+        torch.cuda.reset_peak_memory_stats()
+        engine.run(requests(10, prompt, seed=len(held), **sampling))
+        held.append({"steps": engine.report.steps, "captures": engine.report.captures, **memory_mib()})
     engine.tree.check()
     report = engine.report
     row = {
-        "rounds": rounds,
         "steps": report.steps,
         "decode_steps": report.decode_steps,
         "samples": report.samples,
         "captures": report.captures,
         "seconds": round(report.seconds, 1),
         "tokens_per_second": round(report.tokens_per_second),
-        "memory_mib": held,
+        "rounds": held,
         "pages_back": engine.tree.allocator.free == engine.tree.allocator.num_pages,
     }
     print(json.dumps(row), flush=True)
     return row
+
+
+def full_run(model: Any, prompt: int, new: int) -> dict[str, Any]:
+    """More samples than memory holds, with the pool that prefixkit chooses: how full the GPU gets, and that nobody is lost."""
+    asked = requests(2, prompt, n=2560, max_new_tokens=new, temperature=1.0)
+    engine = make_engine(model, asked)
+    left: list[int] = []
+    engine.on_step = lambda tokens: left.append(torch.cuda.mem_get_info()[0])
+    samples = engine.run(asked)
+    pool, report = engine.tree.allocator.num_pages, engine.report
+    row = {
+        "samples": len(samples),
+        "complete": all(len(sample.tokens) == new for sample in samples),
+        "steps": report.steps,
+        "tokens_per_second": round(report.tokens_per_second),
+        "pool_gib": round(pool * engine.tree.page_size * 2 * 32 * 8 * 128 * 2 / 2**30, 1),
+        "pool_used": round(report.kv_bytes_held_peak / (pool * engine.tree.page_size * 2 * 32 * 8 * 128 * 2), 3),
+        "least_free_gib": round(min(left) / 2**30, 2),
+        **memory_mib(),
+        "pages_back": engine.tree.allocator.free == pool,
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def memory_mib() -> dict[str, int]:
+    return {
+        "allocated_mib": torch.cuda.memory_allocated() >> 20,
+        "most_allocated_mib": torch.cuda.max_memory_allocated() >> 20,
+        "reserved_mib": torch.cuda.memory_reserved() >> 20,
+    }
 
 
 def main() -> None:
@@ -198,6 +227,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--long", type=int, default=0, help="so many steps with sequences that end and arrive")
+    parser.add_argument("--full", action="store_true", help="more samples than memory holds")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     result: dict[str, Any] = {"machine": machine(), "options": {k: str(v) for k, v in vars(options).items()}}
@@ -205,7 +235,9 @@ def main() -> None:
     rows = [int(n) for n in options.rows.split(",")]
     if options.long:
         result["long"] = long_run(model, options.long, rows[0], options.prompt)
-    else:
+    if options.full:
+        result["full"] = full_run(model, options.prompt, options.new)
+    if not (options.long or options.full):
         plain, filtered = {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
         ways = ((plain, False), (plain, True), (filtered, True))
         result["decode"] = [decode(model, n, options.prompt, options.new, *way) for n in rows for way in ways]
