@@ -12,6 +12,7 @@ had nothing to do.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -240,9 +241,16 @@ def main() -> None:
     if not (options.long or options.full):
         plain, filtered = {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
         ways = ((plain, False), (plain, True), (filtered, True))
-        result["decode"] = [decode(model, n, options.prompt, options.new, *way) for n in rows for way in ways]
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        result["decode"] = []
+        for n, way in itertools.product(rows, ways):
+            result["decode"].append(decode(model, n, options.prompt, options.new, *way))
+            write(result, options.out)
+    write(result, options.out)
+
+
+def write(result: dict[str, Any], place: Path | None) -> None:
+    if place is not None:
+        place.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

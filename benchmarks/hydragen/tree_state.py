@@ -74,9 +74,7 @@ class TreeState:
 
     def _buffers(self, planner: Planner) -> GpuPlanBuffers:
         assert planner.num_sms is not None
-        room = capacity_for(
-            self._snapshot, self._queries, planner.shape, planner.num_sms, planner.gpu, planner.wide_rows
-        )
+        room = capacity_for(self._snapshot, self._queries, planner.shape, planner.num_sms, planner.gpu)
         return GpuPlanBuffers(room, self._device)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from prefixkit.attention.ancestry import Longs, mark
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
-# Query heads (queries x group) of a narrow row at most, and of the largest tile.
+# Query heads (queries x group) of a narrow row at most, and of the largest tile where nobody says.
 NARROW_HEADS, TILE_HEADS = 8, 128
 
 
@@ -22,8 +22,9 @@ class CostModel:
         item: A work item of its own: launching it, or one more library call.
         kv_byte: Reading one byte of K or V.
         partial_byte: Writing one byte of a partial state and reading it back to merge it.
-        wide_tile, narrow_tile: Beside ``item``, for each KV head and each tile that reads a shared node: of
-            :data:`TILE_HEADS` query heads, or of :data:`NARROW_HEADS` where these hold them all.
+        wide_tile, narrow_tile: Beside ``item``, for each KV head and each tile that reads a shared node: of ``tile_heads``
+            query heads, or of :data:`NARROW_HEADS` where these hold them all.
+        tile_heads: Query heads of the kernels' largest tile.
     """
 
     item: float
@@ -31,12 +32,15 @@ class CostModel:
     partial_byte: float
     wide_tile: float = 0.0
     narrow_tile: float = 0.0
+    tile_heads: int = TILE_HEADS
 
     def __post_init__(self) -> None:
         for name in ("item", "kv_byte", "partial_byte", "wide_tile", "narrow_tile"):
             value = getattr(self, name)
             if not value >= 0:
                 raise ValueError(f"CostModel: {name} must be a time of at least 0 us, got {value!r}")
+        if self.tile_heads <= NARROW_HEADS:
+            raise ValueError(f"CostModel: tile_heads must be above {NARROW_HEADS}, got {self.tile_heads!r}")
 
 
 # One thread of a 2.6 GHz x86 server core, float32: gathering and reading a private token of 1.5 KB takes 0.1 us, an extra
@@ -125,7 +129,7 @@ def _candidates(
 
 def _tiles(rows_below: Ints, shape: HeadShape, cost: CostModel) -> NDArray[np.float64]:
     """``[nodes]`` what the tiles of a dense row cost."""
-    wide = -(-rows_below // max(1, TILE_HEADS // shape.group)) * np.float64(cost.wide_tile * shape.kv_heads)
+    wide = -(-rows_below // max(1, cost.tile_heads // shape.group)) * np.float64(cost.wide_tile * shape.kv_heads)
     return np.where(rows_below * shape.group <= NARROW_HEADS, cost.narrow_tile * shape.kv_heads, wide)
 
 

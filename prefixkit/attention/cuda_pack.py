@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from prefixkit.attention.checks import WORK, check_work
 from prefixkit.attention.formats import BSR
-from prefixkit.attention.gpu_plan import WIDE_ROWS, make_gpu_plan
+from prefixkit.attention.gpu_cost import H200, WIDE_ROWS
+from prefixkit.attention.gpu_plan import make_gpu_plan
 from prefixkit.attention.torch_backend import NotCapturable
 
 # Packed plans kept: a model uses one or two per step.
@@ -50,7 +52,8 @@ def packed(
     all_heads = items[:, 4] <= 0  # with heads dealt apart, KV head 0 stands for its siblings
     formats = _formats(items[all_heads], segment_indptr[:-1][all_heads], np.diff(segment_indptr)[all_heads], segments)
     length = nodes[1].cpu().numpy()
-    plan = make_gpu_plan([formats], length, rows, group=group, kv_heads=kv_heads, num_sms=num_sms, wide_rows=wide_rows)
+    cost = replace(H200, sharing=replace(H200.sharing, tile_heads=wide_rows))
+    plan = make_gpu_plan([formats], length, rows, group=group, kv_heads=kv_heads, num_sms=num_sms, cost=cost)
     result = [torch.from_numpy(array).to(work[0].device) for array in plan.arrays()]
     _kept.insert(0, (key, list(work), result))
     del _kept[_KEPT:]

@@ -15,7 +15,7 @@ from prefixkit.attention.cuda_launch import Layout, launch
 from prefixkit.attention.cuda_units import PLAN, PLAN_LARGE, PLAN_NODES
 from prefixkit.attention.formats import Queries, check_queries, visible_lengths
 from prefixkit.attention.gpu_buffers import OVERFLOW, PlanCapacity, PlanTooLarge, capacity_for
-from prefixkit.attention.gpu_cost import H200, WIDE_ROWS, GpuCost
+from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.staging import Staged, carve, room
 from prefixkit.tree.snapshot import TreeSnapshot
 
@@ -51,7 +51,7 @@ def _arguments(
     shared_bytes: int,
 ) -> tuple[int | float, ...]:
     """The kernel's parameter; ``addresses`` are of the tree's five arrays, the plan's six and the scratch."""
-    sharing, many = gpu.sharing, max(1, WIDE_ROWS // shape.group)
+    sharing, many = gpu.sharing, max(1, gpu.sharing.tile_heads // shape.group)
     return (
         *addresses,
         sharing.kv_byte * shape.kv_bytes,
@@ -72,7 +72,7 @@ def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapa
     """Launch the planner on the current stream, for tensors of the plan's own; the host does not wait.
 
     Args:
-        shape, gpu, num_sms: What to plan for; groups of at most ``WIDE_ROWS``.
+        shape, gpu, num_sms: What to plan for; groups of at most the ``tile_heads`` of its cost.
         capacity: What the plan may hold.
         tree: ``[4 * nodes + 1]`` int32: parent, subtree_end, length, own, as :class:`CudaPlanner` has them; how many nodes.
 

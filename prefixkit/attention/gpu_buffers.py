@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefixkit.attention.cost import HeadShape, may_share
 from prefixkit.attention.formats import Queries
-from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, WIDE_ROWS, GpuCost
+from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
 from prefixkit.attention.gpu_plan import GpuPlan
 from prefixkit.attention.gpu_split import EXTRA
 from prefixkit.attention.staging import Staged
@@ -72,7 +72,7 @@ def capacity_for(
     shape: HeadShape,
     num_sms: int,
     cost: GpuCost = H200,
-    tile_rows: int = WIDE_ROWS,
+    tile_rows: int | None = None,
 ) -> PlanCapacity:
     """Room for any plan of this tree and these rows, whatever its nodes' lengths and whatever is shared.
 
@@ -80,11 +80,11 @@ def capacity_for(
         snapshot, queries: The tree, and which of its nodes have query rows.
         shape: The heads.
         num_sms: Multiprocessors of the GPU.
-        cost: For its numbers of workers.
-        tile_rows: Query heads of a tile: ``WIDE_ROWS``, or ``NARROW_ROWS`` for plans of narrow items only.
+        cost: For its numbers of workers, and the query heads of its tiles.
+        tile_rows: ``NARROW_ROWS`` for plans of narrow items only.
     """
     own, below = _rows(snapshot, queries)
-    return _room(snapshot, own, below, below > 0, shape, num_sms, cost, tile_rows)
+    return _room(snapshot, own, below, below > 0, shape, num_sms, cost, tile_rows or cost.sharing.tile_heads)
 
 
 def room_for(
@@ -93,7 +93,7 @@ def room_for(
     """Room for the plan of this tree with its nodes as long as they are now: less than for any, where few can be shared."""
     own, below = _rows(snapshot, queries)
     shared = may_share(snapshot, own, below, shape, cost.sharing)
-    return _room(snapshot, own, below, shared, shape, num_sms, cost, WIDE_ROWS)
+    return _room(snapshot, own, below, shared, shape, num_sms, cost, cost.sharing.tile_heads)
 
 
 def _rows(snapshot: TreeSnapshot, queries: Queries) -> tuple[Ints, Ints]:

@@ -24,7 +24,6 @@ from prefixkit.attention.gpu_cost import (
     NARROW_TOKENS_PER_US,
     NARROW_UNIT,
     NARROW_WARPS,
-    WIDE_ROWS,
     WIDE_TOKENS_PER_US,
     WIDE_UNIT,
     GpuCost,
@@ -39,7 +38,6 @@ __all__ = [
     "NARROW_TOKENS_PER_US",
     "NARROW_UNIT",
     "NARROW_WARPS",
-    "WIDE_ROWS",
     "WIDE_TOKENS_PER_US",
     "WIDE_UNIT",
     "GpuPlan",
@@ -103,7 +101,6 @@ def make_gpu_plan(
     kv_heads: int,
     num_sms: int = 132,
     narrow_only: bool = False,
-    wide_rows: int = WIDE_ROWS,
     cost: GpuCost = H200,
 ) -> GpuPlan:
     """Cut formats into wide and narrow items.
@@ -116,13 +113,14 @@ def make_gpu_plan(
         kv_heads: KV heads; each item runs once for each.
         num_sms: Multiprocessors that share the work.
         narrow_only: Make narrow items only, for kernels without a matrix path; groups are at most 8 then.
-        wide_rows: Query heads that the kernel's wide tile holds; a larger group is cut into slices by the kernel.
-        cost: What the GPU's paths cost.
+        cost: What the GPU's paths cost, and how many query heads its wide tile holds; a larger group is cut into slices by the
+            kernel.
 
     Returns:
         The plan; the same input always gives the same plan.
     """
     rows = _gather_rows(formats, length)
+    wide_rows = cost.sharing.tile_heads
     tiles = _tile(rows, group, NARROW_ROWS if narrow_only else wide_rows)
     entries = kv_heads * -(-group // wide_rows)  # of an item: KV heads, and slices of a large group
     pieces = np.ones(len(tiles.row), dtype=np.int64)

@@ -13,7 +13,7 @@ from prefixkit.attention.ancestry import Longs, mark
 from prefixkit.attention.cost import CostModel, HeadShape, decide_sharing
 from prefixkit.attention.formats import Queries
 from prefixkit.attention.gpu_buffers import GpuPlanBuffers
-from prefixkit.attention.gpu_cost import NARROW_ROWS, WIDE_ROWS
+from prefixkit.attention.gpu_cost import NARROW_ROWS
 from prefixkit.attention.gpu_plan import GpuPlan
 from prefixkit.attention.plan import Plan
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
@@ -41,7 +41,7 @@ class Reads:
 
     @staticmethod
     def of(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: CostModel) -> Reads:
-        """The reads of plans with tiles of ``WIDE_ROWS``."""
+        """The reads of plans for kernels of this cost."""
         own = queries.rows_per_node(snapshot.num_nodes)
         row_of_node = np.concatenate(([0], np.cumsum(own)))
         below = row_of_node[snapshot.subtree_end] - row_of_node[1:]
@@ -52,7 +52,7 @@ class Reads:
         nearest = mark(snapshot.subtree_end, shared).nearest(node)
         ends = np.concatenate((snapshot.start + snapshot.length, [0])).astype(np.int64)
         rows = np.concatenate((below[dense], own[causal]))
-        full = -(-rows // max(1, WIDE_ROWS // shape.group))
+        full = -(-rows // max(1, cost.tile_heads // shape.group))
         return Reads(node, ends[nearest], np.where(rows * shape.group <= NARROW_ROWS, 1, full))
 
     def tokens(self, start: Ints, length: Ints) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from prefixkit.attention.cost import CPU_COST, CostModel, HeadShape
 from prefixkit.attention.formats import BSR, Queries, all_rows, check_queries, decompose, visible_lengths
 from prefixkit.attention.gpu_buffers import GpuPlanBuffers, PlanCapacity, room_for
 from prefixkit.attention.gpu_cost import H200, GpuCost
-from prefixkit.attention.gpu_plan import WIDE_ROWS, GpuPlan, make_gpu_plan
+from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.planned import Planned, Reads
 from prefixkit.attention.staging import upload
@@ -90,7 +90,6 @@ class Planner:
         num_workers: Workers to balance over.
         num_sms: Plan for the CUDA kernels with so many blocks, one or two per multiprocessor; None plans for whatever takes a
             :class:`Plan`.
-        wide_rows: Query heads of those kernels' wide tiles.
         gpu: What that GPU's paths cost.
         buffers: Where GPU plans go, so that a captured graph survives new ones: one asynchronous copy.  An earlier step whose
             plan is overwritten raises StalePlan when its ``work`` is asked for.
@@ -103,7 +102,6 @@ class Planner:
     cost: CostModel = CPU_COST
     num_workers: int = 1
     num_sms: int | None = None
-    wide_rows: int = WIDE_ROWS
     gpu: GpuCost = H200
     buffers: GpuPlanBuffers | None = None
     launch: Callable[[PlanCapacity, Tensor], list[Tensor]] | None = None
@@ -214,7 +212,6 @@ class Planner:
             group=group,
             kv_heads=kv_heads,
             num_sms=self.num_sms,
-            wide_rows=self.wide_rows,
             cost=self.gpu,
         )
 
@@ -237,15 +234,16 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> P
     from prefixkit.attention.gpu_cost_cache import gpu_cost
 
     gpu = gpu_cost(device) if kernel.by_maps else H200  # measured with Hopper's kernel where that is the one
+    gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.wide_rows))
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     launch = None
-    if kernel.wide_rows == WIDE_ROWS and shape.group <= WIDE_ROWS:
+    if shape.group <= kernel.wide_rows:
         from prefixkit.attention.cuda_planner import plan_on_gpu
 
         launch = partial(plan_on_gpu, shape, gpu, blocks)
     else:
-        log.debug("numpy plans: the GPU's planner knows wide tiles of %d rows only", WIDE_ROWS)
-    return Planner(shape, gpu.sharing, num_sms=blocks, wide_rows=kernel.wide_rows, gpu=gpu, launch=launch)
+        log.debug("numpy plans: the GPU's planner knows no groups above a tile's %d rows", kernel.wide_rows)
+    return Planner(shape, gpu.sharing, num_sms=blocks, gpu=gpu, launch=launch)
 
 
 def describe(formats: Sequence[BSR]) -> str:

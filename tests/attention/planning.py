@@ -24,6 +24,7 @@ def random_cost(rng: np.random.Generator) -> GpuCost:
     """The H200's, or one that shares and cuts much in small trees."""
     sharing = CostModel(float(rng.choice([0, 0.02, 2])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
     sharing = replace(sharing, wide_tile=float(rng.choice([0, 0.022])), narrow_tile=float(rng.choice([0, 0.003])))
+    sharing = replace(sharing, tile_heads=int(rng.choice([64, 128])))
     if rng.random() < 0.5:
         return replace(H200, sharing=sharing)
     wide = replace(H200.wide, unit=int(rng.choice([4, 64])), start=float(rng.choice([0, 1.37])), fold=0.01)

@@ -74,7 +74,7 @@ def launch(kernel, shape, cost, num_sms, capacity, tree):
     plan = [np.full(shape_, -12345, dtype=np.int32) for shape_ in capacity.shapes()]
     items = capacity.wide + capacity.narrow + 8
     scratch = np.full(10 * (nodes + 8) + 13 * items + capacity.rows + 256, -12345, dtype=np.int32)
-    sharing, many = cost.sharing, max(1, 128 // shape.group)
+    sharing, many = cost.sharing, max(1, cost.sharing.tile_heads // shape.group)
     roles = [n for role in (cost.wide, cost.narrow) for n in (role.unit, role.workers, *role.points(), role.least)]
     values = (
         *(array.ctypes.data for array in (*tree, *plan, scratch)),

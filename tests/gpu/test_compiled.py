@@ -107,7 +107,7 @@ def test_tokens_of_a_captured_compiled_step_are_right_where_the_model_is_sure(
         leaves = np.array([index for index, node in enumerate(decode.tree.nodes()) if node.id in _leaves(decode)])
         ends = snapshot.length[leaves]
         queries = Queries(leaves.astype(np.int32), ends - 1, ends)
-        capacity = capacity_for(snapshot, queries, shape, planner.num_sms, planner.gpu, planner.wide_rows)
+        capacity = capacity_for(snapshot, queries, shape, planner.num_sms, planner.gpu)
         planner = replace(planner, launch=None, buffers=GpuPlanBuffers(capacity, "cuda"))
         assert planner.buffers is not None
         runner = ModelRunner(model, decode.pool, compiled=True)
