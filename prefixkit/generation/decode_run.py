@@ -119,8 +119,8 @@ class DecodeRun:
 
     def give_pages_back(self) -> None:
         """Release the pages that were taken and not needed."""
-        for pages in self._pages:
-            self.tree.allocator.release(pages)
+        if self._pages:
+            self.tree.allocator.release(np.concatenate(self._pages))
         self._pages = []
 
     # -- one step, part by part ------------------------------------------------------------------------------------------
