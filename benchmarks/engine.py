@@ -124,7 +124,7 @@ def replay_ms(decoder: GraphDecoder, times: int = 20) -> float:
     torch.cuda.synchronize()
     begin.record()
     for _ in range(times):
-        decoder._running.replay()
+        decoder._graphs[decoder._running].replay()
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) / times

@@ -87,22 +87,26 @@ class GraphDecoder:
         with self._here():
             self._forget_moved()
             arrays = self._make_room(batch)
-            graph = self._graph(arrays, self._bucket(batch.num_rows))
+            bucket = self._bucket(batch.num_rows)
+            self._graph(arrays, bucket)
             arrays.start(laws)
-            self._take(arrays, batch, graph)
+            self._take(arrays, batch, bucket)
 
     def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
         arrays = self._arrays
         assert arrays is not None and arrays.sampler is not None, "begun before"
         with self._here():
+            bucket = self._bucket(batch.num_rows)
             try:
-                graph = self._graph(arrays, self._bucket(batch.num_rows))
+                self._graph(arrays, bucket)
             except (CannotDecode, torch.OutOfMemoryError) as error:
                 log.warning("going on with a graph for more rows: %s", _first_line(error))
-                graph = self._running
+                bucket = self._running
+                self._forget_moved()  # what failed may have moved them first
+                self._graph(arrays, bucket)
             (index,) = upload([rows.astype(np.int64)], self.device)
             arrays.sampler.keep(index)
-            self._take(arrays, batch, graph)
+            self._take(arrays, batch, bucket)
 
     def step(self) -> None:
         arrays = self._arrays
@@ -111,7 +115,7 @@ class GraphDecoder:
             if self._steps and self._steps % REPLAN_EVERY == 0:
                 arrays.replan()
             self._steps += 1
-            self._running.replay()
+            self._graphs[self._running].replay()
             drawn = arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows]
             self._unread.append((arrays.ring.send(*drawn), self._rows))
 
@@ -128,11 +132,11 @@ class GraphDecoder:
 
     # -- arrays and graphs -------------------------------------------------------------------------------------------------
 
-    def _take(self, arrays: GraphArrays, batch: DecodeBatch, graph: torch.cuda.CUDAGraph) -> None:
+    def _take(self, arrays: GraphArrays, batch: DecodeBatch, bucket: int) -> None:
         arrays.load(batch)
         queries = batch.queries()
         self.planned = self.planner.planned_for(batch.snapshot, queries, arrays.planner.work)
-        self._running, self._rows, self._steps = graph, batch.num_rows, 0
+        self._running, self._rows, self._steps = bucket, batch.num_rows, 0
 
     def _make_room(self, batch: DecodeBatch) -> GraphArrays:
         """The arrays, if they hold the batch; else larger ones, for which graphs must be captured anew."""

@@ -67,21 +67,26 @@ def fused(
                 copied.graph.erase_node(node)
                 del given[node]
     copied.recompile()
-    return _Fused(compiler(copied, list(given.values())), joints, [place[node] for node in given])
+    try:
+        compiled = compiler(copied, list(given.values()))
+    except Exception as error:
+        # Parts of a product have its stride, which not all that was traced may be possible with.
+        log.debug("products of one input stay apart: %s", error)
+        return compiler(graph, inputs)
+    return _Fused(compiled, joints, [place[node] for node in given])
 
 
 class _Fused:
     """A compiled graph with joint weights, as a function of the separate ones."""
 
     def __init__(self, compiled: _Function, joints: list[_Joint], kept: list[int]) -> None:
-        self._compiled, self._joints = compiled, joints
-        self._kept = operator.itemgetter(*kept)
+        self._compiled, self._joints, self._kept = compiled, joints, kept
 
     def __call__(self, *inputs: Any) -> Any:
         given = list(inputs)
         for joint in self._joints:
             given[joint.places[0]] = joint.of(inputs)
-        return self._compiled(*self._kept(given))
+        return self._compiled(*[given[place] for place in self._kept])
 
 
 class _Joint:
@@ -242,6 +247,8 @@ def _may_write(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
     target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):  # Triton kernels of the model's, say
+        return True
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
         return any(getattr(packet, name)._schema.is_mutable for name in packet.overloads())

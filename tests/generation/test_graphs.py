@@ -222,6 +222,40 @@ def test_rows_that_cannot_have_a_graph_of_their_own_stay_in_the_one_they_have(de
     assert_all_given_back(made)
 
 
+def test_nobody_goes_on_with_a_graph_whose_weights_a_failed_capture_has_moved(decoding):
+    """A graph for fewer rows may move weights in its first step, and fail then: the running one is captured again."""
+    made, model = decoding()
+    where, sizes = [0], []
+
+    class Reading(Graph):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.read_from = where[0]
+
+        def replay(self):
+            assert self.read_from == where[0], "that memory may be another's"
+            super().replay()
+
+    def moving(step):
+        if step.num_rows < 8:
+            where[0] = 1
+        return model(step)
+
+    def of_eight_only(self, arrays, step):
+        sizes.append(step.num_rows)
+        if step.num_rows < 8:
+            raise CannotDecode("no memory")
+        return Reading(arrays, step, self.model)
+
+    made.decoder.model, made.decoder.weights = moving, lambda: where[0]
+    made.decoder._capture = of_eight_only.__get__(made.decoder)
+    params = SamplingParams(n=8, max_new_tokens=14, seed=2, stop_token_ids=tuple(range(6)))
+    samples = run(made, [np.arange(9)], params)
+    assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
+    assert sizes[0] == 8 and sizes.count(8) == 2 and len(sizes) > 2
+    assert_all_given_back(made)
+
+
 def test_a_model_that_waits_decodes_without(decoding, monkeypatch, caplog):
     made, _ = decoding()
 
