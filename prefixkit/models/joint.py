@@ -33,10 +33,11 @@ def joined(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def movable(weights: Sequence[Tensor]) -> bool:
-    """Whether nothing but these weights, each there once, holds their memory: moving them frees it, and leaves nobody behind."""
+    """Whether nothing but these weights, all different, holds their memory: moving them frees it, and leaves nobody behind."""
     if len({id(weight) for weight in weights}) < len(weights):
         return False
-    if any(weight.device.type == "cpu" and weight.is_shared() for weight in weights):  # with other processes
+    # CPU memory may be other processes' too; of a GPU's nobody knows.
+    if any(weight.device.type == "cpu" and weight.untyped_storage().is_shared() for weight in weights):
         return False
     storages = Counter(weight.untyped_storage()._cdata for weight in weights)
     return all(_holders(weight) == storages[weight.untyped_storage()._cdata] for weight in weights)

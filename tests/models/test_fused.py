@@ -11,8 +11,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from transformers import AutoModelForCausalLM
 
 import prefixkit.models.compiled as compiled_module
@@ -285,6 +286,46 @@ def test_an_input_that_is_written_is_another_one(write, compiler, rng):
         expected = function(x)
     assert [torch.equal(*pair) for pair in zip(compiler.of(function)(x), expected, strict=True)] == [True] * 4
     assert compiler.products == [2]
+
+
+def test_a_triton_kernel_of_the_model_may_write_its_input():
+    graph = fx.Graph()
+    x, weights = graph.placeholder("x"), [graph.placeholder(name) for name in "ab"]
+    linear = nn.functional.linear
+    first = graph.call_function(linear, (x, weights[0]))
+    graph.call_function(triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "kwargs": {"x": x}})
+    graph.output((first, graph.call_function(linear, (x, weights[1]))))
+    given = {weight: nn.Parameter(torch.randn(8, WIDTH)) for weight in weights}
+    assert fused_module._groups(graph, given) == []
+
+
+def test_what_no_part_of_a_product_can_be_used_for_stays_as_it_was(rng):
+    """Rows and heads as one dimension: the parts of a product have its stride."""
+    module, x = Heads(rows=(16, 16, 16)), input_of(rng)
+
+    def function(x):
+        return [part(x).view(-1, 8) for part in module.parts]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=functools.partial(fused, compiler=aot_eager), fullgraph=True)
+    with torch.inference_mode():
+        assert [torch.equal(*pair) for pair in zip(compiled(x), function(x), strict=True)] == [True] * 3
+    assert joined(module.weights()) is None
+
+
+def test_a_graph_may_have_no_inputs_but_weights(compiler):
+    module = Heads()
+
+    def function():
+        x = torch.ones(1, 5, WIDTH)
+        return [part(x) for part in module.parts]
+
+    with torch.inference_mode():
+        expected = function()
+    bounds = [_reach(part, torch.ones(1, 5, WIDTH)) * 2 * _gamma(WIDTH) for part in module.parts]
+    for one, other, bound in zip(compiler.of(function)(), expected, bounds, strict=True):
+        assert ((one - other).abs() <= bound).all()
+    assert compiler.products == [1]
 
 
 def test_parameters_born_in_inference_mode_stay_what_they_are(compiler, rng):
