@@ -1,4 +1,7 @@
-"""Weights laid side by side in one storage, so that several can be read as one, and none is kept twice."""
+"""Weights laid side by side in memory, so that several can be read as one, and none is kept twice.
+
+Each keeps a storage of its own, over its part: those who save models drop, or refuse, weights that have one in common.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,16 @@ def joined(weights: Sequence[Tensor]) -> Tensor | None:
         weights: ``[rows, ...]`` each, alike but for the number of rows.
 
     Returns:
-        ``[all rows, ...]`` without a gradient, or None if they lie anywhere else.
+        ``[all rows, ...]`` without a gradient, or None if they lie anywhere else.  It is there for as long as the weights are.
     """
     if any(one.data_ptr() + one.nbytes != other.data_ptr() for one, other in pairwise(weights)):
         return None
-    first, storage = weights[0], weights[0].untyped_storage()
-    # The next storage may begin where this one ends.
-    if weights[-1].data_ptr() + weights[-1].nbytes > storage.data_ptr() + storage.nbytes():
-        return None
+    first = weights[0]
     shape = (sum(len(weight) for weight in weights), *first.shape[1:])
-    return first.detach().as_strided(shape, first.stride())
+    memory = torch._C._construct_storage_from_data_pointer(
+        first.data_ptr(), first.device, sum(weight.nbytes for weight in weights)
+    )
+    return torch.empty(0, dtype=first.dtype, device=first.device).set_(memory, 0, shape, first.stride())
 
 
 def movable(weights: Sequence[Tensor]) -> bool:
@@ -54,7 +57,7 @@ def join(weights: Sequence[Tensor]) -> Tensor:
         if whole.is_cuda:  # the memory that is freed may belong to another stream
             torch.cuda.synchronize(whole.device)
         for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
-            weight.data = part
+            weight.data = torch.from_dlpack(part)  # type: ignore[attr-defined]  # its storage holds the whole one's
     return whole
 
 
