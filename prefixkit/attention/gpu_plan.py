@@ -1,6 +1,6 @@
 """Plans for the CUDA kernels: wide and narrow work lists, cut to fit one GPU.
 
-Wide items (more than 8 query heads, up to 128) run on the matrix path, one at a time on each multiprocessor; narrow items
+Wide items (more than 8 query heads, up to a tile's) run on the matrix path, one at a time on each multiprocessor; narrow items
 (up to 8) on the bandwidth path, one on each of four warps of a multiprocessor.  Both lists run from the longest to the
 shortest, each item once for every KV head; worker ``w`` of ``n`` takes entries ``w``, ``2n - 1 - w``, ``2n + w`` and so on.
 
