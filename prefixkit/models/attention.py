@@ -57,7 +57,7 @@ def _make(original: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(original_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, PrefixCache)), None)
+        cache = cache_among(args, kwargs)
         if cache is None:
             return original_forward(self, *args, **kwargs)
         layer = CacheLayer(cache, self.__dict__["layer_idx"])
@@ -71,6 +71,11 @@ def _make(original: type[nn.Module]) -> type[nn.Module]:
         return _blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
 
     return subclass(original, forward, reduce)
+
+
+def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PrefixCache | None:
+    """The cache that a module was called with, if it is one of ours."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, PrefixCache)), None)
 
 
 def subclass(original: type[nn.Module], forward: Callable[..., Any], reduce: Callable[..., Any]) -> type[nn.Module]:

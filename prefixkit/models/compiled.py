@@ -22,7 +22,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental import _config as shapes_config
 
 from prefixkit.attention.step import Step
-from prefixkit.models.attention import is_tree_class, original_class, subclass, twin_of
+from prefixkit.models.attention import cache_among, is_tree_class, original_class, subclass, twin_of
 from prefixkit.models.cache import PrefixCache
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
@@ -223,7 +223,7 @@ def _make(original: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(original_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, PrefixCache)), None)
+        cache = cache_among(args, kwargs)
         if cache is None or cache.compiled is None or not cache.compiled.active:
             return original_forward(self, *args, **kwargs)
         return cache.compiled.run(self, args, kwargs)
