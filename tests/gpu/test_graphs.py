@@ -106,7 +106,8 @@ def test_an_engine_that_runs_again_captures_nothing_new(model: torch.nn.Module) 
     for _ in range(3):
         engine.run(asked)
     assert engine.report.captures == captures
-    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == held
+    # Less, where something of an earlier test goes meanwhile.
+    assert torch.cuda.memory_allocated() <= held[0] and torch.cuda.memory_reserved() <= held[1]
 
 
 def test_a_batch_that_outgrows_its_arrays_is_captured_again(model: torch.nn.Module) -> None:
