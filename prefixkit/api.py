@@ -19,6 +19,7 @@ from prefixkit.generation.engine import Engine
 from prefixkit.generation.report import Report
 from prefixkit.generation.request import BeamParams, Request, Sample, SamplingParams, TokenEvent
 from prefixkit.models import ModelRunner, NotPatched, is_patched, kv_spec, query_heads
+from prefixkit.models.joint import moves
 from prefixkit.prompts import Prompt, encode_prompts
 from prefixkit.sizing import MOST_RUNNING, pool_pages, prefill_chunk_for, step_bytes
 from prefixkit.tree.radix import PrefixTree
@@ -258,7 +259,7 @@ def graph_decoder(
         return None
     from prefixkit.generation.graphs import GraphDecoder
 
-    return GraphDecoder(runner.compute, planner, page_size, device, shrink, runner.addresses)
+    return GraphDecoder(runner.compute, planner, page_size, device, shrink, runner.addresses, moves)
 
 
 def _checked_prompts(model: Any, tokenizer: Any, prompts: Prompt | Iterable[Prompt]) -> list[NDArray[np.int32]]:

@@ -128,6 +128,8 @@ class DecodeRun:
     def _launch(self) -> None:
         last = self._read + int(self._left[self._alive].max())
         while self.steps < min(last, self._read + AHEAD):
+            if self.decoder.stale:  # some callback has moved the model's weights
+                self._keep(np.arange(self.batch.num_rows))
             self.decoder.step()
             self._rows_of_steps.append(self._rows)
             self.batch = self.batch.grown(1)
@@ -169,7 +171,10 @@ class DecodeRun:
         ended = len(alive) - int(alive.sum())
         if ended == len(alive) or ended * SLACK < len(alive):
             return
-        rows = np.flatnonzero(alive)
+        self._keep(np.flatnonzero(alive))
+
+    def _keep(self, rows: NDArray[np.intp]) -> None:
+        """Go on with these rows of the batch."""
         self.batch = self.batch.keep(rows)
         self._rows = self._rows[rows]
         self.decoder.keep(self.batch, rows)

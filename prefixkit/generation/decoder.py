@@ -62,6 +62,7 @@ class Decoder(Protocol):
     Attributes:
         planned: The plan of the batch at hand.
         captures, seconds_capturing, graph_bytes: CUDA graphs captured so far, what that took, and GPU memory that they share.
+        stale: Whether what steps read lies elsewhere by now; then ``keep`` all rows before the next one.
     """
 
     planned: Planned
@@ -70,6 +71,9 @@ class Decoder(Protocol):
 
     @property
     def graph_bytes(self) -> int: ...
+
+    @property
+    def stale(self) -> bool: ...
 
     def begin(self, batch: DecodeBatch, laws: Laws) -> None:
         """Take a batch in place of the last one, whose unread steps are forgotten.
@@ -104,7 +108,7 @@ class EagerDecoder:
     ) -> None:
         self.model, self.planner, self.page_size = model, planner, page_size
         self.device = torch.device(device)
-        self.captures, self.seconds_capturing, self.graph_bytes = 0, 0.0, 0
+        self.captures, self.seconds_capturing, self.graph_bytes, self.stale = 0, 0.0, 0, False
         self._drawn: deque[Drawn] = deque()
 
     def begin(self, batch: DecodeBatch, laws: Laws) -> None:

@@ -43,6 +43,7 @@ class GraphDecoder:
             would do.  Lower where capturing takes long.
         weights: Says where what the model reads lies; asked once for each batch.  Graphs are captured again once that is
             elsewhere.  None: it never is.
+        moves: Counts what may have moved it; asked before each step, and ``weights`` again when it has changed.
 
     Attributes:
         planned: The plan of the batch at hand.
@@ -59,12 +60,13 @@ class GraphDecoder:
         device: torch.device | str,
         shrink: float = 1.0,
         weights: Callable[[], Hashable] | None = None,
+        moves: Callable[[], int] | None = None,
     ) -> None:
         if planner.launch is None or planner.num_sms is None:
             raise ValueError("GraphDecoder: graphs need plans made on the GPU; decode without graphs on this one")
         self.model, self.planner, self.page_size = model, planner, page_size
         self.device, self.shrink = torch.device(device), shrink
-        self.weights = weights
+        self.weights, self.moves = weights, moves
         self.planned: Planned
         self.captures = 0
         self.seconds_capturing = 0.0
@@ -72,6 +74,14 @@ class GraphDecoder:
         self._unread: deque[tuple[int, int]] = deque()  # place in the ring, rows
         self._arrays: GraphArrays | None = None
         self._read_from: Hashable = None  # where the weights are that graphs read
+        self._moves = 0  # when that was asked
+
+    @property
+    def stale(self) -> bool:
+        if self.moves is None or self.moves() == self._moves:
+            return False
+        self._moves = self.moves()  # of another model, perhaps
+        return self.weights is not None and self.weights() != self._read_from
 
     @property
     def graph_bytes(self) -> int:
@@ -96,6 +106,7 @@ class GraphDecoder:
         arrays = self._arrays
         assert arrays is not None and arrays.sampler is not None, "begun before"
         with self._here():
+            self._forget_moved()
             bucket = self._bucket(batch.num_rows)
             try:
                 self._graph(arrays, bucket)
@@ -156,7 +167,7 @@ class GraphDecoder:
             log.info("the model's weights have moved: CUDA graphs are captured again")
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()
-        self._read_from = there
+        self._read_from, self._moves = there, self.moves() if self.moves is not None else 0
 
     def _bucket(self, rows: int) -> int:
         """Which bucket's graph is to run so many rows."""

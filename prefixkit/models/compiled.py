@@ -48,8 +48,8 @@ class CompiledLayers:
     What cannot be compiled runs as it is, after one warning that says why.
 
     A layer's first compiled step moves weights in memory, so that q, k and v, and gate and up, lie side by side: the parameters
-    stay the same objects with the same values.  CUDA graphs captured of this model before must be captured again; an engine
-    does so by itself when it begins a batch, but not while one runs: let no callback of a run make a compiled engine of its model.
+    stay the same objects with the same values.  CUDA graphs captured of this model before must be captured again, which
+    engines do by themselves.
 
     Attributes:
         cache: Whose steps.

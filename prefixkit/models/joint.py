@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+_moves = 0
 # Kernels load vectors of so many bytes: each weight must begin at a multiple.
 ALIGN = 16
 
@@ -58,7 +59,14 @@ def join(weights: Sequence[Tensor]) -> Tensor:
             torch.cuda.synchronize(whole.device)
         for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
             weight.data = torch.from_dlpack(part)  # type: ignore[attr-defined]  # its storage holds the whole one's
+    global _moves
+    _moves += 1
     return whole
+
+
+def moves() -> int:
+    """How often weights have been laid elsewhere in this process, of whatever model."""
+    return _moves
 
 
 def _holders(tensor: Tensor) -> int:

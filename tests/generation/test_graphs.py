@@ -165,6 +165,34 @@ def test_graphs_are_captured_again_once_the_weights_have_moved(decoding, caplog)
     assert caplog.text.count("weights have moved") == 1
 
 
+@pytest.mark.parametrize("moved", [True, False])
+def test_weights_that_a_callback_moves_take_the_running_graph_with_them(moved, decoding):
+    """Another model's are counted too, and change nothing."""
+    made, model = decoding()
+    where, moves, params = [0], [0], SamplingParams(n=3, max_new_tokens=30)
+
+    class Reading(Graph):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.reads = where[0]
+
+        def replay(self):
+            assert self.reads == where[0], "these weights are gone"
+            super().replay()
+
+    def move(tokens, seen=[]):  # noqa: B006
+        seen.append(tokens)
+        if len(seen) in (5, 6, 19):
+            where[0] += moved
+            moves[0] += 1
+
+    made.decoder._capture = lambda arrays, step: Reading(arrays, step, model)
+    made.decoder.weights, made.decoder.moves, made.on_step = lambda: where[0], lambda: moves[0], move
+    samples = run(made, [np.arange(9)], params)
+    assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
+    assert made.decoder.captures == (4 if moved else 1)
+
+
 def test_weights_that_a_first_step_moves_take_older_graphs_with_them(decoding):
     """As those of compiled layers may be."""
     made, model = decoding()

@@ -188,8 +188,9 @@ def test_a_captured_step_is_the_compiled_one_bit_by_bit_over_joint_weights(monke
     assert sum(storages.values()) == sum(parameter.nbytes for parameter in model.parameters()), "nothing is there twice"
 
 
+@pytest.mark.parametrize("midst", [False, True], ids=["between runs", "in the midst of one"])
 def test_graphs_of_other_engines_are_captured_again_once_compiled_layers_have_moved_weights(
-    monkeypatch: pytest.MonkeyPatch,
+    midst: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory that was freed is filled with NaN before the older engine goes on."""
     monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
@@ -204,9 +205,18 @@ def test_graphs_of_other_engines_are_captured_again_once_compiled_layers_have_mo
         decoder = engine.decoder
         assert decoder is not None
         captures = decoder.captures
-        make_engine(model, requests, compiled=True).run(requests)
-        torch.cuda.synchronize()
-        freed = [torch.full_like(parameter, torch.nan) for parameter in model.parameters()]
+        freed: list[torch.Tensor] = []
+
+        def move(_: int = 0) -> None:
+            if not freed:
+                make_engine(model, requests, compiled=True).run(requests)
+                torch.cuda.synchronize()
+                freed.extend(torch.full_like(parameter, torch.nan) for parameter in model.parameters())
+
+        if midst:
+            engine.on_step = move
+        else:
+            move()
         samples = engine.run(requests)
         assert decoder.captures == 2 * captures > 0
         engine.run(requests)
