@@ -1,0 +1,64 @@
+"""Products of one input, apart and as one: what `prefixkit/models/fused.py` decides by.
+
+    python benchmarks/products.py [--width 4096] [--rows 64,256,1024]
+
+bf16 weights of a Llama-3.1-8B layer, in a CUDA graph over enough layers to come from memory; microseconds a layer, median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import torch
+from torch.nn.functional import linear
+
+from prefixkit.models.fused import fills
+
+LAYERS, REPLAYS = 8, 10
+GROUPS = {"q, k, v": (4096, 1024, 1024), "k, v": (1024, 1024), "gate, up": (14336, 14336)}
+
+
+def microseconds(columns: tuple[int, ...], rows: int, width: int) -> float:
+    """A layer's products with so many columns each, one after the other."""
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    layers = [[torch.randn(n, width, device="cuda", dtype=torch.bfloat16) for n in columns] for _ in range(LAYERS)]
+    for weight in layers[0]:
+        linear(x, weight)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weights in layers:
+            for weight in weights:
+                linear(x, weight)
+    times = []
+    for _ in range(REPLAYS + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / LAYERS)
+    return statistics.median(times[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--rows", default="32,64,128,256,512,1024")
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    device = torch.device("cuda", torch.cuda.current_device())
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for rows in map(int, options.rows.split(",")):
+        for name, columns in GROUPS.items():
+            apart, joint = (microseconds(given, rows, options.width) for given in (columns, (sum(columns),)))
+            joins = sum(not fills(rows, n, device) for n in columns)
+            print(
+                f"{rows:5d} rows  {name:9s} apart {apart:6.1f} us  as one {joint:6.1f} us  prefixkit joins {joins}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
