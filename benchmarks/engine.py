@@ -32,6 +32,7 @@ from prefixkit.api import make_engine
 from prefixkit.generation.engine import Engine
 from prefixkit.generation.graphs import GraphDecoder
 from prefixkit.generation.request import Request, SamplingParams
+from prefixkit.models import kv_spec
 
 PROFILED_STEPS = 40
 
@@ -168,7 +169,7 @@ def long_run(model: Any, steps: int, rows: int, prompt: int) -> dict[str, Any]:
         "n": rows // 4,
     }
     need = rows * (600 // 16 + 1) * 16 + 8 * prompt
-    engine = make_engine(model, requests(10, prompt, **sampling), kv_budget=need * 2 * 32 * 8 * 128 * 2)
+    engine = make_engine(model, requests(10, prompt, **sampling), kv_budget=need * kv_spec(model).bytes_per_token)
     held: list[dict[str, int]] = []
     while engine.report.steps < steps:
         torch.cuda.reset_peak_memory_stats()
@@ -198,13 +199,14 @@ def full_run(model: Any, prompt: int, new: int) -> dict[str, Any]:
     engine.on_step = lambda tokens: left.append(torch.cuda.mem_get_info()[0])
     samples = engine.run(asked)
     pool, report = engine.tree.allocator.num_pages, engine.report
+    pool_bytes = pool * engine.tree.page_size * engine.pool.spec.bytes_per_token
     row = {
         "samples": len(samples),
         "complete": all(len(sample.tokens) == new for sample in samples),
         "steps": report.steps,
         "tokens_per_second": round(report.tokens_per_second),
-        "pool_gib": round(pool * engine.tree.page_size * 2 * 32 * 8 * 128 * 2 / 2**30, 1),
-        "pool_used": round(report.kv_bytes_held_peak / (pool * engine.tree.page_size * 2 * 32 * 8 * 128 * 2), 3),
+        "pool_gib": round(pool_bytes / 2**30, 1),
+        "pool_used": round(report.kv_bytes_held_peak / pool_bytes, 3),
         "least_free_gib": round(min(left) / 2**30, 2),
         **memory_mib(),
         "pages_back": engine.tree.allocator.free == pool,

@@ -8,14 +8,18 @@ bf16 weights of a Llama-3.1-8B layer, in a CUDA graph over enough layers to come
 from __future__ import annotations
 
 import argparse
-import statistics
+import sys
+from pathlib import Path
 
 import torch
 from torch.nn.functional import linear
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.tree_attention.timing import replay_us
 from prefixkit.models.fused import fills
 
-LAYERS, REPLAYS = 8, 10
+LAYERS = 8
 GROUPS = {"q, k, v": (4096, 1024, 1024), "k, v": (1024, 1024), "gate, up": (14336, 14336)}
 
 
@@ -23,23 +27,7 @@ def microseconds(columns: tuple[int, ...], rows: int, width: int) -> float:
     """A layer's products with so many columns each, one after the other."""
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     layers = [[torch.randn(n, width, device="cuda", dtype=torch.bfloat16) for n in columns] for _ in range(LAYERS)]
-    for weight in layers[0]:
-        linear(x, weight)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for weights in layers:
-            for weight in weights:
-                linear(x, weight)
-    times = []
-    for _ in range(REPLAYS + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / LAYERS)
-    return statistics.median(times[2:])
+    return replay_us(lambda layer: [linear(x, weight) for weight in layers[layer]], LAYERS)
 
 
 def main() -> None:

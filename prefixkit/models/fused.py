@@ -71,7 +71,7 @@ def fused(
         compiled = compiler(copied, list(given.values()))
     except Exception as error:
         # Parts of a product have its stride, which not all that was traced may be possible with.
-        log.debug("products of one input stay apart: %s", error)
+        log.info("products of one input stay apart: %s", error)
         return compiler(graph, inputs)
     return _Fused(compiled, joints, [place[node] for node in given])
 
@@ -173,7 +173,7 @@ def _groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> list[list[_Product]]:
         if all(joined(parts) is not None or movable(parts) for parts in tensors):
             groups.append(group)
         else:
-            log.debug("%d products of one input stay apart: their weights are held by other tensors", len(group))
+            log.info("%d products of one input stay apart: their weights are held by other tensors", len(group))
     return groups
 
 

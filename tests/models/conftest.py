@@ -197,3 +197,14 @@ def rng() -> np.random.Generator:
     seed = int.from_bytes(os.urandom(4), "little")
     print(f"rng seed {seed}")
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are traced and run as torch's own operations, which takes no compiler."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    import prefixkit.models.compiled as compiled_module
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled_module, "inductor", lambda graph, inputs: aot_eager(graph, inputs))
