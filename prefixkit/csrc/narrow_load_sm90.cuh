@@ -10,17 +10,19 @@
 
 namespace prefixkit {
 
+constexpr int RING_STAGES = D <= 64 ? 6 : 5;     // at most
+
 struct NarrowShared {
     u32 rings;                  // of the computing warps, one after the other
     int stages;                 // of each ring
-    u32 full, empty;            // barriers of the first warp's stages, 8 bytes apart; MAX_STAGES for each warp
-    Chunk* chunks;              // one for each stage; MAX_STAGES for each warp
+    u32 full, empty;            // barriers of the first warp's stages, 8 bytes apart; RING_STAGES for each warp
+    Chunk* chunks;              // one for each stage; RING_STAGES for each warp
     Resolved* batches;          // BATCH for each warp
 };
-constexpr int NARROW_BARRIERS = 2 * NARROW_WARPS * MAX_STAGES;
+constexpr int NARROW_BARRIERS = 2 * NARROW_WARPS * RING_STAGES;
 
 DEVICE void narrow_barriers(const NarrowShared& s) {
-    for (int i = 0; i < NARROW_WARPS * MAX_STAGES; ++i) barrier_init(s.full + 8 * i, 1), barrier_init(s.empty + 8 * i, 32);
+    for (int i = 0; i < NARROW_WARPS * RING_STAGES; ++i) barrier_init(s.full + 8 * i, 1), barrier_init(s.empty + 8 * i, 32);
 }
 
 // Walks one worker's list; the 16 lanes of a half-warp hold the same state.
@@ -40,8 +42,8 @@ struct BoxLoader {
     DEVICE BoxLoader(const Attention& a, const NarrowShared& s, int pair) : a(a) {
         const int half = lane_anew() >> 4, mine = 2 * pair + half;
         lane = lane_anew() & 15, mask = 0xffffu << 16 * half;
-        batch = s.batches + mine * BATCH, chunks = s.chunks + mine * MAX_STAGES, stages = s.stages;
-        ring = s.rings + mine * stages * STAGE_BYTES, full = s.full + 8 * mine * MAX_STAGES, empty = s.empty + 8 * mine * MAX_STAGES;
+        batch = s.batches + mine * BATCH, chunks = s.chunks + mine * RING_STAGES, stages = s.stages;
+        ring = s.rings + mine * stages * STAGE_BYTES, full = s.full + 8 * mine * RING_STAGES, empty = s.empty + 8 * mine * RING_STAGES;
         // Neighbours in the list are heads of one item, whose keys are neighbours in memory: a block takes them together, if there is
         // enough for all blocks.
         const bool crowded = a.counts[1] * a.kv_heads >= int(NARROW_WARPS * gridDim.x);
@@ -140,8 +142,8 @@ DEVICE void narrow_load(const Attention& a, const NarrowShared& s, int pair) {
 
 // A computing warp.
 DEVICE void narrow_role(const Attention& a, const NarrowShared& s, int mine) {
-    const u32 ring = s.rings + mine * s.stages * STAGE_BYTES, full = s.full + 8 * mine * MAX_STAGES, empty = s.empty + 8 * mine * MAX_STAGES;
-    const Chunk* chunks = s.chunks + mine * MAX_STAGES;
+    const u32 ring = s.rings + mine * s.stages * STAGE_BYTES, full = s.full + 8 * mine * RING_STAGES, empty = s.empty + 8 * mine * RING_STAGES;
+    const Chunk* chunks = s.chunks + mine * RING_STAGES;
     NarrowState state;
     int stage = 0, phase = 0;
     barrier_wait(full, 0);

@@ -50,6 +50,12 @@ DEVICE void touch(const void* p) { asm volatile("{.reg .b32 x; ld.global.ca.b32 
 
 DEVICE void store_zeros(u32 to) { asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory"); }
 DEVICE float load_shared1(u32 from) { float x; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory"); return x; }
+DEVICE int load_shared_int(u32 from) { int x; asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory"); return x; }
+DEVICE int4 load_shared_int4(u32 from) {
+    int4 x;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+    return x;
+}
 DEVICE float4 load_shared(u32 from) {
     float4 x;
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
@@ -131,6 +137,12 @@ DEVICE float load_global1(const float* p) { float x; asm volatile("ld.global.cg.
 // What this thread has written, or knows that others of its block have, is there for all blocks before what it does next.
 DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE u32 load_acquire(const u32* p) { u32 x; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory"); return x; }
+
+// ---- what the compiler should know ----
+// The first lane's value, which the compiler then knows to be the same in all lanes.
+DEVICE u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
+// The same value, which the compiler will keep rather than compute again.
+DEVICE u32 kept(u32 x) { u32 y; asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x)); return y; }
 
 // ---- barriers in shared memory ----
 DEVICE void barrier_init(u32 barrier, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory"); }

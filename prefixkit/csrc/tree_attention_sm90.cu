@@ -29,8 +29,9 @@ struct Shared {
     u64 barriers[WIDE_BARRIERS + NARROW_BARRIERS];
     int4 items[2];
     UnitInfo units[WIDE_STAGES];
-    Chunk chunks[NARROW_WARPS * MAX_STAGES];
+    Chunk chunks[NARROW_WARPS * RING_STAGES];
     Resolved batches[NARROW_WARPS * BATCH];
+    __align__(16) u32 ones[32];
 };
 constexpr int SHARED_BYTES = sizeof(Shared);
 static_assert(STREAM_BYTES <= sizeof(Shared::rings), "either way of dividing the room fits");
@@ -43,10 +44,10 @@ constexpr int LOAD_REGISTERS = 48, NARROW_REGISTERS = 96, WIDE_REGISTERS = 184;
 DEVICE WideShared wide_shared(Shared& s, bool streams) {
     WideShared w;
     w.stages = streams ? STREAM_WIDE : WIDE_STAGES;
-    w.k = shared_address(s.rings), w.v = w.k + w.stages * UNIT_BYTES;
-    w.full = shared_address(s.barriers), w.k_empty = w.full + 8 * WIDE_STAGES, w.v_empty = w.k_empty + 8 * WIDE_STAGES;
+    w.k = kept(shared_address(s.rings)), w.v = w.k + w.stages * UNIT_BYTES;
+    w.full = w.k + __builtin_offsetof(Shared, barriers), w.k_empty = w.full + 8 * WIDE_STAGES, w.v_empty = w.k_empty + 8 * WIDE_STAGES;
     w.item_full = w.v_empty + 8 * WIDE_STAGES, w.item_empty = w.item_full + 16;
-    w.items = s.items, w.units = s.units;
+    w.items = w.k + __builtin_offsetof(Shared, items), w.units = w.k + __builtin_offsetof(Shared, units), w.ones = descriptor(w.k + __builtin_offsetof(Shared, ones), 0);
     return w;
 }
 
@@ -55,7 +56,7 @@ DEVICE NarrowShared narrow_shared(Shared& s, bool alone, bool streams) {
     NarrowShared n;
     n.rings = shared_address(s.rings) + (alone ? 0 : 2 * wide_shared(s, streams).stages * UNIT_BYTES);
     n.stages = alone ? ALONE_STAGES : streams ? STREAM_STAGES : MIXED_STAGES;
-    n.full = shared_address(s.barriers) + 8 * WIDE_BARRIERS, n.empty = n.full + 8 * NARROW_WARPS * MAX_STAGES;
+    n.full = shared_address(s.barriers) + 8 * WIDE_BARRIERS, n.empty = n.full + 8 * NARROW_WARPS * RING_STAGES;
     n.chunks = s.chunks, n.batches = s.batches;
     return n;
 }
@@ -81,9 +82,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid
         narrow_barriers(narrow_shared(shared, false, false));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    if (threadIdx.x == 256) write_ones(shared_address(shared.ones));
     __syncthreads();
     follow_kernel();
-    const int warp = threadIdx.x >> 5, role = warp >> 2;
+    const int warp = uniform(threadIdx.x >> 5), role = warp >> 2;
     const bool alone = a.counts[0] == 0, streams = a.counts[5];
     if (role == 0) {
         registers_down<LOAD_REGISTERS>();

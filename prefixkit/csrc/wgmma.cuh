@@ -78,4 +78,12 @@ DEVICE void wgmma_columns(float (&d)[64], const u32* a, u32 b, int keep) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));
 }
 
+// 4 accumulators, 8 columns; b is all ones, 128 bytes of it: both halves of the sum and all columns read the same.
+DEVICE void wgmma_ones(float (&d)[4], const u32* a, u32 b) {
+    asm volatile(
+        "{.reg .b64 b;\n mov.b64 b, {%8, 0};\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16." WGMMA_TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, b, 1, 1, 1, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+
 }  // namespace prefixkit

@@ -30,8 +30,9 @@ struct WideShared {
     int stages;                                  // of each
     u32 full, k_empty, v_empty;                  // barriers of the stages, 8 bytes apart; a unit is there with both K and V
     u32 item_full, item_empty;                   // of the two places for items
-    int4* items;                                 // q_begin, rows (0: no more work), partial, head
-    UnitInfo* units;                             // one for each stage of K
+    u32 items;                                   // int4 for each place: q_begin, rows (0: no more work), partial, head
+    u32 units;                                   // UnitInfo for each stage of K
+    u32 ones;                                    // descriptor of 8 rows of 8 ones
 };
 constexpr int WIDE_BARRIERS = 3 * WIDE_STAGES + 4;
 
@@ -47,7 +48,7 @@ DEVICE void hand_over(const WideShared& s, int items, int q_begin, int rows, int
     const int place = items & 1;
     barrier_wait(s.item_empty + 8 * place, (items >> 1 & 1) ^ 1);
     if (lane_anew() == 0) {
-        s.items[place] = make_int4(q_begin, rows, partial, head);
+        store_shared16(s.items + 16 * place, make_int4(q_begin, rows, partial, head));
         barrier_arrive(s.item_full + 8 * place);
     }
 }
@@ -145,7 +146,7 @@ DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
                     const int position = span.position + slot;
                     const bool causal = position + high - 1 > all_see, compare = causal || !whole;
                     const int flags = (last ? LAST : 0) | (causal ? CAUSAL : 0) | (compare ? COMPARE : 0);
-                    if (!is_v) *(int4*)(s.units + ring.stage) = make_int4(flags, low, high, position);
+                    if (!is_v) store_shared16(s.units + 16 * ring.stage, make_int4(flags, low, high, position));
                     barrier_arrive_expect(ring.full + 8 * ring.stage, UNIT_BYTES);  // before they can land
                 }
                 __syncwarp();

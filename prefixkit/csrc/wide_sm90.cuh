@@ -22,11 +22,21 @@ DEVICE void scores(WideState& w, u32 tile) {
     wgmma_commit();
 }
 
-DEVICE void add_values(WideState& w, u32 tile) {
+// Outputs, and the sums of the weights that they are made of: a column of ones beside V.
+DEVICE void add_values(WideState& w, u32 tile, u32 ones) {
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < UNIT / 16; ++i) wgmma_columns(w.o, w.p + 4 * i, tile + i * 128, 1);
+    for (int i = 0; i < UNIT / 16; ++i) {
+        wgmma_columns(w.o, w.p + 4 * i, tile + i * 128, 1);
+        wgmma_ones(w.weight, w.p + 4 * i, ones);
+    }
     wgmma_commit();
+}
+
+DEVICE void write_ones(u32 at) {
+    constexpr int ONES = PREFIXKIT_HALF ? 0x3c003c00 : 0x3f803f80;
+    for (int i = 0; i < 8; ++i) store_shared16(at + 16 * i, make_int4(ONES, ONES, ONES, ONES));
+    async_fence();
 }
 
 // Exponentials are taken against a base for each row, which need not be the largest exponent: it starts at LOWEST and rises only when
@@ -34,20 +44,19 @@ DEVICE void add_values(WideState& w, u32 tile) {
 // Outputs are divided by the sum of exponentials as the product with V sees them, rounded: else the largest, which is not 1 here,
 // would weigh too much or too little by its rounding.  The log-sum-exp is of the exponentials themselves.
 
+DEVICE void pack_exponentials(WideState& w) {
+#pragma unroll
+    for (int i = 0; i < UNIT / 4; ++i) w.p[i] = pack(w.s[2 * i], w.s[2 * i + 1]);
+}
+
 // The common case: no mask, no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was too
 // large: then the scores are lost, and nothing else has changed.
 DEVICE bool exponentials_at_once(const Attention& a, WideState& w) {
-    float sum[2] = {}, weight[2] = {};
+    float sum[2] = {};
 #pragma unroll
-    for (int i = 0; i < UNIT / 2; i += 2) {
-        const int row = i >> 1 & 1;
-        w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[row]), w.s[i + 1] = exp2_fast(w.s[i + 1] * a.scale_log2 - w.base[row]);
-        sum[row] += w.s[i] + w.s[i + 1];
-        round_pair(w.s[i], w.s[i + 1]);
-        weight[row] += w.s[i] + w.s[i + 1];
-    }
+    for (int i = 0; i < UNIT / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]), sum[i >> 1 & 1] += w.s[i];
     if (__any_sync(~0u, sum[0] > ALLOWED || sum[1] > ALLOWED)) return false;
-    w.sum[0] += sum[0], w.sum[1] += sum[1], w.weight[0] += weight[0], w.weight[1] += weight[1];
+    w.sum[0] += sum[0], w.sum[1] += sum[1];
     return true;
 }
 
@@ -105,36 +114,12 @@ DEVICE bool exponentials(const Attention& a, const UnitInfo& c, const WideItem& 
             const float base = fmaxf(w.base[row], top[row]);
             shrink[row] = exp2_fast(w.base[row] - base);
             w.base[row] = base;
-            w.sum[row] *= shrink[row], w.weight[row] *= shrink[row];
+            w.sum[row] *= shrink[row];
         }
     }
 #pragma unroll
-    for (int i = 0; i < UNIT / 2; i += 2) {
-        const int row = i >> 1 & 1;
-        w.s[i] = exp2_fast(w.s[i] - w.base[row]), w.s[i + 1] = exp2_fast(w.s[i + 1] - w.base[row]);
-        w.sum[row] += w.s[i] + w.s[i + 1];
-        round_pair(w.s[i], w.s[i + 1]);
-        w.weight[row] += w.s[i] + w.s[i + 1];
-    }
+    for (int i = 0; i < UNIT / 2; ++i) w.s[i] = exp2_fast(w.s[i] - w.base[i >> 1 & 1]), w.sum[i >> 1 & 1] += w.s[i];
     return rose;
-}
-
-DEVICE void pack_exponentials(WideState& w) {
-#pragma unroll
-    for (int i = 0; i < UNIT / 4; ++i) w.p[i] = pack_rounded(w.s[2 * i], w.s[2 * i + 1]);
-}
-
-// ---- turns ----
-// A warpgroup issues its products in its turn, then gives the turn to the other; the second gives the first its first one.
-DEVICE void turn_wait(int half, bool both) {
-    if (!both) return;
-    if (half) named_barrier<6, 256>();
-    else named_barrier<5, 256>();
-}
-DEVICE void turn_pass(int half, bool both) {
-    if (!both) return;
-    if (half) named_arrive<5, 256>();
-    else named_arrive<6, 256>();
 }
 
 // Where a warpgroup is in the rings.
@@ -145,12 +130,14 @@ struct Place {
     DEVICE u32 phase(const WideShared& s) const { return (unit & s.stages) != 0; }
 };
 
+// Descriptors begin in registers that a warp's lanes share: from a register of each lane every product would fetch its own.
 DEVICE u32 keys_at(const WideShared& s, u32 stage) { return descriptor(s.k, 16) + stage * (UNIT_BYTES / 16); }
 DEVICE u32 values_at(const WideShared& s, u32 stage) { return descriptor(s.v, UNIT * 128) + stage * (UNIT_BYTES / 16); }
 DEVICE void wait_unit(const WideShared& s, const Place& at) { barrier_wait(s.full + 8 * at.stage(s), at.phase(s)); }
+DEVICE int unit_flags(const WideShared& s, const Place& at) { return uniform(load_shared_int(s.units + 16 * at.stage(s))); }
 
 DEVICE UnitInfo read_unit(const WideShared& s, const Place& at) {
-    const int4 x = *(const int4*)(s.units + at.stage(s));
+    const int4 x = load_shared_int4(s.units + 16 * at.stage(s));
     return {x.x, x.y, x.z, x.w};
 }
 
@@ -161,7 +148,7 @@ DEVICE void free_stage(u32 empty, u32 stage) { barrier_arrive_warp(empty + 8 * s
 DEVICE void wide_skip(const WideShared& s, Place& at) {
     for (bool last = false; !last; ++at.unit) {
         wait_unit(s, at);
-        last = read_unit(s, at).flags & LAST;
+        last = unit_flags(s, at) & LAST;
         free_stage(s.k_empty, at.stage(s));
         free_stage(s.v_empty, at.stage(s));
     }
@@ -171,25 +158,30 @@ DEVICE void wide_skip(const WideShared& s, Place& at) {
 DEVICE int first_row(int half) { return 64 * half + 16 * (threadIdx.x >> 5 & 3) + (threadIdx.x & 31) / 4; }
 
 DEVICE WideItem read_item(const WideShared& s, int place) {
-    const int4 x = s.items[place];
+    const int4 x = load_shared_int4(s.items + 16 * place);
     return {x.x, x.y, x.z, x.w};
 }
 
-// Products of a unit's keys, and of the values of the unit before, in this warpgroup's turn; then waits for the scores.
-DEVICE void multiply(const WideShared& s, WideState& w, const Place& at, int half, bool both) {
-    turn_wait(half, both);
-    scores(w, keys_at(s, at.stage(s)));
-    add_values(w, values_at(s, at.before(s)));
-    turn_pass(half, both);
-    wgmma_wait<1>();
-    pin(w.s);
+// What the next products need, looked up while scores are computed; `flags` only mean something if the unit is `there`.
+struct Coming {
+    u32 keys, values;        // descriptors: of the next unit's keys, of this one's values
+    int flags;
+    bool there;
+};
+DEVICE Coming look_ahead(const WideShared& s, const Place& at) {
+    const Place next = {at.unit + 1};
+    Coming c;
+    c.there = barrier_ended(s.full + 8 * next.stage(s), next.phase(s));
+    c.flags = unit_flags(s, next);
+    c.keys = uniform(keys_at(s, next.stage(s))), c.values = uniform(values_at(s, at.stage(s)));
+    return c;
 }
 
 // When the values of the unit before have been added: their stage is free, and weights can be replaced.
-DEVICE void finish_values(const WideShared& s, WideState& w, const Place& at) {
+DEVICE void finish_values(const WideShared& s, WideState& w, const Place& at, bool any = true) {
     wgmma_wait<0>();
-    pin(w.o);
-    free_stage(s.v_empty, at.before(s));
+    pin(w.o), pin(w.weight);
+    if (any) free_stage(s.v_empty, at.before(s));
 }
 
 // Items one after the other.  The next one is asked for before the last values of this one: if it is there by then, its queries come while
@@ -203,54 +195,55 @@ struct Items {
     DEVICE int place() const { return number & 1; }
     DEVICE void begin(const WideShared& s) {
         if (!asked) barrier_wait(s.item_full + 8 * place(), number >> 1 & 1);
-        rows = s.items[place()].y;
+        rows = uniform(load_shared_int(s.items + 16 * place() + 4));
     }
     DEVICE void ask(const WideShared& s) {
         asked = barrier_ended(s.item_full + 8 * (place() ^ 1), number + 1 >> 1 & 1);
-        if (asked) next = s.items[place() ^ 1].y;
+        if (asked) next = uniform(load_shared_int(s.items + 16 * (place() ^ 1) + 4));
     }
 };
 
 // The item is read again where it is needed: registers are short.
 DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Place& at, int half, Items& items) {
     const int place = items.place();
-    const bool both = items.rows > 64;
     float shrink[2];
     wait_unit(s, at);
-    turn_wait(half, both);
+    int flags = unit_flags(s, at) | COMPARE;  // the first unit finds a base
     scores(w, keys_at(s, at.stage(s)));
-    turn_pass(half, both);
-    int flags = s.units[at.stage(s)].flags;
-    wgmma_wait<0>();
+    wgmma_wait<0>();                          // no values yet
     pin(w.s);
-    exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
-    free_stage(s.k_empty, at.stage(s));
-    pack_exponentials(w);
-    while (!(flags & LAST)) {
-        ++at.unit;
-        wait_unit(s, at);
-        flags = s.units[at.stage(s)].flags;
-        multiply(s, w, at, half, both);
-        const bool compare = MODIFIED || (flags & COMPARE);
-        if (!compare && exponentials_at_once(a, w)) {
-            free_stage(s.k_empty, at.stage(s));
+    for (bool first = true;; first = false) {
+        const Coming next = look_ahead(s, at);
+        if (!first) free_stage(s.k_empty, at.before(s));
+        wgmma_wait<1>();
+        pin(w.s);
+        if (!MODIFIED && !(flags & COMPARE) && exponentials_at_once(a, w)) {
             finish_values(s, w, at);
-            pack_exponentials(w);
-            continue;
-        }
-        if (!compare) scores_again(w, s.k + at.stage(s) * UNIT_BYTES);
-        const bool rose = exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
-        free_stage(s.k_empty, at.stage(s));
-        finish_values(s, w, at);
-        if (rose) {
+        } else {
+            if (!MODIFIED && !(flags & COMPARE)) scores_again(w, s.k + at.stage(s) * UNIT_BYTES);
+            const bool rose = exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
+            finish_values(s, w, at, !first);
+            if (rose) {
 #pragma unroll
-            for (int i = 0; i < D / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
+                for (int i = 0; i < D / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) w.weight[i] *= shrink[i >> 1];
+            }
         }
         pack_exponentials(w);
+        if (flags & LAST) break;
+        ++at.unit;
+        if (next.there) {
+            flags = next.flags;
+        } else {
+            wait_unit(s, at);
+            flags = unit_flags(s, at);
+        }
+        scores(w, next.keys);
+        add_values(w, next.values, s.ones);
     }
-    turn_wait(half, both);
-    add_values(w, values_at(s, at.stage(s)));
-    turn_pass(half, both);
+    add_values(w, values_at(s, at.stage(s)), s.ones);
+    free_stage(s.k_empty, at.stage(s));
     ++at.unit;
     items.ask(s);
     if (items.asked && 64 * half < items.next) read_queries(a, read_item(s, place ^ 1), w, first_row(half));
@@ -262,7 +255,6 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
 
 // One warpgroup: rows 64 `half`... of every item of this block.
 DEVICE void wide_role(const Attention& a, const WideShared& s, int half) {
-    if (half) named_arrive<5, 256>();
     WideState w;
     Place at;
     for (Items items;; ++items.number) {
@@ -279,7 +271,6 @@ DEVICE void wide_role(const Attention& a, const WideShared& s, int half) {
             items.asked = false;
         }
     }
-    if (!half) named_barrier<5, 256>();
 }
 
 }  // namespace prefixkit
