@@ -80,13 +80,18 @@ struct Ring {
     DEVICE void next() { if (++stage == stages) stage = 0, phase ^= 1; }
 };
 
-// Boxes for the complete groups of a unit.
-DEVICE void box_groups(const Attention& a, const void* map, const Ring& ring, const Pages& pages, int slot, int low, int high, int head) {
+// The boxes for the complete groups of a unit, one each lane: found before there is room for them, so that nothing is left to do then.
+struct Box {
+    u32 to;                  // behind the stage's begin; ~0u: none
+    int column, place, page;
+};
+DEVICE Box find_box(const Attention& a, const Pages& pages, int slot, int low, int high) {
     const int lane = lane_anew(), group = lane / COLUMNS, column = lane % COLUMNS, first = group * GROUP;
-    const int page = __shfl_sync(~0u, pages.now, ((slot - pages.slot) / GROUP + group) & 31);
-    if (group < UNIT_GROUPS && first >= low && first + GROUP <= high)
-        copy_box(ring.data + ring.stage * UNIT_BYTES + column * (UNIT * 128) + first * 128, map, column * 64, place_in_page(a, slot + first),
-                 head, page, ring.full + 8 * ring.stage, policy_keep());
+    Box box;
+    box.page = __shfl_sync(~0u, pages.now, ((slot - pages.slot) / GROUP + group) & 31);
+    box.to = a.boxes && group < UNIT_GROUPS && first >= low && first + GROUP <= high ? column * (UNIT * 128) + first * 128 : ~0u;
+    box.column = column * 64, box.place = place_in_page(a, slot + first);
+    return box;
 }
 
 // A unit's other groups, row by row.
@@ -140,17 +145,20 @@ DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
                 const int left = span.end - slot, high = max(0, min(UNIT, left));
                 const bool whole = low == 0 && left >= UNIT;  // NVRTC 13.0 gets "clamped to 64, is 64" wrong
                 if (slot - pages.slot == 32 * GROUP) pages.advance(a);
+                const Box box = find_box(a, pages, slot, low, high);
+                const bool last = !more && slot + UNIT >= span.end;
+                const int position = span.position + slot;
+                const bool causal = position + high - 1 > all_see, compare = causal || !whole;
+                const int flags = (last ? LAST : 0) | (causal ? CAUSAL : 0) | (compare ? COMPARE : 0);
+                const u32 full = ring.full + 8 * ring.stage;
                 barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
+                if (box.to != ~0u)
+                    copy_box(ring.data + ring.stage * UNIT_BYTES + box.to, &a.k_map + is_v, box.column, box.place, head, box.page, full, policy_keep());
                 if (lane_anew() == 0) {
-                    const bool last = !more && slot + UNIT >= span.end;
-                    const int position = span.position + slot;
-                    const bool causal = position + high - 1 > all_see, compare = causal || !whole;
-                    const int flags = (last ? LAST : 0) | (causal ? CAUSAL : 0) | (compare ? COMPARE : 0);
                     if (!is_v) store_shared16(s.units + 16 * ring.stage, make_int4(flags, low, high, position));
-                    barrier_arrive_expect(ring.full + 8 * ring.stage, UNIT_BYTES);  // before they can land
+                    barrier_arrive_expect(full, UNIT_BYTES);  // boxes may land before they are expected, as long as this is to come
                 }
                 __syncwarp();
-                if (a.boxes) box_groups(a, &a.k_map + is_v, ring, pages, slot, low, high, head);
                 if (!a.boxes || !whole) row_groups(a, &a.k_row + is_v, ring, span, slot, low, high, head);
                 ring.next();
                 slot += UNIT, low = 0;

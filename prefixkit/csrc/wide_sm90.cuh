@@ -50,11 +50,20 @@ DEVICE void pack_exponentials(WideState& w) {
 }
 
 // The common case: no mask, no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was too
-// large: then the scores are lost, and nothing else has changed.
-DEVICE bool exponentials_at_once(const Attention& a, WideState& w) {
+// large: then the scores are lost.  `finish` waits until the weights of the unit before can be replaced: the first of these replace
+// them while the last exponentials are computed.
+template <class Finish> DEVICE bool exponentials_at_once(const Attention& a, WideState& w, Finish finish) {
+    constexpr int EARLY = UNIT / 2 / 4 * 3;
     float sum[2] = {};
 #pragma unroll
-    for (int i = 0; i < UNIT / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]), sum[i >> 1 & 1] += w.s[i];
+    for (int i = 0; i < UNIT / 2; ++i) w.s[i] = w.s[i] * a.scale_log2 - w.base[i >> 1 & 1];
+#pragma unroll
+    for (int i = 0; i < EARLY; ++i) w.s[i] = exp2_fast(w.s[i]), sum[i >> 1 & 1] += w.s[i];
+    stay_behind(w.s[EARLY - 4]);
+    finish();
+#pragma unroll
+    for (int i = EARLY; i < UNIT / 2; ++i) w.s[i] = exp2_fast(w.s[i]), sum[i >> 1 & 1] += w.s[i];
+    pack_exponentials(w);
     if (__any_sync(~0u, sum[0] > ALLOWED || sum[1] > ALLOWED)) return false;
     w.sum[0] += sum[0], w.sum[1] += sum[1];
     return true;
@@ -212,25 +221,25 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
     scores(w, keys_at(s, at.stage(s)));
     wgmma_wait<0>();                          // no values yet
     pin(w.s);
+    Coming next = look_ahead(s, at);
     for (bool first = true;; first = false) {
-        const Coming next = look_ahead(s, at);
-        if (!first) free_stage(s.k_empty, at.before(s));
         wgmma_wait<1>();
         pin(w.s);
-        if (!MODIFIED && !(flags & COMPARE) && exponentials_at_once(a, w)) {
-            finish_values(s, w, at);
-        } else {
-            if (!MODIFIED && !(flags & COMPARE)) scores_again(w, s.k + at.stage(s) * UNIT_BYTES);
+        const bool compare = MODIFIED || (flags & COMPARE);
+        bool finished = first;
+        const auto finish = [&] { finish_values(s, w, at, true), finished = true; };
+        if (compare || !exponentials_at_once(a, w, finish)) {
+            if (!compare) scores_again(w, s.k + at.stage(s) * UNIT_BYTES);
             const bool rose = exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
-            finish_values(s, w, at, !first);
+            finish_values(s, w, at, !finished);
             if (rose) {
 #pragma unroll
                 for (int i = 0; i < D / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) w.weight[i] *= shrink[i >> 1];
             }
+            pack_exponentials(w);
         }
-        pack_exponentials(w);
         if (flags & LAST) break;
         ++at.unit;
         if (next.there) {
@@ -239,8 +248,11 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
             wait_unit(s, at);
             flags = unit_flags(s, at);
         }
+        const u32 values = next.values;
         scores(w, next.keys);
-        add_values(w, next.values, s.ones);
+        free_stage(s.k_empty, at.before(s));      // while the tensor cores have more than enough to do
+        next = look_ahead(s, at);
+        add_values(w, values, s.ones);
     }
     add_values(w, values_at(s, at.stage(s)), s.ones);
     free_stage(s.k_empty, at.stage(s));
