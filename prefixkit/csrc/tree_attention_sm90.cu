@@ -14,18 +14,17 @@
 
 namespace prefixkit {
 
-constexpr int MIXED_STAGES = D <= 64 ? 6 : 3;    // 96 KB of narrow ring beside the wide tiles
-// Where narrow items are by far the longer part, they get half of the wide tiles' room (D 128).
-constexpr int STREAM_WIDE = D <= 64 ? WIDE_STAGES : WIDE_STAGES / 2, STREAM_STAGES = D <= 64 ? MIXED_STAGES : 5;
-static_assert((WIDE_STAGES & (WIDE_STAGES - 1)) == 0 && (STREAM_WIDE & (STREAM_WIDE - 1)) == 0, "units are counted through");
-constexpr int STREAM_BYTES = 2 * STREAM_WIDE * UNIT_BYTES + NARROW_WARPS * STREAM_STAGES * STAGE_BYTES;
-constexpr int ALONE_STAGES = 4;                  // where there are no wide tiles; with 6, memory gives 1% less
-constexpr int MIXED_BYTES = WIDE_BYTES + NARROW_WARPS * MIXED_STAGES * STAGE_BYTES;
-constexpr int ALONE_BYTES = NARROW_WARPS * ALONE_STAGES * STAGE_BYTES;
+// How the rings share the room: stages of wide tiles, and of each narrow warp.
+struct Room { int wide, narrow; };
+constexpr Room MIXED = D <= 64 ? Room{4, 6} : Room{4, 3};
+constexpr Room STREAMS = D <= 64 ? MIXED : Room{2, 5};  // where narrow items are by far the longer part
+constexpr Room ALONE = {0, 4};                          // where there are no wide tiles; with 6, memory gives 1% less
+DEVICE constexpr int bytes_of(Room room) { return 2 * room.wide * UNIT_BYTES + NARROW_WARPS * room.narrow * STAGE_BYTES; }
+constexpr int RING_BYTES = bytes_of(MIXED) > bytes_of(ALONE) ? bytes_of(MIXED) : bytes_of(ALONE);
 
 // What a block keeps in shared memory; the rings begin at multiples of 1024.
 struct Shared {
-    unsigned char rings[MIXED_BYTES > ALONE_BYTES ? MIXED_BYTES : ALONE_BYTES];
+    unsigned char rings[RING_BYTES];
     u64 barriers[WIDE_BARRIERS + NARROW_BARRIERS];
     int4 items[2];
     UnitInfo units[WIDE_STAGES];
@@ -34,28 +33,29 @@ struct Shared {
     __align__(16) u32 ones[32];
 };
 constexpr int SHARED_BYTES = sizeof(Shared);
-static_assert(STREAM_BYTES <= sizeof(Shared::rings), "either way of dividing the room fits");
-static_assert(SLAB_RING_BYTES <= sizeof(Shared::rings), "partial states come where keys and values were");
+static_assert(bytes_of(STREAMS) <= RING_BYTES, "either way of sharing the room fits");
+static_assert(SLAB_RING_BYTES <= RING_BYTES, "partial states come where keys and values were");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 
 // 65,536 registers: 4 warpgroups of 128 threads at 512 in all.
 constexpr int LOAD_REGISTERS = 48, NARROW_REGISTERS = 96, WIDE_REGISTERS = 184;
 
-DEVICE WideShared wide_shared(Shared& s, bool streams) {
+DEVICE WideShared wide_shared(Shared& s, Room room) {
     WideShared w;
-    w.stages = streams ? STREAM_WIDE : WIDE_STAGES;
+    w.stages = room.wide;
     w.k = kept(shared_address(s.rings)), w.v = w.k + w.stages * UNIT_BYTES;
-    w.full = w.k + __builtin_offsetof(Shared, barriers), w.k_empty = w.full + 8 * WIDE_STAGES, w.v_empty = w.k_empty + 8 * WIDE_STAGES;
+    const auto at = [&](const void* p) { return w.k + u32((const unsigned char*)p - s.rings); };
+    w.full = at(s.barriers), w.k_empty = w.full + 8 * WIDE_STAGES, w.v_empty = w.k_empty + 8 * WIDE_STAGES;
     w.item_full = w.v_empty + 8 * WIDE_STAGES, w.item_empty = w.item_full + 16;
-    w.items = w.k + __builtin_offsetof(Shared, items), w.units = w.k + __builtin_offsetof(Shared, units), w.ones = descriptor(w.k + __builtin_offsetof(Shared, ones), 0);
+    w.items = at(s.items), w.units = at(s.units), w.ones = descriptor(at(s.ones), 0);
     return w;
 }
 
 // The narrow rings lie behind those of the wide tiles, or have all the room where there are none.
-DEVICE NarrowShared narrow_shared(Shared& s, bool alone, bool streams) {
+DEVICE NarrowShared narrow_shared(Shared& s, Room room) {
     NarrowShared n;
-    n.rings = shared_address(s.rings) + (alone ? 0 : 2 * wide_shared(s, streams).stages * UNIT_BYTES);
-    n.stages = alone ? ALONE_STAGES : streams ? STREAM_STAGES : MIXED_STAGES;
+    n.rings = shared_address(s.rings) + 2 * room.wide * UNIT_BYTES;
+    n.stages = room.narrow;
     n.full = shared_address(s.barriers) + 8 * WIDE_BARRIERS, n.empty = n.full + 8 * NARROW_WARPS * RING_STAGES;
     n.chunks = s.chunks, n.batches = s.batches;
     return n;
@@ -78,28 +78,28 @@ extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid
     Shared& shared = *(Shared*)bytes;
     hold_parameters(a);
     if (threadIdx.x == 0) {
-        wide_barriers(wide_shared(shared, false));
-        narrow_barriers(narrow_shared(shared, false, false));
+        wide_barriers(wide_shared(shared, MIXED));
+        narrow_barriers(narrow_shared(shared, MIXED));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (threadIdx.x == 256) write_ones(shared_address(shared.ones));
     __syncthreads();
     follow_kernel();
     const int warp = uniform(threadIdx.x >> 5), role = warp >> 2;
-    const bool alone = a.counts[0] == 0, streams = a.counts[5];
+    const Room room = a.counts[0] == 0 ? ALONE : a.counts[5] ? STREAMS : MIXED;
     if (role == 0) {
         registers_down<LOAD_REGISTERS>();
-        if (warp < 2) wide_load(a, wide_shared(shared, streams), warp == 1);
-        else narrow_load(a, narrow_shared(shared, alone, streams), warp - 2);
+        if (warp < 2) wide_load(a, wide_shared(shared, room), warp == 1);
+        else narrow_load(a, narrow_shared(shared, room), warp - 2);
         __syncwarp();
         named_arrive<1, 512>();
     } else if (role == 1) {
         registers_down<NARROW_REGISTERS>();
-        narrow_role(a, narrow_shared(shared, alone, streams), warp - 4);
+        narrow_role(a, narrow_shared(shared, room), warp - 4);
         named_arrive<1, 512>();
     } else {
         registers_up<WIDE_REGISTERS>();
-        wide_role(a, wide_shared(shared, streams), role - 2);
+        wide_role(a, wide_shared(shared, room), role - 2);
         if (a.counts[3] != 0) merge(a, shared_address(shared.rings));
     }
 }

@@ -14,8 +14,7 @@ namespace prefixkit {
 constexpr int UNIT = 64;                         // tokens
 constexpr int UNIT_BYTES = UNIT * COLUMNS * 128;
 constexpr int UNIT_GROUPS = UNIT / GROUP;
-constexpr int WIDE_STAGES = 4;                   // half of them where narrow items are by far the longer part
-constexpr int WIDE_BYTES = 2 * WIDE_STAGES * UNIT_BYTES;
+constexpr int WIDE_STAGES = 4;                   // at most
 constexpr int MULTIPLIERS = 8;                   // warps that multiply; each frees a stage by itself
 
 struct UnitInfo {  // what the multiplying side must know of a unit; 16 bytes
@@ -27,7 +26,7 @@ enum { COMPARE = 16 };
 
 struct WideShared {
     u32 k, v;                                    // rings
-    int stages;                                  // of each
+    u32 stages;                                  // of each
     u32 full, k_empty, v_empty;                  // barriers of the stages, 8 bytes apart; a unit is there with both K and V
     u32 item_full, item_empty;                   // of the two places for items
     u32 items;                                   // int4 for each place: q_begin, rows (0: no more work), partial, head
@@ -152,13 +151,13 @@ DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
                 const int flags = (last ? LAST : 0) | (causal ? CAUSAL : 0) | (compare ? COMPARE : 0);
                 const u32 full = ring.full + 8 * ring.stage;
                 barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
-                if (box.to != ~0u)
-                    copy_box(ring.data + ring.stage * UNIT_BYTES + box.to, &a.k_map + is_v, box.column, box.place, head, box.page, full, policy_keep());
                 if (lane_anew() == 0) {
                     if (!is_v) store_shared16(s.units + 16 * ring.stage, make_int4(flags, low, high, position));
-                    barrier_arrive_expect(full, UNIT_BYTES);  // boxes may land before they are expected, as long as this is to come
+                    barrier_arrive_expect(full, UNIT_BYTES);  // before they can land: else a phase may never end
                 }
                 __syncwarp();
+                if (box.to != ~0u)
+                    copy_box(ring.data + ring.stage * UNIT_BYTES + box.to, &a.k_map + is_v, box.column, box.place, head, box.page, full, policy_keep());
                 if (!a.boxes || !whole) row_groups(a, &a.k_row + is_v, ring, span, slot, low, high, head);
                 ring.next();
                 slot += UNIT, low = 0;

@@ -133,20 +133,21 @@ DEVICE bool exponentials(const Attention& a, const UnitInfo& c, const WideItem& 
 
 // Where a warpgroup is in the rings.
 struct Place {
-    u32 unit = 0;
-    DEVICE u32 stage(const WideShared& s) const { return unit & (s.stages - 1); }
-    DEVICE u32 before(const WideShared& s) const { return unit - 1 & (s.stages - 1); }
-    DEVICE u32 phase(const WideShared& s) const { return (unit & s.stages) != 0; }
+    u32 stage = 0, phase = 0;
+    u32 before = 0;          // the stage of the unit before
+    DEVICE void next(const WideShared& s) {
+        before = stage;
+        if (++stage == s.stages) stage = 0, phase ^= 1;
+    }
 };
 
-// Descriptors begin in registers that a warp's lanes share: from a register of each lane every product would fetch its own.
 DEVICE u32 keys_at(const WideShared& s, u32 stage) { return descriptor(s.k, 16) + stage * (UNIT_BYTES / 16); }
 DEVICE u32 values_at(const WideShared& s, u32 stage) { return descriptor(s.v, UNIT * 128) + stage * (UNIT_BYTES / 16); }
-DEVICE void wait_unit(const WideShared& s, const Place& at) { barrier_wait(s.full + 8 * at.stage(s), at.phase(s)); }
-DEVICE int unit_flags(const WideShared& s, const Place& at) { return uniform(load_shared_int(s.units + 16 * at.stage(s))); }
+DEVICE void wait_unit(const WideShared& s, const Place& at) { barrier_wait(s.full + 8 * at.stage, at.phase); }
+DEVICE int unit_flags(const WideShared& s, const Place& at) { return uniform(load_shared_int(s.units + 16 * at.stage)); }
 
 DEVICE UnitInfo read_unit(const WideShared& s, const Place& at) {
-    const int4 x = load_shared_int4(s.units + 16 * at.stage(s));
+    const int4 x = load_shared_int4(s.units + 16 * at.stage);
     return {x.x, x.y, x.z, x.w};
 }
 
@@ -155,11 +156,11 @@ DEVICE void free_stage(u32 empty, u32 stage) { barrier_arrive_warp(empty + 8 * s
 
 // An item with no rows for this warpgroup: only keeps the count.
 DEVICE void wide_skip(const WideShared& s, Place& at) {
-    for (bool last = false; !last; ++at.unit) {
+    for (bool last = false; !last; at.next(s)) {
         wait_unit(s, at);
         last = unit_flags(s, at) & LAST;
-        free_stage(s.k_empty, at.stage(s));
-        free_stage(s.v_empty, at.stage(s));
+        free_stage(s.k_empty, at.stage);
+        free_stage(s.v_empty, at.stage);
     }
 }
 
@@ -178,11 +179,12 @@ struct Coming {
     bool there;
 };
 DEVICE Coming look_ahead(const WideShared& s, const Place& at) {
-    const Place next = {at.unit + 1};
+    Place next = at;
+    next.next(s);
     Coming c;
-    c.there = barrier_ended(s.full + 8 * next.stage(s), next.phase(s));
+    c.there = barrier_ended(s.full + 8 * next.stage, next.phase);
     c.flags = unit_flags(s, next);
-    c.keys = uniform(keys_at(s, next.stage(s))), c.values = uniform(values_at(s, at.stage(s)));
+    c.keys = uniform(keys_at(s, next.stage)), c.values = uniform(values_at(s, at.stage));
     return c;
 }
 
@@ -190,7 +192,7 @@ DEVICE Coming look_ahead(const WideShared& s, const Place& at) {
 DEVICE void finish_values(const WideShared& s, WideState& w, const Place& at, bool any = true) {
     wgmma_wait<0>();
     pin(w.o), pin(w.weight);
-    if (any) free_stage(s.v_empty, at.before(s));
+    if (any) free_stage(s.v_empty, at.before);
 }
 
 // Items one after the other.  The next one is asked for before the last values of this one: if it is there by then, its queries come while
@@ -218,7 +220,7 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
     float shrink[2];
     wait_unit(s, at);
     int flags = unit_flags(s, at) | COMPARE;  // the first unit finds a base
-    scores(w, keys_at(s, at.stage(s)));
+    scores(w, keys_at(s, at.stage));
     wgmma_wait<0>();                          // no values yet
     pin(w.s);
     Coming next = look_ahead(s, at);
@@ -229,7 +231,7 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
         bool finished = first;
         const auto finish = [&] { finish_values(s, w, at, true), finished = true; };
         if (compare || !exponentials_at_once(a, w, finish)) {
-            if (!compare) scores_again(w, s.k + at.stage(s) * UNIT_BYTES);
+            if (!compare) scores_again(w, s.k + at.stage * UNIT_BYTES);
             const bool rose = exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
             finish_values(s, w, at, !finished);
             if (rose) {
@@ -241,7 +243,7 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
             pack_exponentials(w);
         }
         if (flags & LAST) break;
-        ++at.unit;
+        at.next(s);
         if (next.there) {
             flags = next.flags;
         } else {
@@ -250,13 +252,13 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
         }
         const u32 values = next.values;
         scores(w, next.keys);
-        free_stage(s.k_empty, at.before(s));      // while the tensor cores have more than enough to do
+        free_stage(s.k_empty, at.before);      // while the tensor cores have more than enough to do
         next = look_ahead(s, at);
         add_values(w, values, s.ones);
     }
-    add_values(w, values_at(s, at.stage(s)), s.ones);
-    free_stage(s.k_empty, at.stage(s));
-    ++at.unit;
+    add_values(w, values_at(s, at.stage), s.ones);
+    free_stage(s.k_empty, at.stage);
+    at.next(s);
     items.ask(s);
     if (items.asked && 64 * half < items.next) read_queries(a, read_item(s, place ^ 1), w, first_row(half));
     finish_values(s, w, at);
