@@ -117,7 +117,7 @@ DEVICE void clear_absent(u32 values, int low, int high) {
 
 DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u32 stage) {
     const int lane = lane_anew();
-    float dot[2][4] = {};
+    float dot[4][4] = {};  // products that wait for each other would each wait for the wide warps' too
     const int k_row = lane & 15, k_column = lane >> 4;
     const u32 k_base = stage + k_row * 128, k_turn = ((k_column ^ k_row) & 7) << 4;
 #pragma unroll
@@ -127,7 +127,7 @@ DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u
         for (int k = first; k < first + 4 && k < D / 16; ++k)
             load_matrix(m[k - first], k_base + (k / 4) * (CHUNK * 128) + (k_turn ^ ((2 * k & 7) << 4)));
 #pragma unroll
-        for (int k = first; k < first + 4 && k < D / 16; ++k) mma(dot[k & 1], m[k - first], s.q[k][0], s.q[k][1]);
+        for (int k = first; k < first + 4 && k < D / 16; ++k) mma(dot[k & 3], m[k - first], s.q[k][0], s.q[k][1]);
     }
     const int low = c.low, high = c.high, flags = c.flags;
     if (by_boxes(a) && (low > 0 || high < CHUNK)) clear_absent(stage + CHUNK_BYTES, low, high);
@@ -142,7 +142,7 @@ DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u
         const int token = lane / 4 + 8 * (i / 2), position = c.position + token;
         bool visible = token >= low && token < high;
         if (flags & CAUSAL) visible = visible && position <= s.position[i & 1];
-        x[i] = exponent(dot[0][i] + dot[1][i], a.scale, visible, s.position[i & 1], position, s.q_head[i & 1], a.parameters);
+        x[i] = exponent((dot[0][i] + dot[1][i]) + (dot[2][i] + dot[3][i]), a.scale, visible, s.position[i & 1], position, s.q_head[i & 1], a.parameters);
     }
     // The base rises only when a score passes it by more than HEADROOM; see wide_sm90.cuh.
     float top[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};

@@ -81,8 +81,8 @@ struct BoxLoader {
     // The next chunk, once its stage is free; returns whether there was one.
     DEVICE bool issue() {
         const u32 at = full + 8 * stage;
-        barrier_wait(empty + 8 * stage, phase);
         if (flags & STOP) {
+            barrier_wait(empty + 8 * stage, phase);
             if (lane == 0) {
                 chunks[stage].flags = STOP;
                 barrier_arrive(at);
@@ -97,6 +97,7 @@ struct BoxLoader {
         span.slot = slot + CHUNK;
         skip_empty();
         const bool done = span.slot >= span.end;
+        barrier_wait(empty + 8 * stage, phase);  // as late as can be: all that was to be found is found
         if (lane == 0) {
             int4* to = (int4*)(chunks + stage);
             to[0] = make_int4(item.q_begin, item.rows(), item.partial, head);

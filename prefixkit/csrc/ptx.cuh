@@ -141,6 +141,12 @@ DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE u32 load_acquire(const u32* p) { u32 x; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory"); return x; }
 
 // ---- what the compiler should know ----
+// True in one lane of a warp.
+DEVICE bool elected() {
+    u32 mine;
+    asm volatile("{.reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(mine));
+    return mine;
+}
 // The first lane's value, which the compiler then knows to be the same in all lanes.
 DEVICE u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
 // The same value, which the compiler will keep rather than compute again.

@@ -82,7 +82,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid
         narrow_barriers(narrow_shared(shared, MIXED));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    if (threadIdx.x == 256) write_ones(shared_address(shared.ones));
     __syncthreads();
     follow_kernel();
     const int warp = uniform(threadIdx.x >> 5), role = warp >> 2;
@@ -99,6 +98,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid
         named_arrive<1, 512>();
     } else {
         registers_up<WIDE_REGISTERS>();
+        if (threadIdx.x == 256) write_ones(shared_address(shared.ones));
+        named_barrier<5, 256>();
         wide_role(a, wide_shared(shared, room), role - 2);
         if (a.counts[3] != 0) merge(a, shared_address(shared.rings));
     }

@@ -79,19 +79,29 @@ struct Ring {
     DEVICE void next() { if (++stage == stages) stage = 0, phase ^= 1; }
 };
 
-// The boxes for the complete groups of a unit, one each lane: found before there is room for them, so that nothing is left to do then.
-struct Box {
-    u32 to;                  // behind the stage's begin; ~0u: none
-    int column, place, page;
+// Where a unit's boxes lie: found before there is room for them, and in what a warp's lanes share, so that one lane can ask for box
+// after box without a loop over lanes.
+struct Boxes {
+    u32 to, full;
+    int place, page[UNIT_GROUPS];
+
+    DEVICE Boxes(const Attention& a, const Ring& ring, const Pages& pages, int slot) {
+        to = uniform(ring.data + ring.stage * UNIT_BYTES), full = uniform(ring.full + 8 * ring.stage), place = uniform(slot);
+#pragma unroll
+        for (int i = 0; i < UNIT_GROUPS; ++i) page[i] = __shfl_sync(~0u, pages.now, (slot - pages.slot) / GROUP + i & 31);
+    }
+    // Those for complete groups.
+    DEVICE void copy(const Attention& a, const void* map, int low, int high, int head, u64 policy) const {
+        if (!elected()) return;
+#pragma unroll
+        for (int i = 0; i < UNIT_GROUPS; ++i) {
+            if (GROUP * i < low || GROUP * (i + 1) > high) continue;
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+                copy_box(to + j * (UNIT * 128) + i * (GROUP * 128), map, j * 64, place_in_page(a, place + GROUP * i), head, page[i], full, policy);
+        }
+    }
 };
-DEVICE Box find_box(const Attention& a, const Pages& pages, int slot, int low, int high) {
-    const int lane = lane_anew(), group = lane / COLUMNS, column = lane % COLUMNS, first = group * GROUP;
-    Box box;
-    box.page = __shfl_sync(~0u, pages.now, ((slot - pages.slot) / GROUP + group) & 31);
-    box.to = a.boxes && group < UNIT_GROUPS && first >= low && first + GROUP <= high ? column * (UNIT * 128) + first * 128 : ~0u;
-    box.column = column * 64, box.place = place_in_page(a, slot + first);
-    return box;
-}
 
 // A unit's other groups, row by row.
 DEVICE void row_groups(const Attention& a, const TensorMap* map, const Ring& ring, const Span& span, int slot, int low, int high, int head) {
@@ -112,6 +122,7 @@ DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
     const int entries = a.counts[0] * a.kv_heads;
     Ring ring;
     ring.stages = s.stages, ring.data = is_v ? s.v : s.k, ring.full = s.full, ring.empty = s.k_empty + is_v * (8 * WIDE_STAGES);
+    const u64 policy = policy_keep();
     int items = 0;
     for (int round = 0; round == 0 || round * int(gridDim.x) < entries; ++round) {  // the first item comes while counts do
         const int entry = entry_of(round, blockIdx.x, gridDim.x);
@@ -125,7 +136,7 @@ DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
         int seg = item.seg_begin + 1;
         if (!is_v) hand_over(s, items, item.q_begin, (item.q_end - item.q_begin) * group_of(a), item.partial, item.head);
         ++items;
-        const int seg_end = item.seg_end, head = item.head;
+        const int seg_end = item.seg_end, head = uniform(item.head);
         for (bool more = true; more;) {
             // The segments to come: whoever reads LAST must be right, so empty ones are passed over before the unit that they follow.
             Span coming = span;
@@ -144,20 +155,18 @@ DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
                 const int left = span.end - slot, high = max(0, min(UNIT, left));
                 const bool whole = low == 0 && left >= UNIT;  // NVRTC 13.0 gets "clamped to 64, is 64" wrong
                 if (slot - pages.slot == 32 * GROUP) pages.advance(a);
-                const Box box = find_box(a, pages, slot, low, high);
+                const Boxes boxes(a, ring, pages, slot);
                 const bool last = !more && slot + UNIT >= span.end;
                 const int position = span.position + slot;
                 const bool causal = position + high - 1 > all_see, compare = causal || !whole;
                 const int flags = (last ? LAST : 0) | (causal ? CAUSAL : 0) | (compare ? COMPARE : 0);
-                const u32 full = ring.full + 8 * ring.stage;
                 barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
                 if (lane_anew() == 0) {
                     if (!is_v) store_shared16(s.units + 16 * ring.stage, make_int4(flags, low, high, position));
-                    barrier_arrive_expect(full, UNIT_BYTES);  // before they can land: else a phase may never end
+                    barrier_arrive_expect(boxes.full, UNIT_BYTES);  // before they can land: else a phase may never end
                 }
                 __syncwarp();
-                if (box.to != ~0u)
-                    copy_box(ring.data + ring.stage * UNIT_BYTES + box.to, &a.k_map + is_v, box.column, box.place, head, box.page, full, policy_keep());
+                if (a.boxes) boxes.copy(a, &a.k_map + is_v, low, high, head, policy);
                 if (!a.boxes || !whole) row_groups(a, &a.k_row + is_v, ring, span, slot, low, high, head);
                 ring.next();
                 slot += UNIT, low = 0;

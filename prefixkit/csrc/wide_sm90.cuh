@@ -3,8 +3,10 @@
 // shapes     an item has up to 128 rows, (query, head of the group) pairs of one KV head, and any KV.
 // tiling     two warpgroups of 64 rows share units of 64 tokens, which two warps load (wide_load_sm90.cuh).  Q lives in registers:
 //            with Q in shared memory, wgmma would read its 2 KB again with every 2 KB of K, more than shared memory gives.  S = Q K^T,
-//            P stays in registers.  The warpgroups take turns at issuing products (FlashAttention-3's ping-pong), so that the exponents
-//            of one hide behind the products of the other; and each issues Q K^T of a unit before P V of the last.
+//            P stays in registers.  Each warpgroup issues Q K^T of a unit before P V of the last, and what it needs for the next unit it
+//            looks up meanwhile; the exponents of one hide behind the products of the other, without taking turns.
+// uniform    all that says where a unit lies is in the uniform registers of a warp: descriptors from ordinary ones cost each product
+//            some 30 cycles, as much as it takes.  So flags and counts that decide over branches go through `uniform`.
 // cost       4 D flops per row and token against 790 TFLOP/s (dense bf16); 4 D bytes of KV per token and tile.
 // limits     D 64 or 128; items of at most 64 rows leave the second warpgroup idle.
 #pragma once
@@ -33,6 +35,7 @@ DEVICE void add_values(WideState& w, u32 tile, u32 ones) {
     wgmma_commit();
 }
 
+// By one thread, before any warp of both warpgroups multiplies.
 DEVICE void write_ones(u32 at) {
     constexpr int ONES = PREFIXKIT_HALF ? 0x3c003c00 : 0x3f803f80;
     for (int i = 0; i < 8; ++i) store_shared16(at + 16 * i, make_int4(ONES, ONES, ONES, ONES));

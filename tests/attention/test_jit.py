@@ -74,6 +74,15 @@ def test_a_unit_becomes_machine_code_with_a_symbol_and_a_report_for_each_name(un
     assert made.warnings == ()
 
 
+SERIALIZED = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+
+
+def test_what_makes_a_kernel_slow_counts_as_a_warning_though_the_assembler_only_notes_it(unit, monkeypatch):
+    real = nvrtc._compile
+    monkeypatch.setattr(nvrtc, "_compile", lambda *given: (real(*given)[0], real(*given)[1] + "\n" + SERIALIZED))
+    assert nvrtc.compile_unit(unit, "sm_90a").warnings == (SERIALIZED,)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100"])
 def test_every_architecture_compiles_without_a_gpu(unit, arch):
     assert nvrtc.compile_unit(unit, arch).cubin[:4] == b"\x7fELF"
