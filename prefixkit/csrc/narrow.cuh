@@ -4,7 +4,7 @@
 // tiling     KV comes in chunks of 16 tokens through a warp's own ring of chunks, filled by the copy engine (boxes, on Hopper) or by
 //            16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so rows cost
 //            an eighth of a tile and the output takes D / 4 registers.
-// cost       2 x 2 D bytes per token; D / 4 matrix instructions per 16 tokens, a quarter of what memory leaves time for.
+// cost       2 x 2 D bytes per token; D / 8 matrix instructions per 16 tokens.
 // limits     rows of any page size and stride; each row's page is looked up by one lane.
 #pragma once
 #include "gather.cuh"
@@ -15,7 +15,6 @@ namespace prefixkit {
 constexpr int CHUNK = 16;
 constexpr int CHUNK_BYTES = CHUNK * COLUMNS * 128;  // of K, and of V
 constexpr int STAGE_BYTES = 2 * CHUNK_BYTES;
-constexpr int MAX_STAGES = 6;
 
 struct Chunk {  // what the computing side must know of a chunk; 32 bytes
     int q_begin, rows, partial, head;
@@ -117,7 +116,7 @@ DEVICE void clear_absent(u32 values, int low, int high) {
 
 DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u32 stage) {
     const int lane = lane_anew();
-    float dot[4][4] = {};  // products that wait for each other would each wait for the wide warps' too
+    float dot[4][4] = {};  // on Hopper, products that wait for each other would each wait for the wide warps' too
     const int k_row = lane & 15, k_column = lane >> 4;
     const u32 k_base = stage + k_row * 128, k_turn = ((k_column ^ k_row) & 7) << 4;
 #pragma unroll

@@ -118,8 +118,6 @@ DEVICE u32 pack_rounded(float low, float high) {
 #endif
 }
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-// Does as good as nothing, but what stands behind it will not be done before `x` is known.
-DEVICE void stay_behind(float x) { asm volatile("{.reg .pred p;\n setp.gt.f32 p, %0, 0f7e800000;\n @p nanosleep.u32 1;\n}" ::"f"(x) : "memory"); }
 DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // a / b for 0 <= a < 8192 and 0 < b < 1024, in a few instructions.

@@ -15,9 +15,10 @@
 
 namespace prefixkit {
 
+constexpr int MAX_STAGES = 6;                    // of a narrow warp's ring
 constexpr int INFO_BYTES = NARROW_WARPS * MAX_STAGES * 32, BATCH_BYTES = NARROW_WARPS * BATCH * RESOLVED_BYTES;
 constexpr int STAGES_FIT = (PREFIXKIT_SHARED - INFO_BYTES - BATCH_BYTES) / (NARROW_WARPS * STAGE_BYTES);
-constexpr int STAGES = STAGES_FIT >= 6 ? 6 : STAGES_FIT >= 3 ? 3 : STAGES_FIT;
+constexpr int STAGES = STAGES_FIT >= MAX_STAGES ? MAX_STAGES : STAGES_FIT >= 3 ? 3 : STAGES_FIT;
 constexpr int RING_BYTES = NARROW_WARPS * STAGES * STAGE_BYTES;
 constexpr int NARROW_BYTES = RING_BYTES + INFO_BYTES + BATCH_BYTES;
 constexpr int SHARED_BYTES = WIDE_BYTES > NARROW_BYTES ? WIDE_BYTES : NARROW_BYTES;

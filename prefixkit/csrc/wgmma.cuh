@@ -20,7 +20,8 @@ template <int N> DEVICE void pin(float (&x)[N]) {
 }
 
 // Lower half of the descriptor of a tile in shared memory with rows of 128 bytes and the 128-byte swizzle: `leading`, bytes from
-// one group of 64 columns to the next.  16 more bytes of address add 1.  The upper half says 1,024 bytes from 8 rows to the next.
+// one group of 64 columns to the next.  16 more bytes of address add 1.  The upper half says 1,024 bytes from 8 rows to the next;
+// wgmma_ones has another, all zero: no swizzle, and everything in the same place.
 DEVICE u32 descriptor(u32 address, u32 leading) { return (address & 0x3ffff) >> 4 | (leading >> 4) << 16; }
 #define DESCRIPTOR_HIGH "0x40000040"
 

@@ -1,10 +1,10 @@
 // Loading for the matrix path on Hopper: units of K and of V into rings in shared memory, ahead of the warps that multiply.
 //
 // shapes     a unit is UNIT tokens of one KV head, in groups of 16 that begin at a multiple of 16 slots.
-// tiling     one warp loads K, one V.  A complete group inside a page is one box of the copy engine for every 64 columns, issued
-//            by one lane each; groups that a segment cuts, and pages that hold no groups, come row by row, zeros where there is
-//            no token.
-// cost       one instruction per 2 KB; the ring holds WIDE_STAGES units of K and as many of V.
+// tiling     one warp loads K, one V.  A complete group inside a page is one box of the copy engine for every 64 columns, all of a unit
+//            asked for by one lane; groups that a segment cuts, and pages that hold no groups, come row by row, zeros where there
+//            is no token.
+// cost       one instruction per 2 KB; the ring holds at most WIDE_STAGES units of K and as many of V.
 #pragma once
 #include "boxes_sm90.cuh"
 #include "narrow.cuh"
@@ -79,8 +79,8 @@ struct Ring {
     DEVICE void next() { if (++stage == stages) stage = 0, phase ^= 1; }
 };
 
-// Where a unit's boxes lie: found before there is room for them, and in what a warp's lanes share, so that one lane can ask for box
-// after box without a loop over lanes.
+// Where a unit's boxes lie: found before there is room for them, and known to be the same in all lanes, so that one lane can ask for
+// box after box; were each lane to ask for one, the compiler would walk through the lanes, 80 cycles a box.
 struct Boxes {
     u32 to, full;
     int place, page[UNIT_GROUPS];
@@ -90,12 +90,12 @@ struct Boxes {
 #pragma unroll
         for (int i = 0; i < UNIT_GROUPS; ++i) page[i] = __shfl_sync(~0u, pages.now, (slot - pages.slot) / GROUP + i & 31);
     }
-    // Those for complete groups.
-    DEVICE void copy(const Attention& a, const void* map, int low, int high, int head, u64 policy) const {
+    // Those for complete groups, where `left` tokens of the segment are left.
+    DEVICE void copy(const Attention& a, const void* map, int low, int left, int head, u64 policy) const {
         if (!elected()) return;
 #pragma unroll
         for (int i = 0; i < UNIT_GROUPS; ++i) {
-            if (GROUP * i < low || GROUP * (i + 1) > high) continue;
+            if (GROUP * i < low || GROUP * (i + 1) > left) continue;
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
                 copy_box(to + j * (UNIT * 128) + i * (GROUP * 128), map, j * 64, place_in_page(a, place + GROUP * i), head, page[i], full, policy);
@@ -166,7 +166,7 @@ DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
                     barrier_arrive_expect(boxes.full, UNIT_BYTES);  // before they can land: else a phase may never end
                 }
                 __syncwarp();
-                if (a.boxes) boxes.copy(a, &a.k_map + is_v, low, high, head, policy);
+                if (a.boxes) boxes.copy(a, &a.k_map + is_v, low, left, head, policy);
                 if (!a.boxes || !whole) row_groups(a, &a.k_row + is_v, ring, span, slot, low, high, head);
                 ring.next();
                 slot += UNIT, low = 0;

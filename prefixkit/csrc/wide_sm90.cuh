@@ -47,26 +47,12 @@ DEVICE void write_ones(u32 at) {
 // Outputs are divided by the sum of exponentials as the product with V sees them, rounded: else the largest, which is not 1 here,
 // would weigh too much or too little by its rounding.  The log-sum-exp is of the exponentials themselves.
 
-DEVICE void pack_exponentials(WideState& w) {
-#pragma unroll
-    for (int i = 0; i < UNIT / 4; ++i) w.p[i] = pack(w.s[2 * i], w.s[2 * i + 1]);
-}
-
 // The common case: no mask, no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was too
-// large: then the scores are lost.  `finish` waits until the weights of the unit before can be replaced: the first of these replace
-// them while the last exponentials are computed.
-template <class Finish> DEVICE bool exponentials_at_once(const Attention& a, WideState& w, Finish finish) {
-    constexpr int EARLY = UNIT / 2 / 4 * 3;
+// large: then the scores are lost, and nothing else has changed.
+DEVICE bool exponentials_at_once(const Attention& a, WideState& w) {
     float sum[2] = {};
 #pragma unroll
-    for (int i = 0; i < UNIT / 2; ++i) w.s[i] = w.s[i] * a.scale_log2 - w.base[i >> 1 & 1];
-#pragma unroll
-    for (int i = 0; i < EARLY; ++i) w.s[i] = exp2_fast(w.s[i]), sum[i >> 1 & 1] += w.s[i];
-    stay_behind(w.s[EARLY - 4]);
-    finish();
-#pragma unroll
-    for (int i = EARLY; i < UNIT / 2; ++i) w.s[i] = exp2_fast(w.s[i]), sum[i >> 1 & 1] += w.s[i];
-    pack_exponentials(w);
+    for (int i = 0; i < UNIT / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]), sum[i >> 1 & 1] += w.s[i];
     if (__any_sync(~0u, sum[0] > ALLOWED || sum[1] > ALLOWED)) return false;
     w.sum[0] += sum[0], w.sum[1] += sum[1];
     return true;
@@ -132,6 +118,11 @@ DEVICE bool exponentials(const Attention& a, const UnitInfo& c, const WideItem& 
 #pragma unroll
     for (int i = 0; i < UNIT / 2; ++i) w.s[i] = exp2_fast(w.s[i] - w.base[i >> 1 & 1]), w.sum[i >> 1 & 1] += w.s[i];
     return rose;
+}
+
+DEVICE void pack_exponentials(WideState& w) {
+#pragma unroll
+    for (int i = 0; i < UNIT / 4; ++i) w.p[i] = pack(w.s[2 * i], w.s[2 * i + 1]);
 }
 
 // Where a warpgroup is in the rings.
@@ -231,20 +222,20 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
         wgmma_wait<1>();
         pin(w.s);
         const bool compare = MODIFIED || (flags & COMPARE);
-        bool finished = first;
-        const auto finish = [&] { finish_values(s, w, at, true), finished = true; };
-        if (compare || !exponentials_at_once(a, w, finish)) {
+        if (!compare && exponentials_at_once(a, w)) {
+            finish_values(s, w, at);
+        } else {
             if (!compare) scores_again(w, s.k + at.stage * UNIT_BYTES);
             const bool rose = exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
-            finish_values(s, w, at, !finished);
+            finish_values(s, w, at, !first);
             if (rose) {
 #pragma unroll
                 for (int i = 0; i < D / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) w.weight[i] *= shrink[i >> 1];
             }
-            pack_exponentials(w);
         }
+        pack_exponentials(w);
         if (flags & LAST) break;
         at.next(s);
         if (next.there) {

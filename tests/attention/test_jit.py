@@ -74,7 +74,9 @@ def test_a_unit_becomes_machine_code_with_a_symbol_and_a_report_for_each_name(un
     assert made.warnings == ()
 
 
-SERIALIZED = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+SERIALIZED = (
+    "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+)
 
 
 def test_what_makes_a_kernel_slow_counts_as_a_warning_though_the_assembler_only_notes_it(unit, monkeypatch):
