@@ -28,13 +28,14 @@ struct Shared {
     u64 barriers[WIDE_BARRIERS + NARROW_BARRIERS];
     int4 items[2];
     UnitInfo units[WIDE_STAGES];
+    u32 ones[32];                                // not the last: memcheck takes wgmma_ones to read 256 bytes
     Chunk chunks[NARROW_WARPS * RING_STAGES];
     Resolved batches[NARROW_WARPS * BATCH];
-    __align__(16) u32 ones[32];
 };
 constexpr int SHARED_BYTES = sizeof(Shared);
 static_assert(bytes_of(STREAMS) <= RING_BYTES, "either way of sharing the room fits");
 static_assert(SLAB_RING_BYTES <= RING_BYTES, "partial states come where keys and values were");
+static_assert((sizeof(Shared::rings) + sizeof(Shared::barriers)) % 16 == 0, "what follows is read by 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 
 // 65,536 registers: 4 warpgroups of 128 threads at 512 in all.

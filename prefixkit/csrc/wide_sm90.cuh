@@ -177,7 +177,7 @@ DEVICE Coming look_ahead(const WideShared& s, const Place& at) {
     next.next(s);
     Coming c;
     c.there = barrier_ended(s.full + 8 * next.stage, next.phase);
-    c.flags = unit_flags(s, next);
+    c.flags = c.there ? unit_flags(s, next) : 0;
     c.keys = uniform(keys_at(s, next.stage)), c.values = uniform(values_at(s, at.stage));
     return c;
 }

