@@ -21,6 +21,7 @@ from prefixkit.attention.step import Planner, build_step
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
 
 HERE = Path(__file__).parent / "emulation"
+FIBERS = Path(__file__).parents[1] / "emulation" / "fibers.cuh"
 RECIPROCAL = 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));'
 # struct PlanTree, as prefixkit.attention.cuda_planner fills it.
 LAYOUT = struct.Struct("@" + "P" * 12 + "d" * 7 + "q" + "i" * 23)
@@ -39,7 +40,7 @@ def kernel(request, tmp_path_factory):
             assert RECIPROCAL in text
             text = text.replace(RECIPROCAL, "inverse = 1.0f / float(b);")
         (folder / source.name).write_text(text)
-    for source in HERE.iterdir():
+    for source in (*HERE.iterdir(), FIBERS):
         shutil.copy(source, folder)
     library = folder / "plan.so"
     options = [

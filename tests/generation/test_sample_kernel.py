@@ -22,6 +22,7 @@ from prefixkit.generation.weights import EXP2, rate, weigh
 from tests.generation.laws import NASTY, logprob_bound, random_laws, rows_of
 
 HERE = Path(__file__).parent / "emulation"
+FIBERS = Path(__file__).parents[1] / "emulation" / "fibers.cuh"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # struct Sample.
 LAYOUT = struct.Struct("@PPPPPqiiii")
@@ -34,7 +35,7 @@ if shutil.which("g++") is None:
 def library(tmp_path_factory):
     """The source with a CPU's instructions in place of the GPU's."""
     folder = tmp_path_factory.mktemp("kernel")
-    for source in (*CSRC.glob("sample*"), *HERE.iterdir()):
+    for source in (*CSRC.glob("sample*"), *HERE.iterdir(), FIBERS):
         shutil.copy(source, folder)
     made = folder / "sample.so"
     # -fno-gnu-unique: another emulated kernel in the same process has fibers of its own.

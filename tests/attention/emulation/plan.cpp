@@ -8,5 +8,5 @@ static PlanTree arguments;
 
 extern "C" void plan_on_cpu(const prefixkit::PlanTree* a) {
     prefixkit::arguments = *a;
-    emulation::run([] { prefixkit::plan_tree(prefixkit::arguments); });
+    emulation::run(1, [] { prefixkit::plan_tree(prefixkit::arguments); });
 }

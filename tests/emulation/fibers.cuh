@@ -1,0 +1,146 @@
+// Blocks of threads on the CPU, for tests without a GPU: every thread a fiber, which runs until it meets others; whoever comes last lets all go on.
+//
+// The header that takes the place of a kernel's instructions says EMULATED_THREADS, of a block, and EMULATED_BLOCKS, of a cluster, and includes this.
+#pragma once
+#include <ucontext.h>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__
+#define __constant__ static const
+#define __grid_constant__
+#define __forceinline__ inline
+#define __noinline__
+#define __launch_bounds__(...)
+#define DEVICE inline
+
+struct float4 { float x, y, z, w; };
+struct uint4 { unsigned x, y, z, w; };
+struct int4 { int x, y, z, w; };
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
+template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
+
+namespace prefixkit {
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+}  // namespace prefixkit
+
+namespace emulation {
+constexpr int THREADS = EMULATED_THREADS, BLOCKS = EMULATED_BLOCKS, LANES = 32, STACK = 64 * 1024;
+
+struct Meeting {
+    int arrived = 0, gone = 0;
+    unsigned generation = 0;
+    uint64_t values[2][LANES];
+};
+inline ucontext_t scheduler, fibers[BLOCKS * THREADS];
+inline bool done[BLOCKS * THREADS];
+inline int current, blocks;
+inline Meeting warps[BLOCKS * THREADS / LANES], block_meetings[BLOCKS], cluster;
+inline void (*body)();
+
+inline void give_way() { swapcontext(&fibers[current], &scheduler); }
+inline void meet(Meeting& m, int count) {
+    const unsigned mine = m.generation;
+    if (++m.arrived == count - m.gone) m.arrived = 0, ++m.generation;
+    else while (m.generation == mine) give_way();
+}
+// Who has returned is waited for no longer.
+inline void leave(Meeting& m, int count) {
+    ++m.gone;
+    if (m.arrived && m.arrived == count - m.gone) m.arrived = 0, ++m.generation;
+}
+// What all lanes of this warp bring.
+inline const uint64_t* exchange(uint64_t value) {
+    Meeting& m = warps[current / LANES];
+    uint64_t* values = m.values[m.generation & 1];
+    values[current % LANES] = value;
+    meet(m, LANES);
+    return values;
+}
+inline void enter() {
+    body();
+    done[current] = true;
+    leave(cluster, blocks * THREADS);
+    leave(block_meetings[current / THREADS], THREADS);
+    while (true) give_way();
+}
+// `count` blocks together.
+inline void run(int count, void (*kernel)()) {
+    static std::vector<char> stacks(size_t(BLOCKS) * THREADS * STACK);
+    body = kernel, blocks = count, cluster = {};
+    const int threads = count * THREADS;
+    for (int i = 0; i < threads; ++i) {
+        warps[i / LANES] = {}, block_meetings[i / THREADS] = {};
+        done[i] = false;
+        getcontext(&fibers[i]);
+        fibers[i].uc_stack.ss_sp = stacks.data() + size_t(i) * STACK;
+        fibers[i].uc_stack.ss_size = STACK;
+        fibers[i].uc_link = nullptr;
+        makecontext(&fibers[i], enter, 0);
+    }
+    for (bool all = false; !all;) {
+        all = true;
+        for (int i = 0; i < threads; ++i) {
+            if (done[i]) continue;
+            current = i;
+            swapcontext(&scheduler, &fibers[i]);
+            all = all && done[i];
+        }
+    }
+}
+template <class To, class From> inline To as(From x) {
+    To y;
+    static_assert(sizeof(To) == sizeof(From));
+    std::memcpy(&y, &x, sizeof y);
+    return y;
+}
+template <class T> inline uint64_t pack(T x) {
+    uint64_t y = 0;
+    std::memcpy(&y, &x, sizeof x);
+    return y;
+}
+template <class T> inline T unpack(uint64_t y) {
+    T x;
+    std::memcpy(&x, &y, sizeof x);
+    return x;
+}
+struct Index { int x; };
+inline Index thread_index() { return {current % THREADS}; }
+}  // namespace emulation
+
+static inline void __syncthreads() { emulation::meet(emulation::block_meetings[emulation::current / emulation::THREADS], emulation::THREADS); }
+static inline void __syncwarp() { emulation::exchange(0); }
+static inline void __threadfence_block() {}
+template <class T> static inline T __shfl_up_sync(unsigned, T value, int step) {
+    const int lane = emulation::current % 32;
+    const uint64_t* all = emulation::exchange(emulation::pack(value));
+    return emulation::unpack<T>(all[lane >= step ? lane - step : lane]);
+}
+template <class T> static inline T __shfl_xor_sync(unsigned, T value, int mask) {
+    const int lane = emulation::current % 32;
+    return emulation::unpack<T>(emulation::exchange(emulation::pack(value))[lane ^ mask]);
+}
+template <class T> static inline T __shfl_sync(unsigned, T value, int lane) {
+    return emulation::unpack<T>(emulation::exchange(emulation::pack(value))[lane & 31]);
+}
+static inline unsigned __ballot_sync(unsigned, bool value) {
+    const uint64_t* all = emulation::exchange(value);
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; ++lane) bits |= unsigned(all[lane]) << lane;
+    return bits;
+}
+template <class T, class V> static inline T atomicAdd(T* to, V value) { const T old = *to; *to += T(value); return old; }
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+static inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
+static inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
+static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline double __dadd_rn(double a, double b) { return a + b; }
