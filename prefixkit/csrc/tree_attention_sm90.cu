@@ -34,6 +34,7 @@ struct Shared {
 };
 constexpr int SHARED_BYTES = sizeof(Shared);
 static_assert(bytes_of(STREAMS) <= RING_BYTES, "either way of sharing the room fits");
+static_assert(MIXED.wide <= WIDE_STAGES && MIXED.narrow <= RING_STAGES && STREAMS.narrow <= RING_STAGES && ALONE.narrow <= RING_STAGES, "barriers");
 static_assert(SLAB_RING_BYTES <= RING_BYTES, "partial states come where keys and values were");
 static_assert((sizeof(Shared::rings) + sizeof(Shared::barriers)) % 16 == 0, "what follows is read by 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");

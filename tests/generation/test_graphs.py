@@ -91,6 +91,18 @@ class Graph:
         self.arrays.sampler.draw(self.model(self.step))
 
 
+class Reading(Graph):
+    """Reads weights from where they lay when it was captured."""
+
+    def __init__(self, where, *given):
+        super().__init__(*given)
+        self.where, self.reads = where, where[0]
+
+    def replay(self):
+        assert self.reads == self.where[0], "these weights are gone, that memory may be another's"
+        super().replay()
+
+
 class Decoder(graphs.GraphDecoder):
     graph_bytes = 0
 
@@ -171,22 +183,13 @@ def test_weights_that_a_callback_moves_take_the_running_graph_with_them(moved, d
     made, model = decoding()
     where, moves, params = [0], [0], SamplingParams(n=3, max_new_tokens=30)
 
-    class Reading(Graph):
-        def __init__(self, *given):
-            super().__init__(*given)
-            self.reads = where[0]
-
-        def replay(self):
-            assert self.reads == where[0], "these weights are gone"
-            super().replay()
-
     def move(tokens, seen=[]):  # noqa: B006
         seen.append(tokens)
         if len(seen) in (5, 6, 19):
             where[0] += moved
             moves[0] += 1
 
-    made.decoder._capture = lambda arrays, step: Reading(arrays, step, model)
+    made.decoder._capture = lambda arrays, step: Reading(where, arrays, step, model)
     made.decoder.weights, made.decoder.moves, made.on_step = lambda: where[0], lambda: moves[0], move
     samples = run(made, [np.arange(9)], params)
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
@@ -255,15 +258,6 @@ def test_nobody_goes_on_with_a_graph_whose_weights_a_failed_capture_has_moved(de
     made, model = decoding()
     where, sizes = [0], []
 
-    class Reading(Graph):
-        def __init__(self, *given):
-            super().__init__(*given)
-            self.read_from = where[0]
-
-        def replay(self):
-            assert self.read_from == where[0], "that memory may be another's"
-            super().replay()
-
     def moving(step):
         if step.num_rows < 8:
             where[0] = 1
@@ -273,7 +267,7 @@ def test_nobody_goes_on_with_a_graph_whose_weights_a_failed_capture_has_moved(de
         sizes.append(step.num_rows)
         if step.num_rows < 8:
             raise CannotDecode("no memory")
-        return Reading(arrays, step, self.model)
+        return Reading(where, arrays, step, self.model)
 
     made.decoder.model, made.decoder.weights = moving, lambda: where[0]
     made.decoder._capture = of_eight_only.__get__(made.decoder)
