@@ -5,8 +5,9 @@
     python benchmarks/engine.py --full [--new 256] [--out FILE]           more samples than memory holds
 
 A Llama-3.1-8B-shape model with random weights in bfloat16.  One prompt, ``rows`` samples of it.  Per batch: the wall time of a
-decode step in the engine, that of replaying its graph alone, what the host does meanwhile, and by the profiler how long the GPU
-had nothing to do.
+decode step in the engine; that of replaying its graph alone; what the host does besides waiting (in all, over the steps; the
+median from the tokens of one step to waiting for those of the next; to begin and to end); by the profiler, how long the GPU had
+nothing to do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -69,15 +71,15 @@ def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Requ
 
 
 @contextmanager
-def waiting(decoder: GraphDecoder) -> Iterator[list[float]]:
-    """Seconds that the host spends waiting for the device's tokens, one entry a step."""
-    waits: list[float] = []
+def waiting(decoder: GraphDecoder) -> Iterator[list[tuple[float, float]]]:
+    """When the host began to wait for the device's tokens, and when they were there, in seconds, one entry a step."""
+    waits: list[tuple[float, float]] = []
     read = decoder.read
 
     def timed() -> Any:
         began = time.perf_counter()
         decoder._arrays.ring.ready[decoder._unread[0][0]].synchronize()  # type: ignore[union-attr]
-        waits.append(time.perf_counter() - began)
+        waits.append((began, time.perf_counter()))
         return read()
 
     decoder.read = timed  # type: ignore[method-assign]
@@ -100,6 +102,8 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
     steps = engine.report.decode_steps - before["decode_steps"]
     seconds = engine.report.seconds_in_decode - before["seconds_in_decode"]
     total = engine.report.seconds - before["seconds"]
+    between = [began - there for (_, there), (began, _) in itertools.pairwise(waits)]
+    working = seconds - sum(there - began for began, there in waits)
     row = {
         "rows": rows,
         "prompt": prompt,
@@ -109,7 +113,9 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
         "tokens_per_second": round(rows * new / total),
         "decode_step_ms": round(1e3 * seconds / steps, 3),
         "replay_ms": round(replay_ms(decoder), 3),
-        "host_ms": round(1e3 * (seconds - sum(waits)) / steps, 3),
+        "host_ms": round(1e3 * working / steps, 3),
+        "host_step_ms": round(1e3 * statistics.median(between), 3),
+        "host_begin_end_ms": round(1e3 * (working - sum(between)), 1),
         "prefill_and_first_ms": round(1e3 * (total - seconds), 1),
         "capture_s": round(engine.report.seconds_capturing, 2),
         "graph_mib": round(engine.report.graph_bytes / 2**20),
