@@ -18,6 +18,7 @@ struct WideState {
     float base[2];        // of the two rows
     float sum[2];         // of this thread's exponentials
     float weight[4];      // of the row's, rounded: two of each row, the same in the four lanes that hold it
+    float rest[2];        // and those of earlier units
 };
 
 struct WideItem {
@@ -66,7 +67,7 @@ DEVICE void read_queries(const Attention& a, const WideItem& item, WideState& w,
 DEVICE void wide_begin(WideState& w) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        w.base[i] = LOWEST, w.sum[i] = w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
+        w.base[i] = LOWEST, w.sum[i] = w.rest[i] = w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
 #pragma unroll
         for (int m = 0; m < D / 32; ++m) {
             u32 x[4] = {w.q[8 * m + i], w.q[8 * m + 2 + i], w.q[8 * m + 4 + i], w.q[8 * m + 6 + i]};
@@ -113,7 +114,7 @@ DEVICE void wide_finish(const Attention& a, const WideItem& item, WideState& w, 
     // All that is not columns first: what is read later stands behind the stores.
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const float weight = w.weight[2 * i];
+        const float weight = w.rest[i] + w.weight[2 * i];
         float sum = w.sum[i];
 #pragma unroll
         for (int d = 1; d < 4; d <<= 1) sum += __shfl_xor_sync(~0u, sum, d);

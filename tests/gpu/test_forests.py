@@ -28,17 +28,19 @@ FORESTS = int(os.environ.get("PREFIXKIT_GPU_FORESTS", "300"))
 FIRST_SEED = int(os.environ.get("PREFIXKIT_GPU_SEED", "0"))
 # Forests of one test.
 BATCH = 25
+# Once wrong.  101411: 134,000 tokens in one piece, whose weights the tensor cores summed up too small.
+ONCE_WRONG = (101411,)
 GROWING = 4
 
 
-def batches(share: int = 1) -> list[range]:
+def batches(share: int = 1) -> list[tuple[int, ...]]:
     """Seeds, a batch for each test; ``share``: one forest in so many."""
     seeds = range(FIRST_SEED, FIRST_SEED + -(-FORESTS // share))
-    return [seeds[i : i + BATCH] for i in range(0, len(seeds), BATCH)]
+    return [tuple(seeds[i : i + BATCH]) for i in range(0, len(seeds), BATCH)]
 
 
-def name(seeds: range) -> str:
-    return f"{seeds.start}-{seeds.stop - 1}"
+def name(seeds: tuple[int, ...]) -> str:
+    return f"{seeds[0]}-{seeds[-1]}"
 
 
 @pytest.fixture(autouse=True)
@@ -88,15 +90,15 @@ def check(forest: Forest, out: Tensor, lse: Tensor) -> Measured:
     return found
 
 
-def keep(seeds: range, found: list[Measured]) -> None:
+def keep(seeds: tuple[int, ...], found: list[Measured]) -> None:
     """Append the errors to the file that ``PREFIXKIT_GPU_ERRORS`` names: a line per forest."""
     if place := os.environ.get("PREFIXKIT_GPU_ERRORS"):
         with Path(place).open("a") as file:
             file.writelines(json.dumps({"seed": s, **asdict(m)}) + "\n" for s, m in zip(seeds, found, strict=True))
 
 
-@pytest.mark.parametrize("seeds", batches(), ids=name)
-def test_forests_are_right_and_the_same_bits_however_run(seeds: range) -> None:
+@pytest.mark.parametrize("seeds", [ONCE_WRONG, *batches()], ids=name)
+def test_forests_are_right_and_the_same_bits_however_run(seeds: tuple[int, ...]) -> None:
     """Eager, eager again, and replayed from a graph; then against float64."""
     found = []
     for seed in seeds:
@@ -114,7 +116,7 @@ def test_forests_are_right_and_the_same_bits_however_run(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("seeds", batches(10), ids=name)
-def test_leaves_grow_in_place_under_a_captured_graph(seeds: range) -> None:
+def test_leaves_grow_in_place_under_a_captured_graph(seeds: tuple[int, ...]) -> None:
     """Lengths and positions are read on the device: no new plan, and the bits of an eager run with the same plan."""
     for seed in seeds:
         forest = draw(seed, GPU, growing=GROWING)
@@ -141,7 +143,7 @@ def test_leaves_grow_in_place_under_a_captured_graph(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("seeds", batches(10), ids=name)
-def test_where_pages_lie_does_not_change_a_bit(seeds: range) -> None:
+def test_where_pages_lie_does_not_change_a_bit(seeds: tuple[int, ...]) -> None:
     """The same tokens in other pages, all else equal."""
     for seed in seeds:
         forest = draw(seed, GPU)
