@@ -38,7 +38,6 @@ class DecodeRun:
         on_step: Called after each step that was read with how many tokens counted.
 
     Attributes:
-        batch: The rows that run now, as of the next step to be started.
         steps: Steps that were started.
         rows_run: Rows of all of them.
         kv_tokens_read, kv_tokens_unshared: Token KVs that one layer read in them, and would have read for each row apart.
@@ -60,26 +59,36 @@ class DecodeRun:
         leaf = np.array([node_of[run.sequence.id] for run in runs], np.int32)
         order = np.argsort(leaf, kind="stable")
         self.runs = [runs[i] for i in order]
-        self._left = np.array([run.params.max_new_tokens - len(run.tokens) for run in self.runs])
+        self._last = np.array(
+            [run.params.max_new_tokens - len(run.tokens) for run in self.runs]
+        )  # steps that each may take
         self._stops = _stop_table(self.runs)
         self._one_by_one = np.array([run.needs_each_token or on_token is not None for run in self.runs])
         self._alive = np.ones(len(self.runs), dtype=bool)
         self._rows = np.arange(len(self.runs))  # which run each row of the decoder is
         self._rows_of_steps: list[NDArray[np.intp]] = []  # the same of steps not read yet
-        self._tokens = np.zeros((len(self.runs), 64), np.int32)
-        self._logprobs = np.zeros((len(self.runs), 64), np.float32)
+        # A row for each step, for one is written in each: by runs, every token would be in a cache line of its own.
+        self._tokens = np.zeros((64, len(self.runs)), np.int32)
+        self._logprobs = np.zeros((64, len(self.runs)), np.float32)
         self.steps = self._read = self.rows_run = self.kv_tokens_read = self.kv_tokens_unshared = 0
         self.tokens_alone = sum(run.sequence.length for run in self.runs)
         self._held = tree.allocator.num_pages - tree.allocator.free
         self._filled = 0  # pages of samples that have ended
         self._pages = self._take_pages()
         try:
-            self.batch: DecodeBatch = decode_batch(snapshot, leaf[order], self._pages)
-            decoder.begin(self.batch, self._laws())
+            self._batch, self._grown = decode_batch(snapshot, leaf[order], self._pages), 0
+            decoder.begin(self._batch, self._laws())
             self._count_batch()
         except BaseException:
             self.give_pages_back()
             raise
+
+    @property
+    def batch(self) -> DecodeBatch:
+        """The rows that run now, as of the next step to be started."""
+        if self._grown:
+            self._batch, self._grown = self._batch.grown(self._grown), 0
+        return self._batch
 
     @property
     def pages_held(self) -> int:
@@ -106,10 +115,11 @@ class DecodeRun:
 
     def settle(self) -> None:
         """Bring the tokens of the samples that go on into the tree; the last of each is pending again."""
-        for i in np.flatnonzero(self._alive).tolist() if self._read else []:
-            run, drawn = self.runs[i], self._tokens[i, : self._read]
+        alive = np.flatnonzero(self._alive)
+        for i, drawn, logprobs in zip(alive.tolist(), *self._drawn(alive), strict=True) if self._read else []:
+            run = self.runs[i]
             if not self._one_by_one[i]:
-                run.accept_all(drawn.tolist(), self._logprobs[i, : self._read].tolist(), ends=False)
+                run.accept_all(drawn.tolist(), logprobs.tolist(), ends=False)
             need = self.tree.pages_to_extend(run.sequence, self._read)
             self._filled += need
             pages, self._pages[i] = self._pages[i][:need], self._pages[i][need:]
@@ -126,38 +136,41 @@ class DecodeRun:
     # -- one step, part by part ------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        last = self._read + int(self._left[self._alive].max())
+        last = int(self._last[self._alive].max())
         while self.steps < min(last, self._read + AHEAD):
             if self.decoder.stale:  # some callback has moved the model's weights
-                self._keep(np.arange(self.batch.num_rows))
+                self._keep(np.arange(len(self._rows)))
             self.decoder.step()
             self._rows_of_steps.append(self._rows)
-            self.batch = self.batch.grown(1)
+            self._grown += 1
             self._count_step()
 
     def _take(self, drawn: Drawn) -> None:
         """Look at the tokens of the oldest step that was not read."""
         rows, at = self._rows_of_steps.pop(0), self._read
-        if at == self._tokens.shape[1]:
-            self._tokens = np.hstack((self._tokens, np.zeros_like(self._tokens)))
-            self._logprobs = np.hstack((self._logprobs, np.zeros_like(self._logprobs)))
+        if at == len(self._tokens):
+            self._tokens = np.vstack((self._tokens, np.zeros_like(self._tokens)))
+            self._logprobs = np.vstack((self._logprobs, np.zeros_like(self._logprobs)))
         tokens, logprobs = drawn
-        self._tokens[rows, at], self._logprobs[rows, at] = tokens, logprobs
+        self._tokens[at, rows], self._logprobs[at, rows] = tokens, logprobs
         self._read += 1
         alive = self._alive[rows]
-        if bool((tokens[alive] < 0).any()):
+        if bool(((tokens < 0) & alive).any()):
             raise broken_logits(self.runs[int(rows[alive & (tokens < 0)][0])])
-        self._left[rows] -= 1
-        ends = (self._stops[rows] == tokens[:, None]).any(axis=1) | (self._left[rows] == 0)
+        ends = (self._stops[rows] == tokens[:, None]).any(axis=1) | (self._last[rows] == self._read)
         one_by_one = alive & self._one_by_one[rows]
-        for i in rows[alive & ends & ~one_by_one].tolist():
-            run = self.runs[i]
-            sample = run.accept_all(self._tokens[i, : at + 1].tolist(), self._logprobs[i, : at + 1].tolist(), ends=True)
-            self._end(i, sample)
+        ended = rows[alive & ends & ~one_by_one]
+        for i, all_tokens, all_logprobs in zip(ended.tolist(), *self._drawn(ended), strict=True):
+            self._end(i, self.runs[i].accept_all(all_tokens.tolist(), all_logprobs.tolist(), ends=True))
         for i in rows[one_by_one].tolist():
-            self._end(i, self.runs[i].accept(int(self._tokens[i, at]), float(self._logprobs[i, at]), self.on_token))
+            self._end(i, self.runs[i].accept(int(self._tokens[at, i]), float(self._logprobs[at, i]), self.on_token))
         if self.on_step is not None:
             self.on_step(int(alive.sum()))
+
+    def _drawn(self, runs: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """``[runs, steps]`` tokens and logprobs that were read."""
+        tokens, logprobs = self._tokens[: self._read, runs], self._logprobs[: self._read, runs]
+        return np.ascontiguousarray(tokens.T), np.ascontiguousarray(logprobs.T)
 
     def _end(self, i: int, sample: Sample | None) -> None:
         if sample is not None:
@@ -175,9 +188,9 @@ class DecodeRun:
 
     def _keep(self, rows: NDArray[np.intp]) -> None:
         """Go on with these rows of the batch."""
-        self.batch = self.batch.keep(rows)
+        self._batch = self.batch.keep(rows)
         self._rows = self._rows[rows]
-        self.decoder.keep(self.batch, rows)
+        self.decoder.keep(self._batch, rows)
         self._count_batch()
 
     # -- counting ----------------------------------------------------------------------------------------------------------
@@ -190,7 +203,7 @@ class DecodeRun:
         self._alone = int((tree.start + tree.length)[leaf].sum())
 
     def _count_step(self) -> None:
-        rows = self.batch.num_rows
+        rows = len(self._rows)
         self.steps += 1
         self.rows_run += rows
         self.kv_tokens_read += self._reads
