@@ -52,6 +52,7 @@ def kernel(request, tmp_path_factory):
         f"-DPREFIXKIT_PLAN_NODES={request.param}",
         "-w",
         "-fno-gnu-unique",  # another emulated kernel in the same process has fibers of its own
+        "-U_FORTIFY_SOURCE",
     ]
     subprocess.run(["g++", *options, "-o", library, folder / "plan.cpp"], check=True)
     function = ctypes.CDLL(str(library)).plan_on_cpu

@@ -2,6 +2,8 @@
 //
 // The header that takes the place of a kernel's instructions says EMULATED_THREADS, of a block, and EMULATED_BLOCKS, of a cluster, and includes this.
 #pragma once
+// Fibers begin by setcontext and change by longjmp, which asks the kernel for nothing; so compile with -U_FORTIFY_SOURCE, whose longjmp stays on one stack.
+#include <setjmp.h>
 #include <ucontext.h>
 #include <cmath>
 #include <cstdint>
@@ -41,13 +43,24 @@ struct Meeting {
     unsigned generation = 0;
     uint64_t values[2][LANES];
 };
-inline ucontext_t scheduler, fibers[BLOCKS * THREADS];
-inline bool done[BLOCKS * THREADS];
+inline ucontext_t fibers[BLOCKS * THREADS];
+inline jmp_buf scheduler, left_at[BLOCKS * THREADS];
+inline bool begun[BLOCKS * THREADS], done[BLOCKS * THREADS];
 inline int current, blocks;
-inline Meeting warps[BLOCKS * THREADS / LANES], block_meetings[BLOCKS], cluster;
+inline Meeting warps[BLOCKS * THREADS / LANES], halves[BLOCKS * THREADS / LANES][2], block_meetings[BLOCKS], cluster;
 inline void (*body)();
 
-inline void give_way() { swapcontext(&fibers[current], &scheduler); }
+inline void give_way() {
+    if (_setjmp(left_at[current]) == 0) _longjmp(scheduler, 1);
+}
+// Returns when the fiber gives way.
+__attribute__((noinline)) inline void go_on_with(int fiber) {
+    if (_setjmp(scheduler) != 0) return;
+    current = fiber;
+    if (begun[fiber]) _longjmp(left_at[fiber], 1);
+    begun[fiber] = true;
+    setcontext(&fibers[fiber]);
+}
 inline void meet(Meeting& m, int count) {
     const unsigned mine = m.generation;
     if (++m.arrived == count - m.gone) m.arrived = 0, ++m.generation;
@@ -58,12 +71,13 @@ inline void leave(Meeting& m, int count) {
     ++m.gone;
     if (m.arrived && m.arrived == count - m.gone) m.arrived = 0, ++m.generation;
 }
-// What all lanes of this warp bring.
-inline const uint64_t* exchange(uint64_t value) {
-    Meeting& m = warps[current / LANES];
+// What all lanes of this warp bring, or those of the half that `mask` names.
+inline const uint64_t* exchange(uint64_t value, unsigned mask = ~0u) {
+    const bool half = mask == 0xffffu || mask == 0xffff0000u;
+    Meeting& m = half ? halves[current / LANES][mask != 0xffffu] : warps[current / LANES];
     uint64_t* values = m.values[m.generation & 1];
     values[current % LANES] = value;
-    meet(m, LANES);
+    meet(m, half ? LANES / 2 : LANES);
     return values;
 }
 inline void enter() {
@@ -79,8 +93,8 @@ inline void run(int count, void (*kernel)()) {
     body = kernel, blocks = count, cluster = {};
     const int threads = count * THREADS;
     for (int i = 0; i < threads; ++i) {
-        warps[i / LANES] = {}, block_meetings[i / THREADS] = {};
-        done[i] = false;
+        warps[i / LANES] = halves[i / LANES][0] = halves[i / LANES][1] = {}, block_meetings[i / THREADS] = {};
+        begun[i] = done[i] = false;
         getcontext(&fibers[i]);
         fibers[i].uc_stack.ss_sp = stacks.get() + size_t(i) * STACK;
         fibers[i].uc_stack.ss_size = STACK;
@@ -91,8 +105,7 @@ inline void run(int count, void (*kernel)()) {
         all = true;
         for (int i = 0; i < threads; ++i) {
             if (done[i]) continue;
-            current = i;
-            swapcontext(&scheduler, &fibers[i]);
+            go_on_with(i);
             all = all && done[i];
         }
     }
@@ -118,7 +131,7 @@ inline Index thread_index() { return {current % THREADS}; }
 }  // namespace emulation
 
 static inline void __syncthreads() { emulation::meet(emulation::block_meetings[emulation::current / emulation::THREADS], emulation::THREADS); }
-static inline void __syncwarp() { emulation::exchange(0); }
+static inline void __syncwarp(unsigned mask = ~0u) { emulation::exchange(0, mask); }
 static inline void __threadfence_block() {}
 template <class T> static inline T __shfl_up_sync(unsigned, T value, int step) {
     const int lane = emulation::current % 32;
@@ -129,8 +142,8 @@ template <class T> static inline T __shfl_xor_sync(unsigned, T value, int mask) 
     const int lane = emulation::current % 32;
     return emulation::unpack<T>(emulation::exchange(emulation::pack(value))[lane ^ mask]);
 }
-template <class T> static inline T __shfl_sync(unsigned, T value, int lane) {
-    return emulation::unpack<T>(emulation::exchange(emulation::pack(value))[lane & 31]);
+template <class T> static inline T __shfl_sync(unsigned mask, T value, int lane) {
+    return emulation::unpack<T>(emulation::exchange(emulation::pack(value), mask)[lane & 31]);
 }
 static inline unsigned __ballot_sync(unsigned, bool value) {
     const uint64_t* all = emulation::exchange(value);

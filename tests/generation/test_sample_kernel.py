@@ -39,7 +39,16 @@ def library(tmp_path_factory):
         shutil.copy(source, folder)
     made = folder / "sample.so"
     # -fno-gnu-unique: another emulated kernel in the same process has fibers of its own.
-    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-w", "-fno-gnu-unique"]
+    options = [
+        "-std=c++17",
+        "-O2",
+        "-ffp-contract=off",
+        "-shared",
+        "-fPIC",
+        "-w",
+        "-fno-gnu-unique",
+        "-U_FORTIFY_SOURCE",
+    ]
     subprocess.run(["g++", *options, "-o", made, folder / "sample.cpp"], check=True)
     return ctypes.CDLL(str(made))
 
