@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import struct
-import subprocess
 from itertools import chain
 from pathlib import Path
 
@@ -20,13 +19,13 @@ from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.nvrtc import CSRC
 from prefixkit.attention.reference import reference_attention, visible_tokens
 from tests.attention.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
+from tests.emulation.build import build
 
-HERE = Path(__file__).parent
-FIBERS = HERE.parent / "emulation" / "fibers.cuh"
-# What has instructions of the GPU in it, and what takes their place.
-INSTEAD = {
-    "plan.cuh": ('    asm volatile("" ::"l"(a.q)', "}\n", ""),
-}
+HERE = Path(__file__).parent / "narrow_emulation"
+HOLDING = (
+    'asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.boxes));',
+    "",
+)
 # struct Attention of csrc/plan.cuh behind its maps, as cuda_attention.py packs it.
 FIELDS = "P" * 20 + "qqq" + "iii" + "ff" + "P" + "iiii"
 MAP = struct.Struct("@P5q5q5i")
@@ -38,28 +37,8 @@ if shutil.which("g++") is None:
 @pytest.fixture(scope="module", params=[64, 128])
 def kernel(request, tmp_path_factory):
     """Head size, and the source with a block's instructions on the CPU in place of the GPU's."""
-    folder = tmp_path_factory.mktemp("narrow")
-    for source in (*CSRC.glob("*.cuh"), *(HERE / "narrow_emulation").iterdir(), FIBERS):
-        text = source.read_text()
-        if source.name in INSTEAD:
-            begin, end, new = INSTEAD[source.name]
-            at = text.index(begin)
-            text = text[:at] + new + text[text.index(end, at) :]
-        (folder / source.name).write_text(text)
-    options = [
-        "-std=c++17",
-        "-O2",
-        "-ffp-contract=off",
-        "-shared",
-        "-fPIC",
-        "-w",
-        "-fno-gnu-unique",
-        "-U_FORTIFY_SOURCE",
-    ]
-    library = folder / "narrow.so"
-    command = ["g++", *options, f"-DPREFIXKIT_HEAD_DIM={request.param}", "-o", library, folder / "narrow.cpp"]
-    subprocess.run(command, check=True)
-    function = ctypes.CDLL(str(library)).narrow_on_cpu
+    folder, dim = tmp_path_factory.mktemp("narrow"), f"-DPREFIXKIT_HEAD_DIM={request.param}"
+    function = build(folder, CSRC.glob("*.cuh"), HERE, {"plan.cuh": HOLDING}, dim).narrow_on_cpu
     function.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
     return request.param, function
 

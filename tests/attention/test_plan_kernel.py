@@ -3,7 +3,6 @@
 import ctypes
 import shutil
 import struct
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +18,10 @@ from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.nvrtc import CSRC
 from prefixkit.attention.step import Planner, build_step
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
+from tests.emulation.build import build
 
 HERE = Path(__file__).parent / "emulation"
-FIBERS = Path(__file__).parents[1] / "emulation" / "fibers.cuh"
-RECIPROCAL = 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));'
+RECIPROCAL = 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));', "inverse = 1.0f / float(b);"
 # struct PlanTree, as prefixkit.attention.cuda_planner fills it.
 LAYOUT = struct.Struct("@" + "P" * 12 + "d" * 7 + "q" + "i" * 23)
 
@@ -33,29 +32,8 @@ if shutil.which("g++") is None:
 @pytest.fixture(scope="module", params=[2304, 0], ids=["nodes in shared memory", "any number of nodes"])
 def kernel(request, tmp_path_factory):
     """The source with the block's instructions on the CPU in place of the GPU's."""
-    folder = tmp_path_factory.mktemp("kernel")
-    for source in CSRC.glob("plan_*"):
-        text = source.read_text()
-        if source.name == "plan_block.cuh":
-            assert RECIPROCAL in text
-            text = text.replace(RECIPROCAL, "inverse = 1.0f / float(b);")
-        (folder / source.name).write_text(text)
-    for source in (*HERE.iterdir(), FIBERS):
-        shutil.copy(source, folder)
-    library = folder / "plan.so"
-    options = [
-        "-std=c++17",
-        "-O1",
-        "-ffp-contract=off",
-        "-shared",
-        "-fPIC",
-        f"-DPREFIXKIT_PLAN_NODES={request.param}",
-        "-w",
-        "-fno-gnu-unique",  # another emulated kernel in the same process has fibers of its own
-        "-U_FORTIFY_SOURCE",
-    ]
-    subprocess.run(["g++", *options, "-o", library, folder / "plan.cpp"], check=True)
-    function = ctypes.CDLL(str(library)).plan_on_cpu
+    folder, nodes = tmp_path_factory.mktemp("kernel"), f"-DPREFIXKIT_PLAN_NODES={request.param}"
+    function = build(folder, CSRC.glob("plan_*"), HERE, {"plan_block.cuh": RECIPROCAL}, nodes).plan_on_cpu
     function.argtypes = [ctypes.c_char_p]
     return function
 

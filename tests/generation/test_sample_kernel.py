@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import struct
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +18,10 @@ from prefixkit.generation.request import SamplingParams
 from prefixkit.generation.rng import uniforms
 from prefixkit.generation.sampling import draw
 from prefixkit.generation.weights import EXP2, rate, weigh
+from tests.emulation.build import build
 from tests.generation.laws import NASTY, logprob_bound, random_laws, rows_of
 
 HERE = Path(__file__).parent / "emulation"
-FIBERS = Path(__file__).parents[1] / "emulation" / "fibers.cuh"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # struct Sample.
 LAYOUT = struct.Struct("@PPPPPqiiii")
@@ -34,23 +33,7 @@ if shutil.which("g++") is None:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """The source with a CPU's instructions in place of the GPU's."""
-    folder = tmp_path_factory.mktemp("kernel")
-    for source in (*CSRC.glob("sample*"), *HERE.iterdir(), FIBERS):
-        shutil.copy(source, folder)
-    made = folder / "sample.so"
-    # -fno-gnu-unique: another emulated kernel in the same process has fibers of its own.
-    options = [
-        "-std=c++17",
-        "-O2",
-        "-ffp-contract=off",
-        "-shared",
-        "-fPIC",
-        "-w",
-        "-fno-gnu-unique",
-        "-U_FORTIFY_SOURCE",
-    ]
-    subprocess.run(["g++", *options, "-o", made, folder / "sample.cpp"], check=True)
-    return ctypes.CDLL(str(made))
+    return build(tmp_path_factory.mktemp("kernel"), CSRC.glob("sample*"), HERE, {})
 
 
 def run(library, logits, laws, keys, steps, histories, tiling, active=None):
