@@ -1,4 +1,4 @@
-"""Compile a kernel's own source for the CPU: its files, a header that takes the place of the GPU's instructions, and what calls it."""
+"""Compile a kernel's own source for the CPU, with a header in place of the GPU's instructions, and what calls it."""
 
 from __future__ import annotations
 
