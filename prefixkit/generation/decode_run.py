@@ -59,9 +59,8 @@ class DecodeRun:
         leaf = np.array([node_of[run.sequence.id] for run in runs], np.int32)
         order = np.argsort(leaf, kind="stable")
         self.runs = [runs[i] for i in order]
-        self._last = np.array(
-            [run.params.max_new_tokens - len(run.tokens) for run in self.runs]
-        )  # steps that each may take
+        # Steps that each may take.
+        self._last = np.array([run.params.max_new_tokens - len(run.tokens) for run in self.runs])
         self._stops = _stop_table(self.runs)
         self._one_by_one = np.array([run.needs_each_token or on_token is not None for run in self.runs])
         self._alive = np.ones(len(self.runs), dtype=bool)
@@ -115,8 +114,10 @@ class DecodeRun:
 
     def settle(self) -> None:
         """Bring the tokens of the samples that go on into the tree; the last of each is pending again."""
+        if not self._read:
+            return
         alive = np.flatnonzero(self._alive)
-        for i, drawn, logprobs in zip(alive.tolist(), *self._drawn(alive), strict=True) if self._read else []:
+        for i, drawn, logprobs in zip(alive.tolist(), *self._drawn(alive), strict=True):
             run = self.runs[i]
             if not self._one_by_one[i]:
                 run.accept_all(drawn.tolist(), logprobs.tolist(), ends=False)

@@ -41,7 +41,6 @@ static std::map<u32, Barrier> barriers;
 DEVICE void settle_barrier(Barrier& b) { if (b.pending == 0 && b.bytes == 0) b.pending = b.count, b.phase ^= 1; }
 DEVICE void barrier_init(u32 a, u32 count) { barriers[a] = Barrier{int(count), int(count), 0, 0}; }
 DEVICE void barrier_arrive(u32 a) { Barrier& b = barriers.at(a); if (--b.pending < 0) std::abort(); settle_barrier(b); }
-DEVICE void barrier_arrive_warp(u32 a) { __syncwarp(); if (lane_anew() == 0) barrier_arrive(a); }
 DEVICE void barrier_arrive_expect(u32 a, u32 bytes) { barriers.at(a).bytes += bytes; barrier_arrive(a); }
 DEVICE void bytes_landed(u32 a, u32 bytes) { Barrier& b = barriers.at(a); if ((b.bytes -= bytes) < 0) std::abort(); settle_barrier(b); }
 static long long spins;
@@ -53,7 +52,6 @@ DEVICE void barrier_wait(u32 a, u32 parity) {
         emulation::give_way();
     }
 }
-DEVICE bool barrier_ended(u32 a, u32 parity) { return __all_sync(~0u, barriers.at(a).phase != parity); }
 
 // ---- copies ----
 struct FakeMap { const u16* base; long long size[5], stride[5]; int box[5]; };  // elements, innermost first
@@ -91,29 +89,16 @@ DEVICE void copy_box_of(u32 to, const void* map, const int (&at)[5], u32 barrier
 }
 DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, u32 barrier, u64) { copy_box_of(to, map, {x, y, z, w, 0}, barrier); }
 DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, int v, u32 barrier, u64) { copy_box_of(to, map, {x, y, z, w, v}, barrier); }
-DEVICE void copy_bulk(u32, const void*, u32, u32) { std::abort(); }
 DEVICE void copy16(u32, const void*, bool) { std::abort(); }
 DEVICE u64 policy_stream() { return 0; }
-DEVICE u64 policy_keep() { return 0; }
 DEVICE void touch(const void* p) { volatile char x = *(const char*)p; (void)x; }
-DEVICE void store_shared16(u32 to, int4 x) { std::memcpy(at_address(to), &x, 16); }
 DEVICE void store_zeros(u32 to) { std::memset(at_address(to), 0, 16); }
 template <class T> DEVICE T load_address(u32 a) { T x; std::memcpy(&x, at_address(a), sizeof(x)); return x; }
-DEVICE float load_shared1(u32 a) { return load_address<float>(a); }
-DEVICE float2 load_shared_float2(u32 a) { return load_address<float2>(a); }
-DEVICE float4 load_shared(u32 a) { return load_address<float4>(a); }
-DEVICE int load_shared_int(u32 a) { return load_address<int>(a); }
-DEVICE int4 load_shared_int4(u32 a) { return load_address<int4>(a); }
-DEVICE void store_shared_float2(u32 to, float x, float y) { const float2 v{x, y}; std::memcpy(at_address(to), &v, 8); }
-DEVICE void store_shared4(u32 to, u32 x) { std::memcpy(at_address(to), &x, 4); }
 DEVICE void async_fence() {}
-DEVICE void async_fence_global() {}
 DEVICE void fence_device() {}
 DEVICE u32 load_acquire(const u32* p) { return *p; }
 DEVICE float4 load_global(const float* p) { return {p[0], p[1], p[2], p[3]}; }
 DEVICE float load_global1(const float* p) { return *p; }
-DEVICE bool elected() { __syncwarp(); return lane_anew() == 0; }
-DEVICE u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
 DEVICE u32 kept(u32 x) { return x; }
 
 // ---- numbers ----
