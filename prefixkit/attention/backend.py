@@ -51,6 +51,7 @@ class Ops:
 
     kv_append: Callable[..., None]
     kv_copy: Callable[..., None]
+    rotary_append: Callable[..., Any]
     merge_states: Callable[..., Any]
     tree_attention: Callable[..., Any]
 
@@ -142,12 +143,24 @@ def ops_for(device: torch.device) -> Ops:
     found = choose(torch.device("cuda", _index(device)))
     (log.info if found.name == "cuda" else log.warning)("attention on %s runs on %s", device, found)
     if found.name == "cuda":
-        from prefixkit.attention import cuda_attention, cuda_ops
+        from prefixkit.attention import cuda_attention, cuda_ops, cuda_rotary
 
-        return Ops(cuda_ops.kv_append, cuda_ops.kv_copy, cuda_ops.merge_states, cuda_attention.tree_attention)
+        return Ops(
+            cuda_ops.kv_append,
+            cuda_ops.kv_copy,
+            cuda_rotary.rotary_append,
+            cuda_ops.merge_states,
+            cuda_attention.tree_attention,
+        )
     from prefixkit.attention import torch_backend
 
-    return Ops(torch_backend.kv_append, torch_backend.kv_copy, torch_backend.merge_states, torch_backend.tree_attention)
+    return Ops(
+        torch_backend.kv_append,
+        torch_backend.kv_copy,
+        torch_backend.rotary_append,
+        torch_backend.merge_states,
+        torch_backend.tree_attention,
+    )
 
 
 def _index(device: torch.device) -> int:

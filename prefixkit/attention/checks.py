@@ -61,15 +61,34 @@ def check_slots(op: str, name: str, slots: Tensor, device: torch.device) -> None
     _device(op, name, slots, device)
 
 
-def check_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def check_append(
+    key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, op: str = "kv_append"
+) -> None:
     """Arguments of ``kv_append``."""
-    op = "kv_append"
     check_pages(op, k_pages, v_pages)
     check_slots(op, "slots", slots, k_pages.device)
     tokens, (_, _, kv_heads, head_dim) = slots.shape[0], k_pages.shape
     for name, tensor in (("key", key), ("value", value)):
         expected = f"[{tokens}, {kv_heads}, {head_dim}] (slots, then kv_heads and head_dim of the pages)"
         _shape(op, name, tensor, expected, tensor.shape == (tokens, kv_heads, head_dim))
+        _dtype(op, name, tensor, (k_pages.dtype,), " like the pages")
+        _device(op, name, tensor, k_pages.device)
+
+
+def check_rotary(
+    q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
+) -> None:
+    """Arguments of ``rotary_append``."""
+    op = "rotary_append"
+    check_append(key, value, k_pages, v_pages, slots, op)
+    tokens, head_dim = slots.shape[0], k_pages.shape[3]
+    if head_dim % 2:
+        raise BadShape(f"{op}: halves of a head turn against each other, but head_dim is {head_dim}")
+    fits = q.ndim == 3 and q.shape[0] == tokens and q.shape[2] == head_dim
+    _shape(op, "q", q, f"[{tokens}, heads, {head_dim}] (slots, then head_dim of the pages)", fits)
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        _shape(op, name, tensor, f"[{tokens}, {head_dim}]", tensor.shape == (tokens, head_dim))
+    for name, tensor in (("q", q), ("cos", cos), ("sin", sin)):
         _dtype(op, name, tensor, (k_pages.dtype,), " like the pages")
         _device(op, name, tensor, k_pages.device)
 

@@ -64,7 +64,7 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
         num_slots = k_pages.shape[0] * k_pages.shape[1]
         check_slot_numbers("kv_append", "slots", slots[slots != -1], num_slots, distinct=True)
     launch(
-        ready.function, _MOVE, pointers + ready.constants, ready.grid, _MOVE_THREADS, 0, _say("kv_append", key, k_pages)
+        ready.function, _MOVE, pointers + ready.constants, ready.grid, _MOVE_THREADS, 0, say("kv_append", key, k_pages)
     )
 
 
@@ -81,7 +81,7 @@ def kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) ->
     rows = torch.empty(shape, dtype=k_pages.dtype, device=k_pages.device)
     key, value = rows[0], rows[1]
     aligned = (key.data_ptr() | value.data_ptr() | k_pages.data_ptr() | v_pages.data_ptr()) & 15
-    say = _say("kv_copy", source, k_pages)
+    described = say("kv_copy", source, k_pages)
     for way, slots in (("gather", source), ("append", target)):
         signature = (way, aligned, *_form(key), *_form(value), *_form(k_pages), *_form(v_pages), *_form(slots))
         ready = _memo.get(signature)
@@ -89,7 +89,7 @@ def kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) ->
             ready = _remember(signature, _move(way, key, value, k_pages, v_pages, slots, aligned))
         assert isinstance(ready, _Ready)
         pointers = tuple(tensor.data_ptr() for tensor in (key, value, k_pages, v_pages, slots))
-        launch(ready.function, _MOVE, pointers + ready.constants, ready.grid, _MOVE_THREADS, 0, say)
+        launch(ready.function, _MOVE, pointers + ready.constants, ready.grid, _MOVE_THREADS, 0, described)
 
 
 def merge_states(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,8 +108,8 @@ def merge_states(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> t
     merged = out.new_empty((rows, *out.shape[1:]))
     merged_lse = lse.new_empty((rows, lse.shape[1]))
     pointers = tuple(tensor.data_ptr() for tensor in (out, lse, indptr, indices, merged, merged_lse))
-    say = _say("merge_states", out, indptr)
-    launch(ready.function, _MERGE, pointers + ready.constants, ready.grid, _MERGE_THREADS, 0, say)
+    described = say("merge_states", out, indptr)
+    launch(ready.function, _MERGE, pointers + ready.constants, ready.grid, _MERGE_THREADS, 0, described)
     return merged, merged_lse
 
 
@@ -117,12 +117,14 @@ def _form(tensor: Tensor) -> tuple[Hashable, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _say(op: str, *tensors: Tensor) -> Callable[[], str]:
-    def say() -> str:
+def say(op: str, *tensors: Tensor) -> Callable[[], str]:
+    """What an error says of a call."""
+
+    def described() -> str:
         shapes = ", ".join(f"{list(tensor.shape)} {tensor.dtype} strides {list(tensor.stride())}" for tensor in tensors)
         return f"{op} on {tensors[0].device}: {shapes}"
 
-    return say
+    return described
 
 
 def _move(

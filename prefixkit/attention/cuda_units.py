@@ -22,6 +22,15 @@ WIDTHS = (16, 8, 4, 2)
 APPEND = Unit(
     "append_copy.cu", tuple(f"prefixkit::kv_{way}<{width}>" for way in ("append", "gather") for width in WIDTHS)
 )
+FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
+
+
+def rotary_name(dtype: str) -> str:
+    """The kernel that rotates and appends, for a dtype."""
+    return f"prefixkit::rotary_append<{FLOATS[dtype]}>"
+
+
+ROTARY = Unit("rotary_append.cu", tuple(map(rotary_name, FLOATS)))
 MERGE = Unit("merge_states.cu", ("prefixkit::merge_states<1>", "prefixkit::merge_states<4>"))
 ADVANCE = Unit("advance.cu", ("prefixkit::advance",))
 # For trees of so many nodes, all of whose arrays fit in shared memory; and for any.
@@ -30,15 +39,14 @@ PLAN, PLAN_LARGE = (
     Unit("plan_tree.cu", ("prefixkit::plan_tree",), (("PREFIXKIT_PLAN_NODES", str(nodes)),))
     for nodes in (PLAN_NODES, 0)
 )
-LOGITS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
 
 
 def sample_name(dtype: str, cached: bool) -> str:
     """The sampling kernel for logits of a dtype, which keeps rows in shared memory or reads them again."""
-    return f"prefixkit::sample<{LOGITS[dtype]}, {str(cached).lower()}>"
+    return f"prefixkit::sample<{FLOATS[dtype]}, {str(cached).lower()}>"
 
 
-SAMPLE = Unit("sample.cu", tuple(sample_name(dtype, cached) for dtype in LOGITS for cached in (True, False)))
+SAMPLE = Unit("sample.cu", tuple(sample_name(dtype, cached) for dtype in FLOATS for cached in (True, False)))
 
 ATTENTION = "prefixkit::tree_attention"
 # ``PREFIXKIT_KERNEL=portable``: the portable kernel also where there is one for the GPU at hand; for tests and comparisons.
@@ -103,4 +111,4 @@ def units(arch: str) -> tuple[Unit, ...]:
     slopes = [1.0, 0.5]
     every = compose(sliding_window(128), soft_cap(30.0), alibi(slopes), attention_sinks(slopes))
     varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
-    return APPEND, ADVANCE, MERGE, PLAN, PLAN_LARGE, SAMPLE, *plain, *varied
+    return APPEND, ROTARY, ADVANCE, MERGE, PLAN, PLAN_LARGE, SAMPLE, *plain, *varied

@@ -2,7 +2,7 @@
 
 ``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of variants
 stand for Python functions, which schemas cannot carry.  The ops are for inference: ``merge_states`` and ``tree_attention``
-run under autograd, but their backward raises :class:`NoBackward`.
+run under autograd, but their backward raises :class:`NoBackward`; ``rotary_append`` raises it at once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from prefixkit.attention.checks import (
     check_copy,
     check_merge,
     check_packed,
+    check_rotary,
     check_work,
 )
 from prefixkit.attention.cpu_merge import merge_rows
 from prefixkit.attention.cpu_run import attend
+from prefixkit.attention.rotary import rotate
 from prefixkit.attention.variants import lookup
 
 _library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-call]
@@ -33,6 +35,8 @@ _library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-
 SCHEMAS = (
     "kv_append(Tensor key, Tensor value, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots) -> ()",
     "kv_copy(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor source, Tensor target) -> ()",
+    "rotary_append(Tensor q, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(a!) k_pages, Tensor(b!) v_pages, "
+    "Tensor slots) -> Tensor",
     "merge_states(Tensor out, Tensor lse, Tensor indptr, Tensor indices) -> (Tensor out, Tensor lse)",
     "tree_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor q_positions, Tensor[] work, Tensor[] nodes, "
     "float scale, str variant) -> (Tensor out, Tensor lse)",
@@ -65,6 +69,39 @@ def _kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -
     with torch.no_grad():
         for pages in (k_pages, v_pages):
             _write(pages, target, pages[source // pages.shape[1], source % pages.shape[1]])
+
+
+def _rotary_append(
+    q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
+) -> Tensor:
+    """Rotary embedding of queries and keys, and ``kv_append`` of these keys: a decode step's way to attention.
+
+    Args:
+        q: ``[T, heads, head_dim]``.
+        key, value: ``[T, kv_heads, head_dim]``.
+        cos, sin: ``[T, head_dim]`` of each row's position, in the dtype of all else.
+        k_pages, v_pages, slots: As ``kv_append`` takes them.
+
+    Returns:
+        ``q`` rotated, contiguous.  Sums are float32 and rounded once.
+
+    Raises:
+        IndexError: no such slot.
+        NoBackward: a gradient is recorded.
+    """
+    _refuse_gradients(q, key, value)
+    check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
+    _check_slots("rotary_append", slots, k_pages)
+    with torch.no_grad():
+        _write(k_pages, slots, rotate(key, cos, sin))
+        _write(v_pages, slots, value)
+        return rotate(q, cos, sin)
+
+
+def _refuse_gradients(*tensors: Tensor) -> None:
+    # torch.library takes no backward of an op that writes to its arguments.
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        _no_backward(None)
 
 
 def _check_slots(op: str, slots: Tensor, pages: Tensor) -> None:
@@ -138,6 +175,14 @@ def _gpu_kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tenso
     ops_for(k_pages.device).kv_copy(k_pages, v_pages, source, target)
 
 
+def _gpu_rotary_append(
+    q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
+) -> Tensor:
+    _refuse_gradients(q, key, value)
+    rotated: Tensor = ops_for(k_pages.device).rotary_append(q, key, value, cos, sin, k_pages, v_pages, slots)
+    return rotated
+
+
 def _gpu_merge_states(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     merged: tuple[Tensor, Tensor] = ops_for(out.device).merge_states(out, lse, indptr, indices)
     return merged
@@ -165,6 +210,13 @@ def _fake_kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor
 
 def _fake_kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -> None:
     check_copy(k_pages, v_pages, source, target)
+
+
+def _fake_rotary_append(
+    q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
+) -> Tensor:
+    check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
+    return q.new_empty(q.shape)
 
 
 def _fake_merge_states(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,6 +251,7 @@ def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
 for _name, _cpu, _gpu, _fake in (
     ("kv_append", _kv_append, _gpu_kv_append, _fake_kv_append),
     ("kv_copy", _kv_copy, _gpu_kv_copy, _fake_kv_copy),
+    ("rotary_append", _rotary_append, _gpu_rotary_append, _fake_rotary_append),
     ("merge_states", _merge_states, _gpu_merge_states, _fake_merge_states),
     ("tree_attention", _tree_attention, _gpu_tree_attention, _fake_tree_attention),
 ):

@@ -25,10 +25,12 @@ from prefixkit.attention.checks import (
     check_copy,
     check_merge,
     check_packed,
+    check_rotary,
     check_work,
 )
 from prefixkit.attention.cpu_merge import Merge, plan_merge, run_merge
 from prefixkit.attention.cpu_pieces import DENSE, Array, Pieces, Work, cut, detach_long_runs, ranges
+from prefixkit.attention.rotary import rotate
 from prefixkit.attention.state import State
 from prefixkit.attention.variants import Variant, lookup
 
@@ -88,6 +90,16 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
     where = (slots // k_pages.shape[1], slots % k_pages.shape[1])
     k_pages.index_put_(where, key)
     v_pages.index_put_(where, value)
+
+
+@torch.no_grad()
+def rotary_append(
+    q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
+) -> Tensor:
+    """``rotary_append``; a slot that does not exist is an error of the device, reported later."""
+    check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
+    kv_append(rotate(key, cos, sin), value, k_pages, v_pages, slots)
+    return rotate(q, cos, sin)
 
 
 @torch.no_grad()

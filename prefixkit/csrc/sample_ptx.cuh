@@ -1,6 +1,6 @@
 // The instructions that sampling takes, one function each; a test puts a CPU's in their place.
 #pragma once
-#include "ptx.cuh"
+#include "floats.cuh"
 
 namespace prefixkit {
 
@@ -51,11 +51,6 @@ DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::
 DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
 
 // ---- four logits ----
-struct Half { u16 bits; };
-struct BFloat { u16 bits; };
-DEVICE float widen(float x) { return x; }
-DEVICE float widen(BFloat x) { return __uint_as_float(u32(x.bits) << 16); }
-DEVICE float widen(Half x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits)); return y; }
 DEVICE float4 load4(const float* p) { return __ldg((const float4*)p); }
 template <class V> DEVICE float4 load4(const V* p) {
     const uint2 x = __ldg((const uint2*)p);

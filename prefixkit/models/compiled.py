@@ -3,7 +3,7 @@
 Norms, rotary embedding, residual adds and activations become a few kernels.  What is compiled is the original decoder layer,
 run on a twin as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the layer's pages
 are inputs of the graph, so layers of a kind share one graph for each number of rows, and a new step needs no new one.
-Products of one input become one product (see ``fused.py``).
+Products of one input become one product (see ``fused.py``), rotary embedding and appending one op (``rotary.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.fused import capturing, fused
 from prefixkit.models.layer import CacheLayer
+from prefixkit.models.rotary import with_rotary_append
 from prefixkit.models.traced import TracedLayer, TracedStep
 
 log = logging.getLogger("prefixkit")
@@ -276,7 +277,7 @@ def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, input
         if (count := sum(op in call for call in calls)) != 1:
             raise RuntimeError(f"a layer calls {op} {count} times, not once")
     log.info("compiling a layer for steps of %d rows, which takes seconds", owner.cache.step.num_rows)
-    compiled = fused(graph, inputs, inductor)
+    compiled = fused(with_rotary_append(graph), inputs, inductor)
     owner.graphs += 1
     return compiled
 

@@ -47,7 +47,7 @@ def fused(
         graph.
     """
     mode = detect_fake_mode(inputs)
-    copied = _copy(graph)
+    copied = copy_of(graph)
     # In the order of the inputs, also once some are gone.
     given = dict(zip(copied.graph.find_nodes(op="placeholder"), inputs, strict=True))
     place = {node: at for at, node in enumerate(given)}
@@ -135,7 +135,7 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _copy(graph: fx.GraphModule) -> fx.GraphModule:
+def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     """The same nodes again, with all that dynamo has noted of them: it goes by its own graph afterwards."""
     nodes: dict[fx.Node, fx.Node] = {}
     made = fx.Graph()
@@ -155,7 +155,7 @@ def _groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> list[list[_Product]]:
     found: dict[Hashable, list[_Product]] = defaultdict(list)
     writes = 0
     for node in graph.nodes:
-        writes += _may_write(node)  # the input may be another by then
+        writes += may_write(node)  # the input may be another by then
         product = _product(node)
         if (
             product is not None
@@ -242,7 +242,7 @@ def _make_one(graph: fx.Graph, group: list[_Product], rows: list[int]) -> None:
         graph.erase_node(product.node)
 
 
-def _may_write(node: fx.Node) -> bool:
+def may_write(node: fx.Node) -> bool:
     """Whether a node may change its arguments, or how others compute."""
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"

@@ -1,0 +1,18 @@
+"""Rotary position embedding in plain torch: what ``rotary_append`` computes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each head's halves turned against each other (Su et al., RoFormer; the halves as in Llama), in float32, rounded once.
+
+    Args:
+        x: ``[T, heads, head_dim]``.
+        cos, sin: ``[T, head_dim]``.
+    """
+    wide, half = x.float(), x.shape[-1] // 2
+    turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
+    return (wide * cos.float()[:, None] + turned * sin.float()[:, None]).to(x.dtype)

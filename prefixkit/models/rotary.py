@@ -1,0 +1,174 @@
+"""Rotary embedding and appending as one op, in a compiled layer's graph.
+
+Inductor makes a kernel for keys, one for queries, and calls ``kv_append`` between them, for that writes what attention reads.
+Where a graph, as dynamo traced it, turns queries and keys as transformers' ``apply_rotary_pos_emb`` does, over whole heads,
+and only attention and ``kv_append`` take what comes out, ``rotary_append`` does all of it in one launch.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+import prefixkit.attention.ops  # noqa: F401 - registers torch.ops.prefixkit
+from prefixkit.models.fused import copy_of, may_write
+
+log = logging.getLogger("prefixkit")
+
+_Nodes = tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rotation:
+    """``x * cos + rotate_half(x) * sin``, of one sequence, as ``[T, heads, head_dim]``.
+
+    Attributes:
+        x: What is turned, ``[1, heads, T, head_dim]``.
+        cos, sin: ``[1, T, head_dim]``.
+        total: The sum.
+        view: The node that an op takes.
+        nodes: All that is of no use without it, users before what they use; cos and sin are shared.
+    """
+
+    x: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+    total: fx.Node
+    view: fx.Node
+    nodes: _Nodes
+
+
+def with_rotary_append(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph with one op for both, or the same graph where it turns heads in another way.
+
+    Args:
+        graph: As dynamo traced it under no_grad or inference mode, with one ``kv_append`` and one ``tree_attention``.  It stays
+            as it is.
+    """
+    if torch.is_grad_enabled() or _found(graph.graph) is None:
+        return graph
+    copied = copy_of(graph)
+    found = _found(copied.graph)
+    assert found is not None, "a copy has the same nodes"
+    _replace(copied.graph, *found)
+    copied.recompile()
+    return copied
+
+
+def _found(graph: fx.Graph) -> tuple[_Rotation, _Rotation, fx.Node] | None:
+    """How queries and keys are turned, and the node of ``kv_append``."""
+    append, attention = (_only_call(graph, name) for name in ("kv_append", "tree_attention"))
+    if append is None or attention is None or len(append.args) != 5:
+        return None
+    query, key = _rotation(attention.args[0], attention), _rotation(append.args[0], append)
+    if query is None or key is None or (query.cos, query.sin) != (key.cos, key.sin):
+        return None
+    at = {node: place for place, node in enumerate(graph.nodes)}
+    first = min(at[node] for part in (query, key) for node in part.nodes)
+    # What is turned must still be the same where the op will stand.
+    if at[query.total] > at[append] or any(may_write(node) for node in list(graph.nodes)[first : at[append]]):
+        return None
+    values = [_value(node) for node in (query.x, key.x, query.cos, query.sin)]
+    alike = len({(value.shape[0], value.shape[-1], value.dtype) for value in values}) == 1
+    return (query, key, append) if alike and values[0].shape[0] == 1 else None
+
+
+def _replace(graph: fx.Graph, query: _Rotation, key: _Rotation, append: fx.Node) -> None:
+    with graph.inserting_before(append):
+
+        def rows(x: fx.Node) -> fx.Node:
+            return graph.call_method("transpose", (graph.call_function(operator.getitem, (x, 0)), 0, 1))
+
+        angles = [graph.call_function(operator.getitem, (x, 0)) for x in (query.cos, query.sin)]
+        made = graph.call_function(
+            torch.ops.prefixkit.rotary_append, (rows(query.x), rows(key.x), append.args[1], *angles, *append.args[2:])
+        )
+    query.view.replace_all_uses_with(made)
+    graph.erase_node(append)
+    for node in dict.fromkeys((*query.nodes, *key.nodes)):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _rotation(view: object, user: fx.Node) -> _Rotation | None:
+    """What ``view`` turns, if that is rotary embedding and nobody but ``user`` takes it."""
+    if not (
+        isinstance(view, fx.Node) and _is(view, "transpose") and view.args[1:] == (0, 1) and set(view.users) == {user}
+    ):
+        return None
+    (one,) = view.all_input_nodes
+    if not (_is(one, "getitem") and one.args[1] == 0 and set(one.users) == {view}):
+        return None
+    total = one.args[0]
+    if not (isinstance(total, fx.Node) and _is(total, "add") and set(total.users) == {one}):
+        return None
+    terms = [found for term in total.args if (found := _factors(term, total)) is not None]
+    if len(terms) != 2 or len(total.args) != 2 or total.kwargs:
+        return None
+    (x, cos, plain), (other, sin, crossed) = terms
+    halves = _halves_swapped(other, crossed, x)
+    if halves is None or not (_is_angle(cos) and _is_angle(sin)):
+        return None
+    nodes = (view, one, total, plain, crossed, *halves, cos, sin)
+    return _Rotation(x, cos.args[0], sin.args[0], total, view, nodes)  # type: ignore[arg-type]
+
+
+def _factors(term: object, user: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    if not (isinstance(term, fx.Node) and _is(term, "mul") and set(term.users) == {user}):
+        return None
+    if len(term.args) != 2 or not all(isinstance(factor, fx.Node) for factor in term.args):
+        return None
+    return term.args[0], term.args[1], term  # type: ignore[return-value]
+
+
+def _halves_swapped(node: fx.Node, user: fx.Node, x: fx.Node) -> _Nodes | None:
+    """The nodes of ``cat((-x[..., half:], x[..., :half]), -1)``, if ``node`` is that and only ``user`` takes it."""
+    if not (_is(node, "cat") and set(node.users) == {user}):
+        return None
+    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+    parts = node.args[0]
+    if dim != -1 or not isinstance(parts, (tuple, list)) or len(parts) != 2:
+        return None
+    negative, first = parts
+    if not (isinstance(negative, fx.Node) and _is(negative, "neg") and set(negative.users) == {node}):
+        return None
+    (second,) = negative.all_input_nodes
+    half = _value(x).shape[-1] // 2
+    wanted = ((second, negative, slice(half, None, None)), (first, node, slice(None, half, None)))
+    for part, user_of_part, piece in wanted:
+        if not (isinstance(part, fx.Node) and _is(part, "getitem") and set(part.users) == {user_of_part}):
+            return None
+        if part.args != (x, (Ellipsis, piece)):
+            return None
+    if 2 * half != _value(x).shape[-1]:
+        return None
+    return node, negative, second, first  # type: ignore[return-value]
+
+
+def _is_angle(node: fx.Node) -> bool:
+    """Whether it is ``[1, T, head_dim]`` for all heads."""
+    return _is(node, "unsqueeze") and node.args[1:] == (1,) and _value(node).ndim == 4
+
+
+def _only_call(graph: fx.Graph, op: str) -> fx.Node | None:
+    calls = [node for node in graph.nodes if node.op == "call_function" and str(node.target) == f"prefixkit.{op}"]
+    return calls[0] if len(calls) == 1 else None
+
+
+def _is(node: fx.Node, name: str) -> bool:
+    """Whether a node is the call of a function of torch, an operator or a tensor's method by this name."""
+    if node.op == "call_method":
+        return node.target == name
+    module = getattr(node.target, "__module__", None) or ""
+    known = module.startswith(("torch", "_operator")) or type(node.target).__name__ == "builtin_function_or_method"
+    return node.op == "call_function" and known and getattr(node.target, "__name__", "") == name
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    value = node.meta["example_value"]
+    assert isinstance(value, torch.Tensor)
+    return value
