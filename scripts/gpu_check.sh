@@ -5,8 +5,8 @@
 #     PARTS="tests" PREFIXKIT_GPU_FORESTS=5000 TESTS_SECONDS=400 scripts/gpu_check.sh     # all the forests: 150 to 300 s
 #     PARTS="decode" RIVALS=all DECODE_SECONDS=280 scripts/gpu_check.sh                   # every rival, in-run
 #
-# PARTS are some of: tests sanitizers launch planning sampling decode scales prefill engine, and compiled, which is not in the
-# default.  Every part has a limit of its own and writes its own file; a part that fails does not keep the next from running.
+# PARTS are some of: tests sanitizers launch planning sampling decode scales prefill engine, and compiled and rotary, which are not in
+# the default.  Every part has a limit of its own and writes its own file; a part that fails does not keep the next from running.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-${OUT:-build/gpu_check}}
@@ -77,6 +77,7 @@ if wants decode; then benchmark decode "${DECODE_SECONDS:-150}" --rivals "${RIVA
 if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
 if wants engine; then part engine "${ENGINE_SECONDS:-110}" "$python" benchmarks/engine.py --rows 64,1024 --out "$out/engine.json" || failed=1; fi
 if wants prefill; then benchmark prefill "${PREFILL_SECONDS:-60}" --prefill; fi
+if wants rotary; then part rotary 60 "$python" benchmarks/rotary.py --out "$out/rotary.json" || failed=1; fi
 if wants compiled; then part compiled 150 "$python" benchmarks/compiled.py --out "$out/compiled.json" || failed=1; fi
 echo "$((SECONDS - began)) s in all, results in $out" | tee -a "$summary"
 exit "$failed"

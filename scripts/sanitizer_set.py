@@ -26,6 +26,17 @@ def append_copy_merge() -> None:
         torch.ops.prefixkit.merge_states(out, lse, indptr, torch.arange(7, dtype=torch.int32, device=GPU))
 
 
+def rotary_append() -> None:
+    """Parts of one product, slots that are missing, and forms that run as torch and ``kv_append``."""
+    for dtype, head_dim in ((torch.bfloat16, 128), (torch.float16, 16), (torch.float32, 80), (torch.bfloat16, 6)):
+        parts = torch.randn(9, 4 + 2 * 2, head_dim, device=GPU).to(dtype).split([4, 2, 2], 1)
+        cos, sin = (torch.randn(9, head_dim, device=GPU).to(dtype) for _ in "cs")
+        pages = [torch.zeros(4, 2, 5, head_dim, device=GPU, dtype=dtype).transpose(1, 2) for _ in "kv"]
+        slots = torch.tensor([7, 1, 19, -1, 0, 3, 12, 5, 20], device=GPU)
+        rotated = torch.ops.prefixkit.rotary_append(*parts, cos, sin, *pages, slots)
+        assert bool(torch.isfinite(rotated).all())
+
+
 def tree_attention() -> None:
     """A chain with a star at its end: wide and narrow items, partial states, nodes that begin inside pages, a prompt."""
     from tests.attention.forests import FOLD_ALL, SHARE_ALL, make_snapshot
@@ -99,6 +110,7 @@ def sample() -> None:
 def main() -> None:
     assert ops.SCHEMAS
     append_copy_merge()
+    rotary_append()
     tree_attention()
     plan_tree()
     sample()

@@ -1,7 +1,8 @@
 """The same decode step with a Llama's modules through torch.compile, cut only where attention is.
 
 Weights come as arguments, so that all layers share three compiled functions.  With attention, products of one input are one
-where prefixkit's compiled layers join them; without, modules are as they are.
+where prefixkit's compiled layers join them, and prefixkit's core rotates and appends in one launch, as these layers do;
+without, modules are as they are.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ def _products(x: Tensor, weights: _Weights) -> list[Tensor]:
     return [part for weight, widths in weights for part in linear(x, weight).split(widths, -1)]
 
 
+# Cosines and sines; None where a core rotates.
+_Angles = tuple[Tensor, Tensor] | None
+
+
 def _before(
-    h: Tensor, head_dim: int, eps: float, norm: Tensor, qkv: _Weights, cos: Tensor, sin: Tensor
+    h: Tensor, head_dim: int, eps: float, norm: Tensor, qkv: _Weights, angles: _Angles
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in _products(_norm(h, norm, eps), qkv))
-    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+    return (q, k, v) if angles is None else (_rotate(q, *angles), _rotate(k, *angles), v)
 
 
 def _after(h: Tensor, out: Tensor, eps: float, wo: Tensor, norm: Tensor, gate_up: _Weights, down: Tensor) -> Tensor:
@@ -56,11 +61,10 @@ def _between(
     eps: float,
     after: tuple[Tensor, Tensor, _Weights, Tensor],
     before: tuple[Tensor, _Weights],
-    cos: Tensor,
-    sin: Tensor,
+    angles: _Angles,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     h = _after(h, out, eps, *after)
-    return h, *_before(h, head_dim, eps, *before, cos, sin)
+    return h, *_before(h, head_dim, eps, *before, angles)
 
 
 def _last(
@@ -93,15 +97,19 @@ class CompiledStep:
         layers = list(inner.layers)
         self._any_batch(h, cos, sin)
         rows = None if type(core) is Core else len(h)
-        q, k, v = self._before(h, self._head_dim, self._eps, *_first_weights(layers[0], rows), cos, sin)
+        angles = None if core.rotates else (cos, sin)
+        q, k, v = self._before(h, self._head_dim, self._eps, *_first_weights(layers[0], rows), angles)
         for index, layer in enumerate(layers):
-            core.append(index, k, v)
+            if core.rotates:
+                q = core.rotary_append(index, q, k, v, cos, sin)
+            else:
+                core.append(index, k, v)
             out = core.attend(index, q, self._scale)
             self._any_batch(h, out)
             if index + 1 < len(layers):
                 following = _first_weights(layers[index + 1], rows)
                 h, q, k, v = self._between(
-                    h, out, self._head_dim, self._eps, _other_weights(layer, rows), following, cos, sin
+                    h, out, self._head_dim, self._eps, _other_weights(layer, rows), following, angles
                 )
         chosen: Tensor = self._last(
             h, out, self._eps, _other_weights(layer, rows), inner.norm.weight, self._model.lm_head.weight

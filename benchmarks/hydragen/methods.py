@@ -42,8 +42,15 @@ class Core:
         """Be ready for sequences that have drawn so many tokens."""
         self.state.at(drawn)
 
+    # Whether it turns queries and keys itself, by `rotary_append`, where layers are compiled.
+    rotates = False
+
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Take ``[batch, kv_heads, head_dim]`` of a layer."""
+
+    def rotary_append(self, layer: int, q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn queries and keys, append keys and values, and return the queries."""
+        raise NotImplementedError
 
     def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """``[batch, heads, head_dim]`` to as much."""
@@ -65,8 +72,16 @@ class Tree(Core):
     def kv_bytes(case: Case, bytes_per_token: int) -> int:
         return case.tokens_held(None) * bytes_per_token
 
+    rotates = True
+
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         self.pool.append(layer, key, value, self.state.step.slots)
+
+    def rotary_append(self, layer: int, q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rotated: Tensor = torch.ops.prefixkit.rotary_append(
+            q, key, value, cos, sin, self.pool.k(layer), self.pool.v(layer), self.state.step.slots
+        )
+        return rotated
 
     def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
         step = self.state.step

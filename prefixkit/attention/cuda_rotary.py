@@ -18,8 +18,8 @@ from prefixkit.attention.rotary import rotate
 
 log = logging.getLogger("prefixkit")
 
-# struct Rotary of csrc/rotary_append.cu: pointers; strides of rows, K pages, V pages; slots; tokens, heads, KV heads, vectors of
-# half a head, page size.
+# struct Rotary of csrc/rotary_append.cu: pointers; strides of rows, K pages, V pages; slots; tokens, heads, KV heads, vectors
+# of half a head, page size.
 _ROTARY = Layout("P" * 9 + "q" * 8 + "qqq" * 2 + "q" + "I" * 5)
 _THREADS = 256
 _VECTOR = 16

@@ -12,7 +12,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x: ``[T, heads, head_dim]``.
         cos, sin: ``[T, head_dim]``.
+
+    Returns:
+        As ``x``, contiguous.
     """
     wide, half = x.float(), x.shape[-1] // 2
     turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
-    return (wide * cos.float()[:, None] + turned * sin.float()[:, None]).to(x.dtype)
+    return (wide * cos.float()[:, None] + turned * sin.float()[:, None]).to(x.dtype).contiguous()

@@ -110,7 +110,7 @@ template <class T, bool CACHED> __global__ void __launch_bounds__(THREADS, 3) sa
     if (CACHED) row.fetch();
     const Law law = a.laws[number];
     if (!law.active) return;
-    cluster_arrive();
+    cluster_begin();
     row.obey(law);
     if (thread_of() == 0) s.uniform = uniform53(law.key, law.step);
     const Tops mine = read_row(row);

@@ -16,6 +16,8 @@ DEVICE int block_of() { return blockIdx.x; }
 DEVICE int cluster_rank() { int x; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x)); return x; }
 DEVICE int cluster_size() { int x; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(x)); return x; }
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// With nothing written before that the others must see: no fence, which costs a warp 0.5 us.
+DEVICE void cluster_begin() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // All threads of all blocks meet, and see what the others wrote into shared memory.
 DEVICE void cluster_sync() {
@@ -32,6 +34,7 @@ template <class V> DEVICE V* peer(V* p, int rank) {
 DEVICE int cluster_rank() { return 0; }
 DEVICE int cluster_size() { return 1; }
 DEVICE void cluster_arrive() {}
+DEVICE void cluster_begin() {}
 DEVICE void cluster_wait() {}
 DEVICE void cluster_sync() { __syncthreads(); }
 template <class V> DEVICE V* peer(V* p, int) { return p; }

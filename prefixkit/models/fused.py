@@ -242,6 +242,13 @@ def _make_one(graph: fx.Graph, group: list[_Product], rows: list[int]) -> None:
         graph.erase_node(product.node)
 
 
+def changes_mode(node: fx.Node) -> bool:
+    """Whether a node changes how those after it are computed: autocast, gradients."""
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "_")
+    return node.op == "call_function" and name.startswith(_MODES)
+
+
 def may_write(node: fx.Node) -> bool:
     """Whether a node may change its arguments, or how others compute."""
     if node.op not in ("call_function", "call_method"):

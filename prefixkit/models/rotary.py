@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 import prefixkit.attention.ops  # noqa: F401 - registers torch.ops.prefixkit
-from prefixkit.models.fused import copy_of, may_write
+from prefixkit.models.fused import changes_mode, copy_of, may_write
 
 log = logging.getLogger("prefixkit")
 
@@ -62,19 +62,33 @@ def with_rotary_append(graph: fx.GraphModule) -> fx.GraphModule:
 def _found(graph: fx.Graph) -> tuple[_Rotation, _Rotation, fx.Node] | None:
     """How queries and keys are turned, and the node of ``kv_append``."""
     append, attention = (_only_call(graph, name) for name in ("kv_append", "tree_attention"))
-    if append is None or attention is None or len(append.args) != 5:
+    if append is None or attention is None or len(append.args) != 5 or not attention.args:
         return None
     query, key = _rotation(attention.args[0], attention), _rotation(append.args[0], append)
     if query is None or key is None or (query.cos, query.sin) != (key.cos, key.sin):
         return None
     at = {node: place for place, node in enumerate(graph.nodes)}
-    first = min(at[node] for part in (query, key) for node in part.nodes)
-    # What is turned must still be the same where the op will stand.
-    if at[query.total] > at[append] or any(may_write(node) for node in list(graph.nodes)[first : at[append]]):
+    if not at[query.total] < at[append] < at[attention] or not _alike(query, key):
         return None
-    values = [_value(node) for node in (query.x, key.x, query.cos, query.sin)]
-    alike = len({(value.shape[0], value.shape[-1], value.dtype) for value in values}) == 1
-    return (query, key, append) if alike and values[0].shape[0] == 1 else None
+    # What is turned must still be the same where the op will stand, and the op is for the mode that the graph is called in.
+    first, before = min(at[node] for part in (query, key) for node in part.nodes), list(graph.nodes)[: at[append]]
+    if any(may_write(node) for node in before[first:]) or any(changes_mode(node) for node in before):
+        return None
+    return query, key, append
+
+
+def _alike(query: _Rotation, key: _Rotation) -> bool:
+    """Whether all is of one sequence and one dtype, and nothing is spread over rows or heads."""
+    q, k = _value(query.x), _value(key.x)
+    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != 1 or k.shape != (1, k.shape[1], *q.shape[2:]):
+        return False
+    angles = [_value(node) for node in (query.cos, query.sin)]
+    return (
+        all(angle.shape == (1, *q.shape[2:]) for angle in angles)
+        and _value(query.total).shape == q.shape
+        and _value(key.total).shape == k.shape
+        and len({x.dtype for x in (q, k, *angles, _value(query.total), _value(key.total))}) == 1
+    )
 
 
 def _replace(graph: fx.Graph, query: _Rotation, key: _Rotation, append: fx.Node) -> None:
@@ -163,6 +177,8 @@ def _is(node: fx.Node, name: str) -> bool:
     """Whether a node is the call of a function of torch, an operator or a tensor's method by this name."""
     if node.op == "call_method":
         return node.target == name
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):  # anybody's
+        return False
     module = getattr(node.target, "__module__", None) or ""
     known = module.startswith(("torch", "_operator")) or type(node.target).__name__ == "builtin_function_or_method"
     return node.op == "call_function" and known and getattr(node.target, "__name__", "") == name

@@ -9,6 +9,8 @@ import torch
 from prefixkit.attention import backend, ops
 from prefixkit.attention.checks import BadDevice, BadDtype, BadShape
 from prefixkit.attention.cuda_checks import BadPlan, CudaError
+from prefixkit.attention.ops import NoBackward
+from tests.attention.rotations import bits, check_bound, fresh_rng, nan_pages, random_rows, random_slots
 from tests.gpu.cases import GPU, head_major, poison
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +54,89 @@ def test_append_writes_the_same_bits_as_on_the_cpu(implementation, dtype, head_d
         )
         assert torch.equal(gpu_k.cpu(), k_pages)
         assert torch.equal(gpu_v.cpu(), v_pages)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["head-major", "token-major"])
+def test_rotary_append_leaves_the_same_bits_as_on_the_cpu(implementation, dtype, layout):
+    """Of 16-bit numbers, whose products are exact in float32; a float32 product may be fused with the sum."""
+    rng = fresh_rng()
+    for tokens, heads, kv_heads, head_dim, page_size in (
+        (1, 1, 1, 16, 1),
+        (7, 6, 2, 80, 3),
+        (300, 32, 8, 128, 16),
+        (65, 4, 4, 256, 16),
+        (33, 8, 1, 64, 64),
+        (0, 4, 2, 64, 16),
+        (9, 3, 1, 6, 4),  # too short for vectors
+    ):
+        rows = random_rows(rng, dtype, tokens, heads, kv_heads, head_dim, GPU)
+        shape = (-(-tokens // page_size) + 2, page_size, kv_heads, head_dim)
+        slots = random_slots(rng, tokens, shape[0] * page_size)
+        k_pages, v_pages, _ = nan_pages(shape, dtype)
+        gpu_k, gpu_v = layouts(k_pages)[layout], layouts(v_pages)[layout]
+        poison(1 << 20)
+        found = torch.ops.prefixkit.rotary_append(*rows, gpu_k, gpu_v, slots.to(GPU))
+        assert found.is_contiguous()
+        q, key, value, cos, sin = (x.cpu() for x in rows)
+        rotated = torch.ops.prefixkit.rotary_append(q, key, value, cos, sin, k_pages, v_pages, slots)
+        assert torch.equal(bits(gpu_v.cpu()), bits(v_pages))
+        if dtype == torch.float32:
+            check_bound(found.cpu(), q, cos, sin)
+            check_bound(gpu_k.cpu().flatten(0, 1)[slots], key, cos, sin)
+            assert torch.equal(gpu_k.cpu().isnan(), k_pages.isnan())
+        else:
+            assert torch.equal(bits(found.cpu()), bits(rotated))
+            assert torch.equal(bits(gpu_k.cpu()), bits(k_pages))
+
+
+def test_tokens_without_a_slot_are_rotated_and_not_appended():
+    for head_dim in (64, 6):  # by the kernel, and by torch and kv_append
+        rows = random_rows(fresh_rng(), torch.bfloat16, 5, 4, 2, head_dim, GPU)
+        k_pages, v_pages, _ = nan_pages((3, 4, 2, head_dim), torch.bfloat16)
+        gpu_k, gpu_v = head_major(k_pages), head_major(v_pages)
+        found = torch.ops.prefixkit.rotary_append(*rows, gpu_k, gpu_v, torch.tensor([5, -1, 12, 2, -1], device=GPU))
+        there = [0, 3]
+        on_cpu = [x.cpu() for x in rows]
+        expected = torch.ops.prefixkit.rotary_append(
+            *(x[there] for x in on_cpu), k_pages, v_pages, torch.tensor([5, 2])
+        )
+        assert torch.equal(bits(found[there].cpu()), bits(expected))
+        assert torch.equal(bits(gpu_k.cpu()), bits(k_pages)) and torch.equal(bits(gpu_v.cpu()), bits(v_pages))
+        assert not found.isnan().any()
+
+
+def test_rotary_append_waits_for_what_is_ahead_and_replays_in_a_graph():
+    """It may be started early: what the kernel ahead writes must be there, and what the one behind writes must not."""
+    rng = fresh_rng()
+    inputs = [random_rows(rng, torch.bfloat16, 256, 32, 8, 128, GPU) for _ in range(8)]
+    given = [x.clone() for x in inputs[0]]
+    pages = [head_major(pages) for pages in nan_pages((16, 16, 8, 128), torch.bfloat16)[:2]]
+    slots = random_slots(rng, 256, 256).to(GPU)
+
+    def run(rows):
+        for x, new in zip(given, rows, strict=True):
+            x.copy_(new)
+        rotated = torch.ops.prefixkit.rotary_append(*given, *pages, slots)
+        results = [bits(x).clone() for x in (rotated, *pages)]
+        for x in (*given, *pages):
+            x.zero_()
+        return results
+
+    expected = []
+    for rows in inputs:
+        expected.append(run(rows))
+        torch.cuda.synchronize()
+    found = [run(rows) for rows in inputs]
+    static, graph = [x.clone() for x in inputs[0]], torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run(static)
+    for rows, eager, launched in zip(inputs, expected, found, strict=True):
+        for x, new in zip(static, rows, strict=True):
+            x.copy_(new)
+        graph.replay()
+        for results in (launched, replayed):
+            assert all(torch.equal(one, other) for one, other in zip(results, eager, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -117,12 +202,29 @@ def test_bad_arguments_are_named_before_anything_is_launched(implementation):
     assert not k_pages.any()
 
 
+def test_bad_arguments_of_rotary_append_are_named(implementation):
+    key, value, k_pages, v_pages, slots = small()
+    q, angle, rotary = torch.cat((key, value), dim=1), key[:, 0], torch.ops.prefixkit.rotary_append
+    with pytest.raises(BadDevice, match="rotary_append: q is on cpu"):
+        rotary(q.cpu(), key, value, angle, angle, k_pages, v_pages, slots)
+    with pytest.raises(BadDtype, match=r"rotary_append: sin must be torch.float32 like the pages, got torch.float16"):
+        rotary(q, key, value, angle, angle.half(), k_pages, v_pages, slots)
+    with pytest.raises(BadShape, match=r"rotary_append: cos must have shape \[4, 64\]"):
+        rotary(q, key, value, angle[:1], angle, k_pages, v_pages, slots)
+    with pytest.raises(NoBackward, match="inference_mode"):
+        rotary(q.requires_grad_(), key, value, angle, angle, k_pages, v_pages, slots)
+    assert not k_pages.any()
+
+
 def test_slots_that_do_not_exist_are_refused_in_checked_mode(checked):
     key, value, k_pages, v_pages, slots = small()
     with pytest.raises(IndexError, match=r"kv_append: slots must be 0..11, got 1..12"):
         torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, torch.tensor([1, 2, 3, 12], device=GPU))
     with pytest.raises(ValueError, match="distinct"):
         torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, torch.tensor([1, 2, 3, 3], device=GPU))
+    q, wrong = key[:, :1], torch.tensor([1, 2, 3, 12], device=GPU)
+    with pytest.raises(IndexError, match=r"rotary_append: slots must be 0..11, got 1..12"):
+        torch.ops.prefixkit.rotary_append(q, key, value, q[:, 0], q[:, 0], k_pages, v_pages, wrong)
     with pytest.raises(IndexError, match=r"kv_copy: source must be 0..11"):
         torch.ops.prefixkit.kv_copy(k_pages, v_pages, slots - 1, slots)
     out, lse = torch.zeros(2, 1, 4, device=GPU), torch.zeros(2, 1, device=GPU)
@@ -204,6 +306,10 @@ def test_opcheck(implementation, dtype):
     key, value, k_pages, v_pages, slots = small()
     key, value, k_pages, v_pages = (t.to(dtype) for t in (key, value, k_pages, v_pages))
     torch.library.opcheck(torch.ops.prefixkit.kv_append.default, (key, value, k_pages, v_pages, slots))
+    angle = key[:, 0]
+    for q in (key, key.transpose(0, 1).contiguous().transpose(0, 1)):
+        args = (q, key, value, angle, angle, k_pages, v_pages, slots)
+        torch.library.opcheck(torch.ops.prefixkit.rotary_append.default, args)
     torch.library.opcheck(torch.ops.prefixkit.kv_copy.default, (k_pages, v_pages, slots, slots + 4))
     out, lse = torch.randn(3, 2, 64, device=GPU), torch.randn(3, 2, device=GPU)
     indptr, indices = (torch.tensor(x, dtype=torch.int32, device=GPU) for x in ([0, 1, 1, 3], [2, 0, 1]))

@@ -47,6 +47,7 @@ inline int cluster_size() { return emulation::blocks; }
 inline int block_of() { return emulation::first_block + cluster_rank(); }
 inline void cluster_sync() { emulation::meet(emulation::cluster, emulation::blocks * THREADS); }
 inline void cluster_arrive() {}
+inline void cluster_begin() {}
 inline void cluster_wait() { cluster_sync(); }
 template <class V> inline V* peer(V* p, int rank) {
     using Byte = std::conditional_t<std::is_const_v<V>, const char, char>;
