@@ -75,7 +75,7 @@ if wants planning; then part planning 60 "$python" benchmarks/planning.py --out 
 if wants sampling; then part sampling 60 "$python" benchmarks/sampling.py --out "$out/sampling.json" || failed=1; fi
 if wants decode; then benchmark decode "${DECODE_SECONDS:-150}" --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
 if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
-if wants engine; then part engine "${ENGINE_SECONDS:-110}" "$python" benchmarks/engine.py --rows 64,1024 --out "$out/engine.json" || failed=1; fi
+if wants engine; then part engine "${ENGINE_SECONDS:-110}" "$python" benchmarks/engine.py --rows "${ENGINE_ROWS:-64,1024}" --out "$out/engine.json" || failed=1; fi
 if wants prefill; then benchmark prefill "${PREFILL_SECONDS:-60}" --prefill; fi
 if wants rotary; then part rotary 60 "$python" benchmarks/rotary.py --out "$out/rotary.json" || failed=1; fi
 if wants compiled; then part compiled 150 "$python" benchmarks/compiled.py --out "$out/compiled.json" || failed=1; fi
