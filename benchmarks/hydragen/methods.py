@@ -26,7 +26,10 @@ class Core:
 
     Attributes:
         chosen: What the core decided for the case, for the record.
+        rotates: Where layers are compiled, it turns queries and keys itself, by :meth:`rotary_append`.
     """
+
+    rotates = False
 
     def __init__(self, state: TreeState, spec: KVSpec, heads: int, arena: Arena) -> None:
         self.state, self.spec, self.heads = state, spec, heads
@@ -41,9 +44,6 @@ class Core:
     def at(self, drawn: int) -> None:
         """Be ready for sequences that have drawn so many tokens."""
         self.state.at(drawn)
-
-    # Whether it turns queries and keys itself, by `rotary_append`, where layers are compiled.
-    rotates = False
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Take ``[batch, kv_heads, head_dim]`` of a layer."""
@@ -64,6 +64,8 @@ class Core:
 class Tree(Core):
     """prefixkit: KV in the pages of a tree, one launch a layer.  The patched model does that by itself."""
 
+    rotates = True
+
     def __init__(self, state: TreeState, spec: KVSpec, heads: int, arena: Arena) -> None:
         super().__init__(state, spec, heads, arena)
         self.pool = _pages(spec, int(state.tree.snapshot.page_indptr[-1]), arena)
@@ -71,8 +73,6 @@ class Tree(Core):
     @staticmethod
     def kv_bytes(case: Case, bytes_per_token: int) -> int:
         return case.tokens_held(None) * bytes_per_token
-
-    rotates = True
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         self.pool.append(layer, key, value, self.state.step.slots)

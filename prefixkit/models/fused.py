@@ -244,9 +244,12 @@ def _make_one(graph: fx.Graph, group: list[_Product], rows: list[int]) -> None:
 
 def changes_mode(node: fx.Node) -> bool:
     """Whether a node changes how those after it are computed: autocast, gradients."""
-    target = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "_")
-    return node.op == "call_function" and name.startswith(_MODES)
+    return node.op in ("call_function", "call_method") and _name(node).startswith(_MODES)
+
+
+def _name(node: fx.Node) -> str:
+    name: str = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
+    return name
 
 
 def may_write(node: fx.Node) -> bool:
@@ -259,6 +262,5 @@ def may_write(node: fx.Node) -> bool:
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
         return any(getattr(packet, name)._schema.is_mutable for name in packet.overloads())
-    name = target if isinstance(target, str) else getattr(target, "__name__", "_")
     asked = "out" in node.kwargs or node.kwargs.get("inplace") or any(argument is True for argument in node.args)
-    return bool(asked) or target in _IN_PLACE or name.endswith("_") or name.startswith(_MODES)
+    return bool(asked) or target in _IN_PLACE or _name(node).endswith("_") or changes_mode(node)

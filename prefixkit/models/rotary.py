@@ -7,7 +7,6 @@ and only attention and ``kv_append`` take what comes out, ``rotary_append`` does
 
 from __future__ import annotations
 
-import logging
 import operator
 from dataclasses import dataclass
 
@@ -16,8 +15,6 @@ from torch import fx
 
 import prefixkit.attention.ops  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.models.fused import changes_mode, copy_of, may_write
-
-log = logging.getLogger("prefixkit")
 
 _Nodes = tuple[fx.Node, ...]
 
@@ -49,11 +46,12 @@ def with_rotary_append(graph: fx.GraphModule) -> fx.GraphModule:
         graph: As dynamo traced it under no_grad or inference mode, with one ``kv_append`` and one ``tree_attention``.  It stays
             as it is.
     """
-    if torch.is_grad_enabled() or _found(graph.graph) is None:
+    if torch.is_grad_enabled():
         return graph
     copied = copy_of(graph)
     found = _found(copied.graph)
-    assert found is not None, "a copy has the same nodes"
+    if found is None:
+        return graph
     _replace(copied.graph, *found)
     copied.recompile()
     return copied
