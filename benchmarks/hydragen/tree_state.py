@@ -10,8 +10,8 @@ import torch
 from benchmarks.hydragen.cases import Case, CaseTree
 from prefixkit.attention.cost import CostModel, HeadShape
 from prefixkit.attention.formats import Queries
-from prefixkit.attention.gpu_buffers import GpuPlanBuffers, capacity_for
-from prefixkit.attention.step import Planner, Step, build_step, planner_for
+from prefixkit.attention.gpu_buffers import capacity_for
+from prefixkit.attention.step import Step, build_step, planner_for
 from prefixkit.tree.snapshot import TreeSnapshot
 
 # By this cost nothing is worth sharing.
@@ -35,8 +35,8 @@ class TreeState:
         if not share:
             self._planner.cost, self._planner.gpu = NEVER, replace(self._planner.gpu, sharing=NEVER)
         self._snapshot, self._queries = self._grown(case.new)
-        if self._planner.num_sms is not None:
-            self._planner.buffers = self._buffers(self._planner)
+        self._planner.launch = None  # numpy plans, by the cost above
+        self._work = self._room_for_plans()
         self.step = self._build()
 
     @property
@@ -70,12 +70,20 @@ class TreeState:
 
     def _build(self) -> Step:
         rows = np.arange(self.case.batch, dtype=np.int64)
-        return build_step(self._snapshot, self._queries, rows % 251, rows, self._planner, self._device)
+        step = build_step(self._snapshot, self._queries, rows % 251, rows, self._planner, self._device)
+        if self._work is None:
+            return step
+        for there, new in zip(self._work, step.work, strict=True):
+            there[: len(new)].copy_(new)
+        return replace(step, planned=replace(step.planned, work=self._work))
 
-    def _buffers(self, planner: Planner) -> GpuPlanBuffers:
-        assert planner.num_sms is not None
+    def _room_for_plans(self) -> list[torch.Tensor] | None:
+        """Tensors that hold the plan of any length, at addresses that stay; None where no graph can take a plan."""
+        planner = self._planner
+        if planner.num_sms is None:
+            return None
         room = capacity_for(self._snapshot, self._queries, planner.shape, planner.num_sms, planner.gpu)
-        return GpuPlanBuffers(room, self._device)
+        return [torch.zeros(shape, dtype=torch.int32, device=self._device) for shape in room.shapes()]
 
 
 def _tensors(step: Step) -> list[torch.Tensor]:

@@ -1,20 +1,17 @@
-"""Plans in tensors of fixed size and place, so that a captured CUDA graph survives a new plan."""
+"""How much a plan for the CUDA kernels may hold, and what size holds any plan of a tree."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from prefixkit.attention.cost import HeadShape, may_share
 from prefixkit.attention.formats import Queries
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
 from prefixkit.attention.gpu_plan import GpuPlan
 from prefixkit.attention.gpu_split import EXTRA
-from prefixkit.attention.staging import Staged
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 OVERFLOW = 7  # of counts: 1 where a plan made on the GPU did not fit, and is empty
@@ -72,7 +69,6 @@ def capacity_for(
     shape: HeadShape,
     num_sms: int,
     cost: GpuCost = H200,
-    tile_rows: int | None = None,
 ) -> PlanCapacity:
     """Room for any plan of this tree and these rows, whatever its nodes' lengths and whatever is shared.
 
@@ -81,10 +77,9 @@ def capacity_for(
         shape: The heads.
         num_sms: Multiprocessors of the GPU.
         cost: For its numbers of workers, and the query heads of its tiles.
-        tile_rows: ``NARROW_ROWS`` for plans of narrow items only.
     """
     own, below = _rows(snapshot, queries)
-    return _room(snapshot, own, below, below > 0, shape, num_sms, cost, tile_rows or cost.sharing.tile_heads)
+    return _room(snapshot, own, below, below > 0, shape, num_sms, cost)
 
 
 def room_for(
@@ -93,7 +88,7 @@ def room_for(
     """Room for the plan of this tree with its nodes as long as they are now: less than for any, where few can be shared."""
     own, below = _rows(snapshot, queries)
     shared = may_share(snapshot, own, below, shape, cost.sharing)
-    return _room(snapshot, own, below, shared, shape, num_sms, cost, cost.sharing.tile_heads)
+    return _room(snapshot, own, below, shared, shape, num_sms, cost)
 
 
 def _rows(snapshot: TreeSnapshot, queries: Queries) -> tuple[Ints, Ints]:
@@ -111,10 +106,9 @@ def _room(
     shape: HeadShape,
     num_sms: int,
     cost: GpuCost,
-    tile_rows: int,
 ) -> PlanCapacity:
     """Room for any plan that shares no nodes but ``shared``."""
-    group = shape.group
+    group, tile_rows = shape.group, cost.sharing.tile_heads
     asking, above = np.flatnonzero(own), np.flatnonzero(shared)
     queries_of = np.concatenate((own[asking], below[above]))
     # Segments of a row that folds all above it.
@@ -123,7 +117,7 @@ def _room(
     tiles = np.where(thin, 1, -(-queries_of // most))
     # A row's last tile may be a narrow one.
     ends_thin = ~thin & ((queries_of - (tiles - 1) * most) * group <= NARROW_ROWS)
-    narrow = int(thin.sum() + ends_thin.sum()) if tile_rows > NARROW_ROWS else int(tiles.sum())
+    narrow = int(thin.sum() + ends_thin.sum())
     extra_wide, extra_narrow = (EXTRA * role.workers * num_sms // shape.kv_heads for role in (cost.wide, cost.narrow))
     extra_narrow = extra_narrow if narrow else 0
     cuts = extra_wide * max(1, tile_rows // group) + extra_narrow * max(1, NARROW_ROWS // group)
@@ -134,32 +128,3 @@ def _room(
         rows=int(own.sum()),
         partials=int(queries_of.sum()) + cuts,
     )
-
-
-class GpuPlanBuffers:
-    """The six arrays of a plan on a device, at addresses that stay.
-
-    Attributes:
-        capacity: What they hold at most.
-        work: The tensors, as ``tree_attention`` takes them; ``counts`` says how much of each is in use.
-        fills: How many plans they have held.
-    """
-
-    def __init__(self, capacity: PlanCapacity, device: torch.device | str) -> None:
-        self.capacity = capacity
-        self.fills = 0
-        self._staged = Staged(capacity.shapes(), device)
-        self.work: list[Tensor] = self._staged.tensors
-
-    def fill(self, plan: GpuPlan) -> list[Tensor]:
-        """Put a plan in place of the last one: one copy on the current stream, for which the host does not wait.
-
-        Raises:
-            PlanTooLarge: it does not fit; the last plan stays.
-        """
-        self.capacity.check(size_of(plan))
-        for staged, array in zip(self._staged.begin(), plan.arrays(), strict=True):
-            staged[: len(array)] = array
-        self._staged.send()
-        self.fills += 1
-        return self.work

@@ -100,7 +100,6 @@ def make_gpu_plan(
     group: int,
     kv_heads: int,
     num_sms: int = 132,
-    narrow_only: bool = False,
     cost: GpuCost = H200,
 ) -> GpuPlan:
     """Cut formats into wide and narrow items.
@@ -112,7 +111,6 @@ def make_gpu_plan(
         group: Query heads per KV head.
         kv_heads: KV heads; each item runs once for each.
         num_sms: Multiprocessors that share the work.
-        narrow_only: Make narrow items only, for kernels without a matrix path; groups are at most 8 then.
         cost: What the GPU's paths cost, and how many query heads its wide tile holds; a larger group is cut into slices by the
             kernel.
 
@@ -121,7 +119,7 @@ def make_gpu_plan(
     """
     rows = _gather_rows(formats, length)
     wide_rows = cost.sharing.tile_heads
-    tiles = _tile(rows, group, NARROW_ROWS if narrow_only else wide_rows)
+    tiles = _tile(rows, group, wide_rows)
     entries = kv_heads * -(-group // wide_rows)  # of an item: KV heads, and slices of a large group
     pieces = np.ones(len(tiles.row), dtype=np.int64)
     for role, mine in ((cost.wide, tiles.is_wide), (cost.narrow, ~tiles.is_wide)):

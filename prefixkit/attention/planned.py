@@ -12,15 +12,10 @@ from torch import Tensor
 from prefixkit.attention.ancestry import Longs, mark
 from prefixkit.attention.cost import CostModel, HeadShape, decide_sharing
 from prefixkit.attention.formats import Queries
-from prefixkit.attention.gpu_buffers import GpuPlanBuffers
 from prefixkit.attention.gpu_cost import NARROW_ROWS
 from prefixkit.attention.gpu_plan import GpuPlan
 from prefixkit.attention.plan import Plan
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
-
-
-class StalePlan(ValueError):
-    """The tensors of a step's plan hold a later plan by now."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,41 +61,19 @@ class Planned:
     """A plan's tensors, and the plan itself: made before them on the host, or alike by a GPU, and then known on demand.
 
     Attributes:
-        tensors: As the ops take them.
+        work: The plan's arrays as int32 tensors, in the order in which the ops take them.
         snapshot, queries: What was planned for.
         specify: Makes the plan of those on the host.
         read: Counts what it reads.
         made: That plan, if the host made it at once.
-        buffers, fill: Whose the tensors are, if they are used again, and which of the plans in them this one is.
     """
 
-    tensors: list[Tensor]
+    work: list[Tensor]
     snapshot: TreeSnapshot
     queries: Queries
     specify: Callable[[TreeSnapshot, Queries], Plan | GpuPlan]
     read: Callable[[TreeSnapshot, Queries], Reads]
     made: Plan | GpuPlan | None = None
-    buffers: GpuPlanBuffers | None = None
-    fill: int = 0
-
-    @property
-    def stale(self) -> bool:
-        """Whether the tensors hold a later plan."""
-        return self.buffers is not None and self.buffers.fills != self.fill
-
-    @property
-    def work(self) -> list[Tensor]:
-        """The plan's arrays as int32 tensors, in the order in which the ops take them.
-
-        Raises:
-            StalePlan: a later plan is in the buffers.
-        """
-        if self.stale:
-            raise StalePlan(
-                "this step's plan was overwritten by a later one: buffers hold one plan at a time, so run each step before "
-                "the next is built, or plan without buffers"
-            )
-        return self.tensors
 
     @cached_property
     def plan(self) -> Plan | GpuPlan:

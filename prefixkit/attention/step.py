@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prefixkit.attention.cost import CPU_COST, CostModel, HeadShape
 from prefixkit.attention.formats import BSR, Queries, all_rows, check_queries, decompose, visible_lengths
-from prefixkit.attention.gpu_buffers import GpuPlanBuffers, PlanCapacity, room_for
+from prefixkit.attention.gpu_buffers import PlanCapacity, room_for
 from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
@@ -60,11 +60,7 @@ class Step:
 
     @property
     def work(self) -> list[Tensor]:
-        """The plan's arrays as int32 tensors, in the order in which the ops take them.
-
-        Raises:
-            StalePlan: they hold a later plan; see ``Planner.buffers``.
-        """
+        """The plan's arrays as int32 tensors, in the order in which the ops take them."""
         return self.planned.work
 
     @property
@@ -82,7 +78,7 @@ class Step:
 class Planner:
     """Plans steps for one model shape, and keeps the last plan while the tree's structure stands.
 
-    Every plan has tensors of its own, unless there are ``buffers``: so steps stay good however many come after them.
+    Every plan has tensors of its own, so steps stay good however many come after them.
 
     Attributes:
         shape: The attention heads.
@@ -91,8 +87,6 @@ class Planner:
         num_sms: Plan for the CUDA kernels with so many blocks, one or two per multiprocessor; None plans for whatever takes a
             :class:`Plan`.
         gpu: What that GPU's paths cost.
-        buffers: Where GPU plans go, so that a captured graph survives new ones: one asynchronous copy.  An earlier step whose
-            plan is overwritten raises StalePlan when its ``work`` is asked for.
         launch: Makes the same plans on the GPU, from a capacity and the tree to a plan's tensors; see
             ``cuda_planner.plan_on_gpu``.  None: numpy makes them, as it does what is too large.
         plans_made: How many plans were made, for tests and reports.
@@ -103,7 +97,6 @@ class Planner:
     num_workers: int = 1
     num_sms: int | None = None
     gpu: GpuCost = H200
-    buffers: GpuPlanBuffers | None = None
     launch: Callable[[PlanCapacity, Tensor], list[Tensor]] | None = None
     plans_made: int = 0
     _key: tuple[object, ...] | None = field(default=None, repr=False)
@@ -128,11 +121,10 @@ class Planner:
 
         Raises:
             ValueError: the queries leave out KV that they need.
-            PlanTooLarge: the plan does not fit ``buffers``; the last plan stays.
         """
         key = (snapshot.version, queries.node.tobytes(), (queries.end - queries.begin).tobytes(), device)
         last = self._planned
-        if last is not None and key == self._key and not last.stale:
+        if last is not None and key == self._key:
             return last, upload(beside(), device)
         planned, tensors = self._on_gpu(snapshot, queries, device, beside) or self._on_host(
             snapshot, queries, device, beside
@@ -152,7 +144,7 @@ class Planner:
         beside: Callable[[], Sequence[Array]],
     ) -> tuple[Planned, list[Tensor]] | None:
         """Plan by ``launch``; None where it cannot, or should not."""
-        if self.launch is None or self.num_sms is None or self.buffers is not None:
+        if self.launch is None or self.num_sms is None:
             return None
         assert self.cost == self.gpu.sharing, "the GPU shares by its own cost"
         check_queries(snapshot, queries)
@@ -173,9 +165,6 @@ class Planner:
         beside: Callable[[], Sequence[Array]],
     ) -> tuple[Planned, list[Tensor]]:
         plan = self._specify(snapshot, queries)
-        if self.buffers is not None and isinstance(plan, GpuPlan):
-            work = self.buffers.fill(plan)
-            return self.planned_for(snapshot, queries, work, plan, self.buffers), upload(beside(), device)
         arrays = plan.arrays()
         tensors = upload([*map(_ints, arrays), *beside()], device)
         return self.planned_for(snapshot, queries, tensors[: len(arrays)], plan), tensors[len(arrays) :]
@@ -186,11 +175,9 @@ class Planner:
         queries: Queries,
         work: list[Tensor],
         plan: Plan | GpuPlan | None = None,
-        buffers: GpuPlanBuffers | None = None,
     ) -> Planned:
         """A plan of these queries that is in ``work`` already, or will be."""
-        fills = buffers.fills if buffers is not None else 0
-        return Planned(work, snapshot, queries, self._specify, self._reads, plan, buffers, fills)
+        return Planned(work, snapshot, queries, self._specify, self._reads, plan)
 
     def _reads(self, snapshot: TreeSnapshot, queries: Queries) -> Reads:
         return Reads.of(snapshot, queries, self.shape, self.cost)

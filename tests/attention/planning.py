@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from prefixkit.attention.cost import CostModel, HeadShape
-from prefixkit.attention.formats import Queries, all_rows, visible_lengths
-from prefixkit.attention.gpu_cost import H200, GpuCost
+from prefixkit.attention.cpu_pieces import ranges
+from prefixkit.attention.formats import BSR, Queries, all_rows, visible_lengths
+from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
 from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.attention.forests import make_snapshot, random_parents
@@ -57,4 +58,24 @@ def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: 
         kv_heads=shape.kv_heads,
         num_sms=num_sms,
         cost=cost,
+    )
+
+
+def narrowed(rows: BSR, group: int) -> BSR:
+    """The same rows cut to so few queries that every item is a narrow one; groups are at most ``NARROW_ROWS``."""
+    step, queries = NARROW_ROWS // group, rows.q_end - rows.q_begin
+    count = -(-queries // step)
+    row = np.repeat(np.arange(rows.num_rows), count)
+    begin = (rows.q_begin[row] + step * ranges(np.zeros_like(count), count)).astype(np.int32)
+    segments = np.diff(rows.indptr)[row]
+    which = ranges(rows.indptr[:-1][row], segments)
+    return replace(
+        rows,
+        q_begin=begin,
+        q_end=np.minimum(begin + step, rows.q_end[row]),
+        causal=rows.causal[row],
+        indptr=np.concatenate(([0], np.cumsum(segments))).astype(np.int32),
+        node=rows.node[which],
+        begin=rows.begin[which],
+        end=rows.end[which],
     )

@@ -1,45 +1,21 @@
-"""Buffers of plans: one plan after another at the same addresses, and a plain refusal of what does not fit."""
+"""What holds a plan, and a plain refusal of what does not fit."""
 
 import numpy as np
 import pytest
-import torch
 
-from benchmarks.tree_attention.workloads import tree_of
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries, all_rows, visible_lengths
-from prefixkit.attention.gpu_buffers import GpuPlanBuffers, PlanCapacity, PlanTooLarge, capacity_for, room_for, size_of
+from prefixkit.attention.gpu_buffers import PlanCapacity, PlanTooLarge, capacity_for, room_for, size_of
 from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
 from tests.attention.forests import make_snapshot, random_parents
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
 
 
-def plan_of(name):
-    snapshot = tree_of(name)
-    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
-    queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
-    rows = all_rows(snapshot, queries, HeadShape(8, 1, 128, 2), H200_COST)
-    return make_gpu_plan([rows], visible_lengths(snapshot, queries), len(leaf), group=8, kv_heads=1)
-
-
-def test_one_plan_after_another_at_the_same_addresses():
-    buffers = GpuPlanBuffers(PlanCapacity(wide=300, narrow=600, segments=2000, rows=256, partials=4096), "cpu")
-    addresses = [tensor.data_ptr() for tensor in buffers.work]
-    for name in ("2L b256 p4096 s128", "beam d6", "2L b64 p1024 s16"):
-        plan = plan_of(name)
-        work = buffers.fill(plan)
-        assert [tensor.data_ptr() for tensor in work] == addresses
-        for tensor, array in zip(work, plan.arrays(), strict=True):
-            assert torch.equal(tensor[: len(array)], torch.from_numpy(array))
-    assert all(address % 16 == 0 for address in addresses)
-
-
-def test_what_does_not_fit_is_named_and_the_last_plan_stays():
-    small = plan_of("2L b64 p1024 s16")
-    buffers = GpuPlanBuffers(size_of(small), "cpu")
-    before = [tensor.clone() for tensor in buffers.fill(small)]
-    with pytest.raises(PlanTooLarge, match=r"needs .*\d+ narrow \(room for 64\), .*256 rows \(room for 64\)"):
-        buffers.fill(plan_of("2L b256 p1024 s16"))
-    assert all(torch.equal(a, b) for a, b in zip(before, buffers.work, strict=True))
+def test_what_does_not_fit_is_named():
+    small, large = PlanCapacity(3, 64, 200, 64, 128), PlanCapacity(3, 65, 100, 256, 128)
+    with pytest.raises(PlanTooLarge, match=r"a plan needs 65 narrow \(room for 64\), 256 rows \(room for 64\); make"):
+        small.check(large, "a plan")
+    small.check(small)
 
 
 @pytest.mark.parametrize("seed", range(100))

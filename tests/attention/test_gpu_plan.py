@@ -54,7 +54,7 @@ def test_items_cover_every_visible_token_of_every_query_exactly_once(seed, shape
     case = random_case(seed, *SHAPES[shape])
     snapshot, queries, _, length = case
     position = snapshot.start[queries.row_node()] + queries.row_offset()
-    for options in ({}, {"cost": H200}, {"num_sms": 132}, {"narrow_only": True} if shape != "groups of 64" else {}):
+    for options in ({}, {"cost": H200}, {"num_sms": 132}):
         plan = plan_of(case, *SHAPES[shape], **options)
         counts = [Counter() for _ in range(queries.num_rows)]
         for _, q_begin, q_end, _, causal, segments in items_of(plan):

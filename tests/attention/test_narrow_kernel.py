@@ -19,6 +19,7 @@ from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.nvrtc import CSRC
 from prefixkit.attention.reference import reference_attention, visible_tokens
 from tests.attention.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
+from tests.attention.planning import narrowed
 from tests.emulation.build import build
 
 HERE = Path(__file__).parent / "narrow_emulation"
@@ -97,13 +98,12 @@ def attend(kernel, case: Case, stages: int, blocks: int) -> tuple[Tensor, Tensor
     positions = case.positions.long()
     length = visible_lengths(snapshot, case.queries)
     plan = make_gpu_plan(
-        [all_rows(snapshot, case.queries, case.shape, SHARE_ALL)],
+        [narrowed(all_rows(snapshot, case.queries, case.shape, SHARE_ALL), case.shape.group)],
         length,
         rows,
         group=case.shape.group,
         kv_heads=kv_heads,
         num_sms=blocks,
-        narrow_only=True,
     )
     work = [np.ascontiguousarray(x) for x in plan.arrays()]
     nodes = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)

@@ -6,8 +6,6 @@ import torch
 
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries
-from prefixkit.attention.gpu_buffers import GpuPlanBuffers, PlanCapacity
-from prefixkit.attention.planned import StalePlan
 from prefixkit.attention.step import Planner, build_step
 from prefixkit.tree.radix import PrefixTree
 
@@ -53,36 +51,6 @@ def test_a_plan_is_kept_while_leaves_grow_and_remade_when_the_tree_changes():
     tree.release(forks[0])
     build_step(tree.snapshot(), runs((1, 1, 2)), np.array([31]), np.array([0]), planner)
     assert planner.plans_made == 2
-
-
-def test_plans_for_a_gpu_can_follow_each_other_in_the_same_tensors():
-    tree, forks = grown_tree()
-    buffers = GpuPlanBuffers(PlanCapacity(wide=4, narrow=8, segments=16, rows=4, partials=8), "cpu")
-    planner = Planner(SHAPE, num_sms=1, buffers=buffers)
-    first = build_step(tree.snapshot(), runs((1, 0, 1), (2, 0, 1)), np.array([20, 30]), np.array([0, 1]), planner)
-    assert first.work[0][2] == 2
-    addresses = [tensor.data_ptr() for tensor in first.work]
-    tree.release(forks[0])
-    second = build_step(tree.snapshot(), runs((1, 0, 1)), np.array([30]), np.array([0]), planner)
-    assert second.work[0][2] == 1
-    assert addresses == [tensor.data_ptr() for tensor in second.work]
-    assert torch.equal(second.work[0], torch.from_numpy(second.plan.counts))
-    with pytest.raises(StalePlan, match="overwritten by a later one"):
-        first.work  # noqa: B018
-    assert first.plan.num_rows == 2, "what was planned is still known"
-
-
-def test_whoever_fills_the_buffers_the_planner_notices():
-    tree, _ = grown_tree()
-    buffers = GpuPlanBuffers(PlanCapacity(wide=4, narrow=8, segments=16, rows=4, partials=8), "cpu")
-    planners = [Planner(SHAPE, num_sms=1, buffers=buffers) for _ in range(2)]
-    arguments = tree.snapshot(), runs((1, 0, 1), (2, 0, 1)), np.array([20, 30]), np.array([0, 1])
-    first = build_step(*arguments, planners[0])
-    build_step(*arguments, planners[1])
-    with pytest.raises(StalePlan):
-        first.work  # noqa: B018
-    assert build_step(*arguments, planners[0]).work[0][2] == 2
-    assert planners[0].plans_made == 2
 
 
 def test_steps_of_one_planner_stay_good_side_by_side():

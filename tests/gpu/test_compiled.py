@@ -14,7 +14,7 @@ import prefixkit
 from prefixkit.api import make_engine
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries
-from prefixkit.attention.gpu_buffers import GpuPlanBuffers, capacity_for
+from prefixkit.attention.gpu_buffers import PlanCapacity, capacity_for
 from prefixkit.attention.kv_pool import KVPool
 from prefixkit.attention.step import Planner, Step, build_step, planner_for
 from prefixkit.generation.request import Request, SamplingParams
@@ -30,11 +30,12 @@ TOKENS = 48
 class StaticStep:
     """A decode step in tensors that stay, filled anew for each token."""
 
-    def __init__(self, first: Step, work: list[Tensor]) -> None:
+    def __init__(self, first: Step, capacity: PlanCapacity) -> None:
         start, length, indptr, pages, first_slot = first.nodes
         room = [start.clone(), length.clone(), indptr.clone(), pages.new_zeros(PAGES), first_slot.clone()]
         names = ("tokens", "positions", "slots", "logit_rows")
-        planned = replace(first.planned, tensors=work, buffers=None)
+        work = [torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in capacity.shapes()]
+        planned = replace(first.planned, work=work)
         same = {name: getattr(first, name).clone() for name in names}
         self.step = replace(first, nodes=room, planned=planned, **same)
         self.names = names
@@ -42,7 +43,7 @@ class StaticStep:
     def load(self, step: Step) -> None:
         for name in self.names:
             getattr(self.step, name).copy_(getattr(step, name))
-        for there, here in zip(self.step.nodes, step.nodes, strict=True):
+        for there, here in zip((*self.step.work, *self.step.nodes), (*step.work, *step.nodes), strict=True):
             there[: len(here)].copy_(here)
 
 
@@ -108,12 +109,10 @@ def test_tokens_of_a_captured_compiled_step_are_right_where_the_model_is_sure(
         ends = snapshot.length[leaves]
         queries = Queries(leaves.astype(np.int32), ends - 1, ends)
         capacity = capacity_for(snapshot, queries, shape, planner.num_sms, planner.gpu)
-        planner = replace(planner, launch=None, buffers=GpuPlanBuffers(capacity, "cuda"))
-        assert planner.buffers is not None
         runner = ModelRunner(model, decode.pool, compiled=True)
         assert runner.compiled is not None
         first = decode.step(planner)
-        static = StaticStep(first, planner.buffers.work)
+        static = StaticStep(first, capacity)
         static.load(first)
         runner(static.step)  # compiles
         decode.choose(runner(static.step))
