@@ -15,7 +15,6 @@ from prefixkit.attention.checks import BadDevice, BadShape, check_attention, che
 from prefixkit.attention.cuda_checks import CudaError, check_packed_numbers
 from prefixkit.attention.cuda_launch import Layout, checked, launch
 from prefixkit.attention.cuda_maps import ALL_BYTES, holds_groups, tensor_maps
-from prefixkit.attention.cuda_pack import packed
 from prefixkit.attention.cuda_units import ATTENTION, attention_unit, kernel_for
 from prefixkit.attention.nvrtc import arch_for, supported_archs
 from prefixkit.attention.variants import lookup
@@ -48,8 +47,6 @@ class _Ready:
     blocks: int
     threads: int
     shared: int
-    group: int = 1
-    wide_rows: int = 0
     numbers: tuple[int, ...] = ()
     parameters: int = 0
     reach: int = 0
@@ -76,7 +73,7 @@ def tree_attention(
     scale: float,
     key: str,
 ) -> tuple[Tensor, Tensor]:
-    """``tree_attention``; ``work`` as ``gpu_plan`` packs it, or a plan's own five tensors, which are packed here, once.
+    """``tree_attention``; ``work`` as ``gpu_plan`` packs it; plain torch also takes the five tensors of ``Plan``.
 
     Raises:
         BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
@@ -94,7 +91,6 @@ def tree_attention(
     if not q.is_contiguous() or q.data_ptr() & 15:
         q = q.clone(memory_format=torch.contiguous_format)
     head = ready.heads.get((k_pages.data_ptr(), v_pages.data_ptr())) or _head(ready, k_pages, v_pages)
-    work = packed(q.shape[0], work, nodes, ready.group, k_pages.shape[2], ready.blocks, ready.wide_rows)
     plan = _plan_pointers(q, q_positions, work, nodes)
     if checked():
         check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
@@ -183,8 +179,6 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
         blocks,
         kernel.threads,
         shared,
-        group,
-        kernel.wide_rows,
         numbers,
         parameters,
         reach=variant.reach or 0,

@@ -2,12 +2,11 @@
 
 After FlashInfer (section 3.1): a BSR matrix has groups of queries as rows and blocks of KV as columns, and attention over a
 tree is a sum of such matrices.  Here a row's columns are slices of tree nodes, and each slice stands for the page blocks
-it covers (:func:`page_blocks`).
+it covers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -218,19 +217,3 @@ def _select(rows: BSR, chosen: NDArray[np.bool_], tile_rows: int) -> BSR:
         begin=rows.begin[segment],
         end=rows.end[segment],
     )
-
-
-def tile_class(query_heads: int) -> int:
-    """The smallest tile that holds so many rows, or the largest there is."""
-    return next((tile for tile in TILE_CLASSES if query_heads <= tile), TILE_CLASSES[-1])
-
-
-def page_blocks(snapshot: TreeSnapshot, node: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The page blocks behind a slice of a node: ``(page, first, last)`` with tokens in slots ``[first, last)`` of the page."""
-    size = snapshot.page_size
-    slot, stop = int(snapshot.first_slot[node]) + begin, int(snapshot.first_slot[node]) + end
-    while slot < stop:
-        page = int(snapshot.pages[snapshot.page_indptr[node] + slot // size])
-        upto = min(stop, (slot // size + 1) * size)
-        yield page, slot % size, (upto - 1) % size + 1
-        slot = upto

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from prefixkit.attention import ops  # noqa: F401
 from prefixkit.attention.cost import CostModel, HeadShape
-from prefixkit.attention.formats import Queries, decompose, visible_lengths
+from prefixkit.attention.formats import Queries, all_rows, decompose, visible_lengths
+from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
@@ -193,6 +195,19 @@ def plan_of(case: Case, cost: CostModel, *, shared: np.ndarray | None = None, **
     formats = decompose(case.snapshot, case.queries, case.shape, cost, shared)
     length = visible_lengths(case.snapshot, case.queries)
     return make_plan(formats, length, case.queries.num_rows, group=case.shape.group, **options)
+
+
+def gpu_plan_of(case: Case, cost: CostModel, num_sms: int = 3, wide_rows: int = H200.sharing.tile_heads) -> GpuPlan:
+    """The case's plan for kernels with so many blocks and rows of a wide tile."""
+    return make_gpu_plan(
+        [all_rows(case.snapshot, case.queries, case.shape, cost)],
+        visible_lengths(case.snapshot, case.queries),
+        case.queries.num_rows,
+        group=case.shape.group,
+        kv_heads=case.shape.kv_heads,
+        num_sms=num_sms,
+        cost=replace(H200, sharing=replace(H200.sharing, tile_heads=wide_rows)),
+    )
 
 
 def int_tensors(*arrays: np.ndarray | list[int]) -> list[Tensor]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prefixkit.attention.cost import CPU_COST, CostModel, HeadShape, decide_sharing
-from prefixkit.attention.formats import OPEN, TILE_CLASSES, Queries, decompose, page_blocks, visible_lengths
+from prefixkit.attention.formats import OPEN, TILE_CLASSES, Queries, decompose, visible_lengths
 from prefixkit.tree.radix import PrefixTree
 from tests.attention import slow_formats
 from tests.attention.forests import make_snapshot, random_parents
@@ -131,16 +131,6 @@ def test_a_leaf_is_open_at_its_end_so_that_it_can_grow_under_the_plan():
     tree.insert([1, 2, 3])
     (bsr,) = decompose(tree.snapshot(), Queries(*map(np.int32, ([0], [0], [3]))), SHAPE, CPU_COST)
     assert bsr.row_segments(0) == [(0, 0, OPEN)]
-
-
-def test_page_blocks_cover_a_slice_that_begins_and_ends_inside_pages():
-    tree = PrefixTree(64, page_size=4)
-    tree.insert([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
-    tree.insert([1, 2, 3, 4, 5, 6, 99])  # cuts the first sequence inside its second page
-    snapshot = tree.snapshot()
-    lower = int(np.flatnonzero(snapshot.start == 6)[0])
-    assert snapshot.length[lower] == 4
-    assert list(page_blocks(snapshot, lower, 1, 4)) == [(1, 3, 4), (2, 0, 2)]
 
 
 class TestSharing:

@@ -8,11 +8,10 @@ import torch
 
 from prefixkit.attention import torch_backend
 from prefixkit.attention.cuda_checks import BadPlan, check_packed_numbers
-from prefixkit.attention.cuda_pack import packed
 from prefixkit.attention.reference import reference_attention
 from prefixkit.attention.state import State
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, register, sliding_window, soft_cap
-from tests.attention.forests import FOLD_ALL, SHARE_ALL, int_tensors, node_tensors, plan_of, random_case
+from tests.attention.forests import FOLD_ALL, SHARE_ALL, gpu_plan_of, int_tensors, node_tensors, plan_of, random_case
 
 
 def head_major(pages: torch.Tensor) -> torch.Tensor:
@@ -34,10 +33,10 @@ def test_a_forest_under_a_variant_equals_the_reference(seed, packing):
     ]
     variant = variants[seed % len(variants)]
     options = ({}, {"kv_heads": kv_heads, "num_workers": 3}, {"num_workers": 4, "min_chunk": 4})[seed % 3]
-    plan = plan_of(case, SHARE_ALL if seed % 2 else FOLD_ALL, **options)
+    cost = SHARE_ALL if seed % 2 else FOLD_ALL
+    plan = gpu_plan_of(case, cost) if packing else plan_of(case, cost, **options)
     work, nodes = int_tensors(*plan.arrays()), node_tensors(case)
     if packing:
-        work = list(packed(len(case.q), work, nodes, heads // kv_heads, kv_heads, num_sms=3))
         check_packed_numbers(len(case.q), case.k_pages.shape[:2], work, nodes)
     out, lse = torch_backend.tree_attention(
         case.q,
@@ -138,10 +137,7 @@ def change_segments(work, nodes):
 )
 def test_checked_mode_names_what_is_wrong_with_a_packed_plan(change, words):
     case = random_case(np.random.default_rng(3))
-    heads, kv_heads = case.q.shape[1], case.k_pages.shape[2]
-    nodes = node_tensors(case)
-    plan = plan_of(case, SHARE_ALL)
-    work = list(packed(len(case.q), int_tensors(*plan.arrays()), nodes, heads // kv_heads, kv_heads, num_sms=3))
+    nodes, work = node_tensors(case), int_tensors(*gpu_plan_of(case, SHARE_ALL).arrays())
     check_packed_numbers(len(case.q), case.k_pages.shape[:2], work, nodes)
     change(work, nodes)
     with pytest.raises(BadPlan, match=words):

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prefixkit.attention import backend
+from prefixkit.attention.cost import CostModel
+from prefixkit.attention.cuda_units import kernel_for
+from prefixkit.attention.gpu_plan import GpuPlan
+from prefixkit.attention.nvrtc import arch_for, supported_archs
 from prefixkit.attention.plan import Plan
-from tests.attention.forests import Case, int_tensors, node_tensors
+from tests.attention.forests import Case, gpu_plan_of, int_tensors, node_tensors, plan_of
 
 GPU = torch.device("cuda")
 
@@ -34,7 +39,17 @@ def head_major(pages: Tensor) -> Tensor:
     return pages.to(GPU).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def on_gpu(case: Case, plan: Plan) -> OnGpu:
+def planned(case: Case, cost: CostModel, **options: int) -> Plan | GpuPlan:
+    """A plan for what runs the case: for the kernels, with the options of ``gpu_plan_of``, or for plain torch."""
+    if case.q.dtype == torch.float32 or backend.choose(GPU).name == "torch":
+        return plan_of(case, cost)
+    options.setdefault("num_sms", torch.cuda.get_device_properties(GPU).multi_processor_count)
+    arch = arch_for(torch.cuda.get_device_capability(GPU), supported_archs())
+    kernel = kernel_for(arch, case.shape.head_dim, case.shape.group)
+    return gpu_plan_of(case, cost, **options, **({"wide_rows": kernel.wide_rows} if kernel else {}))
+
+
+def on_gpu(case: Case, plan: Plan | GpuPlan) -> OnGpu:
     return OnGpu(
         case.q.to(GPU),
         head_major(case.k_pages),

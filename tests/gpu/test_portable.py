@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from prefixkit.attention import backend, cuda_attention
-from prefixkit.attention.cuda_pack import packed
 from prefixkit.attention.cuda_units import HOPPER_HEAD_DIMS, KERNEL_VARIABLE
 from prefixkit.attention.formats import Queries
 from prefixkit.attention.torch_backend import NotCapturable
 from prefixkit.attention.variants import register
-from tests.attention.forests import PAGE_SIZES, SHARE_ALL, Case, fill, make_snapshot, plan_of, random_case
-from tests.gpu.cases import on_gpu
+from tests.attention.forests import PAGE_SIZES, SHARE_ALL, Case, fill, gpu_plan_of, make_snapshot, random_case
+from tests.gpu.cases import on_gpu, planned
 from tests.gpu.oracle import Errors, dense, torch_error
 from tests.gpu.test_tree_attention import HALF_ULP, run, variants
 
@@ -73,7 +72,7 @@ def test_forests_err_no_more_than_torch(head_dim, dtype):
     for seed, group in enumerate(GROUPS, head_dim):
         rng = np.random.default_rng(seed)
         case = random_case(rng, dtype, heads_of(rng, group, head_dim))
-        options = {} if seed % 2 else {"kv_heads": case.k_pages.shape[2], "num_workers": 5, "min_chunk": 8}
+        options = {} if seed % 2 else {"num_sms": 5}
         cases.append((seed, case, options))
     hold_against_torch(cases)
 
@@ -124,7 +123,7 @@ def test_hoppers_kernel_and_the_portable_one_agree(head_dim, group, monkeypatch)
 @pytest.mark.parametrize("group", [4, 71])
 def test_a_graph_replays_the_same_bits(group):
     case = deep_case(9, torch.bfloat16, group, 256)
-    call = on_gpu(case, plan_of(case, SHARE_ALL))
+    call = on_gpu(case, planned(case, SHARE_ALL))
     attend = torch.ops.prefixkit.tree_attention
     expected = attend(*call.arguments())
     graph = torch.cuda.CUDAGraph()
@@ -141,13 +140,11 @@ def test_a_graph_replays_the_same_bits(group):
 def test_any_plan_runs_whatever_tiles_it_was_cut_for(head_dim):
     """Tiles of fewer rows than the kernel's, or more, and more workers than there are blocks."""
     case = deep_case(3, torch.bfloat16, 4, head_dim)
-    call = on_gpu(case, plan_of(case, SHARE_ALL))
     exact, _ = dense(case)
     bound = 1.5 * torch_error(case, exact) + HALF_ULP[torch.bfloat16] * float(exact.abs().max())
     for wide_rows, blocks in ((64, 7), (128, 1000), (32, 264)):
-        work = packed(len(case.q), call.work, call.nodes, 4, case.k_pages.shape[2], blocks, wide_rows)
-        q, k, v, positions, _, nodes, scale, key = call.arguments()
-        out, _ = torch.ops.prefixkit.tree_attention(q, k, v, positions, work, nodes, scale, key)
+        call = on_gpu(case, gpu_plan_of(case, SHARE_ALL, blocks, wide_rows))
+        out, _ = torch.ops.prefixkit.tree_attention(*call.arguments())
         assert float((out.double() - exact).abs().max()) <= bound
 
 
@@ -160,6 +157,6 @@ def test_float32_runs_in_plain_torch_and_says_so_and_says_that_no_graph_takes_it
     assert float((out.double() - exact).abs().max()) <= bound
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
     assert sum("plain torch: float32 has no kernel" in record.getMessage() for record in caplog.records) == 1
-    call = on_gpu(case, plan_of(case, SHARE_ALL))
+    call = on_gpu(case, planned(case, SHARE_ALL))
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(NotCapturable, match="run eagerly"):
         torch.ops.prefixkit.tree_attention(*call.arguments())

@@ -12,7 +12,6 @@ from prefixkit.attention import backend
 from prefixkit.attention.checks import BadDtype, BadShape
 from prefixkit.attention.cuda_attention import UnsupportedHeads
 from prefixkit.attention.cuda_checks import BadPlan
-from prefixkit.attention.cuda_pack import packed
 from prefixkit.attention.formats import Queries
 from prefixkit.attention.torch_backend import NotCapturable
 from prefixkit.attention.variants import (
@@ -25,8 +24,8 @@ from prefixkit.attention.variants import (
     sliding_window,
     soft_cap,
 )
-from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, fill, make_snapshot, plan_of, random_case
-from tests.gpu.cases import GPU, on_gpu, poison
+from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, fill, gpu_plan_of, make_snapshot, random_case
+from tests.gpu.cases import GPU, on_gpu, planned, poison
 from tests.gpu.oracle import Errors, dense, torch_error
 
 # A rounding of the output that torch's error may happen to lack in a small case.
@@ -48,12 +47,12 @@ def make(seed: int, dtype: torch.dtype) -> tuple[Case, dict[str, int]]:
     rng = np.random.default_rng(seed)
     kv_heads, group = int(rng.choice([1, 2, 3])), int(rng.choice([1, 4, 7, 8]))
     case = random_case(rng, dtype, (kv_heads * group, kv_heads, int(rng.choice([64, 128]))))
-    options: list[dict[str, int]] = [{}, {"kv_heads": kv_heads, "num_workers": 5, "min_chunk": 8}, {"max_tile": 16}]
+    options: list[dict[str, int]] = [{}, {"num_sms": 5}, {"num_sms": 1000}]
     return case, options[seed % len(options)]
 
 
 def run(case: Case, options: dict[str, int], seed: int, variant: str = "causal") -> tuple[torch.Tensor, torch.Tensor]:
-    call = on_gpu(case, plan_of(case, SHARE_ALL if seed % 2 else FOLD_ALL, **options))
+    call = on_gpu(case, planned(case, SHARE_ALL if seed % 2 else FOLD_ALL, **options))
     poison(1 << 18)
     out, lse = torch.ops.prefixkit.tree_attention(*call.arguments(variant))
     again, _ = torch.ops.prefixkit.tree_attention(*call.arguments(variant))
@@ -103,23 +102,20 @@ def test_a_variant_errs_no_more_than_torchs_arithmetic(implementation, number, d
 
 
 def test_one_tree_many_forms_same_bits(implementation):
-    """The plan's own tensors or packed ones, eager or in a graph, poisoned or not: the same answer, bit by bit."""
+    """Eager or in a graph, poisoned or not: the same answer, bit by bit."""
     case, options = make(7, torch.bfloat16)
-    call = on_gpu(case, plan_of(case, SHARE_ALL, **options))
+    call = on_gpu(case, planned(case, SHARE_ALL, **options))
     attend = torch.ops.prefixkit.tree_attention
     expected = attend(*call.arguments())
-    heads, kv_heads = case.q.shape[1], case.k_pages.shape[2]
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    work = packed(len(case.q), call.work, call.nodes, heads // kv_heads, kv_heads, sms)
-    q, k, v, positions, _, nodes, scale, key = call.arguments()
-    again = attend(q, k, v, positions, work, nodes, scale, key)
+    q, k, v, positions, work, nodes, scale, key = call.arguments()
     if implementation == "torch":
-        # The packed plan cuts the work otherwise, and torch runs it as cut.
+        # A plan for the kernels cuts the work otherwise, and torch runs it as cut.
+        packed = on_gpu(case, gpu_plan_of(case, SHARE_ALL)).work
+        again = attend(q, k, v, positions, packed, nodes, scale, key)
         torch.testing.assert_close(again[0], expected[0], rtol=2e-2, atol=2e-2)
         with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(NotCapturable, match="run eagerly"):
-            attend(q, k, v, positions, work, nodes, scale, key)
+            attend(q, k, v, positions, packed, nodes, scale, key)
         return
-    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         first = attend(q, k, v, positions, work, nodes, scale, key)
@@ -140,7 +136,7 @@ def test_a_leaf_grows_under_a_captured_graph(monkeypatch):
     leaves = Queries(*(np.array(column, dtype=np.int32) for column in ((1, 2), (5, 20), (6, 21))))
     snapshot.ready[1:] = (5, 20)
     case = fill(np.random.default_rng(1), snapshot, num_pages, leaves, (8, 2, 64), torch.bfloat16)
-    call = on_gpu(case, plan_of(case, SHARE_ALL))
+    call = on_gpu(case, planned(case, SHARE_ALL))
     torch.ops.prefixkit.tree_attention(*call.arguments())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -162,7 +158,7 @@ def test_two_streams_at_once_do_not_wait_for_each_other(monkeypatch):
     calls = []
     for seed in (1, 4):
         case, options = make(seed, torch.bfloat16)
-        calls.append(on_gpu(case, plan_of(case, SHARE_ALL, **options)))
+        calls.append(on_gpu(case, planned(case, SHARE_ALL, **options)))
     expected = [torch.ops.prefixkit.tree_attention(*call.arguments()) for call in calls]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in calls]
@@ -181,7 +177,7 @@ def test_head_sizes_without_a_kernel_are_refused_by_name(monkeypatch):
     monkeypatch.setenv(backend.VARIABLE, "cuda")
     case = random_case(np.random.default_rng(0), torch.bfloat16, (4, 2, 72))
     with pytest.raises(UnsupportedHeads, match=r"multiples of 16 up to 256, got 72; set PREFIXKIT_BACKEND=torch"):
-        torch.ops.prefixkit.tree_attention(*on_gpu(case, plan_of(case, SHARE_ALL)).arguments())
+        torch.ops.prefixkit.tree_attention(*on_gpu(case, planned(case, SHARE_ALL)).arguments())
 
 
 def test_a_variant_in_python_only_runs_in_torch_and_says_so(monkeypatch, caplog):
@@ -197,7 +193,7 @@ def test_a_variant_in_python_only_runs_in_torch_and_says_so(monkeypatch, caplog)
 def test_a_plan_of_another_pool_is_refused_in_checked_mode(checked, monkeypatch):
     monkeypatch.setenv(backend.VARIABLE, "cuda")
     case, options = make(3, torch.bfloat16)
-    call = on_gpu(case, plan_of(case, SHARE_ALL, **options))
+    call = on_gpu(case, planned(case, SHARE_ALL, **options))
     call.nodes[3][0] = 10_000
     with pytest.raises(BadPlan, match="of another pool"):
         torch.ops.prefixkit.tree_attention(*call.arguments())
@@ -205,13 +201,13 @@ def test_a_plan_of_another_pool_is_refused_in_checked_mode(checked, monkeypatch)
 
 def test_opcheck(implementation):
     case, options = make(5, torch.bfloat16)
-    call = on_gpu(case, plan_of(case, SHARE_ALL, **options))
+    call = on_gpu(case, planned(case, SHARE_ALL, **options))
     torch.library.opcheck(torch.ops.prefixkit.tree_attention.default, call.arguments())
 
 
 def test_bad_arguments_are_named_before_anything_is_launched(implementation):
     case, options = make(0, torch.bfloat16)
-    call = on_gpu(case, plan_of(case, SHARE_ALL, **options))
+    call = on_gpu(case, planned(case, SHARE_ALL, **options))
     q, k, v, positions, work, nodes, scale, key = call.arguments()
     attend = torch.ops.prefixkit.tree_attention
     with pytest.raises(BadDtype, match=r"q must be torch.bfloat16 like the pages"):
@@ -236,7 +232,7 @@ def test_what_lies_before_a_window_is_not_read(monkeypatch, leaves, page):
     last = snapshot.length[1:]
     queries = Queries(np.arange(1, leaves + 1, dtype=np.int32), last - 1, last.copy())
     case = fill(rng, snapshot, num_pages, queries, (32, 8, 128), torch.bfloat16)
-    call = on_gpu(case, plan_of(case, SHARE_ALL))
+    call = on_gpu(case, planned(case, SHARE_ALL))
     key = register(sliding_window(70))
     expected = torch.ops.prefixkit.tree_attention(*call.arguments(key))
     hidden = np.arange(500 - 70 + 1)
