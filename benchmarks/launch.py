@@ -137,18 +137,13 @@ def calls() -> dict[str, float]:
     key = torch.randn(64, 8, 128, device=gpu, dtype=torch.bfloat16)
     k_pages, v_pages = (torch.zeros(64, 8, 16, 128, device=gpu, dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
     slots = torch.arange(64, device=gpu)
-    out, lse = torch.randn(128, 8, 128, device=gpu), torch.randn(128, 8, device=gpu)
-    indptr = torch.arange(0, 129, 2, device=gpu, dtype=torch.int32)
-    indices = torch.arange(128, device=gpu, dtype=torch.int32)
+    lse = torch.randn(128, 8, device=gpu)
     raw, op = backend.ops_for(gpu), torch.ops.prefixkit
     measured = {}
     with torch.inference_mode():
         for name, call in {
             "kv_append through torch": lambda: op.kv_append(key, key, k_pages, v_pages, slots),
             "kv_append below torch": lambda: raw.kv_append(key, key, k_pages, v_pages, slots),
-            "kv_copy through torch": lambda: op.kv_copy(k_pages, v_pages, slots, slots),
-            "merge_states through torch": lambda: op.merge_states(out, lse, indptr, indices),
-            "merge_states below torch": lambda: raw.merge_states(out, lse, indptr, indices),
             "tree_attention through torch": attention_call(),
             "torch: add_": lambda: lse.add_(0.0),
             "torch: empty": lambda: torch.empty(64, device=gpu),

@@ -50,9 +50,7 @@ class Ops:
     """The implementations of a backend."""
 
     kv_append: Callable[..., None]
-    kv_copy: Callable[..., None]
     rotary_append: Callable[..., Any]
-    merge_states: Callable[..., Any]
     tree_attention: Callable[..., Any]
 
 
@@ -147,18 +145,14 @@ def ops_for(device: torch.device) -> Ops:
 
         return Ops(
             cuda_ops.kv_append,
-            cuda_ops.kv_copy,
             cuda_rotary.rotary_append,
-            cuda_ops.merge_states,
             cuda_attention.tree_attention,
         )
     from prefixkit.attention import torch_backend
 
     return Ops(
         torch_backend.kv_append,
-        torch_backend.kv_copy,
         torch_backend.rotary_append,
-        torch_backend.merge_states,
         torch_backend.tree_attention,
     )
 

@@ -93,30 +93,6 @@ def check_rotary(
         _device(op, name, tensor, k_pages.device)
 
 
-def check_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -> None:
-    """Arguments of ``kv_copy``."""
-    op = "kv_copy"
-    check_pages(op, k_pages, v_pages)
-    check_slots(op, "source", source, k_pages.device)
-    check_slots(op, "target", target, k_pages.device)
-    _shape(op, "target", target, f"{list(source.shape)} like source", target.shape == source.shape)
-
-
-def check_merge(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> None:
-    """Arguments of ``merge_states``."""
-    op = "merge_states"
-    _shape(op, "out", out, "[partial rows, heads, head_dim]", out.ndim == 3)
-    _shape(op, "lse", lse, f"{list(out.shape[:2])} like out", lse.shape == out.shape[:2])
-    for name, tensor in (("out", out), ("lse", lse)):
-        _dtype(op, name, tensor, (torch.float32,), " (partial states are exact)")
-        _device(op, name, tensor, out.device)
-    for name, tensor in (("indptr", indptr), ("indices", indices)):
-        _dtype(op, name, tensor, (torch.int32,))
-        _device(op, name, tensor, out.device)
-        _shape(op, name, tensor, "[rows + 1]" if name == "indptr" else "[merges]", tensor.ndim == 1)
-    _shape(op, "indptr", indptr, "[rows + 1]", indptr.shape[0] >= 1)
-
-
 def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor) -> None:
     """Arguments of ``tree_attention`` that differ from layer to layer; :func:`check_work` has the others."""
     op = "tree_attention"

@@ -164,28 +164,3 @@ def _with_empty_rows(state: State | None, rows: int, like: Sequence[State]) -> S
         out[: len(state.lse)] = state.out
         lse[: len(state.lse)] = state.lse
     return State(out, lse)
-
-
-def merge_rows(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """``merge_states``: see the op.
-
-    Raises:
-        ValueError: ``indptr`` does not partition ``indices``, or an index names no partial row.
-    """
-    bounds, index = indptr.numpy().astype(np.int64), indices.numpy().astype(np.int64)
-    if bounds[0] != 0 or bounds[-1] != len(index) or np.any(np.diff(bounds) < 0):
-        raise ValueError(
-            f"merge_states: indptr must rise from 0 to the {len(index)} indices, got {bounds[:8].tolist()}..."
-        )
-    if len(index) and (index.min() < 0 or index.max() >= len(lse)):
-        raise ValueError(
-            f"merge_states: indices must name partial rows 0..{len(lse) - 1}, got {index.min()}..{index.max()}"
-        )
-    row = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-    merge = plan_merge(len(bounds) - 1, row, np.zeros_like(index), index, np.array([len(lse)]))
-    state = run_merge(merge, [State(out, lse)], may_be_empty=True)
-    if len(merge.levels) == 1:  # then it may be the input itself, which an op must not return
-        return state.out.clone(memory_format=torch.contiguous_format), state.lse.clone(
-            memory_format=torch.contiguous_format
-        )
-    return state.out.contiguous(), state.lse.contiguous()

@@ -39,13 +39,6 @@ def check_slot_numbers(op: str, name: str, slots: Tensor, num_slots: int, distin
         raise ValueError(f"{op}: {name} must be distinct, for two tokens cannot share a slot")
 
 
-def check_merge_numbers(op: str, partials: int, indptr: Tensor, indices: Tensor) -> None:
-    """BadPlan: ``indptr`` does not partition ``indices``, or an index names no partial row."""
-    if _capturing(indptr):
-        return
-    _merge_numbers(op, partials, *(tensor.cpu().numpy().astype(np.int64) for tensor in (indptr, indices)))
-
-
 def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
     """BadPlan: an item, a segment, a node or a page points outside.  ``pages`` is (number of pages, page size)."""
     if _capturing(work[0]):

@@ -19,9 +19,7 @@ from prefixkit.attention.variants import (
 )
 
 WIDTHS = (16, 8, 4, 2)
-APPEND = Unit(
-    "append_copy.cu", tuple(f"prefixkit::kv_{way}<{width}>" for way in ("append", "gather") for width in WIDTHS)
-)
+APPEND = Unit("append.cu", tuple(f"prefixkit::kv_append<{width}>" for width in WIDTHS))
 FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
 
 
@@ -31,7 +29,6 @@ def rotary_name(dtype: str) -> str:
 
 
 ROTARY = Unit("rotary_append.cu", tuple(map(rotary_name, FLOATS)))
-MERGE = Unit("merge_states.cu", ("prefixkit::merge_states<1>", "prefixkit::merge_states<4>"))
 ADVANCE = Unit("advance.cu", ("prefixkit::advance",))
 # For trees of so many nodes, all of whose arrays fit in shared memory; and for any.
 PLAN_NODES = 2304
@@ -111,4 +108,4 @@ def units(arch: str) -> tuple[Unit, ...]:
     slopes = [1.0, 0.5]
     every = compose(sliding_window(128), soft_cap(30.0), alibi(slopes), attention_sinks(slopes))
     varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
-    return APPEND, ROTARY, ADVANCE, MERGE, PLAN, PLAN_LARGE, SAMPLE, *plain, *varied
+    return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *plain, *varied

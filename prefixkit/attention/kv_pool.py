@@ -57,7 +57,6 @@ class KVPool:
     Attributes:
         spec: What is kept for one token.
         num_pages, page_size: The geometry; ``page_size`` in tokens.
-        bytes_copied: Bytes of K and V that :meth:`copy` has written so far.
 
     Raises:
         ValueError: no pages, or a page size outside 1 to 128.
@@ -71,7 +70,6 @@ class KVPool:
         self.spec = spec
         self.num_pages = num_pages
         self.page_size = page_size
-        self.bytes_copied = 0
         self._k, self._v = self._pages(), self._pages()
 
     def _pages(self) -> tuple[Tensor, ...]:
@@ -109,20 +107,6 @@ class KVPool:
             IndexError: a slot or the layer does not exist.
         """
         torch.ops.prefixkit.kv_append(key, value, self.k(layer), self.v(layer), slots)
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy tokens from slots to slots, in all layers; every source is read before any target is written.
-
-        Args:
-            source, target: ``[N]`` int64 slots; targets distinct.
-
-        Raises:
-            ValueError, TypeError: they do not match each other or the pool.
-            IndexError: a slot does not exist.
-        """
-        for k_pages, v_pages in zip(self._k, self._v, strict=True):
-            torch.ops.prefixkit.kv_copy(k_pages, v_pages, source, target)
-        self.bytes_copied += len(source) * self.spec.bytes_per_token
 
     def _check(self, layer: int) -> int:
         if not 0 <= layer < self.spec.num_layers:

@@ -1,8 +1,8 @@
 """Every op of prefixkit: its schema, its fake, its CPU implementation, and its way to a GPU's (see ``backend``).
 
 ``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of variants
-stand for Python functions, which schemas cannot carry.  The ops are for inference: ``merge_states`` and ``tree_attention``
-run under autograd, but their backward raises :class:`NoBackward`; ``rotary_append`` raises it at once.
+stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs under
+autograd, but its backward raises :class:`NoBackward`; ``rotary_append`` raises it at once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ from prefixkit.attention.checks import (
     WORK,
     check_append,
     check_attention,
-    check_copy,
-    check_merge,
     check_packed,
     check_rotary,
     check_work,
 )
-from prefixkit.attention.cpu_merge import merge_rows
 from prefixkit.attention.cpu_run import attend
 from prefixkit.attention.rotary import rotate
 from prefixkit.attention.variants import lookup
@@ -34,10 +31,8 @@ _library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-
 
 SCHEMAS = (
     "kv_append(Tensor key, Tensor value, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots) -> ()",
-    "kv_copy(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor source, Tensor target) -> ()",
     "rotary_append(Tensor q, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(a!) k_pages, Tensor(b!) v_pages, "
     "Tensor slots) -> Tensor",
-    "merge_states(Tensor out, Tensor lse, Tensor indptr, Tensor indices) -> (Tensor out, Tensor lse)",
     "tree_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor q_positions, Tensor[] work, Tensor[] nodes, "
     "float scale, str variant) -> (Tensor out, Tensor lse)",
 )
@@ -56,19 +51,6 @@ def _kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slo
     with torch.no_grad():
         _write(k_pages, slots, key)
         _write(v_pages, slots, value)
-
-
-def _kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy tokens from slots ``source [N]`` to distinct slots ``target [N]``, reading all before writing any.
-
-    IndexError: no such slot.
-    """
-    check_copy(k_pages, v_pages, source, target)
-    _check_slots("kv_copy", source, k_pages)
-    _check_slots("kv_copy", target, k_pages)
-    with torch.no_grad():
-        for pages in (k_pages, v_pages):
-            _write(pages, target, pages[source // pages.shape[1], source % pages.shape[1]])
 
 
 def _rotary_append(
@@ -121,23 +103,6 @@ def _write(pages: Tensor, slots: Tensor, values: Tensor) -> None:
         pages[slots // page_size, slots % page_size] = values
 
 
-def _merge_states(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge rows of partial states.
-
-    Args:
-        out: ``[partial rows, heads, head_dim]`` float32.
-        lse: ``[partial rows, heads]`` float32, natural logarithm.
-        indptr: ``[rows + 1]`` int32 bounds of each row's partials in ``indices``.
-        indices: Partial rows, int32, in the order of merging.
-
-    Returns:
-        ``out [rows, heads, head_dim]``, ``lse [rows, heads]``; 0 and -inf for rows without partials.
-    """
-    check_merge(out, lse, indptr, indices)
-    with torch.no_grad():
-        return merge_rows(out, lse, indptr, indices)
-
-
 def _tree_attention(
     q: Tensor,
     k_pages: Tensor,
@@ -171,21 +136,12 @@ def _gpu_kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor,
     ops_for(k_pages.device).kv_append(key, value, k_pages, v_pages, slots)
 
 
-def _gpu_kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -> None:
-    ops_for(k_pages.device).kv_copy(k_pages, v_pages, source, target)
-
-
 def _gpu_rotary_append(
     q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
 ) -> Tensor:
     _refuse_gradients(q, key, value)
     rotated: Tensor = ops_for(k_pages.device).rotary_append(q, key, value, cos, sin, k_pages, v_pages, slots)
     return rotated
-
-
-def _gpu_merge_states(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    merged: tuple[Tensor, Tensor] = ops_for(out.device).merge_states(out, lse, indptr, indices)
-    return merged
 
 
 def _gpu_tree_attention(
@@ -208,21 +164,11 @@ def _fake_kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor
     check_append(key, value, k_pages, v_pages, slots)
 
 
-def _fake_kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -> None:
-    check_copy(k_pages, v_pages, source, target)
-
-
 def _fake_rotary_append(
     q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
 ) -> Tensor:
     check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
     return q.new_empty(q.shape)
-
-
-def _fake_merge_states(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    check_merge(out, lse, indptr, indices)
-    rows = indptr.shape[0] - 1
-    return out.new_empty((rows, *out.shape[1:])), lse.new_empty((rows, lse.shape[1]))
 
 
 def _fake_tree_attention(
@@ -250,13 +196,10 @@ def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
 
 for _name, _cpu, _gpu, _fake in (
     ("kv_append", _kv_append, _gpu_kv_append, _fake_kv_append),
-    ("kv_copy", _kv_copy, _gpu_kv_copy, _fake_kv_copy),
     ("rotary_append", _rotary_append, _gpu_rotary_append, _fake_rotary_append),
-    ("merge_states", _merge_states, _gpu_merge_states, _fake_merge_states),
     ("tree_attention", _tree_attention, _gpu_tree_attention, _fake_tree_attention),
 ):
     _library.impl(_name, _cpu, "CPU")  # type: ignore[no-untyped-call]
     _library.impl(_name, _gpu, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"prefixkit::{_name}", _fake, lib=_library)
-for _name in ("merge_states", "tree_attention"):
-    torch.library.register_autograd(f"prefixkit::{_name}", _no_backward, lib=_library)
+torch.library.register_autograd("prefixkit::tree_attention", _no_backward, lib=_library)

@@ -22,8 +22,6 @@ from prefixkit.attention.checks import (
     BadShape,
     check_append,
     check_attention,
-    check_copy,
-    check_merge,
     check_packed,
     check_rotary,
     check_work,
@@ -100,40 +98,6 @@ def rotary_append(
     check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
     kv_append(rotate(key, cos, sin), value, k_pages, v_pages, slots)
     return rotate(q, cos, sin)
-
-
-@torch.no_grad()
-def kv_copy(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor) -> None:
-    """``kv_copy``; a slot that does not exist is an error of the device, reported later."""
-    check_copy(k_pages, v_pages, source, target)
-    size = k_pages.shape[1]
-    for pages in (k_pages, v_pages):
-        pages.index_put_((target // size, target % size), pages[source // size, source % size])
-
-
-@torch.no_grad()
-def merge_states(out: Tensor, lse: Tensor, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """``merge_states``.
-
-    Raises:
-        ValueError: ``indptr`` does not partition ``indices``, or an index names no partial row.
-    """
-    check_merge(out, lse, indptr, indices)
-    bounds, index = (array.astype(np.int64) for array in _to_host("merge_states", [indptr, indices]))
-    if bounds[0] != 0 or bounds[-1] != len(index) or np.any(np.diff(bounds) < 0):
-        raise ValueError(f"merge_states: indptr must rise from 0 to the {len(index)} indices, got {bounds[:8]}...")
-    if len(index) and (index.min() < 0 or index.max() >= len(lse)):
-        raise ValueError(
-            f"merge_states: indices must name partial rows 0..{len(lse) - 1}, got {index.min()}..{index.max()}"
-        )
-    if not len(index):
-        rows = (len(bounds) - 1, lse.shape[1])
-        return out.new_zeros((*rows, out.shape[2])), lse.new_full(rows, -math.inf)
-    row = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-    merge = plan_merge(len(bounds) - 1, row, np.zeros_like(index), index, np.array([len(lse)]))
-    state = run_merge(_moved(merge, out.device), [State(out, lse)], may_be_empty=True)
-    kept = torch.contiguous_format
-    return state.out.clone(memory_format=kept), state.lse.clone(memory_format=kept)
 
 
 @torch.no_grad()

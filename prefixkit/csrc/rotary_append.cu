@@ -2,13 +2,13 @@
 //
 // shapes     q [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] with any strides, in vectors of 16 bytes, but a head's
 //            elements adjacent; cos, sin [tokens, head_dim] likewise; rotated [tokens, heads, head_dim] contiguous; pages and slots as in
-//            append_copy.cu.
+//            append.cu.
 // numbers    x_i cos_i - x_j sin_i in the first half of a head, x_i cos_i + x_j sin_i in the second, j being half a head away; float32, rounded
 //            once.
 // tiling     one thread rotates a vector of a head's first half and the one half a head further; threads of a KV head also move two of V.
 //            Consecutive threads take a head's vectors, then a token's heads, those of KV last, then the tokens.
 // cost       reads and writes each byte once: (2 heads + 4 kv_heads + 2) x tokens x head_dim x itemsize bytes.
-// limits     16 bytes divide half a head, every stride and every address; there are fewer than 2^32 threads.  A slot outside the pages is skipped, as in append_copy.cu.
+// limits     16 bytes divide half a head, every stride and every address; there are fewer than 2^32 threads.  A slot outside the pages is skipped, as in append.cu.
 #include "rotary_ptx.cuh"
 
 namespace prefixkit {

@@ -305,7 +305,6 @@ class Engine:
         self._count_held(self._held_pages())
         alone = sum(sequence.length for sequence in drawn) * spec.bytes_per_token
         report.kv_bytes_unshared_peak = max(report.kv_bytes_unshared_peak, alone)
-        report.kv_bytes_copied = self.pool.bytes_copied
 
     def _held_pages(self) -> int:
         return self.tree.allocator.num_pages - self.tree.allocator.free

@@ -44,28 +44,13 @@ def test_append_takes_transposed_keys() -> None:
     assert torch.equal(rows(pool.v(0))[slots], value)
 
 
-def test_copy_reads_all_before_it_writes_any_and_counts_bytes() -> None:
-    pool = filled(KVPool(KVSpec(2, 2, 16), 4, 8))
-    before = [rows(pages) for layer in (0, 1) for pages in (pool.k(layer), pool.v(layer))]
-    source, target = torch.tensor([0, 1, 2, 30]), torch.tensor([1, 2, 0, 5])
-    pool.copy(source, target)
-    for old, pages in zip(before, (pool.k(0), pool.v(0), pool.k(1), pool.v(1)), strict=True):
-        old[target] = old[source]
-        assert torch.equal(old, rows(pages))
-    assert pool.bytes_copied == 4 * pool.spec.bytes_per_token
-    pool.copy(source[:0], target[:0])
-    assert pool.bytes_copied == 4 * pool.spec.bytes_per_token
-
-
-def test_head_major_pages_as_on_a_gpu_append_and_copy_alike() -> None:
+def test_head_major_pages_as_on_a_gpu_append_alike() -> None:
     k, v = (torch.randn(4, 2, 8, 16).transpose(1, 2) for _ in "kv")
     expected_k, expected_v = rows(k), rows(v)
     key, value, slots = torch.randn(3, 2, 16), torch.randn(3, 2, 16), torch.tensor([31, 0, 9])
     torch.ops.prefixkit.kv_append(key, value, k, v, slots)
-    torch.ops.prefixkit.kv_copy(k, v, torch.tensor([31, 4]), torch.tensor([4, 5]))
     for expected, tokens in ((expected_k, key), (expected_v, value)):
         expected[slots] = tokens
-        expected[[4, 5]] = expected[[31, 4]]
     assert torch.equal(rows(k), expected_k)
     assert torch.equal(rows(v), expected_v)
 
@@ -84,8 +69,7 @@ def test_a_pool_made_in_inference_mode_works_outside_it_and_the_other_way_round(
     outside = KVPool(KVSpec(1, 2, 16), 2, 8)
     with torch.inference_mode():
         outside.append(0, token, token, slot)
-        outside.copy(slot, slot + 1)
-    outside.copy(slot, slot + 2)
+    outside.append(0, token, token, slot + 2)
 
 
 def test_bytes() -> None:
@@ -129,12 +113,8 @@ def test_slots_and_layers_that_do_not_exist_are_refused() -> None:
     pool = KVPool(KVSpec(2, 3, 64), 5, 16)
     one = torch.zeros(1, 3, 64)
     for slot in (80, -1):
-        with pytest.raises(IndexError):
-            pool.append(0, one, one, torch.tensor([slot]))
         with pytest.raises(IndexError, match=r"slots 0\.\.79"):
-            pool.copy(torch.tensor([0]), torch.tensor([slot]))
-        with pytest.raises(IndexError):
-            pool.copy(torch.tensor([slot]), torch.tensor([0]))
+            pool.append(0, one, one, torch.tensor([slot]))
     for layer in (-1, 2):
         with pytest.raises(IndexError, match=r"layers 0\.\.1"):
             pool.k(layer)

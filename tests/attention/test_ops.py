@@ -13,7 +13,6 @@ from torch import Tensor
 from prefixkit.attention.checks import BadDevice, BadDtype, BadShape
 from prefixkit.attention.cost import CPU_COST
 from prefixkit.attention.ops import NoBackward
-from prefixkit.attention.state import State, merge
 from prefixkit.attention.variants import UnknownVariant, register, sliding_window, soft_cap
 from tests.attention.forests import Case, int_tensors, node_tensors, plan_of, random_case
 
@@ -37,18 +36,6 @@ def test_opcheck_kv_append(dtype: torch.dtype) -> None:
         torch.library.opcheck(ops.kv_append.default, (key.requires_grad_(), value, *pages(dtype), slots))
 
 
-def test_opcheck_kv_copy() -> None:
-    torch.library.opcheck(ops.kv_copy.default, (*pages(), torch.tensor([3, 31]), torch.tensor([31, 4])))
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_opcheck_merge_states(grad: bool) -> None:
-    out, lse = torch.randn(5, 2, 16, requires_grad=grad), torch.randn(5, 2, requires_grad=grad)
-    for indptr, indices in (([0, 2, 2, 5], [4, 0, 1, 2, 3]), ([0, 1, 2], [0, 1]), ([0], [])):
-        check = [name for name in CHECKS if not grad or name != "test_aot_dispatch_dynamic"]
-        torch.library.opcheck(ops.merge_states.default, (out, lse, *int_tensors(indptr, indices)), test_utils=check)
-
-
 # With gradients the AOT check runs the backward and compares it with eager's; ours refuses in both, which
 # test_gradients_are_refused_by_name checks instead.
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -68,20 +55,18 @@ def test_opcheck_tree_attention(dtype: torch.dtype, variant: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_layer_compiles_into_one_graph(backend: str, dynamic: bool | None) -> None:
-    """Append, attend, merge: no graph break, and the numbers of eager."""
+    """Append, attend: no graph break, and the numbers of eager."""
 
     def layer(key: Tensor, value: Tensor, slots: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         ops.kv_append(key, value, rest[0], rest[1], slots)
         out, lse = ops.tree_attention(2 * q, *rest)
-        both, _ = ops.merge_states(out, lse, *indices)
-        return both + 1, lse
+        return out + 1, lse
 
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=dynamic)
     for seed in range(3):
         case = random_case(np.random.default_rng(seed))
         rows = len(case.q)
-        indices = int_tensors(np.arange(rows + 1), np.arange(rows))
         slots = torch.from_numpy(case.snapshot.slots(case.row_node, case.queries.row_offset()))
         key, value = torch.randn(2, rows, *case.k_pages.shape[2:])
         results = []
@@ -101,40 +86,6 @@ def test_gradients_are_refused_by_name() -> None:
         assert result.requires_grad
         with pytest.raises(NoBackward, match="inference_mode"):
             result.sum().backward(retain_graph=True)
-
-
-def test_results_never_alias_arguments() -> None:
-    out, lse = torch.randn(4, 2, 8), torch.randn(4, 2)
-    merged, merged_lse = ops.merge_states(out, lse, *int_tensors(np.arange(5), np.arange(4)))
-    assert torch.equal(out, merged) and torch.equal(lse, merged_lse)
-    assert out.data_ptr() != merged.data_ptr() and lse.data_ptr() != merged_lse.data_ptr()
-
-
-def test_merge_states_merges_rows_in_order() -> None:
-    out, lse = torch.randn(9, 3, 16), 5 * torch.randn(9, 3)
-    lse[4], out[4] = -torch.inf, 0.0
-    rows = [[0, 5], [], [4], [4, 4], [8, 4, 1, 2, 3], [7], [4, 6]]
-    indptr = np.cumsum([0, *map(len, rows)])
-    merged, merged_lse = ops.merge_states(out, lse, *int_tensors(indptr, np.concatenate(rows).astype(int)))
-    for row, parts in enumerate(rows):
-        state = State(torch.zeros(3, 16), torch.full((3,), -torch.inf))
-        for part in parts:
-            state = merge(state, State(out[part], lse[part]))
-        torch.testing.assert_close(merged[row], state.out)
-        torch.testing.assert_close(merged_lse[row], state.lse)
-
-
-@pytest.mark.parametrize(
-    ("indptr", "indices", "message"),
-    [
-        ([0, 3], [0, 1], "indptr must rise"),
-        ([0, 2, 1, 2], [0, 1], "indptr must rise"),
-        ([0, 1], [9], "indices must name"),
-    ],
-)
-def test_merge_states_refuses_lists_that_make_no_sense(indptr: list[int], indices: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ops.merge_states(torch.randn(9, 3, 16), torch.randn(9, 3), *int_tensors(indptr, indices))
 
 
 def changed(position: int, change: Callable[[Any], Any], inner: int | None = None) -> Callable[..., tuple[Any, ...]]:
@@ -208,12 +159,7 @@ def test_kv_append_says_what_is_wrong(
         ops.kv_append(*change(*args))
 
 
-def test_kv_copy_says_what_is_wrong() -> None:
-    with pytest.raises(BadShape, match="target must have shape"):
-        ops.kv_copy(*pages(), torch.tensor([1, 2]), torch.tensor([1]))
-
-
 def test_fakes_check_devices() -> None:
-    out, lse = torch.empty(4, 2, 8, device="meta"), torch.empty(4, 2, device="meta")
-    with pytest.raises(BadDevice, match="indptr is on cpu, but the first tensor is on meta"):
-        ops.merge_states(out, lse, *int_tensors([0], []))
+    pages = torch.empty(4, 8, 2, 16, device="meta")
+    with pytest.raises(BadDevice, match="key is on cpu, but the first tensor is on meta"):
+        ops.kv_append(torch.empty(1, 2, 16), pages[0, :1], pages, pages, torch.empty(1, device="meta").long())

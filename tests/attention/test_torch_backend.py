@@ -9,7 +9,6 @@ import torch
 from prefixkit.attention import torch_backend
 from prefixkit.attention.cuda_checks import BadPlan, check_packed_numbers
 from prefixkit.attention.reference import reference_attention
-from prefixkit.attention.state import State
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, register, sliding_window, soft_cap
 from tests.attention.forests import FOLD_ALL, SHARE_ALL, gpu_plan_of, int_tensors, node_tensors, plan_of, random_case
 
@@ -84,15 +83,6 @@ def test_a_plan_that_names_missing_pages_is_refused():
         torch_backend.tree_attention(
             case.q, case.k_pages, case.v_pages, case.positions, int_tensors(*plan.arrays()), nodes, 1.0, "causal"
         )
-
-
-def test_merge_states_merges_and_leaves_empty_rows_empty():
-    state = State(torch.tensor([[[1.0]], [[3.0]]]), torch.zeros(2, 1))
-    out, lse = torch_backend.merge_states(state.out, state.lse, *int_tensors([0, 2, 2], [0, 1]))
-    torch.testing.assert_close(out, torch.tensor([[[2.0]], [[0.0]]]))
-    torch.testing.assert_close(lse, torch.tensor([[np.log(2.0)], [-np.inf]], dtype=torch.float32))
-    out, lse = torch_backend.merge_states(state.out, state.lse, *int_tensors([0, 0], []))
-    assert out.shape == (1, 1, 1) and bool((lse == -torch.inf).all())
 
 
 def change_pages(work, nodes):

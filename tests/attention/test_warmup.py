@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prefixkit.attention import jit, nvrtc, warmup
-from prefixkit.attention.cuda_units import APPEND, MERGE
+from prefixkit.attention.cuda_units import ADVANCE, APPEND
 from prefixkit.attention.nvrtc import NvrtcMissing
 from prefixkit.attention.warmup import NoTarget, targets, warm_up
 
@@ -19,9 +19,9 @@ except NvrtcMissing as missing:
 def test_a_second_warm_up_finds_all_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "_binaries", {})
-    monkeypatch.setattr(warmup, "units", lambda arch: (APPEND, MERGE))
+    monkeypatch.setattr(warmup, "units", lambda arch: (APPEND, ADVANCE))
     first, second = list(warm_up(["sm_80"])), list(warm_up(["sm_80"]))
-    assert [done.unit for done in first] == [APPEND, MERGE]
+    assert [done.unit for done in first] == [APPEND, ADVANCE]
     assert all(done.seconds is not None and done.seconds > 0 for done in first)
     assert all(done.seconds is None for done in second)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from prefixkit.attention import backend, ops
 from prefixkit.attention.checks import BadDevice, BadDtype, BadShape
-from prefixkit.attention.cuda_checks import BadPlan, CudaError
+from prefixkit.attention.cuda_checks import CudaError
 from prefixkit.attention.ops import NoBackward
 from tests.attention.rotations import bits, check_bound, fresh_rng, nan_pages, random_rows, random_slots
 from tests.gpu.cases import GPU, head_major, poison
@@ -139,47 +138,6 @@ def test_rotary_append_waits_for_what_is_ahead_and_replays_in_a_graph():
             assert all(torch.equal(one, other) for one, other in zip(results, eager, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_copy_reads_every_source_before_it_writes_any_target(implementation, dtype):
-    generator = torch.Generator().manual_seed(3)
-    for page_size, kv_heads, head_dim in ((16, 4, 128), (1, 1, 64), (5, 3, 20)):
-        pages = [random_pages(generator, (40, page_size, kv_heads, head_dim), dtype) for _ in "kv"]
-        slots = torch.randperm(40 * page_size, generator=generator)
-        source, target = slots[: 15 * page_size], slots[5 * page_size : 20 * page_size]  # overlapping
-        on_gpu = [head_major(p) for p in pages]
-        torch.ops.prefixkit.kv_copy(*pages, source, target)
-        torch.ops.prefixkit.kv_copy(*on_gpu, source.to(GPU), target.to(GPU))
-        assert all(torch.equal(g.cpu(), c) for g, c in zip(on_gpu, pages, strict=True))
-
-
-@pytest.mark.parametrize("head_dim", [1, 6, 64, 128, 192, 256])
-def test_merged_states_equal_float64(implementation, head_dim):
-    rng = np.random.default_rng(head_dim)
-    for rows, heads in ((1, 1), (37, 8), (300, 3)):
-        counts = rng.integers(0, 5, rows)
-        counts[0] = 70  # more partials than lanes of a warp
-        indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        partials = int(indptr[-1])
-        indices = rng.permutation(partials).astype(np.int32)
-        out = torch.from_numpy(rng.standard_normal((partials, heads, head_dim), dtype=np.float32))
-        lse = torch.from_numpy(rng.standard_normal((partials, heads), dtype=np.float32) * 20)
-        empty = torch.from_numpy(rng.random((partials, heads)) < 0.2)
-        lse[empty] = -torch.inf
-        out[empty] = 0.0
-        poison(1 << 20)
-        arguments = [torch.as_tensor(x).to(GPU) for x in (out, lse, indptr, indices)]
-        merged, merged_lse = (t.cpu() for t in torch.ops.prefixkit.merge_states(*arguments))
-        again, _ = torch.ops.prefixkit.merge_states(*arguments)
-        assert torch.equal(merged, again.cpu()), "two runs differ"
-        for row in range(rows):
-            part = indices[indptr[row] : indptr[row + 1]]
-            exact_lse = torch.logsumexp(lse[part].double(), dim=0) if len(part) else torch.full((heads,), -torch.inf)
-            weight = torch.exp(lse[part].double() - exact_lse.masked_fill(exact_lse == -torch.inf, 0.0))
-            exact = (weight[..., None] * out[part].double()).sum(dim=0)
-            torch.testing.assert_close(merged[row].double(), exact.double(), rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(merged_lse[row].double(), exact_lse.double(), rtol=1e-6, atol=1e-5)
-
-
 def small() -> tuple[torch.Tensor, ...]:
     key, value = (torch.randn(4, 2, 64, device=GPU) for _ in "kv")
     k_pages, v_pages = (torch.zeros(3, 4, 2, 64, device=GPU) for _ in "kv")
@@ -225,13 +183,6 @@ def test_slots_that_do_not_exist_are_refused_in_checked_mode(checked):
     q, wrong = key[:, :1], torch.tensor([1, 2, 3, 12], device=GPU)
     with pytest.raises(IndexError, match=r"rotary_append: slots must be 0..11, got 1..12"):
         torch.ops.prefixkit.rotary_append(q, key, value, q[:, 0], q[:, 0], k_pages, v_pages, wrong)
-    with pytest.raises(IndexError, match=r"kv_copy: source must be 0..11"):
-        torch.ops.prefixkit.kv_copy(k_pages, v_pages, slots - 1, slots)
-    out, lse = torch.zeros(2, 1, 4, device=GPU), torch.zeros(2, 1, device=GPU)
-    with pytest.raises(BadPlan, match=r"merge_indices must be 0..1"):
-        torch.ops.prefixkit.merge_states(
-            out, lse, *(torch.tensor(x, dtype=torch.int32, device=GPU) for x in ([0, 2], [0, 2]))
-        )
 
 
 def test_a_token_without_a_slot_is_skipped():
@@ -253,28 +204,23 @@ def test_a_cuda_error_names_the_op_and_the_shapes():
 
 def test_ops_replay_in_a_graph_on_changed_inputs():
     key, value, k_pages, v_pages, slots = small()
-    out, lse = torch.randn(6, 2, 64, device=GPU), torch.randn(6, 2, device=GPU)
-    indptr = torch.tensor([0, 2, 2, 6], dtype=torch.int32, device=GPU)
-    indices = torch.arange(6, dtype=torch.int32, device=GPU)
 
     def run():
         torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
-        torch.ops.prefixkit.kv_copy(k_pages, v_pages, slots, slots + 8)
-        return torch.ops.prefixkit.merge_states(out, lse, indptr, indices)
 
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        merged, merged_lse = run()
-    for tensor in (key, value, out, lse):
+        run()
+    for tensor in (key, value):
         tensor.normal_()
     slots.copy_(torch.tensor([3, 1, 0, 2], device=GPU))
     k_pages.zero_(), v_pages.zero_()
     graph.replay()
-    expected = [k_pages.clone(), v_pages.clone(), merged.clone(), merged_lse.clone()]
+    expected = [k_pages.clone(), v_pages.clone()]
     k_pages.zero_(), v_pages.zero_()
-    eager = run()
-    assert all(torch.equal(a, b) for a, b in zip(expected, [k_pages, v_pages, *eager], strict=True))
+    run()
+    assert all(torch.equal(a, b) for a, b in zip(expected, [k_pages, v_pages], strict=True))
 
 
 def test_the_first_call_may_be_inside_a_capture():
@@ -310,10 +256,6 @@ def test_opcheck(implementation, dtype):
     for q in (key, key.transpose(0, 1).contiguous().transpose(0, 1)):
         args = (q, key, value, angle, angle, k_pages, v_pages, slots)
         torch.library.opcheck(torch.ops.prefixkit.rotary_append.default, args)
-    torch.library.opcheck(torch.ops.prefixkit.kv_copy.default, (k_pages, v_pages, slots, slots + 4))
-    out, lse = torch.randn(3, 2, 64, device=GPU), torch.randn(3, 2, device=GPU)
-    indptr, indices = (torch.tensor(x, dtype=torch.int32, device=GPU) for x in ([0, 1, 1, 3], [2, 0, 1]))
-    torch.library.opcheck(torch.ops.prefixkit.merge_states.default, (out, lse, indptr, indices))
 
 
 def test_the_fakes_and_the_gpu_agree_on_every_op():

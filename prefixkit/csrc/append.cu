@@ -1,7 +1,6 @@
-// Keys and values into and out of pages.
+// Keys and values into pages.
 //
-// kv_append: token t of key, value goes to slot slots[t] of the pages.  kv_gather is the way back.  kv_copy is a gather to
-//            a scratch buffer and an append from it, so that every source is read before any target is written.
+// kv_append: token t of key, value goes to slot slots[t] of the pages.
 //
 // shapes     key, value [tokens, kv_heads, head_dim]; pages [pages, page_size, kv_heads, head_dim]; slots [tokens] int64.
 //            Any strides, in units of WIDTH bytes, but a head's elements are adjacent.
@@ -68,17 +67,6 @@ __global__ void __launch_bounds__(256) kv_append(const __grid_constant__ Move m)
     const V v = static_cast<const V*>(m.v_rows)[p.v_row];
     static_cast<V*>(m.k_pages)[p.k_page] = k;
     static_cast<V*>(m.v_pages)[p.v_page] = v;
-}
-
-template <int WIDTH>
-__global__ void __launch_bounds__(256) kv_gather(const __grid_constant__ Move m) {
-    using V = typename Vector<WIDTH>::type;
-    const Place p = place(m, (long long)blockIdx.x * blockDim.x + threadIdx.x);
-    if (!p.exists) return;
-    const V k = static_cast<const V*>(m.k_pages)[p.k_page];
-    const V v = static_cast<const V*>(m.v_pages)[p.v_page];
-    static_cast<V*>(m.k_rows)[p.k_row] = k;
-    static_cast<V*>(m.v_rows)[p.v_row] = v;
 }
 
 }  // namespace prefixkit
