@@ -116,7 +116,7 @@ def attention_call() -> Callable[[], object]:
     leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
     queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
     length = visible_lengths(snapshot, queries)
-    formats = decompose(snapshot, queries, HeadShape(8, 2, 128, 2), H200_COST)
+    formats = [decompose(snapshot, queries, HeadShape(8, 2, 128, 2), H200_COST)]
     plan = make_gpu_plan(formats, length, len(leaf), group=4, kv_heads=2)
     arrays = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
     work = [torch.from_numpy(np.array(array)).cuda() for array in plan.arrays()]

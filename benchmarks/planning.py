@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.tree_attention.workloads import tree, tree_of
 from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.formats import Queries, all_rows, visible_lengths
+from prefixkit.attention.formats import Queries, decompose, visible_lengths
 from prefixkit.attention.gpu_buffers import capacity_for
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.gpu_plan import make_gpu_plan
@@ -146,14 +146,14 @@ def measure(repeats: int) -> list[dict[str, Any]]:
     for name, (snapshot, queries) in cases().items():
         for heads, kv_heads in ((32, 8), (8, 1)):
             shape, length = HeadShape(heads, kv_heads, 128, 2), visible_lengths(snapshot, queries)
-            rows = all_rows(snapshot, queries, shape, H200.sharing)
+            rows = decompose(snapshot, queries, shape, H200.sharing)
 
             def plan(rows: Any = rows, length: Any = length, queries: Any = queries, shape: Any = shape) -> object:
                 return make_gpu_plan([rows], length, queries.num_rows, group=shape.group, kv_heads=shape.kv_heads)
 
             row: dict[str, Any] = {"case": name, "heads": [heads, kv_heads]}
             row["rows_us"] = host_us(
-                lambda s=snapshot, q=queries, h=shape: all_rows(s, q, h, H200.sharing),  # type: ignore[misc]
+                lambda s=snapshot, q=queries, h=shape: decompose(s, q, h, H200.sharing),  # type: ignore[misc]
                 repeats,
             )
             row["plan_us"] = host_us(plan, repeats)

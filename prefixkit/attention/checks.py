@@ -118,7 +118,7 @@ def check_work(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> No
     op = "tree_attention"
     _group(op, "work", WORK, work)
     items, segment_indptr, segments, merge_indptr, _ = work
-    _shape(op, "work.items", items, "[items, 6]", items.ndim == 2 and items.shape[1] == 6)
+    _shape(op, "work.items", items, "[items, 4]", items.ndim == 2 and items.shape[1] == 4)
     _shape(op, "work.segments", segments, "[segments, 3]", segments.ndim == 2 and segments.shape[1] == 3)
     _shape(op, "work.segment_indptr", segment_indptr, "[items + 1]", segment_indptr.shape[0] == items.shape[0] + 1)
     _shape(op, "work.merge_indptr", merge_indptr, f"[{rows} + 1] (rows of q)", merge_indptr.shape[0] == rows + 1)

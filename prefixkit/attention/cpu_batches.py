@@ -20,12 +20,11 @@ from prefixkit.attention.variants import Variant
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads ``[first, first + heads)`` of a layer, with their KV heads."""
+    """The query heads of a layer, and their KV heads."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    first: int = 0
 
     @property
     def group(self) -> int:
@@ -44,7 +43,7 @@ class Heads:
     @property
     def numbers(self) -> Tensor:
         """``[heads, 1, 1]`` int64, for variants."""
-        return torch.arange(self.first, self.first + self.heads)[:, None, None]
+        return torch.arange(self.heads)[:, None, None]
 
     @property
     def score_us(self) -> float:

@@ -81,16 +81,15 @@ def ranges(begin: Array, count: Array) -> Array:
     return numbers
 
 
-def cut(work: Work, head: int | None, reach: int | None, tile_rows: int | None) -> Pieces:
+def cut(work: Work, reach: int | None, tile_rows: int | None) -> Pieces:
     """Cut a work list into pieces.
 
     Args:
         work: The work list.
-        head: Only items that concern this KV head; None for a list whose items all concern every head.
         reach: Keys at ``position - reach`` or before are seen by no query; None for no limit.
         tile_rows: Cut items to this many rows first, so that each sees few keys it must mask; None leaves them whole.
     """
-    item, row, rows = _tiles(work.items, head, tile_rows)
+    item, row, rows = _tiles(work.items, tile_rows)
     parts = _Parts.of(work, item, row, rows, reach)
     order = np.argsort(parts.tile * 4 + parts.kind, kind="stable")
     parts = parts.take(order)
@@ -112,12 +111,9 @@ def cut(work: Work, head: int | None, reach: int | None, tile_rows: int | None) 
     )
 
 
-def _tiles(items: Array, head: int | None, tile_rows: int | None) -> tuple[Array, Array, Array]:
+def _tiles(items: Array, tile_rows: int | None) -> tuple[Array, Array, Array]:
     """Item, first row and number of rows of each tile."""
-    concerned = items[:, 1] > items[:, 0]
-    if head is not None:
-        concerned &= (items[:, 4] < 0) | (items[:, 4] == head)
-    item = np.flatnonzero(concerned)
+    item = np.flatnonzero(items[:, 1] > items[:, 0])
     begin, end = items[item, 0], items[item, 1]
     if tile_rows is None:
         return item, begin, end - begin

@@ -25,7 +25,7 @@ from prefixkit.attention.variants import Variant
 # Programs kept per process.  A model uses one or two per step: one for each variant among its layers.
 KEPT = 4
 
-_kept: list[tuple[tuple[object, ...], bytes, tuple[Program, ...]]] = []
+_kept: list[tuple[tuple[object, ...], bytes, Program]] = []
 _lock = threading.Lock()
 
 
@@ -34,7 +34,7 @@ class Program:
     """Kernel calls, and how their results merge into the rows of the output.
 
     Attributes:
-        heads: The heads it computes: all, or those of one KV head.
+        heads: The heads it computes.
         calls: In order; call ``i`` makes block ``i``.
         merge: From the blocks' rows to the output's.
         folded: Every block has its heads in the order ``(group, kv_heads)``; else blocks are brought to query-head order.
@@ -57,13 +57,13 @@ def program_for(
     exact_views: bool,
     key: str,
     variant: Variant,
-) -> tuple[Program, ...]:
-    """The programs of a step: one for all heads, or one for each KV head if the work list deals heads apart.
+) -> Program:
+    """The program of a step.
 
     Args:
         q_positions, work, nodes: As the op takes them.
         pool_shape: Of the pages.
-        heads: All heads of the layer.
+        heads: Of the layer.
         exact_views: Keys can be used where they lie; False if they must be converted to float32 first.
         key, variant: The variant.
     """
@@ -76,18 +76,11 @@ def program_for(
                 return entry[2]
     check_work(arrays[-1].shape[0], work, nodes)
     listed = Work(pool_shape[1], *[array.astype(np.int64) for array in arrays])
-    if len(listed.items) and int(listed.items[:, 4].max()) >= 0:
-        group = heads.group
-        programs = tuple(
-            _compile(listed, Heads(group, 1, heads.head_dim, head * group), pool_shape[0], exact_views, variant, head)
-            for head in range(heads.kv_heads)
-        )
-    else:
-        programs = (_compile(listed, heads, pool_shape[0], exact_views, variant, None),)
+    program = _compile(listed, heads, pool_shape[0], exact_views, variant)
     with _lock:
-        _kept.insert(0, (shape, numbers, programs))
+        _kept.insert(0, (shape, numbers, program))
         del _kept[KEPT:]
-    return programs
+    return program
 
 
 def forget() -> None:
@@ -96,11 +89,9 @@ def forget() -> None:
         _kept.clear()
 
 
-def _compile(
-    work: Work, heads: Heads, num_pages: int, exact_views: bool, variant: Variant, head: int | None
-) -> Program:
+def _compile(work: Work, heads: Heads, num_pages: int, exact_views: bool, variant: Variant) -> Program:
     changed = variant.score_mod is not None or variant.mask_mod is not None
-    pieces = cut(work, head, variant.reach, cpu_tuning.TUNING.variant_rows if changed else None)
+    pieces = cut(work, variant.reach, cpu_tuning.TUNING.variant_rows if changed else None)
     _check_slots(pieces, num_pages * work.page_size)
     pieces = detach_long_runs(
         pieces,

@@ -35,23 +35,8 @@ def attend(
     _, num_heads, head_dim = q.shape
     heads = Heads(num_heads, k_pages.shape[2], head_dim)
     _check_cpu(heads, variant, k_pages, v_pages)
-    programs = program_for(q_positions, work, nodes, k_pages.shape, heads, q.dtype == torch.float32, key, variant)
-    exact = q.to(torch.float32)
-    if len(programs) == 1:
-        state = _run(programs[0], exact, k_pages, v_pages, scale, variant)
-    else:
-        states = [
-            _run(
-                program,
-                exact[:, program.heads.first : program.heads.first + heads.group],
-                k_pages[:, :, head : head + 1],
-                v_pages[:, :, head : head + 1],
-                scale,
-                variant,
-            )
-            for head, program in enumerate(programs)
-        ]
-        state = State(torch.cat([s.out for s in states], dim=1), torch.cat([s.lse for s in states], dim=1))
+    program = program_for(q_positions, work, nodes, k_pages.shape, heads, q.dtype == torch.float32, key, variant)
+    state = _run(program, q.to(torch.float32), k_pages, v_pages, scale, variant)
     if variant.sinks is not None:
         state = _join_sinks(state, variant.sinks)
     return state.out.to(q.dtype), state.lse

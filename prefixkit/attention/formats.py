@@ -1,4 +1,4 @@
-"""Composable block-sparse rows: which queries read which KV, one format per tile class.
+"""Block-sparse rows: which queries read which KV.
 
 After FlashInfer (section 3.1): a BSR matrix has groups of queries as rows and blocks of KV as columns, and attention over a
 tree is a sum of such matrices.  Here a row's columns are slices of tree nodes, and each slice stands for the page blocks
@@ -18,10 +18,6 @@ from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 # As a segment's end: up to the node's length at the time of the run.  A leaf can grow under a plan.
 OPEN = 2**31 - 1
-
-# Rows of a tile in query heads (queries x group): 8 and 16 are the matrix instructions' narrow shapes, 64 is one
-# warpgroup, 128 two.
-TILE_CLASSES = (8, 16, 64, 128)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,17 +55,15 @@ class Queries:
 
 @dataclass(frozen=True, eq=False)
 class BSR:
-    """Block-sparse rows of one tile class.
+    """Block-sparse rows.
 
     Attributes:
-        tile_rows: The class: query heads (queries x group) per tile.
         q_begin, q_end: ``[rows]`` the contiguous queries of each row.
         causal: ``[rows]`` True where a query sees only keys at its own position or before; False where it sees them all.
         indptr: ``[rows + 1]`` bounds of each row's segments.
         node, begin, end: ``[segments]`` tokens ``[begin, end)`` of ``node``; ``end`` may be :data:`OPEN`.
     """
 
-    tile_rows: int
     q_begin: Ints
     q_end: Ints
     causal: NDArray[np.bool_]
@@ -130,7 +124,7 @@ def decompose(
     shape: HeadShape,
     cost: CostModel,
     shared: NDArray[np.bool_] | None = None,
-) -> tuple[BSR, ...]:
+) -> BSR:
     """Split attention over the tree into block-sparse rows, so that each query meets each visible token exactly once.
 
     Every shared node becomes a dense row: all queries below it read all its tokens.  Every node with queries of its own
@@ -139,27 +133,13 @@ def decompose(
     Args:
         snapshot: The tree.
         queries: The step's query rows; see :func:`check_queries` for what they must satisfy.
-        shape: The heads, for tile classes and cost.
+        shape: The heads, for the cost.
         cost: Decides which nodes are shared.
         shared: ``[nodes]`` overrides that decision; for tests and studies.
 
     Returns:
-        One BSR for each tile class that occurs, narrow tiles first.
+        The rows in the order of their nodes, a node's dense row before its causal one.
     """
-    rows = all_rows(snapshot, queries, shape, cost, shared)
-    heads = (rows.q_end - rows.q_begin) * shape.group
-    tile = np.array(TILE_CLASSES)[np.minimum(np.searchsorted(TILE_CLASSES, heads), len(TILE_CLASSES) - 1)]
-    return tuple(_select(rows, tile == tile_rows, tile_rows) for tile_rows in TILE_CLASSES if np.any(tile == tile_rows))
-
-
-def all_rows(
-    snapshot: TreeSnapshot,
-    queries: Queries,
-    shape: HeadShape,
-    cost: CostModel,
-    shared: NDArray[np.bool_] | None = None,
-) -> BSR:
-    """The rows of :func:`decompose` in one format, in the order of their nodes, a node's dense row before its causal one."""
     check_queries(snapshot, queries)
     own = queries.rows_per_node(snapshot.num_nodes)
     row_of_node = np.concatenate(([0], np.cumsum(own))).astype(np.int32)
@@ -175,7 +155,6 @@ def all_rows(
     end = length[segments]
     end[indptr[1:][causal] - 1] = OPEN
     return BSR(
-        tile_rows=TILE_CLASSES[-1],
         q_begin=row_of_node[np.where(causal, node, node + 1)],
         q_end=row_of_node[np.where(causal, node + 1, snapshot.subtree_end[node])],
         causal=causal,
@@ -202,18 +181,3 @@ def _inherited(
     segments = np.zeros(indptr[-1], dtype=np.int64)
     segments[indptr[row] + number] = above.ancestor(node[row], first[row] + number)
     return indptr, segments
-
-
-def _select(rows: BSR, chosen: NDArray[np.bool_], tile_rows: int) -> BSR:
-    count = np.diff(rows.indptr)
-    segment = np.repeat(chosen, count)
-    return BSR(
-        tile_rows=tile_rows,
-        q_begin=rows.q_begin[chosen],
-        q_end=rows.q_end[chosen],
-        causal=rows.causal[chosen],
-        indptr=np.concatenate(([0], np.cumsum(count[chosen]))).astype(np.int32),
-        node=rows.node[segment],
-        begin=rows.begin[segment],
-        end=rows.end[segment],
-    )

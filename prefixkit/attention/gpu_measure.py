@@ -156,7 +156,7 @@ def _rows(begin: Longs, end: Longs, causal: NDArray[np.bool_], indptr: Longs, no
     ends = length[node]
     ends[indptr[1:][causal] - 1] = OPEN
     columns = [np.asarray(column, dtype=np.int32) for column in (begin, end, indptr, node, 0 * node, ends)]
-    return BSR(WIDE_ROWS, columns[0], columns[1], causal, *columns[2:])
+    return BSR(columns[0], columns[1], causal, *columns[2:])
 
 
 def _uncut(role: Role) -> GpuCost:

@@ -29,6 +29,7 @@ from prefixkit.attention.gpu_cost import (
     GpuCost,
 )
 from prefixkit.attention.gpu_split import choose_pieces, units_of
+from prefixkit.attention.plan import number_partials
 from prefixkit.tree.snapshot import Ints
 
 __all__ = [
@@ -105,7 +106,7 @@ def make_gpu_plan(
     """Cut formats into wide and narrow items.
 
     Args:
-        formats: Block-sparse rows from ``decompose`` or ``all_rows``.
+        formats: Block-sparse rows from ``decompose``.
         length: ``[nodes]`` visible tokens of each node now; an OPEN segment counts as this long.
         num_rows: Query rows of the step.
         group: Query heads per KV head.
@@ -127,7 +128,7 @@ def make_gpu_plan(
             pieces[mine] = choose_pieces(role, tiles.tokens[mine], entries, num_sms)
     tile, piece = _order_items(rows, tiles, pieces)
     items, segments, units = _cut(rows, tiles, pieces, tile, piece, cost)
-    items[:, 2], merge_indptr, merge_indices, partials = _number_partials(items, num_rows)
+    items[:, 2], merge_indptr, merge_indices, partials = number_partials(items, num_rows)
     items[:, 5:8] = segments[items[:, 3]]
     is_wide = tiles.is_wide[tile]
     longest_first = _sort(units, is_wide)
@@ -298,18 +299,3 @@ def _streams(tiles: _Tiles, cost: GpuCost) -> int:
     """1 where narrow items take three times as long as wide ones, or more: then more of their KV should be under way."""
     wide, narrow = int(tiles.tokens[tiles.is_wide].sum()), int(tiles.tokens[~tiles.is_wide].sum())
     return int(3 * wide * cost.narrow.tokens_per_us <= narrow * cost.wide.tokens_per_us)
-
-
-def _number_partials(items: Longs, num_rows: int) -> tuple[Longs, Ints, Ints, int]:
-    """Give every item its rows of the partial buffer, and every query row its partials in item order (root first)."""
-    touches = np.bincount(items[:, 0], minlength=num_rows + 1) - np.bincount(items[:, 1], minlength=num_rows + 1)
-    shared = np.concatenate(([0], np.cumsum(np.cumsum(touches)[:num_rows] > 1)))
-    leaves = shared[items[:, 1]] > shared[items[:, 0]]
-    rows = np.where(leaves, items[:, 1] - items[:, 0], 0)
-    begin = np.cumsum(rows) - rows
-    total = int(rows.sum())
-    row_of = np.arange(total) - np.repeat(begin - items[:, 0], rows)
-    # numpy sorts 16-bit numbers by counting, in linear time.
-    by_row = np.argsort(row_of.astype(np.uint16) if num_rows <= 2**16 else row_of, kind="stable")
-    indptr = np.concatenate(([0], np.cumsum(np.bincount(row_of, minlength=num_rows))))
-    return np.where(leaves, begin, -1), indptr.astype(np.int32), by_row.astype(np.int32), total

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.cost import CPU_COST, CostModel, HeadShape
-from prefixkit.attention.formats import BSR, Queries, all_rows, check_queries, decompose, visible_lengths
+from prefixkit.attention.formats import BSR, Queries, check_queries, decompose, visible_lengths
 from prefixkit.attention.gpu_buffers import PlanCapacity, room_for
 from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
@@ -83,7 +83,6 @@ class Planner:
     Attributes:
         shape: The attention heads.
         cost: Decides what is shared.
-        num_workers: Workers to balance over.
         num_sms: Plan for the CUDA kernels with so many blocks, one or two per multiprocessor; None plans for whatever takes a
             :class:`Plan`.
         gpu: What that GPU's paths cost.
@@ -94,7 +93,6 @@ class Planner:
 
     shape: HeadShape
     cost: CostModel = CPU_COST
-    num_workers: int = 1
     num_sms: int | None = None
     gpu: GpuCost = H200
     launch: Callable[[PlanCapacity, Tensor], list[Tensor]] | None = None
@@ -133,7 +131,7 @@ class Planner:
         self.plans_made += 1
         if log.isEnabledFor(logging.DEBUG):
             where = "the GPU" if planned.made is None else "the host"
-            log.debug("plan %d by %s: %s", self.plans_made, where, describe(self._formats(snapshot, queries)))
+            log.debug("plan %d by %s: %s", self.plans_made, where, describe(self._rows(snapshot, queries)))
         return planned, tensors
 
     def _on_gpu(
@@ -182,22 +180,19 @@ class Planner:
     def _reads(self, snapshot: TreeSnapshot, queries: Queries) -> Reads:
         return Reads.of(snapshot, queries, self.shape, self.cost)
 
-    def _formats(self, snapshot: TreeSnapshot, queries: Queries) -> Sequence[BSR]:
-        if self.num_sms is None:
-            return decompose(snapshot, queries, self.shape, self.cost)
-        return [all_rows(snapshot, queries, self.shape, self.cost)]  # the GPU's plan has no use for tile classes
+    def _rows(self, snapshot: TreeSnapshot, queries: Queries) -> BSR:
+        return decompose(snapshot, queries, self.shape, self.cost)
 
     def _specify(self, snapshot: TreeSnapshot, queries: Queries) -> Plan | GpuPlan:
-        formats, length, rows = self._formats(snapshot, queries), visible_lengths(snapshot, queries), queries.num_rows
-        group, kv_heads = self.shape.group, self.shape.kv_heads
+        rows = self._rows(snapshot, queries)
         if self.num_sms is None:
-            return make_plan(formats, length, rows, group=group, num_workers=self.num_workers)
+            return make_plan(rows, queries.num_rows)
         return make_gpu_plan(
-            formats,
-            length,
-            rows,
-            group=group,
-            kv_heads=kv_heads,
+            [rows],
+            visible_lengths(snapshot, queries),
+            queries.num_rows,
+            group=self.shape.group,
+            kv_heads=self.shape.kv_heads,
             num_sms=self.num_sms,
             cost=self.gpu,
         )
@@ -233,15 +228,13 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> P
     return Planner(shape, gpu.sharing, num_sms=blocks, gpu=gpu, launch=launch)
 
 
-def describe(formats: Sequence[BSR]) -> str:
+def describe(rows: BSR) -> str:
     """One line that says which nodes are shared by how many queries, and how many rows stand alone."""
     shared = [
-        f"node {bsr.row_segments(row)[-1][0]} by {bsr.q_end[row] - bsr.q_begin[row]}"
-        for bsr in formats
-        for row in range(bsr.num_rows)
-        if not bsr.causal[row]
+        f"node {rows.row_segments(row)[-1][0]} by {rows.q_end[row] - rows.q_begin[row]}"
+        for row in np.flatnonzero(~rows.causal).tolist()
     ]
-    alone = sum(int(bsr.causal.sum()) for bsr in formats)
+    alone = int(rows.causal.sum())
     return f"{len(shared)} shared reads ({', '.join(shared[:8])}{', ...' if len(shared) > 8 else ''}), {alone} own rows"
 
 

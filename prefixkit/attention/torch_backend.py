@@ -67,17 +67,13 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One layer of a step: blocks, whose rows laid end to end ``merge`` brings to the query rows.
+    """One layer of a step: blocks, whose rows laid end to end ``merge`` brings to the query rows."""
 
-    ``head`` is the KV head that it is for, or None for all.
-    """
-
-    head: int | None
     blocks: tuple[Block, ...]
     merge: Merge
 
 
-_kept: list[tuple[tuple[object, ...], bytes, tuple[Program, ...]]] = []
+_kept: list[tuple[tuple[object, ...], bytes, Program]] = []
 _lock = threading.Lock()
 
 
@@ -114,39 +110,29 @@ def tree_attention(
     """``tree_attention`` on any device that torch knows."""
     check_attention(q, k_pages, v_pages, q_positions)
     variant = lookup(key)
-    rows, heads, head_dim = q.shape
+    rows, heads, _ = q.shape
     if variant.sinks is not None and len(variant.sinks) != heads:
         raise BadShape(f"tree_attention: variant {variant.name!r} has {len(variant.sinks)} sinks for {heads} heads")
-    out = q.new_empty(q.shape, dtype=torch.float32)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    group = heads // k_pages.shape[2]
-    for program in _programs(q_positions, work, nodes, k_pages.shape, heads, key, variant):
-        kv = slice(None) if program.head is None else slice(program.head, program.head + 1)
-        mine = slice(None) if program.head is None else slice(program.head * group, (program.head + 1) * group)
-        number = torch.arange(heads, device=q.device)[mine, None, None]
-        states = [
-            _attend(block, q[:, mine], k_pages[:, :, kv], v_pages[:, :, kv], scale, variant, number)
-            for block in program.blocks
-        ]
-        if states:
-            joined = State(torch.cat([s.out for s in states]), torch.cat([s.lse for s in states]))
-            state = run_merge(program.merge, [joined], may_be_empty=True)
-            out[:, mine], lse[:, mine] = state.out, state.lse
-        else:
-            out[:, mine], lse[:, mine] = 0.0, -math.inf
+    program = _program_for(q_positions, work, nodes, k_pages.shape, heads, key, variant)
+    states = [_attend(block, q, k_pages, v_pages, scale, variant) for block in program.blocks]
+    if states:
+        joined = State(torch.cat([s.out for s in states]), torch.cat([s.lse for s in states]))
+        state = run_merge(program.merge, [joined], may_be_empty=True)
+        out, lse = state.out, state.lse
+    else:
+        out, lse = q.new_zeros(q.shape, dtype=torch.float32), q.new_full((rows, heads), -math.inf, dtype=torch.float32)
     if variant.sinks is not None:
         sinks = variant.sinks.to(lse)
         out, lse = out * torch.sigmoid(lse - sinks).unsqueeze(-1), torch.logaddexp(lse, sinks)
     return out.to(q.dtype), lse
 
 
-def _attend(
-    block: Block, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, variant: Variant, number: Tensor
-) -> State:
+def _attend(block: Block, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, variant: Variant) -> State:
     """One block: ``[batch * rows, heads, head_dim]``; a row that sees nothing comes out empty."""
     batch, rows = block.row.shape
     _, page_size, kv_heads, head_dim = k_pages.shape
     heads, length = q.shape[1], block.slot.shape[1]
+    number = torch.arange(heads, device=q.device)[:, None, None]
     group = heads // kv_heads
     head = torch.arange(kv_heads, device=q.device)[None, :, None]
     where = (block.slot[:, None] // page_size, head, block.slot[:, None] % page_size)
@@ -199,7 +185,7 @@ def _to_host(op: str, tensors: Sequence[Tensor]) -> list[Array]:
     return [part.reshape(tuple(tensor.shape)) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _programs(
+def _program_for(
     q_positions: Tensor,
     work: Sequence[Tensor],
     nodes: Sequence[Tensor],
@@ -207,7 +193,7 @@ def _programs(
     heads: int,
     key: str,
     variant: Variant,
-) -> tuple[Program, ...]:
+) -> Program:
     (check_work if len(work) == len(WORK) else check_packed)(len(q_positions), work, nodes)
     arrays = _to_host("tree_attention", [*work, *nodes, q_positions])
     shape = (tuple(pool_shape), heads, key, q_positions.device, tuple(array.shape for array in arrays))
@@ -218,50 +204,26 @@ def _programs(
                 return entry[2]
     if len(work) != len(WORK):
         arrays = [*_unpacked(arrays[:6], len(q_positions)), *arrays[6:]]
-    listed = Work(pool_shape[1], *arrays)
-    kv_heads = pool_shape[2]
-    apart = _heads_apart(listed.items, kv_heads)
-    group = heads // kv_heads
-    programs = tuple(
-        _compile(listed, head, pool_shape, heads if apart is None else group, variant, q_positions.device)
-        for head in (range(kv_heads) if apart is not None else (0,))
-    )
-    if apart is None:
-        programs = (replace(programs[0], head=None),)
+    program = _compile(Work(pool_shape[1], *arrays), pool_shape, heads, variant, q_positions.device)
     with _lock:
-        _kept.insert(0, (shape, numbers, programs))
+        _kept.insert(0, (shape, numbers, program))
         del _kept[KEPT:]
-    return programs
+    return program
 
 
 def _unpacked(work: Sequence[Array], rows: int) -> list[Array]:
-    """A plan packed for the kernels as the five arrays that it came from: all KV heads in one item, one worker."""
+    """A plan packed for the kernels as the five arrays of a ``Plan``."""
     counts, wide, narrow, segments, merge_indptr, merge_indices = work
     packed = np.concatenate((wide[: counts[0]], narrow[: counts[1]]))
     count = packed[:, 4] >> 1
-    items = np.zeros((len(packed), 6), dtype=np.int64)
-    items[:, :2], items[:, 2], items[:, 3], items[:, 4] = packed[:, :2], packed[:, 4] & 1, packed[:, 2], -1
+    items = np.column_stack((packed[:, :2], packed[:, 4] & 1, packed[:, 2]))
     indptr = np.concatenate(([0], np.cumsum(count)))
     bounds = merge_indptr[: rows + 1]
     return [items, indptr, segments[ranges(packed[:, 3], count)], bounds, merge_indices[: bounds[-1]]]
 
 
-def _heads_apart(items: Array, kv_heads: int) -> Array | None:
-    """The items' KV heads if these do different work; None if head 0 stands for all."""
-    if not len(items) or items[:, 4].max() < 0:
-        return None
-    what = items[:, [0, 1, 2, 3]]
-    of_head = [what[(items[:, 4] < 0) | (items[:, 4] == head)] for head in range(kv_heads)]
-    of_head = [part[np.lexsort(part.T)] for part in of_head]
-    # Items of the same rows may read different segments, but only if they write different partials.
-    alike = all(np.array_equal(part, of_head[0]) for part in of_head[1:])
-    return None if alike else items[:, 4]
-
-
-def _compile(
-    work: Work, head: int, pool_shape: Sequence[int], heads: int, variant: Variant, device: torch.device
-) -> Program:
-    pieces = cut(work, head, variant.reach, TILE_ROWS)
+def _compile(work: Work, pool_shape: Sequence[int], heads: int, variant: Variant, device: torch.device) -> Program:
+    pieces = cut(work, variant.reach, TILE_ROWS)
     low, high = pieces.slot.min(initial=0), (pieces.slot + pieces.count).max(initial=0)
     if low < 0 or high > pool_shape[0] * pool_shape[1]:
         raise IndexError(
@@ -282,7 +244,7 @@ def _compile(
     row = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
     index = np.concatenate(base) if base else np.zeros(0, dtype=np.int64)
     merge = plan_merge(len(work.q_positions), row, np.zeros_like(row), index, np.array([height]))
-    return Program(head, tuple(blocks), _moved(merge, device))
+    return Program(tuple(blocks), _moved(merge, device))
 
 
 def _batches(pieces: Pieces, heads: int, kv_elements: int) -> Iterator[Array]:

@@ -1,6 +1,6 @@
 // From nodes to rows to tiles: prefix sums over the tree, the decision what is shared, and the rows' segments.
 //
-// decide_sharing and all_rows of attention/cost.py and formats.py, and _tile of gpu_plan.py, on a block of 1,024 threads.
+// decide_sharing and decompose of attention/cost.py and formats.py, and _tile of gpu_plan.py, on a block of 1,024 threads.
 #pragma once
 #include "plan_state.cuh"
 

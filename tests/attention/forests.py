@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prefixkit.attention import ops  # noqa: F401
 from prefixkit.attention.cost import CostModel, HeadShape
-from prefixkit.attention.formats import Queries, all_rows, decompose, visible_lengths
+from prefixkit.attention.formats import Queries, decompose, visible_lengths
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
@@ -190,17 +190,15 @@ def random_case(
     return fill(rng, snapshot, num_pages, queries, heads, dtype, float(rng.choice([0.3, 1.0, 4.0])))
 
 
-def plan_of(case: Case, cost: CostModel, *, shared: np.ndarray | None = None, **options: int | None) -> Plan:
-    """The case's plan; ``options`` are those of ``make_plan``."""
-    formats = decompose(case.snapshot, case.queries, case.shape, cost, shared)
-    length = visible_lengths(case.snapshot, case.queries)
-    return make_plan(formats, length, case.queries.num_rows, group=case.shape.group, **options)
+def plan_of(case: Case, cost: CostModel, *, shared: np.ndarray | None = None) -> Plan:
+    """The case's plan; ``shared`` as ``decompose`` takes it."""
+    return make_plan(decompose(case.snapshot, case.queries, case.shape, cost, shared), case.queries.num_rows)
 
 
 def gpu_plan_of(case: Case, cost: CostModel, num_sms: int = 3, wide_rows: int = H200.sharing.tile_heads) -> GpuPlan:
     """The case's plan for kernels with so many blocks and rows of a wide tile."""
     return make_gpu_plan(
-        [all_rows(case.snapshot, case.queries, case.shape, cost)],
+        [decompose(case.snapshot, case.queries, case.shape, cost)],
         visible_lengths(case.snapshot, case.queries),
         case.queries.num_rows,
         group=case.shape.group,

@@ -8,7 +8,7 @@ import numpy as np
 
 from prefixkit.attention.cost import CostModel, HeadShape
 from prefixkit.attention.cpu_pieces import ranges
-from prefixkit.attention.formats import BSR, Queries, all_rows, visible_lengths
+from prefixkit.attention.formats import BSR, Queries, decompose, visible_lengths
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
 from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.tree.snapshot import TreeSnapshot
@@ -49,7 +49,7 @@ def random_tree(
 
 def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: GpuCost, num_sms: int) -> GpuPlan:
     """The plan that any planner must make."""
-    rows = all_rows(snapshot, queries, shape, cost.sharing)
+    rows = decompose(snapshot, queries, shape, cost.sharing)
     return make_gpu_plan(
         [rows],
         visible_lengths(snapshot, queries),

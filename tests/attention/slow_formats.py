@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixkit.attention.formats import BSR, OPEN, TILE_CLASSES, Queries
+from prefixkit.attention.formats import BSR, OPEN, Queries
 
 
 def decide_sharing(snapshot, own, below, shape, cost):
@@ -29,7 +29,7 @@ def decide_sharing(snapshot, own, below, shape, cost):
     return shared
 
 
-def decompose(snapshot, queries: Queries, shape, cost, shared=None) -> list[BSR]:
+def decompose(snapshot, queries: Queries, shape, cost, shared=None) -> BSR:
     """Top-down: what is not shared is handed to the first rows below."""
     own = queries.rows_per_node(snapshot.num_nodes)
     row_of_node = np.concatenate(([0], np.cumsum(own)))
@@ -47,18 +47,11 @@ def decompose(snapshot, queries: Queries, shape, cost, shared=None) -> list[BSR]
             handed_down[node] = [*inherited, (node, 0, length)] if length else inherited
         if own[node]:
             rows.append((first, end, True, [*inherited, (node, 0, OPEN)]))
-    return [bsr for tile in TILE_CLASSES if (bsr := _pack(tile, [row for row in rows if _tile(row, shape) == tile]))]
+    return _pack(rows)
 
 
-def _tile(row, shape):
-    heads = (row[1] - row[0]) * shape.group
-    return next((tile for tile in TILE_CLASSES if heads <= tile), TILE_CLASSES[-1])
-
-
-def _pack(tile, rows):
-    if not rows:
-        return None
+def _pack(rows):
     segments = np.array([segment for row in rows for segment in row[3]], dtype=np.int32)
     q_begin, q_end, causal = (np.array(column) for column in list(zip(*rows, strict=True))[:3])
     indptr = np.cumsum([0, *(len(row[3]) for row in rows)])
-    return BSR(tile, q_begin.astype(np.int32), q_end.astype(np.int32), causal, indptr.astype(np.int32), *segments.T)
+    return BSR(q_begin.astype(np.int32), q_end.astype(np.int32), causal, indptr.astype(np.int32), *segments.T)

@@ -71,8 +71,7 @@ def program_of(case: Case, plan: Plan, variant: Variant = CAUSAL) -> Program:
     heads = Heads(case.shape.heads, case.shape.kv_heads, case.shape.head_dim)
     work = int_tensors(*plan.arrays())
     key = register(variant)
-    (program,) = program_for(case.positions, work, node_tensors(case), case.k_pages.shape, heads, True, key, variant)
-    return program
+    return program_for(case.positions, work, node_tensors(case), case.k_pages.shape, heads, True, key, variant)
 
 
 # Pieces
@@ -110,9 +109,9 @@ def seen_by_pieces(pieces: Pieces, q_positions: Array) -> Counter[tuple[int, int
 def test_pieces_show_each_query_what_its_items_show_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
-    plan = plan_of(case, (SHARE_ALL, FOLD_ALL, CPU_COST)[seed % 3], num_workers=1 + seed % 4, min_chunk=3)
+    plan = plan_of(case, (SHARE_ALL, FOLD_ALL, CPU_COST)[seed % 3])
     work = work_of(case, plan)
-    pieces = cut(work, None, None, None if seed % 2 else int(rng.integers(1, 9)))
+    pieces = cut(work, None, None if seed % 2 else int(rng.integers(1, 9)))
     assert seen_by_pieces(pieces, work.q_positions) == seen_by_items(work)
     longest = rng.integers(1, 30, len(pieces))
     detached = detach_long_runs(pieces, int(rng.integers(1, 12)), longest)
@@ -123,7 +122,7 @@ def test_reach_drops_keys_that_no_query_of_the_tile_sees() -> None:
     case = tree_case([-1, 0], [100, 60], [(1, 0, 60)])
     work = work_of(case, plan_of(case, FOLD_ALL))
     for tile_rows, keys in ((None, 9 + 60), (20, 3 * (9 + 20))):
-        assert cut(work, None, 10, tile_rows).tokens.sum() == keys
+        assert cut(work, 10, tile_rows).tokens.sum() == keys
 
 
 def test_a_causal_item_may_span_positions_with_gaps() -> None:
@@ -131,17 +130,14 @@ def test_a_causal_item_may_span_positions_with_gaps() -> None:
     case = tree_case([-1, 0, 0], [3, 2, 2], [(1, 0, 2), (2, 0, 2)])
     # One item of both leaves' queries over the root and, as they stand at the same positions, the first leaf.
     plan = Plan(
-        items=np.array([[0, 4, 1, -1, -1, 0]], dtype=np.int32),
+        items=np.array([[0, 4, 1, -1]], dtype=np.int32),
         segment_indptr=np.array([0, 2], dtype=np.int32),
         segments=np.array([[0, 0, 3], [1, 0, OPEN]], dtype=np.int32),
         merge_indptr=np.zeros(5, dtype=np.int32),
         merge_indices=np.zeros(0, dtype=np.int32),
-        num_partial_rows=0,
-        num_workers=1,
-        worker_cost=np.zeros(1, dtype=np.int32),
     )
     work = work_of(case, plan)
-    pieces = cut(work, None, None, None)
+    pieces = cut(work, None, None)
     assert seen_by_pieces(pieces, work.q_positions) == seen_by_items(work)
     assert MASKED in pieces.kind
     out, _ = attend(case, plan)
@@ -162,7 +158,7 @@ def test_batches_hold_every_piece_once_and_stay_small(seed: int, monkeypatch: py
     tuning = cpu_tuning.Tuning(batch_elements=1 << 12)
     monkeypatch.setattr(cpu_tuning, "TUNING", tuning)
     case = decode_case(50, rng.integers(1, 40, 30).tolist())
-    pieces = cut(work_of(case, plan_of(case, SHARE_ALL)), None, None, None)
+    pieces = cut(work_of(case, plan_of(case, SHARE_ALL)), None, None)
     heads = Heads(6, 2, 32)
     made = list(batches(pieces, heads, CAUSAL))
     assert sorted(np.concatenate(made).tolist()) == list(range(len(pieces)))
@@ -246,9 +242,6 @@ def test_rows_that_no_item_mentions_come_out_empty() -> None:
         segments=plan.segments[np.repeat(rest, np.diff(plan.segment_indptr))],
         merge_indptr=plan.merge_indptr,
         merge_indices=plan.merge_indices,
-        num_partial_rows=0,
-        num_workers=1,
-        worker_cost=plan.worker_cost,
     )
     (whole, _), (out, lse) = attend(case, plan), attend(case, partial)
     assert torch.equal(out[[0, 2]], whole[[0, 2]])
@@ -365,7 +358,7 @@ def poisoned_memory() -> Iterator[None]:
 def test_every_element_is_written(seed: int, variant: Variant, request: pytest.FixtureRequest) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
-    plan = plan_of(case, (SHARE_ALL, FOLD_ALL)[seed % 2], num_workers=3, min_chunk=2)
+    plan = plan_of(case, (SHARE_ALL, FOLD_ALL)[seed % 2])
     clean = attend(case, plan, register(variant))
     request.getfixturevalue("poisoned_memory")
     poisoned = attend(case, plan, register(variant))

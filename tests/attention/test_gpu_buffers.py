@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.formats import Queries, all_rows, visible_lengths
+from prefixkit.attention.formats import Queries, decompose, visible_lengths
 from prefixkit.attention.gpu_buffers import PlanCapacity, PlanTooLarge, capacity_for, room_for, size_of
 from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
 from tests.attention.forests import make_snapshot, random_parents
@@ -38,7 +38,7 @@ def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
         shape = HeadShape(group * kv_heads, kv_heads, 128, 2)
         capacity = capacity_for(snapshot, queries, shape, sms)
         shared = rng.random(len(parents)) < rng.random()
-        formats = [all_rows(snapshot, queries, shape, H200_COST, shared if rng.random() < 0.5 else None)]
+        formats = [decompose(snapshot, queries, shape, H200_COST, shared if rng.random() < 0.5 else None)]
         length = visible_lengths(snapshot, queries)
         plan = make_gpu_plan(formats, length, queries.num_rows, group=group, kv_heads=kv_heads, num_sms=sms)
         capacity.check(size_of(plan))

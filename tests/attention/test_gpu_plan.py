@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.tree_attention.workloads import tree, tree_of
 from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.formats import OPEN, Queries, all_rows, decompose, visible_lengths
+from prefixkit.attention.formats import BSR, OPEN, Queries, decompose, visible_lengths
 from prefixkit.attention.gpu_cost import H200, H200_COST, GpuCost, Role
 from prefixkit.attention.gpu_plan import make_gpu_plan
 from prefixkit.attention.gpu_split import CHAIN, LEVELS, busiest, cuts_of
@@ -29,7 +29,7 @@ def random_case(seed, heads, kv_heads):
     snapshot = random_tree(rng, page_size=4).snapshot()
     queries = random_queries(rng, snapshot)
     shape = HeadShape(heads, kv_heads, 64, 2)
-    formats = decompose(snapshot, queries, shape, H200_COST, rng.random(snapshot.num_nodes) < 0.5)
+    formats = [decompose(snapshot, queries, shape, H200_COST, rng.random(snapshot.num_nodes) < 0.5)]
     return snapshot, queries, formats, visible_lengths(snapshot, queries)
 
 
@@ -148,7 +148,7 @@ def prompt(tokens, heads=32, kv_heads=8, chunk=None):
     begin = tokens - (chunk or tokens)
     snapshot.ready[:] = begin
     queries = Queries(*(np.array([x], dtype=np.int32) for x in (0, begin, tokens)))
-    formats = decompose(snapshot, queries, HeadShape(heads, kv_heads, 128, 2), H200_COST)
+    formats = [decompose(snapshot, queries, HeadShape(heads, kv_heads, 128, 2), H200_COST)]
     return snapshot, queries, formats, visible_lengths(snapshot, queries)
 
 
@@ -201,7 +201,7 @@ def test_tiles_of_a_shared_node_that_read_the_same_piece_follow_each_other():
     snapshot = tree_of("2L b256 p16384 s16")
     leaf = np.arange(1, 257, dtype=np.int32)
     queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
-    formats = decompose(snapshot, queries, HeadShape(8, 1, 128, 2), H200_COST)
+    formats = [decompose(snapshot, queries, HeadShape(8, 1, 128, 2), H200_COST)]
     plan = make_gpu_plan(formats, visible_lengths(snapshot, queries), 256, group=8, kv_heads=1)
     begins = plan.wide[:, 6].tolist()
     runs = 1 + sum(a != b for a, b in pairwise(begins))
@@ -210,17 +210,26 @@ def test_tiles_of_a_shared_node_that_read_the_same_piece_follow_each_other():
     assert runs == pieces
 
 
+def _part(rows, chosen):
+    """A format of some of the rows."""
+    segment = np.repeat(chosen, np.diff(rows.indptr))
+    indptr = np.concatenate(([0], np.cumsum(np.diff(rows.indptr)[chosen])))
+    columns = {name: getattr(rows, name)[chosen] for name in ("q_begin", "q_end", "causal")}
+    return BSR(**columns, indptr=indptr, **{name: getattr(rows, name)[segment] for name in ("node", "begin", "end")})
+
+
 def test_any_order_of_formats_gives_the_same_items():
     rng = np.random.default_rng(0)
     for seed in range(30):
         snapshot = random_tree(rng, page_size=4).snapshot()
         queries = random_queries(rng, snapshot)
         shape, length = HeadShape(6, 2, 64, 2), visible_lengths(snapshot, queries)
+        rows = decompose(snapshot, queries, shape, H200_COST)
         plans = [
             make_gpu_plan(formats, length, queries.num_rows, group=3, kv_heads=2, num_sms=5, cost=SMALL)
             for formats in (
-                decompose(snapshot, queries, shape, H200_COST),
-                [all_rows(snapshot, queries, shape, H200_COST)],
+                [rows],
+                [_part(rows, ~rows.causal), _part(rows, rows.causal)],
             )
         ]
         one, two = ([item[1:] for item in items_of(plan)] for plan in plans)
@@ -277,7 +286,7 @@ def test_many_wide_items_or_equal_ones_go_head_by_head(lengths, leaves, kv_heads
     last = np.flatnonzero(np.array(parents) >= 0)
     queries = Queries(last, np.full(len(last), 15), np.full(len(last), 16))
     shape = HeadShape(4 * kv_heads, kv_heads, 128, 2)
-    formats = [all_rows(snapshot, queries, shape, H200_COST)]
+    formats = [decompose(snapshot, queries, shape, H200_COST)]
     plan = make_gpu_plan(formats, visible_lengths(snapshot, queries), len(last), group=4, kv_heads=kv_heads)
     assert plan.counts[4] == by_head
 
@@ -287,5 +296,5 @@ def test_a_plan_says_whether_its_narrow_items_take_longer(prefix, own, streams):
     leaves = 256
     snapshot = tree([-1] + [0] * leaves, [prefix] + [own] * leaves)
     queries = Queries(np.arange(1, leaves + 1), np.full(leaves, own - 1), np.full(leaves, own))
-    formats = [all_rows(snapshot, queries, HeadShape(32, 8, 128, 2), H200_COST)]
+    formats = [decompose(snapshot, queries, HeadShape(32, 8, 128, 2), H200_COST)]
     assert make_gpu_plan(formats, snapshot.length, leaves, group=4, kv_heads=8).counts[5] == streams

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from prefixkit.attention.formats import Queries, all_rows, visible_lengths
+from prefixkit.attention.formats import Queries, decompose, visible_lengths
 from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.nvrtc import CSRC
 from prefixkit.attention.reference import reference_attention, visible_tokens
@@ -98,7 +98,7 @@ def attend(kernel, case: Case, stages: int, blocks: int) -> tuple[Tensor, Tensor
     positions = case.positions.long()
     length = visible_lengths(snapshot, case.queries)
     plan = make_gpu_plan(
-        [narrowed(all_rows(snapshot, case.queries, case.shape, SHARE_ALL), case.shape.group)],
+        [narrowed(decompose(snapshot, case.queries, case.shape, SHARE_ALL), case.shape.group)],
         length,
         rows,
         group=case.shape.group,

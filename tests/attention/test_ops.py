@@ -24,7 +24,7 @@ def pages(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def arguments(case: Case, variant: str = "causal") -> tuple[Any, ...]:
-    work = int_tensors(*plan_of(case, CPU_COST, num_workers=2, min_chunk=4).arrays())
+    work = int_tensors(*plan_of(case, CPU_COST).arrays())
     return case.q, case.k_pages, case.v_pages, case.positions, work, node_tensors(case), case.scale, variant
 
 
@@ -123,7 +123,7 @@ WRONG = {
     ),
     "work count": (changed(4, lambda work: work[:4]), BadShape, "work must be the 5 tensors items"),
     "work dtype": (changed(4, lambda t: t.long(), 2), BadDtype, "work.segments must be torch.int32"),
-    "items shape": (changed(4, lambda t: t[:, :5], 0), BadShape, r"work.items must have shape \[items, 6\]"),
+    "items shape": (changed(4, lambda t: t[:, :3], 0), BadShape, r"work.items must have shape \[items, 4\]"),
     "merge rows": (changed(4, lambda t: t[1:], 3), BadShape, "work.merge_indptr must have shape"),
     "nodes count": (changed(5, lambda nodes: nodes[1:]), BadShape, "nodes must be the 5 tensors start"),
     "nodes shape": (changed(5, lambda t: t[1:], 1), BadShape, "nodes.length must have shape"),

@@ -54,7 +54,7 @@ class Layer:
         self.k, self.v = draw(1, rows, kv_heads, dim).transpose(1, 2), draw(1, rows, kv_heads, dim).transpose(1, 2)
         self.cos, self.sin = draw(1, rows, dim), draw(1, rows, dim)
         self.slots = torch.from_numpy(case.snapshot.slots(case.row_node, case.queries.row_offset()))
-        work = int_tensors(*plan_of(case, CPU_COST, num_workers=2, min_chunk=4).arrays())
+        work = int_tensors(*plan_of(case, CPU_COST).arrays())
         self.attention = case.positions, work, node_tensors(case), case.scale, "causal"
 
     def arguments(self):
