@@ -12,8 +12,8 @@ from torch import Tensor
 
 from prefixkit.attention import cuda_variants, jit, torch_backend
 from prefixkit.attention.checks import BadDevice, BadShape, check_attention, check_packed, check_positions
-from prefixkit.attention.cuda_checks import CudaError, check_packed_numbers
-from prefixkit.attention.cuda_launch import Layout, checked, launch
+from prefixkit.attention.cuda_checks import CudaError, check_packed_numbers, checked
+from prefixkit.attention.cuda_launch import Layout, launch
 from prefixkit.attention.cuda_maps import ALL_BYTES, holds_groups, tensor_maps
 from prefixkit.attention.cuda_pack import packed
 from prefixkit.attention.cuda_units import ATTENTION, attention_unit, kernel_for
