@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from prefixkit.attention.cuda_maps import ALL_BYTES, holds_groups, tensor_maps
 from prefixkit.attention.cuda_pack import packed
 from prefixkit.attention.cuda_units import ATTENTION, attention_unit, kernel_for
 from prefixkit.attention.nvrtc import arch_for, supported_archs
-from prefixkit.attention.variants import lookup
+from prefixkit.attention.variants import Variant, lookup
 
 log = logging.getLogger("prefixkit")
 
@@ -42,8 +43,12 @@ class UnsupportedHeads(BadShape):
 
 @dataclass(frozen=True, eq=False)
 class _Ready:
-    """A launch but for its pointers; ``function`` is None where plain torch serves."""
+    """A launch but for its pointers; ``function`` is None where plain torch serves.
 
+    It is good as long as the variant lives, whose ``parameters`` it has the address of.
+    """
+
+    variant: ref[Variant]
     function: jit.Function | None
     blocks: int
     threads: int
@@ -84,7 +89,7 @@ def tree_attention(
     """
     signature = (key, q.shape, q.dtype, q.device, *_form(k_pages), *_form(v_pages))
     ready = _memo.get(signature)
-    if ready is None:
+    if ready is None or ready.variant() is None:
         ready = _prepare(q, k_pages, v_pages, q_positions, key)
         if len(_memo) >= _MEMO_SIZE:
             _memo.clear()
@@ -150,9 +155,9 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
     device = k_pages.device.index
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
     if q.dtype == torch.float32:
-        return _by_torch("float32 has no kernel")
+        return _by_torch(variant, "float32 has no kernel")
     if variant.bodies is None:
-        return _by_torch(f"variant {variant.name!r} is Python only (its `bodies` are not set)")
+        return _by_torch(variant, f"variant {variant.name!r} is Python only (its `bodies` are not set)")
     heads, head_dim = q.shape[1:]
     group = heads // k_pages.shape[2]
     kernel = kernel_for(arch, head_dim, group)
@@ -179,6 +184,7 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
     parameters = cuda_variants.on_device(key, heads, q.device).data_ptr()
     _LAYOUTS[kernel.by_maps].check(function)
     return _Ready(
+        ref(variant),
         function,
         blocks,
         kernel.threads,
@@ -204,11 +210,11 @@ def _head(ready: _Ready, k_pages: Tensor, v_pages: Tensor) -> tuple[bytes, ...]:
     return head
 
 
-def _by_torch(why: str) -> _Ready:
+def _by_torch(variant: Variant, why: str) -> _Ready:
     if why not in _said:
         _said.add(why)
         log.warning("tree_attention runs in plain torch: %s", why)
-    return _Ready(None, 0, 0, 0)
+    return _Ready(ref(variant), None, 0, 0, 0)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:

@@ -28,9 +28,9 @@ from prefixkit.attention.checks import (
     check_rotary,
     check_work,
 )
-from prefixkit.attention.cuda_checks import check_append_slots, checked
 from prefixkit.attention.cpu_merge import Merge, plan_merge, run_merge
 from prefixkit.attention.cpu_pieces import DENSE, Array, Pieces, Work, cut, detach_long_runs, ranges
+from prefixkit.attention.cuda_checks import check_append_slots, checked
 from prefixkit.attention.rotary import rotate
 from prefixkit.attention.state import State
 from prefixkit.attention.variants import Variant, lookup
