@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from prefixkit.attention import cpu_tuning
 from prefixkit.attention.checks import BadShape
 from prefixkit.attention.cpu_batches import Heads
 from prefixkit.attention.cpu_calls import Call, Scoring
@@ -105,22 +106,29 @@ def _rows(call: Call, q: Tensor) -> Tensor:
     return q if count == len(q) else q.narrow(0, call.first_row, count)
 
 
-class _Scratch(threading.local):
-    """Buffers that a thread keeps: fresh ones would cost a page fault per 4 KB, as much as filling them."""
+class Scratch(threading.local):
+    """Buffers that a thread keeps until it ends: fresh ones would cost a page fault per 4 KB, as much as filling them.
+
+    There are six at most, for keys and for values in three dtypes, each of up to ``TUNING.call_elements`` elements, so a
+    thread keeps 256 MiB at most, and 128 MiB while all is float32.  What a call needs beyond that is its own.
+    """
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def take(self, use: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """``[rows, width]``, with anything in it."""
+        """``[rows, width]`` for keys (``use`` 0) or values (1), with anything in it."""
+        elements = rows * width
         buffer = self.buffers.get((use, dtype))
-        if buffer is None or buffer.shape[0] < rows * width:
+        if buffer is None or buffer.shape[0] < elements:
             with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
-                buffer = self.buffers[use, dtype] = torch.empty(rows * width, dtype=dtype)
+                buffer = torch.empty(elements, dtype=dtype)
+            if elements <= cpu_tuning.TUNING.call_elements:
+                self.buffers[use, dtype] = buffer
         return buffer.as_strided((rows, width), (width, 1))
 
 
-_scratch = _Scratch()
+_scratch = Scratch()
 
 
 def _slots(pages: Tensor) -> Tensor:

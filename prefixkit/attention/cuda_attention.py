@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from prefixkit.attention import cuda_variants, jit, torch_backend
 from prefixkit.attention.checks import BadDevice, BadShape, check_attention, check_packed, check_positions
-from prefixkit.attention.cuda_checks import CudaError, check_packed_numbers
-from prefixkit.attention.cuda_launch import Layout, checked, launch
-from prefixkit.attention.cuda_maps import ALL_BYTES, holds_groups, tensor_maps
+from prefixkit.attention.cuda_checks import CudaError, check_packed_numbers, checked
+from prefixkit.attention.cuda_launch import Layout, launch
+from prefixkit.attention.cuda_maps import ALL_BYTES, holds_groups, kept_maps
 from prefixkit.attention.cuda_units import ATTENTION, attention_unit, kernel_for
 from prefixkit.attention.nvrtc import arch_for, supported_archs
-from prefixkit.attention.variants import lookup
+from prefixkit.attention.variants import Variant, lookup
 
 log = logging.getLogger("prefixkit")
 
@@ -41,8 +42,12 @@ class UnsupportedHeads(BadShape):
 
 @dataclass(frozen=True, eq=False)
 class _Ready:
-    """A launch but for its pointers; ``function`` is None where plain torch serves."""
+    """A launch but for its pointers; ``function`` is None where plain torch serves.
 
+    It is good as long as the variant lives, whose ``parameters`` it has the address of.
+    """
+
+    variant: ref[Variant]
     function: jit.Function | None
     blocks: int
     threads: int
@@ -52,14 +57,11 @@ class _Ready:
     reach: int = 0
     boxes: bool = False
     by_maps: bool = False
-    # What a launch begins with, for each pair of layers' addresses: their tensor maps, or nothing.
-    heads: dict[tuple[int, int], tuple[bytes, ...]] = field(default_factory=dict)
 
 
-_memo: dict[object, _Ready] = {}
+_memo: dict[Hashable, _Ready] = {}
 _last: tuple[tuple[object, ...], tuple[int, ...], tuple[Tensor, ...]] = ((), (), ())
 _counters: dict[int, tuple[list[Tensor], dict[object, int]]] = {}
-_scratches: dict[tuple[torch.device, int], Tensor] = {}
 _said: set[str] = set()
 
 
@@ -79,9 +81,10 @@ def tree_attention(
         BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
         CudaError: the launch failed.
     """
-    signature = (key, q.shape, q.dtype, q.device, *_form(k_pages), *_form(v_pages))
+    pages = (*_form(k_pages), *_form(v_pages))
+    signature = launch_form(key, q, pages)
     ready = _memo.get(signature)
-    if ready is None:
+    if ready is None or ready.variant() is None:
         ready = _prepare(q, k_pages, v_pages, q_positions, key)
         if len(_memo) >= _MEMO_SIZE:
             _memo.clear()
@@ -90,7 +93,9 @@ def tree_attention(
         return torch_backend.tree_attention(q, k_pages, v_pages, q_positions, work, nodes, scale, key)
     if not q.is_contiguous() or q.data_ptr() & 15:
         q = q.clone(memory_format=torch.contiguous_format)
-    head = ready.heads.get((k_pages.data_ptr(), v_pages.data_ptr())) or _head(ready, k_pages, v_pages)
+    if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
+        raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
+    head = kept_maps(k_pages, v_pages, pages) if ready.by_maps else b""
     plan = _plan_pointers(q, q_positions, work, nodes)
     if checked():
         check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
@@ -100,8 +105,8 @@ def tree_attention(
     out = torch.empty_like(q)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
     partials = work[5].shape[0] * heads  # every partial row merges once
-    scratch = _scratch(partials * (head_dim + 1), q.device, stream, capturing)
-    partial_out = scratch.data_ptr()
+    partial_states = room_for_partials(partials * (head_dim + 1), q.device)  # given back on return
+    partial_out = partial_states.data_ptr()
     pointers = (
         q.data_ptr(),
         k_pages.data_ptr(),
@@ -118,7 +123,7 @@ def tree_attention(
         ready.function,
         _LAYOUTS[ready.by_maps],
         (
-            *head,
+            head,
             *pointers,
             *ready.numbers,
             scale,
@@ -139,6 +144,11 @@ def tree_attention(
     return out, lse
 
 
+def launch_form(key: str, q: Tensor, pages: Hashable) -> Hashable:
+    """What launches are prepared for: all but the number of queries, which differs from step to step."""
+    return key, q.shape[1:], q.dtype, q.device, pages
+
+
 def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, key: str) -> _Ready:
     """Check what differs from layer to layer, and find the kernel."""
     check_attention(q, k_pages, v_pages, q_positions)
@@ -146,9 +156,9 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
     device = k_pages.device.index
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
     if q.dtype == torch.float32:
-        return _by_torch("float32 has no kernel")
+        return _by_torch(variant, "float32 has no kernel")
     if variant.bodies is None:
-        return _by_torch(f"variant {variant.name!r} is Python only (its `bodies` are not set)")
+        return _by_torch(variant, f"variant {variant.name!r} is Python only (its `bodies` are not set)")
     heads, head_dim = q.shape[1:]
     group = heads // k_pages.shape[2]
     kernel = kernel_for(arch, head_dim, group)
@@ -175,6 +185,7 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
     parameters = cuda_variants.on_device(key, heads, q.device).data_ptr()
     _LAYOUTS[kernel.by_maps].check(function)
     return _Ready(
+        ref(variant),
         function,
         blocks,
         kernel.threads,
@@ -187,22 +198,11 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
     )
 
 
-def _head(ready: _Ready, k_pages: Tensor, v_pages: Tensor) -> tuple[bytes, ...]:
-    """What launches for this layer begin with, kept by address: nothing else can be different."""
-    if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
-        raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
-    head = (tensor_maps(k_pages, v_pages),) if ready.by_maps else (b"",)
-    if len(ready.heads) >= _MEMO_SIZE:
-        ready.heads.clear()
-    ready.heads[k_pages.data_ptr(), v_pages.data_ptr()] = head
-    return head
-
-
-def _by_torch(why: str) -> _Ready:
+def _by_torch(variant: Variant, why: str) -> _Ready:
     if why not in _said:
         _said.add(why)
         log.warning("tree_attention runs in plain torch: %s", why)
-    return _Ready(None, 0, 0, 0)
+    return _Ready(ref(variant), None, 0, 0, 0)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
@@ -229,17 +229,17 @@ def _plan_pointers(q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes
     return last[1]
 
 
-def _scratch(elements: int, device: torch.device, stream: int, capturing: bool) -> Tensor:
-    """Float32 room for partial states: a graph's own, or the stream's, whose launches follow each other."""
-    if capturing:
-        return torch.empty(elements, dtype=torch.float32, device=device)
-    buffer = _scratches.get((device, stream))
-    if buffer is None or buffer.shape[0] < elements:
-        if buffer is not None:  # trees grow little by little, and memory is slow to get
-            elements += elements // 4
-        with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
-            buffer = _scratches[device, stream] = torch.empty(elements, dtype=torch.float32, device=device)
-    return buffer
+def room_for_partials(elements: int, device: torch.device) -> Tensor:
+    """Float32 room for partial states, of torch's allocator: a call's own, which the next on its stream may take over.
+
+    While a graph is captured it lies in the graph's memory, and so lives as long as the graph.
+
+    Returns:
+        ``elements`` and up to an eighth more, but no more than the next power of two: trees grow little by little, and
+        torch should find the block of the last call.
+    """
+    step = 1 << max(elements.bit_length() - 4, 0)
+    return torch.empty(-(-elements // step) * step, dtype=torch.float32, device=device)
 
 
 def _counter(device: int, stream: int, capturing: bool) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import struct
 import threading
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from functools import lru_cache
 import torch
 from cuda.bindings import driver  # who loads this file has found cuda-core
 
-from prefixkit.attention.cuda_checks import CudaError
+from prefixkit.attention.cuda_checks import CudaError, checked
 from prefixkit.attention.jit import Function
 
 log = logging.getLogger("prefixkit")
@@ -57,12 +56,6 @@ class _Buffer(threading.local):
 
 _buffer = _Buffer()
 _shared: dict[int, int] = {}
-_check = os.environ.get("PREFIXKIT_CHECK", "0") not in ("", "0")
-
-
-def checked() -> bool:
-    """Whether ``PREFIXKIT_CHECK`` asks for page numbers to be checked and for errors at the launch that made them."""
-    return _check
 
 
 def launch(

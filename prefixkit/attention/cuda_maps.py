@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from cuda.bindings import driver  # who loads this file has found cuda-core
@@ -16,11 +16,35 @@ GROUP = 16
 MAP_BYTES = 128
 # Of keys and of values: boxes of a group, boxes of a row, boxes of a group's whole rows (struct Attention of csrc/plan.cuh).
 ALL_BYTES = 6 * MAP_BYTES
+# Layers whose maps are kept, those of pools that are gone included: 3 MiB of maps at most.
+KEPT = 4096
+
+_kept: dict[Hashable, bytes] = {}
 
 
 def holds_groups(page_size: int) -> bool:
     """Whether groups of 16 slots lie inside pages, so that a box can bring each."""
     return page_size % GROUP == 0 and page_size & (page_size - 1) == 0
+
+
+def kept_maps(
+    k_pages: Tensor, v_pages: Tensor, form: Hashable, make: Callable[[Tensor, Tensor], bytes] | None = None
+) -> bytes:
+    """:func:`tensor_maps` of a layer's pages, made once for their address and form, whatever attends to them.
+
+    Args:
+        k_pages, v_pages: The pages.
+        form: Their shapes, strides, dtypes and devices.
+        make: Makes the maps; None for :func:`tensor_maps`.
+    """
+    key = k_pages.data_ptr(), v_pages.data_ptr(), form
+    maps = _kept.get(key)
+    if maps is None:
+        maps = (make or tensor_maps)(k_pages, v_pages)
+        if len(_kept) >= KEPT:
+            _kept.clear()
+        _kept[key] = maps
+    return maps
 
 
 def tensor_maps(k_pages: Tensor, v_pages: Tensor, describe: Callable[[], str] = str) -> bytes:

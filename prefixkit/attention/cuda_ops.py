@@ -15,8 +15,8 @@ from torch import Tensor
 
 from prefixkit.attention import jit
 from prefixkit.attention.checks import check_append
-from prefixkit.attention.cuda_checks import check_slot_numbers
-from prefixkit.attention.cuda_launch import Layout, checked, launch
+from prefixkit.attention.cuda_checks import check_append_slots, checked
+from prefixkit.attention.cuda_launch import Layout, launch
 from prefixkit.attention.cuda_units import APPEND, WIDTHS
 
 # Pointers of rows and pages, slots; strides of K rows, V rows, K pages, V pages; slots; tokens, heads, vectors, page size.
@@ -46,7 +46,7 @@ def _remember(key: Hashable, ready: _T) -> _T:
 
 
 def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """``kv_append``; tokens whose slot does not exist are skipped, so that graphs can pad with slot -1."""
+    """``kv_append``."""
     pointers = (key.data_ptr(), value.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr())
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
     signature = ("append", aligned, *_form(key), *_form(value), *_form(k_pages), *_form(v_pages), *_form(slots))
@@ -58,8 +58,7 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
         ready = _remember(signature, _append(key, value, k_pages, v_pages, aligned))
     assert isinstance(ready, _Ready)
     if checked():
-        num_slots = k_pages.shape[0] * k_pages.shape[1]
-        check_slot_numbers("kv_append", "slots", slots[slots != -1], num_slots, distinct=True)
+        check_append_slots("kv_append", slots, k_pages)
     launch(
         ready.function, _MOVE, pointers + ready.constants, ready.grid, _MOVE_THREADS, 0, say("kv_append", key, k_pages)
     )

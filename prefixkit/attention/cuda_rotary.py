@@ -11,8 +11,8 @@ from torch import Tensor
 
 from prefixkit.attention import cuda_ops, jit
 from prefixkit.attention.checks import check_rotary
-from prefixkit.attention.cuda_checks import check_slot_numbers
-from prefixkit.attention.cuda_launch import Layout, checked, launch
+from prefixkit.attention.cuda_checks import check_append_slots, checked
+from prefixkit.attention.cuda_launch import Layout, launch
 from prefixkit.attention.cuda_units import ROTARY, rotary_name
 from prefixkit.attention.rotary import rotate
 
@@ -31,7 +31,7 @@ _memo: dict[Hashable, tuple[jit.Function, tuple[int, ...], tuple[int, int, int],
 def rotary_append(
     q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
 ) -> Tensor:
-    """``rotary_append``; tokens whose slot does not exist are skipped, as ``kv_append`` does."""
+    """``rotary_append``."""
     tensors = (q, key, value, cos, sin, k_pages, v_pages, slots)
     pointers = [tensor.data_ptr() for tensor in tensors]
     aligned = functools.reduce(int.__or__, pointers[:7]) % _VECTOR == 0
@@ -49,8 +49,7 @@ def rotary_append(
         return rotate(q, cos, sin)
     function, constants, grid, follows = ready
     if checked():
-        num_slots = k_pages.shape[0] * k_pages.shape[1]
-        check_slot_numbers("rotary_append", "slots", slots[slots != -1], num_slots, distinct=True)
+        check_append_slots("rotary_append", slots, k_pages)
     rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     values = (*pointers[:5], rotated.data_ptr(), *pointers[5:], *constants)
     launch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -71,7 +71,14 @@ def _is_per_head(body: Body) -> bool:
     return "p[head]" in f"{body.score} {body.mask}"
 
 
-@cache
+# They live as long as their variant: captured graphs hold their addresses.
+_on_device: WeakKeyDictionary[Variant, dict[tuple[int, torch.device], Tensor]] = WeakKeyDictionary()
+
+
 def on_device(key: str, heads: int, device: torch.device) -> Tensor:
-    """:func:`parameters` of a registered variant, made once."""
-    return parameters(lookup(key), heads, device)
+    """:func:`parameters` of a registered variant, made once; they stay where they are as long as the variant does."""
+    variant = lookup(key)
+    made = _on_device.setdefault(variant, {})
+    if (heads, device) not in made:
+        made[heads, device] = parameters(variant, heads, device)
+    return made[heads, device]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from prefixkit.attention.formats import Queries
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
-# Versions of trees that no PrefixTree has: a plan made for one is never taken for another's.
+# Versions that no PrefixTree has: a plan made for a batch is never taken for its tree's, or another batch's.
 _versions = count_up(-1, -1)
 
 

@@ -100,11 +100,11 @@ class KVPool:
         Args:
             layer: Which.
             key, value: ``[T, kv_heads, head_dim]`` in the pool's dtype.
-            slots: ``[T]`` int64, where they go; distinct.
+            slots: ``[T]`` int64, where they go; distinct, but -1 for rows that write nothing.
 
         Raises:
             ValueError, TypeError: a shape, dtype or device does not match the pool.
-            IndexError: a slot or the layer does not exist.
+            IndexError: the layer does not exist, or a slot does not; see ``ops`` for slots on a GPU.
         """
         torch.ops.prefixkit.kv_append(key, value, self.k(layer), self.v(layer), slots)
 

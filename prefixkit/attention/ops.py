@@ -45,12 +45,26 @@ class NoBackward(NotImplementedError):
 
 
 def _kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Write ``key``, ``value`` ``[T, kv_heads, head_dim]`` to distinct ``slots [T]``.  IndexError: no such slot."""
+    """Write keys and values to pages.
+
+    One contract for every op that appends, on every backend: a row whose slot is -1 writes nothing, as rows do that pad a
+    captured graph's batch; any other slot outside ``0 .. pages * page_size - 1`` is an error.  The CPU raises before it
+    writes anything.  On a GPU the host does not wait to read slots: such a row writes nothing either, and with
+    ``PREFIXKIT_CHECK=1`` the host does wait, and raises as the CPU does.
+
+    Args:
+        key, value: ``[T, kv_heads, head_dim]`` in the pages' dtype.
+        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, written in place.
+        slots: ``[T]`` int64, distinct but for -1.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: an argument does not fit the others.
+        IndexError: a slot does not exist; see above for GPUs.
+    """
     check_append(key, value, k_pages, v_pages, slots)
-    _check_slots("kv_append", slots, k_pages)
+    rows = _writing_rows("kv_append", slots, k_pages)
     with torch.no_grad():
-        _write(k_pages, slots, key)
-        _write(v_pages, slots, value)
+        _append(key, value, k_pages, v_pages, slots, rows)
 
 
 def _rotary_append(
@@ -65,18 +79,17 @@ def _rotary_append(
         k_pages, v_pages, slots: As ``kv_append`` takes them.
 
     Returns:
-        ``q`` rotated, contiguous.  Sums are float32 and rounded once.
+        ``q`` rotated, contiguous, rows without a slot included.  Sums are float32 and rounded once.
 
     Raises:
-        IndexError: no such slot.
+        BadShape, BadDtype, BadDevice, IndexError: as ``kv_append``.
         NoBackward: a gradient is recorded.
     """
     _refuse_gradients(q, key, value)
     check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
-    _check_slots("rotary_append", slots, k_pages)
+    rows = _writing_rows("rotary_append", slots, k_pages)
     with torch.no_grad():
-        _write(k_pages, slots, rotate(key, cos, sin))
-        _write(v_pages, slots, value)
+        _append(rotate(key, cos, sin), value, k_pages, v_pages, slots, rows)
         return rotate(q, cos, sin)
 
 
@@ -84,6 +97,26 @@ def _refuse_gradients(*tensors: Tensor) -> None:
     # torch.library takes no backward of an op that writes to its arguments.
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         _no_backward(None)
+
+
+def _writing_rows(op: str, slots: Tensor, pages: Tensor) -> Tensor | None:
+    """Rows whose slot is not -1; None for all.  IndexError: a slot does not exist; nothing has been written yet."""
+    num_slots = pages.shape[0] * pages.shape[1]
+    # Plus one, and seen as unsigned, only what is neither -1 nor a slot lies above num_slots; and -1 is 0.
+    shifted = slots.numpy().view(np.uint64) + np.uint64(1)
+    if len(shifted) and int(shifted.max()) > num_slots:
+        raise IndexError(
+            f"{op}: slots {int(slots.min())}..{int(slots.max())}, but the pages hold slots 0..{num_slots - 1}, and only "
+            "-1 says that a row writes nothing"
+        )
+    return None if shifted.all() else torch.from_numpy(np.flatnonzero(shifted))
+
+
+def _append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, rows: Tensor | None) -> None:
+    if rows is not None:
+        key, value, slots = key[rows], value[rows], slots[rows]
+    _write(k_pages, slots, key)
+    _write(v_pages, slots, value)
 
 
 def _check_slots(op: str, slots: Tensor, pages: Tensor) -> None:

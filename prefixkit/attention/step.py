@@ -76,7 +76,7 @@ class Step:
 
 @dataclass(eq=False)
 class Planner:
-    """Plans steps for one model shape, and keeps the last plan while the tree's structure stands.
+    """Plans steps for one model shape, and keeps the last plan while its tree's structure stands.
 
     Every plan has tensors of its own, so steps stay good however many come after them.
 
@@ -120,7 +120,7 @@ class Planner:
         Raises:
             ValueError: the queries leave out KV that they need.
         """
-        key = (snapshot.version, queries.node.tobytes(), (queries.end - queries.begin).tobytes(), device)
+        key = (snapshot.tree, snapshot.version, queries.node.tobytes(), (queries.end - queries.begin).tobytes(), device)
         last = self._planned
         if last is not None and key == self._key:
             return last, upload(beside(), device)

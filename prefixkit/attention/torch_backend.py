@@ -28,6 +28,7 @@ from prefixkit.attention.checks import (
 )
 from prefixkit.attention.cpu_merge import Merge, plan_merge, run_merge
 from prefixkit.attention.cpu_pieces import DENSE, Array, Pieces, Work, cut, detach_long_runs, ranges
+from prefixkit.attention.cuda_checks import check_append_slots, checked
 from prefixkit.attention.rotary import rotate
 from prefixkit.attention.state import State
 from prefixkit.attention.variants import Variant, lookup
@@ -79,21 +80,38 @@ _lock = threading.Lock()
 
 @torch.no_grad()
 def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """``kv_append``; a slot that does not exist is an error of the device, reported later."""
+    """``kv_append``."""
     check_append(key, value, k_pages, v_pages, slots)
-    where = (slots // k_pages.shape[1], slots % k_pages.shape[1])
-    k_pages.index_put_(where, key)
-    v_pages.index_put_(where, value)
+    _append("kv_append", key, value, k_pages, v_pages, slots)
 
 
 @torch.no_grad()
 def rotary_append(
     q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
 ) -> Tensor:
-    """``rotary_append``; a slot that does not exist is an error of the device, reported later."""
+    """``rotary_append``."""
     check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
-    kv_append(rotate(key, cos, sin), value, k_pages, v_pages, slots)
+    _append("rotary_append", rotate(key, cos, sin), value, k_pages, v_pages, slots)
     return rotate(q, cos, sin)
+
+
+def _append(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """Write rows to their slots; the host does not wait to learn which rows have one."""
+    tokens, page_size = slots.shape[0], k_pages.shape[1]
+    num_slots = k_pages.shape[0] * page_size
+    if checked():
+        check_append_slots(op, slots, k_pages)
+    if not tokens or not num_slots:
+        return
+    there = (slots >= 0) & (slots < num_slots)
+    # A row that is to write nothing repeats what some row writes; where none writes, all put back what slot 0 holds.
+    some = there.to(torch.uint8).argmax(dim=0, keepdim=True)
+    writes = there.index_select(0, some)
+    row = torch.where(there, torch.arange(tokens, device=slots.device), some)
+    slot = torch.where(writes, slots[row], 0)
+    where = (slot // page_size, slot % page_size)
+    for pages, rows in ((k_pages, key), (v_pages, value)):
+        pages.index_put_(where, torch.where(writes[:, None, None], rows[row], pages[0, 0]))
 
 
 @torch.no_grad()

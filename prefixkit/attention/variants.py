@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -84,27 +85,42 @@ class Variant:
 
 CAUSAL = Variant("causal", bodies=())
 
-_REGISTRY: dict[str, Variant] = {"causal": CAUSAL}
+# Registered variants by key.  Each is kept by someone: the process, or objects that go away, and it with the last of them.
+_REGISTRY: WeakValueDictionary[str, Variant] = WeakValueDictionary({CAUSAL.name: CAUSAL})
+_of_process: dict[str, Variant] = {CAUSAL.name: CAUSAL}
+_of_owner: WeakKeyDictionary[object, dict[str, Variant]] = WeakKeyDictionary()
 
 
 class UnknownVariant(ValueError):
     """An op was given a key that no variant is registered under."""
 
 
-def register(variant: Variant) -> str:
+def register(variant: Variant, owner: object | None = None) -> str:
     """Make a variant known to the ops, whose schemas know strings but no Python functions.
 
+    Args:
+        variant: The variant.
+        owner: The key is good as long as this object lives, or another owner of an equal variant; what captures calls with
+            the key in a CUDA graph must keep it alive.  None: as long as the process, which is for variants of which a
+            process has few, not for ones that hold a model's weights.
+
     Returns:
-        Its key: the name, and a digest of its functions with all they capture, of its reach and sinks.  Registering it
-        again, or another variant made with the same parameters, returns the same key, in this process or another.
+        Its key: the name, and a digest of its functions with all they capture, of its reach, sinks and bodies.  Registering
+        it again, or another variant made with the same parameters, returns the same key, in this process or another.
 
     Raises:
-        TypeError: one of its functions captures something that has no content to go by.
+        TypeError: one of its functions captures something that has no content to go by, or ``owner`` takes no weak
+            reference.
     """
     key = variant.name
     if key != CAUSAL.name or not is_causal(variant):
-        key += "#" + fingerprint(variant.score_mod, variant.mask_mod, variant.reach, variant.sinks)
-    _REGISTRY.setdefault(key, variant)
+        bodies = None
+        if variant.bodies is not None:
+            bodies = tuple((body.score, body.mask, body.parameters) for body in variant.bodies)
+        key += "#" + fingerprint(variant.score_mod, variant.mask_mod, variant.reach, variant.sinks, bodies)
+    kept = _of_process if owner is None else _of_owner.setdefault(owner, {})
+    # The one that was first, if it lives: all owners keep the same.
+    kept[key] = _REGISTRY.setdefault(key, variant)
     return key
 
 
@@ -114,12 +130,14 @@ def lookup(key: str) -> Variant:
     Raises:
         UnknownVariant: there is none.
     """
-    if key not in _REGISTRY:
+    found = _REGISTRY.get(key)
+    if found is None:
         known = ", ".join(sorted(_REGISTRY))
         raise UnknownVariant(
-            f"no variant is registered as {key!r}; pass the key that register(variant) returned ({known})"
+            f"no variant is registered as {key!r}; pass the key that register(variant) returned, and keep its owner "
+            f"({known})"
         )
-    return _REGISTRY[key]
+    return found
 
 
 def sliding_window(size: int) -> Variant:
@@ -237,7 +255,7 @@ def _word(number: int) -> Tensor:
 
 def is_causal(variant: Variant) -> bool:
     """Whether a variant adds nothing to plain causal attention."""
-    return variant.score_mod is None and variant.mask_mod is None and variant.sinks is None
+    return variant.score_mod is None and variant.mask_mod is None and variant.sinks is None and not variant.bodies
 
 
 def _chain(score_mods: Iterable[ScoreMod | None]) -> ScoreMod | None:

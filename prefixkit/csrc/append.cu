@@ -7,8 +7,8 @@
 // tiling     one thread moves one vector of WIDTH bytes of K and the same of V; consecutive threads take the vectors of a
 //            head, then the heads of a token, then the tokens.
 // cost       reads and writes each byte once: 4 x tokens x kv_heads x head_dim x itemsize bytes; no arithmetic.
-// limits     WIDTH divides a head's bytes, every stride, and every address.  A slot outside the pages is skipped: captured
-//            graphs pad their rows with slot -1.
+// limits     WIDTH divides a head's bytes, every stride, and every address.  Slots are the contract of kv_append in
+//            prefixkit/attention/ops.py: a row writes nothing where its slot is not one of the pages'.
 
 namespace prefixkit {
 

@@ -82,7 +82,7 @@ class CacheLayer:
         # same weights does.
         asked = (self.index, window, cap, sinks is None)
         if asked not in self.cache.variants:
-            self.cache.variants[asked] = register_variant(window, cap, sinks)
+            self.cache.variants[asked] = register_variant(window, cap, sinks, self.cache)
         return self.cache.variants[asked]
 
     def check_mask(self, attention_mask: Tensor | None) -> None:

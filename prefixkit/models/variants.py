@@ -7,13 +7,15 @@ from torch import Tensor
 from prefixkit.attention.variants import Variant, attention_sinks, compose, register, sliding_window, soft_cap
 
 
-def register_variant(window: int | None, cap: float | None, sinks: Tensor | None) -> str:
+def register_variant(window: int | None, cap: float | None, sinks: Tensor | None, owner: object | None = None) -> str:
     """Register causal attention with these additions.
 
     Args:
         window: A query at position p sees keys at positions in ``(p - window, p]``; None for all.
         cap: Scores are bounded by ``cap * tanh(score / cap)``; None for no bound.
         sinks: ``[heads]`` logits that join the softmax's denominator; None for none.
+        owner: Whose sinks these are: weights, whose numbers change, so the variant goes with its owner.  Variants without
+            sinks are few, and stay.
 
     Returns:
         The variant's key, for the ops.
@@ -25,4 +27,4 @@ def register_variant(window: int | None, cap: float | None, sinks: Tensor | None
         parts.append(sliding_window(window))
     if sinks is not None:
         parts.append(attention_sinks(sinks))
-    return register(compose(*parts))
+    return register(compose(*parts), None if sinks is None else owner)

@@ -23,8 +23,8 @@ class Frozen:
     sequences_version: int
 
 
-def rebuild(root: Node, page_size: int, version: int, sequences_version: int) -> Frozen:
-    """Freeze the whole tree; numbers the nodes (`Node.index`) in depth-first order."""
+def rebuild(root: Node, page_size: int, version: int, sequences_version: int, tree: object) -> Frozen:
+    """Freeze the whole tree, whose identity is ``tree``; numbers the nodes (`Node.index`) in depth-first order."""
     nodes = _depth_first(root)
     parent = [node.parent.index for node in nodes if node.parent is not None]
     length = np.array([node.length for node in nodes], np.int32)
@@ -45,6 +45,7 @@ def rebuild(root: Node, page_size: int, version: int, sequences_version: int) ->
         pages=np.concatenate(pages) if pages else np.empty(0, np.int32),
         sequence_node=sequence_node,
         sequence_id=sequence_id,
+        tree=tree,
     )
     return Frozen(snapshot, nodes, sequences_version)
 

@@ -55,6 +55,7 @@ class PrefixTree:
             raise ValueError(f"page_size must be an integer from 1 to {MAX_PAGE_SIZE}, got {page_size!r}")
         self.allocator = PageAllocator(num_pages)
         self.page_size = int(page_size)
+        self._identity = object()  # of its snapshots: versions of two trees may be equal
         self.version = 0
         self.sequences_version = 0
         self._node_ids = count_up()
@@ -315,7 +316,7 @@ class PrefixTree:
         """The latest snapshot, brought up to date with the least work."""
         frozen = self._frozen
         if frozen is None or frozen.snapshot.version != self.version:
-            frozen = freeze.rebuild(self.root, self.page_size, self.version, self.sequences_version)
+            frozen = freeze.rebuild(self.root, self.page_size, self.version, self.sequences_version, self._identity)
         else:
             frozen = freeze.refresh(frozen, self._touched)
             if frozen.sequences_version != self.sequences_version:

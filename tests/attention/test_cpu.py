@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from prefixkit.attention.cost import CPU_COST
 from prefixkit.attention.cpu_batches import Heads, batches
 from prefixkit.attention.cpu_pieces import DENSE, MASKED, SQUARE, Array, Pieces, Work, cut, detach_long_runs
 from prefixkit.attention.cpu_program import Program, program_for
+from prefixkit.attention.cpu_run import Scratch
 from prefixkit.attention.formats import OPEN, Queries
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.variants import CAUSAL, Variant, register, sliding_window, soft_cap
@@ -338,6 +341,37 @@ def test_inference_mode_may_come_and_go(first: bool) -> None:
             case = decode_case(size, [size, size - 1])
             attend(case, plan_of(case, SHARE_ALL))
             attend(case, plan_of(case, SHARE_ALL), register(soft_cap(3.0)))
+
+
+def test_a_thread_keeps_no_more_than_its_bound() -> None:
+    scratch, most = Scratch(), cpu_tuning.TUNING.call_elements
+    kept = scratch.take(0, 10, 64, torch.float32)
+    assert scratch.take(0, 5, 64, torch.float32).data_ptr() == kept.data_ptr()
+    large = scratch.take(0, most + 1, 1, torch.float32)
+    assert large.shape == (most + 1, 1)
+    assert scratch.take(0, 10, 64, torch.float32).data_ptr() == kept.data_ptr(), (
+        "still there, and what is larger is not"
+    )
+    for use in (0, 1):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for rows in (most // 64, most // 64 + 1, 2 * most // 64):
+                scratch.take(use, rows, 64, dtype)
+    assert sum(buffer.nbytes for buffer in scratch.buffers.values()) <= 256 * 2**20
+
+
+def test_what_a_thread_keeps_goes_with_it() -> None:
+    scratch = Scratch()
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def work() -> None:
+        scratch.take(0, 10, 64, torch.float32)
+        held.extend(weakref.ref(buffer) for buffer in scratch.buffers.values())
+
+    thread = threading.Thread(target=work)
+    thread.start(), thread.join()
+    gc.collect()
+    assert len(held) == 1 and held[0]() is None
+    assert not scratch.buffers
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
 """What a launch tells the driver, as far as that can be seen without a GPU."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
-from prefixkit.attention import cuda_attention  # noqa: E402
+from prefixkit.attention import cuda_attention, cuda_maps  # noqa: E402
 from prefixkit.attention.cuda_checks import CudaError  # noqa: E402
 from prefixkit.attention.cuda_launch import Layout, _config  # noqa: E402
 
@@ -35,6 +38,58 @@ def test_the_same_launch_is_described_once():
 
 def test_a_layout_pads_a_struct_as_c_does():
     assert Layout("PiiPf").packer.size == 8 + 4 + 4 + 8 + 4
+
+
+def pages(num_pages=4, dtype=torch.bfloat16):
+    return torch.zeros(num_pages, 16, 2, 64, dtype=dtype)
+
+
+def test_launches_are_prepared_for_any_number_of_queries():
+    """Prefills come in many lengths, and each preparation would be kept."""
+    forms = {cuda_attention.launch_form("causal", torch.zeros(rows, 4, 64), "pages") for rows in range(100)}
+    assert len(forms) == 1
+    others = [
+        cuda_attention.launch_form("causal", torch.zeros(1, 8, 64), "pages"),
+        cuda_attention.launch_form("causal", torch.zeros(1, 4, 128), "pages"),
+        cuda_attention.launch_form("causal", torch.zeros(4, 64), "pages"),
+        cuda_attention.launch_form("causal", torch.zeros(1, 4, 64).half(), "pages"),
+        cuda_attention.launch_form("causal", torch.zeros(1, 4, 64), "other pages"),
+        cuda_attention.launch_form("sliding_window(7)", torch.zeros(1, 4, 64), "pages"),
+    ]
+    assert len({*forms, *others}) == 1 + len(others)
+
+
+def test_tensor_maps_are_made_once_for_a_layer_and_kept_for_so_many():
+    made, layers = [], [(pages(), pages()) for _ in range(3)]
+
+    def make(k_pages, v_pages):
+        made.append((k_pages.data_ptr(), v_pages.data_ptr()))
+        return bytes(made[-1][0].to_bytes(8, "little"))
+
+    for _ in range(5):
+        for k, v in layers:
+            assert cuda_maps.kept_maps(k, v, "form", make) == k.data_ptr().to_bytes(8, "little")
+    assert len(made) == 3
+    cuda_maps.kept_maps(*layers[0], "another form at the same address", make)
+    assert len(made) == 4
+    for number in range(3 * cuda_maps.KEPT):
+        cuda_maps.kept_maps(*layers[0], number, make)
+        assert len(cuda_maps._kept) <= cuda_maps.KEPT
+    cuda_maps._kept.clear()
+
+
+@pytest.mark.parametrize("elements", [0, 1, 7, 8, 9, 1000, 2**20 - 1, 2**20, 2**20 + 1])
+def test_partial_states_have_room_and_little_more(elements):
+    room = cuda_attention.room_for_partials(elements, torch.device("cpu"))
+    assert elements <= room.numel() <= elements * 9 / 8
+    if elements:
+        assert room.numel() <= 1 << (elements - 1).bit_length(), "what is sized to a power of two stays below it"
+
+
+def test_partial_states_go_when_the_call_returns():
+    held = weakref.ref(cuda_attention.room_for_partials(1000, torch.device("cpu")))
+    gc.collect()
+    assert held() is None
 
 
 def test_there_is_a_counter_for_every_graph_however_many_are_captured(monkeypatch):

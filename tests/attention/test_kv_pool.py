@@ -112,7 +112,7 @@ def test_a_bad_slot_is_refused_before_anything_is_written() -> None:
 def test_slots_and_layers_that_do_not_exist_are_refused() -> None:
     pool = KVPool(KVSpec(2, 3, 64), 5, 16)
     one = torch.zeros(1, 3, 64)
-    for slot in (80, -1):
+    for slot in (80, -2):
         with pytest.raises(IndexError, match=r"slots 0\.\.79"):
             pool.append(0, one, one, torch.tensor([slot]))
     for layer in (-1, 2):

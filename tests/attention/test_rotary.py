@@ -138,7 +138,7 @@ WRONG = {
     "slots dims": (changed(7, lambda slots: slots[None]), BadShape, r"slots must have shape \[N\]"),
     "slots count": (changed(7, lambda slots: slots[1:]), BadShape, r"key must have shape \[2, 2, 16\]"),
     "slot 32": (changed(7, lambda _: torch.tensor([3, 32, 0])), IndexError, r"slots 0..32, but the pages .* 0..31"),
-    "slot -1": (changed(7, lambda _: torch.tensor([3, 4, -1])), IndexError, r"slots -1..4, but the pages"),
+    "slot -2": (changed(7, lambda _: torch.tensor([3, 4, -2])), IndexError, r"slots -2..4, but the pages"),
 }
 
 

@@ -14,11 +14,12 @@ pytest.importorskip("cuda.bindings.driver")
 
 from pathlib import Path
 
-from prefixkit.attention import cuda_launch, cuda_ops, cuda_rotary
+from prefixkit.attention import cuda_checks, cuda_ops, cuda_rotary
 from prefixkit.attention.checks import BadShape
 from prefixkit.attention.cuda_units import ROTARY, rotary_name
 from prefixkit.attention.nvrtc import CSRC
 from tests.attention.rotations import DTYPES, bits, fresh_rng, nan_pages, random_rows, random_slots
+from tests.attention.slots import SLOTS, WRONG, Appended, rotations
 from tests.emulation.build import build
 
 HERE = Path(__file__).parent / "rotary_emulation"
@@ -135,6 +136,14 @@ def test_tokens_without_a_slot_write_nothing(dtype, gpu):
         slots[nowhere] = torch.tensor(bad)
         compare(random_rows(rng, dtype, 40, 4, 2, 64), (4, page_size, 2, 64), slots)
     assert len(gpu.launched) == 3
+
+
+@pytest.mark.parametrize("slots", [*SLOTS.values(), *WRONG.values()], ids=[*SLOTS, *WRONG])
+def test_the_kernel_keeps_the_contract_of_slots(slots, gpu):
+    appended = Appended(slots, head_major=True)
+    appended.by("rotary_append", cuda_rotary.rotary_append)
+    appended.check(*rotations(appended))
+    assert len(gpu.launched) == 1
 
 
 def test_no_slot_at_all(gpu):
@@ -341,7 +350,7 @@ def test_bad_arguments_are_named_before_anything_is_launched(gpu):
 
 
 def test_slots_that_do_not_exist_are_refused_in_checked_mode(gpu, monkeypatch):
-    monkeypatch.setattr(cuda_launch, "_check", True)
+    monkeypatch.setattr(cuda_checks, "_check", True)
     rng = fresh_rng()
     k, v, pool = nan_pages((3, 16, 2, 64), torch.bfloat16)
     rows = random_rows(rng, torch.bfloat16, 4, 4, 2, 64)

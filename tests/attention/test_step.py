@@ -53,6 +53,35 @@ def test_a_plan_is_kept_while_leaves_grow_and_remade_when_the_tree_changes():
     assert planner.plans_made == 2
 
 
+def test_trees_of_equal_version_have_plans_of_their_own():
+    """Two leaves below nothing, and a leaf below a prompt: equal queries of nodes that mean other things."""
+    apart, below = PrefixTree(64, page_size=4), PrefixTree(64, page_size=4)
+    apart.insert([10, 11, 12]), apart.insert([20])
+    below.extend_each(below.fork(below.insert([10, 11, 12]), 1), [13])
+    one, other = apart.snapshot(), below.snapshot()
+    assert one.version == other.version and one.length.tolist() == other.length.tolist()
+    arguments = runs((0, 0, 3), (1, 0, 1)), np.array([10, 11, 12, 20]), np.array([3])
+    planner = Planner(SHAPE)
+    first, second = (build_step(snapshot, *arguments, planner) for snapshot in (one, other))
+    assert planner.plans_made == 2
+    for snapshot, step in ((one, first), (other, second)):
+        alone = build_step(snapshot, *arguments, Planner(SHAPE))
+        assert all(torch.equal(a, b) for a, b in zip(step.work, alone.work, strict=True))
+    assert first.kv_tokens_read == 4, "no leaf reads the other"
+    assert second.kv_tokens_read >= 3 + 1
+
+
+def test_a_tree_made_where_another_was_is_not_taken_for_it():
+    planner, made = Planner(SHAPE), 0
+    for _ in range(20):
+        tree = PrefixTree(64, page_size=4)
+        tree.insert([10, 11, 12])
+        build_step(tree.snapshot(), runs((0, 0, 3)), np.array([10, 11, 12]), np.array([2]), planner)
+        made += 1
+        del tree
+    assert planner.plans_made == made
+
+
 def test_steps_of_one_planner_stay_good_side_by_side():
     tree, forks = grown_tree()
     planner = Planner(SHAPE, num_sms=1)

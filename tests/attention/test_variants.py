@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import Tensor
 
+from prefixkit.attention.cuda_variants import on_device
 from prefixkit.attention.variants import (
     CAUSAL,
+    Body,
     UnknownVariant,
     Variant,
     alibi,
@@ -158,6 +162,83 @@ def test_a_variant_keeps_its_own_copy_of_tensors() -> None:
     slopes.zero_()
     assert register(alibi(before)) == key
     assert register(alibi(slopes)) != key
+
+
+def test_equal_functions_with_other_bodies_are_another_variant() -> None:
+    """A GPU's kernels see the bodies only, the CPU the functions only: one key must mean one text of each."""
+
+    def score_mod(score: Tensor, q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
+        return 2.0 * score
+
+    two, three = torch.tensor([2.0]), torch.tensor([3.0])
+    bodies: list[tuple[Body, ...] | None] = [
+        None,
+        (),
+        (Body("p[0] * score", None, two),),
+        (Body("p[0] * score", None, three),),
+        (Body("score * p[0]", None, two),),
+        (Body("p[0] * score", "kv_position > 0", two),),
+        (Body("p[0] * score", None, two), Body("score", None, torch.zeros(0))),
+    ]
+    keys = [register(Variant("doubled", score_mod, bodies=each)) for each in bodies]
+    assert len(set(keys)) == len(bodies), keys
+    assert [lookup(key).bodies for key in keys] == bodies
+    again = Variant("doubled", score_mod, bodies=(Body("p[0] * score", None, torch.tensor([2.0])),))
+    assert register(again) == keys[2]
+
+
+def test_bodies_alone_make_a_variant_of_causal_attention() -> None:
+    doubled = Variant("causal", bodies=(Body("2 * score", None, torch.zeros(0)),))
+    assert register(doubled) != "causal"
+    assert compose(CAUSAL, doubled) is doubled
+
+
+class Owner:
+    """Of variants: anything that takes a weak reference."""
+
+
+def test_a_variant_goes_with_the_last_of_its_owners() -> None:
+    logits = torch.rand(4)
+    first, second = Owner(), Owner()
+    key = register(attention_sinks(logits), first)
+    assert register(attention_sinks(logits), second) == key
+    held = weakref.ref(lookup(key))
+    del first
+    gc.collect()
+    assert lookup(key) is held(), "the second owner's key is the first one's variant"
+    del second
+    gc.collect()
+    assert held() is None
+    with pytest.raises(UnknownVariant, match="keep its owner"):
+        lookup(key)
+    third = Owner()
+    assert register(attention_sinks(logits), third) == key
+    assert lookup(key).sinks is not None
+
+
+def test_a_variant_without_an_owner_stays() -> None:
+    logits = torch.rand(4)
+    owner = Owner()
+    key = register(attention_sinks(logits), owner)
+    assert register(attention_sinks(logits)) == key
+    del owner
+    gc.collect()
+    assert torch.equal(logits, lookup(key).sinks)  # type: ignore[arg-type]
+
+
+def test_numbers_on_the_device_stay_where_they_are_as_long_as_the_variant_does() -> None:
+    """Captured graphs hold their address."""
+    owner = Owner()
+    key = register(attention_sinks(torch.rand(4)), owner)
+    numbers = on_device(key, 4, torch.device("cpu"))
+    assert on_device(key, 4, torch.device("cpu")) is numbers
+    there = weakref.ref(numbers)
+    del numbers
+    gc.collect()
+    assert there() is not None
+    del owner
+    gc.collect()
+    assert there() is None
 
 
 def test_what_has_no_content_cannot_be_captured() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+import prefixkit.attention.ops  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.cost import CostModel, HeadShape
 from prefixkit.attention.step import Planner, Step
 from prefixkit.generation.decoder import EagerDecoder
@@ -43,14 +44,15 @@ class FakeModel:
     """Runs steps; ``computed`` counts the full prefix of every token that ran."""
 
     def __init__(self, num_slots: int, page_size: int) -> None:
-        self.held = np.full(num_slots, -1)
+        # Keys are tokens, in float32, and values are there for the op: one head of one element.
+        self.pages = [torch.full((num_slots // page_size, page_size, 1, 1), -1.0) for _ in ("keys", "values")]
         self.page_size = page_size
         self.computed: Counter[tuple[int, ...]] = Counter()
         self.rows_per_step: list[int] = []
 
     def __call__(self, step: Step) -> torch.Tensor:
-        slots, tokens = step.slots.numpy(), step.tokens.numpy()
-        self.held[slots[slots >= 0]] = tokens[slots >= 0]
+        rows = step.tokens.to(torch.float32)[:, None, None]
+        torch.ops.prefixkit.kv_append(rows, rows, *self.pages, step.slots)
         seen = self.seen_by_rows(step)
         for tokens in seen:
             self.computed[tuple(tokens)] += 1
@@ -62,13 +64,14 @@ class FakeModel:
         """The tokens that each row sees, by position; asserts that none is missing, stale or seen twice."""
         items, segment_indptr, segments, _, _ = (tensor.numpy() for tensor in step.work)
         start, length, page_indptr, pages, first_slot = (tensor.numpy() for tensor in step.nodes)
+        held = self.pages[0].numpy()
         sight: list[dict[int, int]] = [{} for _ in range(step.num_rows)]
         for item, (q_begin, q_end, causal, *_) in enumerate(items.tolist()):
             for node, begin, end in segments[segment_indptr[item] : segment_indptr[item + 1]].tolist():
                 for offset in range(begin, min(end, int(length[node]))):
                     at = int(first_slot[node]) + offset
                     page = int(pages[page_indptr[node] + at // self.page_size])
-                    token = int(self.held[page * self.page_size + at % self.page_size])
+                    token = int(held[page, at % self.page_size, 0, 0])
                     position = int(start[node]) + offset
                     for row in range(q_begin, q_end):
                         if not causal or position <= int(step.positions[row]):

@@ -10,6 +10,7 @@ from prefixkit.attention.checks import BadDevice, BadDtype, BadShape
 from prefixkit.attention.cuda_checks import CudaError
 from prefixkit.attention.ops import NoBackward
 from tests.attention.rotations import bits, check_bound, fresh_rng, nan_pages, random_rows, random_slots
+from tests.attention.slots import OPS, SLOTS, WRONG, Appended, rotations
 from tests.gpu.cases import GPU, head_major, poison
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -87,6 +88,40 @@ def test_rotary_append_leaves_the_same_bits_as_on_the_cpu(implementation, dtype,
         else:
             assert torch.equal(bits(found.cpu()), bits(rotated))
             assert torch.equal(bits(gpu_k.cpu()), bits(k_pages))
+
+
+@pytest.mark.parametrize("layout", ["head-major", "token-major"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("slots", [*SLOTS.values(), *WRONG.values()], ids=[*SLOTS, *WRONG])
+@pytest.mark.parametrize("name", OPS)
+def test_rows_write_to_their_slots_and_without_one_nowhere(implementation, name, slots, dtype, layout):
+    """The table of tests/attention/slots.py; in 16 bits, so that rotations have the CPU's bits."""
+    appended = Appended(slots, dtype, "cuda", layout == "head-major")
+    appended.by(name, getattr(torch.ops.prefixkit, name))
+    appended.check(*rotations(appended))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_slots_are_read_where_a_graph_is_replayed(implementation, name):
+    appended = Appended(SLOTS["rows that pad a batch come last"], device="cuda", head_major=True)
+    graph = torch.cuda.CUDAGraph()
+    appended.by(name, getattr(torch.ops.prefixkit, name))
+    with torch.cuda.graph(graph):
+        appended.by(name, getattr(torch.ops.prefixkit, name))
+    for slots in ([-1, 30, -1, 2, -1], [-1] * 5, [4, 3, 2, 1, 0], [32, -2, 5, 2**62, -1]):
+        appended.slots.copy_(torch.tensor(slots))
+        appended.k.fill_(torch.nan), appended.v.fill_(torch.nan)
+        graph.replay()
+        appended.check(*rotations(appended))
+
+
+@pytest.mark.parametrize("slots", WRONG)
+@pytest.mark.parametrize("name", OPS)
+def test_slots_of_no_page_are_refused_in_checked_mode(implementation, checked, name, slots):
+    appended = Appended(WRONG[slots], device="cuda")
+    with pytest.raises(IndexError, match=rf"{name}: slots must be 0\.\.31"):
+        appended.by(name, getattr(torch.ops.prefixkit, name))
+    assert appended.nothing_written()
 
 
 def test_tokens_without_a_slot_are_rotated_and_not_appended():

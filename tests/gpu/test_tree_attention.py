@@ -242,3 +242,20 @@ def test_what_lies_before_a_window_is_not_read(monkeypatch, leaves, page):
     out, lse = torch.ops.prefixkit.tree_attention(*call.arguments(key))
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
+
+
+def test_a_call_keeps_no_memory_for_partial_states(monkeypatch):
+    """What a pool's size is reckoned from counts it as free."""
+    monkeypatch.setenv(backend.VARIABLE, "cuda")
+    rng = np.random.default_rng(0)
+    leaves = 64
+    snapshot, num_pages = make_snapshot(rng, [-1, *[0] * leaves], [500, *[9] * leaves], 16)
+    last = snapshot.length[1:]
+    queries = Queries(np.arange(1, leaves + 1, dtype=np.int32), last - 1, last.copy())
+    case = fill(rng, snapshot, num_pages, queries, (32, 8, 128), torch.bfloat16)
+    plan = plan_of(case, SHARE_ALL)
+    call = on_gpu(case, plan)
+    assert plan.num_partial_rows * 32 * 129 * 4 > 2**20
+    before = torch.cuda.memory_allocated()
+    torch.ops.prefixkit.tree_attention(*call.arguments())
+    assert torch.cuda.memory_allocated() - before < 2**19, "but for the plan as the kernel takes it, and its counters"

@@ -48,8 +48,8 @@ def test_a_tree_gives_the_logits_of_the_original_model(model_type, budget, tiny,
     expected = {WINDOW} if getattr(model.config, "sliding_window", None) else {None}
     if "full_attention" in (getattr(model.config, "layer_types", None) or ()):
         expected.add(None)
-    assert {window for window, _, _ in seen} == expected, "the layers attend with the windows of the config"
-    assert {cap for _, cap, _ in seen} == {getattr(model.config, "attn_logit_softcapping", None)}
+    assert {window for window, *_ in seen} == expected, "the layers attend with the windows of the config"
+    assert {cap for _, cap, *_ in seen} == {getattr(model.config, "attn_logit_softcapping", None)}
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

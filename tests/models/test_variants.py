@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
+import pytest
 import torch
 
-from prefixkit.attention.variants import lookup
+from prefixkit.attention.variants import UnknownVariant, lookup
 from prefixkit.models.variants import register_variant
 
 
@@ -40,3 +43,39 @@ def test_sinks_are_kept_as_they_were():
     variant = lookup(register_variant(None, None, logits))
     logits += 1
     assert variant.sinks.tolist() == [0.5, -1.0]
+
+
+def test_variants_of_weights_that_are_updated_go_with_their_cache(tiny, drive, rng):
+    """A training loop that samples after each update makes new sinks each time; only those in use stay registered."""
+    model = tiny("gpt_oss")
+    earlier: set[str] = set()
+    for _ in range(3):
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.sinks.add_(0.5)
+        run = drive(model)
+        run.tree.insert(rng.integers(3, 128, 9))
+        run.run()
+        keys = set(run.runner.cache.variants.values())
+        assert len(keys) == 2 and not keys & earlier
+        for key in keys:
+            assert lookup(key).sinks is not None
+        for key in earlier:
+            with pytest.raises(UnknownVariant):
+                lookup(key)
+        earlier = keys
+        del run
+        gc.collect()
+
+
+def test_windows_and_caps_stay_registered():
+    """Compiled layers hold their keys as constants."""
+    owner = Owner()
+    key = register_variant(11, 3.5, None, owner)
+    del owner
+    gc.collect()
+    assert lookup(key).reach == 11
+
+
+class Owner:
+    """Anything that takes a weak reference."""

@@ -51,7 +51,7 @@ def fingerprint(tree: PrefixTree) -> Any:
 def assert_snapshot_is_fresh(tree: PrefixTree) -> None:
     """What the cached and refreshed snapshot says is what a rebuilt one says."""
     cached = tree.snapshot()
-    rebuilt = freeze.rebuild(tree.root, tree.page_size, tree.version, tree.sequences_version).snapshot
+    rebuilt = freeze.rebuild(tree.root, tree.page_size, tree.version, tree.sequences_version, cached.tree).snapshot
     for name in TreeSnapshot.__dataclass_fields__:
         np.testing.assert_array_equal(getattr(cached, name), getattr(rebuilt, name), err_msg=name)
 
