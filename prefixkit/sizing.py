@@ -67,7 +67,9 @@ def pool_pages(
 def pages_needed(requests: Sequence[Request], page_size: int) -> int:
     """Pages of all requests at once, what they share counted once."""
     need, before = 0, np.empty(0, np.int32)
-    for request in admission_order(requests):  # what a prompt shares with any before it, it shares with the last of them
+    for request in admission_order(
+        requests
+    ):  # what a prompt shares with any before it, it shares with the last of them
         need += pages_for(len(request.tokens) - common_prefix(before, request.tokens), page_size)
         need += _units(request) * pages_per_unit(request.params, page_size)
         before = request.tokens
