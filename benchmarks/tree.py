@@ -1,9 +1,11 @@
-"""What the prefix tree costs on one CPU thread: building it, and the tree's share of a decode step.
+"""What the prefix tree costs on one CPU thread: building it, admitting prompts to it, and its share of a decode step.
 
-Three questions, each with a target:
+Four questions, each with a target:
 
 - build: 1,024 sequences of 16,384 tokens that differ in their last 128; below 0.2 s.
 - linearity: time per token from 1e5 to 1e7 tokens; the slope of log(time) over log(tokens) should be 1.
+- admission: 500 to 10,000 prompts of some 100 tokens, 70 of them shared by 50 prompts: sizing the pool, queueing, admitting and
+  retiring; 10,000 below 0.5 s, and linear.
 - decode: `extend_each` for 1,024 leaves, `mark_ready` and `snapshot()`; below 2 ms at the median, steps that take new
   pages included.  Beside it, the same with beams that fork and die at every step, where the snapshot is rebuilt.
 
@@ -25,6 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.generation.request import Request, SamplingParams
+from prefixkit.generation.scheduler import Scheduler
+from prefixkit.sizing import pages_needed
 from prefixkit.tree import PrefixTree, Sequence
 
 VOCABULARY = 50_000
@@ -84,6 +89,30 @@ def measure_linearity(rng: np.random.Generator, repeats: int) -> dict[str, Any]:
         tokens, times = (np.log([row[key] for row in rows]) for key in ("tokens", "median_s"))
         result[name] = {"rows": rows, "slope": float(np.polyfit(tokens, times, 1)[0])}
     return result
+
+
+def measure_admission(rng: np.random.Generator, repeats: int) -> list[dict[str, Any]]:
+    """All prompts at once into a pool that holds them, and each retired in order of admission."""
+    rows = []
+    for count in (500, 2_000, 10_000):
+        groups = [
+            with_tails(rng, 50, int(rng.integers(90, 131)), int(rng.integers(20, 61))) for _ in range(count // 50)
+        ]
+        prompts = [prompt for group in groups for prompt in group]
+        rng.shuffle(prompts)
+        requests = [Request(index, prompt, SamplingParams()) for index, prompt in enumerate(prompts)]
+        parts: dict[str, list[float]] = {"size": [], "submit": [], "admit": [], "retire": []}
+        for _ in range(repeats):
+            size = seconds(lambda r=requests: pages_needed(r, 16))  # type: ignore[misc]
+            scheduler = Scheduler(PrefixTree(pages_needed(requests, 16), 16), lambda: 0)
+            submit = seconds(lambda s=scheduler, r=requests: s.submit(r))  # type: ignore[misc]
+            admit = seconds(scheduler.admit)
+            assert len(scheduler.groups) == count
+            retire = seconds(lambda s=scheduler: [s.retire(group) for group in s.groups])  # type: ignore[misc]
+            for name, value in zip(parts, (size, submit, admit, retire), strict=True):
+                parts[name].append(value)
+        rows.append({"prompts": count} | {f"{name}_s": statistics.median(times) for name, times in parts.items()})
+    return rows
 
 
 def binary_tree(rng: np.random.Generator, page_size: int, prefix: int) -> tuple[PrefixTree, list[Sequence]]:
@@ -169,6 +198,10 @@ def report(results: dict[str, Any]) -> None:
     for name, series in results["linearity"].items():
         cells = "  ".join(f"{row['tokens']:.0e}: {row['ns_per_token']:.2f}" for row in series["rows"])
         print(f"  {name:<18}  slope {series['slope']:.2f}   ns per token  {cells}")
+    print("admission (target: 0.5 s for 10,000 prompts)")
+    for row in results["admission"]:
+        cells = "  ".join(f"{name} {row[f'{name}_s']:.3f}" for name in ("size", "submit", "admit", "retire"))
+        print(f"  {row['prompts']:>6} prompts   {sum(row.values()) - row['prompts']:.3f} s   {cells}")
     print("a step's tree work, ms (target: median below 2)")
     for row in results["steps"]:
         what = f"{row['case']}, page {row['page_size']:>3}, prefix {row['prefix']:>6}, {row['nodes']} nodes"
@@ -201,6 +234,7 @@ def main() -> None:
         "seed": arguments.seed,
         "build": measure_build(rng, arguments.repeats),
         "linearity": measure_linearity(rng, arguments.repeats),
+        "admission": measure_admission(rng, arguments.repeats),
         "steps": [measure_decode(rng, page_size, prefix, arguments.steps) for page_size, prefix in cases]
         + [measure_beams(rng, 1, beams, arguments.steps) for beams in (16, 1024)],
     }

@@ -7,13 +7,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from prefixkit.attention.kv_pool import KVSpec
 from prefixkit.attention.step import MOST_PARTIAL_BYTES
 from prefixkit.generation.request import BeamParams, Request, SamplingParams
 from prefixkit.generation.scheduler import admission_order, pages_for, pages_per_unit
-from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.tokens import common_prefix
 
 log = logging.getLogger("prefixkit")
 
@@ -65,12 +66,14 @@ def pool_pages(
 
 def pages_needed(requests: Sequence[Request], page_size: int) -> int:
     """Pages of all requests at once, what they share counted once."""
-    tokens = sum(len(request.tokens) for request in requests)
-    scratch = PrefixTree(tokens + len(requests), page_size)
-    for request in admission_order(requests):  # the order decides which pages splits leave half empty
-        scratch.insert(request.tokens)
-    need = scratch.allocator.num_pages - scratch.allocator.free
-    return need + sum(_units(request) * pages_per_unit(request.params, page_size) for request in requests)
+    need, before = 0, np.empty(0, np.int32)
+    for request in admission_order(
+        requests
+    ):  # what a prompt shares with any before it, it shares with the last of them
+        need += pages_for(len(request.tokens) - common_prefix(before, request.tokens), page_size)
+        need += _units(request) * pages_per_unit(request.params, page_size)
+        before = request.tokens
+    return need
 
 
 def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_chunk: int) -> int:

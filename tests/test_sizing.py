@@ -9,6 +9,8 @@ import torch
 from prefixkit import sizing
 from prefixkit.attention.kv_pool import KVSpec
 from prefixkit.generation.request import BeamParams, Request, SamplingParams
+from prefixkit.generation.scheduler import admission_order
+from prefixkit.tree.radix import PrefixTree
 
 SPEC = KVSpec(2, 4, 16)
 PAGE = 8 * SPEC.bytes_per_token
@@ -22,6 +24,17 @@ def requests(n=3, new=17):
 def test_the_pool_holds_what_all_need_at_once_and_no_more():
     # 20 shared tokens in 3 pages, one more in a page of its own; each of 6 samples keeps 16 tokens of KV in 2 pages.
     assert sizing.pool_pages(requests(), SPEC, None, 8) == 3 + 1 + 6 * 2
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_what_all_need_at_once_is_what_a_tree_of_them_takes(page_size):
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 3, rng.integers(1, 40)) for _ in range(60)]
+    asked = [Request(i, prompt, SamplingParams(max_new_tokens=1)) for i, prompt in enumerate(prompts)]
+    tree = PrefixTree(4000, page_size)
+    for request in admission_order(asked):
+        tree.insert(request.tokens)
+    assert sizing.pages_needed(asked, page_size) == tree.stats().pages_held
 
 
 def test_a_budget_bounds_it(caplog):

@@ -62,7 +62,8 @@ class Decoder(Protocol):
     Attributes:
         planned: The plan of the batch at hand.
         captures, seconds_capturing, graph_bytes: CUDA graphs captured so far, what that took, and GPU memory that they share.
-        stale: Whether what steps read lies elsewhere by now; then ``keep`` all rows before the next one.
+        stale: Whether what steps read lies elsewhere by now; then ``keep`` all rows before the next one.  Reading it changes
+            nothing.
     """
 
     planned: Planned

@@ -83,9 +83,10 @@ class Engine:
         self.on_step = on_step
         self.samples: list[SampleRun] = []
         self.beams: list[BeamRun] = []
+        self._ended: list[Group] = []  # all of whose samples have finished, but which are still with the scheduler
         # Weakly, for else the two would hold each other, and with them the pool, until Python looks for such cycles.
-        promised = weakref.WeakMethod(self._promised)
-        self.scheduler = Scheduler(tree, lambda: promised()(), most_running)  # type: ignore[misc]
+        promised, tokens_left = weakref.WeakMethod(self._promised), weakref.WeakMethod(self._tokens_left)
+        self.scheduler = Scheduler(tree, lambda: promised()(), most_running, lambda one: tokens_left()(one))  # type: ignore[misc]
         self.report = Report()
 
     def run(self, requests: Iterable[Request]) -> list[Sample]:
@@ -122,7 +123,8 @@ class Engine:
         return finished + ended
 
     def _hand_over(self, finished: list[Sample]) -> None:
-        for group in [group for group in self.scheduler.groups if group.finished == group.wanted]:
+        ended, self._ended = self._ended, []
+        for group in sorted(ended, key=lambda group: group.prompt.id):  # in order of admission
             self.scheduler.retire(group)
         for sample in finished:
             if self.on_sample is not None:
@@ -159,10 +161,7 @@ class Engine:
         def give(run: SampleRun, sample: Sample) -> None:
             self.tree.release(run.sequence)
             self._finish(run.group, [sample], finished)
-            if run.group.finished == run.group.wanted:
-                self.scheduler.retire(run.group)
-            if self.on_sample is not None:
-                self.on_sample(sample)
+            self._hand_over([sample])
 
         began, count, decoder = time.perf_counter(), len(self.samples), self.decoder
         self._count_held(self._held_pages())
@@ -190,9 +189,8 @@ class Engine:
         unprimed = [group for group in self.scheduler.groups if group.first_logits is None]
         drawn = [run.sequence for run in self.samples] + [beam for run in self.beams for beam in run.sequences]
         snapshot = self.tree.snapshot()
-        node_of = dict(zip(snapshot.sequence_id.tolist(), snapshot.sequence_node.tolist(), strict=True))
-        asking = [node_of[group.prompt.id] for group in unprimed]
-        decoding = [node_of[sequence.id] for sequence in drawn]
+        asking = [group.prompt.node.index for group in unprimed]
+        decoding = [sequence.node.index for sequence in drawn]
         queries = choose_queries(snapshot, decoding, asking, self.prefill_chunk)
         if queries is None:
             return
@@ -219,23 +217,26 @@ class Engine:
         asking: list[int],
         decoding: list[int],
     ) -> None:
-        for group, node in zip(unprimed, asking, strict=True):
-            if row_of[node] >= 0:
-                # A copy: a view would keep the whole step's logits alive.
-                group.first_logits = logits[int(np.searchsorted(wanted, row_of[node]))].clone()
-        rows = np.searchsorted(wanted, row_of[np.array(decoding, dtype=np.int64)]).tolist()
+        asked = row_of[np.array(asking, dtype=np.int64)]
+        computed = np.flatnonzero(asked >= 0)
+        for i, row in zip(computed.tolist(), np.searchsorted(wanted, asked[computed]).tolist(), strict=True):
+            # A copy: a view would keep the whole step's logits alive.
+            unprimed[i].first_logits = logits[row].clone()
+        rows = iter(np.searchsorted(wanted, row_of[np.array(decoding, dtype=np.int64)]).tolist())
         for run in self.samples:
-            run.logits = logits[rows.pop(0)]
+            run.logits = logits[next(rows)]
         for beam_run in self.beams:
-            beam_run.logits = logits[[rows.pop(0) for _ in beam_run.sequences]]
+            beam_run.logits = logits[[next(rows) for _ in beam_run.sequences]]
 
     def _start(self, beams: bool = True) -> list[SampleRun]:
         """Fork what has been promised pages from prompts whose logits are known; samples are returned."""
         begun: list[SampleRun] = []
         for group in self.scheduler.groups:
             count = group.granted - group.started
+            if count == 0 or group.first_logits is None:
+                continue
             sampling = isinstance(group.request.params, SamplingParams)
-            if group.first_logits is None or count == 0 or not (sampling or beams):
+            if not (sampling or beams):
                 continue
             for sequence in self.tree.fork(group.prompt, count):
                 if sampling:
@@ -282,6 +283,8 @@ class Engine:
 
     def _finish(self, group: Group, samples: list[Sample], finished: list[Sample]) -> None:
         group.finished += 1
+        if group.finished == group.wanted:
+            self._ended.append(group)
         finished += samples
         self.report.samples += len(samples)
         for sample in samples:
@@ -294,6 +297,10 @@ class Engine:
         """Pages that what runs now may still take."""
         samples = sum(self.tree.pages_to_extend(run.sequence, run.tokens_left) for run in self.samples)
         return samples + sum(run.pages_left for run in self.beams)
+
+    def _tokens_left(self, sequence: Sequence) -> int:
+        """Tokens that may still join a sequence of the tree; 0 if no sample draws them."""
+        return next((run.tokens_left for run in self.samples if run.sequence is sequence), 0)
 
     def _count(self, step: Step, drawn: list[Sequence]) -> None:
         report, spec = self.report, self.pool.spec
@@ -319,5 +326,5 @@ class Engine:
         for sequence in left:
             if sequence.tree is not None:  # a step that failed may have released it
                 self.tree.release(sequence)
-        self.samples, self.beams = [], []
+        self.samples, self.beams, self._ended = [], [], []
         self.scheduler.close()

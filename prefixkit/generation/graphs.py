@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,10 +23,19 @@ from prefixkit.attention.decode_batch import DecodeBatch
 from prefixkit.attention.planned import Planned
 from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Planner, Step
+from prefixkit.generation.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
 from prefixkit.generation.decoder import CannotDecode, Drawn, Laws, decode_step
 from prefixkit.generation.graph_arrays import GraphArrays, bucket_of
 
 log = logging.getLogger("prefixkit")
+
+
+class Graph(Protocol):
+    """Work that was captured."""
+
+    def replay(self) -> None:
+        """Start it again."""
+
 
 # A plan stays right as leaves grow, but its pieces grow apart.
 REPLAN_EVERY = 64
@@ -44,6 +54,7 @@ class GraphDecoder:
         weights: Says where what the model reads lies; asked once for each batch.  Graphs are captured again once that is
             elsewhere.  None: it never is.
         moves: Counts what may have moved it; asked before each step, and ``weights`` again when it has changed.
+        capture: Makes a graph of the work that its first argument does when called, in the memory pool that is the second.
 
     Attributes:
         planned: The plan of the batch at hand.
@@ -61,16 +72,18 @@ class GraphDecoder:
         shrink: float = 1.0,
         weights: Callable[[], Hashable] | None = None,
         moves: Callable[[], int] | None = None,
+        capture: Callable[[Callable[[], None], object], Graph] | None = None,
     ) -> None:
         if planner.launch is None or planner.num_sms is None:
             raise ValueError("GraphDecoder: graphs need plans made on the GPU; decode without graphs on this one")
         self.model, self.planner, self.page_size = model, planner, page_size
         self.device, self.shrink = torch.device(device), shrink
         self.weights, self.moves = weights, moves
+        self.capture = capture_graph if capture is None else capture
         self.planned: Planned
         self.captures = 0
         self.seconds_capturing = 0.0
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[int, Graph] = {}
         self._unread: deque[tuple[int, int]] = deque()  # place in the ring, rows
         self._arrays: GraphArrays | None = None
         self._read_from: Hashable = None  # where the weights are that graphs read
@@ -78,10 +91,9 @@ class GraphDecoder:
 
     @property
     def stale(self) -> bool:
-        if self.moves is None or self.moves() == self._moves:
+        if self.moves is None or self.weights is None or self.moves() == self._moves:
             return False
-        self._moves = self.moves()  # of another model, perhaps
-        return self.weights is not None and self.weights() != self._read_from
+        return self.weights() != self._read_from  # else another model's have moved
 
     @property
     def graph_bytes(self) -> int:
@@ -94,6 +106,17 @@ class GraphDecoder:
 
     def begin(self, batch: DecodeBatch, laws: Laws) -> None:
         self._unread.clear()
+        try:
+            return self._begin(batch, laws)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = first_line(error)
+        # Not while the error is handled: its traceback holds what was made until then.
+        self._release()
+        raise CannotDecode(f"no memory for CUDA graphs of {batch.num_rows} rows: {reason}")
+
+    def _begin(self, batch: DecodeBatch, laws: Laws) -> None:
         with self._here():
             self._forget_moved()
             arrays = self._make_room(batch)
@@ -110,8 +133,10 @@ class GraphDecoder:
             bucket = self._bucket(batch.num_rows)
             try:
                 self._graph(arrays, bucket)
-            except (CannotDecode, torch.OutOfMemoryError) as error:
-                log.warning("going on with a graph for more rows: %s", _first_line(error))
+            except RuntimeError as error:
+                if not (isinstance(error, CannotDecode) or is_out_of_memory(error)):
+                    raise
+                log.warning("going on with a graph for more rows: %s", first_line(error))
                 bucket = self._running
                 self._forget_moved()  # what failed may have moved them first
                 self._graph(arrays, bucket)
@@ -122,6 +147,9 @@ class GraphDecoder:
     def step(self) -> None:
         arrays = self._arrays
         assert arrays is not None and arrays.sampler is not None, "begun before"
+        if self.stale:
+            raise RuntimeError("the model's weights have moved since the last step: keep all rows before the next one")
+        self._see_moves()
         with self._here():
             if self._steps and self._steps % REPLAN_EVERY == 0:
                 arrays.replan()
@@ -167,14 +195,25 @@ class GraphDecoder:
             log.info("the model's weights have moved: CUDA graphs are captured again")
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()
-        self._read_from, self._moves = there, self.moves() if self.moves is not None else 0
+        self._read_from = there
+        self._see_moves()
+
+    def _see_moves(self) -> None:
+        """Note that whatever has moved weights so far has not moved those that graphs read."""
+        self._moves = self.moves() if self.moves is not None else 0
+
+    def _release(self) -> None:
+        """Give back all memory of graphs and of what they read and write."""
+        self._graphs.clear()
+        self._arrays = None
+        self._unread.clear()
 
     def _bucket(self, rows: int) -> int:
         """Which bucket's graph is to run so many rows."""
         there, best = [size for size in self._graphs if size >= rows], bucket_of(rows)
         return min(there) if there and best > self.shrink * min(there) else best
 
-    def _graph(self, arrays: GraphArrays, rows: int) -> torch.cuda.CUDAGraph:
+    def _graph(self, arrays: GraphArrays, rows: int) -> Graph:
         """The graph of a bucket, captured if it is its first time.  Then the arrays hold no batch afterwards."""
         if rows not in self._graphs:
             began = time.perf_counter()
@@ -198,20 +237,36 @@ class GraphDecoder:
             )
         return self._graphs[rows]
 
-    def _capture(self, arrays: GraphArrays, step: Step) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        assert arrays.sampler is not None, "made before"
+    def _capture(self, arrays: GraphArrays, step: Step) -> Graph:
+        sampler = arrays.sampler
+        assert sampler is not None, "made before"
+
+        def run() -> None:
+            arrays.tree.advance(step.num_rows)
+            sampler.draw(self.model(step))
+
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                arrays.tree.advance(step.num_rows)
-                arrays.sampler.draw(self.model(step))
+            return self.capture(run, self._pool)
         except RuntimeError as error:
-            raise CannotDecode(f"a step cannot be captured in a CUDA graph: {_first_line(error)}") from error
-        return graph
+            reason = reason_of(error)
+            if is_about_capture(reason):
+                raise CannotDecode(f"a step cannot be captured in a CUDA graph: {first_line(reason)}") from error
+            raise reason from None  # out of memory, or broken
 
     def _step_of(self, arrays: GraphArrays, rows: int) -> Step:
         planned = self.planner.planned_for(arrays.first.snapshot, arrays.first.queries(), arrays.planner.work)
         return decode_step(arrays.first, arrays.tree, arrays.wanted[:rows], planned)
+
+
+def capture_graph(work: Callable[[], None], pool: object) -> Graph:
+    """A CUDA graph of what ``work`` does on the current stream, in a memory pool that graphs share."""
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),  # a capture that fails leaves its own stream the current one
+        torch.cuda.graph(graph, pool=pool),  # type: ignore[arg-type]
+    ):
+        work()
+    return graph
 
 
 @contextmanager
@@ -229,11 +284,7 @@ def _no_waiting() -> Iterator[None]:
         if "synchronizing" not in str(error):
             raise
         raise CannotDecode(
-            f"the model waits for the GPU in each step, which no CUDA graph can hold: {_first_line(error)}"
+            f"the model waits for the GPU in each step, which no CUDA graph can hold: {first_line(error)}"
         ) from error
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

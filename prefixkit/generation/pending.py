@@ -29,37 +29,21 @@ def choose_queries(
         The queries, or None where nothing needs to run.
     """
     begin, end = snapshot.ready.copy(), snapshot.length
-    again = np.fromiter((node for node in asking if begin[node] == end[node]), dtype=np.int32)
-    begin[again] -= 1
+    asked = np.asarray(asking, dtype=np.int32)
+    again = asked[begin[asked] == end[asked]]
+    begin[again] = end[again] - 1
     nodes = np.flatnonzero(begin < end).astype(np.int32)
     if len(nodes) == 0:
         return None
-    is_drawn = np.zeros(snapshot.num_nodes, dtype=bool)
-    is_drawn[list(decoding)] = True
-    prompt_nodes = nodes[~is_drawn[nodes]]
-    if (end - begin)[prompt_nodes].sum() <= prefill_budget:
-        return Queries(nodes, begin[nodes], end[nodes])
-    return _within_budget(snapshot, nodes, is_drawn, begin, prefill_budget)
-
-
-def _within_budget(
-    snapshot: TreeSnapshot, nodes: NDArray[np.int32], is_drawn: NDArray[np.bool_], begin: NDArray[np.int32], budget: int
-) -> Queries:
-    taken = []
-    blocked_until = 0  # descendants of a node that is not yet complete must wait for it
-    for node in nodes.tolist():
-        if node < blocked_until:
-            continue
-        want = int(snapshot.length[node] - begin[node])
-        take = want if is_drawn[node] else min(want, budget)
-        if not is_drawn[node]:
-            budget -= take
-        if take:
-            taken.append((node, begin[node], begin[node] + take))
-        if take < want:
-            blocked_until = int(snapshot.subtree_end[node])
-    runs = np.array(taken, dtype=np.int32)
-    return Queries(runs[:, 0].copy(), runs[:, 1].copy(), runs[:, 2].copy())
+    is_prompt = np.ones(snapshot.num_nodes, dtype=bool)
+    is_prompt[np.asarray(decoding, dtype=np.int32)] = False
+    first, want = begin[nodes], (end - begin)[nodes]
+    # Ancestors come first, so where the budget ends within a node, nothing below it is taken.  What was drawn has no pending
+    # ancestors: prompts are computed before their samples start.
+    spent = np.cumsum(np.where(is_prompt[nodes], want, 0))
+    take = np.where(is_prompt[nodes], np.clip(want - (spent - prefill_budget), 0, want), want)
+    runs = np.flatnonzero(take)
+    return Queries(nodes[runs], first[runs], (first + take)[runs].astype(np.int32))
 
 
 def last_rows(snapshot: TreeSnapshot, queries: Queries) -> NDArray[np.int64]:

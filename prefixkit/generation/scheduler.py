@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.generation.request import BeamParams, Request, SamplingParams
-from prefixkit.tree.pages import OutOfPages
+from prefixkit.tree.match import Match
 from prefixkit.tree.radix import PrefixTree, Sequence
+from prefixkit.tree.tokens import common_prefix
 
 log = logging.getLogger("prefixkit")
 
@@ -94,6 +93,19 @@ def admission_order(requests: Iterable[Request]) -> list[Request]:
 
 
 @dataclass(eq=False)
+class _Budget:
+    """What one round of admission may grant.
+
+    Attributes:
+        promised: Pages of the free ones that are promised: to running samples, and to granted ones that have not started.
+        places: How many more samples, or beam searches, may run.
+    """
+
+    promised: int
+    places: int
+
+
+@dataclass(eq=False)
 class Scheduler:
     """The queue of prompts, the groups in flight, and the prefix kept for those that wait.
 
@@ -104,14 +116,22 @@ class Scheduler:
         tree: Where prompts are inserted.
         promised: Returns the pages that running samples may still take.
         most_running: Samples, or beam searches, that run at once at most.
+        tokens_left: Returns how many tokens a sequence of the tree may still grow by: 0 for prompts and beams.
     """
 
     tree: PrefixTree
     promised: Callable[[], int]
     most_running: int = sys.maxsize
+    tokens_left: Callable[[Sequence], int] = lambda sequence: 0
     queue: deque[Request] = field(default_factory=deque)
-    groups: list[Group] = field(default_factory=list)
+    _groups: dict[int, Group] = field(default_factory=dict)  # by the id of the prompt's sequence, in order of admission
+    _short: deque[Group] = field(default_factory=deque)  # those of which samples wait, in order of admission
     _anchor: _Anchor | None = None
+
+    @property
+    def groups(self) -> list[Group]:
+        """The prompts in flight, in order of admission."""
+        return list(self._groups.values())
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests that :func:`check_fits` has passed."""
@@ -119,30 +139,34 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.queue and not self.groups
+        return not self.queue and not self._groups
 
     @property
     def waits(self) -> bool:
         """Whether something waits for pages."""
-        return bool(self.queue) or any(group.granted < group.wanted for group in self.groups)
+        return bool(self.queue or self._short)
 
     def admit(self) -> None:
         """Grant pages to waiting samples of prompts in flight, then to waiting prompts, until something does not fit."""
-        for group in self.groups:
-            if not self._grant(group):
+        if not self.waits:
+            return
+        budget = self._budget()
+        while self._short:
+            if not self._grant(self._short[0], budget):
                 return
-        while self.queue and self._admit_prompt(self.queue[0]):
+            self._short.popleft()
+        while self.queue and self._admit_prompt(self.queue[0], budget):
             self.queue.popleft()
-        if self.queue and not self.groups:
+        if self.queue and not self._groups:
             # Nothing runs, so only the anchor can be in the way: its last page may be one page more than the prompt alone.
             self._drop_anchor()
-            admitted = self._admit_prompt(self.queue[0])
+            admitted = self._admit_prompt(self.queue[0], budget)
             assert admitted, "a request that passed check_fits must fit an empty pool"
             self.queue.popleft()
 
     def retire(self, group: Group) -> None:
         """Take a group whose samples have all finished out of the tree, but for what the next prompt in line shares."""
-        self.groups.remove(group)
+        del self._groups[group.prompt.id]
         keep = common_prefix(group.request.tokens, self.queue[0].tokens) if self.queue else 0
         if keep > (self._anchor.sequence.length if self._anchor else 0):
             self._drop_anchor()
@@ -156,70 +180,75 @@ class Scheduler:
     def close(self) -> None:
         """Release every prompt; what ran is the engine's to release."""
         self._drop_anchor()
-        for group in self.groups:
+        for group in self._groups.values():
             self.tree.release(group.prompt)
-        self.groups.clear()
+        self._groups.clear()
+        self._short.clear()
         self.queue.clear()
 
-    def _free(self) -> int:
-        """Pages that are neither taken nor promised."""
-        unit = sum(
-            (group.granted - group.started) * pages_per_unit(group.request.params, self.tree.page_size)
-            for group in self.groups
+    def _budget(self) -> _Budget:
+        """What may be granted now."""
+        groups, page_size = self._groups.values(), self.tree.page_size
+        unstarted = sum(
+            (group.granted - group.started) * pages_per_unit(group.request.params, page_size)
+            for group in groups
+            if group.granted > group.started
         )
-        return self.tree.allocator.free - self.promised() - unit
+        running = sum(group.granted - group.finished for group in groups)
+        return _Budget(self.promised() + unstarted, max(0, self.most_running - running))
 
-    def _places(self) -> int:
-        """How many more may run."""
-        return max(0, self.most_running - sum(group.granted - group.finished for group in self.groups))
-
-    def _grant(self, group: Group) -> bool:
+    def _grant(self, group: Group, budget: _Budget) -> bool:
         """Promise pages to as many of a group's waiting samples as fit; True if none is left waiting."""
         unit = pages_per_unit(group.request.params, self.tree.page_size)
         waiting = group.wanted - group.granted
-        if waiting:
-            fit = waiting if unit == 0 else min(waiting, max(0, self._free() // unit))
-            fit = min(fit, self._places())
-            group.granted += fit
-            waiting -= fit
-        return waiting == 0
+        fit = waiting if unit == 0 else min(waiting, max(0, self.tree.allocator.free - budget.promised) // unit)
+        fit = min(fit, budget.places)
+        group.granted += fit
+        budget.promised += fit * unit
+        budget.places -= fit
+        return fit == waiting
 
-    def _admit_prompt(self, request: Request) -> bool:
-        """Insert a prompt and promise pages to its first samples; leaves no trace if that does not fit."""
-        if not self._places():
+    def _admit_prompt(self, request: Request, budget: _Budget) -> bool:
+        """Insert a prompt and promise pages to its first samples; where that does not fit, the tree is only read."""
+        if not budget.places:
             return False
-        try:
-            prompt = self.tree.insert(request.tokens)
-        except OutOfPages:
+        found = self.tree.match(request.tokens)
+        missing = pages_for(len(request.tokens) - found.length, self.tree.page_size)
+        more, unit = self._parted(found), pages_per_unit(request.params, self.tree.page_size)
+        if self.tree.allocator.free - missing < budget.promised + more + unit:
             return False
-        group = Group(request, prompt)
-        # Inserting can split a growing node, which can change what its sample may still need: so check afterwards.
-        if self._free() < pages_per_unit(request.params, self.tree.page_size):
-            self.tree.release(prompt)
-            return False
-        group.first_logits = self._known_logits(request.tokens)
-        self.groups.append(group)
-        self._grant(group)
+        budget.promised += more
+        prompt = self.tree.insert(request.tokens, found)
+        group = Group(request, prompt, first_logits=self._known_logits(prompt))
+        self._groups[prompt.id] = group
+        if not self._grant(group, budget):
+            self._short.append(group)
         self._drop_anchor()  # the new prompt begins with all of it
-        return group.granted > 0
+        return True
 
-    def _known_logits(self, tokens: NDArray[np.int32]) -> Tensor | None:
+    def _parted(self, found: Match) -> int:
+        """Pages more that running samples may take once a prompt is inserted where ``found`` ends.
+
+        A sample's leaf stops growing in place where the prompt ends with it or goes on below it: what the sample draws next
+        then starts a page of its own.  A split leaves that as it is.
+        """
+        node = found.node
+        if found.offset < node.length or not node.grows_in_place:
+            return 0
+        (sequence,) = node.sequences.values()
+        left = self.tokens_left(sequence)
+        return pages_for(left, self.tree.page_size) - node.pages_to_add(left)
+
+    def _known_logits(self, prompt: Sequence) -> Tensor | None:
         """The first logits of an equal prompt, if one has been computed and is still at hand."""
-        for group in self.groups:
-            if group.first_logits is not None and np.array_equal(group.request.tokens, tokens):
-                return group.first_logits
-        if self._anchor is not None and np.array_equal(self._anchor.sequence.tokens(), tokens):
-            return self._anchor.first_logits
-        return None
+        # Equal prompts end at one node, and either all those in flight have their logits or none has: so any will do.
+        for id in prompt.node.sequences:
+            if id in self._groups:
+                return self._groups[id].first_logits
+        anchor = self._anchor
+        return anchor.first_logits if anchor is not None and anchor.sequence.node is prompt.node else None
 
     def _drop_anchor(self) -> None:
         if self._anchor is not None:
             self.tree.release(self._anchor.sequence)
             self._anchor = None
-
-
-def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """How many leading tokens two sequences share."""
-    size = min(len(a), len(b))
-    differ = np.flatnonzero(a[:size] != b[:size])
-    return int(differ[0]) if len(differ) else size

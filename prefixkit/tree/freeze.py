@@ -88,8 +88,9 @@ def _depth_first(root: Node) -> list[Node]:
         node = stack.pop()
         node.index = len(nodes)
         nodes.append(node)
-        for group in reversed(node.branches.values()):
-            stack.extend(reversed(group))
+        if node.branches:
+            for group in reversed(node.branches.values()):
+                stack += group[::-1]
     return nodes
 
 

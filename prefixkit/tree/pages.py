@@ -93,8 +93,10 @@ class PageAllocator:
 
     def _find(self, count: int) -> Ints:
         """The ``count`` lowest free pages.  Windows double, so a long taken stretch costs a few array scans."""
+        begin, width = self._lowest, max(64, count)
+        if not self._refcounts[begin : begin + count].any():  # a young pool: all of them in a row
+            return np.arange(begin, begin + count, dtype=np.int32)
         found: list[NDArray[np.intp]] = []
-        begin, width = self._lowest, max(256, count)
         while count > 0:
             assert begin < self.num_pages, "fewer free pages than counted"
             hits = (self._refcounts[begin : begin + width] == 0).nonzero()[0][:count]

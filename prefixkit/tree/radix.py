@@ -110,18 +110,22 @@ class PrefixTree:
 
     # -- changing --------------------------------------------------------------------------------------------------
 
-    def insert(self, tokens: ArrayLike) -> Sequence:
+    def insert(self, tokens: ArrayLike, found: Match | None = None) -> Sequence:
         """Add a sequence, sharing whatever the tree holds of it.
 
         Only the tokens that are new take pages, from a fresh page on.  Where the sequence leaves a node before the
         node's end, the node is split, and no KV is copied.
+
+        Args:
+            tokens: ``[length]`` token ids.
+            found: What `match` has just returned for them, so that the tree is not searched twice; None: it is searched.
 
         Raises:
             ValueError, TypeError: ``tokens`` is empty or not token ids.
             OutOfPages: not enough free pages; nothing has changed.
         """
         values = as_tokens(tokens)
-        found = follow(self.root, values)
+        found = follow(self.root, values) if found is None else found
         rest = values[found.length :]
         pages = self.allocator.allocate(self._pages_for(len(rest)))  # the last step that can fail
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -290,6 +291,111 @@ def test_a_model_that_waits_decodes_without(decoding, monkeypatch, caplog):
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
     assert "decoding step by step: the model waits" in caplog.text
     assert_all_given_back(made)
+
+
+class Capturing:
+    """What captures: graphs that do their work again, or an error when it comes to the n-th."""
+
+    def __init__(self, error=None, fails=1):
+        self.error, self.fails, self.count = error, fails, 0
+
+    def __call__(self, work, pool):
+        self.count += 1
+        if self.error is not None and self.count == self.fails:
+            raise self.error
+
+        class Again:
+            def replay(self):
+                work()
+
+        return Again()
+
+
+def with_capture(made, capture):
+    """An engine whose decoder captures by that."""
+    old = made.decoder
+
+    class Decoder(graphs.GraphDecoder):
+        graph_bytes = 0
+
+    made.decoder = Decoder(old.model, old.planner, old.page_size, "cpu", capture=capture)
+    return made.decoder
+
+
+PARAMS = SamplingParams(n=2, max_new_tokens=7, seed=1)
+
+
+class TestWhatACaptureRaises:
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"),
+            RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture"),
+        ],
+    )
+    def test_what_cannot_be_captured_decodes_step_by_step(self, decoding, caplog, error):
+        made, _ = decoding()
+        with_capture(made, Capturing(error))
+        samples = run(made, [np.arange(9)], PARAMS)
+        assert [s.tokens for s in samples] == [alone(np.arange(9), PARAMS, s.index) for s in samples]
+        assert f"decoding step by step: a step cannot be captured in a CUDA graph: {error}" in caplog.text
+        assert_all_given_back(made)
+
+    @pytest.mark.parametrize("type_", [torch.AcceleratorError, RuntimeError])
+    @pytest.mark.parametrize("fails", [1, 2])
+    def test_a_fault_is_raised_with_its_own_message(self, decoding, caplog, type_, fails):
+        made, _ = decoding()
+        with_capture(made, Capturing(type_("CUDA error: an illegal memory access was encountered"), fails))
+        params = SamplingParams(n=8, max_new_tokens=14, seed=2, stop_token_ids=tuple(range(6)))
+        with pytest.raises(type_, match=r"^CUDA error: an illegal memory access"):
+            run(made, [np.arange(9)], params)
+        assert "step by step" not in caplog.text and "going on" not in caplog.text
+        assert_all_given_back(made)
+
+    def test_without_memory_for_a_graph_it_decodes_step_by_step(self, decoding, caplog):
+        made, _ = decoding()
+        decoder = with_capture(made, Capturing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")))
+        samples = run(made, [np.arange(9)], PARAMS)
+        assert [s.tokens for s in samples] == [alone(np.arange(9), PARAMS, s.index) for s in samples]
+        assert caplog.messages == [
+            "decoding step by step: no memory for CUDA graphs of 2 rows: CUDA out of memory. Tried to allocate 2 GiB."
+        ]
+        assert made.decoder is None and decoder.captures == 0
+        assert_all_given_back(made)
+
+    def test_without_memory_for_the_steps_before_a_capture_nothing_of_it_stays(self, decoding, caplog):
+        made, model = decoding()
+        kept = []
+
+        def no_room(step):
+            kept.append(weakref.ref(decoder._arrays))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        decoder = with_capture(made, Capturing())
+        decoder.model = no_room
+        samples = run(made, [np.arange(9)], PARAMS)
+        assert [s.tokens for s in samples] == [alone(np.arange(9), PARAMS, s.index) for s in samples]
+        assert "decoding step by step: no memory for CUDA graphs of 2 rows" in caplog.text
+        assert kept and not any(one() for one in kept), "the arrays are gone while the decoder is still there"
+        assert_all_given_back(made)
+
+
+def test_asking_whether_weights_have_moved_changes_nothing(decoding):
+    made, _ = decoding()
+    where, moves, answers = [0], [0], []
+    decoder = with_capture(made, Capturing())
+    decoder.weights, decoder.moves = lambda: where[0], lambda: moves[0]
+
+    def move(tokens, seen=[]):  # noqa: B006
+        seen.append(tokens)
+        if len(seen) in (3, 5):
+            moves[0] += 1
+            where[0] += len(seen) == 5  # the first are another model's
+        answers.append([decoder.stale for _ in range(3)])
+
+    made.on_step = move
+    run(made, [np.arange(9)], SamplingParams(n=2, max_new_tokens=9))
+    assert answers == [[index == 4] * 3 for index in range(9)]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 65, 1000, 4096])

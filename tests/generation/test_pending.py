@@ -61,3 +61,15 @@ def test_a_thousand_leaves_run_as_a_thousand_rows():
     queries = choose_queries(snapshot, range(1, 1001), [], prefill_budget=1)
     assert queries.num_rows == 1000
     assert last_rows(snapshot, queries).tolist() == [-1, *range(1000)]
+
+
+def test_drawn_tokens_run_below_a_prompt_whose_last_token_must_wait_to_run_again():
+    """A prompt that ends where a sample's tokens go on has its KV already, and takes its turn behind other prompts."""
+    tree = PrefixTree(64, page_size=4)
+    for tokens in ([9] * 4, range(10), [*range(10), 20]):
+        tree.insert(tokens)
+    tree.mark_ready([tree.nodes()[1]], [10])
+    snapshot = tree.snapshot()
+    queries = choose_queries(snapshot, [2], [0, 1], prefill_budget=4)
+    assert runs(queries) == [(0, 0, 4), (2, 0, 1)]
+    assert last_rows(snapshot, queries).tolist() == [3, -1, 4]

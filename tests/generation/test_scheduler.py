@@ -1,10 +1,12 @@
 """Admission: a promise of pages is always kept, and shared prefixes outlive the prompts that brought them."""
 
+import sys
+
 import numpy as np
 import pytest
 
 from prefixkit.generation.request import BeamParams, Request, SamplingParams
-from prefixkit.generation.scheduler import KVBudgetTooSmall, Scheduler, check_fits, common_prefix, pages_per_unit
+from prefixkit.generation.scheduler import KVBudgetTooSmall, Scheduler, check_fits, pages_per_unit
 from prefixkit.tree.radix import PrefixTree
 from tests.generation.fake_model import make_engine
 
@@ -91,11 +93,6 @@ def test_the_refusal_names_the_need_in_mib_and_tokens():
         check_fits([request(7, range(11), max_new_tokens=9)], PrefixTree(3, 4), bytes_per_token=2**20)
 
 
-@pytest.mark.parametrize(("a", "b", "shared"), [([1, 2, 3], [1, 2, 4], 2), ([1], [2], 0), ([1, 2], [1, 2, 3], 2)])
-def test_common_prefix(a, b, shared):
-    assert common_prefix(np.array(a), np.array(b)) == shared
-
-
 @pytest.mark.parametrize("most", [1, 5, 7])
 def test_no_more_run_at_once_than_asked(most):
     engine, model = make_engine(most_running=most)
@@ -110,3 +107,98 @@ def test_no_more_run_at_once_than_asked(most):
 def test_at_least_one_must_run():
     with pytest.raises(ValueError, match="most_running must be at least 1 sample, got 0"):
         make_engine(most_running=0)
+
+
+class TestWaiting:
+    """Whether a prompt fits is decided by reading the tree."""
+
+    def test_a_prompt_that_does_not_fit_is_not_inserted(self):
+        scheduler = scheduler_over(num_pages=5)
+        scheduler.submit([request(0, range(8), max_new_tokens=9), request(1, [*range(6), 99], max_new_tokens=9)])
+        scheduler.admit()
+        snapshot, version = scheduler.tree.snapshot(), scheduler.tree.version
+        for _ in range(3):
+            scheduler.admit()
+        assert scheduler.tree.version == version
+        assert scheduler.tree.snapshot() is snapshot
+
+    def test_steps_while_a_prompt_waits_are_not_planned_anew(self):
+        """A plan for the prompt and one for its samples, each time, and as many where there is room for both at once."""
+        prompts = [[*range(8), 40 + index] for index in range(2)]
+        plans = {}
+        for num_pages in (16, 4096):
+            engine, model = make_engine(num_pages=num_pages, page_size=4)
+            engine.run(request(index, prompt, max_new_tokens=41) for index, prompt in enumerate(prompts))
+            plans[num_pages] = engine.report.plans, len(model.rows_per_step)
+        assert plans == {4096: (2, 41), 16: (4, 82)}
+
+    @pytest.mark.parametrize("goes_on", [[], [7], [7, 8, 9]])
+    @pytest.mark.parametrize("left", [0, 1, 3, 4, 9])
+    def test_a_promise_is_kept_where_a_prompt_ends_with_a_sample_s_leaf_or_goes_on_below_it(self, goes_on, left):
+        """Such a leaf stops growing in place, so its sample may need a page more than before."""
+        tree = PrefixTree(64, 4)
+        sample = tree.insert(range(5))
+        pages_left = lambda: tree.pages_to_extend(sample, left)  # noqa: E731
+        scheduler = Scheduler(tree, pages_left, tokens_left=lambda one: left if one is sample else 0)
+        scheduler.submit([request(0, [90], max_new_tokens=1)])
+        scheduler.admit()
+
+        own_and_one_sample = -(-len(goes_on) // 4) + 1
+        needed = own_and_one_sample + -(-left // 4)
+        taken = tree.allocator.allocate(tree.allocator.free - needed + 1)
+        scheduler.submit([request(1, [*range(5), *goes_on], max_new_tokens=5)])
+        scheduler.admit()
+        assert len(scheduler.groups) == 1
+        tree.allocator.release(taken[:1])
+        scheduler.admit()
+        assert len(scheduler.groups) == 2
+        assert tree.allocator.free == pages_left() + 1
+
+
+class TestManyPrompts:
+    """Admission is linear in the prompts: what it does for each does not depend on how many there are."""
+
+    def test_what_runs_is_asked_for_once(self):
+        asked = []
+        scheduler = Scheduler(PrefixTree(10_000, 4), lambda: asked.append(1) or 0)
+        scheduler.submit(request(index, [*range(9), index], n=2, max_new_tokens=9) for index in range(200))
+        scheduler.admit()
+        assert len(scheduler.groups) == 200
+        assert len(asked) == 1
+
+    def test_what_runs_is_not_asked_for_when_nothing_waits(self):
+        asked = []
+        scheduler = Scheduler(PrefixTree(100, 4), lambda: asked.append(1) or 0)
+        scheduler.submit([request(0, range(9))])
+        for _ in range(5):
+            scheduler.admit()
+        assert len(asked) == 1
+
+    def test_calls_of_functions_grow_with_the_prompts(self):
+        """Counted, not timed: comparisons of all prompts with each other would make them grow with the square."""
+
+        def calls(count):
+            scheduler = Scheduler(PrefixTree(20 * count, 4), lambda: 0)
+            scheduler.submit(request(index, [*range(9), index % 50, index], max_new_tokens=9) for index in range(count))
+            return count_calls(scheduler.admit) + count_calls(
+                lambda: [scheduler.retire(one) for one in scheduler.groups]
+            )
+
+        assert calls(800) < 4.5 * calls(200)
+
+
+def count_calls(action):
+    """Calls and returns of Python functions, generators' items included, while ``action`` runs."""
+    count = 0
+
+    def seen(*_):
+        nonlocal count
+        count += 1
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        action()
+    finally:
+        sys.setprofile(before)
+    return count

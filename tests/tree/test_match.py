@@ -54,3 +54,14 @@ def test_missing_pages_is_what_insert_takes() -> None:
         missing, free = tree.missing_pages(tokens), tree.allocator.free
         tree.insert(tokens)
         assert free - tree.allocator.free == missing
+
+
+def test_insert_takes_a_match_that_was_found_before() -> None:
+    rng = np.random.default_rng(5)
+    tree, same = PrefixTree(4096, page_size=4), PrefixTree(4096, page_size=4)
+    for _ in range(100):
+        tokens = rng.integers(0, 3, rng.integers(1, 20))
+        tree.insert(tokens, tree.match(tokens))
+        same.insert(tokens)
+    assert fingerprint(tree) == fingerprint(same)
+    tree.check()
