@@ -91,9 +91,9 @@ def sample(
     with reported(console):
         from prefixkit.commands.prompts import Source
         from prefixkit.commands.sample import SampleOptions, run_sample
-        from prefixkit.commands.sizes import parse_size
         from prefixkit.commands.stream import Memory
         from prefixkit.generation.request import SamplingParams
+        from prefixkit.sizing import parse_size
 
         params = SamplingParams(
             n=n,
@@ -110,7 +110,7 @@ def sample(
             model=model,
             source=Source(input=input, task=task, few_shot=few_shot, limit=limit),
             params=params,
-            memory=Memory(kv_budget=None if kv_budget is None else parse_size(kv_budget), page_size=page_size),
+            memory=Memory(None if kv_budget is None else parse_size(kv_budget, "--kv-budget"), page_size),
             out=out,
             overwrite=overwrite,
             logprobs=logprobs,

@@ -10,29 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import prefixkit
 from prefixkit.cli import app
 from prefixkit.commands import demo as demo_command
-from tests.tiny import tiny_llama
-
-CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
-END, PAD = "<|end|>", "<|pad|>"
-
-
-def byte_tokenizer(chat):
-    """A byte-level tokenizer without merges; its end of text is the tiny model's."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=PAD)
-    tokenizer.chat_template = CHAT if chat else None
-    return tokenizer
+from tests.tiny import byte_tokenizer, tiny_llama
 
 
 @pytest.fixture(scope="session")

@@ -142,7 +142,6 @@ class TestBeams:
         prompts = random_prompts(7, count=5)
         engine, _ = make_engine(page_size=page_size)
         samples = run(engine, prompts, params)
-        assert engine.report.kv_bytes_copied == 0
         assert_all_given_back(engine)
         for index, prompt in enumerate(prompts):
             search = BeamSearch(params)
