@@ -167,6 +167,8 @@ class StopChecker:
     def _with_special(self, text: str, begin: int) -> tuple[str, list[int]]:
         """Part of the text, from ``begin`` on, with its special tokens put in, and each character's place in the text."""
         seen, place, at, end = "", list[int](), begin, begin + len(text)
+        if len(self._inserted) > self._longest:  # earlier ones may have been dropped
+            at = max(at, self._inserted[0][0])
         for position, special in self._inserted:
             if begin <= position <= end:
                 seen += text[at - begin : position - begin] + special
