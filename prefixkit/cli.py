@@ -33,7 +33,14 @@ Chat = Annotated[
     bool | None, typer.Option("--chat/--no-chat", help="Use the chat template.  [default: where there is one]")
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")]
-Seed = Annotated[int, typer.Option(help="A sample depends on its prompt, this seed and its index only.")]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="With the prompt, its place among equal prompts, and the sample's index, this fixes a sample's random numbers. "
+        "In float32 the same numbers give the same sample in any batch, but for exact ties; in bfloat16 and float16 rounding "
+        "depends on the batch, and only an equal call gives equal samples."
+    ),
+]
 
 
 @app.command()
