@@ -78,19 +78,19 @@ def generate(
     What the prompts share is found token by token, computed once, stored once and read once per step.
 
     A sample's random numbers depend on four things only: the tokens of its prompt, how many equal prompts stand before
-    that one in ``prompts`` (its occurrence, so that equal prompts draw different samples), its seed, and its index.  They
-    do not depend on the other prompts, ``kv_budget``, ``page_size`` or ``prefill_chunk``.  Its logits do, by rounding: matrix
-    products of other shapes add in another order.  In float32 that is some last bits, and its tokens are the same unless two
-    candidates tie within them.  In bfloat16 and float16 near-ties are common, and most longer samples differ from some
-    token on: only an equal call gives equal samples there.
+    that one in ``prompts`` (its occurrence, so that equal prompts draw different samples), its seed, and its index.
+    They do not depend on the other prompts, ``kv_budget``, ``page_size`` or ``prefill_chunk``.  Its logits do, by
+    rounding: matrix products of other shapes add in another order.  In float32 a token changes only if its random
+    number lies within that rounding, about 1e-6, of the boundary between two tokens.  In bfloat16 and float16 that is
+    common, and most longer samples differ from some token on: only an equal call gives equal samples there.
 
     Args:
         model: A model that :func:`prefixkit.patch` has patched.
         tokenizer: Its tokenizer; None where all prompts are token ids: samples have no text then, and stop strings are
             refused.
-        prompts: Strings, lists of token ids without padding, or lists of chat messages.  Token ids of one length, in several
-            lists or a 2-D array, are refused as padded if one of them begins or ends with the tokenizer's padding token;
-            with two of it, where that token has another role too (such as end of text).
+        prompts: Strings, lists of token ids without padding, or lists of chat messages.  Token ids of one length, in
+            several lists or a 2-D array, are refused as padded if one of them begins or ends with the tokenizer's
+            padding token; with two of it, where that token has another role too (such as end of text).
         n: Samples per prompt.
         temperature: 0 is greedy.
         top_k: 0 keeps all tokens.
@@ -99,17 +99,18 @@ def generate(
         repetition_penalty: Over prompt and drawn tokens; 1 is none.
         max_new_tokens: Tokens drawn per sample at most.
         seed: One seed, or one per prompt; 0 to 2**64 - 1.
-        stop: Strings that end a sample, left out of its text.  They may be or hold special tokens of the tokenizer, such as
-            ``"<|im_end|>"``, which texts leave out.  None: none.
+        stop: Strings that end a sample, left out of its text.  They may be or hold special tokens of the tokenizer,
+            such as ``"<|im_end|>"``, which texts leave out.  None: none.
         stop_token_ids: Tokens that end a sample; None takes the model's end-of-sequence tokens.
-        kv_budget: KV to hold at most, in bytes or as a size such as ``"2GiB"``; prompts beyond it wait for others to finish.
-            None takes what the run needs, up to half of the memory that is free, on a GPU up to what the largest step leaves.
+        kv_budget: KV to hold at most, in bytes or as a size such as ``"2GiB"``; prompts beyond it wait for others to
+            finish. None takes what the run needs, up to half of the memory that is free, on a GPU up to what the
+            largest step leaves.
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         compiled: On a GPU, decode through torch.compile: steps are a fifth to a third shorter, after some seconds of
             compiling for each bucket of batch sizes.
-        keep: Whether the result holds the samples.  False gives them to ``on_sample`` only, so that memory does not grow with
-            what has finished.
+        keep: Whether the result holds the samples.  False gives them to ``on_sample`` only, so that memory does not
+            grow with what has finished.
         on_sample: Called with each sample as it finishes.
         on_token: Called with each token as it is drawn, which takes the host some time for each.
         on_step: Called after each step with how many tokens it drew: for progress, at next to no cost.
@@ -120,15 +121,15 @@ def generate(
 
     Raises:
         NotPatched: the model is not patched.
-        ValueError: a parameter or a prompt is out of range, ``kv_budget`` too small for one sequence, or text is needed and
-            ``tokenizer`` is None.
+        ValueError: a parameter or a prompt is out of range, ``kv_budget`` too small for one sequence, or text is needed
+            and ``tokenizer`` is None.
         TypeError: a parameter or a prompt of another type.
     """
     strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if tokenizer is None and strings:
         raise ValueError(
-            f"stop strings {strings!r} are looked for in text, but tokenizer is None; pass the model's tokenizer, or use "
-            "stop_token_ids"
+            f"stop strings {strings!r} are looked for in text, but tokenizer is None; "
+            "pass the model's tokenizer, or use stop_token_ids"
         )
     if on_sample is None and not keep:
         raise ValueError("keep=False drops every sample; pass on_sample to take them, or leave keep out")
@@ -201,13 +202,14 @@ def beam_search(
         ValueError, TypeError: as for :func:`generate`.
     """
     encoded = _checked_prompts(model, tokenizer, prompts)
+    stop_ids = _stop_ids(model, tokenizer) if stop_token_ids is None else stop_token_ids
     params = BeamParams(
         num_beams=num_beams,
         num_return_sequences=num_return_sequences,
         length_penalty=length_penalty,
         early_stopping=early_stopping,
         max_new_tokens=max_new_tokens,
-        stop_token_ids=_stop_ids(model, tokenizer) if stop_token_ids is None else stop_token_ids,  # type: ignore[arg-type]
+        stop_token_ids=stop_ids,  # type: ignore[arg-type]  # made a tuple, or refused, there
     )
     requests = [Request(index, tokens, params) for index, tokens in enumerate(encoded)]
     engine = make_engine(model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)

@@ -36,9 +36,9 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: a
 Seed = Annotated[
     int,
     typer.Option(
-        help="With the prompt, its place among equal prompts, and the sample's index, this fixes a sample's random numbers. "
-        "In float32 the same numbers give the same sample in any batch, but for exact ties; in bfloat16 and float16 rounding "
-        "depends on the batch, and only an equal call gives equal samples."
+        help="With the prompt, its place among equal prompts, and the sample's index, this fixes a sample's random "
+        "numbers. In float32 a sample is the same in any batch, but for near-ties within rounding; in bfloat16 and "
+        "float16 rounding changes many samples with the batch, and only an equal call gives equal samples."
     ),
 ]
 

@@ -26,8 +26,8 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
         vocab_size: The model's.
 
     Raises:
-        ValueError: no prompts, an empty prompt, padding (see :func:`_refuse_padding`), text without a tokenizer, or a token
-            outside the vocabulary.
+        ValueError: no prompts, an empty prompt, padding (see :func:`_refuse_padding`), text without a tokenizer, or a
+            token outside the vocabulary.
         TypeError: something that is no prompt.
     """
     if isinstance(prompts, str):
@@ -95,9 +95,9 @@ def _is_chat(prompt: object) -> bool:
 def _refuse_padding(encoded: list[NDArray[np.int64]], tokenizer: Any) -> None:
     """Refuse token ids that a tokenizer padded: prefixkit would take padding for text.
 
-    The rule: token ids of one length, in several lists or a 2-D array, are padded if one of them begins or ends with the
-    tokenizer's padding token; with two of it, where that token has another role too (such as end of text), for one is
-    then often meant.
+    The rule: token ids of one length, in several lists or a 2-D array, are padded if one of them begins or ends with
+    the tokenizer's padding token; with two of it, where that token has another role too (such as end of text), for one
+    is then often meant.
     """
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None or len({len(tokens) for tokens in encoded}) > 1:
@@ -109,8 +109,9 @@ def _refuse_padding(encoded: list[NDArray[np.int64]], tokenizer: Any) -> None:
         side = "left" if (tokens[:fewest] == pad).all() else "right" if (tokens[-fewest:] == pad).all() else None
         if side:
             raise ValueError(
-                f"prompt {index} is padded on the {side} (token {pad}), which would be taken for text; pass lists without "
-                'padding, of any lengths: tokenizer(texts)["input_ids"] (if the tokens are meant: tokenizer.pad_token = None)'
+                f"prompt {index} is padded on the {side} (token {pad}), which would be taken for text; pass lists "
+                'without padding, of any lengths: tokenizer(texts)["input_ids"]; '
+                "or set tokenizer.pad_token = None, if these tokens are meant"
             )
 
 

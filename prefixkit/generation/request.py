@@ -32,8 +32,8 @@ class SamplingParams:
         seed: 0 to 2**64 - 1.  Equal seed, sample index, prompt and occurrence (see ``Request``) draw from equal random
             numbers.
         stop_token_ids: Tokens that end a sample; the one drawn is its last token and not in its text.
-        stop: Strings that end a sample; its text ends before the first of them.  They may be or hold special tokens: see
-            ``StopChecker``.
+        stop: Strings that end a sample; its text ends before the first of them.  They may be or hold special tokens:
+            see ``StopChecker``.
     """
 
     n: int = 1

@@ -2,8 +2,8 @@
 
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).  A sample's key
 comes from its seed, its index, its prompt, and how many equal prompts stand before that one; the counter is the step.
-So a sample's numbers are the same alone or in a batch, on any device, and a sample resumed at a later step goes on as if
-it had never stopped.
+So a sample's numbers are the same alone or in a batch, on any device, and a sample resumed at a later step goes on as
+if it had never stopped.
 
 A uniform's exact bits, for whoever implements it elsewhere: with the 64-bit ``key`` and ``step``,
 
@@ -58,8 +58,8 @@ def philox4x32(counter: Words, key: Words) -> Words:
 def sample_key(seed: int, index: int, tokens: ArrayLike, occurrence: int = 0) -> np.uint64:
     """The key of sample ``index`` of a prompt: equal on every machine, and different for whatever differs.
 
-    BLAKE2b with an 8-byte digest, the person ``prefixkit`` and the occurrence as salt (uint64), of the seed and the index
-    as uint64 and the tokens as int32; all of them, the digest too, little-endian.
+    BLAKE2b with an 8-byte digest, the person ``prefixkit`` and the occurrence as salt (uint64), of the seed and the
+    index as uint64 and the tokens as int32; all of them, the digest too, little-endian.
 
     Args:
         seed: 0 to 2**64 - 1.
