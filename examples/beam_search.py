@@ -22,7 +22,6 @@ def main() -> None:
         for beam in result.of_prompt(index):
             print(f"  {beam.score:8.4f}  {beam.text!r}")
     print(f"\n{result.report}")
-    print(f"KV bytes copied: {result.report.kv_bytes_copied}")
 
 
 if __name__ == "__main__":

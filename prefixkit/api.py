@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,9 +18,10 @@ from prefixkit.generation.decoder import Decoder
 from prefixkit.generation.engine import Engine
 from prefixkit.generation.report import Report
 from prefixkit.generation.request import BeamParams, Request, Sample, SamplingParams, TokenEvent
+from prefixkit.generation.stop import special_tokens
 from prefixkit.models import ModelRunner, NotPatched, is_patched, kv_spec, query_heads
 from prefixkit.models.joint import moves
-from prefixkit.prompts import Prompt, encode_prompts
+from prefixkit.prompts import Prompt, encode_prompts, occurrences
 from prefixkit.sizing import MOST_RUNNING, pool_pages, prefill_chunk_for, step_bytes
 from prefixkit.tree.radix import PrefixTree
 
@@ -29,7 +30,7 @@ log = logging.getLogger("prefixkit")
 
 @dataclass(frozen=True)
 class Result:
-    """The samples of a run, by prompt and then index, and the report of what they shared."""
+    """The samples of a run, if it keeps them, by prompt and then index, and the report of what they shared."""
 
     samples: tuple[Sample, ...]
     report: Report
@@ -61,25 +62,35 @@ def generate(
     repetition_penalty: float = 1.0,
     max_new_tokens: int = 128,
     seed: int | Sequence[int] = 0,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
     stop_token_ids: Sequence[int] | None = None,
-    kv_budget: int | None = None,
+    kv_budget: float | str | None = None,
     page_size: int = 16,
     prefill_chunk: int | None = None,
     compiled: bool = False,
+    keep: bool = True,
     on_sample: Callable[[Sample], None] | None = None,
     on_token: Callable[[TokenEvent], None] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> Result:
     """Draw ``n`` continuations of each prompt.
 
-    What the prompts share is found token by token, computed once, stored once and read once per step.  The tokens of a sample
-    depend on its prompt, its seed and its index only: not on the other prompts, their order, or ``page_size``.
+    What the prompts share is found token by token, computed once, stored once and read once per step.
+
+    A sample's random numbers depend on four things only: the tokens of its prompt, how many equal prompts stand before
+    that one in ``prompts`` (its occurrence, so that equal prompts draw different samples), its seed, and its index.
+    They do not depend on the other prompts, ``kv_budget``, ``page_size`` or ``prefill_chunk``.  Its logits do, by
+    rounding: matrix products of other shapes add in another order.  In float32 a token changes only if its random
+    number lies within that rounding, about 1e-6, of the boundary between two tokens.  In bfloat16 and float16 that is
+    common, and most longer samples differ from some token on: only an equal call gives equal samples there.
 
     Args:
         model: A model that :func:`prefixkit.patch` has patched.
-        tokenizer: Its tokenizer.
-        prompts: Strings, lists of token ids, or lists of chat messages.
+        tokenizer: Its tokenizer; None where all prompts are token ids: samples have no text then, and stop strings are
+            refused.
+        prompts: Strings, lists of token ids without padding, or lists of chat messages.  Token ids of one length, in
+            several lists or a 2-D array, are refused as padded if one of them begins or ends with the tokenizer's
+            padding token; with two of it, where that token has another role too (such as end of text).
         n: Samples per prompt.
         temperature: 0 is greedy.
         top_k: 0 keeps all tokens.
@@ -87,48 +98,64 @@ def generate(
         min_p: In [0, 1).
         repetition_penalty: Over prompt and drawn tokens; 1 is none.
         max_new_tokens: Tokens drawn per sample at most.
-        seed: One seed, or one per prompt.
-        stop: Strings that end a sample, left out of its text.
+        seed: One seed, or one per prompt; 0 to 2**64 - 1.
+        stop: Strings that end a sample, left out of its text.  They may be or hold special tokens of the tokenizer,
+            such as ``"<|im_end|>"``, which texts leave out.  None: none.
         stop_token_ids: Tokens that end a sample; None takes the model's end-of-sequence tokens.
-        kv_budget: Bytes of KV to hold at most; prompts beyond it wait for others to finish.  None takes what the run needs,
-            up to half of the memory that is free, on a GPU up to what the largest step leaves.
+        kv_budget: KV to hold at most, in bytes or as a size such as ``"2GiB"``; prompts beyond it wait for others to
+            finish. None takes what the run needs, up to half of the memory that is free, on a GPU up to what the
+            largest step leaves.
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         compiled: On a GPU, decode through torch.compile: steps are a fifth to a third shorter, after some seconds of
             compiling for each bucket of batch sizes.
+        keep: Whether the result holds the samples.  False gives them to ``on_sample`` only, so that memory does not
+            grow with what has finished.
         on_sample: Called with each sample as it finishes.
         on_token: Called with each token as it is drawn, which takes the host some time for each.
         on_step: Called after each step with how many tokens it drew: for progress, at next to no cost.
 
     Returns:
-        The samples and a report.  Each sample's ``logprobs`` are those of the model itself, before temperature and filters.
+        The samples, if they are kept, and a report.  Each sample's ``logprobs`` are those of the model itself, before
+        temperature and filters.
 
     Raises:
         NotPatched: the model is not patched.
-        ValueError: a parameter or a prompt is out of range, or ``kv_budget`` too small for one sequence.
+        ValueError: a parameter or a prompt is out of range, ``kv_budget`` too small for one sequence, or text is needed
+            and ``tokenizer`` is None.
+        TypeError: a parameter or a prompt of another type.
     """
-    encoded = _checked_prompts(model, tokenizer, prompts)
-    seeds = [seed] * len(encoded) if isinstance(seed, int) else list(seed)
-    if len(seeds) != len(encoded):
-        raise ValueError(f"seed must be one integer or one per prompt, got {len(seeds)} for {len(encoded)} prompts")
-    stop_ids = _stop_ids(model, tokenizer) if stop_token_ids is None else tuple(stop_token_ids)
-    params = [
-        SamplingParams(
-            n=n,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            max_new_tokens=max_new_tokens,
-            seed=prompt_seed,
-            stop_token_ids=stop_ids,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if tokenizer is None and strings:
+        raise ValueError(
+            f"stop strings {strings!r} are looked for in text, but tokenizer is None; "
+            "pass the model's tokenizer, or use stop_token_ids"
         )
-        for prompt_seed in seeds
+    if on_sample is None and not keep:
+        raise ValueError("keep=False drops every sample; pass on_sample to take them, or leave keep out")
+    encoded = _checked_prompts(model, tokenizer, prompts)
+    seeds = _seeds(seed, len(encoded))
+    stop_ids = _stop_ids(model, tokenizer) if stop_token_ids is None else stop_token_ids
+    params = SamplingParams(
+        n=n,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=stop_ids,  # type: ignore[arg-type]  # made a tuple, or refused, there
+        stop=strings,  # type: ignore[arg-type]
+    )
+    each = zip(encoded, seeds, occurrences(encoded), strict=True)
+    requests = [
+        Request(index, tokens, replace(params, seed=own), before) for index, (tokens, own, before) in enumerate(each)
     ]
-    requests = [Request(index, tokens, each) for index, (tokens, each) in enumerate(zip(encoded, params, strict=True))]
-    return _run(model, tokenizer, requests, kv_budget, page_size, prefill_chunk, on_sample, on_token, on_step, compiled)
+    engine = make_engine(
+        model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk, compiled=compiled
+    )
+    engine.keep, engine.on_token, engine.on_step = keep, on_token, on_step
+    return _run(engine, model, tokenizer, requests, on_sample)
 
 
 def beam_search(
@@ -142,7 +169,7 @@ def beam_search(
     early_stopping: bool | Literal["never"] = False,
     max_new_tokens: int = 128,
     stop_token_ids: Sequence[int] | None = None,
-    kv_budget: int | None = None,
+    kv_budget: float | str | None = None,
     page_size: int = 1,
     prefill_chunk: int | None = None,
     on_sample: Callable[[Sample], None] | None = None,
@@ -153,7 +180,7 @@ def beam_search(
 
     Args:
         model: A model that :func:`prefixkit.patch` has patched.
-        tokenizer: Its tokenizer.
+        tokenizer: As for :func:`generate`.
         prompts: As for :func:`generate`.
         num_beams: Beams per prompt.
         num_return_sequences: Sequences to return per prompt, best first.
@@ -162,7 +189,7 @@ def beam_search(
             are impossible.
         max_new_tokens: Tokens per sequence at most.
         stop_token_ids: Tokens that end a sequence; None takes the model's end-of-sequence tokens.
-        kv_budget: Bytes of KV to hold at most.
+        kv_budget: KV to hold at most, as for :func:`generate`.
         page_size: Tokens per KV page; 1 wastes nothing where beams fork at every token.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         on_sample: Called with each sequence as its search ends.
@@ -172,39 +199,32 @@ def beam_search(
 
     Raises:
         NotPatched: the model is not patched.
-        ValueError: as for :func:`generate`.
+        ValueError, TypeError: as for :func:`generate`.
     """
     encoded = _checked_prompts(model, tokenizer, prompts)
+    stop_ids = _stop_ids(model, tokenizer) if stop_token_ids is None else stop_token_ids
     params = BeamParams(
         num_beams=num_beams,
         num_return_sequences=num_return_sequences,
         length_penalty=length_penalty,
         early_stopping=early_stopping,
         max_new_tokens=max_new_tokens,
-        stop_token_ids=_stop_ids(model, tokenizer) if stop_token_ids is None else tuple(stop_token_ids),
+        stop_token_ids=stop_ids,  # type: ignore[arg-type]  # made a tuple, or refused, there
     )
     requests = [Request(index, tokens, params) for index, tokens in enumerate(encoded)]
-    return _run(model, tokenizer, requests, kv_budget, page_size, prefill_chunk, on_sample, None)
+    engine = make_engine(model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
+    return _run(engine, model, tokenizer, requests, on_sample)
 
 
 def _run(
-    model: Any,
-    tokenizer: Any,
-    requests: list[Request],
-    kv_budget: int | None,
-    page_size: int,
-    prefill_chunk: int | None,
-    on_sample: Callable[[Sample], None] | None,
-    on_token: Callable[[TokenEvent], None] | None,
-    on_step: Callable[[int], None] | None = None,
-    compiled: bool = False,
+    engine: Engine, model: Any, tokenizer: Any, requests: list[Request], on_sample: Callable[[Sample], None] | None
 ) -> Result:
     _warn_of_length(model, requests)
-    engine = make_engine(
-        model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk, compiled=compiled
-    )
-    engine.decode = lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
-    engine.on_sample, engine.on_token, engine.on_step = on_sample, on_token, on_step
+    if tokenizer is not None:
+        engine.decode = lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+        if any(isinstance(request.params, SamplingParams) and request.params.stop for request in requests):
+            engine.special_tokens = special_tokens(tokenizer, engine.decode)
+    engine.on_sample = on_sample
     return Result(tuple(engine.run(requests)), engine.report)
 
 
@@ -212,7 +232,7 @@ def make_engine(
     model: Any,
     requests: Sequence[Request],
     *,
-    kv_budget: int | None = None,
+    kv_budget: float | str | None = None,
     page_size: int = 16,
     prefill_chunk: int | None = None,
     graphs: bool = True,
@@ -266,6 +286,18 @@ def _checked_prompts(model: Any, tokenizer: Any, prompts: Prompt | Iterable[Prom
     if not is_patched(model):
         raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
     return encode_prompts(tokenizer, prompts, model.config.get_text_config().vocab_size)
+
+
+def _seeds(seed: Any, count: int) -> list[Any]:
+    """The seed of each prompt; what each of them is, ``SamplingParams`` checks."""
+    if isinstance(seed, int) or getattr(seed, "ndim", None) == 0:  # arrays and tensors of no dimension are numbers
+        return [seed] * count
+    if isinstance(seed, str | bytes) or not isinstance(seed, Iterable):
+        raise TypeError(f"seed must be one integer or one per prompt, got {type(seed).__name__} {seed!r}")
+    seeds = seed.tolist() if hasattr(seed, "tolist") else list(seed)
+    if len(seeds) != count:
+        raise ValueError(f"seed must be one integer or one per prompt, got {len(seeds)} for {count} prompts")
+    return list(seeds)
 
 
 def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

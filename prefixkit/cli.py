@@ -33,7 +33,14 @@ Chat = Annotated[
     bool | None, typer.Option("--chat/--no-chat", help="Use the chat template.  [default: where there is one]")
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")]
-Seed = Annotated[int, typer.Option(help="A sample depends on its prompt, this seed and its index only.")]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="With the prompt, its place among equal prompts, and the sample's index, this fixes a sample's random "
+        "numbers. In float32 a sample is the same in any batch, but for near-ties within rounding; in bfloat16 and "
+        "float16 rounding changes many samples with the batch, and only an equal call gives equal samples."
+    ),
+]
 
 
 @app.command()
@@ -91,9 +98,9 @@ def sample(
     with reported(console):
         from prefixkit.commands.prompts import Source
         from prefixkit.commands.sample import SampleOptions, run_sample
-        from prefixkit.commands.sizes import parse_size
         from prefixkit.commands.stream import Memory
         from prefixkit.generation.request import SamplingParams
+        from prefixkit.sizing import parse_size
 
         params = SamplingParams(
             n=n,
@@ -110,7 +117,7 @@ def sample(
             model=model,
             source=Source(input=input, task=task, few_shot=few_shot, limit=limit),
             params=params,
-            memory=Memory(kv_budget=None if kv_budget is None else parse_size(kv_budget), page_size=page_size),
+            memory=Memory(None if kv_budget is None else parse_size(kv_budget, "--kv-budget"), page_size),
             out=out,
             overwrite=overwrite,
             logprobs=logprobs,

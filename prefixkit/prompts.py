@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# Other roles that a padding token may have: it can then stand at an edge of a prompt and be meant.
+_ROLES = ("bos_token_id", "eos_token_id", "unk_token_id", "sep_token_id", "cls_token_id")
+
 # One prompt: text, token ids, or chat messages ({"role": ..., "content": ...}).
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -17,25 +20,30 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
 
     Args:
         tokenizer: Encodes text, with its special tokens, and chat messages, with its chat template and the start of an answer.
+            None: all prompts are token ids.
         prompts: A list of prompts, each a string, a list (or array) of token ids, or a list of chat messages.  A single
             string counts as a list of one.
         vocab_size: The model's.
 
     Raises:
-        ValueError: no prompts, an empty prompt, padding, or a token outside the vocabulary.
+        ValueError: no prompts, an empty prompt, padding (see :func:`_refuse_padding`), text without a tokenizer, or a
+            token outside the vocabulary.
         TypeError: something that is no prompt.
     """
     if isinstance(prompts, str):
         prompts = [prompts]
     if isinstance(prompts, Mapping):
         raise TypeError(
-            f"prompts must be a list of prompts, got a {type(prompts).__name__} with keys {sorted(prompts)}; "
-            "pass the texts themselves, or one list of token ids per prompt without padding"
+            f"prompts must be a list of prompts, got a {type(prompts).__name__} with keys {list(prompts)}; "
+            'pass the texts themselves, or their token ids without padding: tokenizer(texts)["input_ids"]'
         )
-    encoded = [_encode(tokenizer, prompt, index) for index, prompt in enumerate(prompts)]
+    given: list[Any] = list(prompts)
+    encoded = [_encode(tokenizer, prompt, index) for index, prompt in enumerate(given)]
     if not encoded:
         raise ValueError("prompts is empty; pass at least one prompt")
-    _refuse_padding(encoded, getattr(tokenizer, "pad_token_id", None), prompts)
+    several = len(given) > 1 or getattr(prompts, "ndim", 1) == 2  # a tensor or an array is a batch, even of one row
+    if several and not any(isinstance(prompt, str) or _is_chat(prompt) for prompt in given):
+        _refuse_padding(encoded, tokenizer)
     for index, tokens in enumerate(encoded):
         outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
         if len(outside):
@@ -47,11 +55,23 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
 
 
 def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:
+    if tokenizer is None and (isinstance(prompt, str) or _is_chat(prompt)):
+        what = "text" if isinstance(prompt, str) else "a list of chat messages"
+        raise ValueError(
+            f"prompt {index} is {what}, but tokenizer is None; pass the model's tokenizer, or lists of token ids"
+        )
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"prompt {index} is an empty string; give the model at least one token to continue")
         tokens = tokenizer(prompt)["input_ids"]
-    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+    elif isinstance(prompt, Mapping):
+        if "role" in prompt:
+            raise TypeError(f"prompt {index} is one chat message; a prompt is a list of messages: pass [messages]")
+        raise TypeError(
+            f"prompt {index} is a {type(prompt).__name__} with keys {list(prompt)}; pass its token ids: "
+            'tokenizer(text)["input_ids"]'
+        )
+    elif _is_chat(prompt):
         tokens = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
             "input_ids"
         ]
@@ -68,15 +88,43 @@ def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _refuse_padding(encoded: list[NDArray[np.int64]], pad: int | None, prompts: object) -> None:
-    """A rectangular batch whose rows begin or end with the padding token was padded; prompts of a tree need none."""
-    rectangular = getattr(prompts, "ndim", 1) == 2  # a tensor or an array; lists are taken as they are
-    if not rectangular or pad is None:
+def _is_chat(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _refuse_padding(encoded: list[NDArray[np.int64]], tokenizer: Any) -> None:
+    """Refuse token ids that a tokenizer padded: prefixkit would take padding for text.
+
+    The rule: token ids of one length, in several lists or a 2-D array, are padded if one of them begins or ends with
+    the tokenizer's padding token; with two of it, where that token has another role too (such as end of text), for one
+    is then often meant.
+    """
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is None or len({len(tokens) for tokens in encoded}) > 1:
         return
+    fewest = 2 if pad in {getattr(tokenizer, role, None) for role in _ROLES} else 1
     for index, tokens in enumerate(encoded):
-        side = "left" if tokens[0] == pad else "right" if tokens[-1] == pad else None
+        if len(tokens) < fewest:
+            continue
+        side = "left" if (tokens[:fewest] == pad).all() else "right" if (tokens[-fewest:] == pad).all() else None
         if side:
             raise ValueError(
-                f"prompt {index} is padded on the {side} (token {pad}); pass a list with one list of token ids per prompt, "
-                "of any lengths: prefixkit needs no padding and would take it for text"
+                f"prompt {index} is padded on the {side} (token {pad}), which would be taken for text; pass lists "
+                'without padding, of any lengths: tokenizer(texts)["input_ids"]; '
+                "or set tokenizer.pad_token = None, if these tokens are meant"
             )
+
+
+def occurrences(prompts: Iterable[NDArray[np.int32]]) -> list[int]:
+    """For each prompt how many prompts before it have the same tokens: 0, 1, 2, ... among equal ones, in their order.
+
+    Args:
+        prompts: Each ``[length]`` int32 token ids.
+    """
+    seen: dict[bytes, int] = {}
+    numbers = []
+    for tokens in prompts:
+        key = tokens.tobytes()
+        numbers.append(seen.get(key, 0))
+        seen[key] = numbers[-1] + 1
+    return numbers

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,33 +29,61 @@ CPU_CHUNK, GPU_CHUNK = 1024, 8192
 MOST_RUNNING = 4096
 
 
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_size(size: float | str, name: str = "kv_budget") -> int:
+    """Bytes from ``"2GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"1048576"``, or from a number of them.
+
+    Args:
+        size: What a user gave.
+        name: The parameter or option it was given as, for messages.
+
+    Raises:
+        ValueError: A string that is no positive number with one of these units, or a number that is not finite.
+        TypeError: Neither a string nor a number.
+    """
+    looks = 'a size must look like "2GiB", "512MiB" or "1.5GB", or be a number of bytes'
+    if isinstance(size, bool) or not isinstance(size, str | int | float | np.integer | np.floating):
+        raise TypeError(f"{name}: {looks}, got {type(size).__name__} {size!r}")
+    if not isinstance(size, str):
+        if not math.isfinite(size):
+            raise ValueError(f"{name}: {looks}, got {size}")
+        return int(size)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    if found is None or found[2].upper() not in _UNITS or float(found[1]) == 0:
+        raise ValueError(f'{name}: {looks}, got "{size}"')
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
 def prefill_chunk_for(device: torch.device) -> int:
     """Prompt tokens that a step computes, where nobody says."""
     return GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 
 def pool_pages(
-    requests: Sequence[Request], spec: KVSpec, kv_budget: int | None, page_size: int, workspace: int = 0
+    requests: Sequence[Request], spec: KVSpec, kv_budget: float | str | None, page_size: int, workspace: int = 0
 ) -> int:
     """How many pages to make: what all requests need at once, within the budget.
 
     Args:
         requests: What will be asked.
         spec: What a token takes.
-        kv_budget: Bytes of KV at most; None takes a share of the memory that is free.
+        kv_budget: KV to hold at most, see :func:`parse_size`; None takes a share of the memory that is free.
         page_size: Tokens per page.
         workspace: Bytes of that memory that steps need besides, on a GPU; see :func:`step_bytes`.
 
     Raises:
         ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page.
     """
+    budget = _free_for_kv(spec.device, workspace) if kv_budget is None else parse_size(kv_budget)
     need = pages_needed(requests, page_size)
     page_bytes = page_size * spec.bytes_per_token
-    budget = _free_for_kv(spec.device, workspace) if kv_budget is None else kv_budget
     if budget < page_bytes:
         page = f"a page of {page_size} tokens takes {page_bytes} bytes ({page_bytes / 2**20:.2f} MiB)"
         if kv_budget is not None:
-            raise ValueError(f"kv_budget={kv_budget} bytes holds no page; {page}; raise kv_budget")
+            raise ValueError(f"kv_budget={budget} bytes holds no page; {page}; raise kv_budget")
         raise ValueError(
             f"the memory left for KV ({budget} bytes) holds no page; {page}, and a step {workspace / 2**20:.0f} MiB besides; "
             "free some memory, ask for fewer samples, or lower prefill_chunk"

@@ -10,29 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import prefixkit
 from prefixkit.cli import app
 from prefixkit.commands import demo as demo_command
-from tests.tiny import tiny_llama
-
-CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
-END, PAD = "<|end|>", "<|pad|>"
-
-
-def byte_tokenizer(chat):
-    """A byte-level tokenizer without merges; its end of text is the tiny model's."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=PAD)
-    tokenizer.chat_template = CHAT if chat else None
-    return tokenizer
+from tests.tiny import byte_tokenizer, tiny_llama
 
 
 @pytest.fixture(scope="session")
@@ -311,3 +294,32 @@ class TestDemo:
         monkeypatch.setenv("PREFIXKIT_DEMO_OUT", str(tmp_path / "elsewhere.jsonl"))
         run("demo", "-n", 1, "--max-new-tokens", 2)
         assert len(lines(tmp_path / "elsewhere.jsonl")) == 4
+
+
+@pytest.mark.parametrize("command", ["demo", "sample"])
+def test_the_help_of_seed_says_what_it_fixes_in_which_dtype(command):
+    words = " ".join(run(command, "--help").output.replace("│", " ").split())
+    for part in ("place among equal prompts", "In float32", "in bfloat16 and float16 rounding changes many samples"):
+        assert part in words
+
+
+def test_a_budget_that_is_no_size_is_named_by_its_option(folders, prompts):
+    result = run("sample", "--model", folders["plain"], "--input", prompts, "--kv-budget", "2 gigs", code=1)
+    assert 'error: --kv-budget: a size must look like "2GiB"' in " ".join(result.stderr.split())
+
+
+def test_a_stop_string_may_be_a_special_token(folders, prompts, tmp_path):
+    """The tiny model's end token stands in for one that is not in the list of stop tokens."""
+    folder = tmp_path / "unending"
+    model = tiny_llama()
+    model.generation_config.eos_token_id = 258
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    options = ["-n", 40, "--max-new-tokens", 40, "--temperature", 1.5, "--dtype", "float32", "--stop", "<|end|>"]
+    result = run("sample", "--model", folder, "--input", prompts, *options)
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    ended = [record for record in records if 256 in record["tokens"]]
+    assert ended, "no sample drew the end token; take more samples"
+    for record in ended:
+        assert record["tokens"].index(256) == len(record["tokens"]) - 1
+        assert record["finish_reason"] == "stop" and "<|end|>" not in record["text"]

@@ -44,7 +44,6 @@ def test_beams_are_those_of_transformers(smol, heads, num_beams):
     options = {"num_beams": num_beams, "num_return_sequences": 2, "max_new_tokens": 16}
     with prefixkit.patched(model):
         result = prefixkit.beam_search(model, tokenizer, heads[:2], **options)
-    assert result.report.kv_bytes_copied == 0
     for index in range(2):
         out, length = stock(model, tokenizer, heads[index], output_scores=True, **options)
         for sample, sequence, score in zip(result.of_prompt(index), out.sequences, out.sequences_scores, strict=True):

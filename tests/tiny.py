@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 EOS = 256
 VOCAB = 260
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
@@ -46,3 +49,14 @@ class ByteTokenizer:
     def apply_chat_template(self, messages: Any, **options: Any) -> dict[str, list[int]]:
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return self(text + "<assistant>")
+
+
+def byte_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of transformers without merges; its end of text is the tiny model's."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>")
+    tokenizer.chat_template = CHAT if chat else None
+    return tokenizer

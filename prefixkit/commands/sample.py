@@ -61,6 +61,7 @@ def run_sample(options: SampleOptions, console: Console) -> None:
             memory=options.memory,
             logprobs=options.logprobs,
             compiled=options.compiled,
+            keep=False,
         )
     show_report(result.report, headline(result.report), console)
     if options.out is not None:

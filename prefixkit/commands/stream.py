@@ -43,8 +43,10 @@ def stream(
     memory: Memory | None = None,
     logprobs: bool = False,
     compiled: bool = False,
+    keep: bool = True,
 ) -> Result:
-    """Sample ``batch`` under a progress bar; each finished sample is one line of ``out``.
+    """Sample ``batch`` under a progress bar; each finished sample is one line of ``out``, and
+    in the result only if ``keep``.
 
     Raises:
         Interrupted: Ctrl-C; what had finished is in ``out``, whole.
@@ -67,6 +69,7 @@ def stream(
                 **chosen,
                 **asdict(memory or Memory()),
                 compiled=compiled,
+                keep=keep,
                 on_sample=finished,
                 on_step=live.draw,
             )

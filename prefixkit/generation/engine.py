@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,10 +42,12 @@ class Engine:
         tree: An empty tree over the pool's pages.
         planner: Plans attention for the model's heads.
         decode: Token ids to text; needed for stop strings and ``Sample.text``.
+        special_tokens: The text of tokens that ``decode`` leaves out, by their ids; see ``StopChecker``.
         prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
         decoder: Decodes samples whose prompts are computed, many steps at a time; None: every step is planned by itself.
         drawer: Draws tokens in steps that no decoder runs.
         most_running: Samples, or beam searches, that run at once at most; the others wait.
+        keep: Whether ``run`` returns the samples; False holds none of them once ``on_sample`` has been called.
         on_sample: Called with each sample as it finishes.
         on_token: Called with each token as it is drawn (sampling only).
         on_step: Called after each step with how many tokens it drew (sampling only).
@@ -59,10 +61,12 @@ class Engine:
         planner: Planner,
         *,
         decode: Callable[[list[int]], str] | None = None,
+        special_tokens: Mapping[int, str] | None = None,
         prefill_chunk: int = 1024,
         decoder: Decoder | None = None,
         drawer: Draw = draw_on_host,
         most_running: int = sys.maxsize,
+        keep: bool = True,
         on_sample: Callable[[Sample], None] | None = None,
         on_token: Callable[[TokenEvent], None] | None = None,
         on_step: Callable[[int], None] | None = None,
@@ -76,8 +80,10 @@ class Engine:
         self.tree = tree
         self.planner = planner
         self.decode = decode
+        self.special_tokens = special_tokens or {}
         self.prefill_chunk = prefill_chunk
         self.decoder, self.drawer = decoder, drawer
+        self.keep = keep
         self.on_sample = on_sample
         self.on_token = on_token
         self.on_step = on_step
@@ -90,7 +96,7 @@ class Engine:
         self.report = Report()
 
     def run(self, requests: Iterable[Request]) -> list[Sample]:
-        """Run requests to their end and return their samples by prompt, then index.
+        """Run requests to their end and return their samples, if they are kept, by prompt, then index.
 
         Raises:
             KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
@@ -103,7 +109,8 @@ class Engine:
         began = time.perf_counter()
         try:
             while not self.scheduler.idle:
-                finished += self.step()
+                ended = self.step()
+                finished += ended if self.keep else []
         finally:
             self._release_all()
             self.report.seconds += time.perf_counter() - began
@@ -162,6 +169,8 @@ class Engine:
             self.tree.release(run.sequence)
             self._finish(run.group, [sample], finished)
             self._hand_over([sample])
+            if not self.keep:
+                finished.clear()
 
         began, count, decoder = time.perf_counter(), len(self.samples), self.decoder
         self._count_held(self._held_pages())
@@ -201,9 +210,7 @@ class Engine:
         wanted = np.unique(row_of[np.array(asking + decoding, dtype=np.int64)])
         wanted = wanted[wanted >= 0]
         step = build_step(snapshot, queries, tokens, wanted, self.planner, self.pool.spec.device)
-        began = time.perf_counter()
         logits = self.model(step)
-        self.report.seconds_in_model += time.perf_counter() - began
         self.tree.mark_ready([nodes[node] for node, _, _ in runs], queries.end.tolist())
         self._count(step, drawn)
         self._hand_out(logits, wanted, row_of, unprimed, asking, decoding)
@@ -240,7 +247,7 @@ class Engine:
                 continue
             for sequence in self.tree.fork(group.prompt, count):
                 if sampling:
-                    begun.append(SampleRun.begin(group, group.started, sequence, self.decode))
+                    begun.append(SampleRun.begin(group, group.started, sequence, self.decode, self.special_tokens))
                 else:
                     self.beams.append(BeamRun.begin(group, sequence, self.decode))
                 group.started += 1

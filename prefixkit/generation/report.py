@@ -28,11 +28,10 @@ class Report:
         kv_bytes_unshared_peak: What the sequences alive at their fullest moment would have held unshared.
         kv_bytes_read: KV bytes that attention read.
         kv_bytes_read_unshared: What it would have read for each sequence apart.
-        kv_bytes_copied: KV bytes copied from page to page; a fork copies none.
         seconds: Wall time.
-        seconds_in_model: The part of it spent in forward passes; a decoder's whole time.
         decode_steps: Steps that a decoder ran.
-        seconds_in_decode: What it took for them, capturing included.
+        seconds_in_decode: Wall time of these steps, capturing included, until the host had their tokens; the rest of
+            ``seconds`` went to prompts and to steps that ran one by one.
         captures: CUDA graphs captured.
         seconds_capturing: What that took.
         graph_bytes: GPU memory that graphs share.
@@ -49,9 +48,7 @@ class Report:
     kv_bytes_unshared_peak: int = 0
     kv_bytes_read: int = 0
     kv_bytes_read_unshared: int = 0
-    kv_bytes_copied: int = 0
     seconds: float = 0.0
-    seconds_in_model: float = 0.0
     decode_steps: int = 0
     seconds_in_decode: float = 0.0
     captures: int = 0
@@ -62,7 +59,6 @@ class Report:
         """Add a decoder's steps and what they read."""
         self.steps += run.steps
         self.decode_steps += run.steps
-        self.seconds_in_model += seconds
         self.seconds_in_decode += seconds
         self.tokens_computed += run.rows_run
         self.kv_bytes_read += run.kv_tokens_read * bytes_per_token

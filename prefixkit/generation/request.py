@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 FinishReason = Literal["stop", "length"]
 
@@ -28,9 +29,11 @@ class SamplingParams:
         top_p: Keep the fewest likeliest tokens that hold this probability; 1.0 is off (Holtzman et al. 2020).
         min_p: Keep tokens at least ``min_p`` times as likely as the likeliest; 0.0 is off (Nguyen et al. 2024).
         max_new_tokens: Most tokens to draw for one sample.
-        seed: 0 to 2**64 - 1.  Equal seed, sample index and prompt draw from equal random numbers.
+        seed: 0 to 2**64 - 1.  Equal seed, sample index, prompt and occurrence (see ``Request``) draw from equal random
+            numbers.
         stop_token_ids: Tokens that end a sample; the one drawn is its last token and not in its text.
-        stop: Strings that end a sample; its text ends before the first of them.
+        stop: Strings that end a sample; its text ends before the first of them.  They may be or hold special tokens:
+            see ``StopChecker``.
     """
 
     n: int = 1
@@ -137,14 +140,18 @@ class Request:
         prompt_index: The prompt's place in the user's list.
         tokens: ``[length]`` int32, at least one; kept as a read-only copy.
         params: ``SamplingParams`` or ``BeamParams``.
+        occurrence: How many requests before this one have the same tokens; it enters the random stream, so that equal
+            prompts draw different samples.
     """
 
     prompt_index: int
     tokens: NDArray[np.int32]
     params: SamplingParams | BeamParams
+    occurrence: int = 0
 
     def __post_init__(self) -> None:
         _integer("prompt_index", self.prompt_index, 0, "count prompts from 0")
+        _integer("occurrence", self.occurrence, 0, "count equal prompts from 0")
         if not isinstance(self.params, SamplingParams | BeamParams):
             raise TypeError(f"params must be SamplingParams or BeamParams, got {type(self.params).__name__}")
         tokens = np.asarray(self.tokens)
@@ -170,8 +177,9 @@ class Sample:
     Attributes:
         prompt_index: Which prompt it continues.
         index: Which of the prompt's samples it is, from 0; for beams its rank, 0 the best.
-        tokens: The drawn tokens, a final stop token included.
-        logprobs: The model's own log-probability of each: natural logarithm, before any penalty, temperature or filter.
+        tokens: The drawn tokens, a final stop token included: a list made anew at each access from an int32 array.
+        logprobs: The model's own log-probability of each: natural logarithm, before any penalty, temperature or filter;
+            likewise, from a float32 array.
         text: The drawn text, without the stop token, cut before the stop string.
         finish_reason: ``"stop"`` for a stop token or string, ``"length"`` after ``max_new_tokens``.
         score: A beam's length-normalised log-probability; ``None`` for a drawn sample.
@@ -184,6 +192,25 @@ class Sample:
     text: str
     finish_reason: FinishReason
     score: float | None = None
+
+
+class _Packed:
+    """A field that is read as a list and held as an array: 4 bytes a number, not 32 or more."""
+
+    def __init__(self, name: str, dtype: type[np.generic]) -> None:
+        self._name, self._dtype = name, dtype
+
+    def __get__(self, sample: Any, owner: type) -> Any:
+        return self if sample is None else sample.__dict__[self._name].tolist()
+
+    def __set__(self, sample: Any, numbers: ArrayLike) -> None:
+        sample.__dict__[self._name] = np.array(numbers, dtype=self._dtype)
+
+
+for _name, _dtype in (("tokens", np.int32), ("logprobs", np.float32)):
+    setattr(
+        Sample, _name, _Packed(_name, _dtype)
+    )  # after the class is made, for a dataclass would take it for a default
 
 
 @dataclass(frozen=True)
@@ -209,11 +236,15 @@ class TokenEvent:
 
 
 def _integer(name: str, value: object, least: int, remedy: str) -> int:
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}; {remedy}")
-    return int(value)
+    try:
+        if isinstance(value, bool | np.bool_) or not isinstance(value, SupportsIndex):
+            raise TypeError
+        number = operator.index(value)  # arrays and tensors have it too, and refuse what is no single integer
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}; {remedy}")
+    return number
 
 
 def _number(name: str, value: object) -> float:

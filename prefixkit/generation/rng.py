@@ -1,8 +1,9 @@
 """Counter-based random numbers: one private stream per sample, addressed by step, with no state to keep.
 
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).  A sample's key
-comes from its seed, its index and its prompt; the counter is the step.  So a sample's numbers are the same alone or in
-a batch, on any device, and a sample resumed at a later step goes on as if it had never stopped.
+comes from its seed, its index, its prompt, and how many equal prompts stand before that one; the counter is the step.
+So a sample's numbers are the same alone or in a batch, on any device, and a sample resumed at a later step goes on as
+if it had never stopped.
 
 A uniform's exact bits, for whoever implements it elsewhere: with the 64-bit ``key`` and ``step``,
 
@@ -54,19 +55,21 @@ def philox4x32(counter: Words, key: Words) -> Words:
     return np.stack(np.broadcast_arrays(c0, c1, c2, c3), axis=-1).astype(np.uint32)
 
 
-def sample_key(seed: int, index: int, tokens: ArrayLike) -> np.uint64:
+def sample_key(seed: int, index: int, tokens: ArrayLike, occurrence: int = 0) -> np.uint64:
     """The key of sample ``index`` of a prompt: equal on every machine, and different for whatever differs.
 
-    BLAKE2b with an 8-byte digest and the person ``prefixkit``, of the seed and the index as uint64 and the tokens as
-    int32; all of them, the digest too, little-endian.
+    BLAKE2b with an 8-byte digest, the person ``prefixkit`` and the occurrence as salt (uint64), of the seed and the
+    index as uint64 and the tokens as int32; all of them, the digest too, little-endian.
 
     Args:
         seed: 0 to 2**64 - 1.
         index: Which sample of the prompt, from 0.
         tokens: ``[length]`` the prompt's token ids.
+        occurrence: How many equal prompts stand before this one in the input.
     """
     prompt = np.ascontiguousarray(tokens, dtype="<i4")
-    digest = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8, person=b"prefixkit")
+    seeded, salt = struct.pack("<QQ", seed, index), struct.pack("<Q", occurrence)
+    digest = hashlib.blake2b(seeded, digest_size=8, person=b"prefixkit", salt=salt)
     digest.update(prompt.data)
     return np.uint64(int.from_bytes(digest.digest(), "little"))
 

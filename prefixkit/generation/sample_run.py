@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,13 +37,18 @@ class SampleRun:
 
     @classmethod
     def begin(
-        cls, group: Group, index: int, sequence: TreeSequence, decode: Callable[[list[int]], str] | None
+        cls,
+        group: Group,
+        index: int,
+        sequence: TreeSequence,
+        decode: Callable[[list[int]], str] | None,
+        special_tokens: Mapping[int, str],
     ) -> SampleRun:
         """Start sample ``index`` of a prompt whose first logits are known."""
         params, logits = group.request.params, group.first_logits
         assert isinstance(params, SamplingParams) and logits is not None
-        key = sample_key(params.seed, index, group.request.tokens)
-        stop = StopChecker(params.stop_token_ids, params.stop, decode)
+        key = sample_key(params.seed, index, group.request.tokens, group.request.occurrence)
+        stop = StopChecker(params.stop_token_ids, params.stop, decode, special_tokens)
         return cls(group, index, key, sequence, params, stop, logits)
 
     @property
@@ -83,7 +88,8 @@ class SampleRun:
         return self._sample("stop" if stopped else "length") if ends else None
 
     def _sample(self, reason: FinishReason) -> Sample:
-        return Sample(
+        """The finished sample; from now on it alone holds the tokens, as arrays: a run may stay in a batch for long."""
+        sample = Sample(
             prompt_index=self.group.request.prompt_index,
             index=self.index,
             tokens=self.tokens,
@@ -91,6 +97,8 @@ class SampleRun:
             text=self.stop.text(),
             finish_reason=reason,
         )
+        self.tokens, self.logprobs, self.stop = [], [], StopChecker((), (), None)
+        return sample
 
 
 # Draws a token for each row: logits ``[rows, vocab]`` float32, laws, keys, tokens drawn so far, histories.

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 Decode = Callable[[list[int]], str]
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
 _MOST_PENDING = 3  # tokens: a UTF-8 character has at most 4 bytes, so at most 3 tokens can wait for its last one
+
+
+def special_tokens(tokenizer: Any, decode: Decode) -> dict[int, str]:
+    """The text of the special tokens that ``decode`` leaves out, by their ids.
+
+    Args:
+        tokenizer: One of transformers; of any other that does not list its special tokens, none are known.
+        decode: Token ids to text without special tokens.
+    """
+    listed = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    texts = {int(token): str(added) for token, added in listed if getattr(added, "special", False)}
+    ids, names = getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ())
+    texts |= {int(token): str(name) for token, name in zip(ids, names, strict=True)}
+    return {token: text for token, text in texts.items() if text and not decode([token])}
 
 
 class StopChecker:
@@ -22,16 +37,26 @@ class StopChecker:
     the new tokens (spaces, merged bytes), and only a few tokens are decoded at a time.  Tokens settle once their text
     no longer ends in an unfinished character.
 
+    A stop string is looked for in the text.  One that holds the text of a special token, which the text leaves out, is
+    looked for in the text with the special tokens put in where they were sampled; the text then ends where it begins.
+
     Args:
         stop_token_ids: Tokens that end the sample; the one pushed belongs to its tokens, not to its text.
         stop: Strings that end the sample; its text ends before the earliest of them.
-        decode: Token ids to text.  ``None``: no text, and no stop strings.
+        decode: Token ids to text, without special tokens.  ``None``: no text, and no stop strings.
+        special_tokens: The text of tokens that ``decode`` leaves out, by their ids.
 
     Raises:
         ValueError: stop strings without ``decode``.
     """
 
-    def __init__(self, stop_token_ids: Collection[int], stop: Collection[str], decode: Decode | None) -> None:
+    def __init__(
+        self,
+        stop_token_ids: Collection[int],
+        stop: Collection[str],
+        decode: Decode | None,
+        special_tokens: Mapping[int, str] | None = None,
+    ) -> None:
         if stop and decode is None:
             raise ValueError(
                 f"stop strings {tuple(stop)!r} need text, but there is no decode; "
@@ -39,6 +64,11 @@ class StopChecker:
             )
         self._stop_token_ids = frozenset(stop_token_ids)
         self._stop = tuple(stop)
+        special = special_tokens or {}
+        self._special_stop = tuple(string for string in stop if any(text in string for text in special.values()))
+        self._plain_stop = tuple(string for string in stop if string not in self._special_stop)
+        self._special = special if self._special_stop else {}
+        self._inserted: list[tuple[int, str]] = []  # the last special tokens: where in the text, and their own
         self._longest = max(map(len, self._stop), default=0)
         self._decode: Decode = decode or (lambda tokens: "")
         self._tokens: list[int] = []  # without a stop token
@@ -57,7 +87,7 @@ class StopChecker:
             return True
         self._tokens.append(token)
         if self._stop:
-            self._settle()
+            self._settle(self._special.get(token, ""))
         return self._stopped_by_string
 
     def push_all(self, tokens: list[int]) -> bool:
@@ -92,10 +122,19 @@ class StopChecker:
         """The sample's text: all its tokens decoded at once, or what stands before the stop string."""
         return self._text if self._stopped_by_string else self._decode(self._tokens)
 
-    def _settle(self) -> None:
-        """Decode the fresh tokens, look for stop strings, and move the offsets over what is finished."""
+    def _settle(self, special: str = "") -> None:
+        """Decode the fresh tokens, look for stop strings, and move the offsets over what is finished.
+
+        Args:
+            special: The last token's own text, where the text leaves it out.
+        """
         text = self._fresh_text(len(self._tokens))
-        if self._cut_at_stop(text.rstrip(_UNFINISHED)):
+        # Bytes before a special token are no character that it could finish.
+        certain = text if special else text.rstrip(_UNFINISHED)
+        if special:
+            # Each has a character at least, so no stop string reaches further back than its length in tokens.
+            self._inserted = [*self._inserted[-self._longest :], (len(self._text) + len(certain), special)]
+        if self._cut_at_stop(certain):
             return
         end = len(self._tokens)
         if text.endswith(_UNFINISHED):
@@ -116,16 +155,41 @@ class StopChecker:
         # No stop string lies within the settled text, so a new one begins at most its length before the fresh text.
         begin = max(0, len(self._text) - self._longest + 1) if self._stop else 0
         window = self._text[begin:] + fresh
-        found = [at for at in map(window.find, self._stop) if at >= 0]
+        found = [begin + at for at in map(window.find, self._plain_stop) if at >= 0]
+        if self._special_stop:
+            seen, place = self._with_special(window, begin)
+            found += [place[at] for at in map(seen.find, self._special_stop) if at >= 0]
         if found:
-            self._text = self._text[:begin] + window[: min(found)]
+            self._text = self._text[:begin] + window[: min(found) - begin]
             self._stopped_by_string = True
         return self._stopped_by_string
 
+    def _with_special(self, text: str, begin: int) -> tuple[str, list[int]]:
+        """``text``, which begins at ``begin``, with its special tokens put in, and where each character stands in it."""
+        seen, place, at, end = "", list[int](), begin, begin + len(text)
+        if len(self._inserted) > self._longest:  # earlier ones may have been dropped
+            at = max(at, self._inserted[0][0])
+        for position, special in self._inserted:
+            if begin <= position <= end:
+                seen += text[at - begin : position - begin] + special
+                place += [*range(at, position), *[position] * len(special)]
+                at = position
+        return seen + text[at - begin :], place + list(range(at, end))
+
     def _possible_stop(self) -> int:
         """Length of the longest end of the settled text that a stop string begins with."""
-        for size in range(min(self._longest - 1, len(self._text)), 0, -1):
-            end = self._text[-size:]
-            if any(string.startswith(end) for string in self._stop):
-                return size
-        return 0
+        most = min(self._longest - 1, len(self._text))
+        held = _beginning(self._text, self._plain_stop, most)
+        if self._special_stop:
+            seen, place = self._with_special(self._text[len(self._text) - most :], len(self._text) - most)
+            size = _beginning(seen, self._special_stop, self._longest - 1)
+            held = max(held, len(self._text) - place[-size] if size else 0)
+        return held
+
+
+def _beginning(text: str, strings: Collection[str], most: int) -> int:
+    """Length of the longest end of ``text``, up to ``most``, that one of the strings begins with."""
+    for size in range(min(most, len(text)), 0, -1):
+        if any(string.startswith(text[-size:]) for string in strings):
+            return size
+    return 0

@@ -31,7 +31,6 @@ class FakeSpec:
 @dataclass
 class FakePool:
     spec: FakeSpec
-    bytes_copied: int = 0
 
 
 def logits_after(tokens) -> np.ndarray:

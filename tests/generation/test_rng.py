@@ -69,6 +69,15 @@ def test_keys_differ_with_seed_index_and_prompt():
     assert len(keys) == 3 * 3 * len(prompts)
 
 
+def test_keys_differ_with_the_occurrence_and_the_first_is_that_of_a_prompt_alone():
+    prompts = [[1], [1, 1], [1, 1, 0], [1, 0, 0]]
+    keys = {
+        int(sample_key(seed, index, p, n)) for seed in (0, 1) for index in (0, 1) for p in prompts for n in (0, 1, 9)
+    }
+    assert len(keys) == 2 * 2 * 3 * len(prompts)
+    assert sample_key(4, 5, [6, 7], 0) == sample_key(4, 5, [6, 7])
+
+
 def test_keys_do_not_depend_on_how_the_prompt_is_held():
     tokens = [5, 70_000, 3]
     expected = sample_key(1, 2, tokens)

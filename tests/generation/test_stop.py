@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from prefixkit.generation.stop import StopChecker
+from prefixkit.generation.stop import StopChecker, special_tokens
+from tests.tiny import ByteTokenizer, byte_tokenizer
 
 WORDS = ["Hello", " world", "!", " the", " end", " of", " it", "\n", "\n\n", "E", "N", "D", " STOP", "ST", "OP", "é"]
 SAMPLES = ["Hello world! 😀", "naïve 你好世界 🏳️‍🌈 end", "a\nb\n\nEND of it", "👍🏽👍🏽 STOP it"]
@@ -53,9 +54,9 @@ def as_bytes(name, text):
     return [vocab[token] for token in names]
 
 
-def follow(tokens, stop, decode, stop_token_ids=()):
+def follow(tokens, stop, decode, stop_token_ids=(), special=None):
     """Push tokens until one ends the sample; returns how many were pushed, what was streamed, and the checker."""
-    checker = StopChecker(stop_token_ids, stop, decode)
+    checker = StopChecker(stop_token_ids, stop, decode, special)
     streamed = []
     for count, token in enumerate(tokens, 1):
         stopped = checker.push(token)
@@ -202,6 +203,77 @@ def test_only_a_few_tokens_are_decoded_at_a_time():
         checker.push(token)
     assert max(sizes) <= 2
     assert len(sizes) <= 2 * 215
+
+
+SPECIAL = {1: "<end>", 2: "<user>", 3: "<x>"}
+
+
+def plain_letters(tokens):
+    """Letters without special tokens."""
+    return letters([token for token in tokens if token not in SPECIAL])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "count", "text"),
+    [
+        ([*b"hi", 1, *b"on"], ("<end>",), 3, "hi"),
+        ([1], ("<end>",), 1, ""),
+        ([*b"hi", 2, *b"Bob:", 9], ("<user>Bob:",), 7, "hi"),
+        ([*b"hi\n", 1], ("\n<end>",), 4, "hi"),
+        ([*b"hi", 2, 1, *b"go"], ("<user><end>",), 4, "hi"),
+        ([*b"a", 2, *b"b", 1, *b"c"], ("a<user>b<end>c",), 5, ""),
+        ([*b"hi\n", 3, 1], ("\n<end>",), None, "hi\n"),  # another special token stands between
+        ([*b"hi", 1], ("end>",), None, "hi"),  # only a part of one: text is all there is to look in
+        ([*b"hi<end>on"], ("<end>",), 7, "hi"),  # the same letters, sampled one by one
+        ([*b"fo", 3, *b"o", 1], ("foo", "<end>"), 4, ""),  # those without special tokens look in the text
+        ([*b"xab", 1], ("ab<end>", "<end>"), 4, "x"),  # the earliest of two that one token completes
+    ],
+)
+def test_stop_strings_of_special_tokens(tokens, stop, count, text):
+    found, streamed, checker = follow(tokens, stop, plain_letters, special=SPECIAL)
+    assert (found, checker.text(), "".join(streamed)) == (count, text, text)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_texts_with_special_tokens_end_at_the_first_stop_string(seed):
+    dice, names = random.Random(seed), {ord("a"): "a", ord("b"): "b", **SPECIAL}
+    tokens = [dice.choice([*names]) for _ in range(60)]
+    stop = tuple(
+        dice.choice(["", "a", "b"]) + names[dice.choice([1, 2])] + dice.choice(["", "ab", "<x>"]) for _ in "12"
+    )
+    seen = ["".join(names[token] for token in tokens[:end]) for end in range(61)]
+    ends = [end for end in range(61) if any(string in seen[end] for string in stop)]
+    count, streamed, checker = follow(tokens, stop, plain_letters, special=SPECIAL)
+    assert count == (ends[0] if ends else None)
+    cut = (
+        seen[count][: min(seen[count].index(string) for string in stop if string in seen[count])] if ends else seen[60]
+    )
+    for special in SPECIAL.values():
+        cut = cut.replace(special, "")
+    assert checker.text() == "".join(streamed) == cut
+
+
+def test_many_special_tokens_in_a_row_are_followed():
+    count, _, checker = follow([*b"hi", *[3] * 5000, 1], ("<x><end>",), plain_letters, special=SPECIAL)
+    assert (count, checker.text()) == (5003, "hi")
+
+
+def test_an_unfinished_character_before_a_special_token_stays_as_it_is():
+    decode, vocab = TOKENIZERS["byte_level"].decode, TOKENIZERS["byte_level"].get_vocab()
+    end = max(vocab.values()) + 1
+    tokens = [*as_bytes("byte_level", "a"), vocab[byte_tokens(b"\xf0")], end]
+    without = lambda tokens: decode([token for token in tokens if token != end])  # noqa: E731
+    count, streamed, checker = follow(tokens, ("<end>",), without, special={end: "<end>"})
+    assert (count, checker.text(), "".join(streamed)) == (3, "a\ufffd", "a\ufffd")
+
+
+def test_special_tokens_are_those_that_a_tokenizer_lists_and_leaves_out():
+    tokenizer = byte_tokenizer()
+    decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
+    tokenizer.add_tokens(["<plain>"])
+    tokenizer.add_tokens([AddedToken("<other>", special=True)])
+    assert special_tokens(tokenizer, decode) == {256: "<|end|>", 257: "<|pad|>", 259: "<other>"}
+    assert special_tokens(ByteTokenizer(), letters) == {}
 
 
 def test_stop_strings_need_a_decoder():
