@@ -53,18 +53,18 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _make(original: type[nn.Module]) -> type[nn.Module]:
-    original_forward: Callable[..., Any] = original.forward
-
-    @functools.wraps(original_forward)
+    # The original forward is looked up at each call: a forward that the class is given later takes effect, as it does
+    # on a model that is not patched.
+    @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cache = cache_among(args, kwargs)
         if cache is None:
-            return original_forward(self, *args, **kwargs)
+            return original.forward(self, *args, **kwargs)
         layer = CacheLayer(cache, self.__dict__["layer_idx"])
         layer.check_positions(kwargs.get("position_ids"))
         args = tuple(layer if value is cache else value for value in args)
         kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
-        return original_forward(twin_of(self, original, layer), *args, **kwargs)
+        return original.forward(twin_of(self, original, layer), *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         # The name leads to the original class, so pickle and deepcopy must rebuild this one.

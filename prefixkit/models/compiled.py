@@ -35,7 +35,7 @@ log = logging.getLogger("prefixkit")
 
 OPS = ("kv_append", "tree_attention")
 _made: dict[type[nn.Module], type[nn.Module]] = {}
-_Key = tuple[int, int, bool]
+_Key = tuple[int, int, bool, tuple[Callable[..., Any], ...]]
 
 
 class NotCompilable(TypeError):
@@ -68,11 +68,12 @@ class CompiledLayers:
         self.seconds = 0.0
         self.reason: str | None = None
         self.active = False
+        self._classes: tuple[type[nn.Module], ...] = ()
         self._step = TracedStep()
         self._twins: dict[nn.Module, _Twin] = {}
         self._functions: dict[_Key, Callable[..., Any]] = {}
         self._ready: set[_Key] = set()
-        self._key: _Key = (0, 0, False)
+        self._key: _Key = (0, 0, False, ())
         self._backend = functools.partial(_backend, weakref.ref(self))  # torch keeps backends for ever
         try:
             layers = decoder_layers(model)
@@ -80,6 +81,7 @@ class CompiledLayers:
             self._give_up(str(error))
             return
         classes = [layer_class(original_class(layer)) for layer, _ in layers]
+        self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
         for index, (layer, child) in enumerate(layers):
             self._twins[layer] = _Twin(layer, child, TracedLayer(cache.pool.k(index), cache.pool.v(index), self._step))
             layer.__class__ = classes[index]
@@ -101,7 +103,7 @@ class CompiledLayers:
         if self.active and not all(is_tree_class(type(layer)) for layer in self._twins):
             self._give_up("the model was unpatched in the meantime; make a new ModelRunner")
         if self.active:
-            self._key = _key(step)
+            self._key = _key(step, self._classes)
             if self._key not in self._ready and capturing():
                 raise ValueError(
                     f"layers cannot be compiled for {step.num_rows} rows while a CUDA graph is captured; run such a step "
@@ -167,12 +169,16 @@ class CompiledLayers:
         log.warning("layers run without torch.compile: %s", reason)
 
 
-def _key(step: Step) -> _Key:
-    """What tells graphs apart: rows, and which sizes are 0 or 1, for torch makes graphs for any size but these."""
+def _key(step: Step, classes: tuple[type[nn.Module], ...]) -> _Key:
+    """What tells graphs apart.
+
+    The number of rows; which sizes are 0 or 1, because torch makes graphs for any size but these; and the forwards of the
+    classes, because torch does not notice when the class of a submodule is given another.
+    """
     small = 0
     for tensor in (*step.work, *step.nodes):
         small = small << 2 | min(len(tensor), 2)
-    return step.num_rows, small, step.slots.is_inference()
+    return step.num_rows, small, step.slots.is_inference(), tuple([cls.forward for cls in classes])
 
 
 def _run_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,13 +227,11 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _make(original: type[nn.Module]) -> type[nn.Module]:
-    original_forward: Callable[..., Any] = original.forward
-
-    @functools.wraps(original_forward)
+    @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cache = cache_among(args, kwargs)
         if cache is None or cache.compiled is None or not cache.compiled.active:
-            return original_forward(self, *args, **kwargs)
+            return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention.py
         return cache.compiled.run(self, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
