@@ -1,9 +1,10 @@
 """Decoder layers through torch.compile, with prefixkit's ops as opaque calls in their graphs.
 
-Norms, rotary embedding, residual adds and activations become a few kernels.  What is compiled is the original decoder layer,
-run on a twin as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the layer's pages
-are inputs of the graph, so layers of a kind share one graph for each number of rows, and a new step needs no new one.
-Products of one input become one product (see ``fused.py``), rotary embedding and appending one op (``rotary.py``).
+Norms, rotary embedding, residual adds and activations become a few kernels.  The original decoder layer is compiled, on a
+shallow copy as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the layer's pages
+are inputs of the graph, so layers of a kind share one graph for each number of rows, and a new step needs no new graph.  The
+q, k and v projections become one product over packed weights (see ``fused.py``), rotary embedding and appending one op (see
+``rotary.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from prefixkit.models.attention import cache_among, is_tree_class, original_clas
 from prefixkit.models.cache import PrefixCache
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
-from prefixkit.models.fused import capturing, fused
+from prefixkit.models.fused import capturing, compile_packed
 from prefixkit.models.layer import CacheLayer
 from prefixkit.models.rotary import with_rotary_append
 from prefixkit.models.traced import TracedLayer, TracedStep
@@ -48,9 +49,9 @@ class CompiledLayers:
     Layers are compiled when they first meet a number of rows, which takes seconds, and not during the capture of a CUDA graph.
     What cannot be compiled runs as it is, after one warning that says why.
 
-    A layer's first compiled step moves weights in memory, so that q, k and v, and gate and up, lie side by side: the parameters
-    stay the same objects with the same values.  CUDA graphs captured of this model before must be captured again, which
-    engines do by themselves.
+    A layer's first compiled step packs the weights of q, k and v: it moves them into one piece of memory, and they stay the
+    same Parameter objects with the same values.  ``unpatch`` gives each weight its own memory back.  CUDA graphs that were
+    captured of this model before must be captured again, which engines do by themselves.
 
     Attributes:
         cache: Whose steps.
@@ -281,9 +282,13 @@ def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, input
         if (count := sum(op in call for call in calls)) != 1:
             raise RuntimeError(f"a layer calls {op} {count} times, not once")
     log.info("compiling a layer for steps of %d rows, which takes seconds", owner.cache.step.num_rows)
-    compiled = fused(with_rotary_append(graph), inputs, inductor)
+    compiled = compile_packed(with_rotary_append(graph), inputs, inductor, _is_own_op)
     owner.graphs += 1
     return compiled
+
+
+def _is_own_op(node: torch.fx.Node) -> bool:
+    return node.op == "call_function" and str(node.target).startswith("prefixkit.")
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

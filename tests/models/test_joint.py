@@ -1,4 +1,4 @@
-"""Weights side by side: which may be moved, and that whoever copies, saves or loads a model finds each of them once."""
+"""Packed weights: which may be moved, and that copying, saving and loading a model finds each of them once."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def weights():
     return [nn.Parameter(torch.randn(4, 8)) for _ in range(3)]
 
 
-def test_weights_that_nobody_else_holds(weights):
+def test_weights_that_no_other_tensor_holds(weights):
     assert movable(weights)
 
 
-def test_weights_that_somebody_else_holds(weights):
+def test_weights_that_another_tensor_holds(weights):
     held = weights[1].detach()
     assert not movable(weights)
     del held
@@ -40,7 +40,7 @@ def test_weights_that_somebody_else_holds(weights):
 
 
 def test_a_weight_cannot_lie_in_two_places(weights):
-    """Counted twice, it would make up for whoever else holds it."""
+    """Counted twice, it would hide another tensor that holds its memory."""
     held = weights[0].detach()
     assert not movable([weights[0], *weights])
     del held
@@ -64,7 +64,7 @@ def llama():
         decode = Decode(TreeDriver, make_model("llama"), np.random.default_rng(1))
         runner, step = decode.runner(), decode.step()
         logits = runner(step)
-        assert all(len(groups) == 3 for groups in groups_of(decode.driver.model))
+        assert all(len(groups) == 2 for groups in groups_of(decode.driver.model))
         yield decode.driver.model, runner, step, logits
 
 
@@ -76,7 +76,7 @@ def test_a_copy_has_memory_of_its_own(llama):
         assert all(torch.equal(theirs[name], ours[name]) for name in ours)
         assert not _storages(theirs) & _storages(ours)
         assert storage_bytes(duplicate) == size
-    assert len(_saved(model)) < len(_saved(copy.deepcopy(model))) + 1000, "what lies side by side is written once"
+    assert len(_saved(model)) < len(_saved(copy.deepcopy(model))) + 1000, "packed memory is written once"
 
 
 def _storages(tensors):
@@ -98,18 +98,18 @@ def test_a_pickle_computes_the_same_and_moves_its_weights_too(llama, traced, rng
     decode = Decode(TreeDriver, pickle.loads(pickle.dumps(model)), rng)
     step = decode.step()
     assert torch.equal(decode.runner()(step), decode.driver.runner(step))
-    assert all(len(groups) == 3 for groups in groups_of(decode.driver.model))
+    assert all(len(groups) == 2 for groups in groups_of(decode.driver.model))
     assert storage_bytes(decode.driver.model) == storage_bytes(model)
 
 
-def test_whoever_saves_a_model_finds_each_weight(llama, tmp_path):
-    """Even those who take weights with one storage for the same weight."""
+def test_a_saved_model_has_each_weight_whatever_tool_saves_it(llama, tmp_path):
+    """Even a tool that takes weights with one storage for the same weight."""
     model, _, _, _ = llama
     Accelerator(cpu=True).save_model(model, tmp_path / "accelerate")
     save_model(model, tmp_path / "model.safetensors")
     for place in (tmp_path / "accelerate" / "model.safetensors", tmp_path / "model.safetensors"):
         assert load_file(place).keys() == dict(model.named_parameters()).keys()
-    weight = model.model.layers[0].mlp.up_proj.weight
+    weight = model.model.layers[0].self_attn.k_proj.weight
     assert len(pickle.dumps(weight)) < weight.nbytes + 1000, "and nothing beside it"
 
 
@@ -139,12 +139,12 @@ def test_a_state_dict_loads_in_place_and_is_seen(llama):
     assert [parameter.data_ptr() for parameter in model.parameters()] == at
 
 
-def test_a_model_that_was_converted_is_laid_out_again(llama):
+def test_a_model_that_was_converted_is_packed_again(llama):
     model, runner, step, logits = llama
     model.double().float()
     assert all(not groups for groups in groups_of(model))
     assert torch.equal(runner(step), logits)
-    assert all(len(groups) == 3 for groups in groups_of(model))
+    assert all(len(groups) == 2 for groups in groups_of(model))
 
 
 def test_addresses_tell_of_weights_that_moved_and_of_no_others(llama):
