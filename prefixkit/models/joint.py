@@ -6,14 +6,32 @@ a storage in common.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The storage of one packed weight.
+
+    Attributes:
+        storage: A weak reference; while there is one, no other storage has the same handle.
+        pack: A number that the weights which were packed together have in common.
+    """
+
+    storage: StorageWeakRef
+    pack: int
+
 
 _moves = 0
+# Handle of a storage -> the part that it is.
+_parts: dict[int, _Part] = {}
 # Kernels load vectors of so many bytes: each weight must begin at a multiple.
 ALIGN = 16
 
@@ -67,9 +85,57 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
             torch.cuda.synchronize(whole.device)
         for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
             weight.data = torch.from_dlpack(part)  # type: ignore[attr-defined]  # its storage keeps the whole alive
+    _count_move()
+    _forget_freed_parts()
+    for weight in weights:
+        storage = weight.untyped_storage()
+        _parts[storage._cdata] = _Part(StorageWeakRef(storage), _moves)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def unpack(weights: Iterable[Tensor]) -> None:
+    """Give packed weights memory of their own again, each the same tensor object with the same values.
+
+    At most the weights of one :func:`pack` are in memory twice at a moment.  Packed memory is freed once no tensor over it is
+    left; one that is not among those given, such as an entry of a state dict, stays where it is.
+
+    Args:
+        weights: Any tensors; those that are not packed stay as they are.
+    """
+    packs: dict[int, list[Tensor]] = defaultdict(list)
+    for weight in weights:
+        if (part := _part_of(weight)) is not None:
+            packs[part.pack].append(weight)
+    for members in packs.values():
+        with torch.inference_mode(members[0].is_inference()), torch.no_grad():
+            # One copy for each storage: parameters that were tied while they were packed stay tied.
+            storages = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in members}
+            copies = {handle: storage.clone() for handle, storage in storages.items()}  # type: ignore[no-untyped-call]
+            if members[0].is_cuda:  # another stream may still read the memory that is freed
+                torch.cuda.synchronize(members[0].device)
+            for weight in members:
+                copy = copies[weight.untyped_storage()._cdata]
+                empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
+                weight.data = empty.set_(copy, weight.storage_offset(), weight.shape, weight.stride())
+            storages.clear()
+        _count_move()
+    _forget_freed_parts()
+
+
+def _part_of(weight: Tensor) -> _Part | None:
+    if type(weight) is not nn.Parameter or weight.layout != torch.strided:
+        return None  # never packed, and may have no storage
+    return _parts.get(weight.untyped_storage()._cdata)
+
+
+def _forget_freed_parts() -> None:
+    for handle in [handle for handle, part in _parts.items() if part.storage.expired()]:  # type: ignore[no-untyped-call]
+        del _parts[handle]
+
+
+def _count_move() -> None:
     global _moves
     _moves += 1
-    return whole
 
 
 def moves() -> int:
