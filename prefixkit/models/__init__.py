@@ -1,5 +1,13 @@
-"""Hugging Face models over a prefix tree; the only room that imports transformers."""
+"""Hugging Face models over a prefix tree; the only package of the library that imports transformers."""
 
+import transformers
+
+from prefixkit.models.requirements import UnsupportedTransformers, check_transformers
+
+# Before anything else is imported from transformers, which older versions may not have.
+check_transformers(transformers)
+
+# ruff: noqa: E402
 from prefixkit.models.cache import PrefixCache
 from prefixkit.models.errors import IncompleteStep, NotPatched, UnsupportedModel
 from prefixkit.models.families import FAMILIES
@@ -14,6 +22,7 @@ __all__ = [
     "NotPatched",
     "PrefixCache",
     "UnsupportedModel",
+    "UnsupportedTransformers",
     "is_patched",
     "kv_spec",
     "patch",
