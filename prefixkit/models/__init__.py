@@ -8,7 +8,7 @@ from prefixkit.models.requirements import UnsupportedTransformers, check_transfo
 check_transformers(transformers)
 
 # ruff: noqa: E402
-from prefixkit.models.cache import PrefixCache
+from prefixkit.models.cache import TreeCache
 from prefixkit.models.errors import IncompleteStep, NotPatched, UnsupportedModel
 from prefixkit.models.families import FAMILIES
 from prefixkit.models.patch import is_patched, patch, patched, unpatch
@@ -20,7 +20,7 @@ __all__ = [
     "IncompleteStep",
     "ModelRunner",
     "NotPatched",
-    "PrefixCache",
+    "TreeCache",
     "UnsupportedModel",
     "UnsupportedTransformers",
     "is_patched",

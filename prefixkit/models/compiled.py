@@ -24,7 +24,7 @@ from torch.fx.experimental import _config as shapes_config
 
 from prefixkit.attention.step import Step
 from prefixkit.models.attention import cache_among, is_tree_class, original_class, subclass, twin_of
-from prefixkit.models.cache import PrefixCache
+from prefixkit.models.cache import TreeCache
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.fused import capturing, compile_packed
@@ -62,7 +62,7 @@ class CompiledLayers:
         active: Whether the step in progress goes through compiled layers.
     """
 
-    def __init__(self, model: nn.Module, cache: PrefixCache, rows: Container[int] | None = None) -> None:
+    def __init__(self, model: nn.Module, cache: TreeCache, rows: Container[int] | None = None) -> None:
         self._cache = weakref.ref(cache)  # which holds us
         self.rows = rows
         self.graphs = 0
@@ -89,7 +89,7 @@ class CompiledLayers:
         cache.compiled = self
 
     @property
-    def cache(self) -> PrefixCache:
+    def cache(self) -> TreeCache:
         cache = self._cache()
         assert cache is not None, "it holds us"
         return cache
@@ -117,7 +117,7 @@ class CompiledLayers:
 
         Raises:
             IncompleteStep: it has run in this step.
-            ValueError: the model was called with other positions or another mask than ``PrefixCache.inputs()``; or a CUDA
+            ValueError: the model was called with other positions or another mask than ``TreeCache.inputs()``; or a CUDA
                 graph is being captured, and weights have moved since such a step ran.
         """
         cache, twin = self.cache, self._twins.get(layer)
@@ -210,14 +210,14 @@ class _Twin:
             self._twin, self._parts = twin, parts
         return self._twin
 
-    def check(self, cache: PrefixCache, kwargs: dict[str, Any]) -> None:
+    def check(self, cache: TreeCache, kwargs: dict[str, Any]) -> None:
         """What layers that are not compiled check of each call."""
         layer = CacheLayer(cache, self.index)
         layer.check_positions(kwargs.get("position_ids"))
         if "attention_mask" in kwargs:
             layer.check_mask(kwargs["attention_mask"])
         if cache.attended[self.index]:
-            raise IncompleteStep(f"PrefixCache: layer {self.index} ran twice in one step; each must run once")
+            raise IncompleteStep(f"TreeCache: layer {self.index} ran twice in one step; each must run once")
 
 
 def layer_class(original: type[nn.Module]) -> type[nn.Module]:
