@@ -1,7 +1,7 @@
 """The same decode step with a Llama's modules through torch.compile, cut only where attention is.
 
-Weights come as arguments, so that all layers share three compiled functions.  With attention, products of one input are one
-where prefixkit's compiled layers join them, and prefixkit's core rotates and appends in one launch, as these layers do;
+Weights come as arguments, so that all layers share three compiled functions.  With attention, q, k and v are one product
+where prefixkit's compiled layers pack them, and prefixkit's core rotates and appends in one launch, as these layers do;
 without, modules are as they are.
 """
 
@@ -16,7 +16,7 @@ from torch.nn.functional import linear, silu
 
 from benchmarks.hydragen.methods import Core
 from prefixkit.models.fused import fills
-from prefixkit.models.joint import join, joined
+from prefixkit.models.joint import pack, packed_view
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -108,11 +108,9 @@ class CompiledStep:
             self._any_batch(h, out)
             if index + 1 < len(layers):
                 following = _first_weights(layers[index + 1], rows)
-                h, q, k, v = self._between(
-                    h, out, self._head_dim, self._eps, _other_weights(layer, rows), following, angles
-                )
+                h, q, k, v = self._between(h, out, self._head_dim, self._eps, _other_weights(layer), following, angles)
         chosen: Tensor = self._last(
-            h, out, self._eps, _other_weights(layer, rows), inner.norm.weight, self._model.lm_head.weight
+            h, out, self._eps, _other_weights(layer), inner.norm.weight, self._model.lm_head.weight
         )
         return chosen
 
@@ -129,9 +127,9 @@ def _first_weights(layer: Any, rows: int | None) -> tuple[Tensor, _Weights]:
     return layer.input_layernorm.weight, _laid(projections, rows)
 
 
-def _other_weights(layer: Any, rows: int | None) -> tuple[Tensor, Tensor, _Weights, Tensor]:
+def _other_weights(layer: Any) -> tuple[Tensor, Tensor, _Weights, Tensor]:
     mlp = layer.mlp
-    gate_up = _laid([mlp.gate_proj.weight, mlp.up_proj.weight], rows)
+    gate_up = _laid([mlp.gate_proj.weight, mlp.up_proj.weight], None)
     return layer.self_attn.o_proj.weight, layer.post_attention_layernorm.weight, gate_up, mlp.down_proj.weight
 
 
@@ -140,9 +138,9 @@ def _laid(weights: list[Tensor], rows: int | None) -> _Weights:
     small = [weight for weight in weights if rows is not None and not fills(rows, len(weight), weight.device)]
     if len(small) < 2:
         return [(weight, [len(weight)]) for weight in weights]
-    if joined(weights) is None:  # all of them, so that it is done once whatever their number of rows
-        join(weights)
-    whole = joined(small)
+    if packed_view(weights) is None:  # all of them, so that it is done once whatever their number of rows
+        pack(weights)
+    whole = packed_view(small)
     assert whole is not None and [weight.data_ptr() for weight in weights[-len(small) :]] == [
         weight.data_ptr() for weight in small
     ], "the small ones follow the others"

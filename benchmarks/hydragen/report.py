@@ -33,7 +33,7 @@ drawn, and averaged. What does not fit the GPU's memory says so.
 | ours | prefixkit's tree attention; planned anew for each length, which is not counted here but in the engine's runs |
 
 All run inside the same patched transformers model, with its own modules; *compiled* runs the same modules through
-`torch.compile`, cut where attention is, and joins q, k and v (and gate and up) where each is too small to fill the GPU;
+`torch.compile`, cut where attention is, and packs q, k and v where each is too small to fill the GPU;
 but *none* has them apart, and is spared k and v, which nobody needs there. Compiled, *ours* turns queries and keys and
 appends in one launch, as prefixkit's compiled layers do. *Floor* is the larger of attention's bytes
 (KV once, queries, output) over 4.3 TB/s and its flops over 790 TFLOP/s. *Aim* is 1.03 x (none, compiled + 1.35 x floor).

@@ -19,7 +19,7 @@ from benchmarks.hydragen.methods import METHODS, Core
 from benchmarks.hydragen.shapes import Shape
 from benchmarks.hydragen.tree_state import TreeState
 from prefixkit.models import patch
-from prefixkit.models.cache import PrefixCache
+from prefixkit.models.cache import TreeCache
 
 REPLAYS, FEWEST_REPLAYS = 10, 5
 # Replays of one length take about so long at most.
@@ -150,7 +150,7 @@ class Rig:
         return row | ({"chosen": core.chosen} if core.chosen else {})
 
     def _eager_step(self, core: Core) -> Callable[[], None]:
-        cache = PrefixCache(core.pool)
+        cache = TreeCache(core.pool)
 
         def step() -> None:
             now = core.state.step

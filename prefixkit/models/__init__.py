@@ -1,6 +1,14 @@
-"""Hugging Face models over a prefix tree; the only room that imports transformers."""
+"""Hugging Face models over a prefix tree; the only package of the library that imports transformers."""
 
-from prefixkit.models.cache import PrefixCache
+import transformers
+
+from prefixkit.models.requirements import UnsupportedTransformers, check_transformers
+
+# Before anything else is imported from transformers, which older versions may not have.
+check_transformers(transformers)
+
+# ruff: noqa: E402
+from prefixkit.models.cache import TreeCache
 from prefixkit.models.errors import IncompleteStep, NotPatched, UnsupportedModel
 from prefixkit.models.families import FAMILIES
 from prefixkit.models.patch import is_patched, patch, patched, unpatch
@@ -12,8 +20,9 @@ __all__ = [
     "IncompleteStep",
     "ModelRunner",
     "NotPatched",
-    "PrefixCache",
+    "TreeCache",
     "UnsupportedModel",
+    "UnsupportedTransformers",
     "is_patched",
     "kv_spec",
     "patch",

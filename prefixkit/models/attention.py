@@ -1,7 +1,7 @@
 """The replacement attention class, made from the original one.
 
 Everything but the attention core stays the original's code: projections, norms and rotary embedding run as they are.
-When a :class:`PrefixCache` arrives, the original ``forward`` runs on a twin of the module: a shallow copy, with the
+When a :class:`TreeCache` arrives, the original ``forward`` runs on a twin of the module: a shallow copy, with the
 same parameters, buffers and submodules, whose ``config`` names our attention function.  So nothing global changes,
 nothing is written to the module, and an exception leaves no trace.  With any other cache the original ``forward``
 runs on the module itself.
@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from prefixkit.models.cache import PrefixCache
+from prefixkit.models.cache import TreeCache
 from prefixkit.models.layer import CacheLayer
 
 NAME = "prefixkit"
@@ -42,7 +42,7 @@ _made: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def tree_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of an attention class that also understands :class:`PrefixCache`; always the same for one original.
+    """The subclass of an attention class that also understands :class:`TreeCache`; always the same for one original.
 
     It goes by the original's name and module, because transformers greps the source of a class's module, and users read
     class names in ``print(model)``.
@@ -53,18 +53,18 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _make(original: type[nn.Module]) -> type[nn.Module]:
-    original_forward: Callable[..., Any] = original.forward
-
-    @functools.wraps(original_forward)
+    # The original forward is looked up at each call: a forward that the class is given later takes effect, as it does
+    # on a model that is not patched.
+    @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cache = cache_among(args, kwargs)
         if cache is None:
-            return original_forward(self, *args, **kwargs)
+            return original.forward(self, *args, **kwargs)
         layer = CacheLayer(cache, self.__dict__["layer_idx"])
         layer.check_positions(kwargs.get("position_ids"))
         args = tuple(layer if value is cache else value for value in args)
         kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
-        return original_forward(twin_of(self, original, layer), *args, **kwargs)
+        return original.forward(twin_of(self, original, layer), *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         # The name leads to the original class, so pickle and deepcopy must rebuild this one.
@@ -73,9 +73,9 @@ def _make(original: type[nn.Module]) -> type[nn.Module]:
     return subclass(original, forward, reduce)
 
 
-def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PrefixCache | None:
+def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeCache | None:
     """The cache that a module was called with, if it is one of ours."""
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, PrefixCache)), None)
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeCache)), None)
 
 
 def subclass(original: type[nn.Module], forward: Callable[..., Any], reduce: Callable[..., Any]) -> type[nn.Module]:
@@ -152,7 +152,7 @@ def tree_attention_forward(
         module: The twin of the layer.
         query: ``[1, heads, T, head_dim]``, rotated.
         key, value: ``[1, kv_heads, T, head_dim]``; already in the pool, so unused.
-        attention_mask: The empty mask of ``PrefixCache.inputs()``.
+        attention_mask: The empty mask of ``TreeCache.inputs()``.
         scaling: The factor on query times key.
         dropout: Must be 0.
         sliding_window: Tokens that a query sees, itself included; None for all.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prefixkit.models.compiled import CompiledLayers
 
 
-class PrefixCache(Cache):
+class TreeCache(Cache):
     """Takes a tree's KV pool into a patched model, as ``past_key_values``.
 
     One forward pass is one :class:`Step`::
@@ -56,7 +56,7 @@ class PrefixCache(Cache):
             ValueError: between steps.
         """
         if self._step is None:
-            raise ValueError("PrefixCache: no step in progress; call cache.begin(step) before the model")
+            raise ValueError("TreeCache: no step in progress; call cache.begin(step) before the model")
         return self._step
 
     def begin(self, step: Step) -> None:
@@ -66,7 +66,7 @@ class PrefixCache(Cache):
             ValueError: the step before was neither ended nor abandoned; see also :meth:`CompiledLayers.begin`.
         """
         if self._step is not None:
-            raise ValueError("PrefixCache.begin: the step before is still open; call end(), or abandon() if it failed")
+            raise ValueError("TreeCache.begin: the step before is still open; call end(), or abandon() if it failed")
         if self.compiled is not None:
             self.compiled.begin(step)
         self._step = step
@@ -91,12 +91,12 @@ class PrefixCache(Cache):
             IncompleteStep: a layer was not reached exactly once, so the KV of this step is not complete.
         """
         if self._step is None:
-            raise ValueError("PrefixCache.end: no step in progress; call cache.begin(step) first")
+            raise ValueError("TreeCache.end: no step in progress; call cache.begin(step) first")
         self.abandon()
         missed = [layer for layer, calls in enumerate(self.attended) if calls != 1]
         if missed:
             raise IncompleteStep(
-                f"PrefixCache.end: layers {missed} of {len(self.attended)} did not attend to the tree exactly once. "
+                f"TreeCache.end: layers {missed} of {len(self.attended)} did not attend to the tree exactly once. "
                 "Something calls their forward behind the patch (a wrapper, a compiled copy), or the model skips "
                 "layers: patch the model again after whatever wrapped it"
             )
@@ -114,7 +114,7 @@ class PrefixCache(Cache):
             NotPatched: always.
         """
         raise NotPatched(
-            f"layer {layer_idx} was given a PrefixCache, but it is not patched; call prefixkit.patch(model) first, and "
+            f"layer {layer_idx} was given a TreeCache, but it is not patched; call prefixkit.patch(model) first, and "
             "after anything that wraps or replaces attention layers"
         )
 
@@ -136,7 +136,7 @@ class PrefixCache(Cache):
     def __repr__(self) -> str:
         spec = self.pool.spec
         state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
-        return f"PrefixCache({spec.num_layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {state})"
+        return f"TreeCache({spec.num_layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {state})"
 
     @property
     def is_compileable(self) -> bool:
@@ -188,5 +188,5 @@ class PrefixCache(Cache):
 
     def _refuse(self, method: str) -> NoReturn:
         raise TypeError(
-            f"PrefixCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release"
+            f"TreeCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release"
         )

@@ -1,9 +1,10 @@
 """Decoder layers through torch.compile, with prefixkit's ops as opaque calls in their graphs.
 
-Norms, rotary embedding, residual adds and activations become a few kernels.  What is compiled is the original decoder layer,
-run on a twin as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the layer's pages
-are inputs of the graph, so layers of a kind share one graph for each number of rows, and a new step needs no new one.
-Products of one input become one product (see ``fused.py``), rotary embedding and appending one op (``rotary.py``).
+Norms, rotary embedding, residual adds and activations become a few kernels.  The original decoder layer is compiled, on a
+shallow copy as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the layer's pages
+are inputs of the graph, so layers of a kind share one graph for each number of rows, and a new step needs no new graph.  The
+q, k and v projections become one product over packed weights (see ``fused.py``), rotary embedding and appending one op (see
+``rotary.py``).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch.fx.experimental import _config as shapes_config
 
 from prefixkit.attention.step import Step
 from prefixkit.models.attention import cache_among, is_tree_class, original_class, subclass, twin_of
-from prefixkit.models.cache import PrefixCache
+from prefixkit.models.cache import TreeCache
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
-from prefixkit.models.fused import capturing, fused
+from prefixkit.models.fused import capturing, compile_packed
 from prefixkit.models.layer import CacheLayer
 from prefixkit.models.rotary import with_rotary_append
 from prefixkit.models.traced import TracedLayer, TracedStep
@@ -35,7 +36,7 @@ log = logging.getLogger("prefixkit")
 
 OPS = ("kv_append", "tree_attention")
 _made: dict[type[nn.Module], type[nn.Module]] = {}
-_Key = tuple[int, int, bool]
+_Key = tuple[int, int, bool, tuple[Callable[..., Any], ...]]
 
 
 class NotCompilable(TypeError):
@@ -48,9 +49,9 @@ class CompiledLayers:
     Layers are compiled when they first meet a number of rows, which takes seconds, and not during the capture of a CUDA graph.
     What cannot be compiled runs as it is, after one warning that says why.
 
-    A layer's first compiled step moves weights in memory, so that q, k and v, and gate and up, lie side by side: the parameters
-    stay the same objects with the same values.  CUDA graphs captured of this model before must be captured again, which
-    engines do by themselves.
+    A layer's first compiled step packs the weights of q, k and v: it moves them into one piece of memory, and they stay the
+    same Parameter objects with the same values.  ``unpatch`` gives each weight its own memory back.  CUDA graphs that were
+    captured of this model before must be captured again, which engines do by themselves.
 
     Attributes:
         cache: Whose steps.
@@ -61,18 +62,19 @@ class CompiledLayers:
         active: Whether the step in progress goes through compiled layers.
     """
 
-    def __init__(self, model: nn.Module, cache: PrefixCache, rows: Container[int] | None = None) -> None:
+    def __init__(self, model: nn.Module, cache: TreeCache, rows: Container[int] | None = None) -> None:
         self._cache = weakref.ref(cache)  # which holds us
         self.rows = rows
         self.graphs = 0
         self.seconds = 0.0
         self.reason: str | None = None
         self.active = False
+        self._classes: tuple[type[nn.Module], ...] = ()
         self._step = TracedStep()
         self._twins: dict[nn.Module, _Twin] = {}
         self._functions: dict[_Key, Callable[..., Any]] = {}
         self._ready: set[_Key] = set()
-        self._key: _Key = (0, 0, False)
+        self._key: _Key = (0, 0, False, ())
         self._backend = functools.partial(_backend, weakref.ref(self))  # torch keeps backends for ever
         try:
             layers = decoder_layers(model)
@@ -80,13 +82,14 @@ class CompiledLayers:
             self._give_up(str(error))
             return
         classes = [layer_class(original_class(layer)) for layer, _ in layers]
+        self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
         for index, (layer, child) in enumerate(layers):
             self._twins[layer] = _Twin(layer, child, TracedLayer(cache.pool.k(index), cache.pool.v(index), self._step))
             layer.__class__ = classes[index]
         cache.compiled = self
 
     @property
-    def cache(self) -> PrefixCache:
+    def cache(self) -> TreeCache:
         cache = self._cache()
         assert cache is not None, "it holds us"
         return cache
@@ -101,7 +104,7 @@ class CompiledLayers:
         if self.active and not all(is_tree_class(type(layer)) for layer in self._twins):
             self._give_up("the model was unpatched in the meantime; make a new ModelRunner")
         if self.active:
-            self._key = _key(step)
+            self._key = _key(step, self._classes)
             if self._key not in self._ready and capturing():
                 raise ValueError(
                     f"layers cannot be compiled for {step.num_rows} rows while a CUDA graph is captured; run such a step "
@@ -114,7 +117,7 @@ class CompiledLayers:
 
         Raises:
             IncompleteStep: it has run in this step.
-            ValueError: the model was called with other positions or another mask than ``PrefixCache.inputs()``; or a CUDA
+            ValueError: the model was called with other positions or another mask than ``TreeCache.inputs()``; or a CUDA
                 graph is being captured, and weights have moved since such a step ran.
         """
         cache, twin = self.cache, self._twins.get(layer)
@@ -167,12 +170,16 @@ class CompiledLayers:
         log.warning("layers run without torch.compile: %s", reason)
 
 
-def _key(step: Step) -> _Key:
-    """What tells graphs apart: rows, and which sizes are 0 or 1, for torch makes graphs for any size but these."""
+def _key(step: Step, classes: tuple[type[nn.Module], ...]) -> _Key:
+    """What tells graphs apart.
+
+    The number of rows; which sizes are 0 or 1, because torch makes graphs for any size but these; and the forwards of the
+    classes, because torch does not notice when the class of a submodule is given another.
+    """
     small = 0
     for tensor in (*step.work, *step.nodes):
         small = small << 2 | min(len(tensor), 2)
-    return step.num_rows, small, step.slots.is_inference()
+    return step.num_rows, small, step.slots.is_inference(), tuple([cls.forward for cls in classes])
 
 
 def _run_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,14 +210,14 @@ class _Twin:
             self._twin, self._parts = twin, parts
         return self._twin
 
-    def check(self, cache: PrefixCache, kwargs: dict[str, Any]) -> None:
+    def check(self, cache: TreeCache, kwargs: dict[str, Any]) -> None:
         """What layers that are not compiled check of each call."""
         layer = CacheLayer(cache, self.index)
         layer.check_positions(kwargs.get("position_ids"))
         if "attention_mask" in kwargs:
             layer.check_mask(kwargs["attention_mask"])
         if cache.attended[self.index]:
-            raise IncompleteStep(f"PrefixCache: layer {self.index} ran twice in one step; each must run once")
+            raise IncompleteStep(f"TreeCache: layer {self.index} ran twice in one step; each must run once")
 
 
 def layer_class(original: type[nn.Module]) -> type[nn.Module]:
@@ -221,13 +228,11 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _make(original: type[nn.Module]) -> type[nn.Module]:
-    original_forward: Callable[..., Any] = original.forward
-
-    @functools.wraps(original_forward)
+    @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cache = cache_among(args, kwargs)
         if cache is None or cache.compiled is None or not cache.compiled.active:
-            return original_forward(self, *args, **kwargs)
+            return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention.py
         return cache.compiled.run(self, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -277,9 +282,13 @@ def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, input
         if (count := sum(op in call for call in calls)) != 1:
             raise RuntimeError(f"a layer calls {op} {count} times, not once")
     log.info("compiling a layer for steps of %d rows, which takes seconds", owner.cache.step.num_rows)
-    compiled = fused(with_rotary_append(graph), inputs, inductor)
+    compiled = compile_packed(with_rotary_append(graph), inputs, inductor, _is_own_op)
     owner.graphs += 1
     return compiled
+
+
+def _is_own_op(node: torch.fx.Node) -> bool:
+    return node.op == "call_function" and str(node.target).startswith("prefixkit.")
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

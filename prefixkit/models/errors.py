@@ -8,8 +8,8 @@ class UnsupportedModel(TypeError):
 
 
 class NotPatched(TypeError):
-    """A :class:`PrefixCache` reached a model, or a layer of it, that ``patch`` has not touched."""
+    """A :class:`TreeCache` reached a model, or a layer of it, that ``patch`` has not touched."""
 
 
 class IncompleteStep(ValueError):
-    """Some attention layers did not meet the :class:`PrefixCache` exactly once during a step."""
+    """Some attention layers did not meet the :class:`TreeCache` exactly once during a step."""

@@ -1,8 +1,9 @@
-"""Products of one input as one product: a layer's q, k and v, its gate and up.
+"""Query, key and value projections as one product over packed weights.
 
-With few rows each of them is too small to fill a GPU; those that are not stay as they are, for then one is no faster than
-several.  A graph as dynamo traced it gets one product in their place, whose weight and bias are inputs of their own: the parts
-laid side by side (see ``joint.py``), once for each layer, when it is first called.  What cannot be moved stays as it is.
+With few rows each of the three is too small to fill a GPU; one that is large enough stays as it is, because packing it
+gains nothing.  A graph as dynamo traced it gets one product in their place, whose weight and bias are graph inputs: the
+packed weights (see ``joint.py``), packed once for each layer, when the layer is first called.  Weights that cannot be moved
+stay as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 
-from prefixkit.models.joint import ALIGN, join, joined, movable
+from prefixkit.models.joint import ALIGN, movable, pack, packed_view
 
 log = logging.getLogger("prefixkit")
 
@@ -32,15 +33,20 @@ _MODES = ("_enter", "_exit", "_set", "set_")
 _TILE = 128
 
 
-def fused(
-    graph: fx.GraphModule, inputs: Sequence[Any], compiler: Callable[[fx.GraphModule, Sequence[Any]], _Function]
+def compile_packed(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    compiler: Callable[[fx.GraphModule, Sequence[Any]], _Function],
+    reads: Callable[[fx.Node], bool],
 ) -> _Function:
-    """``compiler(graph, inputs)``, but products of one input are computed as one.
+    """``compiler(graph, inputs)``, but products of one input that certain nodes read are one product over packed weights.
 
     Args:
-        graph: As dynamo traced it, parameters among its inputs.  It stays as it is.
-        inputs: What it was traced with.
+        graph: As dynamo traced it, parameters among its inputs.  It is not changed.
+        inputs: The inputs it was traced with.
         compiler: Makes a function of a graph's inputs.
+        reads: Whether a node is one for whose sake products are packed, directly or through other nodes: the calls of
+            prefixkit's ops, whose arguments are made from a layer's q, k and v and from no other product of their input.
 
     Returns:
         A function of the inputs of ``graph``.  It raises ValueError if weights must be moved during the capture of a CUDA
@@ -51,14 +57,14 @@ def fused(
     # In the order of the inputs, also once some are gone.
     given = dict(zip(copied.graph.find_nodes(op="placeholder"), inputs, strict=True))
     place = {node: at for at, node in enumerate(given)}
-    groups = _groups(copied.graph, given)
+    groups = _groups(copied.graph, given, reads)
     if mode is None or not groups:
         return compiler(graph, inputs)
-    joints = []
+    packs = []
     for group in groups:
-        _make_one(copied.graph, group, [len(given[product.weight]) for product in group])
+        _replace(copied.graph, group, [len(given[product.weight]) for product in group])
         for nodes in _parameters(group):
-            joints.append(_Joint([place[node] for node in nodes]))
+            packs.append(_PackedInput([place[node] for node in nodes]))
             rows, like = sum(len(given[node]) for node in nodes), given[nodes[0]]
             with torch.inference_mode(like.is_inference()), mode:
                 given[nodes[0]] = torch.empty((rows, *like.shape[1:]), dtype=like.dtype, device=like.device)
@@ -70,27 +76,27 @@ def fused(
     try:
         compiled = compiler(copied, list(given.values()))
     except Exception as error:
-        # Parts of a product have its stride, which not all that was traced may be possible with.
-        log.info("products of one input stay apart: %s", error)
+        # Parts of the product have its stride, which views in the traced code may not allow.
+        log.info("projections of one input are not packed: %s", error)
         return compiler(graph, inputs)
-    return _Fused(compiled, joints, [place[node] for node in given])
+    return _PackedGraph(compiled, packs, [place[node] for node in given])
 
 
-class _Fused:
-    """A compiled graph with joint weights, as a function of the separate ones."""
+class _PackedGraph:
+    """A compiled graph over packed weights, as a function of the separate ones."""
 
-    def __init__(self, compiled: _Function, joints: list[_Joint], kept: list[int]) -> None:
-        self._compiled, self._joints, self._kept = compiled, joints, kept
+    def __init__(self, compiled: _Function, packs: list[_PackedInput], kept: list[int]) -> None:
+        self._compiled, self._packs, self._kept = compiled, packs, kept
 
     def __call__(self, *inputs: Any) -> Any:
         given = list(inputs)
-        for joint in self._joints:
-            given[joint.places[0]] = joint.of(inputs)
+        for one in self._packs:
+            given[one.places[0]] = one.of(inputs)
         return self._compiled(*[given[place] for place in self._kept])
 
 
-class _Joint:
-    """Which inputs of a graph are one.  Layers share graphs, so their weights are others at each call."""
+class _PackedInput:
+    """Which inputs of a graph are one packed input.  Layers share graphs, so each call brings other weights."""
 
     def __init__(self, places: list[int]) -> None:
         self.places = places
@@ -98,15 +104,15 @@ class _Joint:
 
     def of(self, inputs: Sequence[Any]) -> Tensor:
         weights = [inputs[place] for place in self.places]
-        whole = joined(weights)
-        return self._lay(weights) if whole is None else whole
+        whole = packed_view(weights)
+        return self._pack(weights) if whole is None else whole
 
-    def _lay(self, weights: list[Tensor]) -> Tensor:
+    def _pack(self, weights: list[Tensor]) -> Tensor:
         if not movable(weights):
             if not self._warned:
                 log.warning(
                     "weights of a layer share their memory with other tensors, so each of its steps copies %.0f MiB; drop "
-                    "what holds them, such as a state dict, and make the engine anew",
+                    "those tensors, such as a state dict, and make the engine anew",
                     sum(weight.nbytes for weight in weights) / 2**20,
                 )
             self._warned = True
@@ -114,10 +120,10 @@ class _Joint:
                 return torch.cat(weights)
         if capturing():
             raise ValueError(
-                "a layer's weights have moved, and cannot be laid side by side while a CUDA graph is captured; run such a "
-                "step once before"
+                "a layer's weights have moved, and cannot be packed while a CUDA graph is captured; run such a step once "
+                "before"
             )
-        return join(weights)
+        return pack(weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +142,7 @@ def capturing() -> bool:
 
 
 def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
-    """The same nodes again, with all that dynamo has noted of them: it goes by its own graph afterwards."""
+    """A copy of the nodes with all that dynamo has recorded of them: dynamo itself goes on with its own graph."""
     nodes: dict[fx.Node, fx.Node] = {}
     made = fx.Graph()
     made.output(made.graph_copy(graph.graph, nodes))
@@ -150,15 +156,17 @@ def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> list[list[_Product]]:
+def _groups(graph: fx.Graph, given: dict[fx.Node, Any], reads: Callable[[fx.Node], bool]) -> list[list[_Product]]:
     """Products of one input that can be one."""
     found: dict[Hashable, list[_Product]] = defaultdict(list)
+    needed = _needed(graph, reads)
     writes = 0
     for node in graph.nodes:
         writes += may_write(node)  # the input may be another by then
         product = _product(node)
         if (
             product is not None
+            and node in needed
             and not _fills(product, given)
             and _is_free(product.weight, 2, given)
             and _is_free(product.bias, 1, given)
@@ -170,11 +178,20 @@ def _groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> list[list[_Product]]:
         if len(group) == 1:
             continue
         tensors = [[given[node] for node in nodes] for nodes in _parameters(group)]
-        if all(joined(parts) is not None or movable(parts) for parts in tensors):
+        if all(packed_view(parts) is not None or movable(parts) for parts in tensors):
             groups.append(group)
         else:
-            log.info("%d products of one input stay apart: their weights are held by other tensors", len(group))
+            log.info("%d projections of one input are not packed: other tensors hold their weights", len(group))
     return groups
+
+
+def _needed(graph: fx.Graph, reads: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The nodes that ``reads`` accepts, and all that these depend on."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if reads(node) or not found.isdisjoint(node.users):
+            found.add(node)
+    return found
 
 
 def _product(node: fx.Node) -> _Product | None:
@@ -188,7 +205,7 @@ def _product(node: fx.Node) -> _Product | None:
 
 
 def _is_free(node: fx.Node | None, dims: int, given: dict[fx.Node, Any]) -> bool:
-    """Whether a weight, if there is one, is an ordinary parameter with memory of its own kind, and serves one product."""
+    """Whether a weight, if there is one, is an ordinary contiguous parameter that one product alone reads."""
     if node is None:
         return True
     value = given.get(node)
@@ -229,8 +246,8 @@ def _parameters(group: list[_Product]) -> list[list[fx.Node]]:
     return [[product.weight for product in group], *([biases] if biases else [])]
 
 
-def _make_one(graph: fx.Graph, group: list[_Product], rows: list[int]) -> None:
-    """One product in place of the first, with the first's weight, and parts of it for those who used the others."""
+def _replace(graph: fx.Graph, group: list[_Product], rows: list[int]) -> None:
+    """One product in place of the first, with the first's weight; users of the others get parts of its result."""
     first, begin = group[0], 0
     with graph.inserting_before(first.node):
         whole = graph.call_function(first.node.target, (first.x, first.weight, first.bias))  # type: ignore[arg-type]
@@ -257,7 +274,7 @@ def may_write(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
     target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):  # Triton kernels of the model's, say
+    if isinstance(target, torch._ops.HigherOrderOperator):  # a Triton kernel of the model, for example
         return True
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target

@@ -1,30 +1,50 @@
-"""Weights laid side by side in memory, so that several can be read as one, and none is kept twice.
+"""Packed weights: several weights in one piece of memory, so that one product reads them all and none is stored twice.
 
-Each keeps a storage of its own, over its part: those who save models drop, or refuse, weights that have one in common.
+Each weight keeps a storage of its own, over its part of that memory: tools that save models drop, or refuse, weights that have
+a storage in common.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The storage of one packed weight.
+
+    Attributes:
+        storage: A weak reference; while there is one, no other storage has the same handle.
+        pack: A number that the weights which were packed together have in common.
+    """
+
+    storage: StorageWeakRef
+    pack: int
+
 
 _moves = 0
+# Handle of a storage -> the part that it is.
+_parts: dict[int, _Part] = {}
 # Kernels load vectors of so many bytes: each weight must begin at a multiple.
 ALIGN = 16
 
 
-def joined(weights: Sequence[Tensor]) -> Tensor | None:
-    """The rows of contiguous weights as one tensor over their memory, where each lies right behind the one before.
+def packed_view(weights: Sequence[Tensor]) -> Tensor | None:
+    """The rows of contiguous weights as one tensor over their memory, where each begins at the end of the one before.
 
     Args:
         weights: ``[rows, ...]`` each, alike but for the number of rows.
 
     Returns:
-        ``[all rows, ...]`` without a gradient, or None if they lie anywhere else.  It is there for as long as the weights are.
+        ``[all rows, ...]`` without a gradient, valid for as long as the weights live; None if the weights are not packed in
+        this order.
     """
     if any(one.data_ptr() + one.nbytes != other.data_ptr() for one, other in pairwise(weights)):
         return None
@@ -37,48 +57,102 @@ def joined(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def movable(weights: Sequence[Tensor]) -> bool:
-    """Whether nothing but these weights, all different, holds their memory: moving them frees it, and leaves nobody behind."""
+    """Whether these weights, all different, are the only tensors over their memory, so that moving them frees it."""
     if len({id(weight) for weight in weights}) < len(weights):
         return False
-    # CPU memory may be other processes' too; of a GPU's nobody knows.
+    # CPU memory may be shared with other processes; for GPU memory this cannot be found out.
     if any(weight.device.type == "cpu" and weight.untyped_storage().is_shared() for weight in weights):
         return False
     storages = Counter(weight.untyped_storage()._cdata for weight in weights)
     return all(_holders(weight) == storages[weight.untyped_storage()._cdata] for weight in weights)
 
 
-def join(weights: Sequence[Tensor]) -> Tensor:
-    """Lay weights side by side, each the same tensor object with the same values, and return :func:`joined` of them.
+def pack(weights: Sequence[Tensor]) -> Tensor:
+    """Move weights into one piece of memory, each the same tensor object with the same values.
 
-    For as long as this takes, these weights are in memory twice.
+    During the call these weights are in memory twice.
+
+    Args:
+        weights: ``[rows, ...]`` each, contiguous, alike but for the number of rows, and :func:`movable`.
+
+    Returns:
+        All of them as one tensor, as :func:`packed_view` gives it.
     """
     # Parameters that are no inference tensors must not become some.
     with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
         whole = torch.cat([weight.detach() for weight in weights])
-        if whole.is_cuda:  # the memory that is freed may belong to another stream
+        if whole.is_cuda:  # another stream may still read the memory that is freed
             torch.cuda.synchronize(whole.device)
         for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
-            weight.data = torch.from_dlpack(part)  # type: ignore[attr-defined]  # its storage holds the whole one's
-    global _moves
-    _moves += 1
+            weight.data = torch.from_dlpack(part)  # type: ignore[attr-defined]  # its storage keeps the whole alive
+    _count_move()
+    _forget_freed_parts()
+    for weight in weights:
+        storage = weight.untyped_storage()
+        _parts[storage._cdata] = _Part(StorageWeakRef(storage), _moves)  # type: ignore[no-untyped-call]
     return whole
 
 
+def unpack(weights: Iterable[Tensor]) -> None:
+    """Give packed weights memory of their own again, each the same tensor object with the same values.
+
+    At most the weights of one :func:`pack` are in memory twice at a moment.  Packed memory is freed once no tensor over it is
+    left; one that is not among those given, such as an entry of a state dict, stays where it is.
+
+    Args:
+        weights: Any tensors; those that are not packed stay as they are.
+    """
+    packs: dict[int, list[Tensor]] = defaultdict(list)
+    for weight in weights:
+        if (part := _part_of(weight)) is not None:
+            packs[part.pack].append(weight)
+    for members in packs.values():
+        with torch.inference_mode(members[0].is_inference()), torch.no_grad():
+            # One copy for each storage: parameters that were tied while they were packed stay tied.
+            storages = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in members}
+            copies = {handle: storage.clone() for handle, storage in storages.items()}  # type: ignore[no-untyped-call]
+            if members[0].is_cuda:  # another stream may still read the memory that is freed
+                torch.cuda.synchronize(members[0].device)
+            for weight in members:
+                copy = copies[weight.untyped_storage()._cdata]
+                empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
+                weight.data = empty.set_(copy, weight.storage_offset(), weight.shape, weight.stride())
+            storages.clear()
+        _count_move()
+    _forget_freed_parts()
+
+
+def _part_of(weight: Tensor) -> _Part | None:
+    if type(weight) is not nn.Parameter or weight.layout != torch.strided:
+        return None  # never packed, and may have no storage
+    return _parts.get(weight.untyped_storage()._cdata)
+
+
+def _forget_freed_parts() -> None:
+    for handle in [handle for handle, part in _parts.items() if part.storage.expired()]:  # type: ignore[no-untyped-call]
+        del _parts[handle]
+
+
+def _count_move() -> None:
+    global _moves
+    _moves += 1
+
+
 def moves() -> int:
-    """How often weights have been laid elsewhere in this process, of whatever model."""
+    """How often weights of any model have been moved in this process."""
     return _moves
 
 
 def _holders(tensor: Tensor) -> int:
     """Tensors over the memory of this one."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - _OURS
+    return torch._C._storage_Use_Count(storage._cdata) - _OWN_REFERENCES
 
 
 def _own_references() -> int:
-    storage = torch.empty(1).untyped_storage()  # its tensor is gone
+    storage = torch.empty(1).untyped_storage()  # no tensor is left over it
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-# What our asking adds to the count.
-_OURS = _own_references()
+# What the question itself adds to the count.
+_OWN_REFERENCES = _own_references()

@@ -1,4 +1,4 @@
-"""A PrefixCache as one attention layer sees it."""
+"""A TreeCache as one attention layer sees it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 import prefixkit.attention.ops  # noqa: F401 - registers torch.ops.prefixkit
-from prefixkit.models.cache import PrefixCache
+from prefixkit.models.cache import TreeCache
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.variants import register_variant
 
 
 class CacheLayer:
-    """One layer's part of a :class:`PrefixCache`, for the length of one forward call.
+    """One layer's part of a :class:`TreeCache`, for the length of one forward call.
 
     The original attention ``forward`` receives it as its cache and calls :meth:`update`; then our attention function
     calls :meth:`attend`.  It exists during the call only, so a failed call leaves nothing behind.
@@ -22,10 +22,10 @@ class CacheLayer:
 
     __slots__ = ("appended", "cache", "index")
 
-    def __init__(self, cache: PrefixCache, index: int) -> None:
+    def __init__(self, cache: TreeCache, index: int) -> None:
         if not 0 <= index < len(cache.attended):
             raise ValueError(
-                f"PrefixCache: layer {index} of the model asked for KV, but the pool was made for "
+                f"TreeCache: layer {index} of the model asked for KV, but the pool was made for "
                 f"{len(cache.attended)} layers; make it with KVPool(kv_spec(model), ...)"
             )
         self.cache = cache
@@ -39,7 +39,7 @@ class CacheLayer:
         pool, step = self.cache.pool, self.cache.step
         if layer_idx != self.index or self.appended or self.cache.attended[self.index]:
             raise IncompleteStep(
-                f"PrefixCache: layer {self.index} wrote KV twice in one step, or wrote for layer {layer_idx}; each "
+                f"TreeCache: layer {self.index} wrote KV twice in one step, or wrote for layer {layer_idx}; each "
                 "attention layer must run once a step, on KV of its own"
             )
         spec = pool.spec
@@ -47,7 +47,7 @@ class CacheLayer:
         for name, states in (("keys", key_states), ("values", value_states)):
             if states.shape != expected or states.dtype != spec.dtype:
                 raise ValueError(
-                    f"PrefixCache: layer {self.index} made {name} of shape {tuple(states.shape)} {states.dtype}, "
+                    f"TreeCache: layer {self.index} made {name} of shape {tuple(states.shape)} {states.dtype}, "
                     f"but the step and the pool take {expected} {spec.dtype} (batch, KV heads, tokens, head_dim); "
                     "make the pool with KVPool(kv_spec(model), ...) and call model(**cache.inputs())"
                 )
@@ -61,7 +61,7 @@ class CacheLayer:
         """Attend over the tree: ``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]`` in the same dtype."""
         if not self.appended:
             raise IncompleteStep(
-                f"PrefixCache: layer {self.index} attends without KV of its own; layers that share KV are not supported"
+                f"TreeCache: layer {self.index} attends without KV of its own; layers that share KV are not supported"
             )
         pool, step = self.cache.pool, self.cache.step
         out: Tensor = torch.ops.prefixkit.tree_attention(
@@ -86,7 +86,7 @@ class CacheLayer:
         return self.cache.variants[asked]
 
     def check_mask(self, attention_mask: Tensor | None) -> None:
-        """Check that the mask is the one of ``PrefixCache.inputs()``; a tree can honour no other.
+        """Check that the mask is the one of ``TreeCache.inputs()``; a tree can honour no other.
 
         Raises:
             ValueError: it is not.
@@ -94,7 +94,7 @@ class CacheLayer:
         if attention_mask is None or attention_mask.numel():
             given = "no attention mask" if attention_mask is None else f"a mask of shape {tuple(attention_mask.shape)}"
             raise ValueError(
-                f"PrefixCache: layer {self.index} got {given} instead of the empty one of cache.inputs(). A tree "
+                f"TreeCache: layer {self.index} got {given} instead of the empty one of cache.inputs(). A tree "
                 "has no padding, so a mask would be ignored: leave padding tokens out of the tree and call "
                 "model(**cache.inputs())"
             )
@@ -110,6 +110,6 @@ class CacheLayer:
             return
         if not torch.equal(position_ids.reshape(-1), step.positions):
             raise ValueError(
-                "PrefixCache: the model ran with position_ids other than the step's, so its position embeddings "
+                "TreeCache: the model ran with position_ids other than the step's, so its position embeddings "
                 "are wrong; call model(**cache.inputs())"
             )

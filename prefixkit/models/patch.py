@@ -11,12 +11,13 @@ from torch import nn
 
 from prefixkit.models.attention import is_tree_class, original_class, tree_class
 from prefixkit.models.families import attention_layers
+from prefixkit.models.joint import unpack
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch(model: Model) -> Model:
-    """Let ``model`` attend over a prefix tree whenever its ``past_key_values`` is a :class:`PrefixCache`.
+    """Let ``model`` attend over a prefix tree whenever its ``past_key_values`` is a :class:`TreeCache`.
 
     Only the classes of the attention modules change, to subclasses of themselves.  Parameters, state dict, config,
     hooks and adapters stay, and with any other cache the model computes exactly what it did before.
@@ -46,6 +47,10 @@ def patch(model: Model) -> Model:
 def unpatch(model: Model) -> Model:
     """Undo :func:`patch` and leave no trace; a model that is not patched stays as it is.
 
+    Compiled layers pack the weights of q, k and v into one piece of memory.  Each weight gets memory of its own again: the
+    same Parameter object with the same values, dtype, device and ``requires_grad``, and nothing of the packed memory stays
+    allocated.  At most q, k and v of one layer are in memory twice at a moment.
+
     Returns:
         The same model.
 
@@ -54,8 +59,8 @@ def unpatch(model: Model) -> Model:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: expected a model, got {type(model).__name__}")
-    for module in _patched_modules(model):
-        _become(module, original_class(module))
+    _restore(_patched_modules(model))
+    unpack(model.parameters())  # also those that an earlier call could not unpack for want of memory
     return model
 
 
@@ -72,13 +77,19 @@ def patched(model: Model) -> Iterator[Model]:
     try:
         yield model
     finally:
-        for module in _patched_modules(model):
-            if module not in before:
-                _become(module, original_class(module))
+        _restore([module for module in _patched_modules(model) if module not in before])
 
 
 def _patched_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_tree_class(type(module))]
+
+
+def _restore(modules: list[nn.Module]) -> None:
+    """Give modules their original classes, and their packed weights memory of their own."""
+    for module in modules:
+        _become(module, original_class(module))
+    for module in modules:
+        unpack(module.parameters())
 
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from prefixkit.attention.kv_pool import KVPool
 from prefixkit.attention.step import Step
-from prefixkit.models.cache import PrefixCache
+from prefixkit.models.cache import TreeCache
 from prefixkit.models.errors import NotPatched
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.patch import is_patched
@@ -60,7 +60,7 @@ class ModelRunner:
                 "logits_to_keep; load the model with AutoModelForCausalLM"
             )
         self.model = model
-        self.cache = PrefixCache(pool)
+        self.cache = TreeCache(pool)
         self.vocab_size = int(inner.config.get_text_config().vocab_size)
         _warn_of_moving_rotary(inner)
         self.compiled: CompiledLayers | None = None

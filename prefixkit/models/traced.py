@@ -69,9 +69,9 @@ class TracedLayer:
         return out[None]
 
     def check_mask(self, attention_mask: Tensor | None) -> None:
-        """Raise ValueError unless the mask is the empty one of ``PrefixCache.inputs()``."""
+        """Raise ValueError unless the mask is the empty one of ``TreeCache.inputs()``."""
         if attention_mask is None or attention_mask.numel():
-            raise ValueError("a layer got a mask other than the empty one of PrefixCache.inputs()")
+            raise ValueError("a layer got a mask other than the empty one of TreeCache.inputs()")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -19,7 +19,7 @@ from prefixkit.attention.kv_pool import KVPool
 from prefixkit.attention.step import Planner, Step, build_step, planner_for
 from prefixkit.generation.request import Request, SamplingParams
 from prefixkit.models import ModelRunner, kv_spec, query_heads
-from prefixkit.models.joint import joined
+from prefixkit.models.joint import packed_view
 from prefixkit.tree import PrefixTree
 from tests.gpu.test_model import model_of, prompts
 
@@ -159,7 +159,7 @@ def test_an_engine_with_compiled_layers_samples_what_the_model_is_sure_of(
     assert _sure_and_right(found, model, exact) > TOKENS, "too few sure tokens to say anything"
 
 
-def test_a_captured_step_is_the_compiled_one_bit_by_bit_over_joint_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_is_the_compiled_one_bit_by_bit_over_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
     torch._dynamo.reset()
     with prefixkit.patched(model_of(128, torch.bfloat16)) as model:
@@ -179,9 +179,9 @@ def test_a_captured_step_is_the_compiled_one_bit_by_bit_over_joint_weights(monke
         assert torch.equal(logits, expected)
         assert runner.addresses() == where
         for layer in model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            for parts in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]):
-                assert joined([part.weight for part in parts]) is not None
+            attention = layer.self_attn
+            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+            assert packed_view([part.weight for part in parts]) is not None
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.parameters()}
     assert sum(storages.values()) == sum(parameter.nbytes for parameter in model.parameters()), "nothing is there twice"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
-from prefixkit.models import NotPatched, patch
+from prefixkit.models import NotPatched, patch, unpatch
 from prefixkit.models.attention import original_class, tree_class
 
 
@@ -142,3 +146,40 @@ def test_one_class_is_made_for_each_original(tiny):
     model, other = patch(tiny()), patch(tiny())
     a, b = model.model.layers[0].self_attn, other.model.layers[1].self_attn
     assert type(a) is type(b) is tree_class(original_class(a))
+
+
+@contextmanager
+def class_level_forward(cls, factor):
+    """In this block every module of class ``cls`` returns ``factor`` times what it returned before."""
+    before = cls.forward
+
+    def forward(self, *args, **kwargs):
+        output = before(self, *args, **kwargs)
+        return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
+
+    cls.forward = forward
+    try:
+        yield
+    finally:
+        cls.forward = before
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["plain", "accelerate hooks"])
+def test_a_forward_given_to_the_class_after_the_patch_is_the_one_that_runs(hooks, tiny, drive, dense_logits, rng):
+    """Over a tree and with any other cache, and no longer than the class has it."""
+    model, tokens = tiny(), rng.integers(3, 128, 9).tolist()
+    plain = dense_logits(model, tokens)
+    patched = drive(model).model
+    if hooks:
+        for layer in patched.model.layers:
+            add_hook_to_module(layer.self_attn, ModelHook())
+    with class_level_forward(LlamaAttention, 3.0):
+        expected = dense_logits(model, tokens)
+        assert not torch.allclose(expected, plain, atol=1e-2)
+        assert torch.equal(dense_logits(patched, tokens), expected)
+        run = drive(patched)
+        run.tree.insert(tokens)
+        run.run()
+        assert torch.allclose(run.logits_of(tokens), expected, atol=1e-4)
+    assert torch.equal(dense_logits(patched, tokens), plain)
+    assert torch.equal(dense_logits(unpatch(patched), tokens), plain)

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
+from transformers.models.llama import modeling_llama
 
 import prefixkit.models.compiled as compiled_module
 from prefixkit.models import IncompleteStep, ModelRunner, is_patched, patch, unpatch
 from prefixkit.models.attention import original_class
+from tests.models.test_attention import class_level_forward
 
 
 class Decode:
@@ -130,6 +132,19 @@ def test_weights_and_modules_that_change_are_seen(traced, tiny, drive, rng):
     after = runner(step)
     assert not torch.allclose(before, after)
     assert torch.equal(after, decode.driver.runner(step))
+
+
+@pytest.mark.parametrize("name", ["LlamaAttention", "LlamaDecoderLayer", "LlamaMLP"])
+def test_a_forward_given_to_a_class_later_is_seen(name, traced, tiny, drive, rng):
+    """By layers that are compiled, and by those that run as they are because no compiled step is asked for."""
+    decode = Decode(drive, tiny(), rng)
+    runner, step = decode.runner(), decode.step()
+    before = runner(step)
+    with class_level_forward(getattr(modeling_llama, name), 3.0):
+        after = runner(step)
+        assert not torch.allclose(after, before)
+        assert torch.equal(after, decode.driver.runner(step))
+    assert torch.equal(runner(step), before)
 
 
 def test_sinks_are_not_compiled_and_a_warning_says_why(traced, tiny, drive, rng, caplog):

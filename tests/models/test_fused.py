@@ -1,4 +1,4 @@
-"""Products of one input as one: the same values of the same parameters, which lie side by side and never twice."""
+"""Products of one input as one over packed weights: the same values of the same parameters, in memory once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
 import prefixkit.models.fused as fused_module
-from prefixkit.models.fused import fused
-from prefixkit.models.joint import join, joined, movable
+from prefixkit.models.fused import compile_packed
+from prefixkit.models.joint import movable, pack, packed_view
 from tests.models.conftest import TreeDriver, make_model
 from tests.models.test_compiled import Decode
 
@@ -36,6 +36,11 @@ class Heads(nn.Module):
         return [part.weight for part in self.parts]
 
 
+def is_output(node):
+    """Every product that counts is packed, not only those which prefixkit's ops read."""
+    return node.op == "output"
+
+
 class Compiler:
     """Runs graphs as they are, and keeps them."""
 
@@ -47,9 +52,9 @@ class Compiler:
         self.graphs.append(graph)
         return graph.forward
 
-    def of(self, function):
+    def of(self, function, backend=None):
         torch._dynamo.reset()
-        backend = functools.partial(fused, compiler=self)
+        backend = backend or functools.partial(compile_packed, compiler=self, reads=is_output)
         made = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
         return torch.inference_mode()(lambda *args: made(*args))
 
@@ -108,12 +113,32 @@ def test_products_of_one_input_are_one_product_of_the_same_parameters(bias, comp
         same, value = before[name]
         assert parameter is same and parameter.requires_grad and parameter.is_leaf and not parameter.is_inference()
         assert torch.equal(parameter, value) and parameter.stride() == value.stride()
-    assert joined(module.weights()).shape == (48, WIDTH)
-    assert not bias or joined([part.bias for part in module.parts]).shape == (48,)
-    assert joined([*module.weights(), module.last.weight]) is None
+    assert packed_view(module.weights()).shape == (48, WIDTH)
+    assert not bias or packed_view([part.bias for part in module.parts]).shape == (48,)
+    assert packed_view([*module.weights(), module.last.weight]) is None
     assert storage_bytes(module) == size
     module(x).sum().backward()
     assert all(parameter.grad.shape == parameter.shape for parameter in module.parameters())
+
+
+def test_only_products_that_certain_nodes_read_are_packed(compiler, rng):
+    """Here those that a sine reads.  In whole numbers, where float32 is exact."""
+    parts, x = nn.ModuleList(nn.Linear(WIDTH, 8, bias=False) for _ in range(4)), input_of(rng).mul(9).round()
+    for part in parts:
+        part.weight.data = torch.from_numpy(rng.integers(-9, 9, (8, WIDTH))).float()
+
+    def function(x):
+        made = [part(x) for part in parts]
+        return torch.sin(made[0] * 2 + made[3]), made[1] + made[2]
+
+    with torch.inference_mode():
+        expected = function(x)
+    backend = functools.partial(compile_packed, compiler=compiler, reads=lambda node: "sin" in node.name)
+    found = compiler.of(function, backend)(x)
+    assert compiler.products == [3]
+    assert packed_view([parts[0].weight, parts[3].weight]) is not None
+    assert packed_view([parts[1].weight, parts[2].weight]) is None
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_layers_that_share_a_graph_have_their_own_weights(compiler, rng):
@@ -123,7 +148,7 @@ def test_layers_that_share_a_graph_have_their_own_weights(compiler, rng):
         for module in modules:
             assert not unlike(module, x, function(module, x)).any()
     assert compiler.products == [2]
-    assert len({joined(module.weights()).data_ptr() for module in modules}) == 3
+    assert len({packed_view(module.weights()).data_ptr() for module in modules}) == 3
 
 
 def test_another_number_of_rows_moves_nothing_again(compiler, rng):
@@ -137,15 +162,15 @@ def test_another_number_of_rows_moves_nothing_again(compiler, rng):
     assert [weight.data_ptr() for weight in module.weights()] == at
 
 
-def test_weights_that_were_exchanged_are_laid_side_by_side_again(compiler, rng):
+def test_weights_that_were_exchanged_are_packed_again(compiler, rng):
     module, x = Heads(), input_of(rng)
     function = compiler.of(module)
     function(x)
     module.parts[1].weight.data = torch.randn(8, WIDTH)
     module.parts[2].weight = nn.Parameter(torch.randn(16, WIDTH))
-    assert joined(module.weights()) is None
+    assert packed_view(module.weights()) is None
     assert not unlike(module, x, function(x)).any()
-    assert joined(module.weights()) is not None
+    assert packed_view(module.weights()) is not None
     with torch.no_grad():
         module.parts[0].weight.mul_(2)
     assert not unlike(module, x, function(x)).any()
@@ -211,7 +236,7 @@ def test_parts_that_no_vector_load_could_begin_with_stay_apart(compiler, rng):
     function, x = compiler.of(module), input_of(rng)
     assert not unlike(module, x, function(x)).any()
     assert compiler.products == [3]
-    assert joined([module.parts[0].weight, module.parts[2].weight]) is not None
+    assert packed_view([module.parts[0].weight, module.parts[2].weight]) is not None
 
 
 @pytest.mark.parametrize(("rows", "products"), [(128, [2]), (129, [3]), (385, [4])])
@@ -225,14 +250,14 @@ def test_products_that_fill_a_gpu_stay_apart(rows, products, compiler, rng, monk
     assert compiler.products == products
 
 
-def test_weights_that_lie_side_by_side_already_stay_where_they_are(compiler, rng):
+def test_weights_that_are_packed_already_stay_where_they_are(compiler, rng):
     module, x = Heads(), input_of(rng)
-    join(module.weights())
-    whole, held = joined(module.weights()), _held(module)
+    pack(module.weights())
+    whole, held = packed_view(module.weights()), _held(module)
     assert not movable(module.weights())
     assert not unlike(module, x, compiler.of(module)(x)).any()
     assert compiler.products == [2]
-    assert joined(module.weights()).data_ptr() == whole.data_ptr() == held[0].data_ptr()
+    assert packed_view(module.weights()).data_ptr() == whole.data_ptr() == held[0].data_ptr()
 
 
 def test_a_later_layer_that_cannot_be_moved_is_right_all_the_same(compiler, rng, caplog):
@@ -243,10 +268,10 @@ def test_a_later_layer_that_cannot_be_moved_is_right_all_the_same(compiler, rng,
     for _ in range(2):
         assert not unlike(second, x, function(second, x)).any()
     assert [record.levelname for record in caplog.records if "share their memory" in record.getMessage()] == ["WARNING"]
-    assert joined(second.weights()) is None
+    assert packed_view(second.weights()) is None
     del held
     function(second, x)
-    assert joined(second.weights()) is not None, "now they can"
+    assert packed_view(second.weights()) is not None, "now they can"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +315,7 @@ def test_a_triton_kernel_of_the_model_may_write_its_input():
     graph.call_function(triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "kwargs": {"x": x}})
     graph.output((first, graph.call_function(linear, (x, weights[1]))))
     given = {weight: nn.Parameter(torch.randn(8, WIDTH)) for weight in weights}
-    assert fused_module._groups(graph, given) == []
+    assert fused_module._groups(graph, given, is_output) == []
 
 
 def test_what_no_part_of_a_product_can_be_used_for_stays_as_it_was(rng):
@@ -301,10 +326,12 @@ def test_what_no_part_of_a_product_can_be_used_for_stays_as_it_was(rng):
         return [part(x).view(-1, 8) for part in module.parts]
 
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend=functools.partial(fused, compiler=aot_eager), fullgraph=True)
+    compiled = torch.compile(
+        function, backend=functools.partial(compile_packed, compiler=aot_eager, reads=is_output), fullgraph=True
+    )
     with torch.inference_mode():
         assert [torch.equal(*pair) for pair in zip(compiled(x), function(x), strict=True)] == [True] * 3
-    assert joined(module.weights()) is None
+    assert packed_view(module.weights()) is None
 
 
 def test_a_graph_may_have_no_inputs_but_weights(compiler):
@@ -337,13 +364,13 @@ def test_parameters_born_in_inference_mode_stay_what_they_are(compiler, rng):
 
 
 def groups_of(model):
-    """Of each decoder layer the projections that lie side by side with the next one."""
+    """Of each decoder layer the projections whose weight is packed with that of the next one."""
     return [
         [
             f"{a.split('.')[-1]} {b.split('.')[-1]}"
             for (a, first), (b, second) in itertools.pairwise(layer.named_modules())
             if isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
-            if joined([first.weight, second.weight]) is not None
+            if packed_view([first.weight, second.weight]) is not None
         ]
         for layer in model.model.layers
     ]
@@ -352,15 +379,15 @@ def groups_of(model):
 @pytest.mark.parametrize(
     ("family", "groups"),
     [
-        ("llama", ["q_proj k_proj", "k_proj v_proj", "gate_proj up_proj"]),
-        ("qwen2", ["q_proj k_proj", "k_proj v_proj", "gate_proj up_proj"]),
-        ("cohere", ["q_proj k_proj", "k_proj v_proj", "gate_proj up_proj"]),  # its mlp has the same input
-        ("olmo", ["q_proj k_proj", "k_proj v_proj", "gate_proj up_proj"]),  # clamps them in place
+        ("llama", ["q_proj k_proj", "k_proj v_proj"]),
+        ("qwen2", ["q_proj k_proj", "k_proj v_proj"]),
+        ("cohere", ["q_proj k_proj", "k_proj v_proj"]),  # its gate and up have the same input
+        ("olmo", ["q_proj k_proj", "k_proj v_proj"]),  # clamps them in place
         ("phi3", []),
         ("mixtral", ["q_proj k_proj", "k_proj v_proj"]),
     ],
 )
-def test_layers_of_a_model_share_a_product_where_it_has_several(family, groups, traced, rng):
+def test_query_key_and_value_projections_of_a_model_are_packed_and_no_others(family, groups, traced, rng):
     decode = Decode(TreeDriver, make_model(family), rng)
     model = decode.driver.model
     before, size = copy.deepcopy(model.state_dict()), storage_bytes(model)

@@ -1,4 +1,4 @@
-"""Weights side by side: which may be moved, and that whoever copies, saves or loads a model finds each of them once."""
+"""Packed weights: which may be moved, and that copying, saving and loading a model finds each of them once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_model
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import prefixkit.models.compiled as compiled_module
-from prefixkit.models import unpatch
-from prefixkit.models.joint import movable
+from prefixkit.models import is_patched, patch, patched, unpatch
+from prefixkit.models.joint import movable, moves, pack, packed_view, unpack
 from tests.models.conftest import TreeDriver, make_model
 from tests.models.test_compiled import Decode
 from tests.models.test_fused import groups_of, storage_bytes
@@ -28,11 +30,11 @@ def weights():
     return [nn.Parameter(torch.randn(4, 8)) for _ in range(3)]
 
 
-def test_weights_that_nobody_else_holds(weights):
+def test_weights_that_no_other_tensor_holds(weights):
     assert movable(weights)
 
 
-def test_weights_that_somebody_else_holds(weights):
+def test_weights_that_another_tensor_holds(weights):
     held = weights[1].detach()
     assert not movable(weights)
     del held
@@ -40,7 +42,7 @@ def test_weights_that_somebody_else_holds(weights):
 
 
 def test_a_weight_cannot_lie_in_two_places(weights):
-    """Counted twice, it would make up for whoever else holds it."""
+    """Counted twice, it would hide another tensor that holds its memory."""
     held = weights[0].detach()
     assert not movable([weights[0], *weights])
     del held
@@ -50,6 +52,99 @@ def test_a_weight_cannot_lie_in_two_places(weights):
 def test_memory_that_other_processes_share_stays(weights):
     weights[2].data.share_memory_()
     assert not movable(weights)
+
+
+def test_unpacked_weights_own_their_memory_and_none_of_the_packed_one_is_left(weights):
+    weights[1].requires_grad_(False)
+    before = [(weight.detach().clone(), weight.requires_grad) for weight in weights]
+    whole = StorageWeakRef(pack(weights).untyped_storage())
+    unpack(weights)
+    assert whole.expired()
+    assert packed_view(weights) is None
+    assert movable(weights), "no other tensor holds their memory"
+    for weight, (value, requires_grad) in zip(weights, before, strict=True):
+        assert torch.equal(weight, value) and weight.stride() == value.stride()
+        assert weight.dtype == value.dtype and weight.requires_grad == requires_grad and weight.is_leaf
+        assert weight.untyped_storage().nbytes() == weight.nbytes and weight.storage_offset() == 0
+        assert weight.untyped_storage().resizable(), "as memory that torch allocates is"
+    at = [weight.data_ptr() for weight in weights]
+    unpack(weights)
+    assert [weight.data_ptr() for weight in weights] == at, "those that are not packed stay"
+
+
+def test_parameters_born_in_inference_mode_are_unpacked_as_such():
+    with torch.inference_mode():
+        weights = [nn.Parameter(torch.randn(4, 8)) for _ in range(2)]
+    pack(weights)
+    unpack(weights)
+    assert packed_view(weights) is None
+    assert all(weight.is_inference() for weight in weights)
+
+
+def test_parameters_that_were_tied_while_packed_stay_tied(weights):
+    pack(weights)
+    tied = nn.Parameter(weights[0].data)
+    unpack([*weights, tied])
+    with torch.no_grad():
+        tied.fill_(3.0)
+    assert (weights[0] == 3.0).all()
+
+
+def test_weights_that_were_moved_since_stay_where_they_are(weights):
+    pack(weights)
+    weights[1].data = torch.zeros(4, 8)
+    at = weights[1].data_ptr()
+    unpack(weights)
+    assert weights[1].data_ptr() == at
+    assert all(movable([weight]) for weight in weights)
+
+
+def test_moves_are_counted_so_that_graphs_are_captured_again(weights):
+    before = moves()
+    pack(weights)
+    assert moves() == before + 1
+    unpack(weights)
+    assert moves() == before + 2
+
+
+class Copies(TorchDispatchMode):
+    """Bytes of the storages that operations meet for the first time in this block, for as long as they live."""
+
+    def __init__(self, known, on_operation):
+        super().__init__()
+        self.known, self.on_operation, self.met = known, on_operation, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in (result, *args):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                storage = tensor.untyped_storage()
+                self.met[storage._cdata] = StorageWeakRef(storage)
+                self.sizes[storage._cdata] = storage.nbytes()
+        self.on_operation()
+        return result
+
+    sizes: dict = {}
+
+    def bytes(self):
+        return sum(self.sizes[handle] for handle, ref in self.met.items() if not ref.expired())
+
+
+def test_one_pack_at_most_is_in_memory_twice_while_weights_are_unpacked():
+    """Whatever the order in which the weights come."""
+    packs = [[nn.Parameter(torch.randn(4, 8)) for _ in range(3)] for _ in range(5)]
+    wholes = [StorageWeakRef(pack(weights).untyped_storage()) for weights in packs]
+    size = sum(weight.nbytes for weight in packs[0])
+    in_memory = []
+    copies = Copies(
+        {weight.untyped_storage()._cdata for weights in packs for weight in weights},
+        lambda: in_memory.append(copies.bytes() + size * sum(not whole.expired() for whole in wholes)),
+    )
+    with copies:
+        unpack([weights[number] for number in range(3) for weights in packs])
+    assert all(whole.expired() for whole in wholes)
+    assert copies.bytes() == 5 * size, "the copies are what the weights lie in now"
+    assert max(in_memory) == 6 * size
 
 
 # -- models --------------------------------------------------------------------------------------------------------------------
@@ -64,7 +159,7 @@ def llama():
         decode = Decode(TreeDriver, make_model("llama"), np.random.default_rng(1))
         runner, step = decode.runner(), decode.step()
         logits = runner(step)
-        assert all(len(groups) == 3 for groups in groups_of(decode.driver.model))
+        assert all(len(groups) == 2 for groups in groups_of(decode.driver.model))
         yield decode.driver.model, runner, step, logits
 
 
@@ -76,7 +171,7 @@ def test_a_copy_has_memory_of_its_own(llama):
         assert all(torch.equal(theirs[name], ours[name]) for name in ours)
         assert not _storages(theirs) & _storages(ours)
         assert storage_bytes(duplicate) == size
-    assert len(_saved(model)) < len(_saved(copy.deepcopy(model))) + 1000, "what lies side by side is written once"
+    assert len(_saved(model)) < len(_saved(copy.deepcopy(model))) + 1000, "packed memory is written once"
 
 
 def _storages(tensors):
@@ -98,18 +193,18 @@ def test_a_pickle_computes_the_same_and_moves_its_weights_too(llama, traced, rng
     decode = Decode(TreeDriver, pickle.loads(pickle.dumps(model)), rng)
     step = decode.step()
     assert torch.equal(decode.runner()(step), decode.driver.runner(step))
-    assert all(len(groups) == 3 for groups in groups_of(decode.driver.model))
+    assert all(len(groups) == 2 for groups in groups_of(decode.driver.model))
     assert storage_bytes(decode.driver.model) == storage_bytes(model)
 
 
-def test_whoever_saves_a_model_finds_each_weight(llama, tmp_path):
-    """Even those who take weights with one storage for the same weight."""
+def test_a_saved_model_has_each_weight_whatever_tool_saves_it(llama, tmp_path):
+    """Even a tool that takes weights with one storage for the same weight."""
     model, _, _, _ = llama
     Accelerator(cpu=True).save_model(model, tmp_path / "accelerate")
     save_model(model, tmp_path / "model.safetensors")
     for place in (tmp_path / "accelerate" / "model.safetensors", tmp_path / "model.safetensors"):
         assert load_file(place).keys() == dict(model.named_parameters()).keys()
-    weight = model.model.layers[0].mlp.up_proj.weight
+    weight = model.model.layers[0].self_attn.k_proj.weight
     assert len(pickle.dumps(weight)) < weight.nbytes + 1000, "and nothing beside it"
 
 
@@ -139,12 +234,12 @@ def test_a_state_dict_loads_in_place_and_is_seen(llama):
     assert [parameter.data_ptr() for parameter in model.parameters()] == at
 
 
-def test_a_model_that_was_converted_is_laid_out_again(llama):
+def test_a_model_that_was_converted_is_packed_again(llama):
     model, runner, step, logits = llama
     model.double().float()
     assert all(not groups for groups in groups_of(model))
     assert torch.equal(runner(step), logits)
-    assert all(len(groups) == 3 for groups in groups_of(model))
+    assert all(len(groups) == 2 for groups in groups_of(model))
 
 
 def test_addresses_tell_of_weights_that_moved_and_of_no_others(llama):
@@ -162,6 +257,58 @@ def test_addresses_tell_of_weights_that_moved_and_of_no_others(llama):
         change()
         assert runner.addresses() != before
         before = runner.addresses()
+
+
+def test_unpatch_gives_every_weight_its_own_memory_back(traced, rng, tmp_path):
+    decode = Decode(TreeDriver, make_model("qwen2"), rng)  # with biases
+    model = decode.driver.model
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    at, size = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}, storage_bytes(model)
+    model.save_pretrained(tmp_path / "before")
+    decode.runner()(decode.step())
+    moved = [name for name, parameter in model.named_parameters() if parameter.data_ptr() != at[name]]
+    assert len(moved) == 12, "weights and biases of q, k and v in both layers"
+    packed = [StorageWeakRef(model.get_parameter(name).untyped_storage()) for name in moved]
+    at = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    unpatch(model)
+    assert not is_patched(model)
+    assert all(storage.expired() for storage in packed)
+    assert groups_of(model) == [[], []]
+    for name, parameter in model.named_parameters():
+        same, value = before[name]
+        assert parameter is same and torch.equal(parameter, value) and parameter.dtype == value.dtype
+        assert parameter.requires_grad and parameter.is_leaf and not parameter.is_inference()
+        assert parameter.stride() == value.stride() and parameter.storage_offset() == 0
+        assert (parameter.data_ptr() == at[name]) == (name not in moved), "no other weight is touched"
+        if name in moved:
+            assert movable([parameter]) and parameter.untyped_storage().nbytes() == parameter.nbytes
+    assert storage_bytes(model) == size
+    model.save_pretrained(tmp_path / "after")
+    for path in (tmp_path / "before").iterdir():
+        assert (tmp_path / "after" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_model_may_be_patched_compiled_and_unpatched_again(traced, rng):
+    decode = Decode(TreeDriver, make_model("llama"), rng)
+    model = decode.driver.model
+    runner, step = decode.runner(), decode.step()
+    expected, where = runner(step), runner.addresses()
+    patch(unpatch(model))
+    assert runner.addresses() != where, "graphs over the packed weights must not be replayed"
+    assert torch.equal(decode.runner()(step), expected)
+    assert all(len(groups) == 2 for groups in groups_of(model))
+
+
+def test_the_context_manager_unpacks_what_was_packed_in_its_block(traced, rng):
+    decode = Decode(TreeDriver, make_model("llama"), rng)
+    model, step = unpatch(decode.driver.model), decode.step()
+    with patched(model):
+        decode.runner()(step)
+        assert all(len(groups) == 2 for groups in groups_of(model))
+        with patched(model):
+            pass
+        assert all(len(groups) == 2 for groups in groups_of(model)), "it was patched before"
+    assert groups_of(model) == [[], []]
 
 
 def test_an_unpatched_model_computes_and_learns_as_before(traced, rng):

@@ -1,0 +1,72 @@
+"""What prefixkit needs of transformers, probed once when ``prefixkit.models`` is imported."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+
+from packaging.version import InvalidVersion, Version
+
+MINIMUM = "5.17"
+
+# Parts of transformers that the patch works through and that no documentation promises: attribute paths.
+_RELIED_ON = (
+    "AttentionInterface.register",  # the attention function of patched layers
+    "AttentionInterface.get_interface",  # attention classes find it by the name in their config,
+    "PreTrainedConfig._attn_implementation",  # which is this attribute of it
+    "AttentionMaskInterface.register",  # a name without a mask function would drop the mask silently
+    "Cache.update",
+    "Cache.get_seq_length",
+    "Cache.get_mask_sizes",
+)
+
+
+class UnsupportedTransformers(ImportError):
+    """The installed transformers is too old, or lacks something that prefixkit relies on."""
+
+
+def check_version(found: str) -> None:
+    """Check a version of transformers.
+
+    Args:
+        found: As in ``transformers.__version__``.
+
+    Raises:
+        UnsupportedTransformers: it is below :data:`MINIMUM`, a pre-release of which counts as below, or no version at all.
+    """
+    try:
+        if Version(found) >= Version(MINIMUM):
+            return
+    except InvalidVersion:
+        pass
+    raise UnsupportedTransformers(
+        f"prefixkit needs transformers {MINIMUM} or later, found {found}; run: pip install -U 'transformers>={MINIMUM}'"
+    )
+
+
+def check_transformers(transformers: ModuleType) -> None:
+    """Check the version of an imported transformers, and that it has what prefixkit relies on.
+
+    Raises:
+        UnsupportedTransformers: it does not; the message says what is missing and how to install another version.
+    """
+    check_version(transformers.__version__)
+    missing = [path for path in _RELIED_ON if not _has(transformers, path)]
+    if not missing and "layers" not in inspect.signature(transformers.Cache.__init__).parameters:
+        missing = ["Cache(layers=...)"]
+    if missing:
+        raise UnsupportedTransformers(
+            f"prefixkit needs {', '.join(missing)} of transformers, which the installed {transformers.__version__} does not "
+            f"have; run: pip install 'transformers>={MINIMUM}' with a version that prefixkit has been tested with, and "
+            "report this"
+        )
+
+
+def _has(module: ModuleType, path: str) -> bool:
+    found: object = module
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            return False
+    return True
