@@ -10,58 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 import prefixkit
-from prefixkit.cli import app
 from prefixkit.commands import demo as demo_command
+from tests.command_line import byte_tokenizer, lines, run
 from tests.tiny import tiny_llama
-
-CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
-END, PAD = "<|end|>", "<|pad|>"
-
-
-def byte_tokenizer(chat):
-    """A byte-level tokenizer without merges; its end of text is the tiny model's."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=PAD)
-    tokenizer.chat_template = CHAT if chat else None
-    return tokenizer
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    """The same model with a chat template, and without."""
-    found = {}
-    for name in ("chat", "plain"):
-        found[name] = tmp_path_factory.mktemp(name)
-        tiny_llama().save_pretrained(found[name])
-        byte_tokenizer(chat=name == "chat").save_pretrained(found[name])
-    return found
-
-
-@pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    texts = {"a": "def one():", "b": "def two():", 3: "while True:"}
-    path.write_text("".join(json.dumps({"id": key, "prompt": text}) + "\n" for key, text in texts.items()))
-    return path
-
-
-def run(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 class TestSample:
