@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from prefixkit.commands.errors import reported
+from prefixkit.commands.terminal import terminal
 
 app = typer.Typer(
     help="Sample many sequences that share prefixes, each shared piece computed, stored and read once.",
@@ -53,11 +55,11 @@ def demo(
     seed: Seed = 0,
 ) -> None:
     """Sample programs for four HumanEval problems from SmolLM2-135M (downloads 93 MB on first use)."""
-    with reported(Console(stderr=True)):
+    with reported(terminal(stderr=True)):
         from prefixkit.commands.demo import DemoOptions, run_demo
 
         options = DemoOptions(out=out, samples=samples, max_new_tokens=max_new_tokens, seed=seed)
-        run_demo(options, Console())
+        run_demo(options, terminal())
 
 
 @app.command()
@@ -91,10 +93,12 @@ def sample(
     out: Annotated[
         Path | None, typer.Option(help="JSONL file for the samples.  [default: standard output]", metavar="FILE")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that --out names.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the file that --out names, when the first sample is there.")
+    ] = False,
 ) -> None:
     """Sample continuations of prompts; each is written as it finishes."""
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
     with reported(console):
         from prefixkit.commands.prompts import Source
         from prefixkit.commands.sample import SampleOptions, run_sample
@@ -144,7 +148,7 @@ def inspect(
     most: Annotated[int, typer.Option(help="Children of a node to draw.")] = 10,
 ) -> None:
     """Draw what prompts share and say what that would save; loads no weights, runs nothing."""
-    with reported(Console(stderr=True)):
+    with reported(terminal(stderr=True)):
         from prefixkit.commands.inspect import InspectOptions, run_inspect
         from prefixkit.commands.prompts import Source
 
@@ -158,16 +162,16 @@ def inspect(
             dtype=dtype,
             most=most,
         )
-        run_inspect(options, Console())
+        run_inspect(options, terminal())
 
 
 @app.command()
 def env() -> None:
     """Versions, threads, devices and the backend in use: paste this into a report of a problem."""
-    with reported(Console(stderr=True)):
+    with reported(terminal(stderr=True)):
         from prefixkit.commands.env import run_env
 
-        run_env(Console())
+        run_env(terminal())
 
 
 @app.command()
@@ -177,10 +181,10 @@ def warmup(
     ] = None,
 ) -> None:
     """Compile the CUDA kernels ahead, so that nothing waits for them later."""
-    with reported(Console(stderr=True)):
+    with reported(terminal(stderr=True)):
         from prefixkit.commands.warmup import run_warmup
 
-        run_warmup(arch, Console())
+        run_warmup(arch, terminal())
 
 
 def main() -> None:
@@ -188,4 +192,7 @@ def main() -> None:
     # OpenMP threads that spin while they wait starve each other as soon as other work shares the cores: measured with two
     # threads on two busy cores, sampling was 5 to 9 times slower than with threads that sleep.  Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+            stream.reconfigure(errors="backslashreplace")  # where the terminal's encoding lacks a letter
     app()

@@ -10,16 +10,26 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The user's cache folder: ``$PREFIXKIT_CACHE``, or ``prefixkit`` in the platform's cache folder."""
-    if chosen := os.environ.get("PREFIXKIT_CACHE"):
-        return Path(chosen).expanduser()
+    """The user's cache folder: ``$PREFIXKIT_CACHE``, or ``prefixkit`` in the platform's cache folder.
+
+    Raises:
+        OSError: The system knows no home folder for the user, or for the one that ``$PREFIXKIT_CACHE`` names.
+    """
+    try:
+        chosen = os.environ.get("PREFIXKIT_CACHE")
+        return Path(chosen).expanduser() if chosen else _platform_cache() / "prefixkit"
+    except RuntimeError as error:  # pathlib's, where it looks for a home folder
+        raise OSError(
+            f"no place for the cache ({error}); set PREFIXKIT_CACHE to a folder that can be written"
+        ) from error
+
+
+def _platform_cache() -> Path:
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "prefixkit"
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def put(place: Path, content: bytes) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def parse_size(size: float | str, name: str = "kv_budget") -> int:
         name: The parameter or option it was given as, for messages.
 
     Raises:
-        ValueError: A string that is no positive number with one of these units, or a number that is not finite.
+        ValueError: A string that is no number with one of these units or below a byte, or a number that is not finite.
         TypeError: Neither a string nor a number.
     """
     looks = 'a size must look like "2GiB", "512MiB" or "1.5GB", or be a number of bytes'
@@ -52,9 +53,10 @@ def parse_size(size: float | str, name: str = "kv_budget") -> int:
             raise ValueError(f"{name}: {looks}, got {size}")
         return int(size)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-    if found is None or found[2].upper() not in _UNITS or float(found[1]) == 0:
+    number = 0 if found is None else int(Fraction(found[1]) * _UNITS.get(found[2].upper(), 0))
+    if number < 1:
         raise ValueError(f'{name}: {looks}, got "{size}"')
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return number
 
 
 def prefill_chunk_for(device: torch.device) -> int:

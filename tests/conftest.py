@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +22,23 @@ def num_forests(request: pytest.FixtureRequest) -> int:
     """How many random forests to try."""
     count: int = request.config.getoption("--forests")
     return count
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same tiny model with a chat template ("chat") and without ("plain"), as folders; read-only."""
+    from tests.command_line import save_model
+
+    found = {name: tmp_path_factory.mktemp(name) for name in ("chat", "plain")}
+    for name, folder in found.items():
+        save_model(folder, chat=name == "chat")
+    return found
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Three prompts as JSONL; two of them share four tokens."""
+    path = tmp_path / "prompts.jsonl"
+    texts: dict[str | int, str] = {"a": "def one():", "b": "def two():", 3: "while True:"}
+    path.write_text("".join(json.dumps({"id": key, "prompt": text}) + "\n" for key, text in texts.items()))
+    return path

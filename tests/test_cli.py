@@ -10,41 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import prefixkit
-from prefixkit.cli import app
 from prefixkit.commands import demo as demo_command
+from tests.command_line import lines, run
 from tests.tiny import byte_tokenizer, tiny_llama
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    """The same model with a chat template, and without."""
-    found = {}
-    for name in ("chat", "plain"):
-        found[name] = tmp_path_factory.mktemp(name)
-        tiny_llama().save_pretrained(found[name])
-        byte_tokenizer(chat=name == "chat").save_pretrained(found[name])
-    return found
-
-
-@pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    texts = {"a": "def one():", "b": "def two():", 3: "while True:"}
-    path.write_text("".join(json.dumps({"id": key, "prompt": text}) + "\n" for key, text in texts.items()))
-    return path
-
-
-def run(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 class TestSample:

@@ -83,7 +83,7 @@ def test_a_size_is_a_number_and_a_unit(text, size):
     assert sizing.parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 gigs", "0", "1e9", "2GiB!", "1,5GB"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 gigs", "0", "1e9", "2GiB!", "1,5GB", "0.4B", "0.0001 KiB"])
 def test_any_other_text_is_no_size(text):
     with pytest.raises(ValueError, match="a size must look like"):
         sizing.parse_size(text)

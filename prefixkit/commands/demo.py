@@ -20,6 +20,7 @@ from prefixkit.commands.prompts import encode_prompts, task_prompts
 from prefixkit.commands.report_view import headline, show_report
 from prefixkit.commands.savings import plant
 from prefixkit.commands.stream import Batch, stream
+from prefixkit.commands.terminal import line, visible
 from prefixkit.commands.tree_view import View, show_tree
 from prefixkit.demo.humaneval import CHAT_STOP, Problem, load_problems
 from prefixkit.generation.request import SamplingParams
@@ -57,7 +58,7 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     by_id = {problem.id: problem for problem in load_problems()}
     problems = [by_id[name] for name in ASKED]
     with LineFile(options.out, overwrite=True) as out:
-        location = resolve(DEMO, lambda message: console.print(f"{message} …"))
+        location = resolve(DEMO, lambda message: console.print(line(f"{message} …")))
         tokenizer = load_tokenizer(location)
         prompts = task_prompts(problems, [by_id[name] for name in SHOWN])
         batch = Batch(ASKED, encode_prompts(tokenizer, prompts, chat=True))
@@ -68,7 +69,11 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     show_report(result.report, headline(result.report), console)
     valid = sum(is_python(problems[sample.prompt_index].head, sample.text) for sample in result)
     console.print(
-        f"{out.lines} candidate programs in [bold]{out.name}[/bold], {valid} of them valid Python (none was run)",
+        line(
+            f"{out.lines} candidate programs in ",
+            (out.name, "bold"),
+            f", {valid} of them valid Python (none was run)",
+        ),
         soft_wrap=True,
     )
     check_greedy(model, tokenizer, batch, console)
@@ -89,8 +94,10 @@ def _show_samples(result: Result, problem: Problem, tokenizer: Any, console: Con
     )
     show_tree(forest.tree, View(forest.names, tokenizer.decode), f"{problem.id}: where its samples part", console)
     best = max(samples, key=lambda sample: sum(sample.logprobs))
-    console.print(f"\n[bold]{problem.id}: sample {best.index}, the likeliest[/bold]")
-    console.print(Syntax(problem.head.rstrip() + best.text, "python", background_color="default"))
+    console.print()
+    console.print(line((f"{problem.id}: sample {best.index}, the likeliest", "bold")))
+    code = visible(problem.head.rstrip() + best.text, keep="\n\t")
+    console.print(Syntax(code, "python", background_color="default"))
     console.print()
 
 
@@ -121,7 +128,8 @@ def check_greedy(model: Any, tokenizer: Any, batch: Batch, console: Console) -> 
         if sample.tokens != theirs:
             raise NotExact(f"{batch.ids[sample.prompt_index]}: greedy gives {sample.tokens}, unpatched {theirs}")
         equal += len(theirs)
-    console.print(f"Exactness: {equal} greedy tokens of {len(batch.ids)} prompts, identical to the unpatched model's.")
+    said = f"Exactness: {equal} greedy tokens of {len(batch.ids)} prompts, identical to the unpatched model's."
+    console.print(line(said))
 
 
 def greedy(model: Any, prompt: Sequence[int], max_new_tokens: int) -> list[int]:

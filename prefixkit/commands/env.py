@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from rich.console import Console
 from rich.table import Table
 
+from prefixkit.commands.terminal import line
+
 PACKAGES = (
     "torch",
     "transformers",
@@ -26,7 +28,7 @@ def run_env(console: Console) -> None:
     """Print versions, threads, devices, and the backend that attention would use."""
     table = Table(show_header=False, box=None)
     for name, value in facts():
-        table.add_row(f"[bold]{name}[/bold]", value)
+        table.add_row(line((name, "bold")), line(value))
     console.print(table)
 
 

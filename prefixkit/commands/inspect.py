@@ -10,6 +10,7 @@ from prefixkit.commands.loading import check_dtype, empty_model, load_tokenizer,
 from prefixkit.commands.prompts import Source, encode_prompts, load_prompts, uses_chat
 from prefixkit.commands.report_view import show_report
 from prefixkit.commands.savings import estimate, plant
+from prefixkit.commands.terminal import line
 from prefixkit.commands.tree_view import View, show_tree
 
 
@@ -43,7 +44,7 @@ def run_inspect(options: InspectOptions, console: Console) -> None:
 
     check_dtype(options.dtype)
     prompts = load_prompts(options.source)
-    location = resolve(options.model, lambda message: console.print(f"{message} …"))
+    location = resolve(options.model, lambda message: console.print(line(f"{message} …")))
     tokenizer = load_tokenizer(location)
     tokens = encode_prompts(tokenizer, prompts, uses_chat(tokenizer, options.chat))
     forest = plant(tokens, [str(prompt.id) for prompt in prompts], options.page_size)
@@ -58,4 +59,4 @@ def run_inspect(options: InspectOptions, console: Console) -> None:
     report = estimate(forest.tree, options.samples, options.max_new_tokens, bytes_per_token)
     console.print()
     show_report(report, f"{report.samples:,} samples of {options.max_new_tokens:,} new tokens each, at most", console)
-    console.print(f"One token's KV takes {bytes_per_token:,} bytes in this model; reads are those of decoding.")
+    console.print(line(f"One token's KV takes {bytes_per_token:,} bytes in this model; reads are those of decoding."))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from prefixkit.demo.model import demo_folder
 
 DEMO = "demo"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class NeedsRemoteCode(ValueError):
+    """The model or its tokenizer is Python code in its own folder, which the command line never runs."""
 
 
 def resolve(name: str, say: Callable[[str], None]) -> str:
@@ -19,7 +25,8 @@ def resolve(name: str, say: Callable[[str], None]) -> str:
 def load_tokenizer(location: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(location)
+    with _loading(location, "tokenizer"):
+        return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
 
 
 def load_model(location: str, dtype: str, device: str) -> Any:
@@ -32,8 +39,8 @@ def load_model(location: str, dtype: str, device: str) -> Any:
 
     from prefixkit.models import patch
 
-    _check_device(device)
-    model: Any = AutoModelForCausalLM.from_pretrained(location, dtype=dtype)
+    with _loading(location, "model"):
+        model: Any = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, trust_remote_code=False)
     return patch(model.to(device).eval())
 
 
@@ -43,24 +50,70 @@ def empty_model(location: str, dtype: str) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config: Any = AutoConfig.from_pretrained(location)
+    with _loading(location, "config"):
+        config: Any = AutoConfig.from_pretrained(location, trust_remote_code=False)
     stored = getattr(config.get_text_config(), "dtype", None)
     wanted = (stored or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    with FakeTensorMode():  # tensors with shape, type and device, but no memory
-        return AutoModelForCausalLM.from_config(config, dtype=wanted)  # type: ignore[no-untyped-call]
+    with _loading(location, "model"), FakeTensorMode():  # tensors with shape, type and device, but no memory
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=wanted, trust_remote_code=False
+        )
+
+
+@contextmanager
+def _loading(location: str, what: str) -> Iterator[None]:
+    """Name the folder and the remedy where transformers cannot load ``what``.
+
+    Raises:
+        NeedsRemoteCode: transformers says that it would have to run the folder's code.
+        OSError: A file is damaged.
+    """
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        raise _damaged(location, what, error) from error
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise NeedsRemoteCode(
+            f"{location} needs Python code of its own for its {what}, and the command line runs no model's code; "
+            "give a model of a family that transformers has, or read that code and, if you trust it, load the model in "
+            "Python with from_pretrained(..., trust_remote_code=True) and call prefixkit.patch and prefixkit.generate"
+        ) from error
+    except (TypeError, OSError, ImportError, MemoryError, RuntimeError):
+        raise
+    except Exception as error:  # those of safetensors and tokenizers derive from Exception itself
+        raise _damaged(location, what, error) from error
+
+
+def _damaged(location: str, what: str, error: Exception) -> OSError:
+    return OSError(
+        f"cannot load the {what} of {location} ({type(error).__name__}: {error}); its files may be damaged or cut "
+        "short: copy or download them again"
+    )
 
 
 def check_dtype(dtype: str) -> None:
+    """Refuse, before anything is loaded, a dtype that models are not run in."""
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Refuse, before anything is loaded, a device that is not there, or that attention does not run on."""
     import torch
 
     try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise ValueError(f"--device must be a torch device such as cpu or cuda, got {device}") from error
-    if kind == "cuda" and not torch.cuda.is_available():
+        asked = torch.device(device)
+    except RuntimeError:
+        asked = None
+    # torch takes an index modulo 256.
+    if asked is None or asked.type not in ("cpu", "cuda") or str(asked) != device:
+        raise ValueError(f"--device must be a torch device of type cpu or cuda, such as cuda:0; got {device}")
+    if asked.type == "cpu":
+        return
+    if not torch.cuda.is_available():
         raise ValueError(f"--device {device}: torch {torch.__version__} sees no CUDA device; leave it out for the CPU")
+    count = torch.cuda.device_count()
+    if asked.index is not None and asked.index >= count:
+        raise ValueError(f"--device {device}: torch sees {count} CUDA devices, cuda:0 to cuda:{count - 1}")

@@ -79,7 +79,12 @@ class LiveMeter:
     _shown: float = 0.0
 
     def __enter__(self) -> LiveMeter:
-        columns = (SpinnerColumn(), BarColumn(bar_width=30), TimeElapsedColumn(), TextColumn("{task.description}"))
+        columns = (
+            SpinnerColumn(),
+            BarColumn(bar_width=30),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
         self._bar = Progress(*columns, console=self.console)
         self._task = self._bar.add_task(str(self.meter), total=1.0)
         self._bar.start()

@@ -114,6 +114,8 @@ def _parse(line: bytes, where: str) -> Prompt:
         raise ValueError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not a JSON object, perhaps torn ({error.msg} at column {error.colno})") from error
+    except (RecursionError, ValueError) as error:  # brackets in brackets, or an integer of thousands of digits
+        raise ValueError(f"{where}: nested too deeply, or a number too long, for a prompt ({error})") from error
     if not isinstance(record, dict) or not {"id", "prompt"} <= record.keys():
         raise ValueError(f'{where}: expected an object with "id" and "prompt"')
     key, text = record["id"], record["prompt"]

@@ -5,18 +5,19 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from prefixkit.commands.terminal import line
 from prefixkit.generation.report import Report
 
 
 def show_report(report: Report, title: str, console: Console) -> None:
     """What was computed, held and read, beside what a plain batch would have."""
     table = Table()
-    table.add_column("")
+    table.add_column()
     for name in ("prefixkit", "plain batch", "saved"):
         table.add_column(name, justify="right")
     for row in report.rows():
-        table.add_row(*row)
-    console.print(f"[bold]{title}[/bold]")
+        table.add_row(*map(line, row))
+    console.print(line((title, "bold")))
     console.print(table)
 
 

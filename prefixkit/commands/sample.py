@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from prefixkit.commands.loading import check_dtype, load_model, load_tokenizer, resolve
+from prefixkit.commands.loading import check_device, check_dtype, load_model, load_tokenizer, resolve
 from prefixkit.commands.output import LineFile
 from prefixkit.commands.prompts import Source, encode_prompts, load_prompts, task_stop, uses_chat
 from prefixkit.commands.report_view import headline, show_report
 from prefixkit.commands.stream import Batch, Memory, stream
+from prefixkit.commands.terminal import line
 from prefixkit.generation.request import SamplingParams
 
 
@@ -43,9 +45,11 @@ class SampleOptions:
 def run_sample(options: SampleOptions, console: Console) -> None:
     """Sample and write; every check that needs no model comes before one is loaded."""
     check_dtype(options.dtype)
+    check_device(options.device)
+    _check_apart(options.source.input, options.out)
     prompts = load_prompts(options.source)
     with LineFile(options.out, overwrite=options.overwrite) as out:
-        location = resolve(options.model, lambda message: console.print(f"{message} …"))
+        location = resolve(options.model, lambda message: console.print(line(f"{message} …")))
         tokenizer = load_tokenizer(location)
         chat = uses_chat(tokenizer, options.chat)
         batch = Batch([prompt.id for prompt in prompts], encode_prompts(tokenizer, prompts, chat))
@@ -65,4 +69,11 @@ def run_sample(options: SampleOptions, console: Console) -> None:
         )
     show_report(result.report, headline(result.report), console)
     if options.out is not None:
-        console.print(f"{out.lines:,} samples in {out.name}", soft_wrap=True)
+        console.print(line(f"{out.lines:,} samples in {out.name}"), soft_wrap=True)
+
+
+def _check_apart(prompts: Path | None, out: Path | None) -> None:
+    """Refuse to write over the prompts, by whatever name or link."""
+    with suppress(OSError):  # where one of them is absent, they are not the same
+        if prompts is not None and out is not None and out.samefile(prompts):
+            raise ValueError(f"--out {out} is the file of the prompts, --input {prompts}; choose another --out")

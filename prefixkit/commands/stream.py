@@ -14,6 +14,7 @@ from prefixkit.commands.errors import Interrupted
 from prefixkit.commands.output import LineFile
 from prefixkit.commands.progress import LiveMeter, Meter
 from prefixkit.generation.request import Sample, SamplingParams
+from prefixkit.tree.radix import MAX_PAGE_SIZE
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Memory:
 
     kv_budget: int | None = None
     page_size: int = 16
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.page_size <= MAX_PAGE_SIZE:
+            raise ValueError(f"--page-size must be 1 to {MAX_PAGE_SIZE} tokens, got {self.page_size}")
 
 
 def stream(
@@ -54,7 +59,6 @@ def stream(
     meter = Meter(len(batch.ids) * params.n, params.max_new_tokens)
     chosen = asdict(params)
     del chosen["stop_token_ids"]  # left to the model's own end-of-text tokens
-    out.start()
     with LiveMeter(meter, console) as live:
 
         def finished(sample: Sample) -> None:
@@ -75,8 +79,12 @@ def stream(
             )
         except KeyboardInterrupt:
             raise Interrupted(
-                f"{out.lines} of {meter.samples_wanted} samples had finished; they are in {out.name}, every line whole"
+                f"{out.lines} of {meter.samples_wanted} samples had finished; {_whereabouts(out)}"
             ) from None
+
+
+def _whereabouts(out: LineFile) -> str:
+    return f"they are in {out.name}, every line whole" if out.lines else f"nothing was written to {out.name}"
 
 
 def record(sample: Sample, name: str | int, logprobs: bool) -> dict[str, Any]:

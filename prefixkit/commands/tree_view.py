@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 from rich.tree import Tree
 
+from prefixkit.commands.terminal import line
 from prefixkit.tree import PrefixTree
 from prefixkit.tree.draw import Row, rows
 
 WORDS = 44  # characters of a node's text that are shown
-
-
-@dataclass(frozen=True)
-class _Branch:
-    row: Row
-    children: list[_Branch] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return len(self.row.tokens) + sum(child.tokens for child in self.children)
+# A level is indented by so many columns, and a node needs so many to say anything.
+INDENT, LABEL = 4, 32
+LEVELS = 4  # that are drawn in any terminal
 
 
 @dataclass(frozen=True)
@@ -42,43 +36,58 @@ class View:
     most: int = 10
 
 
+@dataclass
+class _Parent:
+    """A node of the picture whose children are being drawn, and what is left out below it.
+
+    Attributes:
+        hidden: Children that are not drawn.
+        tokens: Tokens of these and of all nodes below them.
+    """
+
+    picture: Tree
+    drawn: int = 0
+    hidden: int = 0
+    tokens: int = 0
+
+    def close(self) -> None:
+        """All children have been seen."""
+        if self.hidden:
+            self.picture.add(line((f"… and {self.hidden:,} more, {self.tokens:,} tokens", "dim")))
+
+
 def show_tree(tree: PrefixTree, view: View, title: str, console: Console) -> None:
-    """Draw the tree, one line for each node."""
-    picture = Tree(f"[bold]{escape(title)}[/bold]")
-    _add(picture, _nest(tree), view)
+    """Draw the tree, a line for each node, as deep as lines have columns for; what is deeper is summed up."""
+    picture = Tree(line((title, "bold")))
+    levels = max(LEVELS, (console.width - LABEL) // INDENT)
+    path = [_Parent(picture)]  # of the row: its ancestors that are drawn
+    for row in rows(tree):
+        while len(path) > row.depth + 1:
+            path.pop().close()
+        parent = path[-1]
+        if len(path) <= row.depth:  # below a node that is left out
+            parent.tokens += len(row.tokens)
+        elif row.depth < levels and parent.drawn < view.most:
+            parent.drawn += 1
+            path.append(_Parent(parent.picture.add(_label(row, view))))
+        else:
+            parent.hidden += 1
+            parent.tokens += len(row.tokens)
+    while path:
+        path.pop().close()
     console.print(picture, no_wrap=True, overflow="ellipsis")
 
 
-def _nest(tree: PrefixTree) -> list[_Branch]:
-    """The rows of `rows`, each below its parent."""
-    roots: list[_Branch] = []
-    path: list[_Branch] = []
-    for row in rows(tree):
-        branch = _Branch(row)
-        del path[row.depth :]
-        (path[-1].children if path else roots).append(branch)
-        path.append(branch)
-    return roots
-
-
-def _add(picture: Tree, branches: list[_Branch], view: View) -> None:
-    for branch in branches[: view.most]:
-        _add(picture.add(_label(branch.row, view)), branch.children, view)
-    if hidden := branches[view.most :]:
-        tokens = sum(branch.tokens for branch in hidden)
-        picture.add(f"[dim]… and {len(hidden)} more, {tokens:,} tokens[/dim]")
-
-
-def _label(row: Row, view: View) -> str:
+def _label(row: Row, view: View) -> Text:
     length, shared = len(row.tokens), row.shared_by * view.samples
-    parts = [f"[cyan]{length:,} token{'s' * (length != 1)}[/cyan]"]
+    parts: list[str | tuple[str, str]] = [(f"{length:,} token{'s' * (length != 1)}", "cyan")]
     if shared > 1:
-        parts.append(f"[green]shared by {shared:,}[/green]")
+        parts += ["  ", (f"shared by {shared:,}", "green")]
     ending = [view.names[key] for key in row.node.sequences if key in view.names]
     if ending:
         more = f" and {len(ending) - 3} more" if len(ending) > 3 else ""
-        parts.append(escape(", ".join(ending[:3]) + more))
-    return "  ".join(parts) + f"  [dim]{escape(_words(row, view))}[/dim]"
+        parts.append("  " + ", ".join(ending[:3]) + more)
+    return line(*parts, "  ", (_words(row, view), "dim"))
 
 
 def _words(row: Row, view: View) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from prefixkit.commands.terminal import line
+
 
 def run_warmup(arch: str | None, console: Console) -> None:
     """Compile for the GPUs here, or for the target given, a line per unit; then measure the GPUs, unless a target is given."""
@@ -12,8 +14,8 @@ def run_warmup(arch: str | None, console: Console) -> None:
 
     for done in warm_up(targets(arch)):
         took = "was there" if done.seconds is None else f"{done.seconds:.1f} s"
-        console.print(f"{done.arch}  {done.unit}: {took}", highlight=False, markup=False)
-    console.print(f"kept in {kernel_cache.folder()}", highlight=False, markup=False)
+        console.print(line(f"{done.arch}  {done.unit}: {took}"))
+    console.print(line(f"kept in {kernel_cache.folder()}"))
     if arch is None:
-        for line in measure_costs():
-            console.print(line, highlight=False, markup=False)
+        for cost in measure_costs():
+            console.print(line(cost))

@@ -45,8 +45,8 @@ def load_demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = demo_folder()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    return model.eval(), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def demo_folder(say: Callable[[str], None] = lambda message: None) -> Path:
@@ -81,10 +81,12 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     # Our caller says what is being done: the two progress bars are kept off the terminal (log lines still reach it).
     with contextlib.redirect_stderr(io.StringIO()):
-        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+        )
         # Some transformers versions read another end-of-text token from the file: the right ones are said here.
         tokenizer = AutoTokenizer.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, bos_token=BOS, eos_token=EOS, pad_token=EOS
+            gguf.parent, gguf_file=gguf.name, bos_token=BOS, eos_token=EOS, pad_token=EOS, trust_remote_code=False
         )
     for config in (model.config, model.generation_config):
         config.bos_token_id, config.eos_token_id, config.pad_token_id = BOS_ID, EOS_ID, EOS_ID

@@ -41,6 +41,8 @@ def test_ids_and_prompts_in_order_with_blank_lines_skipped(file):
         ('{"id": "a", "prompt": "x"}', "the id 'a' was used in line 1 already"),
         ('{"id": "b", "prompt": "\\ud800"}', "half a surrogate pair"),
         (b'{"id": "b", "prompt": "\xff"}', "not UTF-8"),
+        (f'{{"id": "b", "prompt": {"[" * 100_000}{"]" * 100_000}}}', "nested too deeply"),
+        (f'{{"id": {"9" * 5000}, "prompt": "x"}}', "a number too long"),
     ],
 )
 def test_a_bad_line_is_named(file, line, says):

@@ -46,5 +46,19 @@ def test_long_text_is_cut_in_the_middle():
     assert line.endswith("last words”")
 
 
+def test_what_is_deeper_than_the_terminal_is_wide_is_summed_up():
+    lines = picture([(str(n), "x" * n) for n in range(1, 2001)], width=64)
+    assert len(lines) == 10  # the title, 8 levels, and what is below
+    assert lines[1] == "└── 1 token  shared by 2,000  1  “x”"
+    assert lines[-1].strip() == "└── … and 1 more, 1,992 tokens"
+
+
+def test_names_and_texts_hold_no_control_characters():
+    assert picture([("a\n\x1b[2J", "\x1b]0;x\x07\u202e")]) == [
+        "title",
+        "└── 9 tokens  a\\n\\u001b[2J  “\\u001b]0;x\\u0007\\u202e”",
+    ]
+
+
 def test_a_narrow_terminal_cuts_lines_and_wraps_none():
     assert picture([("a", "some words that do not fit")], width=32) == ["title", "└── 26 tokens  a  “some words t…"]

@@ -1,5 +1,7 @@
 """The cache folder, and publishing into it."""
 
+import os
+
 import pytest
 
 from prefixkit.demo.cache import cache_dir, publish, workspace
@@ -22,6 +24,13 @@ def test_without_it_the_platform_decides(monkeypatch, platform, ending):
     monkeypatch.delenv("PREFIXKIT_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_dir().as_posix().endswith(ending)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="home folders of POSIX")
+def test_without_a_home_folder_the_remedy_is_named(monkeypatch):
+    monkeypatch.setenv("PREFIXKIT_CACHE", "~nobody-of-this-name/cache")
+    with pytest.raises(OSError, match="set PREFIXKIT_CACHE to a folder that can be written"):
+        cache_dir()
 
 
 def test_a_workspace_is_gone_afterwards_whatever_happened(monkeypatch, tmp_path):

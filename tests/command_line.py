@@ -1,0 +1,30 @@
+"""Running the command line inside the test's process, and a tiny model in a folder to run it on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from prefixkit.cli import app
+from tests.tiny import byte_tokenizer, tiny_llama
+
+
+def save_model(folder: Path, chat: bool) -> None:
+    """A tiny random model and its tokenizer, as ``from_pretrained`` opens them."""
+    tiny_llama().save_pretrained(folder)
+    byte_tokenizer(chat).save_pretrained(folder)
+
+
+def run(*arguments: object, code: int = 0) -> Result:
+    """What ``prefixkit ARGUMENTS`` wrote; its exit status must be ``code``."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file."""
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
