@@ -253,7 +253,7 @@ def test_a_call_keeps_no_memory_for_partial_states(monkeypatch):
     last = snapshot.length[1:]
     queries = Queries(np.arange(1, leaves + 1, dtype=np.int32), last - 1, last.copy())
     case = fill(rng, snapshot, num_pages, queries, (32, 8, 128), torch.bfloat16)
-    plan = plan_of(case, SHARE_ALL)
+    plan = planned(case, SHARE_ALL)
     call = on_gpu(case, plan)
     assert plan.num_partial_rows * 32 * 129 * 4 > 2**20
     before = torch.cuda.memory_allocated()
