@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.generation.request import BeamParams, Request, SamplingParams
-from prefixkit.tree.pages import OutOfPages
+from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
+from prefixkit.tree.tokens import common_prefix
 
 log = logging.getLogger("prefixkit")
 
@@ -54,10 +55,6 @@ class _Anchor:
 
     sequence: Sequence
     first_logits: Tensor | None
-
-
-def pages_for(tokens: int, page_size: int) -> int:
-    return -(-tokens // page_size)
 
 
 def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
@@ -216,10 +213,3 @@ class Scheduler:
         if self._anchor is not None:
             self.tree.release(self._anchor.sequence)
             self._anchor = None
-
-
-def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """How many leading tokens two sequences share."""
-    size = min(len(a), len(b))
-    differ = np.flatnonzero(a[:size] != b[:size])
-    return int(differ[0]) if len(differ) else size
