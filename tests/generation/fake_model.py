@@ -14,9 +14,9 @@ import torch
 
 from prefixkit.attention.cost import CostModel, HeadShape
 from prefixkit.attention.step import Planner, Step
-from prefixkit.generation.decoder import EagerDecoder
 from prefixkit.generation.engine import Engine
 from prefixkit.tree.radix import PrefixTree
+from tests.generation.eager_decoder import EagerDecoder
 
 VOCAB = 50
 
