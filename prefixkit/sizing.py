@@ -16,7 +16,8 @@ import torch
 from prefixkit.attention.kv_pool import KVSpec
 from prefixkit.attention.step import MOST_PARTIAL_BYTES
 from prefixkit.generation.request import BeamParams, Request, SamplingParams
-from prefixkit.generation.scheduler import admission_order, pages_for, pages_per_unit
+from prefixkit.generation.scheduler import admission_order, pages_per_unit
+from prefixkit.tree.pages import pages_for
 from prefixkit.tree.tokens import common_prefix
 
 log = logging.getLogger("prefixkit")

@@ -74,7 +74,7 @@ class Pieces:
         return tokens
 
 
-def ranges(begin: Array, count: Array) -> Array:
+def ranges(begin: NDArray[np.integer], count: NDArray[np.integer]) -> Array:
     """``begin[0], begin[0] + 1, ...`` for ``count[0]`` numbers, then the same from ``begin[1]``, and so on."""
     ends = np.cumsum(count)
     numbers: Array = np.arange(ends[-1] if len(ends) else 0) + np.repeat(begin - (ends - count), count)

@@ -14,7 +14,7 @@ from torch import Tensor
 from prefixkit.attention import cuda_variants, jit, torch_backend
 from prefixkit.attention.checks import BadDevice, BadShape, check_attention, check_packed, check_positions
 from prefixkit.attention.cuda_checks import CudaError, check_packed_numbers, checked
-from prefixkit.attention.cuda_launch import Layout, launch
+from prefixkit.attention.cuda_launch import Layout, form, launch
 from prefixkit.attention.cuda_maps import ALL_BYTES, holds_groups, kept_maps
 from prefixkit.attention.cuda_units import ATTENTION, attention_unit, kernel_for
 from prefixkit.attention.nvrtc import arch_for, supported_archs
@@ -81,8 +81,8 @@ def tree_attention(
         BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
         CudaError: the launch failed.
     """
-    pages = (*_form(k_pages), *_form(v_pages))
-    signature = launch_form(key, q, pages)
+    pages = (*form(k_pages), *form(v_pages))
+    signature = launchform(key, q, pages)
     ready = _memo.get(signature)
     if ready is None or ready.variant() is None:
         ready = _prepare(q, k_pages, v_pages, q_positions, key)
@@ -203,10 +203,6 @@ def _by_torch(variant: Variant, why: str) -> _Ready:
         _said.add(why)
         log.warning("tree_attention runs in plain torch: %s", why)
     return _Ready(ref(variant), None, 0, 0, 0)
-
-
-def _form(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _plan_pointers(q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> tuple[int, ...]:

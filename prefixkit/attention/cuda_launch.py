@@ -10,7 +10,7 @@ import ctypes
 import logging
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 
 import torch
@@ -41,6 +41,11 @@ class Layout:
         ours, theirs = self.packer.size, function.parameter_bytes
         padded = [-(-ours // alignment) * alignment for alignment in (4, 8, 64)]
         assert theirs in padded, f"{function.name} takes {theirs} bytes, not {ours}"
+
+
+def form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """All of a tensor but its data: what a launch that is remembered depends on."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 class _Buffer(threading.local):

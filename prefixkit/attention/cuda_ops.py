@@ -16,7 +16,7 @@ from torch import Tensor
 from prefixkit.attention import jit
 from prefixkit.attention.checks import check_append
 from prefixkit.attention.cuda_checks import check_append_slots, checked
-from prefixkit.attention.cuda_launch import Layout, launch
+from prefixkit.attention.cuda_launch import Layout, form, launch
 from prefixkit.attention.cuda_units import APPEND, WIDTHS
 
 # Pointers of rows and pages, slots; strides of K rows, V rows, K pages, V pages; slots; tokens, heads, vectors, page size.
@@ -49,7 +49,7 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
     """``kv_append``."""
     pointers = (key.data_ptr(), value.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr())
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
-    signature = ("append", aligned, *_form(key), *_form(value), *_form(k_pages), *_form(v_pages), *_form(slots))
+    signature = ("append", aligned, *form(key), *form(value), *form(k_pages), *form(v_pages), *form(slots))
     ready = _memo.get(signature)
     if ready is None:
         check_append(key, value, k_pages, v_pages, slots)
@@ -62,10 +62,6 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
     launch(
         ready.function, _MOVE, pointers + ready.constants, ready.grid, _MOVE_THREADS, 0, say("kv_append", key, k_pages)
     )
-
-
-def _form(tensor: Tensor) -> tuple[Hashable, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def say(op: str, *tensors: Tensor) -> Callable[[], str]:

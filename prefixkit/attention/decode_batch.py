@@ -9,7 +9,9 @@ from itertools import count as count_up
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.attention.cpu_pieces import ranges
 from prefixkit.attention.formats import Queries
+from prefixkit.tree.freeze import indptr_of
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 # Versions that no PrefixTree has: a plan made for a batch is never taken for its tree's, or another batch's.
@@ -60,7 +62,7 @@ class DecodeBatch:
             version=next(_versions),
             parent=np.where(old.parent >= 0, before[old.parent], -1).astype(np.int32)[stays],
             subtree_end=before[old.subtree_end[stays]],
-            page_indptr=_indptr(held[stays]),
+            page_indptr=indptr_of(held[stays]),
             pages=old.pages[np.repeat(stays, held)],
             start=old.start[stays],
             length=old.length[stays],
@@ -81,25 +83,12 @@ def decode_batch(snapshot: TreeSnapshot, leaf: Ints, pages: Sequence[Ints]) -> D
     held, more = np.diff(snapshot.page_indptr), np.array([len(one) for one in pages], np.int32)
     counts = held.copy()
     counts[leaf] += more
-    indptr = _indptr(counts)
+    indptr = indptr_of(counts)
     merged = np.empty(indptr[-1], np.int32)
     behind = np.zeros(len(merged), dtype=bool)  # where the new ones go
-    behind[_ranges(indptr[leaf] + held[leaf], more)] = True
+    behind[ranges(indptr[leaf] + held[leaf], more)] = True
     merged[~behind] = snapshot.pages
     merged[behind] = np.concatenate(pages) if len(pages) else merged[:0]
     none, nobody = snapshot.sequence_node[:0], snapshot.sequence_id[:0]
     with_pages = replace(snapshot, version=next(_versions), page_indptr=indptr, pages=merged)
     return DecodeBatch(replace(with_pages, sequence_node=none, sequence_id=nobody), leaf)
-
-
-def _ranges(begin: Ints, count: Ints) -> NDArray[np.intp]:
-    """The numbers ``begin[i] .. begin[i] + count[i]`` of all ranges, one after the other."""
-    ends = np.cumsum(count)
-    inside: NDArray[np.intp] = np.arange(ends[-1] if len(ends) else 0) + np.repeat(begin - (ends - count), count)
-    return inside
-
-
-def _indptr(counts: NDArray[np.integer]) -> Ints:
-    bounds = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=bounds[1:])
-    return bounds

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from prefixkit.generation.request import BeamParams, Request, SamplingParams
 from prefixkit.tree.match import Match
+from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
 from prefixkit.tree.tokens import common_prefix
 
@@ -53,10 +54,6 @@ class _Anchor:
 
     sequence: Sequence
     first_logits: Tensor | None
-
-
-def pages_for(tokens: int, page_size: int) -> int:
-    return -(-tokens // page_size)
 
 
 def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:

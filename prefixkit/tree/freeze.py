@@ -41,7 +41,7 @@ def rebuild(root: Node, page_size: int, version: int, sequences_version: int, tr
         length=length,
         ready=np.array([node.ready for node in nodes], np.int32),
         first_slot=first_slot,
-        page_indptr=_indptr(num_pages),
+        page_indptr=indptr_of(num_pages),
         pages=np.concatenate(pages) if pages else np.empty(0, np.int32),
         sequence_node=sequence_node,
         sequence_id=sequence_id,
@@ -67,7 +67,7 @@ def refresh(frozen: Frozen, touched: Collection[Node]) -> Frozen:
     num_pages = -(-(old.first_slot + length) // old.page_size)
     grown = np.flatnonzero(num_pages > np.diff(page_indptr))
     if len(grown):
-        page_indptr = _indptr(num_pages)
+        page_indptr = indptr_of(num_pages)
         pages = _with_new_pages(old, frozen.nodes, grown, num_pages)
     snapshot = replace(old, length=length, ready=ready, page_indptr=page_indptr, pages=pages)
     return Frozen(snapshot, frozen.nodes, frozen.sequences_version)
@@ -111,7 +111,8 @@ def _sequence_ends(root: Node, nodes: list[Node]) -> tuple[Ints, NDArray[np.int6
     return np.array(indices, np.int32), np.array(ids, np.int64)
 
 
-def _indptr(counts: Ints) -> Ints:
+def indptr_of(counts: NDArray[np.integer]) -> Ints:
+    """``[len(counts) + 1]`` int32 bounds of parts of so many elements laid end to end."""
     bounds = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=bounds[1:])
     return bounds

@@ -8,6 +8,11 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 
 
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that so many tokens fill, from the first slot of a page on."""
+    return -(-tokens // page_size)
+
+
 class OutOfPages(ValueError):
     """More pages were asked for than are free.  Nothing has changed: release sequences or make the pool larger."""
 

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from prefixkit.tree import freeze, integrity
 from prefixkit.tree.match import Match, follow
 from prefixkit.tree.node import Node
-from prefixkit.tree.pages import OutOfPages, PageAllocator
+from prefixkit.tree.pages import OutOfPages, PageAllocator, pages_for
 from prefixkit.tree.sequence import Sequence
 from prefixkit.tree.snapshot import TreeSnapshot
 from prefixkit.tree.stats import TreeStats, measure
@@ -73,12 +73,12 @@ class PrefixTree:
     def missing_pages(self, tokens: ArrayLike) -> int:
         """Pages that `insert` would take for ``tokens`` now.  Changes nothing."""
         values = as_tokens(tokens)
-        return self._pages_for(len(values) - follow(self.root, values).length)
+        return pages_for(len(values) - follow(self.root, values).length, self.page_size)
 
     def pages_to_extend(self, sequence: Sequence, count: int) -> int:
         """Pages that `extend` would take for ``count`` more tokens of ``sequence`` now.  Changes nothing."""
         node = self._node_of(sequence)
-        return node.pages_to_add(count) if node.grows_in_place else self._pages_for(count)
+        return node.pages_to_add(count) if node.grows_in_place else pages_for(count, self.page_size)
 
     def snapshot(self) -> TreeSnapshot:
         """The tree as flat arrays, in depth-first order; the same object while nothing has changed."""
@@ -127,7 +127,7 @@ class PrefixTree:
         values = as_tokens(tokens)
         found = follow(self.root, values) if found is None else found
         rest = values[found.length :]
-        pages = self.allocator.allocate(self._pages_for(len(rest)))  # the last step that can fail
+        pages = self.allocator.allocate(pages_for(len(rest), self.page_size))  # the last step that can fail
 
         node = found.node
         if found.offset < node.length:
@@ -253,9 +253,6 @@ class PrefixTree:
         self._touched.update(nodes)
 
     # -- steps of the above ----------------------------------------------------------------------------------------
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
 
     def _tokens_for(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> list[int]:
         """The checked arguments of `extend_each`; none at all is a step in which nothing happens."""

@@ -15,9 +15,9 @@ import torch
 import prefixkit.attention.ops  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.cost import CostModel, HeadShape
 from prefixkit.attention.step import Planner, Step
-from prefixkit.generation.decoder import EagerDecoder
 from prefixkit.generation.engine import Engine
 from prefixkit.tree.radix import PrefixTree
+from tests.generation.eager_decoder import EagerDecoder
 
 VOCAB = 50
 
