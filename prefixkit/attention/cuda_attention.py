@@ -60,6 +60,7 @@ class _Ready:
     reach: int = 0
     boxes: bool = False
     by_maps: bool = False
+    form: tuple[int, ...] = ()  # of the pages
 
 
 _memo: dict[Hashable, _Ready] = {}
@@ -84,8 +85,7 @@ def tree_attention(
         BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
         CudaError: the launch failed.
     """
-    pages = (*_form(k_pages), *_form(v_pages))
-    signature = launch_form(key, q, pages)
+    signature = launch_form(key, q, k_pages, v_pages)
     ready = _memo.get(signature)
     if ready is None or ready.variant() is None:
         ready = _prepare(q, k_pages, v_pages, q_positions, key)
@@ -98,7 +98,7 @@ def tree_attention(
         q = q.clone(memory_format=torch.contiguous_format)
     if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
         raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
-    head = kept_maps(k_pages, v_pages, pages) if ready.by_maps else b""
+    head = kept_maps(k_pages, v_pages, ready.form) if ready.by_maps else b""
     work = packed(q.shape[0], work, nodes, ready.group, k_pages.shape[2], ready.blocks, ready.wide_rows)
     plan = _plan_pointers(q, q_positions, work, nodes)
     if checked():
@@ -148,9 +148,9 @@ def tree_attention(
     return out, lse
 
 
-def launch_form(key: str, q: Tensor, pages: Hashable) -> Hashable:
+def launch_form(key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Hashable:
     """What launches are prepared for: all but the number of queries, which differs from step to step."""
-    return key, q.shape[1:], q.dtype, q.device, pages
+    return key, q.shape[1:], q.dtype, q.device, *_form(k_pages), *_form(v_pages)
 
 
 def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, key: str) -> _Ready:
@@ -201,6 +201,7 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
         reach=variant.reach or 0,
         boxes=holds_groups(k_pages.shape[1]),
         by_maps=kernel.by_maps,
+        form=(*k_pages.shape, page, slot, head, q.dtype == torch.float16),
     )
 
 
