@@ -127,6 +127,7 @@ def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_c
     activations = (prefill_chunk + samples) * size * (4 * hidden + 4 * heads + 3 * inner)
     # As computed, in float32, and those from which first tokens are drawn; a graph's are its own.
     logits = samples * int(config.vocab_size) * (2 * (size + 4) + 4)
+    # Partial states of one attention call, which torch gets back when it returns, and of one in the graphs' memory.
     return activations + logits + 2 * MOST_PARTIAL_BYTES
 
 

@@ -109,8 +109,8 @@ def _rows(call: Call, q: Tensor) -> Tensor:
 class Scratch(threading.local):
     """Buffers that a thread keeps until it ends: fresh ones would cost a page fault per 4 KB, as much as filling them.
 
-    There are six at most, for keys and for values in three dtypes, each of up to ``TUNING.call_elements`` elements, so a
-    thread keeps 256 MiB at most, and 128 MiB while all is float32.  What a call needs beyond that is its own.
+    There are six at most, for keys and for values in three dtypes, each of up to ``TUNING.call_elements`` elements,
+    so a thread keeps 256 MiB at most, and 128 MiB while all is float32.  What a call needs beyond that is its own.
     """
 
     def __init__(self) -> None:

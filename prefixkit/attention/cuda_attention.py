@@ -57,6 +57,7 @@ class _Ready:
     reach: int = 0
     boxes: bool = False
     by_maps: bool = False
+    form: tuple[int, ...] = ()  # of the pages
 
 
 _memo: dict[Hashable, _Ready] = {}
@@ -81,8 +82,7 @@ def tree_attention(
         BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
         CudaError: the launch failed.
     """
-    pages = (*form(k_pages), *form(v_pages))
-    signature = launchform(key, q, pages)
+    signature = launch_form(key, q, k_pages, v_pages)
     ready = _memo.get(signature)
     if ready is None or ready.variant() is None:
         ready = _prepare(q, k_pages, v_pages, q_positions, key)
@@ -95,7 +95,7 @@ def tree_attention(
         q = q.clone(memory_format=torch.contiguous_format)
     if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
         raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
-    head = kept_maps(k_pages, v_pages, pages) if ready.by_maps else b""
+    head = kept_maps(k_pages, v_pages, ready.form) if ready.by_maps else b""
     plan = _plan_pointers(q, q_positions, work, nodes)
     if checked():
         check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
@@ -144,9 +144,9 @@ def tree_attention(
     return out, lse
 
 
-def launch_form(key: str, q: Tensor, pages: Hashable) -> Hashable:
+def launch_form(key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Hashable:
     """What launches are prepared for: all but the number of queries, which differs from step to step."""
-    return key, q.shape[1:], q.dtype, q.device, pages
+    return key, q.shape[1:], q.dtype, q.device, *form(k_pages), *form(v_pages)
 
 
 def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, key: str) -> _Ready:
@@ -195,6 +195,7 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
         reach=variant.reach or 0,
         boxes=holds_groups(k_pages.shape[1]),
         by_maps=kernel.by_maps,
+        form=(*k_pages.shape, page, slot, head, q.dtype == torch.float16),
     )
 
 

@@ -34,7 +34,7 @@ def kept_maps(
 
     Args:
         k_pages, v_pages: The pages.
-        form: Their shapes, strides, dtypes and devices.
+        form: What maps depend on besides: the pages' shape, strides and dtype, which are those of both.
         make: Makes the maps; None for :func:`tensor_maps`.
     """
     key = k_pages.data_ptr(), v_pages.data_ptr(), form

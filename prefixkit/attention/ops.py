@@ -47,10 +47,10 @@ class NoBackward(NotImplementedError):
 def _kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Write keys and values to pages.
 
-    One contract for every op that appends, on every backend: a row whose slot is -1 writes nothing, as rows do that pad a
-    captured graph's batch; any other slot outside ``0 .. pages * page_size - 1`` is an error.  The CPU raises before it
-    writes anything.  On a GPU the host does not wait to read slots: such a row writes nothing either, and with
-    ``PREFIXKIT_CHECK=1`` the host does wait, and raises as the CPU does.
+    One contract for every op that appends, on every backend: a row whose slot is -1 writes nothing, as rows do that
+    pad a captured graph's batch; any other slot outside ``0 .. pages * page_size - 1`` is an error.  The CPU raises
+    before it writes anything.  On a GPU the host does not wait to read slots: such a row writes nothing either, and
+    with ``PREFIXKIT_CHECK=1`` the host does wait, and raises as the CPU does.
 
     Args:
         key, value: ``[T, kv_heads, head_dim]`` in the pages' dtype.
@@ -106,8 +106,8 @@ def _writing_rows(op: str, slots: Tensor, pages: Tensor) -> Tensor | None:
     shifted = slots.numpy().view(np.uint64) + np.uint64(1)
     if len(shifted) and int(shifted.max()) > num_slots:
         raise IndexError(
-            f"{op}: slots {int(slots.min())}..{int(slots.max())}, but the pages hold slots 0..{num_slots - 1}, and only "
-            "-1 says that a row writes nothing"
+            f"{op}: slots {int(slots.min())}..{int(slots.max())}, but the pages hold slots 0..{num_slots - 1}, and "
+            "only -1 says that a row writes nothing"
         )
     return None if shifted.all() else torch.from_numpy(np.flatnonzero(shifted))
 

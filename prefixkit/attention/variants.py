@@ -85,7 +85,7 @@ class Variant:
 
 CAUSAL = Variant("causal", bodies=())
 
-# Registered variants by key.  Each is kept by someone: the process, or objects that go away, and it with the last of them.
+# Registered variants by key.  The process keeps one, or its owners do, and it goes with the last of them.
 _REGISTRY: WeakValueDictionary[str, Variant] = WeakValueDictionary({CAUSAL.name: CAUSAL})
 _of_process: dict[str, Variant] = {CAUSAL.name: CAUSAL}
 _of_owner: WeakKeyDictionary[object, dict[str, Variant]] = WeakKeyDictionary()
@@ -100,13 +100,14 @@ def register(variant: Variant, owner: object | None = None) -> str:
 
     Args:
         variant: The variant.
-        owner: The key is good as long as this object lives, or another owner of an equal variant; what captures calls with
-            the key in a CUDA graph must keep it alive.  None: as long as the process, which is for variants of which a
-            process has few, not for ones that hold a model's weights.
+        owner: The key is good as long as this object lives, or another owner of an equal variant; what captures calls
+            with the key in a CUDA graph must keep it alive.  None: as long as the process, which is for variants of
+            which a process has few, not for ones that hold a model's weights.
 
     Returns:
-        Its key: the name, and a digest of its functions with all they capture, of its reach, sinks and bodies.  Registering
-        it again, or another variant made with the same parameters, returns the same key, in this process or another.
+        Its key: the name, and a digest of its functions with all they capture, of its reach, sinks and bodies.
+        Registering it again, or another variant made with the same parameters, returns the same key, in this process
+        or another.
 
     Raises:
         TypeError: one of its functions captures something that has no content to go by, or ``owner`` takes no weak

@@ -8,7 +8,8 @@
 // tiling     one thread rotates a vector of a head's first half and the one half a head further; threads of a KV head also move two of V.
 //            Consecutive threads take a head's vectors, then a token's heads, those of KV last, then the tokens.
 // cost       reads and writes each byte once: (2 heads + 4 kv_heads + 2) x tokens x head_dim x itemsize bytes.
-// limits     16 bytes divide half a head, every stride and every address; there are fewer than 2^32 threads.  Slots as in append.cu.
+// limits     16 bytes divide half a head, every stride and every address; there are fewer than 2^32 threads.
+//            Slots as in append.cu.
 #include "rotary_ptx.cuh"
 
 namespace prefixkit {

@@ -14,8 +14,8 @@ def register_variant(window: int | None, cap: float | None, sinks: Tensor | None
         window: A query at position p sees keys at positions in ``(p - window, p]``; None for all.
         cap: Scores are bounded by ``cap * tanh(score / cap)``; None for no bound.
         sinks: ``[heads]`` logits that join the softmax's denominator; None for none.
-        owner: Whose sinks these are: weights, whose numbers change, so the variant goes with its owner.  Variants without
-            sinks are few, and stay.
+        owner: Whose sinks these are: weights, whose numbers change, so the variant goes with its owner.  Variants
+            without sinks are few, and stay.
 
     Returns:
         The variant's key, for the ops.

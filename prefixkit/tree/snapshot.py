@@ -19,9 +19,9 @@ class TreeSnapshot:
     ``pages[page_indptr[n]:page_indptr[n + 1]]``.
 
     Attributes:
-        version: The tree's structure version.  Two snapshots of one tree and equal version have the same nodes, parents,
-            starts and order.  The later one may have a larger ``length`` and more ``pages`` in leaves that grew, never
-            a smaller one; ``ready`` and the sequences may differ.
+        version: The tree's structure version.  Two snapshots of one tree and equal version have the same nodes,
+            parents, starts and order.  The later one may have a larger ``length`` and more ``pages`` in leaves that
+            grew, never a smaller one; ``ready`` and the sequences may differ.
         page_size: Tokens per page.
         parent: ``[nodes]`` index of the parent, -1 for a root.
         subtree_end: ``[nodes]`` one past the last node of the subtree.
@@ -34,8 +34,8 @@ class TreeSnapshot:
         sequence_node: ``[sequences]`` the node at whose end each live sequence ends, ascending (depth-first order);
             -1 for an empty sequence.
         sequence_id: ``[sequences]`` the ids of those sequences.
-        tree: Which tree, an object that stands for nothing else: equal to itself only, and in no other tree's snapshots as
-            long as it is held.  A snapshot that no tree made is a tree of its own.
+        tree: Which tree, an object that stands for nothing else: equal to itself only, and in no other tree's
+            snapshots as long as it is held.  A snapshot that no tree made is a tree of its own.
     """
 
     version: int

@@ -46,15 +46,23 @@ def pages(num_pages=4, dtype=torch.bfloat16):
 
 def test_launches_are_prepared_for_any_number_of_queries():
     """Prefills come in many lengths, and each preparation would be kept."""
-    forms = {cuda_attention.launch_form("causal", torch.zeros(rows, 4, 64), "pages") for rows in range(100)}
+
+    def form(key="causal", rows=1, heads=4, head_dim=64, dtype=torch.float32, k=None, v=None):
+        k, v = (pages() if x is None else x for x in (k, v))
+        return cuda_attention.launch_form(key, torch.zeros(rows, heads, head_dim, dtype=dtype), k, v)
+
+    forms = {form(rows=rows) for rows in range(100)}
     assert len(forms) == 1
     others = [
-        cuda_attention.launch_form("causal", torch.zeros(1, 8, 64), "pages"),
-        cuda_attention.launch_form("causal", torch.zeros(1, 4, 128), "pages"),
-        cuda_attention.launch_form("causal", torch.zeros(4, 64), "pages"),
-        cuda_attention.launch_form("causal", torch.zeros(1, 4, 64).half(), "pages"),
-        cuda_attention.launch_form("causal", torch.zeros(1, 4, 64), "other pages"),
-        cuda_attention.launch_form("sliding_window(7)", torch.zeros(1, 4, 64), "pages"),
+        form(key="sliding_window(7)"),
+        form(heads=8),
+        form(head_dim=128),
+        form(dtype=torch.float16),
+        form(k=pages(5)),
+        form(v=pages(5)),
+        form(k=pages(dtype=torch.float16)),
+        form(k=pages().transpose(1, 2).contiguous().transpose(1, 2)),
+        cuda_attention.launch_form("causal", torch.zeros(4, 64), pages(), pages()),
     ]
     assert len({*forms, *others}) == 1 + len(others)
 
