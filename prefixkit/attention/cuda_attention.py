@@ -23,8 +23,8 @@ from prefixkit.attention.variants import Variant, lookup
 log = logging.getLogger("prefixkit")
 
 # struct Attention of csrc/plan.cuh: tensor maps (Hopper); pointers; strides of pages, heads, slots; heads, KV heads, page size;
-# scale, and times log2(e); parameters; reach, room for wide and for narrow items, boxes.
-_FIELDS = "P" * 20 + "qqq" + "iii" + "ff" + "P" + "iiii"
+# scale, and times log2(e); parameters; reach, room for wide and for narrow items, boxes, rows.
+_FIELDS = "P" * 20 + "qqq" + "iii" + "ff" + "P" + "iiiii"
 _LAYOUTS = {False: Layout("0s" + _FIELDS), True: Layout(f"{ALL_BYTES}s" + _FIELDS)}
 # Counters at which the blocks of a launch meet: one per stream, and one per captured graph.
 _COUNTERS = 4096
@@ -133,6 +133,7 @@ def tree_attention(
             work[1].shape[0],
             work[2].shape[0],
             ready.boxes,
+            rows,
         ),
         (ready.blocks, 1, 1),
         ready.threads,

@@ -52,11 +52,24 @@ struct Attention {
     int reach;                    // a query at position p sees none before p - reach + 1; 0: it sees all
     int wide_room, narrow_room;   // items that the lists can hold: those may be read before counts are known
     int boxes;                    // 1: pages have 16, 32, 64... slots, so that boxes of 16 rows lie inside them
+    int rows;                     // of q and out; those behind the plan's pad a captured graph's batch
 };
 
 // Brings the parameter into the constant cache, a line at a time, before anyone waits for it.
 DEVICE void hold_parameters(const Attention& a) {
     asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.boxes));
+}
+
+// `thread` of `threads` in each block: rows that pad a batch see no key, so they come out as 0, like rows of that kind anywhere.  What
+// follows computes with them too, and must find numbers.
+DEVICE void clear_padding(const Attention& a, int thread, int threads) {
+#pragma unroll 1
+    for (int row = a.counts[2] + blockIdx.x; row < a.rows; row += gridDim.x) {
+        uint2* out = (uint2*)(a.out + (long long)row * a.heads * D);
+#pragma unroll 1
+        for (int i = thread; i < a.heads * (D / 4); i += threads) out[i] = make_uint2(0, 0);
+        for (int head = thread; head < a.heads; head += threads) a.lse[(long long)row * a.heads + head] = MINUS_INFINITY;
+    }
 }
 
 // Query heads of a KV head.

@@ -27,6 +27,7 @@ static_assert(STAGES >= 1 && SHARED_BYTES <= PREFIXKIT_SHARED, "more shared memo
 extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, PREFIXKIT_BLOCKS) tree_attention(const __grid_constant__ Attention a) {
     extern __shared__ __align__(1024) unsigned char base[];
     const int warp = threadIdx.x >> 5;
+    clear_padding(a, threadIdx.x, 32 * BLOCK_WARPS);
     const int turn = blockIdx.x / (gridDim.x / PREFIXKIT_BLOCKS) & 1;  // blocks of one multiprocessor differ
 #pragma unroll 1
     for (int role = 0; role < 2; ++role) {

@@ -96,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid
         named_arrive<1, 512>();
     } else if (role == 1) {
         registers_down<NARROW_REGISTERS>();
+        clear_padding(a, threadIdx.x - 128, 128);
         narrow_role(a, narrow_shared(shared, room), warp - 4);
         named_arrive<1, 512>();
     } else {

@@ -124,7 +124,7 @@ class PrefixTree:
             ValueError, TypeError: ``tokens`` is empty or not token ids.
             OutOfPages: not enough free pages; nothing has changed.
         """
-        values = as_tokens(tokens)
+        values = as_tokens(tokens) if found is None else np.asarray(tokens, np.int32)  # `match` has checked them
         found = follow(self.root, values) if found is None else found
         rest = values[found.length :]
         pages = self.allocator.allocate(pages_for(len(rest), self.page_size))  # the last step that can fail

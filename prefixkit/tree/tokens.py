@@ -25,7 +25,7 @@ def as_tokens(tokens: ArrayLike) -> Ints:
         raise ValueError("tokens must not be empty; pass at least one token id")
     if array.dtype.kind not in "iu":
         raise TypeError(f"tokens must be integers, got dtype {array.dtype}; convert them to token ids first")
-    lowest = int(array.min())
+    lowest = int(np.minimum.reduce(array))  # `min`, in half the time where there are few
     if lowest < 0:
         raise ValueError(f"token ids must not be negative, got {lowest}; remove padding before building the tree")
     if array.dtype.itemsize >= 4 and array.dtype != np.int32 and int(array.max()) > MAX_TOKEN:

@@ -28,7 +28,7 @@ HOLDING = (
     "",
 )
 # struct Attention of csrc/plan.cuh behind its maps, as cuda_attention.py packs it.
-FIELDS = "P" * 20 + "qqq" + "iii" + "ff" + "P" + "iiii"
+FIELDS = "P" * 20 + "qqq" + "iii" + "ff" + "P" + "iiiii"
 MAP = struct.Struct("@P5q5q5i")
 
 if shutil.which("g++") is None:
@@ -90,8 +90,8 @@ def random_case(rng, snapshot, num_pages, queries, heads, kv_heads, dim, spread)
     return Case(snapshot, queries, q.bfloat16(), k, v, dim**-0.5)
 
 
-def attend(kernel, case: Case, stages: int, blocks: int) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps, in float64 where rows were folded."""
+def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps, in float64 where rows were folded, and of ``padding`` rows more that the plan does not have."""
     snapshot, q, k, v = case.snapshot, case.q, case.k_pages, case.v_pages
     rows, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -108,7 +108,8 @@ def attend(kernel, case: Case, stages: int, blocks: int) -> tuple[Tensor, Tensor
     work = [np.ascontiguousarray(x) for x in plan.arrays()]
     nodes = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
     tree = [np.ascontiguousarray(x, dtype=np.int32) for x in nodes]
-    out, lse = torch.full_like(q, torch.nan), torch.full((rows, heads), torch.nan)
+    out = torch.full((rows + padding, heads, dim), torch.nan, dtype=q.dtype)
+    lse = torch.full((rows + padding, heads), torch.nan)
     partial_out = torch.full((max(1, plan.num_partial_rows), heads, dim), torch.nan)
     partial_lse = torch.full(partial_out.shape[:2], torch.nan)
     page, slot, head, _ = k.stride()
@@ -120,7 +121,7 @@ def attend(kernel, case: Case, stages: int, blocks: int) -> tuple[Tensor, Tensor
         0,
         *(x.ctypes.data for x in (*work, *tree)),
         *(page, head, slot, heads, kv_heads, snapshot.page_size, case.scale, case.scale * np.log2(np.e), 0, 0),
-        *(len(plan.wide), len(plan.narrow), int(boxes)),
+        *(len(plan.wide), len(plan.narrow), int(boxes), rows + padding),
     )
     assert kernel(given, blocks, stages) >= len(given)
     return fold(plan, out, lse, partial_out, partial_lse)
@@ -157,6 +158,20 @@ def test_lone_sequences(kernel, heads, tokens):
     queries = Queries(*(np.array(x, np.int32) for x in (range(5), [tokens - 1] * 5, [tokens] * 5)))
     dim, run = kernel
     check(run, random_case(rng, snapshot, pages, queries, *heads, dim, spread=1.0))
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("padding", [1, 2, 11])
+def test_rows_that_pad_a_batch_come_out_as_zeros_and_change_no_other(kernel, padding, blocks):
+    rng = np.random.default_rng(padding)
+    snapshot, pages = make_snapshot(rng, [-1, 0, 0], [40, 9, 17], 16, orderly=True)
+    queries = Queries(*(np.array(x, np.int32) for x in ([1, 2], [8, 16], [9, 17])))
+    dim, run = kernel
+    case = random_case(rng, snapshot, pages, queries, 6, 3, dim, spread=1.0)
+    alone, padded = attend(run, case, 3, blocks), attend(run, case, 3, blocks, padding)
+    assert torch.equal(alone[0], padded[0][:2]) and torch.equal(alone[1], padded[1][:2])
+    assert padded[0].shape[0] == 2 + padding and not padded[0][2:].any()
+    assert bool((padded[1][2:] == -torch.inf).all())
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

@@ -11,9 +11,11 @@ import prefixkit.attention.ops  # noqa: F401 - registers torch.ops.prefixkit
 from benchmarks.tree_attention.workloads import tree_of
 from prefixkit.attention import step as step_module
 from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.cuda_launch import checked
 from prefixkit.attention.formats import Queries
 from prefixkit.attention.step import build_step, planner_for
 from prefixkit.tree.radix import PrefixTree
+from tests.gpu.cases import poison
 
 GPU = torch.device("cuda", 0)
 
@@ -90,6 +92,26 @@ def test_steps_built_ahead_of_each_other_stay_good(planners):
         expected.append(attend(there.shape, steps[-1], pages)[0])
     for step, out in reversed(list(zip(steps, expected, strict=True))):
         assert torch.equal(attend(there.shape, step, pages)[0], out)
+
+
+@pytest.mark.skipif(checked(), reason="checked mode refuses plans of fewer rows")
+@pytest.mark.parametrize("name", ["2L b64 p1024 s16", "2L b256 p4096 s128", "beam d6"])
+def test_rows_behind_the_plan_come_out_as_zeros(planners, name):
+    """As those of a graph's bucket that a batch does not fill."""
+    there, _ = planners
+    snapshot, more = tree_of(name), 21
+    step, pages = make(there, snapshot, leaves_of(snapshot)), pools(there.shape, int(snapshot.pages.max()) + 1)
+    expected, expected_lse = attend(there.shape, step, pages)
+    rows, padded = step.num_rows, torch.nn.functional.pad
+    torch.manual_seed(0)  # as attend does
+    q = torch.randn(rows, there.shape.heads, there.shape.head_dim, device=GPU, dtype=torch.bfloat16)
+    work = [*step.work[:4], padded(step.work[4], (0, more)), step.work[5]]
+    poison()
+    out, lse = torch.ops.prefixkit.tree_attention(
+        padded(q, (0, 0, 0, 0, 0, more)), *pages, padded(step.positions, (0, more)), work, step.nodes, 0.1, "causal"
+    )
+    assert torch.equal(out[:rows], expected) and torch.equal(lse[:rows], expected_lse)
+    assert not out[rows:].any() and bool((lse[rows:] == -torch.inf).all())
 
 
 def test_replans_neither_wait_nor_take_more_memory(planners):

@@ -34,7 +34,10 @@ extern "C" int narrow_on_cpu(const prefixkit::Attention* a, int blocks, int stag
         emulation::run(1, [] {
             const int warp = emulation::current / 32;
             if (warp < 2) narrow_load(arguments, shared(), warp);
-            else narrow_role(arguments, shared(), warp - 2);
+            else {
+                clear_padding(arguments, emulation::current - 64, 128);
+                narrow_role(arguments, shared(), warp - 2);
+            }
         });
     }
     if (!flying.empty()) std::abort();
