@@ -1,10 +1,10 @@
 """The replacement attention class, made from the original one.
 
 Everything but the attention core stays the original's code: projections, norms and rotary embedding run as they are.
-When a :class:`TreeCache` arrives, the original ``forward`` runs on a twin of the module: a shallow copy, with the
-same parameters, buffers and submodules, whose ``config`` names our attention function.  So nothing global changes,
-nothing is written to the module, and an exception leaves no trace.  With any other cache the original ``forward``
-runs on the module itself.
+When a :class:`TreeCache` arrives, the original ``forward`` runs on a shallow copy of the module, with the same
+parameters, buffers and submodules, whose ``config`` names our attention function.  So nothing global changes, nothing
+is written to the module, and an exception leaves no trace.  With any other cache the original ``forward`` runs on the
+module itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NAME = "prefixkit"
 _ORIGINAL = "_prefixkit_original"
 _LAYER = "_prefixkit_layer"
 
-# Keywords that say nothing about the numbers, and values that ask for what we do anyway.  Anything else but None is
-# refused, for ignoring it could change the answer.
+# Keywords that do not change the result, and values that ask for what attention over a tree does anyway.  Any other
+# keyword that is not None is refused, because ignoring it could change the result.
 _NEUTRAL = frozenset(
     {
         "position_ids",  # checked before the position embeddings were applied
@@ -44,7 +44,7 @@ _made: dict[type[nn.Module], type[nn.Module]] = {}
 def tree_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of an attention class that also understands :class:`TreeCache`; always the same for one original.
 
-    It goes by the original's name and module, because transformers greps the source of a class's module, and users read
+    It has the original's name and module, because transformers searches the source of a class's module, and users read
     class names in ``print(model)``.
     """
     if original not in _made:
@@ -64,10 +64,10 @@ def _make(original: type[nn.Module]) -> type[nn.Module]:
         layer.check_positions(kwargs.get("position_ids"))
         args = tuple(layer if value is cache else value for value in args)
         kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
-        return original.forward(twin_of(self, original, layer), *args, **kwargs)
+        return original.forward(shallow_copy(self, original, layer), *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        # The name leads to the original class, so pickle and deepcopy must rebuild this one.
+        # The name resolves to the original class, so pickle and deepcopy must rebuild this one.
         return _blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
 
     return subclass(original, forward, reduce)
@@ -79,7 +79,7 @@ def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeCache | No
 
 
 def subclass(original: type[nn.Module], forward: Callable[..., Any], reduce: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of a module's class by the same name, with another ``forward``; ``unpatch`` undoes it."""
+    """A subclass of a module's class with the same name and another ``forward``; ``unpatch`` undoes it."""
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(
         original.__name__, (original,), {**names, "forward": forward, "__reduce_ex__": reduce, _ORIGINAL: original}
@@ -112,13 +112,13 @@ class Layer(Protocol):
     ) -> Tensor: ...
 
 
-def twin_of(module: nn.Module, original: type[nn.Module], layer: Layer) -> nn.Module:
+def shallow_copy(module: nn.Module, original: type[nn.Module], layer: Layer) -> nn.Module:
     """A shallow copy of an attention module, of the original class, that attends by ``layer``."""
-    twin: nn.Module = object.__new__(original)
-    twin.__dict__.update(module.__dict__)
-    twin.__dict__["config"] = _TreeConfig(module.__dict__["config"])
-    twin.__dict__[_LAYER] = layer
-    return twin
+    copy: nn.Module = object.__new__(original)
+    copy.__dict__.update(module.__dict__)
+    copy.__dict__["config"] = _TreeConfig(module.__dict__["config"])
+    copy.__dict__[_LAYER] = layer
+    return copy
 
 
 class _TreeConfig:
@@ -146,10 +146,10 @@ def tree_attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers finds under ``"prefixkit"``: attention over the tree, for the twin of a patched layer.
+    """What transformers finds under ``"prefixkit"``: attention over the tree, for the shallow copy of a patched layer.
 
     Args:
-        module: The twin of the layer.
+        module: The shallow copy of the layer.
         query: ``[1, heads, T, head_dim]``, rotated.
         key, value: ``[1, kv_heads, T, head_dim]``; already in the pool, so unused.
         attention_mask: The empty mask of ``TreeCache.inputs()``.
@@ -158,7 +158,7 @@ def tree_attention_forward(
         sliding_window: Tokens that a query sees, itself included; None for all.
         softcap: Bound on the scores, ``softcap * tanh(score / softcap)``; None for none.
         s_aux: ``[heads]`` logits that join the softmax's denominator; None for none.
-        **kwargs: Whatever else the family passes; must be known to leave the numbers alone.
+        **kwargs: Other keywords of the family; each must be known not to change the result.
 
     Returns:
         ``[1, T, heads, head_dim]`` in the query's dtype, and None in place of the weights.
@@ -174,7 +174,7 @@ def tree_attention_forward(
 
 
 def _scale(module: nn.Module, scaling: float | None, dropout: float, others: dict[str, Any]) -> float:
-    """The scaling, once it is sure that no argument would be ignored."""
+    """The scaling, after a check that no argument would be ignored."""
     name = type(module).__name__
     if dropout:
         raise ValueError(
@@ -194,7 +194,7 @@ def _scale(module: nn.Module, scaling: float | None, dropout: float, others: dic
 
 
 def _refuse_mask(*args: Any, **kwargs: Any) -> NoReturn:
-    # Registered so that transformers asks us for a mask: for a name it does not know it drops the mask without a word.
+    # Registered so that transformers calls it for a mask: for an unknown name transformers drops the mask silently.
     _refuse_global_use()
 
 

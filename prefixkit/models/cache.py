@@ -25,15 +25,15 @@ class TreeCache(Cache):
         logits = model(**cache.inputs(), logits_to_keep=step.logit_rows).logits
         cache.end()
 
-    The cache holds no keys itself and has no single length, so it answers only what a forward pass asks.  Whose
-    tokens are kept, cropped or reordered is decided by the tree.
+    The cache holds no keys itself and has no single length, so it has only the methods that a forward pass calls.  The
+    tree decides which tokens are kept, cropped or reordered.
 
     Attributes:
         pool: The page tensors, made for this model's :func:`kv_spec`.
         attended: ``[layers]`` how often each layer has attended in the current step.
         position_ids: ``[1, T]`` int64 positions of the current step.
         variants: Keys of the attention variants that the layers have asked for.
-        compiled: What runs layers through torch.compile, or None.
+        compiled: The layers that run through torch.compile, or None.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -43,8 +43,8 @@ class TreeCache(Cache):
         self.position_ids: Tensor | None = None
         self.variants: dict[tuple[object, ...], str] = {}
         self.compiled: CompiledLayers | None = None
-        # A mask of no elements: models hand on a 4-D mask as it is, so that none of shape T x KV is ever built, and its
-        # arrival at a layer proves that no padding got lost on the way.
+        # A mask of no elements: models pass a 4-D mask on as it is, so that no mask of T x KV elements is built, and
+        # its arrival at a layer proves that no padding was dropped before.
         self._no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=pool.spec.device)
         self._step: Step | None = None
 
@@ -105,7 +105,7 @@ class TreeCache(Cache):
         """Drop the step without a check, after an error."""
         self._step = self.position_ids = None
 
-    # What a forward pass asks of a cache.
+    # What a forward pass calls.
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
         """Only layers that ``patch`` has not touched get here; patched ones write through their :class:`CacheLayer`.
@@ -169,7 +169,7 @@ class TreeCache(Cache):
         """One row of tokens, whatever the number of sequences."""
         return 1
 
-    # What would change whose KV is kept.  The base class, which sees no layers, would do nothing without a word.
+    # What would change which KV is kept.  The base class, which sees no layers, would silently do nothing.
 
     def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
         self._refuse("reorder_cache")

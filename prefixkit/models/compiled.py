@@ -1,10 +1,10 @@
 """Decoder layers through torch.compile, with prefixkit's ops as opaque calls in their graphs.
 
-Norms, rotary embedding, residual adds and activations become a few kernels.  The original decoder layer is compiled, on a
-shallow copy as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the layer's pages
-are inputs of the graph, so layers of a kind share one graph for each number of rows, and a new step needs no new graph.  The
-q, k and v projections become one product over packed weights (see ``fused.py``), rotary embedding and appending one op (see
-``rotary.py``).
+Norms, rotary embedding, residual adds and activations become a few kernels.  The original decoder layer is compiled,
+on a shallow copy as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the
+layer's pages are inputs of the graph, so layers of a kind share one graph for each number of rows, and a new step needs
+no new graph.  The q, k and v projections become one product over packed weights (see ``fused.py``), rotary embedding
+and appending one op (see ``rotary.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental import _config as shapes_config
 
 from prefixkit.attention.step import Step
-from prefixkit.models.attention import cache_among, is_tree_class, original_class, subclass, twin_of
+from prefixkit.models.attention import cache_among, is_tree_class, original_class, shallow_copy, subclass
 from prefixkit.models.cache import TreeCache
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
@@ -46,24 +46,24 @@ class NotCompilable(TypeError):
 class CompiledLayers:
     """The decoder layers of a patched model, compiled for the steps of one cache.
 
-    Layers are compiled when they first meet a number of rows, which takes seconds, and not during the capture of a CUDA graph.
-    What cannot be compiled runs as it is, after one warning that says why.
+    Layers are compiled at the first step of each number of rows, which takes seconds, and not during the capture of a
+    CUDA graph.  A layer that cannot be compiled runs as it is, after one warning that says why.
 
-    A layer's first compiled step packs the weights of q, k and v: it moves them into one piece of memory, and they stay the
-    same Parameter objects with the same values.  ``unpatch`` gives each weight its own memory back.  CUDA graphs that were
-    captured of this model before must be captured again, which engines do by themselves.
+    A layer's first compiled step packs the weights of q, k and v: it moves them into one piece of memory, and they stay
+    the same Parameter objects with the same values.  ``unpatch`` gives each weight its own memory back.  CUDA graphs
+    that were captured of this model before must be captured again, which engines do by themselves.
 
     Attributes:
-        cache: Whose steps.
-        rows: The numbers of rows to compile for; None for whatever comes.
-        graphs: How many graphs were compiled.
-        seconds: How long that took.
+        cache: The cache of the steps.
+        rows: The numbers of rows to compile for; None for any.
+        graphs: Number of compiled graphs.
+        seconds: Time that compiling took.
         reason: Why layers run as they are, or None.
         active: Whether the step in progress goes through compiled layers.
     """
 
     def __init__(self, model: nn.Module, cache: TreeCache, rows: Container[int] | None = None) -> None:
-        self._cache = weakref.ref(cache)  # which holds us
+        self._cache = weakref.ref(cache)  # cache.compiled refers to this object
         self.rows = rows
         self.graphs = 0
         self.seconds = 0.0
@@ -71,11 +71,11 @@ class CompiledLayers:
         self.active = False
         self._classes: tuple[type[nn.Module], ...] = ()
         self._step = TracedStep()
-        self._twins: dict[nn.Module, _Twin] = {}
+        self._copies: dict[nn.Module, _LayerCopy] = {}
         self._functions: dict[_Key, Callable[..., Any]] = {}
         self._ready: set[_Key] = set()
         self._key: _Key = (0, 0, False, ())
-        self._backend = functools.partial(_backend, weakref.ref(self))  # torch keeps backends for ever
+        self._backend = functools.partial(_backend, weakref.ref(self))  # torch never frees a backend
         try:
             layers = decoder_layers(model)
         except NotCompilable as error:
@@ -84,14 +84,16 @@ class CompiledLayers:
         classes = [layer_class(original_class(layer)) for layer, _ in layers]
         self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
         for index, (layer, child) in enumerate(layers):
-            self._twins[layer] = _Twin(layer, child, TracedLayer(cache.pool.k(index), cache.pool.v(index), self._step))
+            self._copies[layer] = _LayerCopy(
+                layer, child, TracedLayer(cache.pool.k(index), cache.pool.v(index), self._step)
+            )
             layer.__class__ = classes[index]
         cache.compiled = self
 
     @property
     def cache(self) -> TreeCache:
         cache = self._cache()
-        assert cache is not None, "it holds us"
+        assert cache is not None, "the cache refers to this object"
         return cache
 
     def begin(self, step: Step) -> None:
@@ -101,14 +103,14 @@ class CompiledLayers:
             ValueError: a CUDA graph is being captured, and no such step has run before.
         """
         self.active = self.reason is None and (self.rows is None or step.num_rows in self.rows)
-        if self.active and not all(is_tree_class(type(layer)) for layer in self._twins):
+        if self.active and not all(is_tree_class(type(layer)) for layer in self._copies):
             self._give_up("the model was unpatched in the meantime; make a new ModelRunner")
         if self.active:
             self._key = _key(step, self._classes)
             if self._key not in self._ready and capturing():
                 raise ValueError(
-                    f"layers cannot be compiled for {step.num_rows} rows while a CUDA graph is captured; run such a step "
-                    "once before"
+                    f"layers cannot be compiled for {step.num_rows} rows while a CUDA graph is captured; run such a "
+                    "step once before"
                 )
             self._step.load(step)
 
@@ -117,43 +119,43 @@ class CompiledLayers:
 
         Raises:
             IncompleteStep: it has run in this step.
-            ValueError: the model was called with other positions or another mask than ``TreeCache.inputs()``; or a CUDA
-                graph is being captured, and weights have moved since such a step ran.
+            ValueError: the model was called with other positions or another mask than ``TreeCache.inputs()``; or a
+                CUDA graph is being captured, and weights have moved since such a step ran.
         """
-        cache, twin = self.cache, self._twins.get(layer)
-        if twin is None:  # of another model, or put in later
+        cache, copy = self.cache, self._copies.get(layer)
+        if copy is None:  # the layer is of another model, or was put in later
             return original_class(layer).forward(layer, *args, **kwargs)
-        twin.check(cache, kwargs)
+        copy.check(cache, kwargs)
         given = (
-            tuple(twin.traced if value is cache else value for value in args),
-            {name: twin.traced if value is cache else value for name, value in kwargs.items()},
+            tuple(copy.traced if value is cache else value for value in args),
+            {name: copy.traced if value is cache else value for name, value in kwargs.items()},
         )
         before, began = self.graphs, time.perf_counter()
         try:
-            result = self._call(twin, *given)
+            result = self._call(copy, *given)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            # Nothing has run yet: these come from the compiler.
+            # No part of the step has run yet: these errors come from the compiler.
             if capturing():
                 raise
             self._give_up(_said(error))
             return original_class(layer).forward(layer, *args, **kwargs)
-        cache.attended[twin.index] += 1
+        cache.attended[copy.index] += 1
         if self.graphs > before:
             taken = time.perf_counter() - began
             self.seconds += taken
-            log.info("compiled layer %d for %d rows in %.1f s, graph %d", twin.index, self._key[0], taken, self.graphs)
+            log.info("compiled layer %d for %d rows in %.1f s, graph %d", copy.index, self._key[0], taken, self.graphs)
         return result
 
-    def _call(self, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, copy: _LayerCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = self._key
         if key in self._ready:
-            return self._functions[key](twin.current(), args, kwargs)
+            return self._functions[key](copy.current(), args, kwargs)
         if key not in self._functions:
             self._functions[key] = self._function(key[0])
-        # Sizes that happen to be equal when a graph is made need not stay so.
+        # Sizes that are equal by chance when a graph is made may differ later.
         with shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-            result = self._functions[key](twin.current(), args, kwargs)
-        if twin.index == len(self._twins) - 1:
+            result = self._functions[key](copy.current(), args, kwargs)
+        if copy.index == len(self._copies) - 1:
             self._ready.add(key)
         return result
 
@@ -173,8 +175,8 @@ class CompiledLayers:
 def _key(step: Step, classes: tuple[type[nn.Module], ...]) -> _Key:
     """What tells graphs apart.
 
-    The number of rows; which sizes are 0 or 1, because torch makes graphs for any size but these; and the forwards of the
-    classes, because torch does not notice when the class of a submodule is given another.
+    The number of rows; which sizes are 0 or 1, because torch makes graphs for any size but these; and the forwards of
+    the classes, because torch does not notice when the class of a submodule is given another.
     """
     small = 0
     for tensor in (*step.work, *step.nodes):
@@ -186,32 +188,32 @@ def _run_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return layer.forward(*args, **kwargs)
 
 
-class _Twin:
-    """A decoder layer with the original attention class, whose cache is a :class:`TracedLayer`."""
+class _LayerCopy:
+    """A shallow copy of a decoder layer, with the original attention class, whose cache is a :class:`TracedLayer`."""
 
     def __init__(self, layer: nn.Module, child: str, traced: TracedLayer) -> None:
         self.layer, self.child, self.traced = layer, child, traced
         self.index = int(layer.get_submodule(child).layer_idx)  # type: ignore[arg-type]
         self._parts: tuple[object, ...] = ()
-        self._twin = layer
+        self._current = layer
 
     def current(self) -> nn.Module:
-        """The twin, made anew if parts of the layer were exchanged."""
+        """The copy, made anew if parts of the layer were exchanged."""
         layer = self.layer
         parts = (layer.training, *layer._modules.values())
         if parts != self._parts:
             attention = layer._modules[self.child]
             assert attention is not None
-            inner = twin_of(attention, original_class(attention), self.traced)
+            inner = shallow_copy(attention, original_class(attention), self.traced)
             inner.__dict__["layer_idx"] = 0  # or each layer would be compiled for its number
-            twin: nn.Module = object.__new__(original_class(layer))
-            twin.__dict__.update(layer.__dict__)
-            twin.__dict__["_modules"] = {**layer._modules, self.child: inner}
-            self._twin, self._parts = twin, parts
-        return self._twin
+            made: nn.Module = object.__new__(original_class(layer))
+            made.__dict__.update(layer.__dict__)
+            made.__dict__["_modules"] = {**layer._modules, self.child: inner}
+            self._current, self._parts = made, parts
+        return self._current
 
     def check(self, cache: TreeCache, kwargs: dict[str, Any]) -> None:
-        """What layers that are not compiled check of each call."""
+        """Check of a call what layers that are not compiled check."""
         layer = CacheLayer(cache, self.index)
         layer.check_positions(kwargs.get("position_ids"))
         if "attention_mask" in kwargs:
@@ -274,9 +276,9 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile one layer's graph, once it is sure that it holds what it must."""
+    """Compile one layer's graph, after a check that it calls each op once."""
     owner = of()
-    assert owner is not None, "it runs the layer that is compiled"
+    assert owner is not None, "its run() is on the call stack"
     calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     for op in OPS:
         if (count := sum(op in call for call in calls)) != 1:
@@ -292,7 +294,7 @@ def _is_own_op(node: torch.fx.Node) -> bool:
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Inductor without CUDA graphs of its own: the caller may capture what it makes."""
+    """Inductor without CUDA graphs of its own: callers may capture the function that it makes."""
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})

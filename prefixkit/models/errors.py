@@ -1,4 +1,4 @@
-"""What can go wrong between a Hugging Face model and a prefix tree."""
+"""Errors between a Hugging Face model and a prefix tree."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ class NotPatched(TypeError):
 
 
 class IncompleteStep(ValueError):
-    """Some attention layers did not meet the :class:`TreeCache` exactly once during a step."""
+    """Some attention layers were not called with the :class:`TreeCache` exactly once during a step."""

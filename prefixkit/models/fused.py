@@ -2,8 +2,8 @@
 
 With few rows each of the three is too small to fill a GPU; one that is large enough stays as it is, because packing it
 gains nothing.  A graph as dynamo traced it gets one product in their place, whose weight and bias are graph inputs: the
-packed weights (see ``joint.py``), packed once for each layer, when the layer is first called.  Weights that cannot be moved
-stay as they are.
+packed weights (see ``joint.py``), packed once for each layer, when the layer is first called.  Weights that cannot be
+moved stay as they are.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def compile_packed(
     compiler: Callable[[fx.GraphModule, Sequence[Any]], _Function],
     reads: Callable[[fx.Node], bool],
 ) -> _Function:
-    """``compiler(graph, inputs)``, but products of one input that certain nodes read are one product over packed weights.
+    """``compiler(graph, inputs)``, but products of one input become one product over packed weights.
 
     Args:
         graph: As dynamo traced it, parameters among its inputs.  It is not changed.
         inputs: The inputs it was traced with.
         compiler: Makes a function of a graph's inputs.
-        reads: Whether a node is one for whose sake products are packed, directly or through other nodes: the calls of
-            prefixkit's ops, whose arguments are made from a layer's q, k and v and from no other product of their input.
+        reads: Whether products are packed that this node depends on, directly or through other nodes.  It holds for
+            the calls of prefixkit's ops, which depend on a layer's q, k and v and on no other product of their input.
 
     Returns:
-        A function of the inputs of ``graph``.  It raises ValueError if weights must be moved during the capture of a CUDA
-        graph.
+        A function of the inputs of ``graph``.  It raises ValueError if weights must be moved during the capture of a
+        CUDA graph.
     """
     mode = detect_fake_mode(inputs)
     copied = copy_of(graph)
@@ -111,8 +111,8 @@ class _PackedInput:
         if not movable(weights):
             if not self._warned:
                 log.warning(
-                    "weights of a layer share their memory with other tensors, so each of its steps copies %.0f MiB; drop "
-                    "those tensors, such as a state dict, and make the engine anew",
+                    "weights of a layer share their memory with other tensors, so each of its steps copies %.0f MiB; "
+                    "drop those tensors, such as a state dict, and make the engine anew",
                     sum(weight.nbytes for weight in weights) / 2**20,
                 )
             self._warned = True
@@ -120,8 +120,8 @@ class _PackedInput:
                 return torch.cat(weights)
         if capturing():
             raise ValueError(
-                "a layer's weights have moved, and cannot be packed while a CUDA graph is captured; run such a step once "
-                "before"
+                "a layer's weights have moved, and cannot be packed while a CUDA graph is captured; run such a step "
+                "once before"
             )
         return pack(weights)
 
@@ -228,7 +228,7 @@ def _fills(product: _Product, given: dict[fx.Node, Any]) -> bool:
 
 
 def fills(rows: int, columns: int, device: torch.device) -> bool:
-    """Whether a product of so many rows and columns has a tile for each multiprocessor of a GPU; no product fills a CPU."""
+    """Whether a product of these sizes has a tile for each multiprocessor of a GPU; no product fills a CPU."""
     return -(-rows // _TILE) * -(-columns // _TILE) >= _multiprocessors(device)
 
 

@@ -1,7 +1,7 @@
 """Packed weights: several weights in one piece of memory, so that one product reads them all and none is stored twice.
 
-Each weight keeps a storage of its own, over its part of that memory: tools that save models drop, or refuse, weights that have
-a storage in common.
+Each weight keeps a storage of its own, over its part of that memory: tools that save models drop, or refuse, weights
+that have a storage in common.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def packed_view(weights: Sequence[Tensor]) -> Tensor | None:
         weights: ``[rows, ...]`` each, alike but for the number of rows.
 
     Returns:
-        ``[all rows, ...]`` without a gradient, valid for as long as the weights live; None if the weights are not packed in
-        this order.
+        ``[all rows, ...]`` without a gradient, valid for as long as the weights live; None if the weights are not
+        packed in this order.
     """
     if any(one.data_ptr() + one.nbytes != other.data_ptr() for one, other in pairwise(weights)):
         return None
@@ -96,8 +96,8 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
 def unpack(weights: Iterable[Tensor]) -> None:
     """Give packed weights memory of their own again, each the same tensor object with the same values.
 
-    At most the weights of one :func:`pack` are in memory twice at a moment.  Packed memory is freed once no tensor over it is
-    left; one that is not among those given, such as an entry of a state dict, stays where it is.
+    At most the weights of one :func:`pack` are in memory twice at a moment.  Packed memory is freed once no tensor over
+    it is left; one that is not among those given, such as an entry of a state dict, stays where it is.
 
     Args:
         weights: Any tensors; those that are not packed stay as they are.
@@ -129,7 +129,8 @@ def _part_of(weight: Tensor) -> _Part | None:
 
 
 def _forget_freed_parts() -> None:
-    for handle in [handle for handle, part in _parts.items() if part.storage.expired()]:  # type: ignore[no-untyped-call]
+    freed = [handle for handle, part in _parts.items() if part.storage.expired()]  # type: ignore[no-untyped-call]
+    for handle in freed:
         del _parts[handle]
 
 

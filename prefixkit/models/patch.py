@@ -1,4 +1,4 @@
-"""Teach a transformers model to read a prefix tree, and make it forget again."""
+"""Patch a transformers model so that it reads a prefix tree, and unpatch it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def patch(model: Model) -> Model:
 def unpatch(model: Model) -> Model:
     """Undo :func:`patch` and leave no trace; a model that is not patched stays as it is.
 
-    Compiled layers pack the weights of q, k and v into one piece of memory.  Each weight gets memory of its own again: the
-    same Parameter object with the same values, dtype, device and ``requires_grad``, and nothing of the packed memory stays
-    allocated.  At most q, k and v of one layer are in memory twice at a moment.
+    Compiled layers pack the weights of q, k and v into one piece of memory.  Each weight gets memory of its own again:
+    the same Parameter object with the same values, dtype, device and ``requires_grad``.  The packed memory is freed,
+    except where the caller holds other tensors over it.  At most the weights of q, k and v of one layer are in memory
+    twice at a moment.
 
     Returns:
         The same model.

@@ -9,7 +9,7 @@ from packaging.version import InvalidVersion, Version
 
 MINIMUM = "5.17"
 
-# Parts of transformers that the patch works through and that no documentation promises: attribute paths.
+# Attribute paths of transformers that the patch relies on, some of them undocumented.
 _RELIED_ON = (
     "AttentionInterface.register",  # the attention function of patched layers
     "AttentionInterface.get_interface",  # attention classes find it by the name in their config,
@@ -32,7 +32,7 @@ def check_version(found: str) -> None:
         found: As in ``transformers.__version__``.
 
     Raises:
-        UnsupportedTransformers: it is below :data:`MINIMUM`, a pre-release of which counts as below, or no version at all.
+        UnsupportedTransformers: it is below :data:`MINIMUM`, as a pre-release of that is, or no version at all.
     """
     try:
         if Version(found) >= Version(MINIMUM):
@@ -56,9 +56,8 @@ def check_transformers(transformers: ModuleType) -> None:
         missing = ["Cache(layers=...)"]
     if missing:
         raise UnsupportedTransformers(
-            f"prefixkit needs {', '.join(missing)} of transformers, which the installed {transformers.__version__} does not "
-            f"have; run: pip install 'transformers>={MINIMUM}' with a version that prefixkit has been tested with, and "
-            "report this"
+            f"prefixkit needs {', '.join(missing)} of transformers, which the installed {transformers.__version__} "
+            f"does not have; run: pip install 'transformers=={MINIMUM}.*'"
         )
 
 

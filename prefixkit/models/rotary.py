@@ -1,8 +1,9 @@
 """Rotary embedding and appending as one op, in a compiled layer's graph.
 
-Inductor makes a kernel for keys, one for queries, and calls ``kv_append`` between them, for that writes what attention reads.
-Where a graph, as dynamo traced it, turns queries and keys as transformers' ``apply_rotary_pos_emb`` does, over whole heads,
-and only attention and ``kv_append`` take what comes out, ``rotary_append`` does all of it in one launch.
+Inductor makes a kernel for keys, one for queries, and calls ``kv_append`` between them, because that writes what
+attention reads.  Where a graph, as dynamo traced it, rotates queries and keys as transformers' ``apply_rotary_pos_emb``
+does, over whole heads, and only attention and ``kv_append`` read the result, ``rotary_append`` does all of it in one
+launch.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class _Rotation:
     """``x * cos + rotate_half(x) * sin``, of one sequence, as ``[T, heads, head_dim]``.
 
     Attributes:
-        x: What is turned, ``[1, heads, T, head_dim]``.
+        x: The rotated tensor, ``[1, heads, T, head_dim]``.
         cos, sin: ``[1, T, head_dim]``.
         total: The sum.
         view: The node that an op takes.
-        nodes: All that is of no use without it, users before what they use; cos and sin are shared.
+        nodes: All nodes that only serve the rotation, users before what they use; cos and sin are shared.
     """
 
     x: fx.Node
@@ -40,11 +41,11 @@ class _Rotation:
 
 
 def with_rotary_append(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph with one op for both, or the same graph where it turns heads in another way.
+    """The graph with one op for both, or the same graph where it rotates heads in another way.
 
     Args:
-        graph: As dynamo traced it under no_grad or inference mode, with one ``kv_append`` and one ``tree_attention``.  It stays
-            as it is.
+        graph: As dynamo traced it under no_grad or inference mode, with one ``kv_append`` and one ``tree_attention``.
+            It is not changed.
     """
     if torch.is_grad_enabled():
         return graph
@@ -58,7 +59,7 @@ def with_rotary_append(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _found(graph: fx.Graph) -> tuple[_Rotation, _Rotation, fx.Node] | None:
-    """How queries and keys are turned, and the node of ``kv_append``."""
+    """The rotations of queries and keys, and the node of ``kv_append``."""
     append, attention = (_only_call(graph, name) for name in ("kv_append", "tree_attention"))
     if append is None or attention is None or len(append.args) != 5 or not attention.args:
         return None
@@ -68,7 +69,7 @@ def _found(graph: fx.Graph) -> tuple[_Rotation, _Rotation, fx.Node] | None:
     at = {node: place for place, node in enumerate(graph.nodes)}
     if not at[query.total] < at[append] < at[attention] or not _alike(query, key):
         return None
-    # What is turned must still be the same where the op will stand, and the op is for the mode that the graph is called in.
+    # The rotated tensors must have the same values at the place of the op, and the op runs in the mode of the call.
     first, before = min(at[node] for part in (query, key) for node in part.nodes), list(graph.nodes)[: at[append]]
     if any(may_write(node) for node in before[first:]) or any(changes_mode(node) for node in before):
         return None
@@ -76,7 +77,7 @@ def _found(graph: fx.Graph) -> tuple[_Rotation, _Rotation, fx.Node] | None:
 
 
 def _alike(query: _Rotation, key: _Rotation) -> bool:
-    """Whether all is of one sequence and one dtype, and nothing is spread over rows or heads."""
+    """Whether all tensors are of one sequence and one dtype, and none is broadcast over rows or heads."""
     q, k = _value(query.x), _value(key.x)
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != 1 or k.shape != (1, k.shape[1], *q.shape[2:]):
         return False
@@ -107,7 +108,7 @@ def _replace(graph: fx.Graph, query: _Rotation, key: _Rotation, append: fx.Node)
 
 
 def _rotation(view: object, user: fx.Node) -> _Rotation | None:
-    """What ``view`` turns, if that is rotary embedding and nobody but ``user`` takes it."""
+    """The rotation whose result ``view`` is, if it is rotary embedding and only ``user`` reads it."""
     if not (
         isinstance(view, fx.Node) and _is(view, "transpose") and view.args[1:] == (0, 1) and set(view.users) == {user}
     ):
@@ -138,7 +139,7 @@ def _factors(term: object, user: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | 
 
 
 def _halves_swapped(node: fx.Node, user: fx.Node, x: fx.Node) -> _Nodes | None:
-    """The nodes of ``cat((-x[..., half:], x[..., :half]), -1)``, if ``node`` is that and only ``user`` takes it."""
+    """The nodes of ``cat((-x[..., half:], x[..., :half]), -1)``, if ``node`` is that and only ``user`` reads it."""
     if not (_is(node, "cat") and set(node.users) == {user}):
         return None
     dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
@@ -151,10 +152,10 @@ def _halves_swapped(node: fx.Node, user: fx.Node, x: fx.Node) -> _Nodes | None:
     (second,) = negative.all_input_nodes
     half = _value(x).shape[-1] // 2
     wanted = ((second, negative, slice(half, None, None)), (first, node, slice(None, half, None)))
-    for part, user_of_part, piece in wanted:
+    for part, user_of_part, half_of_x in wanted:
         if not (isinstance(part, fx.Node) and _is(part, "getitem") and set(part.users) == {user_of_part}):
             return None
-        if part.args != (x, (Ellipsis, piece)):
+        if part.args != (x, (Ellipsis, half_of_x)):
             return None
     if 2 * half != _value(x).shape[-1]:
         return None
@@ -175,7 +176,7 @@ def _is(node: fx.Node, name: str) -> bool:
     """Whether a node is the call of a function of torch, an operator or a tensor's method by this name."""
     if node.op == "call_method":
         return node.target == name
-    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):  # anybody's
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):  # an op of any library
         return False
     module = getattr(node.target, "__module__", None) or ""
     known = module.startswith(("torch", "_operator")) or type(node.target).__name__ == "builtin_function_or_method"

@@ -31,8 +31,8 @@ class ModelRunner:
     Args:
         model: The model.
         pool: Made for its ``kv_spec``.
-        compiled: Run the decoder layers through torch.compile: for steps of these numbers of rows, or of any (True).  Each
-            number is compiled at its first step, which takes seconds; see :class:`CompiledLayers`.
+        compiled: Run the decoder layers through torch.compile: for steps of these numbers of rows, or of any (True).
+            Each number is compiled at its first step, which takes seconds; see :class:`CompiledLayers`.
 
     Attributes:
         model: The model.
@@ -101,10 +101,10 @@ class ModelRunner:
         return rows
 
     def addresses(self) -> tuple[int, ...]:
-        """Where the model's parameters and buffers lie: what a CUDA graph of its steps holds, and must not outlive."""
+        """Addresses of the model's parameters and buffers: a CUDA graph of its steps is invalid once they change."""
         found: list[Tensor | None] = []
         left: list[nn.Module | None] = [self.model]
-        while left:  # five times as fast as model.parameters(), and keeps nothing that could be out of date
+        while left:  # five times as fast as model.parameters(), and nothing is cached
             if (module := left.pop()) is not None:
                 parts = module.__dict__
                 found += parts["_parameters"].values()
@@ -119,7 +119,7 @@ class ModelRunner:
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # some quantised weights are made of others
+    except RuntimeError:  # some quantised weights consist of other tensors
         return id(tensor)
 
 

@@ -75,7 +75,7 @@ def _rows(projection: object) -> int:
 
 
 def _dtype_and_device(model: nn.Module, module: nn.Module) -> tuple[torch.dtype, torch.device]:
-    """What the layer's keys will be: the type of its plain weights and where they are when it runs."""
+    """The dtype of the layer's keys, which is that of its plain weights, and the device that it runs on."""
     weights = [*module.parameters()]
     dtype = next((weight.dtype for weight in weights if weight.dtype in _COMPUTE_DTYPES), None)
     if dtype is None:

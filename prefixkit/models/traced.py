@@ -12,7 +12,7 @@ from prefixkit.models.variants import register_variant
 
 
 class TracedStep:
-    """The tensors of the step in progress; inputs of the graphs, because they are read anew at every call."""
+    """The tensors of the step in progress; inputs of the graphs, because they are read again at every call."""
 
     slots: Tensor
     positions: Tensor
@@ -28,7 +28,7 @@ class TracedStep:
 
 
 class TracedLayer:
-    """What a layer's attention meets in place of a :class:`CacheLayer`.
+    """The cache of a layer that is traced, in place of a :class:`CacheLayer`.
 
     Attributes:
         k_pages, v_pages: The layer's pages.

@@ -1,4 +1,4 @@
-"""From what an attention class asks of its attention function to a registered variant."""
+"""The registered variant for the arguments that an attention class passes to its attention function."""
 
 from __future__ import annotations
 

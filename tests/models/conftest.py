@@ -1,4 +1,4 @@
-"""Tiny random models, and a driver that runs whatever is pending in a tree through one of them."""
+"""Tiny random models, and a driver that runs the uncomputed tokens of a tree through one of them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class TreeDriver:
         self.tokens_run = 0
 
     def step(self, budget: int = 10**6, logit_rows: list[int] | None = None) -> Step | None:
-        """The step for the first ``budget`` pending tokens, with every row's logits unless told otherwise."""
+        """The step for the first ``budget`` uncomputed tokens, with every row's logits unless told otherwise."""
         self.runs: list[tuple[Node, int, int]] = []
         for node, ready, length in self.tree.pending():
             if budget and self._has_all_above(node):
@@ -145,7 +145,7 @@ class TreeDriver:
         return build_step(self.tree.snapshot(), Queries(*runs.T.copy()), tokens, wanted, self.planner)
 
     def run(self, budget: int = 10**6) -> None:
-        """Run steps of at most ``budget`` tokens until nothing is pending."""
+        """Run steps of at most ``budget`` tokens until all are computed."""
         while (step := self.step(budget)) is not None:
             logits = self.runner(step)
             assert logits.shape == (len(step.tokens), VOCAB)

@@ -41,7 +41,7 @@ class Rewriter:
 
 
 class Layer:
-    """What a decoder layer gives to its attention, ``[1, heads, T, head_dim]``; pages full of NaN, and a tree for them."""
+    """What a decoder layer gives its attention, ``[1, heads, T, head_dim]``; pages full of NaN, and a tree for them."""
 
     def __init__(self, rng, dtype=torch.float32, heads=(4, 2, 32), rows=1):
         """At least so many rows."""
@@ -49,10 +49,10 @@ class Layer:
         while len(self.case.q) < rows:
             self.case = random_case(rng, dtype, heads=heads)
         case, (_, kv_heads, dim), rows = self.case, heads, len(self.case.q)
-        draw = lambda *shape: torch.from_numpy(rng.standard_normal(shape)).to(dtype)  # noqa: E731
+        normal = lambda *shape: torch.from_numpy(rng.standard_normal(shape)).to(dtype)  # noqa: E731
         self.q = case.q.transpose(0, 1)[None]
-        self.k, self.v = draw(1, rows, kv_heads, dim).transpose(1, 2), draw(1, rows, kv_heads, dim).transpose(1, 2)
-        self.cos, self.sin = draw(1, rows, dim), draw(1, rows, dim)
+        self.k, self.v = normal(1, rows, kv_heads, dim).transpose(1, 2), normal(1, rows, kv_heads, dim).transpose(1, 2)
+        self.cos, self.sin = normal(1, rows, dim), normal(1, rows, dim)
         self.slots = torch.from_numpy(case.snapshot.slots(case.row_node, case.queries.row_offset()))
         work = int_tensors(*plan_of(case, CPU_COST).arrays())
         self.attention = case.positions, work, node_tensors(case), case.scale, "causal"

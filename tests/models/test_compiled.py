@@ -1,4 +1,4 @@
-"""Compiled decoder layers: one graph for layers of a kind, as accurate as eager ones, and no trace when they are undone."""
+"""Compiled decoder layers: one graph for layers of a kind, as accurate as eager ones, and no trace afterwards."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_runner_whose_model_was_unpatched_says_that_it_no_longer_compiles(trac
 
 @pytest.mark.parametrize("inductor", [False, True], ids=["traced", "compiled"])
 def test_a_runner_that_is_gone_holds_no_pages(inductor, request, tiny, drive, rng):
-    """The compiler keeps what it made; it must not keep whose it was."""
+    """The compiler keeps what it made; it must not keep the runner."""
     torch._dynamo.reset()
     if not inductor:
         request.getfixturevalue("traced")

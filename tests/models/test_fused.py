@@ -74,7 +74,7 @@ def input_of(rng, rows=5):
 
 
 def unlike(module, x, found):
-    """Where ``found`` is further from the exact result of two products in a row than float32 can be, in any order of sums."""
+    """Where ``found`` is further from the exact result of two products in a row than float32 allows, in any order."""
     exact = copy.deepcopy(module).double()
     inner = torch.cat([part(x.double()) for part in exact.parts], -1)
     spread = torch.cat([_reach(part, x.double().abs()) for part in exact.parts], -1) * _gamma(WIDTH)
@@ -360,7 +360,7 @@ def test_parameters_born_in_inference_mode_stay_what_they_are(compiler, rng):
     assert all(weight.is_inference() for weight in module.weights())
 
 
-# -- models --------------------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------------------
 
 
 def groups_of(model):

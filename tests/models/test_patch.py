@@ -127,8 +127,8 @@ def test_the_context_manager_leaves_a_patched_model_patched(tiny):
 def test_a_patch_that_fails_half_way_is_undone(tiny, monkeypatch):
     model = tiny()
     before = everything(model)
-    room = importlib.import_module("prefixkit.models.patch")  # by attribute, the name is the function's
-    real, calls = room.tree_class, []
+    module = importlib.import_module("prefixkit.models.patch")  # by attribute, the name is the function's
+    real, calls = module.tree_class, []
 
     def fails_the_second_time(original):
         calls.append(original)
@@ -136,7 +136,7 @@ def test_a_patch_that_fails_half_way_is_undone(tiny, monkeypatch):
             raise MemoryError
         return real(original)
 
-    monkeypatch.setattr(room, "tree_class", fails_the_second_time)
+    monkeypatch.setattr(module, "tree_class", fails_the_second_time)
     with pytest.raises(MemoryError):
         patch(model)
     assert everything(model) == before
@@ -147,16 +147,16 @@ def test_a_patch_that_fails_half_way_is_undone(tiny, monkeypatch):
 )
 def test_a_patched_model_can_be_copied(duplicate, tiny, drive, dense_logits, rng):
     model = tiny()
-    twin = duplicate(patch(model))
-    assert is_patched(twin)
+    other = duplicate(patch(model))
+    assert is_patched(other)
     tokens = rng.integers(3, 128, 10).tolist()
-    run = drive(twin)
+    run = drive(other)
     run.tree.insert(tokens)
     run.run()
     assert torch.allclose(run.logits_of(tokens), dense_logits(model, tokens), atol=1e-4)
-    unpatch(twin)
+    unpatch(other)
     assert is_patched(model)
-    assert not is_patched(twin)
+    assert not is_patched(other)
 
 
 def test_a_patched_model_saves_what_the_original_saves(tiny, tmp_path):

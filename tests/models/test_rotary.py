@@ -149,7 +149,7 @@ def test_where_gradients_are_recorded_all_stays_as_it_is(asked, rewriter, rng):
     assert rewriter.calls == [{APPEND: 1}, {BOTH: 1}], "the same function where none is recorded"
 
 
-# -- models --------------------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------------------
 
 # Of each family: how many of its graphs become which.  Some turn a part of a head, pairs, or in float32.
 FAMILIES = {

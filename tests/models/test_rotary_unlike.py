@@ -74,7 +74,7 @@ def _(x, y):
     return torch.empty_like(x)
 
 
-# By what the op does not do, or in words that nobody uses.
+# By what the op does not do, or in forms that no model uses.
 TURNS = {
     "turned back": lambda x, cos, sin: x * cos.unsqueeze(1) - swapped(x) * sin.unsqueeze(1),
     "the other half negative": other_half_negative,
