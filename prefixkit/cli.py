@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -192,7 +190,4 @@ def main() -> None:
     # OpenMP threads that spin while they wait starve each other as soon as other work shares the cores: measured with two
     # threads on two busy cores, sampling was 5 to 9 times slower than with threads that sleep.  Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
-            stream.reconfigure(errors="backslashreplace")  # where the terminal's encoding lacks a letter
     app()

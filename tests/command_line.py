@@ -18,9 +18,9 @@ def save_model(folder: Path, chat: bool) -> None:
     byte_tokenizer(chat).save_pretrained(folder)
 
 
-def run(*arguments: object, code: int = 0) -> Result:
-    """What ``prefixkit ARGUMENTS`` wrote; its exit status must be ``code``."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+def run(*arguments: object, code: int = 0, typed: str = "", charset: str = "utf-8") -> Result:
+    """What ``prefixkit ARGUMENTS`` wrote in ``charset`` with ``typed`` as its input; its exit status must be ``code``."""
+    result = CliRunner(charset).invoke(app, [str(argument) for argument in arguments], input=typed)
     assert result.exit_code == code, result.output
     return result
 

@@ -7,8 +7,10 @@ bell or reverse the reading direction.
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 
 from rich.console import Console
 from rich.text import Text
@@ -30,5 +32,8 @@ def line(*parts: str | tuple[str, str], keep: str = "") -> Text:
 
 
 def terminal(*, stderr: bool = False) -> Console:
-    """Where a command prints: standard output or standard error."""
+    """Where a command prints: standard output or standard error; letters that its encoding lacks become escapes."""
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+        stream.reconfigure(errors="backslashreplace")
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)

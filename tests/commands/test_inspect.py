@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.command_line import run
@@ -20,13 +17,5 @@ def test_prompts_that_each_extend_the_one_before(folders: dict[str, Path], tmp_p
 
 
 def test_a_terminal_without_these_letters_gets_escapes(folders: dict[str, Path], prompts: Path) -> None:
-    command = [sys.executable, "-c", "from prefixkit.cli import main; main()", "inspect"]
-    done = subprocess.run(
-        [*command, "--model", str(folders["plain"]), "--input", str(prompts)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "\\u201cdef\\u201d" in done.stdout
+    shown = run("inspect", "--model", folders["plain"], "--input", prompts, charset="ascii").stdout
+    assert "\\u201cdef\\u201d" in shown

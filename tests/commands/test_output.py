@@ -97,6 +97,23 @@ def test_devices_may_have_many_writers():
         second.write({})
 
 
+def test_a_reader_that_goes_away_is_an_error_and_no_noise_at_the_end():
+    code = "import sys; from prefixkit.commands.output import LineFile; out = LineFile(None)\n"
+    code += "sys.stdin.read()\ntry: out.write({})\nexcept OSError as error: sys.exit(str(error))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    process.stdout.close()
+    process.stdin.close()
+    assert process.stderr.read() == "standard output: Broken pipe; the 0 lines before this are whole\n"
+    assert process.wait() == 1
+
+
 def test_a_closed_standard_output_names_the_remedy(tmp_path):
     code = "from prefixkit.commands.output import LineFile; LineFile(None)"
     done = subprocess.run(

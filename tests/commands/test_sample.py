@@ -6,8 +6,6 @@ import fcntl
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +14,6 @@ import pytest
 from tests.command_line import lines, run
 
 Folders = dict[str, Path]
-ROOT = Path(__file__).parents[2]
-PREFIXKIT = [sys.executable, "-c", "from prefixkit.cli import main; main()"]
 
 
 @pytest.mark.parametrize(
@@ -101,25 +97,10 @@ def test_code_of_a_model_folder_is_never_run_whatever_standard_input_says(
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
     (folder / "config.json").write_text(json.dumps(config))
-    arguments = [command, "--model", str(folder), "--input", str(prompts), "--max-new-tokens", "2"]
-    done = subprocess.run([*PREFIXKIT, *arguments], input="y\n" * 9, capture_output=True, text=True, cwd=ROOT)
+    done = run(command, "--model", folder, "--input", prompts, "--max-new-tokens", 2, code=1, typed="y\n" * 9)
     assert not trace.exists()
-    assert done.returncode == 1
     assert f"{folder} needs Python code of its own" in done.stderr
     assert "trust_remote_code=True" in done.stderr  # the remedy, in Python
-
-
-def test_a_reader_that_goes_away_is_no_traceback(folders: Folders, prompts: Path) -> None:
-    arguments = ["sample", "--model", str(folders["plain"]), "--input", str(prompts), "--max-new-tokens", "2"]
-    process = subprocess.Popen(
-        [*PREFIXKIT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    said = process.stderr.read()
-    assert process.wait() == 1
-    assert "standard output: Broken pipe; the 0 lines before this are whole" in said
-    assert "Exception ignored" not in said and "Traceback" not in said
 
 
 def test_names_are_shown_as_they_are_and_not_as_markup(folders: Folders, prompts: Path, tmp_path: Path) -> None:
