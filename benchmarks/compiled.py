@@ -27,11 +27,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import prefixkit
 from benchmarks.tree_attention.workloads import PAGE, workload
-from prefixkit.attention import backend, ops
-from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.kv_pool import KVPool
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, Step, build_step, planner_for
 from prefixkit.models import ModelRunner, kv_spec
+from prefixkit.ops import backend
+from prefixkit.ops import library as ops
+from prefixkit.ops.kv_pool import KVPool
 
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128_256,

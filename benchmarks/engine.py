@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import prefixkit
 from benchmarks.tree_attention.timing import machine
 from prefixkit.api import make_engine
-from prefixkit.generation.engine import Engine
-from prefixkit.generation.graphs import GraphDecoder
-from prefixkit.generation.request import Request, SamplingParams
+from prefixkit.engine.engine import Engine
+from prefixkit.engine.request import Request, SamplingParams
 from prefixkit.models import kv_spec
+from prefixkit.runners.graph import GraphDecoder
 
 PROFILED_STEPS = 40
 

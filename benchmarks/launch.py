@@ -24,9 +24,9 @@ torch.zeros(1, device="cuda")
 torch.cuda.synchronize()
 ready = time.perf_counter()
 import numpy as np
-from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.formats import Queries
-from prefixkit.attention.kv_pool import KVPool, KVSpec
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.bsr import Queries
+from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.attention.step import build_step, planner_for
 from prefixkit.tree.radix import PrefixTree
 gpu = torch.device("cuda", 0)
@@ -101,9 +101,9 @@ def attention_call() -> Callable[[], object]:
     """``tree_attention`` of 64 sequences over one prefix; so short that the GPU keeps up with the CPU."""
     import numpy as np
 
-    from prefixkit.attention.cost import HeadShape
-    from prefixkit.attention.formats import Queries, decompose, visible_lengths
+    from prefixkit.attention.bsr import Queries, decompose, visible_lengths
     from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
+    from prefixkit.attention.sharing import HeadShape
     from prefixkit.tree.radix import PrefixTree
 
     tree = PrefixTree(64, 16)
@@ -130,7 +130,8 @@ def attention_call() -> Callable[[], object]:
 
 def calls() -> dict[str, float]:
     """Each op through torch, below torch, and torch's own calls for comparison."""
-    from prefixkit.attention import backend, ops
+    from prefixkit.ops import backend
+    from prefixkit.ops import library as ops
 
     del ops
     gpu = torch.device("cuda", 0)

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from benchmarks.tree_attention.workloads import tree, tree_of
-from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.formats import Queries, decompose, visible_lengths
-from prefixkit.attention.gpu_buffers import capacity_for
+from prefixkit.attention.bsr import Queries, decompose, visible_lengths
+from prefixkit.attention.capacity import capacity_for
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.gpu_plan import make_gpu_plan
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, build_step
 from prefixkit.tree.snapshot import TreeSnapshot
 
@@ -70,7 +70,7 @@ def host_us(action: Callable[[], object], repeats: int) -> float:
 
 def gpu_us(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape) -> float:
     """Median of replays of a graph that plans ten times."""
-    from prefixkit.attention.cuda_planner import CudaPlanner
+    from prefixkit.backends.cuda.planner import CudaPlanner
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     capacity = capacity_for(snapshot, queries, shape, sms)
@@ -127,7 +127,7 @@ def replans(repeats: int) -> list[dict[str, Any]]:
         shape = HeadShape(32, 8, 128, 2)
         planners = {"numpy": Planner(shape, H200.sharing, num_sms=132, gpu=H200)}
         if device == "cuda":
-            from prefixkit.attention.cuda_planner import plan_on_gpu
+            from prefixkit.backends.cuda.planner import plan_on_gpu
 
             planners["GPU"] = replace(planners["numpy"], launch=partial(plan_on_gpu, shape, H200, 132))
         for by, planner in planners.items():

@@ -1,4 +1,4 @@
-"""Products of one input, apart and as one: what `prefixkit/models/fused.py` decides by.
+"""Products of one input, apart and as one: what `prefixkit/models/compile/packing.py` decides by.
 
     python benchmarks/products.py [--width 4096] [--rows 64,256,1024]
 
@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.tree_attention.timing import replay_us
-from prefixkit.models.fused import fills
+from prefixkit.models.compile.packing import fills
 
 LAYERS = 8
 GROUPS = {"q, k, v": (4096, 1024, 1024), "k, v": (1024, 1024), "gate, up": (14336, 14336)}

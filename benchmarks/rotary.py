@@ -22,8 +22,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.tree_attention.timing import input_sets, machine, replay_us
-from prefixkit.attention import ops
-from prefixkit.attention.kv_pool import KVPool, KVSpec
+from prefixkit.ops import library as ops
+from prefixkit.ops.kv_pool import KVPool, KVSpec
 
 BANDWIDTH = 4.3e12  # bytes a second, an H200's
 PAGE = 16

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.tree_attention.timing import input_sets, machine, replay_us
-from prefixkit.generation.gpu_sampling import GpuSampler
-from prefixkit.generation.request import SamplingParams
+from prefixkit.backends.cuda.sampling import GpuSampler
+from prefixkit.engine.request import SamplingParams
 
 BANDWIDTH = 4.3e12  # bytes a second, an H200's
 SPREAD, SEED, TEMPERATURE, TOP_P, TOP_K = 3.0, 0, 0.8, 0.95, 50

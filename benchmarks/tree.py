@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.generation.request import Request, SamplingParams
-from prefixkit.generation.scheduler import Scheduler
-from prefixkit.sizing import pages_needed
+from prefixkit.engine.memory import pages_needed
+from prefixkit.engine.request import Request, SamplingParams
+from prefixkit.engine.scheduler import Scheduler
 from prefixkit.tree import PrefixTree, Sequence
 
 VOCABULARY = 50_000

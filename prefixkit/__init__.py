@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prefixkit.api import Result, beam_search, generate
-    from prefixkit.generation.report import Report
-    from prefixkit.generation.request import Sample, TokenEvent
+    from prefixkit.engine.report import Report
+    from prefixkit.engine.request import Sample, TokenEvent
     from prefixkit.models.errors import UnsupportedModel
     from prefixkit.models.patch import patch, patched, unpatch
 
@@ -19,10 +19,10 @@ __version__ = "0.1.0"
 # Where each public name lives.  Names load on first use, so that `prefixkit.tree` alone needs no torch, and the command
 # line answers before transformers is imported.
 _HOME = {
-    "Report": "prefixkit.generation.report",
+    "Report": "prefixkit.engine.report",
     "Result": "prefixkit.api",
-    "Sample": "prefixkit.generation.request",
-    "TokenEvent": "prefixkit.generation.request",
+    "Sample": "prefixkit.engine.request",
+    "TokenEvent": "prefixkit.engine.request",
     "UnsupportedModel": "prefixkit.models",
     "beam_search": "prefixkit.api",
     "generate": "prefixkit.api",

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.kv_pool import KVPool
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, planner_for
-from prefixkit.generation.decoder import Decoder
-from prefixkit.generation.engine import Engine
-from prefixkit.generation.report import Report
-from prefixkit.generation.request import BeamParams, Request, Sample, SamplingParams, TokenEvent
-from prefixkit.generation.stop import special_tokens
+from prefixkit.engine.engine import Engine
+from prefixkit.engine.memory import MOST_RUNNING, pool_pages, prefill_chunk_for, step_bytes
+from prefixkit.engine.report import Report
+from prefixkit.engine.request import BeamParams, Request, Sample, SamplingParams, TokenEvent
+from prefixkit.engine.stop import special_tokens
 from prefixkit.models import ModelRunner, NotPatched, is_patched, kv_spec, query_heads
-from prefixkit.models.joint import moves
+from prefixkit.models.compile.packed_weights import moves
+from prefixkit.ops.kv_pool import KVPool
 from prefixkit.prompts import Prompt, encode_prompts, occurrences
-from prefixkit.sizing import MOST_RUNNING, pool_pages, prefill_chunk_for, step_bytes
+from prefixkit.runners.decoder import Decoder
 from prefixkit.tree.radix import PrefixTree
 
 log = logging.getLogger("prefixkit")
@@ -262,7 +262,7 @@ def make_engine(
         decoder = graph_decoder(ModelRunner(model, pool, compiled=True), planner, page_size, spec.device, shrink=0.5)
     engine = Engine(runner, pool, tree, planner, prefill_chunk=chunk, decoder=decoder, most_running=MOST_RUNNING)
     if planner.num_sms is not None:  # our kernels run here
-        from prefixkit.generation.gpu_drawer import GpuDrawer
+        from prefixkit.backends.cuda.sampler import GpuDrawer
 
         engine.drawer = GpuDrawer()
     return engine
@@ -277,7 +277,7 @@ def graph_decoder(
     if planner.launch is None:
         log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
         return None
-    from prefixkit.generation.graphs import GraphDecoder
+    from prefixkit.runners.graph import GraphDecoder
 
     return GraphDecoder(runner.compute, planner, page_size, device, shrink, runner.addresses, moves)
 

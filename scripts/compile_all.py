@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prefixkit.attention.nvrtc import CompileError, Unit, compile_unit, nvrtc_version
+from prefixkit.cuda.nvrtc import CompileError, Unit, compile_unit, nvrtc_version
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100")
 BUDGET = Path(__file__).with_name("kernel_budget.json")
@@ -85,7 +85,7 @@ def table(records: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> int:
-    from prefixkit.attention.cuda_units import units
+    from prefixkit.backends.cuda.units import units
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the record here")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from prefixkit.attention import ops
-from prefixkit.attention.formats import Queries
+from prefixkit.attention.bsr import Queries
+from prefixkit.ops import library as ops
 
 GPU = torch.device("cuda")
 
@@ -55,8 +55,8 @@ def tree_attention() -> None:
 
 def plan_tree() -> None:
     """Trees with shared and folded nodes, chunks and single queries, in buffers of exactly their size."""
-    from prefixkit.attention.cuda_planner import CudaPlanner
-    from prefixkit.attention.gpu_buffers import capacity_for
+    from prefixkit.attention.capacity import capacity_for
+    from prefixkit.backends.cuda.planner import CudaPlanner
     from tests.attention.planning import random_cost, random_shape, random_tree, specified
 
     for seed in range(4):
@@ -73,10 +73,10 @@ def plan_tree() -> None:
 
 def sample() -> None:
     """Every mix of filters; rows of one block and of a cluster, in shared memory and read again; broken and inactive rows."""
-    from prefixkit.generation.gpu_sampling import GpuSampler
-    from prefixkit.generation.rng import uniforms
-    from prefixkit.generation.sampling import draw
-    from tests.generation.laws import random_laws, rows_of
+    from prefixkit.backends.cuda.sampling import GpuSampler
+    from prefixkit.sampling.rng import uniforms
+    from prefixkit.sampling.specification import draw
+    from tests.engine.laws import random_laws, rows_of
 
     for vocab, dtype in (
         (17, torch.float32),

@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from prefixkit.cli import app
+from prefixkit.cli.app import app
 from tests.tiny import byte_tokenizer, tiny_llama
 
 

@@ -9,8 +9,8 @@ from transformers import BatchEncoding
 
 import prefixkit
 from prefixkit.api import make_engine
-from prefixkit.generation.request import Request, SamplingParams
-from prefixkit.generation.scheduler import KVBudgetTooSmall
+from prefixkit.engine.request import Request, SamplingParams
+from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.models import NotPatched
 from tests.tiny import EOS, ByteTokenizer, byte_tokenizer, tiny_llama
 

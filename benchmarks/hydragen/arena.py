@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefixkit.attention.kv_pool import KVPool, KVSpec
+from prefixkit.ops.kv_pool import KVPool, KVSpec
 
 # What the model's activations, logits, graphs and libraries take beside weights and KV.
 RESERVE_BYTES = 12e9

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from benchmarks.hydragen.methods import Core
-from prefixkit.models.fused import fills
-from prefixkit.models.joint import pack, packed_view
+from prefixkit.models.compile.packed_weights import pack, packed_view
+from prefixkit.models.compile.packing import fills
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

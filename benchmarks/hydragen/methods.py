@@ -17,8 +17,8 @@ from benchmarks.hydragen.arena import Arena, ArenaPool
 from benchmarks.hydragen.cases import Case
 from benchmarks.hydragen.parts import Attend, Private, level_attends, merge_parts
 from benchmarks.hydragen.tree_state import TreeState
-from prefixkit.attention.kv_pool import KVPool, KVSpec
 from prefixkit.models.layer import CacheLayer
+from prefixkit.ops.kv_pool import KVPool, KVSpec
 
 
 class Core:

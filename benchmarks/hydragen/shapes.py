@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.kv_pool import KVSpec
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.ops.kv_pool import KVSpec
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from benchmarks.hydragen.methods import METHODS, Core
 from benchmarks.hydragen.shapes import Shape
 from benchmarks.hydragen.tree_state import TreeState
 from prefixkit.models import patch
-from prefixkit.models.cache import TreeCache
+from prefixkit.models.tree_cache import TreeCache
 
 REPLAYS, FEWEST_REPLAYS = 10, 5
 # Replays of one length take about so long at most.

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from benchmarks.hydragen.cases import Case, CaseTree
-from prefixkit.attention.cost import CostModel, HeadShape
-from prefixkit.attention.formats import Queries
-from prefixkit.attention.gpu_buffers import capacity_for
+from prefixkit.attention.bsr import Queries
+from prefixkit.attention.capacity import capacity_for
+from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.step import Step, build_step, planner_for
 from prefixkit.tree.snapshot import TreeSnapshot
 

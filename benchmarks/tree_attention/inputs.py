@@ -11,10 +11,10 @@ from torch import Tensor
 
 from benchmarks.tree_attention.timing import input_sets
 from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level, Workload, levels
-from prefixkit.attention import ops  # noqa: F401  (declares torch.ops.prefixkit)
-from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.formats import Queries
+from prefixkit.attention.bsr import Queries
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step, planner_for
+from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 
 GPU = torch.device("cuda")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.tree_attention.inputs import GPU, Inputs, Pool, ours, prepare
 from benchmarks.tree_attention.timing import replay_us
 from benchmarks.tree_attention.workloads import HEAD_DIM, MATMUL_TFLOPS, PAGE, Workload, tree
-from prefixkit.attention.formats import Queries
+from prefixkit.attention.bsr import Queries
 
 
 @dataclass(frozen=True)

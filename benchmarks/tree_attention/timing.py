@@ -73,7 +73,7 @@ def _version(package: str) -> str:
 
 
 def _driver() -> str:
-    from prefixkit.attention.backend import facts
+    from prefixkit.ops.backend import facts
 
     return dict(facts()).get("driver", "unknown")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixkit.attention.formats import Queries
+from prefixkit.attention.bsr import Queries
 from prefixkit.tree.snapshot import TreeSnapshot
 
 HEAD_DIM, PAGE = 128, 16

@@ -9,8 +9,8 @@ from itertools import count as count_up
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.cpu_pieces import ranges
-from prefixkit.attention.formats import Queries
+from prefixkit.attention.bsr import Queries
+from prefixkit.backends.torch.pieces import ranges
 from prefixkit.tree.freeze import indptr_of
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefixkit.attention.cost import NARROW_HEADS, TILE_HEADS, CostModel
+from prefixkit.attention.sharing import NARROW_HEADS, TILE_HEADS, CostModel
 
 # Query heads of a narrow item, and of a wide one.
 NARROW_ROWS = NARROW_HEADS

@@ -4,8 +4,8 @@ Wide items (more than 8 query heads, up to a tile's) run on the matrix path, one
 (up to 8) on the bandwidth path, one on each of four warps of a multiprocessor.  Both lists run from the longest to the
 shortest, each item once for every KV head; worker ``w`` of ``n`` takes entries ``w``, ``2n - 1 - w``, ``2n + w`` and so on.
 
-This is the specification: what plans on the GPU must equal, array by array (``csrc/plan_tree.cu``).  So it reckons in whole
-numbers, and needs only sums, prefix sums and one sort by a small key.
+This is the specification: what plans on the GPU must equal, array by array (``csrc/planner/plan_tree.cu``).  So it counts in
+whole numbers, and needs only sums, prefix sums and one sort by a small key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.formats import BSR, OPEN
+from prefixkit.attention.bsr import BSR, OPEN
 from prefixkit.attention.gpu_cost import (
     H200,
     H200_COST,
@@ -28,7 +28,7 @@ from prefixkit.attention.gpu_cost import (
     WIDE_UNIT,
     GpuCost,
 )
-from prefixkit.attention.gpu_split import choose_pieces, units_of
+from prefixkit.attention.kv_split import choose_pieces, units_of
 from prefixkit.attention.plan import number_partials
 from prefixkit.tree.snapshot import Ints
 

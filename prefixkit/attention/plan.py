@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixkit.attention.ancestry import Longs
-from prefixkit.attention.formats import BSR
+from prefixkit.attention.bsr import BSR
 from prefixkit.tree.snapshot import Ints
 
 ITEM_COLUMNS = ("q_begin", "q_end", "causal", "partial_begin")

@@ -10,11 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from prefixkit.attention.ancestry import Longs, mark
-from prefixkit.attention.cost import CostModel, HeadShape, decide_sharing
-from prefixkit.attention.formats import Queries
+from prefixkit.attention.bsr import Queries
 from prefixkit.attention.gpu_cost import NARROW_ROWS
 from prefixkit.attention.gpu_plan import GpuPlan
 from prefixkit.attention.plan import Plan
+from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 

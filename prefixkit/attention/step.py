@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.cost import CPU_COST, CostModel, HeadShape
-from prefixkit.attention.formats import BSR, Queries, check_queries, decompose, visible_lengths
-from prefixkit.attention.gpu_buffers import PlanCapacity, room_for
+from prefixkit.attention.bsr import BSR, Queries, check_queries, decompose, visible_lengths
+from prefixkit.attention.capacity import PlanCapacity, room_for
 from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.planned import Planned, Reads
+from prefixkit.attention.sharing import CPU_COST, CostModel, HeadShape
 from prefixkit.attention.staging import upload
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
@@ -202,9 +202,9 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> P
     """The planner for what will run the ops: the CUDA kernels, or plain torch on the CPU or a GPU."""
     if device.type != "cuda":
         return Planner(shape)
-    from prefixkit.attention.backend import choose
-    from prefixkit.attention.cuda_units import kernel_for
-    from prefixkit.attention.nvrtc import arch_for, supported_archs
+    from prefixkit.backends.cuda.units import kernel_for
+    from prefixkit.cuda.nvrtc import arch_for, supported_archs
+    from prefixkit.ops.backend import choose
 
     if choose(device).name != "cuda" or dtype == torch.float32:
         return Planner(shape, H200.sharing)
@@ -213,14 +213,14 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> P
     )
     if kernel is None:
         return Planner(shape, H200.sharing)
-    from prefixkit.attention.gpu_cost_cache import gpu_cost
+    from prefixkit.backends.cuda.cost_cache import gpu_cost
 
     gpu = gpu_cost(device) if kernel.by_maps else H200  # measured with Hopper's kernel where that is the one
     gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.wide_rows))
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     launch = None
     if shape.group <= kernel.wide_rows:
-        from prefixkit.attention.cuda_planner import plan_on_gpu
+        from prefixkit.backends.cuda.planner import plan_on_gpu
 
         launch = partial(plan_on_gpu, shape, gpu, blocks)
     else:

@@ -16,8 +16,8 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from prefixkit.models.cache import TreeCache
 from prefixkit.models.layer import CacheLayer
+from prefixkit.models.tree_cache import TreeCache
 
 NAME = "prefixkit"
 _ORIGINAL = "_prefixkit_original"

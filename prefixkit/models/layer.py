@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import prefixkit.attention.ops  # noqa: F401 - registers torch.ops.prefixkit
-from prefixkit.models.cache import TreeCache
+import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.models.errors import IncompleteStep
+from prefixkit.models.tree_cache import TreeCache
 from prefixkit.models.variants import register_variant
 
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 from torch import nn
 
 from prefixkit.models.attention import is_tree_class, original_class, tree_class
+from prefixkit.models.compile.packed_weights import unpack
 from prefixkit.models.families import attention_layers
-from prefixkit.models.joint import unpack
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from prefixkit.attention.kv_pool import KVPool
 from prefixkit.attention.step import Step
-from prefixkit.models.cache import TreeCache
 from prefixkit.models.errors import NotPatched
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.patch import is_patched
 from prefixkit.models.shape import kv_spec
+from prefixkit.models.tree_cache import TreeCache
+from prefixkit.ops.kv_pool import KVPool
 
 if TYPE_CHECKING:
-    from prefixkit.models.compiled import CompiledLayers
+    from prefixkit.models.compile.layers import CompiledLayers
 
 log = logging.getLogger("prefixkit")
 
@@ -65,7 +65,7 @@ class ModelRunner:
         _warn_of_moving_rotary(inner)
         self.compiled: CompiledLayers | None = None
         if compiled is not False:
-            from prefixkit.models.compiled import CompiledLayers  # brings the compiler, which takes a second
+            from prefixkit.models.compile.layers import CompiledLayers  # brings the compiler, which takes a second
 
             self.compiled = CompiledLayers(model, self.cache, None if compiled is True else compiled)
 

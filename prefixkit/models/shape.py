@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from prefixkit.attention.kv_pool import KVSpec
 from prefixkit.models.errors import UnsupportedModel
 from prefixkit.models.families import AttentionLayer, attention_layers
+from prefixkit.ops.kv_pool import KVSpec
 
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

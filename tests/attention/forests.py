@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention import ops  # noqa: F401
-from prefixkit.attention.cost import CostModel, HeadShape
-from prefixkit.attention.formats import Queries, decompose, visible_lengths
+from prefixkit.attention.bsr import Queries, decompose, visible_lengths
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
+from prefixkit.attention.sharing import CostModel, HeadShape
+from prefixkit.ops import library as ops  # noqa: F401
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32, 64, 128)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from prefixkit.attention.cost import CostModel, HeadShape
-from prefixkit.attention.cpu_pieces import ranges
-from prefixkit.attention.formats import BSR, Queries, decompose, visible_lengths
+from prefixkit.attention.bsr import BSR, Queries, decompose, visible_lengths
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
 from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
+from prefixkit.attention.sharing import CostModel, HeadShape
+from prefixkit.backends.torch.pieces import ranges
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.attention.forests import make_snapshot, random_parents
 

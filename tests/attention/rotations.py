@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import prefixkit.attention.ops  # noqa: F401 - registers torch.ops.prefixkit
+import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

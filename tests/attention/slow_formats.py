@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixkit.attention.formats import BSR, OPEN, Queries
+from prefixkit.attention.bsr import BSR, OPEN, Queries
 
 
 def decide_sharing(snapshot, own, below, shape, cost):

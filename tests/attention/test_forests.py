@@ -25,11 +25,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefixkit.attention import cpu_program, cpu_tuning
-from prefixkit.attention.cost import CPU_COST
-from prefixkit.attention.formats import Queries
+from prefixkit.attention.bsr import Queries
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.reference import reference_attention, visible_tokens
+from prefixkit.attention.sharing import CPU_COST
 from prefixkit.attention.variants import (
     CAUSAL,
     Variant,
@@ -40,6 +39,8 @@ from prefixkit.attention.variants import (
     sliding_window,
     soft_cap,
 )
+from prefixkit.backends.torch import program as cpu_program
+from prefixkit.backends.torch import tuning as cpu_tuning
 from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, attend, fill, make_snapshot, plan_of, random_case
 
 ALLOWED = 1.5

@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from prefixkit.attention.cost import CPU_COST, HeadShape
-from prefixkit.attention.formats import Queries, decompose, visible_lengths
+from prefixkit.attention.bsr import Queries, decompose, visible_lengths
 from prefixkit.attention.plan import make_plan
+from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.tree.radix import PrefixTree
 from tests.attention.trees import expected_sight, random_queries, random_tree
 

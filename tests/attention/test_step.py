@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.formats import Queries
+from prefixkit.attention.bsr import Queries
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, build_step
 from prefixkit.tree.radix import PrefixTree
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefixkit.attention.cuda_variants import on_device
 from prefixkit.attention.variants import (
     CAUSAL,
     Body,
@@ -24,6 +23,7 @@ from prefixkit.attention.variants import (
     sliding_window,
     soft_cap,
 )
+from prefixkit.backends.cuda.variants import on_device
 
 HEADS, ROWS, LENGTH = 4, 5, 9
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-FIBERS = Path(__file__).parent / "fibers.cuh"
+from prefixkit.cuda.nvrtc import CSRC
+
+HERE = Path(__file__).parent
 OPTIONS = (
     *("-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-w"),
     "-fno-gnu-unique",  # another emulated kernel in the same process has fibers of its own
@@ -16,26 +18,23 @@ OPTIONS = (
 )
 
 
-def build(
-    folder: Path, sources: Iterable[Path], emulation: Path, instead: Mapping[str, tuple[str, str]], *defines: str
-) -> ctypes.CDLL:
+def build(folder: Path, emulation: str, instead: Mapping[str, tuple[str, str]], *defines: str) -> ctypes.CDLL:
     """The library of the one ``.cpp`` in ``emulation``.
 
     Args:
         folder: Where it is made.
-        sources: The kernel's.
-        emulation: A folder whose files come beside them, in place of those with the same names.
-        instead: For a source, text in it and what takes its place.
+        emulation: A folder here, whose files take the place of those with the same path in csrc.
+        instead: For a source, by its path in csrc, text in it and what takes its place.
         defines: ``-D...``
     """
-    for source in sources:
-        old, new = instead.get(source.name, ("", ""))
-        text = source.read_text()
-        assert old in text, f"{source.name} no longer has {old!r}"
-        (folder / source.name).write_text(text.replace(old, new) if old else text)
-    for source in (*emulation.iterdir(), FIBERS):
-        shutil.copy(source, folder)
+    shutil.copytree(CSRC, folder, dirs_exist_ok=True)
+    for name, (old, new) in instead.items():
+        text = (folder / name).read_text()
+        assert old in text, f"{name} no longer has {old!r}"
+        (folder / name).write_text(text.replace(old, new))
+    shutil.copytree(HERE / emulation, folder, dirs_exist_ok=True)
+    shutil.copy(HERE / "fibers.cuh", folder)
     (main,) = folder.glob("*.cpp")
     library = main.with_suffix(".so")
-    subprocess.run(["g++", *OPTIONS, *defines, "-o", library, main], check=True)
+    subprocess.run(["g++", *OPTIONS, *defines, f"-I{folder}", "-o", library, main], check=True)
     return ctypes.CDLL(str(library))

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefixkit.attention import backend
-from prefixkit.attention.cost import CostModel
-from prefixkit.attention.cuda_units import kernel_for
 from prefixkit.attention.gpu_plan import GpuPlan
-from prefixkit.attention.nvrtc import arch_for, supported_archs
 from prefixkit.attention.plan import Plan
+from prefixkit.attention.sharing import CostModel
+from prefixkit.backends.cuda.units import kernel_for
+from prefixkit.cuda.nvrtc import arch_for, supported_archs
+from prefixkit.ops import backend
 from tests.attention.forests import Case, gpu_plan_of, int_tensors, node_tensors, plan_of
 
 GPU = torch.device("cuda")

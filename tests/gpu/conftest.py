@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checked mode, as with PREFIXKIT_CHECK=1."""
-    monkeypatch.setattr("prefixkit.attention.cuda_checks._check", True)
+    monkeypatch.setattr("prefixkit.backends.cuda.checks._check", True)
 
 
 @pytest.fixture

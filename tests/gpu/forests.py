@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.cost import CostModel
-from prefixkit.attention.formats import Queries, visible_lengths
+from prefixkit.attention.bsr import Queries, visible_lengths
 from prefixkit.attention.gpu_plan import H200_COST
+from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.step import Planner, Step, build_step
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, make_snapshot

@@ -12,14 +12,14 @@ from torch import Tensor
 
 import prefixkit
 from prefixkit.api import make_engine
-from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.formats import Queries
-from prefixkit.attention.gpu_buffers import PlanCapacity, capacity_for
-from prefixkit.attention.kv_pool import KVPool
+from prefixkit.attention.bsr import Queries
+from prefixkit.attention.capacity import PlanCapacity, capacity_for
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, Step, build_step, planner_for
-from prefixkit.generation.request import Request, SamplingParams
+from prefixkit.engine.request import Request, SamplingParams
 from prefixkit.models import ModelRunner, kv_spec, query_heads
-from prefixkit.models.joint import packed_view
+from prefixkit.models.compile.packed_weights import packed_view
+from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree import PrefixTree
 from tests.gpu.test_model import model_of, prompts
 

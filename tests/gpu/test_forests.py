@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefixkit.attention import backend
-from prefixkit.attention.formats import Queries
+from prefixkit.attention.bsr import Queries
 from prefixkit.attention.gpu_plan import H200_COST
 from prefixkit.attention.step import Step
+from prefixkit.ops import backend
 from tests.attention.forests import Case, make_snapshot
 from tests.gpu.blocks import Measured, measure, sample
 from tests.gpu.cases import GPU

@@ -10,8 +10,9 @@ import torch
 
 import prefixkit
 from prefixkit.api import make_engine
-from prefixkit.generation import decode_run, graphs
-from prefixkit.generation.request import Request, Sample, SamplingParams
+from prefixkit.engine import decode_run
+from prefixkit.engine.request import Request, Sample, SamplingParams
+from prefixkit.runners import graph as graphs
 from tests.gpu.test_model import model_of, prompts
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefixkit.attention import backend, ops
-from prefixkit.attention.checks import BadDevice, BadDtype, BadShape
-from prefixkit.attention.cuda_checks import CudaError
-from prefixkit.attention.ops import NoBackward
+from prefixkit.backends.cuda.checks import CudaError
+from prefixkit.ops import backend
+from prefixkit.ops import library as ops
+from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
+from prefixkit.ops.library import NoBackward
 from tests.attention.rotations import bits, check_bound, fresh_rng, nan_pages, random_rows, random_slots
 from tests.attention.slots import OPS, SLOTS, WRONG, Appended, rotations
 from tests.gpu.cases import GPU, head_major, poison
@@ -228,8 +229,9 @@ def test_a_token_without_a_slot_is_skipped():
 
 
 def test_a_cuda_error_names_the_op_and_the_shapes():
-    from prefixkit.attention import cuda_ops, jit
-    from prefixkit.attention.cuda_launch import launch
+    from prefixkit.backends.cuda import append as cuda_ops
+    from prefixkit.cuda import jit
+    from prefixkit.cuda.launch import launch
 
     function = jit.load(cuda_ops.APPEND, 0)["prefixkit::kv_append<16>"]
     key, value, k_pages, v_pages, _ = small()
@@ -259,7 +261,8 @@ def test_ops_replay_in_a_graph_on_changed_inputs():
 
 
 def test_the_first_call_may_be_inside_a_capture():
-    from prefixkit.attention import cuda_ops, jit
+    from prefixkit.backends.cuda import append as cuda_ops
+    from prefixkit.cuda import jit
 
     key, value, k_pages, v_pages, slots = small()
     jit._loaded.clear()

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from benchmarks.tree_attention.workloads import tree, tree_of
-from prefixkit.attention import gpu_cost_cache
-from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.cuda_planner import CudaPlanner
-from prefixkit.attention.formats import Queries
-from prefixkit.attention.gpu_buffers import OVERFLOW, PlanTooLarge, capacity_for, size_of
-from prefixkit.attention.gpu_calibrate import calibrate
+from prefixkit.attention.bsr import Queries
+from prefixkit.attention.capacity import OVERFLOW, PlanTooLarge, capacity_for, size_of
 from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import planner_for
+from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
+from prefixkit.backends.cuda.calibrate import calibrate
+from prefixkit.backends.cuda.planner import CudaPlanner
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
 
 

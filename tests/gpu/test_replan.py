@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-import prefixkit.attention.ops  # noqa: F401 - registers torch.ops.prefixkit
+import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from benchmarks.tree_attention.workloads import tree_of
 from prefixkit.attention import step as step_module
-from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.cuda_launch import checked
-from prefixkit.attention.formats import Queries
+from prefixkit.attention.bsr import Queries
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step, planner_for
+from prefixkit.cuda.launch import checked
 from prefixkit.tree.radix import PrefixTree
 from tests.gpu.cases import poison
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.generation.gpu_laws import mask
-from prefixkit.generation.gpu_sampling import GpuSampler
-from prefixkit.generation.request import SamplingParams
-from prefixkit.generation.rng import uniforms
-from prefixkit.generation.sampling import draw
-from tests.generation.laws import NASTY, logprob_bound, random_laws, rows_of
+from prefixkit.backends.cuda.sampling import GpuSampler
+from prefixkit.backends.cuda.sampling_records import mask
+from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.rng import uniforms
+from prefixkit.sampling.specification import draw
+from tests.engine.laws import NASTY, logprob_bound, random_laws, rows_of
 from tests.gpu.cases import GPU
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.tree_attention.prefill import Prompts
 from benchmarks.tree_attention.workloads import workload
-from prefixkit.attention import backend
-from prefixkit.attention.formats import Queries
+from prefixkit.attention.bsr import Queries
 from prefixkit.attention.gpu_plan import H200_COST
+from prefixkit.ops import backend
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.gpu.blocks import measure, sample
 from tests.gpu.cases import GPU

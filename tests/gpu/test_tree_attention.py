@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention import backend
-from prefixkit.attention.checks import BadDtype, BadShape
-from prefixkit.attention.cuda_attention import UnsupportedHeads
-from prefixkit.attention.cuda_checks import BadPlan
-from prefixkit.attention.formats import Queries
-from prefixkit.attention.torch_backend import NotCapturable
+from prefixkit.attention.bsr import Queries
 from prefixkit.attention.variants import (
     CAUSAL,
     Variant,
@@ -24,6 +19,11 @@ from prefixkit.attention.variants import (
     sliding_window,
     soft_cap,
 )
+from prefixkit.backends.cuda.attention import UnsupportedHeads
+from prefixkit.backends.cuda.checks import BadPlan
+from prefixkit.backends.torch.gpu import NotCapturable
+from prefixkit.ops import backend
+from prefixkit.ops.checks import BadDtype, BadShape
 from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, fill, gpu_plan_of, make_snapshot, random_case
 from tests.gpu.cases import GPU, on_gpu, planned, poison
 from tests.gpu.oracle import Errors, dense, torch_error

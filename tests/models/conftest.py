@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from prefixkit.attention.cost import HeadShape
-from prefixkit.attention.formats import Queries
-from prefixkit.attention.kv_pool import KVPool
+from prefixkit.attention.bsr import Queries
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, Step, build_step
 from prefixkit.models import ModelRunner, kv_spec, patch, query_heads
+from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree import Node, PrefixTree
 
 VOCAB = 128
@@ -204,7 +204,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are traced and run as torch's own operations, which takes no compiler."""
     from torch._dynamo.backends.debugging import aot_eager
 
-    import prefixkit.models.compiled as compiled_module
+    import prefixkit.models.compile.layers as compiled_module
 
     torch._dynamo.reset()
     monkeypatch.setattr(compiled_module, "inductor", lambda graph, inputs: aot_eager(graph, inputs))

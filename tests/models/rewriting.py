@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from prefixkit.attention.cost import CPU_COST
-from prefixkit.models.rotary import with_rotary_append
+from prefixkit.attention.sharing import CPU_COST
+from prefixkit.models.compile.rotary import with_rotary_append
 from tests.attention.forests import int_tensors, node_tensors, plan_of, random_case
 
 ops = torch.ops.prefixkit

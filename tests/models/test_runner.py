@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from prefixkit.attention.kv_pool import KVPool, KVSpec
 from prefixkit.models import IncompleteStep, ModelRunner, NotPatched, kv_spec, patch
+from prefixkit.ops.kv_pool import KVPool, KVSpec
 
 
 @pytest.fixture

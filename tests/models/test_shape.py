@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from prefixkit.attention.kv_pool import KVSpec
 from prefixkit.models import UnsupportedModel, kv_spec, patch, query_heads
+from prefixkit.ops.kv_pool import KVSpec
 
 CPU = torch.device("cpu")
 

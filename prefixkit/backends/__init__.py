@@ -1,0 +1,1 @@
+"""Implementations of the ops: plain torch, and our CUDA kernels."""

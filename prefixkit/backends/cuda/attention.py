@@ -1,0 +1,281 @@
+"""``tree_attention`` by our kernel: one launch for a layer, whatever the tree."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from prefixkit.attention.variants import Variant, lookup
+from prefixkit.backends.cuda import variants as cuda_variants
+from prefixkit.backends.cuda.checks import CudaError, check_packed_numbers, checked
+from prefixkit.backends.cuda.units import ATTENTION, attention_unit, kernel_for
+from prefixkit.backends.torch import gpu as torch_backend
+from prefixkit.cuda import jit
+from prefixkit.cuda.launch import Layout, form, launch
+from prefixkit.cuda.nvrtc import arch_for, supported_archs
+from prefixkit.cuda.tensor_maps import ALL_BYTES, holds_groups, kept_maps
+from prefixkit.ops.checks import BadDevice, BadShape, check_attention, check_packed, check_positions
+
+log = logging.getLogger("prefixkit")
+
+# struct Attention of csrc/attention/plan.cuh:
+# tensor maps (Hopper); pointers; strides of pages, heads, slots; heads, KV heads, page size;
+# scale, and times log2(e); parameters; reach, room for wide and for narrow items, boxes, rows.
+_FIELDS = "P" * 20 + "qqq" + "iii" + "ff" + "P" + "iiiii"
+_LAYOUTS = {False: Layout("0s" + _FIELDS), True: Layout(f"{ALL_BYTES}s" + _FIELDS)}
+# Counters at which the blocks of a launch meet: one per stream, and one per captured graph.
+_COUNTERS = 4096
+# Left for graphs whenever something runs without one: so many may be captured in between.
+_SPARE_COUNTERS = 2048
+_MEMO_SIZE = 4096
+LOG2E = math.log2(math.e)
+# Addresses of rows are 32 bits of 16-byte pieces where there are no tensor maps.
+MOST_BYTES = 2**36
+
+
+class UnsupportedHeads(BadShape):
+    """The kernels have no instantiation for a head size."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A launch but for its pointers; ``function`` is None where plain torch serves.
+
+    It is good as long as the variant lives, whose ``parameters`` it has the address of.
+    """
+
+    variant: ref[Variant]
+    function: jit.Function | None
+    blocks: int
+    threads: int
+    shared: int
+    numbers: tuple[int, ...] = ()
+    parameters: int = 0
+    reach: int = 0
+    boxes: bool = False
+    by_maps: bool = False
+    form: tuple[int, ...] = ()  # of the pages
+
+
+_memo: dict[Hashable, _Ready] = {}
+_last: tuple[tuple[object, ...], tuple[int, ...], tuple[Tensor, ...]] = ((), (), ())
+_counters: dict[int, tuple[list[Tensor], dict[object, int]]] = {}
+_said: set[str] = set()
+
+
+def tree_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    q_positions: Tensor,
+    work: Sequence[Tensor],
+    nodes: Sequence[Tensor],
+    scale: float,
+    key: str,
+) -> tuple[Tensor, Tensor]:
+    """``tree_attention``; ``work`` as ``gpu_plan`` packs it; plain torch also takes the five tensors of ``Plan``.
+
+    Raises:
+        BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
+        CudaError: the launch failed.
+    """
+    signature = launch_form(key, q, k_pages, v_pages)
+    ready = _memo.get(signature)
+    if ready is None or ready.variant() is None:
+        ready = _prepare(q, k_pages, v_pages, q_positions, key)
+        if len(_memo) >= _MEMO_SIZE:
+            _memo.clear()
+        _memo[signature] = ready
+    if ready.function is None:
+        return torch_backend.tree_attention(q, k_pages, v_pages, q_positions, work, nodes, scale, key)
+    if not q.is_contiguous() or q.data_ptr() & 15:
+        q = q.clone(memory_format=torch.contiguous_format)
+    if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
+        raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
+    head = kept_maps(k_pages, v_pages, ready.form) if ready.by_maps else b""
+    plan = _plan_pointers(q, q_positions, work, nodes)
+    if checked():
+        check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
+    rows, heads, head_dim = q.shape
+    device = ready.function.device
+    stream, capturing = torch._C._cuda_getCurrentRawStream(device), torch._C._cuda_isCurrentStreamCapturing()
+    out = torch.empty_like(q)
+    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+    partials = work[5].shape[0] * heads  # every partial row merges once
+    partial_states = room_for_partials(partials * (head_dim + 1), q.device)  # given back on return
+    partial_out = partial_states.data_ptr()
+    pointers = (
+        q.data_ptr(),
+        k_pages.data_ptr(),
+        v_pages.data_ptr(),
+        q_positions.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        partial_out,
+        partial_out + 4 * partials * head_dim,
+        _counter(device, stream, capturing),
+        *plan,
+    )
+    launch(
+        ready.function,
+        _LAYOUTS[ready.by_maps],
+        (
+            head,
+            *pointers,
+            *ready.numbers,
+            scale,
+            scale * LOG2E,
+            ready.parameters,
+            ready.reach,
+            work[1].shape[0],
+            work[2].shape[0],
+            ready.boxes,
+            rows,
+        ),
+        (ready.blocks, 1, 1),
+        ready.threads,
+        ready.shared,
+        _say(q, k_pages, work, nodes, key),
+        together=True,
+        follows=ready.by_maps,
+    )
+    return out, lse
+
+
+def launch_form(key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Hashable:
+    """What launches are prepared for: all but the number of queries, which differs from step to step."""
+    return key, q.shape[1:], q.dtype, q.device, *form(k_pages), *form(v_pages)
+
+
+def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, key: str) -> _Ready:
+    """Check what differs from layer to layer, and find the kernel."""
+    check_attention(q, k_pages, v_pages, q_positions)
+    variant = lookup(key)
+    device = k_pages.device.index
+    arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+    if q.dtype == torch.float32:
+        return _by_torch(variant, "float32 has no kernel")
+    if variant.bodies is None:
+        return _by_torch(variant, f"variant {variant.name!r} is Python only (its `bodies` are not set)")
+    heads, head_dim = q.shape[1:]
+    group = heads // k_pages.shape[2]
+    kernel = kernel_for(arch, head_dim, group)
+    if kernel is None:
+        raise UnsupportedHeads(
+            f"tree_attention: the kernels serve head sizes that are multiples of 16 up to 256, got {head_dim}; set "
+            f"PREFIXKIT_BACKEND=torch for plain torch"
+        )
+    page, slot, head, _ = k_pages.stride()
+    if v_pages.stride() != k_pages.stride() or page % 8 or slot % 8 or head % 8:
+        raise BadShape(
+            f"tree_attention: k_pages and v_pages must have the same strides, multiples of 8, got {k_pages.stride()} and "
+            f"{v_pages.stride()}; make them with KVPool"
+        )
+    if not kernel.by_maps and k_pages.shape[0] * page * k_pages.element_size() > MOST_BYTES:
+        raise BadShape(
+            f"tree_attention: this kernel reaches {MOST_BYTES >> 30} GiB of keys, from page to page {page} elements, got "
+            f"{k_pages.shape[0]} pages; make a smaller pool, or one tensor per layer"
+        )
+    function = jit.load(attention_unit(kernel, head_dim, q.dtype == torch.float16, variant), device)[ATTENTION]
+    blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    shared = function.max_shared if kernel.shared is None else kernel.shared
+    numbers = (page, head, slot, heads, k_pages.shape[2], k_pages.shape[1])
+    parameters = cuda_variants.on_device(key, heads, q.device).data_ptr()
+    _LAYOUTS[kernel.by_maps].check(function)
+    return _Ready(
+        ref(variant),
+        function,
+        blocks,
+        kernel.threads,
+        shared,
+        numbers,
+        parameters,
+        reach=variant.reach or 0,
+        boxes=holds_groups(k_pages.shape[1]),
+        by_maps=kernel.by_maps,
+        form=(*k_pages.shape, page, slot, head, q.dtype == torch.float16),
+    )
+
+
+def _by_torch(variant: Variant, why: str) -> _Ready:
+    if why not in _said:
+        _said.add(why)
+        log.warning("tree_attention runs in plain torch: %s", why)
+    return _Ready(ref(variant), None, 0, 0, 0)
+
+
+def _plan_pointers(q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> tuple[int, ...]:
+    """Addresses of work and nodes, checked once for all layers: the tensors of the last call are known by their identity."""
+    global _last
+    ids = (q.shape[0], q.device, id(q_positions), *map(id, work), *map(id, nodes))
+    last = _last
+    if ids != last[0]:
+        check_packed(q.shape[0], work, nodes)
+        tensors = (q_positions, *work, *nodes)
+        if work[0].device != q.device:
+            raise BadDevice(
+                f"tree_attention: the plan is on {work[0].device}, but q is on {q.device}; move it with .to()"
+            )
+        check_positions(q, q_positions)
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise BadShape("tree_attention: q_positions, work and nodes must be contiguous; use .contiguous()")
+        # The tensors are kept, so that their ids are nobody else's.
+        last = _last = ids, tuple(tensor.data_ptr() for tensor in (*work, *nodes)), tensors
+    return last[1]
+
+
+def room_for_partials(elements: int, device: torch.device) -> Tensor:
+    """Float32 room for partial states, of torch's allocator: a call's own, which the next on its stream may take over.
+
+    While a graph is captured it lies in the graph's memory, and so lives as long as the graph.
+
+    Returns:
+        ``elements`` and up to an eighth more, but no more than the next power of two: trees grow little by little, and
+        torch should find the block of the last call.
+    """
+    step = 1 << max(elements.bit_length() - 4, 0)
+    return torch.empty(-(-elements // step) * step, dtype=torch.float32, device=device)
+
+
+def _counter(device: int, stream: int, capturing: bool) -> int:
+    """Address of a counter that no other launch in flight uses: launches of one stream, or one graph, follow each other."""
+    blocks, taken = _counters.setdefault(device, ([], {}))
+    key: object = ("graph", _capture_id(stream)) if capturing else stream
+    number = taken.setdefault(key, len(taken))
+    room = _COUNTERS * len(blocks)
+    if capturing:
+        if number >= room:
+            del taken[key]
+            raise CudaError(
+                "tree_attention: call it once before capturing it in a CUDA graph, so that it can set up memory"
+            )
+    elif len(taken) > room - _SPARE_COUNTERS:  # graphs to come cannot make room
+        blocks.append(torch.zeros(_COUNTERS, dtype=torch.int32, device=torch.device("cuda", device)))
+        torch.cuda.synchronize(device)  # other streams may use it next
+    return blocks[number // _COUNTERS].data_ptr() + 4 * (number % _COUNTERS)
+
+
+def _capture_id(stream: int) -> int:
+    from cuda.bindings import driver
+
+    return int(driver.cuStreamGetCaptureInfo(stream)[2])
+
+
+def _say(q: Tensor, k_pages: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor], key: str) -> Callable[[], str]:
+    def say() -> str:
+        pages = f"pages {list(k_pages.shape)} strides {list(k_pages.stride())}"
+        plan = f"wide {list(work[1].shape)}, narrow {list(work[2].shape)}, {len(nodes[0])} nodes"
+        if not torch.cuda.is_current_stream_capturing():
+            try:
+                plan += f", counts {work[0].tolist()}"
+            except Exception as error:  # after a failed kernel nothing can be read
+                plan += f", counts cannot be read ({type(error).__name__})"
+        return f"tree_attention on {q.device}: q {list(q.shape)} {q.dtype}, {pages}, variant {key!r}, plan: {plan}"
+
+    return say

@@ -1,0 +1,144 @@
+"""A short measured run that finds what attention costs on a GPU: below two seconds, once per machine.
+
+Each path runs items of known number and length, some of them cut in two so that they leave partial states.  A worker's time is
+
+    base + unit time x (units + start x items + (leave + fold) x items that leave a state)
+
+and least squares gives the four numbers.  What sharing costs follows from them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from prefixkit.attention.gpu_cost import H200, WIDE_ROWS, GpuCost, Role
+from prefixkit.attention.sharing import CostModel
+from prefixkit.backends.cuda.measure import GROUP, HEAD_DIM, Memory, Point, Shared
+
+Doubles = NDArray[np.float64]
+
+log = logging.getLogger("prefixkit")
+
+# (rounds, tokens of an item, items that a row is cut into): each worker takes one item per round.
+NARROW_POINTS = (
+    (1, 1024, 1),
+    (2, 1024, 1),
+    (4, 256, 1),
+    (8, 128, 1),
+    (16, 32, 1),
+    (4, 128, 2),
+    (16, 32, 2),
+    (32, 16, 2),
+)
+WIDE_POINTS = ((1, 4096, 1), (2, 2048, 1), (4, 1024, 1), (8, 256, 1), (4, 512, 2), (8, 128, 2), (12, 64, 2))
+# Forests that are measured with their roots shared and not: (roots, leaves of each, tokens of a root); leaves of 32 tokens.
+FORESTS = (
+    (64, 4, 32),
+    (64, 4, 96),
+    (32, 8, 32),
+    (32, 8, 128),
+    (16, 16, 32),
+    (16, 16, 128),
+    (64, 16, 32),
+    (8, 32, 64),
+    (32, 32, 32),
+)
+LEAF = 32
+THIN = ((128, 2, 64), (128, 2, 128))  # their roots are narrow if heads share KV heads by fours
+SHAPES = (((8, 1), FORESTS), ((32, 8), FORESTS + THIN))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``us = base + unit x (units + start x items + state x leaving)``; ``error`` is the root mean square relative error."""
+
+    base: float
+    unit: float
+    start: float
+    state: float
+    error: float
+
+
+def fit(points: Sequence[Point]) -> Fit:
+    """Least squares of relative errors; no part costs less than nothing.
+
+    Raises:
+        ValueError: the times do not grow with the work.
+    """
+    columns = np.array([[1.0, p.units, p.items, p.leaving] for p in points])
+    us = np.array([p.us for p in points])
+    found = _least_squares(columns, us, 1 / us)
+    base, unit, start, state = found.tolist()
+    if not unit > 0:
+        raise ValueError(f"the times do not grow with the work: {us.round(1).tolist()} us")
+    error = float(np.sqrt(np.mean((columns @ found / us - 1) ** 2)))
+    return Fit(base, unit, start / unit, state / unit, error)
+
+
+def _least_squares(columns: Doubles, values: Doubles, weight: Doubles) -> Doubles:
+    """Weighted, with no part below zero: the worst of those is left out until none is."""
+    used = list(range(columns.shape[1]))
+    while True:
+        found = np.zeros(columns.shape[1])
+        found[used] = np.linalg.lstsq(columns[:, used] * weight[:, None], values * weight, rcond=None)[0]
+        below = [index for index in used if found[index] < 0]
+        if not below:
+            return found
+        used.remove(min(below, key=lambda index: found[index] * columns[:, index].mean()))
+
+
+def fit_sharing(forests: Sequence[Shared], kv_byte: float) -> CostModel:
+    """Least squares of what shared forests took longer for all that they were spared; each kind pays for merging at all."""
+    kinds = np.eye(max(f.kind for f in forests) + 1)
+    columns = np.array([[*kinds[f.kind], f.wide, f.narrow, f.partial_bytes] for f in forests])
+    us = np.array([f.shared_us - f.folded_us + f.spared_bytes * kv_byte for f in forests])
+    weight = 1 / np.array([f.shared_us for f in forests])
+    wide, narrow, partial_byte = _least_squares(columns, us, weight)[-3:].tolist()
+    return CostModel(item=0.0, kv_byte=kv_byte, partial_byte=partial_byte, wide_tile=wide, narrow_tile=narrow)
+
+
+def cost_from(narrow: Fit, wide: Fit, forests: Sequence[Shared], num_sms: int, known: GpuCost = H200) -> GpuCost:
+    """The costs behind all measurements; ``known`` gives the units, and how a state's cost divides into writing and folding."""
+    kv_byte = narrow.unit / (known.narrow.workers * num_sms * known.narrow.unit * 4 * HEAD_DIM)
+    return GpuCost(fit_sharing(forests, kv_byte), _role(known.wide, wide), _role(known.narrow, narrow))
+
+
+def _role(known: Role, found: Fit) -> Role:
+    write = known.leave / (known.leave + known.fold)
+    return replace(
+        known,
+        tokens_per_us=known.workers * known.unit / found.unit,
+        start=found.start,
+        leave=found.state * write,
+        fold=found.state * (1 - write),
+    )
+
+
+def calibrate(device: torch.device | str) -> GpuCost:
+    """Measure a GPU whose kernels run; takes below two seconds once they are compiled, and 0.6 GB of its memory.
+
+    Raises:
+        ValueError: the times make no sense, because something else runs on the GPU, say.
+    """
+    target = torch.device(device)
+    num_sms = torch.cuda.get_device_properties(target).multi_processor_count
+    with torch.cuda.device(target):
+        memory = Memory(target, num_sms)
+        narrow, wide = (
+            fit([memory.measure(role, queries, *point) for point in points])
+            for role, queries, points in ((H200.narrow, 1, NARROW_POINTS), (H200.wide, WIDE_ROWS // GROUP, WIDE_POINTS))
+        )
+        forests = [
+            memory.compare(kind, *heads, *forest, LEAF)
+            for kind, (heads, those) in enumerate(SHAPES)
+            for forest in those
+        ]
+    cost = cost_from(narrow, wide, forests, num_sms)
+    log.debug("calibrated %s: narrow %s, wide %s, %s", target, narrow, wide, cost)
+    return cost

@@ -1,0 +1,130 @@
+"""Checked mode: with ``PREFIXKIT_CHECK=1`` the ops read their integers back and refuse what points outside.
+
+A kernel trusts its plan: a wrong page number reads another sequence's keys, or no memory at all.  Checking costs a copy from
+the GPU and a wait, so it is for tests and for finding errors; a graph capture goes unchecked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.bsr import OPEN
+from prefixkit.attention.capacity import OVERFLOW
+from prefixkit.backends.torch.pieces import ranges
+
+Array = NDArray[np.int64]
+
+_check = os.environ.get("PREFIXKIT_CHECK", "0") not in ("", "0")
+
+
+class CudaError(RuntimeError):
+    """A launch failed, or in checked mode the kernel did.  Names the op, the shapes and the plan."""
+
+
+class BadPlan(ValueError):
+    """Work and nodes do not belong together, or not to these pages and queries."""
+
+
+def checked() -> bool:
+    """Whether ``PREFIXKIT_CHECK`` asks for page numbers to be checked and for errors at the launch that made them."""
+    return _check
+
+
+def check_append_slots(op: str, slots: Tensor, pages: Tensor) -> None:
+    """IndexError: a slot neither exists nor is -1, which writes nothing.  ValueError: one is written twice."""
+    if not _capturing(slots):
+        check_slot_numbers(op, "slots", slots[slots != -1], pages.shape[0] * pages.shape[1], distinct=True)
+
+
+def check_slot_numbers(op: str, name: str, slots: Tensor, num_slots: int, distinct: bool) -> None:
+    """IndexError: a slot does not exist.  ValueError: one is written twice."""
+    if _capturing(slots) or not len(slots):
+        return
+    low, high = int(slots.min()), int(slots.max())
+    if low < 0 or high >= num_slots:
+        raise IndexError(f"{op}: {name} must be 0..{num_slots - 1}, got {low}..{high}")
+    if distinct and len(torch.unique(slots)) < len(slots):
+        raise ValueError(f"{op}: {name} must be distinct, for two tokens cannot share a slot")
+
+
+def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
+    """BadPlan: an item, a segment, a node or a page points outside.  ``pages`` is (number of pages, page size)."""
+    if _capturing(work[0]):
+        return
+    op = "tree_attention"
+    counts, wide, narrow, segments, merge_indptr, merge_indices = (t.cpu().numpy().astype(np.int64) for t in work)
+    length = _check_tree(op, pages, [t.cpu().numpy().astype(np.int64) for t in nodes])
+    if counts[OVERFLOW]:
+        raise BadPlan(f"{op}: the plan did not fit its tensors, and is empty; give its planner more room")
+    if counts[0] > len(wide) or counts[1] > len(narrow) or counts[2] != rows or counts[:4].min() < 0:
+        raise BadPlan(
+            f"{op}: counts say {counts[0]} wide items, {counts[1]} narrow ones, {counts[2]} rows; the lists hold "
+            f"{len(wide)} and {len(narrow)}, and q has {rows} rows"
+        )
+    items = np.concatenate((wide[: counts[0]], narrow[: counts[1]]))
+    q_begin, q_end, partial, first = items.T[:4]
+    count = items[:, 4] >> 1
+    if len(items) and (q_begin.min() < 0 or q_end.max() > rows or np.any(q_begin > q_end)):
+        raise BadPlan(f"{op}: items take queries {q_begin.min()}..{q_end.max()}, but q has {rows} rows")
+    if len(items) and (first.min() < 0 or (first + count).max() > len(segments) or count.min() < 1):
+        raise BadPlan(
+            f"{op}: items take segments {first.min()}..{(first + count).max()}, but there are {len(segments)}"
+        )
+    used = segments[ranges(first, count)] if len(items) else segments[:0]
+    _check_segments(op, np.concatenate((used, items[:, 5:8])), length)
+    written = partial >= 0
+    partials = int((partial[written] + q_end[written] - q_begin[written]).max(initial=0))
+    if partials > counts[3]:
+        raise BadPlan(f"{op}: items write {partials} partial rows, but counts say {counts[3]}")
+    _merge_numbers(op, partials, merge_indptr[: rows + 1], merge_indices)
+
+
+def _check_tree(op: str, pages: Sequence[int], nodes: Sequence[Array]) -> Array:
+    """The nodes' lengths, once their pages are known to exist and to hold that many tokens."""
+    _, length, page_indptr, page, first_slot = nodes
+    num_pages, page_size = pages
+    used = page[: page_indptr[-1]]
+    if len(used) and (used.min() < 0 or used.max() >= num_pages):
+        raise BadPlan(f"{op}: nodes.pages must be 0..{num_pages - 1}, got {used.min()}..{used.max()}: of another pool?")
+    _partition(op, "nodes.page_indptr", page_indptr, len(page), "pages")
+    room = np.diff(page_indptr) * page_size - first_slot
+    short = np.flatnonzero((length > 0) & (length > room))
+    if len(short):
+        node = int(short[0])
+        raise BadPlan(f"{op}: node {node} has {length[node]} tokens, but its pages have room for {room[node]}")
+    return length
+
+
+def _check_segments(op: str, segments: Array, length: Array) -> None:
+    node, begin, end = segments.T
+    if len(node) and (node.min() < 0 or node.max() >= len(length)):
+        raise BadPlan(
+            f"{op}: segments name nodes {node.min()}..{node.max()}, but the tree has {len(length)}: of another tree?"
+        )
+    wrong = (begin < 0) | ((end != OPEN) & (end > length[node]))
+    if np.any(wrong):
+        n, b, e = segments[np.argmax(wrong)]
+        raise BadPlan(f"{op}: a segment reads tokens {b}..{e} of node {n}, which has {length[n]}: of an older tree?")
+
+
+def _merge_numbers(op: str, partials: int, indptr: Array, indices: Array) -> None:
+    _partition(op, "merge_indptr", indptr, len(indices), "merge_indices")
+    used = indices[: indptr[-1]]
+    if len(used) and (used.min() < 0 or used.max() >= partials):
+        raise BadPlan(f"{op}: merge_indices must be 0..{partials - 1}, got {used.min()}..{used.max()}")
+
+
+def _partition(op: str, name: str, bounds: Array, count: int, what: str) -> None:
+    # Buffers of a captured graph are larger than what they hold, so bounds may end early.
+    if bounds[0] != 0 or bounds[-1] > count or np.any(np.diff(bounds) < 0):
+        raise BadPlan(f"{op}: {name} must rise from 0 to at most {count} {what}, got {bounds[:6].tolist()}...")
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

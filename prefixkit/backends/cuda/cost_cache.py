@@ -1,0 +1,136 @@
+"""What attention costs on the GPUs here: measured once per machine and kept, or estimated from the H200's."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, replace
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from prefixkit.attention.gpu_cost import H200, GpuCost, Role
+from prefixkit.attention.sharing import CostModel
+from prefixkit.cuda import kernel_cache
+from prefixkit.cuda.jit import driver_cuda
+from prefixkit.cuda.nvrtc import CSRC
+from prefixkit.paths import cache_dir, put
+
+log = logging.getLogger("prefixkit")
+
+# Of the H200 whose costs are the default.
+H200_SMS, H200_TBPS = 132, 4.8
+
+
+def folder() -> Path:
+    """Where measured costs are kept."""
+    return cache_dir() / "costs"
+
+
+def place_of(device: torch.device) -> Path:
+    """The file of a GPU's costs; its name depends on the GPU, the driver, our version and our kernels."""
+    digest = sha256()
+    for part in (torch.cuda.get_device_name(device), driver_cuda(), _version(), H200):
+        digest.update(repr(part).encode() + b"\0")
+    for source in sorted(CSRC.rglob("*.cu*")):
+        digest.update(source.read_bytes())
+    name = "-".join(torch.cuda.get_device_name(device).split())
+    return folder() / f"{name}-{digest.hexdigest()[:16]}.json"
+
+
+def gpu_cost(device: torch.device) -> GpuCost:
+    """The costs that were measured on this machine, or an estimate from the number of multiprocessors and the bandwidth."""
+    return _known(device, str(cache_dir()))
+
+
+@cache
+def _known(device: torch.device, _: str) -> GpuCost:
+    place = place_of(device)
+    measured = read(place)
+    if measured is not None:
+        log.debug("costs of %s from %s", device, place)
+        return measured
+    properties = torch.cuda.get_device_properties(device)
+    log.debug("costs of %s are estimated; `prefixkit warmup` measures them", device)
+    return estimate(properties.multi_processor_count, bandwidth_tbps(device))
+
+
+def estimate(num_sms: int, tbps: float) -> GpuCost:
+    """The H200's costs, where ``num_sms`` multiprocessors share a bandwidth of ``tbps`` TB/s."""
+    faster = tbps / H200_TBPS
+    each = faster * H200_SMS / num_sms
+    sharing = CostModel(
+        item=H200.sharing.item * H200_SMS / num_sms,
+        kv_byte=H200.sharing.kv_byte / faster,
+        partial_byte=H200.sharing.partial_byte / faster,
+        wide_tile=H200.sharing.wide_tile * H200_SMS / num_sms,
+        narrow_tile=H200.sharing.narrow_tile / faster,
+    )
+    return GpuCost(sharing, H200.wide, replace(H200.narrow, tokens_per_us=H200.narrow.tokens_per_us * each))
+
+
+def bandwidth_tbps(device: torch.device) -> float:
+    """What the memory's clock and width allow, in TB/s; the H200's where the driver does not say."""
+    from cuda.bindings import driver
+
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    attribute = driver.CUdevice_attribute
+    clock, width = (
+        int(driver.cuDeviceGetAttribute(which, driver.CUdevice(index))[1])
+        for which in (
+            attribute.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
+            attribute.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
+        )
+    )
+    return clock * 1e3 * 2 * width / 8 / 1e12 or H200_TBPS
+
+
+def measure(device: torch.device) -> tuple[Path, GpuCost, bool]:
+    """Costs of a GPU, from the disk if they are there: their file, the costs, and whether they were measured now.
+
+    Raises:
+        ValueError: the times make no sense.
+    """
+    from prefixkit.backends.cuda.calibrate import calibrate
+
+    place = place_of(device)
+    with kernel_cache.making(place):  # of processes that start together one measures, and alone
+        there = read(place)
+        if there is not None:
+            return place, there, False
+        found = calibrate(device)
+        write(place, found)
+    _known.cache_clear()
+    return place, found, True
+
+
+def read(place: Path) -> GpuCost | None:
+    """Costs from a file, or None if there is none or it is damaged."""
+    try:
+        facts = json.loads(place.read_text())
+        return GpuCost(CostModel(**facts["sharing"]), Role(**facts["wide"]), Role(**facts["narrow"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        log.warning("the costs in %s cannot be used (%s); they are estimated", place, error)
+        return None
+
+
+def write(place: Path, cost: GpuCost) -> bool:
+    """Keep costs if that is possible; a folder that cannot be written gets one line in the log."""
+    try:
+        put(place, (json.dumps(asdict(cost), indent=1) + "\n").encode())
+    except OSError as error:
+        log.warning("costs cannot be kept in %s (%s)", place.parent, error.strerror or error)
+        return False
+    return True
+
+
+def _version() -> str:
+    try:
+        return version("prefixkit")
+    except PackageNotFoundError:
+        return ""

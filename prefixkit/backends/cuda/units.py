@@ -1,0 +1,105 @@
+"""Every unit of CUDA source that is compiled: for the ops, for compiling ahead, and for continuous integration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import product
+
+from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, compose, sliding_window, soft_cap
+from prefixkit.backends.cuda import variants as cuda_variants
+from prefixkit.cuda.nvrtc import Unit
+
+WIDTHS = (16, 8, 4, 2)
+APPEND = Unit("kv/append.cu", tuple(f"prefixkit::kv_append<{width}>" for width in WIDTHS))
+FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
+
+
+def rotary_name(dtype: str) -> str:
+    """The kernel that rotates and appends, for a dtype."""
+    return f"prefixkit::rotary_append<{FLOATS[dtype]}>"
+
+
+ROTARY = Unit("kv/rotary_append.cu", tuple(map(rotary_name, FLOATS)))
+ADVANCE = Unit("kv/advance.cu", ("prefixkit::advance",))
+# For trees of so many nodes, all of whose arrays fit in shared memory; and for any.
+PLAN_NODES = 2304
+PLAN, PLAN_LARGE = (
+    Unit("planner/plan_tree.cu", ("prefixkit::plan_tree",), (("PREFIXKIT_PLAN_NODES", str(nodes)),))
+    for nodes in (PLAN_NODES, 0)
+)
+
+
+def sample_name(dtype: str, cached: bool) -> str:
+    """The sampling kernel for logits of a dtype, which keeps rows in shared memory or reads them again."""
+    return f"prefixkit::sample<{FLOATS[dtype]}, {str(cached).lower()}>"
+
+
+SAMPLE = Unit("sampling/sample.cu", tuple(sample_name(dtype, cached) for dtype in FLOATS for cached in (True, False)))
+
+ATTENTION = "prefixkit::tree_attention"
+# ``PREFIXKIT_KERNEL=portable``: the portable kernel also where there is one for the GPU at hand; for tests and comparisons.
+KERNEL_VARIABLE = "PREFIXKIT_KERNEL"
+HOPPER_HEAD_DIMS = (64, 128)
+# Head sizes of the models there are; the portable kernel serves every multiple of 16 up to 256.
+COMMON_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+# Shared memory of a multiprocessor in KB, of which each block costs 1 KB more than it asks for; others have at least 100.
+_SHARED_KB = {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100": 228, "sm_103": 228, "sm_110": 228}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The tree-attention kernel for some heads on some GPU, and what its launches and plans must know.
+
+    Attributes:
+        file: Its source.
+        wide_rows: Query heads of a wide tile.
+        threads: Of a block.
+        blocks_per_sm: Blocks on a multiprocessor.
+        shared: Dynamic shared memory of a block in bytes; None for all that a block can have.
+        by_maps: Its parameter begins with tensor maps (``cuda_maps``).
+    """
+
+    file: str
+    wide_rows: int
+    threads: int
+    blocks_per_sm: int
+    shared: int | None
+    by_maps: bool = False
+
+
+def kernel_for(arch: str, head_dim: int, group: int) -> Kernel | None:
+    """The kernel for a head size and a number of query heads per KV head; None if no kernel serves them."""
+    hopper = arch == "sm_90a" and head_dim in HOPPER_HEAD_DIMS and group <= 128
+    if hopper and os.environ.get(KERNEL_VARIABLE, "") != "portable":
+        return Kernel("attention/sm90/tree_attention.cu", 128, 512, 1, None, by_maps=True)
+    if head_dim % 16 or not 0 < head_dim <= 256:
+        return None
+    total = _SHARED_KB.get(arch, 100)
+    # Two blocks keep the matrix units busy while one of them waits; where memory is short they fit with small heads only.
+    blocks = 2 if total >= 164 or head_dim <= 64 else 1
+    return Kernel(
+        "attention/sm80/tree_attention.cu", 128 if head_dim <= 128 else 64, 128, blocks, (total // blocks - 1) * 1024
+    )
+
+
+def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant) -> Unit:
+    """A kernel of tree attention for one head size, float16 or bfloat16, and the kinds of one variant."""
+    defines: tuple[tuple[str, str], ...] = (("PREFIXKIT_HEAD_DIM", str(head_dim)), ("PREFIXKIT_HALF", str(int(half))))
+    if kernel.shared is not None:
+        defines += (("PREFIXKIT_BLOCKS", str(kernel.blocks_per_sm)), ("PREFIXKIT_SHARED", str(kernel.shared)))
+    text = cuda_variants.header(variant)
+    if text is None:
+        return Unit(kernel.file, (ATTENTION,), defines)
+    name = cuda_variants.HEADER
+    return Unit(kernel.file, (ATTENTION,), (*defines, ("PREFIXKIT_VARIANT", f'"{name}"')), ((name, text),))
+
+
+def units(arch: str) -> tuple[Unit, ...]:
+    """What is compiled ahead for a target: every common head size and dtype plain, and two sizes once with every variant."""
+    kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
+    plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
+    slopes = [1.0, 0.5]
+    every = compose(sliding_window(128), soft_cap(30.0), alibi(slopes), attention_sinks(slopes))
+    varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
+    return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *plain, *varied

@@ -1,0 +1,84 @@
+"""Compiling ahead, so that nobody waits for the compiler later; for images, and for clusters that share a cache folder.
+
+And measuring, so that plans know the GPU that they are for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from prefixkit.backends.cuda.units import units
+from prefixkit.cuda import jit, kernel_cache
+from prefixkit.cuda.nvrtc import Unit, arch_for, nvrtc_version, supported_archs
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A unit that is in the cache now; ``seconds`` of compiling, or None if it was there."""
+
+    unit: Unit
+    arch: str
+    seconds: float | None
+
+
+class NoTarget(ValueError):
+    """There is neither a GPU to compile for, nor a target given."""
+
+
+def targets(arch: str | None) -> list[str]:
+    """What to compile for: the target given, or those of the GPUs here.
+
+    Raises:
+        NvrtcMissing: nothing can be compiled.
+        NoTarget: there is no GPU, or NVRTC does not know the target.
+        UnsupportedArch: a GPU that there are no kernels for.
+    """
+    known = supported_archs()
+    if arch is not None:
+        digits = arch.removeprefix("sm_").rstrip("a")
+        if not arch.startswith("sm_") or not digits.isdigit() or int(digits) not in known:
+            names = ", ".join(arch_for(divmod(number, 10), known) for number in known if number >= 80)
+            raise NoTarget(f"NVRTC knows no target {arch!r}; it knows {names}")
+        return [arch_for(divmod(int(digits), 10), known)]
+    if not torch.cuda.is_available():
+        raise NoTarget("there is no GPU to compile for; name a target, such as sm_90a for an H100 or H200")
+    found = {arch_for(torch.cuda.get_device_capability(index), known) for index in range(torch.cuda.device_count())}
+    return sorted(found)
+
+
+def warm_up(archs: list[str]) -> Iterator[Compiled]:
+    """Compile all units for some targets, one after the other.
+
+    Raises:
+        NvrtcMissing, CompileError: from the compiler.
+    """
+    for arch in archs:
+        for unit in units(arch):
+            there = kernel_cache.read(kernel_cache.entry(unit, arch, nvrtc_version())) is not None
+            began = time.perf_counter()
+            jit.binary(unit, arch)
+            yield Compiled(unit, arch, None if there else time.perf_counter() - began)
+
+
+def measure_costs() -> Iterator[str]:
+    """Measure each GPU whose attention kernels run, unless that was done; a line for each that says what was found."""
+    from prefixkit.backends.cuda.cost_cache import measure
+    from prefixkit.backends.cuda.units import kernel_for
+
+    for index in range(torch.cuda.device_count()):
+        name = f"{torch.cuda.get_device_name(index)} (cuda:{index})"
+        kernel = kernel_for(arch_for(torch.cuda.get_device_capability(index), supported_archs()), 128, 4)
+        if kernel is None or not kernel.by_maps:
+            yield f"{name}: costs are estimated, for only Hopper's kernel is measured"
+            continue
+        try:
+            place, cost, now = measure(torch.device("cuda", index))
+        except ValueError as error:
+            yield f"{name}: costs are estimated, for {error}"
+            continue
+        rates = f"narrow {cost.narrow.tokens_per_us:.0f}, wide {cost.wide.tokens_per_us:.0f} tokens per us and SM"
+        yield f"{name}: {'measured' if now else 'was measured'}, {rates}; kept in {place}"

@@ -1,0 +1,152 @@
+// What a launch gets: tensors, the packed plan, the tree; and how a work list is walked.
+#pragma once
+#include "common/ptx.cuh"
+
+namespace prefixkit {
+
+#ifndef PREFIXKIT_HEAD_DIM
+#define PREFIXKIT_HEAD_DIM 128
+#endif
+constexpr int D = PREFIXKIT_HEAD_DIM;
+constexpr int ROW_CHUNKS = D / 8;                          // 16-byte pieces of a head's row
+static_assert(D % 16 == 0 && D <= 256, "head sizes are multiples of 16 up to 256");
+
+#ifndef PREFIXKIT_MAPS
+#define PREFIXKIT_MAPS 0  // 1: KV comes in boxes where pages allow it (Hopper)
+#endif
+#if PREFIXKIT_MAPS
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+#endif
+
+struct Attention {
+#if PREFIXKIT_MAPS
+    TensorMap k_map, v_map;       // dimensions (D, slots, KV heads, pages), boxes of (64, 16, 1, 1), 128-byte swizzle
+    TensorMap k_row, v_row;       // the same with boxes of (64, 1, 1, 1)
+    TensorMap k_group, v_group;   // dimensions (64, slots, D / 64, KV heads, pages), boxes of (64, 16, D / 64, 1, 1)
+#endif
+    const u16* q;                 // [rows, heads, D]
+    const u16* k;                 // pages: head h of slot s of page p begins at p * page_stride + h * head_stride + s * slot_stride
+    const u16* v;
+    const long long* q_positions; // [rows]
+    u16* out;                     // [rows, heads, D]
+    float* lse;                   // [rows, heads], natural logarithm
+    float* partial_out;           // [partial rows, heads, D]
+    float* partial_lse;           // [partial rows, heads]
+    u32* sync;                    // [1] zero before the first launch; launches that may overlap need one each
+    const int* counts;            // [8] wide items, narrow items, rows, partial rows (0: nothing to merge), 1: wide items head by head,
+                                  // 1: narrow items are by far the longer part
+    const int4* wide;             // [2 * items] see Item
+    const int4* narrow;
+    const int* segments;          // [segments, 3] node, begin, end
+    const int* merge_indptr;      // [rows + 1]
+    const int* merge_indices;
+    const int* node_start;        // the tree
+    const int* node_length;
+    const int* page_indptr;
+    const int* pages;
+    const int* first_slot;
+    long long page_stride, head_stride, slot_stride;  // elements, multiples of 8; the same for k and v
+    int heads, kv_heads, page_size;
+    float scale, scale_log2;      // the second times log2(e)
+    const float* parameters;      // of the variant
+    int reach;                    // a query at position p sees none before p - reach + 1; 0: it sees all
+    int wide_room, narrow_room;   // items that the lists can hold: those may be read before counts are known
+    int boxes;                    // 1: pages have 16, 32, 64... slots, so that boxes of 16 rows lie inside them
+    int rows;                     // of q and out; those behind the plan's pad a captured graph's batch
+};
+
+// Brings the parameter into the constant cache, a line at a time, before anyone waits for it.
+DEVICE void hold_parameters(const Attention& a) {
+    asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.boxes));
+}
+
+// `thread` of `threads` in each block: rows that pad a batch see no key, so they come out as 0, like rows of that kind anywhere.  What
+// follows computes with them too, and must find numbers.
+DEVICE void clear_padding(const Attention& a, int thread, int threads) {
+#pragma unroll 1
+    for (int row = a.counts[2] + blockIdx.x; row < a.rows; row += gridDim.x) {
+        uint2* out = (uint2*)(a.out + (long long)row * a.heads * D);
+#pragma unroll 1
+        for (int i = thread; i < a.heads * (D / 4); i += threads) out[i] = make_uint2(0, 0);
+        for (int head = thread; head < a.heads; head += threads) a.lse[(long long)row * a.heads + head] = MINUS_INFINITY;
+    }
+}
+
+// Query heads of a KV head.
+DEVICE int group_of(const Attention& a) { return divide_small(a.heads, a.kv_heads); }
+
+// Queries [q_begin, q_end) read segments [seg_begin, seg_end); `node, begin, end` repeat the first one.
+struct Item {
+    int q_begin, q_end, partial, seg_begin, seg_end, node, begin, end, causal, head;
+};
+
+// Entry `e` of a walk over the wide list, as load_item numbers them: head after head where the plan says so, so that the keys and values
+// of all heads together do not crowd the L2.
+DEVICE int walk_entry(const Attention& a, int entry) {
+    const int items = a.counts[0];
+    return a.counts[4] ? entry % items * a.kv_heads + entry / items : entry;
+}
+
+// Entry `e` of a work list: items in order, and each for all KV heads.  Nothing that can be used where the list has no `room` for it.
+DEVICE Item load_item(const int4* items, int entry, int kv_heads, int room) {
+    const int index = entry / kv_heads;
+    int4 a = {}, b = {};
+    if (index < room) a = items[2 * index], b = items[2 * index + 1];
+    Item item;
+    item.head = entry - index * kv_heads;
+    item.q_begin = a.x, item.q_end = a.y, item.partial = a.z, item.seg_begin = a.w;
+    item.seg_end = item.seg_begin + (b.x >> 1), item.causal = b.x & 1;
+    item.node = b.y, item.begin = b.z, item.end = b.w;
+    return item;
+}
+
+// Worker `w` of `n` takes one entry per round, and rounds change direction: lists run from the longest to the shortest.
+DEVICE int entry_of(int round, int worker, int workers) {
+    return round * workers + ((round & 1) ? workers - 1 - worker : worker);
+}
+
+// A slice of a node as slots of its pages.
+struct Span {
+    int pages;     // index of the node's first page in `pages`
+    int slot, end; // slots [slot, end), counted from the node's first page
+    int position;  // position of slot 0
+};
+
+// Positions that an item's queries can see.
+struct Sight {
+    int low, high;  // [low, high)
+};
+
+// `last` and `first`: the largest and smallest position among the item's queries.
+DEVICE Sight sight_of(const Attention& a, bool causal, int first, int last) {
+    return {a.reach > 0 ? first - a.reach + 1 : 0, causal ? last + 1 : 0x7fffffff};
+}
+
+// The smallest position among an item's queries; a warp works together.  Only variants with a reach need it.
+DEVICE int first_position(const Attention& a, const Item& item) {
+    if (a.reach == 0) return 0;
+    int first = 0x7fffffff;
+    for (int i = item.q_begin + lane_anew(); i < item.q_end; i += 32) first = min(first, int(a.q_positions[i]));
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) first = min(first, __shfl_xor_sync(~0u, first, d));
+    return first;
+}
+
+DEVICE Span load_span(const Attention& a, int node, int begin, int end, const Sight& sight) {
+    Span s;
+    const int first = a.first_slot[node], start = a.node_start[node], length = a.node_length[node];
+    s.pages = a.page_indptr[node];
+    end = min(min(end, length), sight.high - start);
+    begin = max(begin, sight.low - start);
+    s.slot = first + begin;
+    s.end = first + end;
+    s.position = start - first;
+    return s;
+}
+
+// Where a slot's row begins, in 16-byte pieces: 32 bits reach 64 GB.
+DEVICE u32 row_of(const Attention& a, int page, int slot_in_page, int head) {
+    return u32(page) * u32(a.page_stride >> 3) + u32(head) * u32(a.head_stride >> 3) + u32(slot_in_page) * u32(a.slot_stride >> 3);
+}
+
+}  // namespace prefixkit

@@ -1,0 +1,169 @@
+// The units of a block's wide items in the order in which they are computed, looked up ahead of their copies.
+//
+// shapes     an item has any number of rows, TILE of them a tile; its units of UNIT tokens begin at multiples of 16 slots.
+// tiling     an item of more rows than a tile is walked once for each slice of TILE rows: whatever tiles a plan was cut for.
+//            A queue of QUEUE units in shared memory, which one warp refills: a lane looks up one group of 16 tokens, so that the pages
+//            of many units cost the latency of one read.
+// cost       one refill for several units of a long segment, and one for every short segment.
+// limits     groups of at most 128 tiles, 65,536 KV heads.
+#pragma once
+#include "attention/gather.cuh"
+#include "attention/sm80/merge_rows.cuh"
+#include "attention/sm80/narrow_copy.cuh"
+
+namespace prefixkit {
+
+#ifndef PREFIXKIT_SHARED
+#define PREFIXKIT_SHARED 101376                  // 99 KB are what the smallest of these GPUs gives a block
+#endif
+
+constexpr int BLOCK_WARPS = 4;
+constexpr int PLANNED_ROWS = 128;                // of an item, unless one query's group has more
+constexpr int STRIPES = D <= 128 ? 2 : 1;        // of 64 rows in a tile
+constexpr int TILE = 64 * STRIPES;
+// Tokens of a unit, where three tiles of so many fit beside the queries.
+constexpr int UNIT = (TILE + 3 * 64) * COLUMNS * 128 + 1024 <= PREFIXKIT_SHARED ? 64 : 32;
+constexpr int PARTS = UNIT / GROUP;              // groups of a unit, one for each warp that copies
+constexpr int Q_BYTES = TILE * COLUMNS * 128, SLOT_BYTES = UNIT * COLUMNS * 128;
+
+struct __align__(16) WideUnit {
+    u32 row[4];                                  // where each group begins, in 16-byte pieces; RAGGED: its rows must be looked up
+    u32 what;                                    // flags: FIRST, LAST, CAUSAL, STOP; low << 8, high << 16: tokens [low, high) count
+    int position;                                // of token 0
+    int q_begin, partial;                        // of the item
+    u32 tile;                                    // KV head, rows of this tile << 16, slice of the group << 24
+    int pages, slot;                             // of the node, and where in them token 0 lies
+    int pad;
+
+    DEVICE int flags() const { return what & 255; }
+    DEVICE int low() const { return what >> 8 & 255; }
+    DEVICE int high() const { return what >> 16; }
+    DEVICE int head() const { return tile & 65535; }
+    DEVICE int rows() const { return tile >> 16 & 255; }
+    DEVICE int row0() const { return (tile >> 24) * TILE; }
+};
+constexpr u32 RAGGED = ~0u;
+
+// Tiles of the largest item that a plan may hold.  The walk goes through the first tiles of all items, then the second ones and so on.
+DEVICE int slices_of(const Attention& a) { return (max(group_of(a), PLANNED_ROWS) + TILE - 1) / TILE; }
+
+// Where a block is in its share of the wide list.
+struct __align__(16) Walk {
+    int round, filled;                           // entries begun; units in the queue so far
+    int flags, seg, seg_end;                     // of the item
+    int first;                                   // position of its first query
+    Sight sight;                                 // of its queries
+    int q_begin, partial;
+    u32 tile;
+    Span span;                                   // what is left of its segment
+    int pad[1];
+};
+enum { CLIP = 16 };                              // a causal item: not all of its queries see all that one sees
+
+constexpr int EXTRA_BYTES = TILE * 4 + int(sizeof(Walk));  // positions of the tile's rows, and the walk
+constexpr int UNIT_INFO = int(sizeof(WideUnit));
+constexpr int FITTING = (PREFIXKIT_SHARED - Q_BYTES - EXTRA_BYTES - 8 * UNIT_INFO) / SLOT_BYTES;
+// Odd, so that a step on keys always fetches keys.
+constexpr int SLOTS = FITTING >= 5 ? 5 : 3;
+constexpr int AHEAD = SLOTS / 2;                 // units fetched before they are computed
+constexpr int INFOS_FIT = (PREFIXKIT_SHARED - Q_BYTES - EXTRA_BYTES - SLOTS * SLOT_BYTES) / UNIT_INFO;
+constexpr int QUEUE = INFOS_FIT >= 32 ? 32 : INFOS_FIT >= 16 ? 16 : 8;
+constexpr int WIDE_BYTES = Q_BYTES + SLOTS * SLOT_BYTES + EXTRA_BYTES + QUEUE * UNIT_INFO;
+
+struct WideShared {
+    u32 q, ring;
+    int* positions;                              // of the tile's rows
+    WideUnit* units;
+    Walk* walk;
+};
+
+// Fills the queue; the lanes of one warp work together.
+struct Refill {
+    const Attention& a;
+    WideUnit* units;
+    Walk w;
+
+    DEVICE Refill(const Attention& a, const WideShared& s) : a(a), units(s.units), w(*s.walk) {}
+
+    // The first item.
+    DEVICE void begin() {
+        w.round = w.filled = 0;
+        next_item();
+    }
+
+    DEVICE void next_item() {
+        const int group = group_of(a), heads = a.counts[0] * a.kv_heads, entries = heads * slices_of(a);
+        Item item = {};
+        int slice = 0, rows = 0;
+        do {
+            if (w.round * int(gridDim.x) >= entries) { w.flags = STOP; return; }
+            const int entry = min(entry_of(w.round++, blockIdx.x, gridDim.x), entries);
+            slice = entry / heads;
+            rows = 0;  // beyond the last entry
+            if (entry == entries) continue;
+            item = load_item(a.wide, walk_entry(a, entry - slice * heads), a.kv_heads, a.wide_room);
+            rows = min(TILE, (item.q_end - item.q_begin) * group - slice * TILE);
+        } while (rows <= 0);
+        w.tile = u32(item.head) | u32(rows) << 16 | u32(slice) << 24;
+        w.q_begin = item.q_begin, w.partial = item.partial;
+        w.first = item.causal ? int(a.q_positions[item.q_begin]) : 0;
+        w.sight = sight_of(a, item.causal, first_position(a, item), item.causal ? int(a.q_positions[item.q_end - 1]) : 0);
+        w.flags = FIRST | (item.causal ? CLIP : 0);
+        w.seg = item.seg_begin + 1, w.seg_end = item.seg_end;
+        w.span = load_span(a, item.node, item.begin, item.end, w.sight);
+        skip_empty();
+    }
+
+    DEVICE void skip_empty() {
+        while (w.span.slot >= w.span.end && w.seg < w.seg_end) {
+            w.span = load_span(a, a.segments[3 * w.seg], a.segments[3 * w.seg + 1], a.segments[3 * w.seg + 2], w.sight);
+            ++w.seg;
+        }
+    }
+
+    // At most `room` units of one segment.  An item without tokens gives one empty unit.
+    DEVICE void add(int room) {
+        const int lane = lane_anew(), mine = lane / PARTS, part = lane % PARTS;
+        const int begin = w.span.slot & ~15, left = (w.span.end - begin + UNIT - 1) / UNIT;
+        const int count = min(min(room, 32 / PARTS), (w.flags & STOP) ? room : max(1, left));
+        const int slot = begin + mine * UNIT, at = slot + part * GROUP;
+        const int low = mine == 0 ? w.span.slot - begin : 0, high = max(0, min(UNIT, w.span.end - slot));
+        const bool in_pages = a.page_size % GROUP == 0 && (a.page_size & (a.page_size - 1)) == 0;
+        const bool whole = in_pages && mine < count && !(w.flags & STOP) && part * GROUP >= low && (part + 1) * GROUP <= high;
+        const int page = whole ? a.pages[w.span.pages + page_index(a, at)] : 0;
+        WideUnit* to = units + (w.filled + mine) % QUEUE;
+        const int position = w.span.position + slot, pages = w.span.pages, flags = w.flags;
+        const int head = w.tile & 65535, q_begin = w.q_begin, partial = w.partial, first = w.first;
+        const u32 tile = w.tile;
+        bool done = false;
+        if (!(flags & STOP)) {
+            w.span.slot = begin + count * UNIT;
+            skip_empty();
+            done = w.span.slot >= w.span.end;
+            w.flags &= ~FIRST;
+        }
+        if (mine < count) {
+            to->row[part] = whole ? row_of(a, page, place_in_page(a, at), head) : RAGGED;
+            if (part == 0) {
+                // Where the first query sees the whole unit, so do the others.
+                const bool compare = (flags & CLIP) && position + UNIT - 1 > first;
+                to->what = (flags & STOP) | (mine == 0 ? flags & FIRST : 0) | (mine == count - 1 && done ? LAST : 0) |
+                           (compare ? CAUSAL : 0) | low << 8 | high << 16;
+                to->position = position, to->q_begin = q_begin, to->partial = partial, to->tile = tile;
+                to->pages = pages, to->slot = slot;
+            }
+        }
+        w.filled += count;
+        if (done) next_item();
+    }
+
+    // Adds units up to number `limit`, until number `need` is there.
+    DEVICE void until(int need, int limit, Walk* keep) {
+        do add(limit - w.filled); while (w.filled <= need);
+        __syncwarp();
+        if (lane_anew() == 0) *keep = w;
+        __syncwarp();
+    }
+};
+
+}  // namespace prefixkit

@@ -1,0 +1,136 @@
+// Rows of wide items on Hopper: queries into registers at an item's beginning, states out of them at its end.
+//
+// tiling     wgmma gives the four lanes of a quad interleaved pairs of a row's columns.  Lanes exchange what they hold, so that memory
+//            sees 64 bytes of a row in one piece: in pairs of columns it would see 8 times as many lines as there are in the rows, and
+//            each costs a cycle.
+// cost       32 shuffles a warp for queries, 32 for outputs (D 128).
+#pragma once
+#include "attention/variant.cuh"
+#include "attention/sm90/wide_load.cuh"
+
+namespace prefixkit {
+
+struct WideState {
+    u32 q[D / 4];         // operands: queries
+    float s[UNIT / 2];    // scores, then exponentials, of two rows
+    u32 p[UNIT / 4];      // the same, rounded, as operand
+    float o[D / 2];
+    float base[2];        // of the two rows
+    float sum[2];         // of this thread's exponentials
+    float weight[4];      // of the row's, rounded: two of each row, the same in the four lanes that hold it
+    float rest[2];        // and those of earlier units
+};
+
+struct WideItem {
+    int q_begin, rows, partial, head;
+};
+
+// Query and head of a row of an item, as an index of [rows, heads].
+DEVICE long long row_at(const Attention& a, int first, int row, int head, int group) {
+    const int query = divide_small(row, group);
+    return (long long)(first + query) * a.heads + head * group + row - query * group;
+}
+
+// Lane i of each quad gets x[i] of its lanes 0 to 3.
+DEVICE void transpose_quad(u32 (&x)[4]) {
+    const int lane = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const u32 got = __shfl_xor_sync(~0u, lane & 1 ? x[i] : x[i + 1], 1);
+        if (lane & 1) x[i] = got;
+        else x[i + 1] = got;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 got = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
+        if (lane & 2) x[i] = got;
+        else x[i + 2] = got;
+    }
+}
+
+// Reads queries, rows row0 and row0 + 8, as they lie in memory; rows that the item lacks repeat its last.
+DEVICE void read_queries(const Attention& a, const WideItem& item, WideState& w, int row0) {
+    const int group = group_of(a);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = min(row0 + 8 * i, item.rows - 1);
+        const u16* q = a.q + row_at(a, item.q_begin, row, item.head, group) * D + 8 * (threadIdx.x & 3);
+#pragma unroll
+        for (int m = 0; m < D / 32; ++m) {
+            const uint4 x = *(const uint4*)(q + 32 * m);
+            w.q[8 * m + i] = x.x, w.q[8 * m + 2 + i] = x.y, w.q[8 * m + 4 + i] = x.z, w.q[8 * m + 6 + i] = x.w;
+        }
+    }
+}
+
+// Queries that were read become operands; nothing is summed yet.
+DEVICE void wide_begin(WideState& w) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        w.base[i] = LOWEST, w.sum[i] = w.rest[i] = w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
+#pragma unroll
+        for (int m = 0; m < D / 32; ++m) {
+            u32 x[4] = {w.q[8 * m + i], w.q[8 * m + 2 + i], w.q[8 * m + 4 + i], w.q[8 * m + 6 + i]};
+            transpose_quad(x);
+            w.q[8 * m + i] = x[0], w.q[8 * m + 2 + i] = x[1], w.q[8 * m + 4 + i] = x[2], w.q[8 * m + 6 + i] = x[3];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) w.o[i] = 0.f;
+}
+
+// A row of float32, by its quad; `there` is the same in all its lanes.
+DEVICE void store_floats(float* to, const WideState& w, int i, float factor, bool there) {
+    const bool odd = threadIdx.x & 1;
+    to += 2 * (threadIdx.x & 2) + 8 * odd;
+#pragma unroll
+    for (int j = 0; j < D / 8; j += 2) {
+        const float a0 = w.o[4 * j + 2 * i] * factor, a1 = w.o[4 * j + 2 * i + 1] * factor;
+        const float b0 = w.o[4 * j + 4 + 2 * i] * factor, b1 = w.o[4 * j + 5 + 2 * i] * factor;
+        const float got0 = __shfl_xor_sync(~0u, odd ? a0 : b0, 1), got1 = __shfl_xor_sync(~0u, odd ? a1 : b1, 1);
+        if (there) *(float4*)(to + 8 * j) = odd ? make_float4(got0, got1, b0, b1) : make_float4(a0, a1, got0, got1);
+    }
+}
+
+// A row of the storage type.
+DEVICE void store_halves(u16* to, const WideState& w, int i, float factor, bool there) {
+    to += 8 * (threadIdx.x & 3);
+#pragma unroll
+    for (int j = 0; j < D / 8; j += 4) {
+        u32 x[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) x[k] = pack(w.o[4 * (j + k) + 2 * i] * factor, w.o[4 * (j + k) + 2 * i + 1] * factor);
+        transpose_quad(x);
+        if (there) *(uint4*)(to + 8 * j) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+}
+
+DEVICE void wide_finish(const Attention& a, const WideItem& item, WideState& w, int row0) {
+    const int group = group_of(a);
+    const bool partial = item.partial >= 0;
+    float factor[2];
+    long long at[2];
+    bool there[2];
+    // All that is not columns first: what is read later stands behind the stores.
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float weight = w.rest[i] + w.weight[2 * i];
+        float sum = w.sum[i];
+#pragma unroll
+        for (int d = 1; d < 4; d <<= 1) sum += __shfl_xor_sync(~0u, sum, d);
+        const int row = row0 + 8 * i;
+        there[i] = row < item.rows;
+        factor[i] = weight > 0.f ? reciprocal(weight) : 0.f;
+        at[i] = row_at(a, partial ? item.partial : item.q_begin, row, item.head, group);
+        float lse = sum > 0.f ? (w.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
+        if (!partial) factor[i] *= join_sink(lse, item.head * group + row - divide_small(row, group) * group, a.parameters);
+        if (there[i] && (threadIdx.x & 3) == 0) (partial ? a.partial_lse : a.lse)[at[i]] = lse;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (partial) store_floats(a.partial_out + at[i] * D, w, i, factor[i], there[i]);
+        else store_halves(a.out + at[i] * D, w, i, factor[i], there[i]);
+    }
+}
+
+}  // namespace prefixkit

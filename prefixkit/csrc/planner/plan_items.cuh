@@ -1,0 +1,214 @@
+// From tiles to items: partial rows, the segments of what is cut, the order of merging, and the order of the lists.
+//
+// _order_items, _cut, _number_partials and _sort of attention/gpu_plan.py.
+#pragma once
+#include "planner/plan_state.cuh"
+
+namespace prefixkit {
+
+// Who sees a shared ancestor's tile has a tile of its own too, so dense tiles always leave partial states.
+DEVICE bool leaves(int number) { return !(at(TILE_OF)[number] & 1) || at(PIECES)[number] > 1 || at(UP)[at(TILE_OF)[number] >> 1] >= 0; }
+
+// Pieces of all tiles that a query is in.
+DEVICE int pieces_of(int query, int node) {
+    int sum = 0;
+#pragma unroll 1
+    for (bool causal = true; node >= 0; causal = false) {
+        const int next = at(UP)[node];
+        sum += at(PIECES)[tile_with(query, node, causal)];
+        node = next;
+    }
+    return sum;
+}
+
+// How many partial states each query has.
+DEVICE bool number_merges() {
+    int turn = 0;
+    u64 total = 0;
+#pragma unroll 1
+    for (int base = 0; base < p.queries; base += THREADS) {
+        const int q = base + threadIdx.x;
+        int pieces = 0;
+        if (q < p.queries) {
+            const int node = at(QUERY_NODE)[q] = find(at(FIRST_ROW), p.nodes, q);
+            pieces = pieces_of(q, node);
+        }
+        const u64 before = scan(p.sums, turn, total, pieces > 1 ? pieces : 0);
+        if (q < p.queries) p.a.merge_indptr[q] = low_of(before);
+    }
+    if (threadIdx.x == 0) p.a.merge_indptr[p.queries] = low_of(total);
+    __syncthreads();
+    return total <= u64(p.a.partial_room);
+}
+
+// Items of a dense row go by piece, then by tile; all its tiles but the last have the same pieces.
+DEVICE int place_of(int number, int piece) {
+    const int key = at(TILE_OF)[number], node = key >> 1;
+    if (key & 1) return at(FIRST_ITEM)[number] + piece;
+    const int first = at(TILE_BASE)[node], others = dense_tiles(node) - 1, mine = number - first;
+    const int full = at(PIECES)[first], last = at(PIECES)[first + others];
+    if (mine == others) return at(FIRST_ITEM)[first] + min(piece + 1, full) * others + piece;
+    return at(FIRST_ITEM)[first] + piece * others + mine + min(piece, last);
+}
+
+DEVICE void order_items() {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.items; i += THREADS) {
+        const int number = find(at(FIRST_ITEM), p.tiles, i), piece = i - at(FIRST_ITEM)[number];
+        at(ITEM_PIECE)[place_of(number, piece)] = number << PIECE_BITS | piece;
+    }
+    __syncthreads();
+}
+
+struct Cut {
+    int low, high;           // tokens of the row
+    int row;                 // its first segment
+    int first, last, token;  // segments taken, counted in the row; tokens before the first
+    bool open;               // to the row's end, as far as it grows
+};
+
+// Which of its row's segments an item takes.
+DEVICE Cut cut_of(const Tile& x, int piece, int pieces, int units, int unit) {
+    Cut c;
+    c.low = int(divide(units * piece, pieces)) * unit;
+    c.high = piece + 1 == pieces ? x.tokens : int(divide(units * (piece + 1), pieces)) * unit;
+    c.row = at(SEGMENT_BASE)[x.node] + (x.causal && at(SHARED)[x.node] ? at(INHERITED)[x.node] + 1 : 0);
+    c.first = 0, c.last = at(INHERITED)[x.node], c.token = 0;
+    c.open = x.causal && piece + 1 == pieces;
+    if (pieces == 1 || !c.last) return c;
+    const int end = c.last;
+    int before = 0;
+#pragma unroll 1
+    for (int s = 0; s <= end && (before < c.high || c.open); ++s) {
+        if (before <= c.low) c.first = s, c.token = before;
+        c.last = s;
+        before += s < end ? at(LENGTH)[p.a.segments[3 * (c.row + s)]] : 0;
+    }
+    return c;
+}
+
+DEVICE void write_cut(const Cut& c, int node, int to) {
+    int token = c.token;
+    const int end = at(INHERITED)[node];
+#pragma unroll 1
+    for (int s = c.first; s <= c.last; ++s) {
+        const int n = s == end ? node : p.a.segments[3 * (c.row + s)], length = at(LENGTH)[n];
+        int* out = p.a.segments + 3 * (to + s - c.first);
+        out[0] = n, out[1] = max(c.low - token, 0);
+        out[2] = c.open && s == end ? OPEN_END : min(length, c.high - token);
+        token += length;
+    }
+}
+
+// Partial rows, and the segments of what is cut.
+DEVICE bool make_items() {
+    int turn = 0;
+    u64 total = 0;
+#pragma unroll 1
+    for (int base = 0; base < p.items; base += THREADS) {
+        const int i = base + threadIdx.x;
+        const bool there = i < p.items;
+        Tile x = {};
+        Cut c = {};
+        int number = 0, piece = 0, pieces = 1, narrow = 0, rows = 0, units = 0;
+        if (there) {
+            number = at(ITEM_PIECE)[i] >> PIECE_BITS, piece = at(ITEM_PIECE)[i] & ((1 << PIECE_BITS) - 1);
+            x = tile(number);
+            pieces = at(PIECES)[number], narrow = u32(at(TILE_UNITS)[number]) >> 31;
+            const int unit = p.a.cost[narrow].unit;
+            c = cut_of(x, piece, pieces, at(TILE_UNITS)[number] & 0x7fffffff, unit);
+            rows = leaves(number) ? x.end - x.begin : 0;
+            units = max(1, ceil_div(c.high - c.low, unit));
+        }
+        const int segments = c.last - c.first + 1;
+        const u64 before = scan(p.sums, turn, total, join(rows, pieces > 1 ? segments : 0));
+        if (there) {
+            const int to = p.row_segments + low_of(before);
+            at(ITEM_PARTIAL)[i] = at(PART_OF)[at(FIRST_ITEM)[number] + piece] = rows ? high_of(before) : -1;
+            at(ITEM_SEGMENT)[i] = pieces > 1 ? to : c.row, at(ITEM_COUNT)[i] = segments;
+            at(ITEM_UNITS)[i] = units | narrow << 31;
+            if (pieces > 1 && to + segments <= p.a.segment_room) write_cut(c, x.node, to);
+        }
+#pragma unroll 1
+        for (int role = 0; role < 2; ++role) {
+            const u32 longest = __reduce_max_sync(~0u, there && narrow == role ? units : 0);
+            if (lane_of() == 0 && longest) atomicMax(p.units + role, int(longest));
+        }
+    }
+    __syncthreads();
+    return p.row_segments + low_of(total) <= p.a.segment_room;
+}
+
+// From the end: the own node's pieces, then those of the shared ancestors.
+DEVICE void fill_merges() {
+#pragma unroll 1
+    for (int q = threadIdx.x; q < p.queries; q += THREADS) {
+        int to = p.a.merge_indptr[q + 1], node = at(QUERY_NODE)[q];
+        if (to == p.a.merge_indptr[q]) continue;
+#pragma unroll 1
+        for (bool causal = true; node >= 0; causal = false) {
+            const int number = tile_with(q, node, causal), offset = q - tile(number).begin;
+            const int* parts = at(PART_OF) + at(FIRST_ITEM)[number];
+#pragma unroll 4
+            for (int piece = at(PIECES)[number] - 1; piece >= 0; --piece) p.a.merge_indices[--to] = parts[piece] + offset;
+            node = at(UP)[node];
+        }
+    }
+}
+
+// ---- order: by counting, each warp a range of items ----
+
+DEVICE void write_item(int item, int place) {
+    const Tile x = tile(at(ITEM_PIECE)[item] >> PIECE_BITS);
+    const int segment = at(ITEM_SEGMENT)[item];
+    const int* first = p.a.segments + 3 * segment;
+    int4* to = place < p.item_count[0] ? p.a.wide + 2 * place : p.a.narrow + 2 * (place - p.item_count[0]);
+    to[0] = make_int4(x.begin, x.end, at(ITEM_PARTIAL)[item], segment);
+    to[1] = make_int4(2 * at(ITEM_COUNT)[item] + x.causal, first[0], first[1], first[2]);
+}
+
+DEVICE void sort_items() {
+    constexpr int KEYS = 2 * ORDER_LEVELS;
+    int *mine = counters + warp_of() * KEYS, *key_begin = counters + WARPS * KEYS;
+#pragma unroll 1
+    for (int i = lane_of(); i < KEYS; i += 32) mine[i] = 0;
+    __syncwarp();
+    const int range = (p.items + WARPS - 1) / WARPS, begin = warp_of() * range, end = min(p.items, begin + range);
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll 1
+        for (int base = begin; base < end; base += 32) {
+            const int i = base + lane_of();
+            int key = -1;
+            if (i < end) {
+                const int packed = at(ITEM_UNITS)[i], narrow = packed < 0, units = packed & 0x7fffffff;
+                key = (narrow + 1) * ORDER_LEVELS - 1 - int(divide(u32(units) * (ORDER_LEVELS - 1), p.units[narrow]));
+            }
+            const u32 alike = __match_any_sync(~0u, key);
+            const int rank = __popc(alike & ((1u << lane_of()) - 1));
+            const int place = key >= 0 ? mine[key] + rank : 0;
+            __syncwarp();
+            if (key >= 0 && rank == 0) mine[key] = place + __popc(alike);
+            __syncwarp();
+            if (pass && i < end) write_item(i, key_begin[key] + place);
+        }
+        if (pass) return;
+        __syncthreads();
+        int* column = counters + threadIdx.x;
+        int sum = 0;
+        if (threadIdx.x < KEYS)
+#pragma unroll 8
+            for (int w = 0; w < WARPS; ++w) {
+                const int count = column[w * KEYS];
+                column[w * KEYS] = sum;
+                sum += count;
+            }
+        int turn = 0;
+        u64 total = 0;
+        const int place = low_of(scan(p.sums, turn, total, u64(sum)));
+        if (threadIdx.x < KEYS) key_begin[threadIdx.x] = place;
+        __syncthreads();
+    }
+}
+
+}  // namespace prefixkit

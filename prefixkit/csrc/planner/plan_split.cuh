@@ -1,0 +1,125 @@
+// Into how many pieces each tile is cut: choose_pieces and busiest of attention/kv_split.py, a warp for each candidate.
+#pragma once
+#include "planner/plan_state.cuh"
+
+namespace prefixkit {
+
+// How many tiles of each length a role has, if none is too long; else nothing, and tiles are looked at one by one.
+DEVICE int* bins_of(int role) { return p.longest[role] <= BINS ? counters + WARPS * (LEVELS + 1) + role * BINS : nullptr; }
+
+DEVICE void count_lengths() {
+#pragma unroll 1
+    for (int base = 0; base < p.tiles; base += THREADS) {
+        const int number = base + threadIdx.x;
+        const int packed = number < p.tiles ? at(TILE_UNITS)[number] : 0;
+        const u32 alike = __match_any_sync(~0u, packed);
+        if (!packed || lane_of() != __ffs(alike) - 1) continue;
+        int* bins = bins_of(packed < 0);
+        if (bins) atomicAdd(bins + (packed & 0x7fffffff) - 1, __popc(alike));
+    }
+}
+
+// This warp's cut: when the busiest worker would end, times workers.
+CALLED void try_cut(int role) {
+    const RoleCost& cost = p.a.cost[role];
+    const int* bins = bins_of(role);
+    int* levels = counters + warp_of() * (LEVELS + 1);
+    const int cut = warp_of(), longest = p.longest[role], workers = cost.workers * p.a.num_sms;
+    const int chunk = max(cost.least, ceil_div(longest, CUT[cost.workers > 1][cut]));
+    const int shift = max(0, 32 - __clz(min(chunk, longest) * POINT + cost.start + cost.leave) - LEVEL_BITS);
+    __syncwarp();  // the other role's levels have been read
+#pragma unroll 1
+    for (int i = lane_of(); i <= LEVELS; i += 32) levels[i] = 0;
+    __syncwarp();
+    int extra = 0, left = 0;
+    const int count = bins ? longest : p.tiles;
+#pragma unroll 1
+    for (int i = lane_of(); i < count; i += 32) {
+        const int packed = bins ? i + 1 : at(TILE_UNITS)[i], units = packed & 0x7fffffff;
+        const int alike = bins ? bins[i] : (packed < 0) == role;
+        if (!alike) continue;
+        const int pieces = ceil_div(units, chunk);
+        const int size = ceil_div(units, pieces) * POINT + cost.start + (pieces > 1 ? cost.leave : 0);
+        atomicAdd(levels + ((size + (1 << shift) - 1) >> shift), pieces * alike);
+        extra += (pieces - 1) * alike, left += pieces > 1 ? pieces * alike : 0;
+    }
+    __syncwarp();
+    // Entries of each level and above: a lane has 8 levels, the highest lanes first.
+    constexpr int MINE = LEVELS / 32;
+    const int* top = levels + LEVELS - MINE * lane_of();
+    int reach = 0;
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) reach += top[-i];
+    int above = int(warp_sums(reach)) - reach;
+    int rounds = 0;
+#pragma unroll 1
+    for (int i = 0; i < MINE; ++i) {
+        above += top[-i];
+        rounds += ceil_div(above * p.a.kv_heads, workers);
+    }
+    rounds = __reduce_add_sync(~0u, rounds), extra = __reduce_add_sync(~0u, extra), left = __reduce_add_sync(~0u, left);
+    if (lane_of() == 0) {
+        const int chain = cost.workers > 1 ? CHAIN * ceil_div(longest, chunk) : 0;
+        p.time[role][cut] = ((u64(rounds) << shift) + chain) * u64(workers) + u64(cost.fold) * u64(left) * u64(p.a.kv_heads);
+        p.extra[role][cut] = extra;
+    }
+}
+
+// The fewest pieces that end within 2% of the soonest.  One warp per role.
+DEVICE void choose_cut() {
+    const int role = warp_of();
+    if (role > 1 || !p.of[role]) return;
+    const RoleCost& cost = p.a.cost[role];
+    // What is not tried stays zero: no cut is possible then, and the first one is as good as any.
+    const int extra = p.extra[role][lane_of()];
+    const bool fits = !lane_of() || extra * p.a.kv_heads <= EXTRA * cost.workers * p.a.num_sms;
+    const u64 time = fits ? p.time[role][lane_of()] : ~0ull >> 8;
+    u64 least = time;
+#pragma unroll 1
+    for (int step = 16; step; step /= 2) {
+        const u64 other = __shfl_xor_sync(~0u, least, step);
+        least = other < least ? other : least;
+    }
+    const u32 good = __ballot_sync(~0u, 50 * time <= 51 * least);
+    if (lane_of() != __ffs(good) - 1) return;
+    p.chunk[role] = max(cost.least, ceil_div(p.longest[role], CUT[cost.workers > 1][lane_of()]));
+    p.item_count[role] = p.of[role] + extra;
+}
+
+DEVICE bool choose_pieces() {
+    int* bins = counters + WARPS * (LEVELS + 1);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * BINS; i += THREADS) bins[i] = 0;
+    __syncthreads();
+    count_lengths();
+    __syncthreads();
+#pragma unroll 1
+    for (int role = 0; role < 2; ++role)
+        if (p.longest[role] > p.a.cost[role].least) try_cut(role);
+    __syncthreads();
+    choose_cut();
+    __syncthreads();
+    const int items = p.item_count[0] + p.item_count[1];
+    if (threadIdx.x == 0) {
+        p.items = items;
+        if (p.item_count[0] <= p.a.wide_room && p.item_count[1] <= p.a.narrow_room) take(ITEM_PIECE, PART_OF, items);
+    }
+    int turn = 0;
+    u64 total = 0;
+#pragma unroll 1
+    for (int base = 0; base < p.tiles; base += THREADS) {
+        const int number = base + threadIdx.x;
+        int pieces = 0;
+        if (number < p.tiles) {
+            const int packed = at(TILE_UNITS)[number];
+            pieces = at(PIECES)[number] = ceil_div(packed & 0x7fffffff, p.chunk[packed < 0]);
+        }
+        const u64 before = scan(p.sums, turn, total, pieces);
+        if (number < p.tiles) at(FIRST_ITEM)[number] = low_of(before);
+    }
+    if (threadIdx.x == 0) at(FIRST_ITEM)[p.tiles] = items;
+    __syncthreads();
+    return p.item_count[0] <= p.a.wide_room && p.item_count[1] <= p.a.narrow_room;
+}
+
+}  // namespace prefixkit

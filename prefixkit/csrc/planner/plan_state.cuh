@@ -1,0 +1,130 @@
+// What the planner knows at any moment, in shared memory: its arguments, arrays of nodes, tiles and items; and what follows from them.
+#pragma once
+#include "planner/plan_block.cuh"
+
+namespace prefixkit {
+
+constexpr int CUTS = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8, NARROW_ROWS = 8;
+constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
+constexpr int COUNTER_INTS = (WARPS + 1) * 2 * ORDER_LEVELS;
+constexpr int OPEN_END = 0x7fffffff;
+static_assert(CUTS == WARPS, "a warp per cut");
+static_assert(COUNTER_INTS >= WARPS * (LEVELS + 1) + 2 * BINS, "room to count");
+
+// Of roles with one worker on a multiprocessor, and with many: CUTS and CUTS_OF_MANY of attention/kv_split.py.
+__constant__ int CUT[2][CUTS] = {
+    {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132},
+    {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528}};
+constexpr int PIECE_BITS = 10;  // of ITEM_PIECE
+
+struct RoleCost {
+    int unit, workers, start, leave, fold, least;  // as Role.points()
+};
+
+struct PlanTree {
+    const int* sizes;        // [1] nodes
+    const int* parent;       // [nodes]
+    const int* subtree_end;
+    const int* length;       // visible tokens
+    const int* own;          // query rows
+    int* counts;             // the plan: see Attention
+    int4* wide;
+    int4* narrow;
+    int* segments;
+    int* merge_indptr;
+    int* merge_indices;
+    int* scratch;
+    double gain_per_token, item, price_wide, price_narrow, price_per_row;  // of sharing
+    double wide_rate, narrow_rate;
+    u64 magic;               // ceil(2^32 / many)
+    int node_room, wide_room, narrow_room, segment_room, row_room, partial_room;
+    int group, kv_heads, num_sms, many, shared_ints;  // many: queries of a full tile
+    RoleCost cost[2];        // wide, narrow
+};
+
+// Arrays of nodes in the making of a plan.
+enum NodeArray {
+    PARENT, SUBTREE_END, LENGTH,
+    FIRST_ROW,               // [nodes + 1] the first query of each node
+    SHARED,                  // 1: a dense row
+    UP, INHERITED, TOKENS,   // of nodes with rows: nearest shared ancestor; folded ancestors below it; tokens with those
+    SEGMENT_BASE, TILE_BASE,
+    NODE_ARRAYS,
+    MOST = INHERITED, NEAR = TOKENS, PENDING = SEGMENT_BASE, SPARED = TILE_BASE  // while sharing is decided
+};
+// Arrays of tiles, queries and items.
+enum Array {
+    TILE_OF,                 // 2 * node + causal
+    TILE_UNITS,              // and the top bit: narrow
+    PIECES, FIRST_ITEM,
+    QUERY_NODE,
+    ITEM_PIECE,              // tile << PIECE_BITS | piece
+    ITEM_SEGMENT, ITEM_COUNT, ITEM_UNITS, ITEM_PARTIAL,
+    PART_OF,                 // the same by tile and piece
+    ARRAYS
+};
+
+struct State {
+    PlanTree a;
+    Scan sums;
+    int* array[ARRAYS];      // in shared memory, or in `scratch` once that is full; both are addressed alike
+    int* shared;
+    int* global;
+    int shared_left;
+    int nodes, queries, tiles, items, row_segments;
+    u64 tokens[2];           // wide, narrow
+    int longest[2], of[2], units[2], chunk[2], item_count[2];
+    u64 time[2][CUTS];
+    int extra[2][CUTS];
+};
+
+__shared__ State p;
+__shared__ int counters[COUNTER_INTS];  // levels of each warp and bins, then keys of each warp
+extern __shared__ int dynamic_shared[];
+
+DEVICE int* at(Array which) { return p.array[which]; }
+// PREFIXKIT_PLAN_NODES: most nodes, all in shared memory; 0: any number, in `scratch`.
+#ifndef PREFIXKIT_PLAN_NODES
+#define PREFIXKIT_PLAN_NODES 2304
+#endif
+constexpr int NODES = PREFIXKIT_PLAN_NODES;
+DEVICE int* at(NodeArray which) { return NODES ? dynamic_shared + which * (NODES + 4) : p.a.scratch + which * (p.a.node_room + 4); }
+
+// Room for some arrays of `count` ints; one thread does it, before the block meets.
+DEVICE void take(int from, int to, int count) {
+    count = (count + 3) & ~3;
+#pragma unroll 1
+    for (int which = from; which <= to; ++which) {
+        if (count <= p.shared_left) p.array[which] = p.shared, p.shared += count, p.shared_left -= count;
+        else p.array[which] = p.global, p.global += count;
+    }
+}
+
+// ---- rows of a node ----
+DEVICE int below(int n) { return at(FIRST_ROW)[at(SUBTREE_END)[n]] - at(FIRST_ROW)[n + 1]; }
+DEVICE int own(int n) { return at(FIRST_ROW)[n + 1] - at(FIRST_ROW)[n]; }
+DEVICE int full_tiles(int queries) { return int(u64(queries) * p.a.magic >> 32); }  // queries / many
+DEVICE bool is_thin(int queries) { return queries * p.a.group <= NARROW_ROWS; }
+DEVICE int tiles_of(int queries) { return is_thin(queries) ? queries > 0 : full_tiles(queries + p.a.many - 1); }
+DEVICE int dense_tiles(int n) { return at(SHARED)[n] ? tiles_of(below(n)) : 0; }
+
+struct Tile {
+    int node, causal, begin, end, tokens;
+};
+DEVICE Tile tile(int number) {
+    const int key = at(TILE_OF)[number], node = key >> 1, causal = key & 1;
+    const int begin = at(FIRST_ROW)[node + 1 - causal], queries = causal ? own(node) : below(node);
+    const int place = number - at(TILE_BASE)[node] - (causal ? dense_tiles(node) : 0);
+    Tile x = {node, causal, begin + place * p.a.many, begin + queries, at(TOKENS)[node]};
+    if (!is_thin(queries)) x.end = min(x.begin + p.a.many, x.end);
+    if (causal) x.tokens = max(x.tokens - (begin + queries - x.end), 0);
+    return x;
+}
+// The tile of a query among those of a node's dense row, or its causal one.
+CALLED int tile_with(int query, int node, bool causal) {
+    const int first = at(TILE_BASE)[node] + (causal ? dense_tiles(node) : 0);
+    const int begin = at(FIRST_ROW)[node + 1 - causal], queries = causal ? own(node) : below(node);
+    return first + (is_thin(queries) ? 0 : full_tiles(query - begin));
+}
+
+}  // namespace prefixkit

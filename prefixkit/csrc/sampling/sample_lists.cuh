@@ -1,0 +1,122 @@
+// A row's few tokens that matter, in lists: each warp its own, then all of them in every block, and ranked there by comparing each with each.
+#pragma once
+#include "sampling/sample_find.cuh"
+
+namespace prefixkit {
+
+// Both lie where digits are counted at other times.
+constexpr int CHOSEN = BINS / 2, LIST = CHOSEN / WARPS;
+DEVICE float* list_of(int warp) { return (float*)shared().bins + warp * LIST; }
+DEVICE u32* chosen() { return shared().bins + CHOSEN; }
+
+// Appends those of four that f takes to this warp's list of `count`, and counts them; those beyond its end are only counted.
+template <class F> DEVICE void append(float4 x, u32& count, F f) {
+    float* list = list_of(warp_of());
+    each(x, [&](float y) {
+        const bool mine = f(y);
+        const u32 takers = __ballot_sync(~0u, mine), at = count + __popc(takers & ((1u << lane_of()) - 1));
+        if (mine && at < LIST) list[at] = y;
+        count += __popc(takers);
+    });
+}
+// f(token's value) for this lane's part of its warp's list.
+template <class F> DEVICE void each_listed(u32 count, F f) {
+    for (u32 i = lane_of(); i < count; i += 32) f(list_of(warp_of())[i]);
+}
+
+// All lists into every block, as keys; `count` is of this warp's.  How many there are; -1 if that is too many.
+DEVICE int gather_lists(u32 count) {
+    Shared& s = shared();
+    tell(s.firsts, count);
+    cluster_sync();
+    const int at = 2 * lane_of(), list = thread_of() / 4;  // four threads a list
+    const u32 first = at < warps() ? s.firsts[at] : 0, second = at < warps() ? s.firsts[at + 1] : 0, sums = warp_sums(first + second);
+    const int all = __shfl_sync(~0u, sums, 31);
+    if (__ballot_sync(~0u, max(first, second) > LIST) || all > CHOSEN) return -1;
+    const u32 even = __shfl_sync(~0u, first, list / 2), odd = __shfl_sync(~0u, second, list / 2);
+    u32 to = __shfl_sync(~0u, sums - first - second, list / 2);
+    if (list & 1) to += even;
+    if (list < warps()) {
+        const float* from = peer(list_of(list % WARPS), list / WARPS);
+        const u32 here = list & 1 ? odd : even;
+        for (u32 i = thread_of() & 3; i < here; i += 4) chosen()[to + i] = key_of(from[i]);
+    }
+    if (thread_of() < 4 && all + thread_of() < CHOSEN) chosen()[all + thread_of()] = 0;  // they are read by fours
+    return all;
+}
+
+// The least of the chosen that is needed, from the largest down, for `need`; what those above it hold.
+struct Least {
+    u32 key;
+    u64 above;
+};
+template <class V, class F> DEVICE Least least_chosen(int count, u64 need, F value) {
+    Shared& s = shared();
+    const u32* keys = chosen();
+    if (thread_of() == 0) s.least = ~0u;
+    __syncthreads();
+    Least mine = {~0u, 0};
+    for (int i = thread_of(); i < count; i += THREADS) {
+        const u32 key = keys[i];
+        V above = 0;
+#pragma unroll 1
+        for (int j = 0; j < count; j += 4) {
+            const uint4 x = *(const uint4*)(keys + j);
+            if (x.x > key) above += value(x.x);
+            if (x.y > key) above += value(x.y);
+            if (x.z > key) above += value(x.z);
+            if (x.w > key) above += value(x.w);
+        }
+        if (above < need && key < mine.key) mine = {key, above};
+    }
+    atomicMin(&s.least, mine.key);
+    __syncthreads();
+    if (mine.key == s.least) s.above = mine.above;  // all that write write the same
+    __syncthreads();
+    return {s.least, s.above};
+}
+
+// A score that the largest ones of at least `need` threads of the cluster reach, and of few more; they lie in `chosen`.
+DEVICE float bound(u32 need) {
+    Shared& s = shared();
+    u32 keys[MOST_BLOCKS];
+#pragma unroll
+    for (int rank = 0; rank < MOST_BLOCKS; ++rank) keys[rank] = rank < cluster_size() ? peer(chosen(), rank)[thread_of()] : 0;
+    // As many warps as there are reach the least of their largest.
+    u32 least = need <= warps() ? key_of(table_min(s.tops)) : key_of(MINUS_INFINITY), most = key_of(table_max(s.tops));
+#pragma unroll 1
+    for (int turn = 0; least < most; ++turn) {
+        const u32 middle = most - (most - least) / 2;
+        u32 reach = 0;
+        for (u32 key : keys) reach += key >= middle;
+        u64* table = s.parts + (turn & 1) * WARPS;  // whoever is late still reads the other one
+        const u32 sum = warp_total(reach);
+        if (lane_of() == 0) table[warp_of()] = sum;
+        __syncthreads();
+        u32 all = 0;
+        for (int i = 0; i < WARPS; ++i) all += u32(table[i]);
+        if (all < need) {
+            most = middle - 1;
+        } else {
+            least = middle;
+            if (all <= need + need / 8 + 8) break;
+        }
+    }
+    return of_key(least);
+}
+
+// Lists the tokens that reach `low`, and adds up exponentials where asked for.
+template <class T, bool CACHED> DEVICE u32 list_scores(const Row<T, CACHED>& row, float low, float top, bool sums, float& exps) {
+    u32 count = 0;
+    const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
+#pragma unroll 2
+    for (int step = 0; step < steps; ++step) {
+        const float4 x = row.score(begin + 128 * step);
+        if (sums) exps += exps_of(x, top);
+        if (!__ballot_sync(~0u, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)) >= low)) continue;
+        append(x, count, [=](float y) { return y >= low; });
+    }
+    return count;
+}
+
+}  // namespace prefixkit

@@ -1,0 +1,133 @@
+// Top-p: the lightest weight of the nucleus, and what each warp's tokens of it weigh.
+#pragma once
+#include "sampling/sample_lists.cuh"
+
+namespace prefixkit {
+
+DEVICE Nucleus nucleus_of(float border, u64 need, float least) {
+    const u64 weight = u64(border);
+    return {border, u32((need + weight - 1) / weight), least};
+}
+
+// What a warp's tokens of the nucleus weigh: above the border, and how many are at it.
+struct Kept {
+    u64 above = 0;
+    u32 ties = 0;
+    DEVICE void add(float weight, Nucleus n) {
+        ties += weight == n.border;
+        if (weight > n.border && weight >= n.least) above += u64(weight);
+    }
+};
+
+// Sums of warps into the tables, less what is dropped of the tokens as light as the border: the first by id.
+DEVICE void settle(Kept kept, Nucleus n) {
+    Shared& s = shared();
+    tell(s.sums, warp_sum(kept.above));
+    tell(s.ties, warp_sum(kept.ties));
+    cluster_sync();
+    if (warp_of() == 0) {
+        const u32 surplus = table_sum(s.ties) - n.count;
+        u32 before = 0;
+        for (int part = 0; part < warps(); part += 32) {
+            const int i = part + lane_of();
+            const u32 here = i < warps() ? s.ties[i] : 0, sums = warp_sums(here), first = before + sums - here;
+            const u32 drop = surplus > first ? min(surplus - first, here) : 0;
+            __syncwarp();
+            if (i < warps()) {
+                s.ties[i] = drop;
+                if (n.border >= n.least) s.sums[i] += u64(here - drop) * u64(n.border);
+            }
+            before += __shfl_sync(~0u, sums, 31);
+        }
+    }
+    __syncthreads();
+}
+
+// Of the whole row, whatever it holds.
+template <class T, bool CACHED> DEVICE Kept weigh_nucleus(const Row<T, CACHED>& row, const Filter& filter, Nucleus n) {
+    Kept kept;
+    Sum sum;
+    const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        if ((step & 127) == 127) kept.above += sum.take();
+        const float4 w = weight_at(row, filter, begin + 128 * step, true);
+        if (fmaxf(fmaxf(w.x, w.y), fmaxf(w.z, w.w)) < n.border) continue;
+        each(w, [&](float y) {
+            kept.ties += y == n.border;
+            if (y > n.border && y >= n.least) sum.add(y);
+        });
+    }
+    kept.above += sum.take();
+    return kept;
+}
+
+// By the first digit of weights, and a list of the tokens that have it; by all digits where the list is too long.
+template <class T, bool CACHED>
+DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u64 need, u64 total, float least) {
+    // What is lighter lies outside, for all such tokens together hold less than is left over.
+    const float floor = fmaxf(__ull2float_rd((total - need) / u32(row.vocab)), 1.0f);
+    const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
+    Border b = {0, need};
+    Kept kept;
+    Nucleus n;
+#pragma unroll 1
+    for (int turn = 0; turn < 3; ++turn) {
+        b = next_digit<Masses>(b, turn, [&](u32* bins, int turn, u32 key) {
+#pragma unroll 2
+            for (int step = 0; step < steps; ++step) {
+                const float4 w = weight_at(row, filter, begin + 128 * step, true);
+                if (fmaxf(fmaxf(w.x, w.y), fmaxf(w.z, w.w)) < floor) continue;
+                each(w, [&](float y) {
+                    if (y >= floor) count_one<Masses>(bins, turn, key, y);
+                });
+            }
+        });
+        if (turn) continue;
+        cluster_sync();  // nobody reads the bins any more
+        const float from = Masses::float_of(b.key << Masses::shift(0)), to = Masses::float_of((b.key + 1) << Masses::shift(0));
+        Sum sum;
+        u32 count = 0;
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step) {
+            if ((step & 127) == 127) kept.above += sum.take();
+            const float4 w = weight_at(row, filter, begin + 128 * step, true);
+            const float most = fmaxf(fmaxf(w.x, w.y), fmaxf(w.z, w.w));
+            if (!__ballot_sync(~0u, most >= from)) continue;
+            if (most >= to) each(w, [&](float y) {
+                if (y >= to && y >= least) sum.add(y);
+            });
+            append(w, count, [=](float y) { return y >= from && y < to; });
+        }
+        kept.above += sum.take();
+        const int all = gather_lists(count);
+        if (all < 0) continue;
+        const Least at = least_chosen<u64>(all, b.need, [](u32 key) { return u64(of_key(key)); });
+        n = nucleus_of(of_key(at.key), b.need - at.above, least);
+        each_listed(count, [&](float y) { kept.add(y, n); });
+        settle(kept, n);
+        return n;
+    }
+    n = nucleus_of(Masses::float_of(b.key), b.need, least);
+    settle(weigh_nucleus(row, filter, n), n);
+    return n;
+}
+
+// Of the `all` tokens that top-k chose, `count` in this warp's list.
+DEVICE Nucleus nucleus_of_chosen(const Filter& filter, int all, u32 count, double top_p, float least) {
+    u64 mine = 0, total;
+    for (int i = thread_of(); i < all; i += THREADS) {
+        const float w = filter.weight(of_key(chosen()[i]));
+        mine += u64(w), chosen()[i] = u32(__float_as_int(w));
+    }
+    block_sums(mine, shared().parts, total);
+    const u64 need = share(total, top_p);
+    const Least at = least_chosen<u64>(all, need, [](u32 key) { return u64(__int_as_float(int(key))); });
+    const Nucleus n = nucleus_of(__int_as_float(int(at.key)), need - at.above, least);
+    Kept kept;
+    each_listed(count, [&](float y) { kept.add(filter.weight(y), n); });
+    settle(kept, n);
+    return n;
+}
+
+}  // namespace prefixkit

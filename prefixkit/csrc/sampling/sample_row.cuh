@@ -1,0 +1,112 @@
+// One row of logits: what a block has of it, and who reads what.
+#pragma once
+#include "sampling/sample_weight.cuh"
+
+namespace prefixkit {
+
+// Parameters of a row, which the host or other kernels write; 48 bytes.
+struct Law {
+    double top_p, min_p;
+    u64 key;
+    float temperature, penalty;
+    int top_k, step, active, unused;
+};
+
+struct Sample {
+    const void* logits;  // [rows, vocab]
+    Law* laws;           // [rows]
+    u32* seen;           // [rows, words], bit t % 32 of word t / 32: the sequence holds token t
+    long long* tokens;   // [rows]
+    float* logprobs;     // [rows]
+    long long stride;    // of a row of logits, in elements
+    int vocab, words;
+    int segment;         // tokens of a warp, a multiple of 128
+    int aligned;         // four logits can be loaded at once
+};
+
+DEVICE float penalise(float x, float penalty) { return x < 0 ? __fmul_rn(x, penalty) : __fdiv_rn(x, penalty); }
+// Of four tokens those that the sequence holds, by the bits of `held`.
+static __device__ __noinline__ float4 penalise_held(float4 x, u32 held, float penalty) {
+    if (held & 1) x.x = penalise(x.x, penalty);
+    if (held & 2) x.y = penalise(x.y, penalty);
+    if (held & 4) x.z = penalise(x.z, penalty);
+    if (held & 8) x.w = penalise(x.w, penalty);
+    return x;
+}
+
+// Tokens are dealt out to the warps of a cluster in order, `segment` to each; its lanes take four tokens at a time.
+template <class T, bool CACHED> struct Row {
+    const T* logits;
+    const u32* seen;
+    float* cache;  // the block's scores, later weights
+    int vocab, first, segment;
+    float penalty;
+    bool penalised, aligned;
+
+    DEVICE Row(const Sample& a, int row, float* room) {
+        logits = (const T*)a.logits + row * a.stride;
+        seen = a.seen + (long long)row * a.words;
+        cache = room, vocab = a.vocab, segment = a.segment;
+        first = cluster_rank() * WARPS * segment;
+        aligned = a.aligned;
+    }
+    DEVICE void obey(const Law& law) { penalty = law.penalty, penalised = law.penalty != 1.0f; }
+    DEVICE int begin(int warp) const { return first + warp * segment; }
+    // Steps of 128 tokens.
+    DEVICE int steps(int warp) const { return min(segment, max(vocab - begin(warp), 0) + 127) >> 7; }
+
+    // Has this warp's logits brought into the L2 cache, all at once.
+    DEVICE void fetch() const {
+        const int from = begin(warp_of()), count = min(segment, max(vocab - from, 0)), line = 128 / int(sizeof(T));
+        for (int i = line * lane_of(); i < count; i += 32 * line) prefetch(logits + from + i);
+    }
+
+    // f(i, logits) for this lane's tokens i to i + 3, of all steps; a batch of loads is under way at a time.
+    template <class F> DEVICE void each_raw(F f) const {
+        constexpr int BATCH = sizeof(T) < 4 ? 8 : 4;
+        const int count = steps(warp_of()), at = begin(warp_of()) + 4 * lane_of();
+        // Steps in which every lane can load four at once; the others come one by one.
+        const int full = aligned ? min(segment, max(vocab - begin(warp_of()), 0)) >> 7 : 0;
+        int step = 0;
+#pragma unroll 1
+        for (; step + BATCH <= full; step += BATCH) {
+            float4 x[BATCH];
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j) x[j] = load4(logits + at + 128 * (step + j));
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j) f(at + 128 * (step + j), x[j]);
+        }
+        // What is left: loads that are under way together too, four at a time.
+#pragma unroll 1
+        for (; step < full; step += 4) {
+            float4 x[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[j] = load4(logits + at + 128 * min(step + j, full - 1));
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (step + j < full) f(at + 128 * (step + j), x[j]);
+        }
+#pragma unroll 1
+        for (step = full; step < count; ++step) f(at + 128 * step, raw(at + 128 * step));
+    }
+
+    // The logits of tokens i to i + 3; -inf beyond the vocabulary.
+    DEVICE float4 raw(int i) const {
+        if (aligned && i + 3 < vocab) return load4(logits + i);
+        return make_float4(raw1(i), raw1(i + 1), raw1(i + 2), raw1(i + 3));
+    }
+    DEVICE float raw1(int i) const { return i < vocab ? widen(logits[i]) : MINUS_INFINITY; }
+
+    DEVICE float4 penalise(int i, float4 x) const {
+        const u32 held = i < vocab ? seen[i >> 5] >> (i & 31) & 15 : 0;
+        return held ? penalise_held(x, held, penalty) : x;
+    }
+    DEVICE float4 score(int i) const {
+        if (CACHED) return *(const float4*)(cache + (i - first));
+        const float4 x = raw(i);
+        return penalised ? penalise(i, x) : x;
+    }
+    DEVICE void keep(int i, float4 x) const { *(float4*)(cache + (i - first)) = x; }
+};
+
+}  // namespace prefixkit

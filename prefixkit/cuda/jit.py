@@ -1,0 +1,168 @@
+"""From a unit of source to kernels ready to launch: memory first, then the cache on disk, then NVRTC."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from prefixkit.cuda import kernel_cache
+from prefixkit.cuda.nvrtc import Binary, Resources, Unit, arch_for, compile_unit, nvrtc_version, supported_archs
+
+log = logging.getLogger("prefixkit")
+
+_lock = threading.Lock()
+_binaries: dict[tuple[Unit, str], Binary] = {}
+_loaded: dict[tuple[Unit, int], dict[str, Function]] = {}
+
+
+class LoadError(RuntimeError):
+    """The driver refused machine code."""
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A kernel on one device.
+
+    Attributes:
+        name: Its name expression.
+        handle: ``CUfunction``.
+        device: Index of the device.
+        resources: What it takes of an SM, if the compiler said.
+        parameter_bytes: Size of its first parameter; our kernels have one, a struct.
+        max_threads: Most threads in a block.
+        max_shared: Most dynamic shared memory of a block, in bytes.
+        keep: What must live as long as the handle.
+    """
+
+    name: str
+    handle: int
+    device: int
+    resources: Resources | None
+    parameter_bytes: int
+    max_threads: int
+    max_shared: int
+    keep: Any
+
+
+def binary(unit: Unit, arch: str) -> Binary:
+    """Machine code of a unit, from memory, the disk, or the compiler, which announces itself in one line.
+
+    Raises:
+        NvrtcMissing, CompileError: see ``compile_unit``.
+    """
+    found = _binaries.get((unit, arch))
+    if found is None:
+        place = kernel_cache.entry(unit, arch, nvrtc_version())
+        found = kernel_cache.read(place) or _make(unit, arch, place)
+        _binaries[unit, arch] = found
+    return found
+
+
+def _make(unit: Unit, arch: str, place: Path) -> Binary:
+    with kernel_cache.making(place):
+        found = kernel_cache.read(place) if place.exists() else None  # another process may have been first
+        if found is not None:
+            return found
+        log.warning(
+            "compiling the CUDA kernels of %s for %s, some seconds, once on this machine (%s)",
+            unit.file,
+            arch,
+            place.parent,
+        )
+        began = time.perf_counter()
+        found = compile_unit(unit, arch)
+        log.info("compiled %s in %.1f s", unit, time.perf_counter() - began)
+        kernel_cache.write(place, found)
+        return found
+
+
+def load(unit: Unit, device: int) -> dict[str, Function]:
+    """A unit's kernels on a device, by name expression, compiled or read at most once per process.
+
+    Safe while a CUDA graph is being captured.
+
+    Raises:
+        NvrtcMissing, CompileError: there is no machine code.
+        UnsupportedArch: not for this GPU.
+        LoadError: the driver does not take it.
+    """
+    found = _loaded.get((unit, device))
+    if found is None:
+        with _lock:
+            found = _loaded.get((unit, device))
+            if found is None:
+                import torch
+
+                arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+                with torch.cuda.device(device):
+                    torch.cuda.current_stream(device)
+                    found = _loaded[unit, device] = _load(binary(unit, arch), arch, device)
+    return found
+
+
+def _load(made: Binary, arch: str, device: int) -> dict[str, Function]:
+    from cuda.bindings import driver
+    from cuda.core import ObjectCode
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        code = ObjectCode.from_cubin(made.cubin, symbol_mapping=_bytes(made.symbols))
+        return {name: _function(code, name, device, made.resources.get(name)) for name in made.symbols}
+    except Exception as error:
+        raise LoadError(
+            f"the driver (CUDA {'.'.join(map(str, driver_cuda()))}) does not load kernels made by NVRTC "
+            f"{'.'.join(map(str, nvrtc_version()))} for {arch}: {error}"
+        ) from error
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+def _bytes(symbols: dict[str, str]) -> Any:
+    # What cuda-core itself makes, and wants back, though it says str.
+    return {name: symbol.encode() for name, symbol in symbols.items()}
+
+
+def _function(code: Any, name: str, device: int, resources: Resources | None) -> Function:
+    from cuda.bindings import driver
+
+    kernel = code.get_kernel(name)
+    # With lazy loading the code would reach the GPU at the first launch, which may be inside a graph capture.
+    error, function = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
+    if int(error):
+        raise LoadError(f"cuKernelGetFunction({name}): {error.name}")
+    attributes = driver.CUfunction_attribute
+    threads = driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function)[1]
+    static = driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)[1]
+    most = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return Function(
+        name=name,
+        handle=int(function),
+        device=device,
+        resources=resources,
+        parameter_bytes=int(driver.cuFuncGetParamInfo(function, 0)[2]),
+        max_threads=int(threads),
+        max_shared=int(driver.cuDeviceGetAttribute(most, driver.CUdevice(device))[1]) - int(static),
+        keep=(code, kernel),
+    )
+
+
+def driver_library() -> ctypes.CDLL:
+    """The driver, for what is too slow or too small for a typed binding."""
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+@cache
+def driver_cuda() -> tuple[int, int]:
+    """The newest CUDA that the driver serves."""
+    version = ctypes.c_int(0)
+    status = driver_library().cuDriverGetVersion(ctypes.byref(version))
+    assert status == 0, f"cuDriverGetVersion: {status}"
+    return version.value // 1000, version.value % 1000 // 10

@@ -1,0 +1,163 @@
+"""Launching kernels: on torch's current stream, without allocating or waiting, so that a CUDA graph can capture it.
+
+Every kernel takes one struct by value.  It is packed into a buffer that each thread keeps, whose address never changes, so a
+launch is one ``pack_into`` and one driver call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+import threading
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+
+import torch
+from cuda.bindings import driver  # who loads this file has found cuda-core
+
+from prefixkit.backends.cuda.checks import CudaError, checked
+from prefixkit.cuda.jit import Function
+
+log = logging.getLogger("prefixkit")
+
+# Larger than any struct of ours; the driver takes up to 4 KB.
+STRUCT_BYTES = 4096
+# Above this much dynamic shared memory a kernel must be told first.
+FREE_SHARED = 48 * 1024
+
+
+class Layout:
+    """A struct of C, as the module ``struct`` writes it, natively aligned: P pointer, q 64 bits, i 32 bits, f float, d double.
+
+    A nested struct of C aligns like its widest member; the members here are listed flat.
+    """
+
+    def __init__(self, fields: str) -> None:
+        self.packer = struct.Struct("@" + fields)
+
+    def check(self, function: Function) -> None:
+        """AssertionError unless the kernel's parameter is what this layout fills, up to padding at the end."""
+        ours, theirs = self.packer.size, function.parameter_bytes
+        padded = [-(-ours // alignment) * alignment for alignment in (4, 8, 64)]
+        assert theirs in padded, f"{function.name} takes {theirs} bytes, not {ours}"
+
+
+def form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """All of a tensor but its data: what a launch that is remembered depends on."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+class _Buffer(threading.local):
+    """Each thread's copy of a launch's arguments; the driver reads them before a launch returns."""
+
+    def __init__(self) -> None:
+        self.bytes = bytearray(STRUCT_BYTES)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+        self.pointers = (ctypes.c_void_p * 1)(address)
+        self.address = ctypes.addressof(self.pointers)
+        self.devices: set[int] = set()
+
+
+_buffer = _Buffer()
+_shared: dict[int, int] = {}
+
+
+def launch(
+    function: Function,
+    layout: Layout,
+    values: tuple[int | float | bytes, ...],
+    grid: tuple[int, int, int],
+    block: int,
+    shared: int = 0,
+    describe: Callable[[], str] = str,
+    together: bool = False,
+    follows: bool = False,
+    cluster: int = 1,
+) -> None:
+    """Start a kernel on the current stream of its device.
+
+    Args:
+        function: The kernel.
+        layout, values: Its parameter.
+        grid, block: Blocks, and threads of one.
+        shared: Bytes of dynamic shared memory per block.
+        describe: What to say of the call in an error.
+        together: All blocks must be on the GPU at once, because they wait for each other.
+        follows: The kernel waits by itself for the one ahead of it in the stream (``griddepcontrol.wait``), so it may be
+            started before that one has ended.  Compute capability 9.0 and later.
+        cluster: So many consecutive blocks work together, up to 8.  Compute capability 9.0 and later.
+
+    Raises:
+        CudaError: the driver refuses, or in checked mode the kernel fails.
+    """
+    if not (grid[0] and grid[1] and grid[2]):
+        return
+    device = function.device
+    if device not in _buffer.devices:
+        # A thread's first call binds the device's context to it.
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device)
+        _buffer.devices.add(device)
+    if torch._C._cuda_getDevice() != device:
+        with torch.cuda.device(device):
+            return launch(function, layout, values, grid, block, shared, describe, together, follows, cluster)
+    if shared > FREE_SHARED and _shared.get(function.handle, 0) < shared:
+        _allow_shared(function, shared, describe)
+    layout.packer.pack_into(_buffer.bytes, 0, *values)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if together or follows or cluster > 1:
+        config = _config(grid, block, shared, stream, together, follows, cluster)
+        (status,) = driver.cuLaunchKernelEx(config, function.handle, _buffer.address, 0)
+    else:
+        (status,) = driver.cuLaunchKernel(function.handle, *grid, block, 1, 1, shared, stream, _buffer.address, 0)
+    if int(status):
+        fail(int(status), f"launch of {function.name}, grid {grid}, {block} threads, {shared} B shared", describe)
+    if checked() and not torch.cuda.is_current_stream_capturing():
+        try:
+            torch.cuda.synchronize(device)
+        except Exception as error:  # torch's own types; whichever it is, the kernel is to blame
+            raise CudaError(f"{function.name} failed: {error}; {describe()}") from error
+
+
+@lru_cache(maxsize=256)
+def _config(
+    grid: tuple[int, int, int], block: int, shared: int, stream: int, together: bool, follows: bool, cluster: int = 1
+) -> driver.CUlaunchConfig:
+    attributes = []
+    if together:
+        # Of two kernels whose blocks wait, each could hold half of the GPU for ever; the driver starts such kernels whole.
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attributes[-1].value.cooperative = 1
+    if follows:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[-1].value.programmaticStreamSerializationAllowed = 1
+    if cluster > 1:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension = attributes[-1].value.clusterDim
+        dimension.x, dimension.y, dimension.z = cluster, 1, 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes, config.hStream = shared, stream
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
+
+
+def _allow_shared(function: Function, shared: int, describe: Callable[[], str]) -> None:
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuFuncSetAttribute(driver.CUfunction(function.handle), attribute, shared)
+    if int(status):
+        fail(int(status), f"{function.name} with {shared} B of shared memory", describe)
+    _shared[function.handle] = shared
+
+
+def fail(status: int, what: str, describe: Callable[[], str]) -> None:
+    """Raise a driver's error with its name and what was being done."""
+    error = driver.CUresult(status)
+    text = driver.cuGetErrorString(error)[1]
+    reason = text.decode() if isinstance(text, bytes) else str(text)
+    raise CudaError(f"{what}: {error.name} ({reason}); {describe()}")

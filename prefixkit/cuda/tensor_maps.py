@@ -1,0 +1,97 @@
+"""Tensor maps: what Hopper's copy engine must know of a pool to bring its pages into shared memory, swizzled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from cuda.bindings import driver  # who loads this file has found cuda-core
+from torch import Tensor
+
+from prefixkit.cuda.launch import fail
+
+# The 128-byte swizzle takes 64 elements of 16 bits; the kernels take tokens by groups.
+COLUMNS = 64
+GROUP = 16
+MAP_BYTES = 128
+# Of keys and of values: boxes of a group, boxes of a row, boxes of a group's whole rows
+# (struct Attention of csrc/attention/plan.cuh).
+ALL_BYTES = 6 * MAP_BYTES
+# Layers whose maps are kept, those of pools that are gone included: 3 MiB of maps at most.
+KEPT = 4096
+
+_kept: dict[Hashable, bytes] = {}
+
+
+def holds_groups(page_size: int) -> bool:
+    """Whether groups of 16 slots lie inside pages, so that a box can bring each."""
+    return page_size % GROUP == 0 and page_size & (page_size - 1) == 0
+
+
+def kept_maps(
+    k_pages: Tensor, v_pages: Tensor, form: Hashable, make: Callable[[Tensor, Tensor], bytes] | None = None
+) -> bytes:
+    """:func:`tensor_maps` of a layer's pages, made once for their address and form, whatever attends to them.
+
+    Args:
+        k_pages, v_pages: The pages.
+        form: What maps depend on besides: the pages' shape, strides and dtype, which are those of both.
+        make: Makes the maps; None for :func:`tensor_maps`.
+    """
+    key = k_pages.data_ptr(), v_pages.data_ptr(), form
+    maps = _kept.get(key)
+    if maps is None:
+        maps = (make or tensor_maps)(k_pages, v_pages)
+        if len(_kept) >= KEPT:
+            _kept.clear()
+        _kept[key] = maps
+    return maps
+
+
+def tensor_maps(k_pages: Tensor, v_pages: Tensor, describe: Callable[[], str] = str) -> bytes:
+    """The six maps of a layer's pages, as the kernel's parameter begins.
+
+    Args:
+        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]`` in 16 bits; strides multiples of 8 elements.
+        describe: What to say of the call in an error.
+
+    Raises:
+        CudaError: the driver refuses.
+    """
+    maps = []
+    for rows, whole in ((GROUP, False), (1, False), (GROUP, True)):
+        for pages in (k_pages, v_pages):
+            there = rows == 1 or holds_groups(pages.shape[1])
+            maps.append(_encode(pages, rows, whole, describe) if there else bytes(MAP_BYTES))
+    return b"".join(maps)
+
+
+def _encode(pages: Tensor, rows: int, whole: bool, describe: Callable[[], str]) -> bytes:
+    """Boxes of ``rows`` slots by 64 columns, or by all columns, of one head of one page; dimensions innermost first."""
+    count, slots, kv_heads, head_dim = pages.shape
+    page, slot, head, _ = pages.stride()
+    if whole:
+        sizes = [COLUMNS, slots, head_dim // COLUMNS, kv_heads, count]
+        strides = [slot, COLUMNS, head, page]
+        box = [COLUMNS, rows, head_dim // COLUMNS, 1, 1]
+    else:
+        sizes, strides, box = [head_dim, slots, kv_heads, count], [slot, head, page], [COLUMNS, rows, 1, 1]
+    half = pages.dtype == torch.float16
+    types = driver.CUtensorMapDataType
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if half else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        len(sizes),
+        pages.data_ptr(),
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(2 * stride) for stride in strides],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(box),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,  # 256 B: 7% less bandwidth (H200)
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(status):
+        fail(int(status), f"tensor map of pages {list(pages.shape)} strides {list(pages.stride())}", describe)
+    # The driver's object is a list of 64-bit words.
+    return b"".join(int(word).to_bytes(8, "little") for word in encoded.opaque)

@@ -1,0 +1,1 @@
+"""The loop: requests, scheduling, steps, sampling, beams, the report."""

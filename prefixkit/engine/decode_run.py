@@ -1,0 +1,239 @@
+"""Samples that decode together while the tree stands still: steps are started ahead of the tokens that the host has read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.attention.decode_batch import DecodeBatch, decode_batch
+from prefixkit.engine.request import Sample, TokenEvent
+from prefixkit.engine.sample_run import SampleRun, broken_logits
+from prefixkit.runners.decoder import Decoder, Drawn, Laws
+from prefixkit.tree.radix import PrefixTree
+
+# Steps that may be under way while the host looks at the tokens of the one before.
+AHEAD = 2
+# Rows that have ended stay until they are one in so many: closing up costs the host a little.
+SLACK = 16
+
+Give = Callable[[SampleRun, Sample], None]
+
+
+class DecodeRun:
+    """Decodes samples, each with a leaf of its own whose last token is pending, until all have ended or somebody waits.
+
+    The tree is not touched meanwhile but for samples that end: pages for all tokens to come are taken at the beginning, and
+    :meth:`settle` brings the tokens of those that go on into the tree.  A sample that has ended runs on, unread, until rows are
+    closed up; it writes to pages of its own, which nobody else can get before.
+
+    Args:
+        tree: Where the samples' sequences live.
+        decoder: Runs the steps.
+        runs: The samples; at least one.
+        give: Called with each sample that ends: releases its sequence.
+        on_token: Called with each token as it is read.
+        on_step: Called after each step that was read with how many tokens counted.
+
+    Attributes:
+        steps: Steps that were started.
+        rows_run: Rows of all of them.
+        kv_tokens_read, kv_tokens_unshared: Token KVs that one layer read in them, and would have read for each row apart.
+        tokens_alone: What the samples would have held unshared when they were longest.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        decoder: Decoder,
+        runs: list[SampleRun],
+        give: Give,
+        on_token: Callable[[TokenEvent], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> None:
+        self.tree, self.decoder, self.give, self.on_token, self.on_step = tree, decoder, give, on_token, on_step
+        snapshot = tree.snapshot()
+        node_of = dict(zip(snapshot.sequence_id.tolist(), snapshot.sequence_node.tolist(), strict=True))
+        leaf = np.array([node_of[run.sequence.id] for run in runs], np.int32)
+        order = np.argsort(leaf, kind="stable")
+        self.runs = [runs[i] for i in order]
+        # Steps that each may take.
+        self._last = np.array([run.params.max_new_tokens - len(run.tokens) for run in self.runs])
+        self._stops = _stop_table(self.runs)
+        self._one_by_one = np.array([run.needs_each_token or on_token is not None for run in self.runs])
+        self._alive = np.ones(len(self.runs), dtype=bool)
+        self._rows = np.arange(len(self.runs))  # which run each row of the decoder is
+        self._rows_of_steps: list[NDArray[np.intp]] = []  # the same of steps not read yet
+        # A row for each step, for one is written in each: by runs, every token would be in a cache line of its own.
+        self._tokens = np.zeros((64, len(self.runs)), np.int32)
+        self._logprobs = np.zeros((64, len(self.runs)), np.float32)
+        self.steps = self._read = self.rows_run = self.kv_tokens_read = self.kv_tokens_unshared = 0
+        self.tokens_alone = sum(run.sequence.length for run in self.runs)
+        self._held = tree.allocator.num_pages - tree.allocator.free
+        self._filled = 0  # pages of samples that have ended
+        self._pages = self._take_pages()
+        try:
+            self._batch, self._grown = decode_batch(snapshot, leaf[order], self._pages), 0
+            decoder.begin(self._batch, self._laws())
+            self._count_batch()
+        except BaseException:
+            self.give_pages_back()
+            raise
+
+    @property
+    def batch(self) -> DecodeBatch:
+        """The rows that run now, as of the next step to be started."""
+        if self._grown:
+            self._batch, self._grown = self._batch.grown(self._grown), 0
+        return self._batch
+
+    @property
+    def pages_held(self) -> int:
+        """Pages of the tree and of all tokens that were drawn, as if no sample had ended."""
+        return self._held + self._filled
+
+    @property
+    def ended(self) -> int:
+        """Samples that have ended."""
+        return int((~self._alive).sum())
+
+    def run(self, enough: Callable[[int], bool] = lambda ended: False) -> None:
+        """Decode until every sample has ended, or ``enough`` says so of the number that have; then settle."""
+        try:
+            while self._alive.any() and not enough(self.ended):
+                self._launch()
+                self._take(self.decoder.read())
+                self._close_up()
+            while self._alive.any() and self._read < self.steps:
+                self._take(self.decoder.read())
+            self.settle()
+        finally:
+            self.give_pages_back()
+
+    def settle(self) -> None:
+        """Bring the tokens of the samples that go on into the tree; the last of each is pending again."""
+        if not self._read:
+            return
+        alive = np.flatnonzero(self._alive)
+        for i, drawn, logprobs in zip(alive.tolist(), *self._drawn(alive), strict=True):
+            run = self.runs[i]
+            if not self._one_by_one[i]:
+                run.accept_all(drawn.tolist(), logprobs.tolist(), ends=False)
+            need = self.tree.pages_to_extend(run.sequence, self._read)
+            self._filled += need
+            pages, self._pages[i] = self._pages[i][:need], self._pages[i][need:]
+            self.tree.extend(run.sequence, drawn, pages)
+            node = run.sequence.node
+            self.tree.mark_ready([node], [node.length - 1])
+
+    def give_pages_back(self) -> None:
+        """Release the pages that were taken and not needed."""
+        if self._pages:
+            self.tree.allocator.release(np.concatenate(self._pages))
+        self._pages = []
+
+    # -- one step, part by part ------------------------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        last = int(self._last[self._alive].max())
+        while self.steps < min(last, self._read + AHEAD):
+            if self.decoder.stale:  # some callback has moved the model's weights
+                self._keep(np.arange(len(self._rows)))
+            self.decoder.step()
+            self._rows_of_steps.append(self._rows)
+            self._grown += 1
+            self._count_step()
+
+    def _take(self, drawn: Drawn) -> None:
+        """Look at the tokens of the oldest step that was not read."""
+        rows, at = self._rows_of_steps.pop(0), self._read
+        if at == len(self._tokens):
+            self._tokens = np.vstack((self._tokens, np.zeros_like(self._tokens)))
+            self._logprobs = np.vstack((self._logprobs, np.zeros_like(self._logprobs)))
+        tokens, logprobs = drawn
+        self._tokens[at, rows], self._logprobs[at, rows] = tokens, logprobs
+        self._read += 1
+        alive = self._alive[rows]
+        if bool(((tokens < 0) & alive).any()):
+            raise broken_logits(self.runs[int(rows[alive & (tokens < 0)][0])])
+        ends = (self._stops[rows] == tokens[:, None]).any(axis=1) | (self._last[rows] == self._read)
+        one_by_one = alive & self._one_by_one[rows]
+        ended = rows[alive & ends & ~one_by_one]
+        for i, all_tokens, all_logprobs in zip(ended.tolist(), *self._drawn(ended), strict=True):
+            self._end(i, self.runs[i].accept_all(all_tokens.tolist(), all_logprobs.tolist(), ends=True))
+        for i in rows[one_by_one].tolist():
+            self._end(i, self.runs[i].accept(int(self._tokens[at, i]), float(self._logprobs[at, i]), self.on_token))
+        if self.on_step is not None:
+            self.on_step(int(alive.sum()))
+
+    def _drawn(self, runs: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """``[runs, steps]`` tokens and logprobs that were read."""
+        tokens, logprobs = self._tokens[: self._read, runs], self._logprobs[: self._read, runs]
+        return np.ascontiguousarray(tokens.T), np.ascontiguousarray(logprobs.T)
+
+    def _end(self, i: int, sample: Sample | None) -> None:
+        if sample is not None:
+            self._alive[i] = False
+            self._filled += self.tree.pages_to_extend(self.runs[i].sequence, self._read - 1)
+            self.give(self.runs[i], sample)
+
+    def _close_up(self) -> None:
+        """Go on without the rows that have ended, once they are many."""
+        alive = self._alive[self._rows]
+        ended = len(alive) - int(alive.sum())
+        if ended == len(alive) or ended * SLACK < len(alive):
+            return
+        self._keep(np.flatnonzero(alive))
+
+    def _keep(self, rows: NDArray[np.intp]) -> None:
+        """Go on with these rows of the batch."""
+        self._batch = self.batch.keep(rows)
+        self._rows = self._rows[rows]
+        self.decoder.keep(self._batch, rows)
+        self._count_batch()
+
+    # -- counting ----------------------------------------------------------------------------------------------------------
+
+    def _count_batch(self) -> None:
+        tree, leaf = self.batch.snapshot, self.batch.leaf
+        length = tree.ready.copy()
+        length[leaf] = tree.length[leaf]
+        self._reads = self.decoder.planned.kv_tokens_read(length)
+        self._alone = int((tree.start + tree.length)[leaf].sum())
+
+    def _count_step(self) -> None:
+        rows = len(self._rows)
+        self.steps += 1
+        self.rows_run += rows
+        self.kv_tokens_read += self._reads
+        self.kv_tokens_unshared += self._alone
+        self.tokens_alone = max(self.tokens_alone, self._alone)
+        self._reads, self._alone = self._reads + rows, self._alone + rows  # each row's leaf grows
+
+    # -- beginning -------------------------------------------------------------------------------------------------------
+
+    def _take_pages(self) -> list[NDArray[np.int32]]:
+        """For each sample the pages that it may still need: they are promised to it, so they are free."""
+        counts = [self.tree.pages_to_extend(run.sequence, run.tokens_left) for run in self.runs]
+        taken = self.tree.allocator.allocate(sum(counts))
+        return np.split(taken, np.cumsum(counts)[:-1])
+
+    def _laws(self) -> Laws:
+        return Laws(
+            [run.params for run in self.runs],
+            np.array([run.key for run in self.runs], np.uint64),
+            np.array([len(run.tokens) for run in self.runs], np.int64),
+            [run.history() for run in self.runs],
+            np.array([run.tokens[-1] for run in self.runs], np.int64),
+        )
+
+
+def _stop_table(runs: list[SampleRun]) -> NDArray[Any]:
+    """``[runs, most]`` the tokens that end each run, -1 where it has fewer than others."""
+    most = max(len(run.params.stop_token_ids) for run in runs)
+    table = np.full((len(runs), max(1, most)), -1, np.int64)
+    for row, run in zip(table, runs, strict=True):
+        row[: len(run.params.stop_token_ids)] = run.params.stop_token_ids
+    return table

@@ -1,0 +1,157 @@
+"""How large the KV pool is: what the requests need, within the memory that is left beside everything else a step takes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefixkit.attention.step import MOST_PARTIAL_BYTES
+from prefixkit.engine.request import BeamParams, Request, SamplingParams
+from prefixkit.engine.scheduler import admission_order, pages_per_unit
+from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.tree.pages import pages_for
+from prefixkit.tree.tokens import common_prefix
+
+log = logging.getLogger("prefixkit")
+
+# Of the memory that is free, without kv_budget: on the CPU, where others need some too; and on a GPU, of what steps leave.
+FREE_MEMORY_SHARE = 0.5
+GPU_MEMORY_SHARE = 0.95
+# Prompt tokens of a step, where nobody says: on a GPU a step should be long enough to fill it.
+CPU_CHUNK, GPU_CHUNK = 1024, 8192
+# Samples that run at once: more make steps longer, not more tokens a second, and their logits take half a megabyte each.
+MOST_RUNNING = 4096
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_size(size: float | str, name: str = "kv_budget") -> int:
+    """Bytes from ``"2GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"1048576"``, or from a number of them.
+
+    Args:
+        size: What a user gave.
+        name: The parameter or option it was given as, for messages.
+
+    Raises:
+        ValueError: A string that is no number with one of these units or below a byte, or a number that is not finite.
+        TypeError: Neither a string nor a number.
+    """
+    looks = 'a size must look like "2GiB", "512MiB" or "1.5GB", or be a number of bytes'
+    if isinstance(size, bool) or not isinstance(size, str | int | float | np.integer | np.floating):
+        raise TypeError(f"{name}: {looks}, got {type(size).__name__} {size!r}")
+    if not isinstance(size, str):
+        if not math.isfinite(size):
+            raise ValueError(f"{name}: {looks}, got {size}")
+        return int(size)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    number = 0 if found is None else int(Fraction(found[1]) * _UNITS.get(found[2].upper(), 0))
+    if number < 1:
+        raise ValueError(f'{name}: {looks}, got "{size}"')
+    return number
+
+
+def prefill_chunk_for(device: torch.device) -> int:
+    """Prompt tokens that a step computes, where nobody says."""
+    return GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
+
+
+def pool_pages(
+    requests: Sequence[Request], spec: KVSpec, kv_budget: float | str | None, page_size: int, workspace: int = 0
+) -> int:
+    """How many pages to make: what all requests need at once, within the budget.
+
+    Args:
+        requests: What will be asked.
+        spec: What a token takes.
+        kv_budget: KV to hold at most, see :func:`parse_size`; None takes a share of the memory that is free.
+        page_size: Tokens per page.
+        workspace: Bytes of that memory that steps need besides, on a GPU; see :func:`step_bytes`.
+
+    Raises:
+        ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page.
+    """
+    budget = _free_for_kv(spec.device, workspace) if kv_budget is None else parse_size(kv_budget)
+    need = pages_needed(requests, page_size)
+    page_bytes = page_size * spec.bytes_per_token
+    if budget < page_bytes:
+        page = f"a page of {page_size} tokens takes {page_bytes} bytes ({page_bytes / 2**20:.2f} MiB)"
+        if kv_budget is not None:
+            raise ValueError(f"kv_budget={budget} bytes holds no page; {page}; raise kv_budget")
+        raise ValueError(
+            f"the memory left for KV ({budget} bytes) holds no page; {page}, and a step {workspace / 2**20:.0f} MiB besides; "
+            "free some memory, ask for fewer samples, or lower prefill_chunk"
+        )
+    pages = min(need, int(budget // page_bytes))
+    if pages < need:
+        log.info("KV pool: %d of the %d pages that all requests need at once; the others wait", pages, need)
+    return max(pages, pages_for(1, page_size))
+
+
+def pages_needed(requests: Sequence[Request], page_size: int) -> int:
+    """Pages of all requests at once, what they share counted once."""
+    need, before = 0, np.empty(0, np.int32)
+    for request in admission_order(
+        requests
+    ):  # what a prompt shares with any before it, it shares with the last of them
+        need += pages_for(len(request.tokens) - common_prefix(before, request.tokens), page_size)
+        need += _units(request) * pages_per_unit(request.params, page_size)
+        before = request.tokens
+    return need
+
+
+def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_chunk: int) -> int:
+    """Bytes that the largest step may take besides weights and KV, from above: activations, logits, partial states.
+
+    Args:
+        config: The model's text config.
+        spec: For the dtype.
+        requests: Their samples run at once, up to ``MOST_RUNNING``.
+        prefill_chunk: Prompt tokens of a step.
+    """
+    samples = min(MOST_RUNNING, sum(_rows(request) for request in requests))
+    hidden = int(config.hidden_size)
+    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    heads = int(config.num_attention_heads) * spec.head_dim
+    size = spec.dtype.itemsize
+    # Of a layer: residual, norm, queries, keys and values, output; gate, up and their product.
+    activations = (prefill_chunk + samples) * size * (4 * hidden + 4 * heads + 3 * inner)
+    # As computed, in float32, and those from which first tokens are drawn; a graph's are its own.
+    logits = samples * int(config.vocab_size) * (2 * (size + 4) + 4)
+    # Partial states of one attention call, which torch gets back when it returns, and of one in the graphs' memory.
+    return activations + logits + 2 * MOST_PARTIAL_BYTES
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free on a device, torch's own spare ones included."""
+    if device.type == "cuda":
+        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + int(spare)
+    try:
+        with open("/proc/meminfo") as meminfo:
+            return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _free_for_kv(device: torch.device, workspace: int) -> int:
+    if device.type != "cuda":
+        return int(free_memory(device) * FREE_MEMORY_SHARE)
+    return max(0, int(free_memory(device) * GPU_MEMORY_SHARE) - workspace)
+
+
+def _units(request: Request) -> int:
+    return request.params.n if isinstance(request.params, SamplingParams) else 1
+
+
+def _rows(request: Request) -> int:
+    return request.params.num_beams if isinstance(request.params, BeamParams) else request.params.n

@@ -1,0 +1,55 @@
+"""Which tokens run next: those whose KV is pending, ancestors first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.attention.bsr import Queries
+from prefixkit.tree.snapshot import TreeSnapshot
+
+
+def choose_queries(
+    snapshot: TreeSnapshot, decoding: Collection[int], asking: Collection[int], prefill_budget: int
+) -> Queries | None:
+    """Pick the pending tokens of one step.
+
+    Tokens that sequences drew last always run; prompt tokens run up to a budget, in depth-first order, so that the
+    samples of the first prompts can go on while later prompts are still being computed.
+
+    Args:
+        snapshot: The tree.
+        decoding: Nodes whose pending tokens were drawn by a sample or beam: outside the budget.
+        asking: Nodes after whose last token logits are wanted; where nothing is pending, that token runs once more.
+        prefill_budget: How many prompt tokens may run.
+
+    Returns:
+        The queries, or None where nothing needs to run.
+    """
+    begin, end = snapshot.ready.copy(), snapshot.length
+    asked = np.asarray(asking, dtype=np.int32)
+    again = asked[begin[asked] == end[asked]]
+    begin[again] = end[again] - 1
+    nodes = np.flatnonzero(begin < end).astype(np.int32)
+    if len(nodes) == 0:
+        return None
+    is_prompt = np.ones(snapshot.num_nodes, dtype=bool)
+    is_prompt[np.asarray(decoding, dtype=np.int32)] = False
+    first, want = begin[nodes], (end - begin)[nodes]
+    # Ancestors come first, so where the budget ends within a node, nothing below it is taken.  What was drawn has no pending
+    # ancestors: prompts are computed before their samples start.
+    spent = np.cumsum(np.where(is_prompt[nodes], want, 0))
+    take = np.where(is_prompt[nodes], np.clip(want - (spent - prefill_budget), 0, want), want)
+    runs = np.flatnonzero(take)
+    return Queries(nodes[runs], first[runs], (first + take)[runs].astype(np.int32))
+
+
+def last_rows(snapshot: TreeSnapshot, queries: Queries) -> NDArray[np.int64]:
+    """``[nodes]`` the row of each node's last token, -1 where it does not run."""
+    rows = np.full(snapshot.num_nodes, -1, dtype=np.int64)
+    row_end = np.cumsum(queries.end - queries.begin)
+    complete = queries.end == snapshot.length[queries.node]
+    rows[queries.node[complete]] = row_end[complete] - 1
+    return rows

@@ -1,0 +1,102 @@
+"""What a run shared, and what that saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prefixkit.engine.decode_run import DecodeRun
+    from prefixkit.runners.decoder import Decoder
+
+
+@dataclass
+class Report:
+    """Counts of one run, against what a plain batch of the same sequences would have cost.
+
+    A plain batch computes every sequence's tokens for itself and keeps and reads a KV cache of its own for each.
+
+    Attributes:
+        prompts: Prompts sampled.
+        samples: Samples finished.
+        new_tokens: Tokens drawn.
+        steps: Forward passes.
+        plans: Attention plans made; the other steps reused one.
+        tokens_computed: Tokens that went through the model.
+        tokens_plain_batch: Tokens that a plain batch would have sent through it.
+        kv_bytes_held_peak: KV bytes held at the fullest moment, in whole pages.
+        kv_bytes_unshared_peak: What the sequences alive at their fullest moment would have held unshared.
+        kv_bytes_read: KV bytes that attention read.
+        kv_bytes_read_unshared: What it would have read for each sequence apart.
+        seconds: Wall time.
+        decode_steps: Steps that a decoder ran.
+        seconds_in_decode: Wall time of these steps, capturing included, until the host had their tokens; the rest of
+            ``seconds`` went to prompts and to steps that ran one by one.
+        captures: CUDA graphs captured.
+        seconds_capturing: What that took.
+        graph_bytes: GPU memory that graphs share.
+    """
+
+    prompts: int = 0
+    samples: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+    plans: int = 0
+    tokens_computed: int = 0
+    tokens_plain_batch: int = 0
+    kv_bytes_held_peak: int = 0
+    kv_bytes_unshared_peak: int = 0
+    kv_bytes_read: int = 0
+    kv_bytes_read_unshared: int = 0
+    seconds: float = 0.0
+    decode_steps: int = 0
+    seconds_in_decode: float = 0.0
+    captures: int = 0
+    seconds_capturing: float = 0.0
+    graph_bytes: int = 0
+
+    def count_decode(self, run: DecodeRun, decoder: Decoder, seconds: float, bytes_per_token: int) -> None:
+        """Add a decoder's steps and what they read."""
+        self.steps += run.steps
+        self.decode_steps += run.steps
+        self.seconds_in_decode += seconds
+        self.tokens_computed += run.rows_run
+        self.kv_bytes_read += run.kv_tokens_read * bytes_per_token
+        self.kv_bytes_read_unshared += run.kv_tokens_unshared * bytes_per_token
+        self.kv_bytes_unshared_peak = max(self.kv_bytes_unshared_peak, run.tokens_alone * bytes_per_token)
+        self.captures, self.seconds_capturing = decoder.captures, decoder.seconds_capturing
+        self.graph_bytes = decoder.graph_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all samples per second of wall time."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """``(what, prefixkit, plain batch, ratio)`` for a table."""
+        return [
+            _row("tokens computed", self.tokens_computed, self.tokens_plain_batch, "{:,}"),
+            _row(
+                "KV held at peak, MiB", self.kv_bytes_held_peak / 2**20, self.kv_bytes_unshared_peak / 2**20, "{:,.1f}"
+            ),
+            _row("KV read, GiB", self.kv_bytes_read / 2**30, self.kv_bytes_read_unshared / 2**30, "{:,.2f}"),
+        ]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.samples} samples of {self.prompts} prompts: {self.new_tokens:,} new tokens in {self.seconds:.1f} s "
+            f"({self.tokens_per_second:,.1f} tokens/s), {self.steps} steps, {self.plans} plans",
+            f"{'':24}{'prefixkit':>14}{'plain batch':>14}{'saved':>10}",
+        ]
+        if self.captures:
+            lines.append(
+                f"{self.decode_steps} steps by {self.captures} CUDA graphs, captured in {self.seconds_capturing:.1f} s, "
+                f"which share {self.graph_bytes / 2**20:,.0f} MiB"
+            )
+        lines += [f"{what:24}{ours:>14}{plain:>14}{ratio:>10}" for what, ours, plain, ratio in self.rows()]
+        return "\n".join(lines)
+
+
+def _row(what: str, ours: float, plain: float, form: str) -> tuple[str, str, str, str]:
+    ratio = f"{plain / ours:.1f}x" if ours else "-"
+    return what, form.format(ours), form.format(plain), ratio

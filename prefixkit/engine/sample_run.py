@@ -1,0 +1,145 @@
+"""One sample in flight, and drawing the next token of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.engine.request import FinishReason, Sample, SamplingParams, TokenEvent
+from prefixkit.engine.scheduler import Group
+from prefixkit.engine.stop import StopChecker
+from prefixkit.sampling.rng import sample_key, uniforms
+from prefixkit.sampling.specification import draw
+from prefixkit.tree.radix import Sequence as TreeSequence
+
+
+@dataclass(eq=False)
+class SampleRun:
+    """A sample that is being drawn.
+
+    ``logits`` are those after its last token: ``[vocab]``.  ``key`` seeds its private random stream.
+    """
+
+    group: Group
+    index: int
+    key: np.uint64
+    sequence: TreeSequence
+    params: SamplingParams
+    stop: StopChecker
+    logits: Tensor
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @classmethod
+    def begin(
+        cls,
+        group: Group,
+        index: int,
+        sequence: TreeSequence,
+        decode: Callable[[list[int]], str] | None,
+        special_tokens: Mapping[int, str],
+    ) -> SampleRun:
+        """Start sample ``index`` of a prompt whose first logits are known."""
+        params, logits = group.request.params, group.first_logits
+        assert isinstance(params, SamplingParams) and logits is not None
+        key = sample_key(params.seed, index, group.request.tokens, group.request.occurrence)
+        stop = StopChecker(params.stop_token_ids, params.stop, decode, special_tokens)
+        return cls(group, index, key, sequence, params, stop, logits)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still join the tree: the last one drawn never does."""
+        return self.params.max_new_tokens - 1 - len(self.tokens)
+
+    def history(self) -> NDArray[np.int32]:
+        """What the repetition penalty looks at: the prompt's tokens and those drawn."""
+        if self.params.repetition_penalty == 1.0:
+            return self.group.request.tokens
+        return np.concatenate([self.group.request.tokens, np.array(self.tokens, dtype=np.int32)])
+
+    def accept(self, token: int, logprob: float, on_token: Callable[[TokenEvent], None] | None) -> Sample | None:
+        """Take a drawn token; returns the sample if this ended it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        stopped = self.stop.push(token)
+        reason: FinishReason | None = None
+        if stopped or len(self.tokens) == self.params.max_new_tokens:
+            reason = "stop" if stopped else "length"
+        if on_token is not None:
+            text = self.stop.delta() + (self.stop.rest() if reason == "length" else "")
+            on_token(TokenEvent(self.group.request.prompt_index, self.index, token, logprob, text, reason))
+        return None if reason is None else self._sample(reason)
+
+    @property
+    def needs_each_token(self) -> bool:
+        """Whether stop strings must be looked for as the tokens come."""
+        return bool(self.params.stop)
+
+    def accept_all(self, tokens: list[int], logprobs: list[float], ends: bool) -> Sample | None:
+        """Take tokens of which none but the last can end the sample; returns the sample if ``ends``."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        stopped = self.stop.push_all(tokens)
+        return self._sample("stop" if stopped else "length") if ends else None
+
+    def _sample(self, reason: FinishReason) -> Sample:
+        """The finished sample; from now on it alone holds the tokens, as arrays: a run may stay in a batch for long."""
+        sample = Sample(
+            prompt_index=self.group.request.prompt_index,
+            index=self.index,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            text=self.stop.text(),
+            finish_reason=reason,
+        )
+        self.tokens, self.logprobs, self.stop = [], [], StopChecker((), (), None)
+        return sample
+
+
+# Draws a token for each row: logits ``[rows, vocab]`` float32, laws, keys, tokens drawn so far, histories.
+Draw = Callable[
+    [Tensor, Sequence[SamplingParams], NDArray[np.uint64], NDArray[np.int64], Sequence[NDArray[np.int32]]],
+    tuple[Tensor, Tensor],
+]
+
+
+def draw_on_host(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    keys: NDArray[np.uint64],
+    steps: NDArray[np.int64],
+    histories: Sequence[NDArray[np.int32]],
+) -> tuple[Tensor, Tensor]:
+    """By the specification: see ``sampling.draw``."""
+    return draw(logits, params, uniforms(keys, steps), histories)
+
+
+def draw_next(runs: list[SampleRun], drawer: Draw = draw_on_host) -> Iterator[tuple[SampleRun, int, float]]:
+    """Draw one token for each run; what one draws does not depend on the others.
+
+    Raises:
+        ValueError: logits hold NaN, +inf or no finite value.
+    """
+    if not runs:
+        return
+    keys = np.array([run.key for run in runs], dtype=np.uint64)
+    steps = np.array([len(run.tokens) for run in runs], dtype=np.int64)
+    logits = torch.stack([run.logits for run in runs])
+    tokens, logprobs = drawer(logits, [run.params for run in runs], keys, steps, [run.history() for run in runs])
+    drawn = tokens.tolist()
+    if min(drawn) < 0:  # before anything is made of the others
+        raise broken_logits(runs[drawn.index(min(drawn))])
+    yield from zip(runs, drawn, logprobs.tolist(), strict=True)
+
+
+def broken_logits(run: SampleRun) -> ValueError:
+    """What to raise where a device could draw nothing."""
+    return ValueError(
+        f"the logits of sample {run.index} of prompt {run.group.request.prompt_index} hold NaN, +inf or no finite value, so no "
+        "token can be drawn; look at what the model computed"
+    )

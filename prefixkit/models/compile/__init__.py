@@ -1,0 +1,1 @@
+"""Decoder layers through torch.compile: packed weights, rotary embedding joined with appending."""

@@ -1,0 +1,308 @@
+"""Decoder layers through torch.compile, with prefixkit's ops as opaque calls in their graphs.
+
+Norms, rotary embedding, residual adds and activations become a few kernels.  The original decoder layer is compiled,
+on a shallow copy as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the
+layer's pages are inputs of the graph, so layers of a kind share one graph for each number of rows, and a new step needs
+no new graph.  The q, k and v projections become one product over packed weights (see ``fused.py``), rotary embedding
+and appending one op (see ``rotary.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Container, Sequence
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.fx.experimental import _config as shapes_config
+
+from prefixkit.attention.step import Step
+from prefixkit.models.attention import cache_among, is_tree_class, original_class, shallow_copy, subclass
+from prefixkit.models.compile.packing import capturing, compile_packed
+from prefixkit.models.compile.rotary import with_rotary_append
+from prefixkit.models.compile.traced import TracedLayer, TracedStep
+from prefixkit.models.errors import IncompleteStep
+from prefixkit.models.families import attention_layers, pretrained_model
+from prefixkit.models.layer import CacheLayer
+from prefixkit.models.tree_cache import TreeCache
+
+log = logging.getLogger("prefixkit")
+
+OPS = ("kv_append", "tree_attention")
+_made: dict[type[nn.Module], type[nn.Module]] = {}
+_Key = tuple[int, int, bool, tuple[Callable[..., Any], ...]]
+
+
+class NotCompilable(TypeError):
+    """Something of a model keeps its layers from being compiled; they run as they are."""
+
+
+class CompiledLayers:
+    """The decoder layers of a patched model, compiled for the steps of one cache.
+
+    Layers are compiled at the first step of each number of rows, which takes seconds, and not during the capture of a
+    CUDA graph.  A layer that cannot be compiled runs as it is, after one warning that says why.
+
+    A layer's first compiled step packs the weights of q, k and v: it moves them into one piece of memory, and they stay
+    the same Parameter objects with the same values.  ``unpatch`` gives each weight its own memory back.  CUDA graphs
+    that were captured of this model before must be captured again, which engines do by themselves.
+
+    Attributes:
+        cache: The cache of the steps.
+        rows: The numbers of rows to compile for; None for any.
+        graphs: Number of compiled graphs.
+        seconds: Time that compiling took.
+        reason: Why layers run as they are, or None.
+        active: Whether the step in progress goes through compiled layers.
+    """
+
+    def __init__(self, model: nn.Module, cache: TreeCache, rows: Container[int] | None = None) -> None:
+        self._cache = weakref.ref(cache)  # cache.compiled refers to this object
+        self.rows = rows
+        self.graphs = 0
+        self.seconds = 0.0
+        self.reason: str | None = None
+        self.active = False
+        self._classes: tuple[type[nn.Module], ...] = ()
+        self._step = TracedStep()
+        self._copies: dict[nn.Module, _LayerCopy] = {}
+        self._functions: dict[_Key, Callable[..., Any]] = {}
+        self._ready: set[_Key] = set()
+        self._key: _Key = (0, 0, False, ())
+        self._backend = functools.partial(_backend, weakref.ref(self))  # torch never frees a backend
+        try:
+            layers = decoder_layers(model)
+        except NotCompilable as error:
+            self._give_up(str(error))
+            return
+        classes = [layer_class(original_class(layer)) for layer, _ in layers]
+        self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
+        for index, (layer, child) in enumerate(layers):
+            self._copies[layer] = _LayerCopy(
+                layer, child, TracedLayer(cache.pool.k(index), cache.pool.v(index), self._step)
+            )
+            layer.__class__ = classes[index]
+        cache.compiled = self
+
+    @property
+    def cache(self) -> TreeCache:
+        cache = self._cache()
+        assert cache is not None, "the cache refers to this object"
+        return cache
+
+    def begin(self, step: Step) -> None:
+        """Make the step's tensors the inputs of the graphs, if its number of rows is one to compile for.
+
+        Raises:
+            ValueError: a CUDA graph is being captured, and no such step has run before.
+        """
+        self.active = self.reason is None and (self.rows is None or step.num_rows in self.rows)
+        if self.active and not all(is_tree_class(type(layer)) for layer in self._copies):
+            self._give_up("the model was unpatched in the meantime; make a new ModelRunner")
+        if self.active:
+            self._key = _key(step, self._classes)
+            if self._key not in self._ready and capturing():
+                raise ValueError(
+                    f"layers cannot be compiled for {step.num_rows} rows while a CUDA graph is captured; run such a "
+                    "step once before"
+                )
+            self._step.load(step)
+
+    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``layer`` returns in the step in progress.
+
+        Raises:
+            IncompleteStep: it has run in this step.
+            ValueError: the model was called with other positions or another mask than ``TreeCache.inputs()``; or a
+                CUDA graph is being captured, and weights have moved since such a step ran.
+        """
+        cache, copy = self.cache, self._copies.get(layer)
+        if copy is None:  # the layer is of another model, or was put in later
+            return original_class(layer).forward(layer, *args, **kwargs)
+        copy.check(cache, kwargs)
+        given = (
+            tuple(copy.traced if value is cache else value for value in args),
+            {name: copy.traced if value is cache else value for name, value in kwargs.items()},
+        )
+        before, began = self.graphs, time.perf_counter()
+        try:
+            result = self._call(copy, *given)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            # No part of the step has run yet: these errors come from the compiler.
+            if capturing():
+                raise
+            self._give_up(_said(error))
+            return original_class(layer).forward(layer, *args, **kwargs)
+        cache.attended[copy.index] += 1
+        if self.graphs > before:
+            taken = time.perf_counter() - began
+            self.seconds += taken
+            log.info("compiled layer %d for %d rows in %.1f s, graph %d", copy.index, self._key[0], taken, self.graphs)
+        return result
+
+    def _call(self, copy: _LayerCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = self._key
+        if key in self._ready:
+            return self._functions[key](copy.current(), args, kwargs)
+        if key not in self._functions:
+            self._functions[key] = self._function(key[0])
+        # Sizes that are equal by chance when a graph is made may differ later.
+        with shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            result = self._functions[key](copy.current(), args, kwargs)
+        if copy.index == len(self._copies) - 1:
+            self._ready.add(key)
+        return result
+
+    def _function(self, rows: int) -> Callable[..., Any]:
+        # Code of its own, because torch limits how many graphs belong to one code object.
+        code = _run_layer.__code__.replace(co_name=f"layer_of_{rows}_rows")
+        function = FunctionType(code, globals())
+        compiled: Callable[..., Any] = torch.compile(function, backend=self._backend, fullgraph=True, dynamic=False)
+        return compiled
+
+    def _give_up(self, reason: str) -> None:
+        self.reason, self.active = reason, False
+        self._functions.clear()
+        log.warning("layers run without torch.compile: %s", reason)
+
+
+def _key(step: Step, classes: tuple[type[nn.Module], ...]) -> _Key:
+    """What tells graphs apart.
+
+    The number of rows; which sizes are 0 or 1, because torch makes graphs for any size but these; and the forwards of
+    the classes, because torch does not notice when the class of a submodule is given another.
+    """
+    small = 0
+    for tensor in (*step.work, *step.nodes):
+        small = small << 2 | min(len(tensor), 2)
+    return step.num_rows, small, step.slots.is_inference(), tuple([cls.forward for cls in classes])
+
+
+def _run_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return layer.forward(*args, **kwargs)
+
+
+class _LayerCopy:
+    """A shallow copy of a decoder layer, with the original attention class, whose cache is a :class:`TracedLayer`."""
+
+    def __init__(self, layer: nn.Module, child: str, traced: TracedLayer) -> None:
+        self.layer, self.child, self.traced = layer, child, traced
+        self.index = int(layer.get_submodule(child).layer_idx)  # type: ignore[arg-type]
+        self._parts: tuple[object, ...] = ()
+        self._current = layer
+
+    def current(self) -> nn.Module:
+        """The copy, made anew if parts of the layer were exchanged."""
+        layer = self.layer
+        parts = (layer.training, *layer._modules.values())
+        if parts != self._parts:
+            attention = layer._modules[self.child]
+            assert attention is not None
+            inner = shallow_copy(attention, original_class(attention), self.traced)
+            inner.__dict__["layer_idx"] = 0  # or each layer would be compiled for its number
+            made: nn.Module = object.__new__(original_class(layer))
+            made.__dict__.update(layer.__dict__)
+            made.__dict__["_modules"] = {**layer._modules, self.child: inner}
+            self._current, self._parts = made, parts
+        return self._current
+
+    def check(self, cache: TreeCache, kwargs: dict[str, Any]) -> None:
+        """Check of a call what layers that are not compiled check."""
+        layer = CacheLayer(cache, self.index)
+        layer.check_positions(kwargs.get("position_ids"))
+        if "attention_mask" in kwargs:
+            layer.check_mask(kwargs["attention_mask"])
+        if cache.attended[self.index]:
+            raise IncompleteStep(f"TreeCache: layer {self.index} ran twice in one step; each must run once")
+
+
+def layer_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a decoder layer's class that runs compiled where its cache says so; one for each original."""
+    if original not in _made:
+        _made[original] = _make(original)
+    return _made[original]
+
+
+def _make(original: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        cache = cache_among(args, kwargs)
+        if cache is None or cache.compiled is None or not cache.compiled.active:
+            return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention.py
+        return cache.compiled.run(self, args, kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        # Copies are of the original class: they belong to no cache.
+        return _blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
+
+    return subclass(original, forward, reduce)
+
+
+def _blank(original: type[nn.Module]) -> nn.Module:
+    return original.__new__(original)
+
+
+def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The layer around each attention module, in their order, and the attention module's name in it.
+
+    Raises:
+        NotCompilable: some attention module is not alone in a layer, or a layer's ``forward`` is not its class's.
+    """
+    found: list[tuple[nn.Module, str]] = []
+    pretrained = pretrained_model(model)
+    for attention in attention_layers(model):
+        above, _, child = attention.name.rpartition(".")
+        layer = pretrained.get_submodule(above)
+        if not above.rpartition(".")[2].isdigit() or any(layer is other for other, _ in found):
+            raise NotCompilable(f"{attention.name} is not the only attention of a layer of its own")
+        if getattr(attention.module, "sinks", None) is not None:
+            raise NotCompilable(
+                f"{attention.name} has attention sinks, whose values are part of its variant: each layer would need a "
+                "graph of its own"
+            )
+        for module in layer.modules():
+            if "forward" in module.__dict__:
+                raise NotCompilable(
+                    f"a {type(module).__name__} of {above} has a forward of its own, {module.forward!r}"
+                )
+        found.append((layer, child))
+    return found
+
+
+def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile one layer's graph, after a check that it calls each op once."""
+    owner = of()
+    assert owner is not None, "its run() is on the call stack"
+    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    for op in OPS:
+        if (count := sum(op in call for call in calls)) != 1:
+            raise RuntimeError(f"a layer calls {op} {count} times, not once")
+    log.info("compiling a layer for steps of %d rows, which takes seconds", owner.cache.step.num_rows)
+    compiled = compile_packed(with_rotary_append(graph), inputs, inductor, _is_own_op)
+    owner.graphs += 1
+    return compiled
+
+
+def _is_own_op(node: torch.fx.Node) -> bool:
+    return node.op == "call_function" and str(node.target).startswith("prefixkit.")
+
+
+def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor without CUDA graphs of its own: callers may capture the function that it makes."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})
+    return cast(Callable[..., Any], compiled)
+
+
+def _said(error: BaseException) -> str:
+    """The error in one line, without the compiler's general advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:"))]
+    return f"{type(error).__name__}: {'; '.join([*lines[:1], *told])}"

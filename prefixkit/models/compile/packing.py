@@ -1,0 +1,283 @@
+"""Query, key and value projections as one product over packed weights.
+
+With few rows each of the three is too small to fill a GPU; one that is large enough stays as it is, because packing it
+gains nothing.  A graph as dynamo traced it gets one product in their place, whose weight and bias are graph inputs: the
+packed weights (see ``joint.py``), packed once for each layer, when the layer is first called.  Weights that cannot be
+moved stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
+
+from prefixkit.models.compile.packed_weights import ALIGN, movable, pack, packed_view
+
+log = logging.getLogger("prefixkit")
+
+_Function = Callable[..., Any]
+_LINEAR = (torch._C._nn.linear, nn.functional.linear)
+_IN_PLACE = {value for name, value in vars(operator).items() if name.startswith("__i")} | {operator.setitem}
+# Functions by these names change what comes after them: torch.amp's, torch.set_grad_enabled, ...
+_MODES = ("_enter", "_exit", "_set", "set_")
+# What one multiprocessor computes of a product at a time: rows and columns.
+_TILE = 128
+
+
+def compile_packed(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    compiler: Callable[[fx.GraphModule, Sequence[Any]], _Function],
+    reads: Callable[[fx.Node], bool],
+) -> _Function:
+    """``compiler(graph, inputs)``, but products of one input become one product over packed weights.
+
+    Args:
+        graph: As dynamo traced it, parameters among its inputs.  It is not changed.
+        inputs: The inputs it was traced with.
+        compiler: Makes a function of a graph's inputs.
+        reads: Whether products are packed that this node depends on, directly or through other nodes.  It holds for
+            the calls of prefixkit's ops, which depend on a layer's q, k and v and on no other product of their input.
+
+    Returns:
+        A function of the inputs of ``graph``.  It raises ValueError if weights must be moved during the capture of a
+        CUDA graph.
+    """
+    mode = detect_fake_mode(inputs)
+    copied = copy_of(graph)
+    # In the order of the inputs, also once some are gone.
+    given = dict(zip(copied.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    place = {node: at for at, node in enumerate(given)}
+    groups = _groups(copied.graph, given, reads)
+    if mode is None or not groups:
+        return compiler(graph, inputs)
+    packs = []
+    for group in groups:
+        _replace(copied.graph, group, [len(given[product.weight]) for product in group])
+        for nodes in _parameters(group):
+            packs.append(_PackedInput([place[node] for node in nodes]))
+            rows, like = sum(len(given[node]) for node in nodes), given[nodes[0]]
+            with torch.inference_mode(like.is_inference()), mode:
+                given[nodes[0]] = torch.empty((rows, *like.shape[1:]), dtype=like.dtype, device=like.device)
+            nodes[0].meta = {"example_value": given[nodes[0]]}
+            for node in nodes[1:]:
+                copied.graph.erase_node(node)
+                del given[node]
+    copied.recompile()
+    try:
+        compiled = compiler(copied, list(given.values()))
+    except Exception as error:
+        # Parts of the product have its stride, which views in the traced code may not allow.
+        log.info("projections of one input are not packed: %s", error)
+        return compiler(graph, inputs)
+    return _PackedGraph(compiled, packs, [place[node] for node in given])
+
+
+class _PackedGraph:
+    """A compiled graph over packed weights, as a function of the separate ones."""
+
+    def __init__(self, compiled: _Function, packs: list[_PackedInput], kept: list[int]) -> None:
+        self._compiled, self._packs, self._kept = compiled, packs, kept
+
+    def __call__(self, *inputs: Any) -> Any:
+        given = list(inputs)
+        for one in self._packs:
+            given[one.places[0]] = one.of(inputs)
+        return self._compiled(*[given[place] for place in self._kept])
+
+
+class _PackedInput:
+    """Which inputs of a graph are one packed input.  Layers share graphs, so each call brings other weights."""
+
+    def __init__(self, places: list[int]) -> None:
+        self.places = places
+        self._warned = False
+
+    def of(self, inputs: Sequence[Any]) -> Tensor:
+        weights = [inputs[place] for place in self.places]
+        whole = packed_view(weights)
+        return self._pack(weights) if whole is None else whole
+
+    def _pack(self, weights: list[Tensor]) -> Tensor:
+        if not movable(weights):
+            if not self._warned:
+                log.warning(
+                    "weights of a layer share their memory with other tensors, so each of its steps copies %.0f MiB; "
+                    "drop those tensors, such as a state dict, and make the engine anew",
+                    sum(weight.nbytes for weight in weights) / 2**20,
+                )
+            self._warned = True
+            with torch.no_grad():
+                return torch.cat(weights)
+        if capturing():
+            raise ValueError(
+                "a layer's weights have moved, and cannot be packed while a CUDA graph is captured; run such a step "
+                "once before"
+            )
+        return pack(weights)
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """A call of ``linear``."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the nodes with all that dynamo has recorded of them: dynamo itself goes on with its own graph."""
+    nodes: dict[fx.Node, fx.Node] = {}
+    made = fx.Graph()
+    made.output(made.graph_copy(graph.graph, nodes))
+    for old, new in nodes.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    copied = fx.GraphModule(graph, made)
+    for name, value in vars(graph).items():
+        copied.__dict__.setdefault(name, value)
+    copied.meta = dict(graph.meta)
+    return copied
+
+
+def _groups(graph: fx.Graph, given: dict[fx.Node, Any], reads: Callable[[fx.Node], bool]) -> list[list[_Product]]:
+    """Products of one input that can be one."""
+    found: dict[Hashable, list[_Product]] = defaultdict(list)
+    needed = _needed(graph, reads)
+    writes = 0
+    for node in graph.nodes:
+        writes += may_write(node)  # the input may be another by then
+        product = _product(node)
+        if (
+            product is not None
+            and node in needed
+            and not _fills(product, given)
+            and _is_free(product.weight, 2, given)
+            and _is_free(product.bias, 1, given)
+        ):
+            forms = [_form(given[one]) for one in (product.weight, product.bias) if one is not None]
+            found[writes, product.x, *forms].append(product)
+    groups = []
+    for group in found.values():
+        if len(group) == 1:
+            continue
+        tensors = [[given[node] for node in nodes] for nodes in _parameters(group)]
+        if all(packed_view(parts) is not None or movable(parts) for parts in tensors):
+            groups.append(group)
+        else:
+            log.info("%d projections of one input are not packed: other tensors hold their weights", len(group))
+    return groups
+
+
+def _needed(graph: fx.Graph, reads: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The nodes that ``reads`` accepts, and all that these depend on."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if reads(node) or not found.isdisjoint(node.users):
+            found.add(node)
+    return found
+
+
+def _product(node: fx.Node) -> _Product | None:
+    if node.op != "call_function" or node.target not in _LINEAR:
+        return None
+    given = dict(zip(("input", "weight", "bias"), node.args, strict=False), **node.kwargs)
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node) and isinstance(bias, fx.Node | None)):
+        return None
+    return _Product(node, x, weight, bias)
+
+
+def _is_free(node: fx.Node | None, dims: int, given: dict[fx.Node, Any]) -> bool:
+    """Whether a weight, if there is one, is an ordinary contiguous parameter that one product alone reads."""
+    if node is None:
+        return True
+    value = given.get(node)
+    return (
+        type(value) is nn.Parameter
+        and value.ndim == dims
+        and value.is_contiguous()
+        and not value.is_meta
+        and value.numel() > 0
+        and value.nbytes % ALIGN == 0
+        and len(node.users) == 1
+    )
+
+
+def _fills(product: _Product, given: dict[fx.Node, Any]) -> bool:
+    weight, x = given.get(product.weight), product.x.meta.get("example_value")
+    if not isinstance(weight, Tensor) or not isinstance(x, Tensor):
+        return False
+    return fills(math.prod(x.shape[:-1]), len(weight), weight.device)
+
+
+def fills(rows: int, columns: int, device: torch.device) -> bool:
+    """Whether a product of these sizes has a tile for each multiprocessor of a GPU; no product fills a CPU."""
+    return -(-rows // _TILE) * -(-columns // _TILE) >= _multiprocessors(device)
+
+
+def _multiprocessors(device: torch.device) -> float:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else math.inf
+
+
+def _form(tensor: Tensor) -> Hashable:
+    return tensor.dtype, tensor.device, tensor.is_inference()
+
+
+def _parameters(group: list[_Product]) -> list[list[fx.Node]]:
+    """The weights, and the biases if there are any."""
+    biases = [product.bias for product in group if product.bias is not None]
+    return [[product.weight for product in group], *([biases] if biases else [])]
+
+
+def _replace(graph: fx.Graph, group: list[_Product], rows: list[int]) -> None:
+    """One product in place of the first, with the first's weight; users of the others get parts of its result."""
+    first, begin = group[0], 0
+    with graph.inserting_before(first.node):
+        whole = graph.call_function(first.node.target, (first.x, first.weight, first.bias))  # type: ignore[arg-type]
+        for product, count in zip(group, rows, strict=True):
+            part = graph.call_function(torch.narrow, (whole, -1, begin, count))
+            product.node.replace_all_uses_with(part)
+            begin += count
+    for product in group:
+        graph.erase_node(product.node)
+
+
+def changes_mode(node: fx.Node) -> bool:
+    """Whether a node changes how those after it are computed: autocast, gradients."""
+    return node.op in ("call_function", "call_method") and _name(node).startswith(_MODES)
+
+
+def _name(node: fx.Node) -> str:
+    name: str = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
+    return name
+
+
+def may_write(node: fx.Node) -> bool:
+    """Whether a node may change its arguments, or how others compute."""
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):  # a Triton kernel of the model, for example
+        return True
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+        return any(getattr(packet, name)._schema.is_mutable for name in packet.overloads())
+    asked = "out" in node.kwargs or node.kwargs.get("inplace") or any(argument is True for argument in node.args)
+    return bool(asked) or target in _IN_PLACE or _name(node).endswith("_") or changes_mode(node)

@@ -1,0 +1,157 @@
+"""What the ops demand of their arguments.  Only shapes, dtypes, devices and strides: nothing here reads data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+WORK = ("items", "segment_indptr", "segments", "merge_indptr", "merge_indices")
+# A plan packed for the GPU's kernels, as csrc/attention/plan.cuh describes it.
+PACKED = ("counts", "wide", "narrow", "segments", "merge_indptr", "merge_indices")
+NODES = ("start", "length", "page_indptr", "pages", "first_slot")
+
+
+class BadShape(ValueError):
+    """A tensor's shape or strides do not fit the op or its other tensors."""
+
+
+class BadDtype(TypeError):
+    """A tensor's dtype is not the one that the op takes."""
+
+
+class BadDevice(ValueError):
+    """Tensors of one call lie on different devices."""
+
+
+def _shape(op: str, name: str, tensor: Tensor, expected: object, fits: bool) -> None:
+    if not fits:
+        raise BadShape(f"{op}: {name} must have shape {expected}, got {list(tensor.shape)}")
+
+
+def _dtype(op: str, name: str, tensor: Tensor, expected: Sequence[torch.dtype], why: str = "") -> None:
+    if tensor.dtype not in expected:
+        wanted = " or ".join(str(dtype) for dtype in expected)
+        raise BadDtype(f"{op}: {name} must be {wanted}{why}, got {tensor.dtype}; convert it with .to()")
+
+
+def _device(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise BadDevice(f"{op}: {name} is on {tensor.device}, but the first tensor is on {device}; move it with .to()")
+
+
+def check_pages(op: str, k_pages: Tensor, v_pages: Tensor) -> None:
+    """K and V of one layer: alike, ``[pages, page_size, kv_heads, head_dim]``, with a head's elements adjacent."""
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        _shape(op, name, pages, "[pages, page_size, kv_heads, head_dim]", pages.ndim == 4)
+        _dtype(op, name, pages, FLOATS)
+        if pages.stride(3) != 1:
+            raise BadShape(f"{op}: {name} must have stride 1 over head_dim, got strides {list(pages.stride())}")
+    _shape(op, "v_pages", v_pages, f"{list(k_pages.shape)} like k_pages", v_pages.shape == k_pages.shape)
+    _dtype(op, "v_pages", v_pages, (k_pages.dtype,), " like k_pages")
+    _device(op, "v_pages", v_pages, k_pages.device)
+
+
+def check_slots(op: str, name: str, slots: Tensor, device: torch.device) -> None:
+    """``[N]`` int64."""
+    _shape(op, name, slots, "[N]", slots.ndim == 1)
+    _dtype(op, name, slots, (torch.int64,))
+    _device(op, name, slots, device)
+
+
+def check_append(
+    key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, op: str = "kv_append"
+) -> None:
+    """Arguments of ``kv_append``."""
+    check_pages(op, k_pages, v_pages)
+    check_slots(op, "slots", slots, k_pages.device)
+    tokens, (_, _, kv_heads, head_dim) = slots.shape[0], k_pages.shape
+    for name, tensor in (("key", key), ("value", value)):
+        expected = f"[{tokens}, {kv_heads}, {head_dim}] (slots, then kv_heads and head_dim of the pages)"
+        _shape(op, name, tensor, expected, tensor.shape == (tokens, kv_heads, head_dim))
+        _dtype(op, name, tensor, (k_pages.dtype,), " like the pages")
+        _device(op, name, tensor, k_pages.device)
+
+
+def check_rotary(
+    q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
+) -> None:
+    """Arguments of ``rotary_append``."""
+    op = "rotary_append"
+    check_append(key, value, k_pages, v_pages, slots, op)
+    tokens, head_dim = slots.shape[0], k_pages.shape[3]
+    if head_dim % 2:
+        raise BadShape(f"{op}: halves of a head turn against each other, but head_dim is {head_dim}")
+    fits = q.ndim == 3 and q.shape[0] == tokens and q.shape[2] == head_dim
+    _shape(op, "q", q, f"[{tokens}, heads, {head_dim}] (slots, then head_dim of the pages)", fits)
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        _shape(op, name, tensor, f"[{tokens}, {head_dim}]", tensor.shape == (tokens, head_dim))
+    for name, tensor in (("q", q), ("cos", cos), ("sin", sin)):
+        _dtype(op, name, tensor, (k_pages.dtype,), " like the pages")
+        _device(op, name, tensor, k_pages.device)
+
+
+def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor) -> None:
+    """Arguments of ``tree_attention`` that differ from layer to layer; :func:`check_work` has the others."""
+    op = "tree_attention"
+    check_pages(op, k_pages, v_pages)
+    kv_heads, head_dim = k_pages.shape[2:]
+    _shape(op, "q", q, f"[T, heads, {head_dim}] (head_dim of the pages)", q.ndim == 3 and q.shape[2] == head_dim)
+    _dtype(op, "q", q, (k_pages.dtype,), " like the pages")
+    _device(op, "q", q, k_pages.device)
+    if q.shape[1] < 1 or q.shape[1] % kv_heads:
+        raise BadShape(f"{op}: q has {q.shape[1]} heads, which must be a multiple of the pages' {kv_heads} KV heads")
+    check_positions(q, q_positions)
+
+
+def check_positions(q: Tensor, q_positions: Tensor) -> None:
+    """``q_positions`` of ``tree_attention``: one for each row of q."""
+    op = "tree_attention"
+    check_slots(op, "q_positions", q_positions, q.device)
+    _shape(op, "q_positions", q_positions, f"[{q.shape[0]}] (rows of q)", q_positions.shape[0] == q.shape[0])
+
+
+def check_work(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
+    """The arguments of ``tree_attention`` that are the same in all layers of a step, for ``rows`` queries."""
+    op = "tree_attention"
+    _group(op, "work", WORK, work)
+    items, segment_indptr, segments, merge_indptr, _ = work
+    _shape(op, "work.items", items, "[items, 4]", items.ndim == 2 and items.shape[1] == 4)
+    _shape(op, "work.segments", segments, "[segments, 3]", segments.ndim == 2 and segments.shape[1] == 3)
+    _shape(op, "work.segment_indptr", segment_indptr, "[items + 1]", segment_indptr.shape[0] == items.shape[0] + 1)
+    _shape(op, "work.merge_indptr", merge_indptr, f"[{rows} + 1] (rows of q)", merge_indptr.shape[0] == rows + 1)
+    _nodes(op, nodes, work[0].device)
+
+
+def check_packed(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
+    """The same for a plan as the GPU's kernels take it; buffers may be larger than what they hold."""
+    op = "tree_attention"
+    _group(op, "work", PACKED, work)
+    counts, wide, narrow, segments, merge_indptr, _ = work
+    _shape(op, "work.counts", counts, "[8]", counts.shape == (8,))
+    _shape(op, "work.wide", wide, "[items, 8]", wide.ndim == 2 and wide.shape[1] == 8)
+    _shape(op, "work.narrow", narrow, "[items, 8]", narrow.ndim == 2 and narrow.shape[1] == 8)
+    _shape(op, "work.segments", segments, "[segments, 3]", segments.ndim == 2 and segments.shape[1] == 3)
+    fits = merge_indptr.ndim == 1 and merge_indptr.shape[0] > rows
+    _shape(op, "work.merge_indptr", merge_indptr, f"[{rows} + 1] or more (rows of q)", fits)
+    _nodes(op, nodes, work[0].device)
+
+
+def _group(
+    op: str, group: str, names: Sequence[str], tensors: Sequence[Tensor], device: torch.device | None = None
+) -> None:
+    if len(tensors) != len(names):
+        raise BadShape(f"{op}: {group} must be the {len(names)} tensors {', '.join(names)}, got {len(tensors)}")
+    for name, tensor in zip(names, tensors, strict=True):
+        _dtype(op, f"{group}.{name}", tensor, (torch.int32,))
+        _device(op, f"{group}.{name}", tensor, device or tensors[0].device)
+
+
+def _nodes(op: str, nodes: Sequence[Tensor], device: torch.device) -> None:
+    _group(op, "nodes", NODES, nodes, device)
+    start, length, page_indptr, _, first_slot = nodes
+    for name, tensor, extra in (("length", length, 0), ("page_indptr", page_indptr, 1), ("first_slot", first_slot, 0)):
+        expected = f"[{start.shape[0] + extra}] ({start.shape[0]} nodes)"
+        _shape(op, f"nodes.{name}", tensor, expected, tensor.shape[0] == start.shape[0] + extra)

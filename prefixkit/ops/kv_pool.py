@@ -1,0 +1,121 @@
+"""The page tensors that hold keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
+
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """What a model keeps for one token.
+
+    Attributes:
+        num_layers: Attention layers.
+        kv_heads: KV heads of a layer; those of this process under tensor parallelism.
+        head_dim: Elements of one head.
+        dtype: float32, bfloat16 or float16.
+        device: Where the pages live.
+
+    Raises:
+        ValueError: a count below 1, or another dtype.
+    """
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"KVSpec: {name} must be at least 1, got {getattr(self, name)}")
+        if self.dtype not in KV_DTYPES:
+            raise ValueError(f"KVSpec: dtype must be one of {', '.join(map(str, KV_DTYPES))}, got {self.dtype}")
+        object.__setattr__(self, "device", torch.device(self.device))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of one token in all layers."""
+        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVPool:
+    """Pages of keys and values for all layers, addressed by slot: ``slot = page * page_size + offset``.
+
+    Keys are one tensor and values another.  Memory is reserved at once but never touched before it is written, so the
+    operating system gives out pages as tokens come.  On the CPU a token's heads are adjacent and tokens follow each
+    other, so that consecutive slots are one matrix; on a GPU each page keeps head after head.
+
+    Attributes:
+        spec: What is kept for one token.
+        num_pages, page_size: The geometry; ``page_size`` in tokens.
+
+    Raises:
+        ValueError: no pages, or a page size outside 1 to 128.
+    """
+
+    def __init__(self, spec: KVSpec, num_pages: int, page_size: int = 16) -> None:
+        if num_pages < 1:
+            raise ValueError(f"KVPool: num_pages must be at least 1, got {num_pages}")
+        if not 1 <= page_size <= 128:
+            raise ValueError(f"KVPool: page_size must be 1 to 128 tokens, got {page_size}")
+        self.spec = spec
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._k, self._v = self._pages(), self._pages()
+
+    def _pages(self) -> tuple[Tensor, ...]:
+        spec = self.spec
+        inner = (self.page_size, spec.kv_heads) if spec.device.type == "cpu" else (spec.kv_heads, self.page_size)
+        shape = (spec.num_layers, self.num_pages, *inner, spec.head_dim)
+        with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
+            pages = torch.empty(shape, dtype=spec.dtype, device=spec.device)
+        layers = pages if spec.device.type == "cpu" else pages.transpose(2, 3)
+        return tuple(layers[layer] for layer in range(spec.num_layers))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that all pages take when full."""
+        return self.num_pages * self.page_size * self.spec.bytes_per_token
+
+    def k(self, layer: int) -> Tensor:
+        """``[pages, page_size, kv_heads, head_dim]`` the keys of a layer: the pool itself, not a copy."""
+        return self._k[self._check(layer)]
+
+    def v(self, layer: int) -> Tensor:
+        """``[pages, page_size, kv_heads, head_dim]`` the values of a layer: the pool itself, not a copy."""
+        return self._v[self._check(layer)]
+
+    def append(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write K and V of ``T`` tokens of one layer.
+
+        Args:
+            layer: Which.
+            key, value: ``[T, kv_heads, head_dim]`` in the pool's dtype.
+            slots: ``[T]`` int64, where they go; distinct, but -1 for rows that write nothing.
+
+        Raises:
+            ValueError, TypeError: a shape, dtype or device does not match the pool.
+            IndexError: the layer does not exist, or a slot does not; see ``ops`` for slots on a GPU.
+        """
+        torch.ops.prefixkit.kv_append(key, value, self.k(layer), self.v(layer), slots)
+
+    def _check(self, layer: int) -> int:
+        if not 0 <= layer < self.spec.num_layers:
+            raise IndexError(f"KVPool: layer {layer} of a pool for layers 0..{self.spec.num_layers - 1}")
+        return layer
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        return (
+            f"KVPool({self.num_pages} pages of {self.page_size} tokens, {spec.num_layers} layers, "
+            f"{spec.kv_heads} x {spec.head_dim}, {spec.dtype}, {spec.device}, {self.bytes / 2**20:.1f} MiB)"
+        )

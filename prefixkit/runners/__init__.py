@@ -1,0 +1,1 @@
+"""What launches decode steps: CUDA graphs over arrays whose addresses stay."""

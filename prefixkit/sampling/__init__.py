@@ -1,0 +1,1 @@
+"""Sampling: parameters, the specification of a draw, counter-based random numbers."""

@@ -1,0 +1,282 @@
+"""Drawing the next token: penalty, temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution.
+
+Each row is drawn from its own logits, parameters and uniform number alone, so a row's token is the same whatever else is
+in the batch, and the same on a CPU (here) and on a GPU (``gpu_sampling``): what follows is the specification of both,
+bit by bit.  The vocabulary is never sorted.
+
+1. **Scores.**  Logits in float32; those of bfloat16 and float16 are converted exactly.  Where the penalty is not 1, each
+   token that the sequence holds has ``score < 0 ? score * penalty : score / penalty``, rounded once, with the penalty
+   in float32.  Greedy rows take the first of the largest scores.
+2. **Weights.**  With ``top`` the largest score and ``rate = max(float32(log2(e)) / float32(temperature), 2**-126)``::
+
+       power  = max((score - top) * rate, -64)      each operation rounded to float32, as all below
+       n, f   = floor(power), power - floor(power)
+       g      = ((((c5 f + c4) f + c3) f + c2) f + c1) f + 1       products and sums rounded apart, no fused ones
+       weight = floor(g * 2**(39 + n))              exactly: a whole number from 0 to 2**39
+
+   with c1 to c5 in ``weights.EXP2``.  Weights are whole, so their sums are exact in any order.  A token less likely
+   than 2**-39 times the likeliest has no weight; others are within ``(3.3 ln(top weight / weight) + 3) * 2**-24``,
+   relative, and then one unit of ``exp((score - top) / temperature) * 2**39``.
+3. **Filters.**  Top-k keeps the tokens whose score is at least the k-th largest.  Top-p keeps, of these, the fewest
+   largest weights that hold ``max(1, min(ceil(top_p * float64(total)), total))``, product rounded to float64; of
+   equal weights at its border those with the higher ids.  Min-p keeps weights of at least ``ceil(min_p * 2**39)``.
+4. **Draw.**  The uniform is ``u / 2**53`` with a whole ``u`` (``rng``).  The token is the first, by id, at which the
+   cumulative sum of kept weights exceeds ``floor(u * total / 2**53)``, in whole numbers of 128 bits.
+
+The log-probability is the log-softmax of the untouched logits, and equal on two devices to some units in the last place.
+
+Top-p ranks only the tokens that may belong to the nucleus: those below (1 - p) / V together hold less than 1 - p, so
+they lie outside it.  Top-k keeps every token as likely as the k-th, so it can keep more than k.  So do transformers'
+processors, but that theirs leave to the sort which of equally likely tokens top-p keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.weights import Floats, Scratch, block_sums, invert, least, rate, share, weigh
+
+Ids = NDArray[np.integer[Any]]
+Positions = NDArray[np.intp]
+
+_ELEMENTS_AT_ONCE = 2**19  # 2 MiB of float32: the softmax of a few rows stays in the cache
+_SPARE = 0.01  # of an exponent of 2: more than its roundings, down to 2**-64
+_SHRINK = 1 - 1e-6  # bounds give way by more than float32 rounds, so that rounding never excludes a token
+
+
+def draw(
+    logits: Tensor,
+    params: SamplingParams | Sequence[SamplingParams],
+    uniforms: NDArray[np.float64],
+    histories: Sequence[Ids] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token for every row.
+
+    Args:
+        logits: ``[rows, vocab]`` float32, read only.  ``-inf`` masks a token.
+        params: One for all rows, or one for each.
+        uniforms: ``[rows]`` float64 in [0, 1), one for each row (``rng.uniforms``); greedy rows ignore theirs.
+        histories: For each row the tokens its sequence holds, prompt included, in any order and as often as they occur;
+            only the repetition penalty needs them.
+
+    Returns:
+        tokens: ``[rows]`` int64.
+        logprobs: ``[rows]`` float32, the log-softmax of the untouched logits at the token.
+
+    Raises:
+        TypeError: the logits are not float32.
+        ValueError: shapes disagree, a row holds NaN, +inf or no finite logit, or a penalised row has no history.
+    """
+    each, seen = _check(logits, params, uniforms, histories)
+    rows, vocab = logits.shape
+    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    at_once = max(1, min(_ELEMENTS_AT_ONCE // max(vocab, 1), rows))
+    scratch, room = Scratch(at_once, vocab), torch.empty(at_once, vocab)
+    for begin in range(0, rows, at_once):
+        part = slice(begin, begin + at_once)
+        some = logits[part].detach().cpu()
+        raw = torch.log_softmax(some, dim=-1, out=room[: len(some)])
+        _check_finite(raw, logits, begin)
+        scores = _scores(some.numpy(), each[part], seen[part])
+        tokens[part] = torch.tensor(_draw_rows(scores, each[part], uniforms[part], scratch))
+        logprobs[part] = raw.gather(1, tokens[part, None])[:, 0]
+    return tokens.to(logits.device), logprobs.to(logits.device)
+
+
+def probabilities(
+    logits: Tensor, params: SamplingParams | Sequence[SamplingParams], histories: Sequence[Ids] | None = None
+) -> Tensor:
+    """The distribution that :func:`draw` draws from: ``[rows, vocab]`` float64, each row summing to 1."""
+    each, seen = _check(logits, params, np.zeros(len(logits)), histories)
+    result = torch.zeros(logits.shape, dtype=torch.float64)
+    for row, law in enumerate(each):
+        one = logits[row : row + 1].detach().cpu()
+        _check_finite(torch.log_softmax(one, dim=-1), logits, row)
+        (scores,) = _scores(one.numpy(), [law], seen[row : row + 1])
+        if law.greedy:
+            result[row, int(np.argmax(scores))] = 1
+        else:
+            (weights,) = weigh(scores[None], [law.temperature])
+            kept = kept_tokens(scores, weights, law)
+            kept = np.arange(len(weights)) if kept is None else kept
+            held = weights[kept].astype(np.float64)
+            result[row, torch.from_numpy(kept)] = torch.from_numpy(held / held.sum())
+    return result
+
+
+def kept_tokens(scores: Floats, weights: Floats, params: SamplingParams, total: int | None = None) -> Positions | None:
+    """The tokens that top-k, top-p and min-p leave, in ascending order; None for the whole vocabulary.
+
+    Args:
+        scores: ``[vocab]`` penalised logits.
+        weights: ``[vocab]`` float32, as :func:`weigh` gives them.
+        params: The filters.
+        total: The sum of the weights, where it is known.
+    """
+    kept: Positions | None = None
+    if 0 < params.top_k < len(scores):
+        kept = np.flatnonzero(scores >= _kth_largest(scores, params.top_k))
+    if params.top_p < 1:
+        if kept is None:
+            kept = _nucleus(weights, params.top_p, _total(weights) if total is None else total)
+        else:
+            kept = kept[_nucleus(weights[kept], params.top_p, _total(weights[kept]))]
+    if params.min_p > 0:
+        floor = least(params.min_p)
+        kept = np.flatnonzero(weights >= floor) if kept is None else kept[weights[kept] >= floor]
+    return kept
+
+
+def _total(weights: Floats) -> int:
+    return int(block_sums(weights[None])[0, -1])
+
+
+def _check(
+    logits: Tensor,
+    params: SamplingParams | Sequence[SamplingParams],
+    uniforms: NDArray[np.float64],
+    histories: Sequence[Ids] | None,
+) -> tuple[list[SamplingParams], Sequence[Ids | None]]:
+    """Parameters and history of each row, or an error that says which argument does not fit."""
+    if logits.dtype != torch.float32:
+        raise TypeError(f"logits must be float32, got {logits.dtype}; convert them with .float()")
+    if logits.ndim != 2 or (logits.shape[0] and not logits.shape[1]):
+        raise ValueError(f"logits must have shape [rows, vocab], got {list(logits.shape)}")
+    rows = len(logits)
+    each = [params] * rows if isinstance(params, SamplingParams) else list(params)
+    for name, size in (("params", len(each)), ("uniforms", len(uniforms))):
+        if size != rows:
+            raise ValueError(f"{name} must have one entry for each of the {rows} rows of logits, got {size}")
+    if histories is None:
+        penalised = [row for row, law in enumerate(each) if law.repetition_penalty != 1]
+        if penalised:
+            raise ValueError(
+                f"row {penalised[0]} asks for repetition_penalty={each[penalised[0]].repetition_penalty}, "
+                "which needs the tokens of its sequence; pass histories, or use repetition_penalty=1.0"
+            )
+        return each, [None] * rows
+    if len(histories) != rows:
+        raise ValueError(f"histories must have one entry for each of the {rows} rows of logits, got {len(histories)}")
+    return each, histories
+
+
+def _check_finite(log_softmax: Tensor, logits: Tensor, first_row: int) -> None:
+    """Name the first row that cannot be drawn from."""
+    # A single NaN or +inf, or nothing but -inf, turns every entry of a row's log-softmax into NaN: one column tells.
+    broken = torch.isnan(log_softmax[:, 0])
+    if bool(broken.any()):
+        row = first_row + int(broken.nonzero()[0])
+        values = logits[row]
+        what = "NaN" if values.isnan().any() else "+inf" if values.isposinf().any() else "no finite value"
+        raise ValueError(
+            f"row {row} of the logits holds {what}, so no token can be drawn; look at what the model computed"
+        )
+
+
+def _scores(logits: Floats, laws: Sequence[SamplingParams], histories: Sequence[Ids | None]) -> Floats:
+    """Penalised logits of rows, the rows themselves where there is no penalty; what cannot be drawn from is an error."""
+    scores = logits
+    with np.errstate(all="ignore"):
+        if any(law.repetition_penalty != 1 for law in laws):
+            scores = logits.copy()
+            for row, law, history in zip(scores, laws, histories, strict=True):
+                if law.repetition_penalty != 1 and history is not None:
+                    _penalise(row, history, law.repetition_penalty)
+        divided = scores.max(1) / np.array([1 if law.greedy else law.temperature for law in laws], dtype=np.float32)
+    if not np.isfinite(divided).all():
+        raise ValueError(
+            "logits over temperature, or under the repetition penalty, leave float32; use values nearer to 1"
+        )
+    return scores
+
+
+def _penalise(scores: Floats, history: Ids, penalty: float) -> None:
+    """Make the tokens of a sequence less likely, in place and each once, however often they occur."""
+    ids = np.asarray(history, dtype=np.int64)
+    ids = ids[ids < len(scores)]  # an embedding can be larger than the head: its last tokens are never drawn
+    old, factor = scores[ids], np.float32(penalty)
+    scores[ids] = np.where(old < 0, old * factor, old / factor)
+
+
+def _draw_rows(
+    scores: Floats, laws: Sequence[SamplingParams], uniforms: NDArray[np.float64], scratch: Scratch
+) -> list[int]:
+    tokens, whole = [0] * len(laws), []
+    for row, law in enumerate(laws):
+        if law.greedy:
+            tokens[row] = int(np.argmax(scores[row]))  # the first of equals
+        elif (some := _candidates(scores[row], law)) is not None:
+            # They hold the likeliest token, so they weigh what they weigh among all.
+            (held,) = weigh(scores[row, some][None], [law.temperature])
+            tokens[row] = int(some[_draw_weighed(scores[row, some], held, None, law, float(uniforms[row]))])
+        else:
+            whole.append(row)
+    if whole:
+        some_scores = scores if len(whole) == len(laws) else scores[whole]
+        weights = weigh(some_scores, [laws[row].temperature for row in whole], scratch)
+        sums = block_sums(weights)
+        for row, score, weight, blocks in zip(whole, some_scores, weights, sums, strict=True):
+            tokens[row] = _draw_weighed(score, weight, blocks, laws[row], float(uniforms[row]))
+    return tokens
+
+
+def _draw_weighed(
+    scores: Floats, weights: Floats, blocks: NDArray[np.int64] | None, law: SamplingParams, uniform: float
+) -> int:
+    """A token by its place among these; ``blocks`` are their sums, where they are known."""
+    kept = kept_tokens(scores, weights, law, None if blocks is None else int(blocks[-1]))
+    if kept is None:
+        return invert(weights, block_sums(weights[None])[0] if blocks is None else blocks, uniform)
+    held = weights[kept]
+    return int(kept[invert(held, block_sums(held[None])[0], uniform)])
+
+
+def _candidates(scores: Floats, params: SamplingParams) -> Positions | None:
+    """Ascending, all tokens that top-k, or min-p on its own, can keep; None where every token must be weighed."""
+    if 0 < params.top_k < len(scores):
+        return np.flatnonzero(scores >= _kth_largest(scores, params.top_k))
+    if params.min_p > 0 and params.top_p == 1:
+        lowest = float(scores.max()) + (math.log2(params.min_p) - _SPARE) / float(rate(params.temperature))
+        with np.errstate(over="ignore"):
+            return np.flatnonzero(scores >= np.float32(lowest))
+    return None
+
+
+def _kth_largest(scores: Floats, k: int) -> np.float32:
+    """The k-th largest score."""
+    # It is at least the k-th largest of the maxima of disjoint groups, so only the scores above that one need ranking.
+    groups = max(1024, 4 * k)
+    depth = len(scores) // groups
+    if depth > 1:
+        maxima = scores[: depth * groups].reshape(depth, groups).max(axis=0)
+        scores = scores[scores >= np.partition(maxima, groups - k)[groups - k]]
+    return np.float32(np.partition(scores, len(scores) - k)[len(scores) - k])
+
+
+def _nucleus(weights: Floats, top_p: float, total: int) -> Positions:
+    """Ascending positions of the fewest largest weights that hold ``top_p`` of the sum."""
+    need = share(total, top_p)
+    # At least 1, for who has no weight is never drawn.
+    likely = np.flatnonzero(weights >= np.float32(max((total - need) // len(weights) * _SHRINK, 1)))
+    held = weights[likely]
+    # Positive floats are ordered as their bits are, so a histogram over the upper bits ranks everything but one bin.
+    bins = held.view(np.int32) >> 18  # 32 bins an octave
+    bins -= bins.min()
+    # Those of a bin are multiples of one power of 2, so float64 adds them up exactly; bins need 64 bits.
+    above = np.cumsum(np.bincount(bins, weights=held)[::-1].astype(np.int64))
+    depth = min(int(np.searchsorted(above, need)), len(above) - 1)
+    missing = need - (int(above[depth - 1]) if depth else 0)
+    ranked = np.sort(held[bins == len(above) - 1 - depth])[::-1]
+    count = min(len(ranked), 1 + int(np.searchsorted(np.cumsum(ranked, dtype=np.float64).astype(np.int64), missing)))
+    border = ranked[count - 1]
+    kept = likely[held >= border]
+    surplus = int(np.count_nonzero(ranked >= border)) - count  # tokens as likely as the last that is needed
+    return np.delete(kept, np.flatnonzero(weights[kept] == border)[:surplus]) if surplus else kept

@@ -1,0 +1,117 @@
+"""How likely tokens are, in whole numbers: sums are exact in any order, so every device draws the same token.
+
+The arithmetic is part of the specification in ``sampling``; ``csrc/sampling/sample_weight.cuh`` repeats it bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+TOP_BITS = 39
+# Weights are float32 that hold whole numbers; the likeliest token's is 2**39.
+TOP = float(2**TOP_BITS)
+LOG2E = np.float32(1.4426950408889634)
+# 2**f for 0 <= f <= 1, from the highest power down: within 1.7e-7, rising, and exact at both ends, as tests try on all f.
+EXP2 = tuple(
+    np.float32(float.fromhex(text))
+    for text in ("0x1.eca6e2p-10", "0x1.269dfcp-7", "0x1.c9442ap-5", "0x1.ebd8a8p-3", "0x1.62e4c8p-1", "0x1p+0")
+)
+_SCALED = tuple(np.float32(TOP) * factor for factor in EXP2)  # by a power of 2, which rounds nothing
+FLOOR = -64.0  # of exponents; below -39 every weight is 0
+_BLOCK = 256  # tokens per block of the two-level cumulative sum
+
+
+def rate(temperature: float) -> np.float32:
+    """What a difference of scores is multiplied by to become an exponent of 2."""
+    with np.errstate(over="ignore"):  # a temperature beyond float32 is infinite
+        return np.float32(max(LOG2E / np.float32(temperature), np.finfo(np.float32).tiny))
+
+
+class Scratch:
+    """Room for the weights of some rows: fresh pages each time would take as long as the arithmetic."""
+
+    def __init__(self, rows: int, vocab: int) -> None:
+        self.power, self.whole, self.weights = (np.empty((rows, vocab), dtype=np.float32) for _ in range(3))
+
+
+def weigh(scores: Floats, temperatures: Sequence[float], scratch: Scratch | None = None) -> Floats:
+    """The weights of rows of scores, ``2**39 * exp((score - largest) / temperature)`` cut to whole numbers.
+
+    Args:
+        scores: ``[rows, vocab]`` penalised logits, the largest of each row finite.
+        temperatures: ``[rows]`` above 0.
+        scratch: Where to put them, for at least as many rows.
+
+    Returns:
+        ``[rows, vocab]`` float32 that hold whole numbers from 0 to 2**39.
+    """
+    rows = len(scores)
+    room = scratch or Scratch(*scores.shape)
+    power, whole, weights = room.power[:rows], room.whole[:rows], room.weights[:rows]
+    with np.errstate(over="ignore"):  # to -inf, which has no weight
+        np.subtract(scores, scores.max(1, keepdims=True), out=power)
+        power *= np.array([rate(temperature) for temperature in temperatures])[:, None]
+    torch.from_numpy(power).clamp_(min=FLOOR)  # numpy's own takes five times as long
+    np.floor(power, out=whole)
+    power -= whole
+    np.multiply(power, _SCALED[0], out=weights)
+    for factor in _SCALED[1:-1]:
+        weights += factor
+        weights *= power
+    weights += _SCALED[-1]
+    # Times 2**whole, which moves the exponent field alone.
+    whole *= np.float32(2**23)
+    shift = power.view(np.int32)  # no longer needed
+    np.copyto(shift, whole, casting="unsafe")
+    bits = weights.view(np.int32)
+    bits += shift
+    return np.floor(weights, out=weights)
+
+
+def block_sums(weights: Floats) -> NDArray[np.int64]:
+    """``[rows, blocks]`` of weights ``[rows, tokens]``: the sum of each block and of those before it; at least one token."""
+    rows, tokens = weights.shape
+    blocks = np.empty((rows, -(-tokens // _BLOCK)))
+    inside = tokens // _BLOCK * _BLOCK
+    # Whole numbers below 2**53, so float64 adds them up without rounding.
+    if inside:
+        full = torch.from_numpy(weights)[:, :inside].view(rows, -1, _BLOCK)
+        torch.sum(full, 2, dtype=torch.float64, out=torch.from_numpy(blocks)[:, : inside // _BLOCK])
+    if inside < tokens:
+        blocks[:, -1] = weights[:, inside:].sum(1, dtype=np.float64)
+    return blocks.astype(np.int64).cumsum(1)
+
+
+def invert(weights: Floats, blocks: NDArray[np.int64], uniform: float) -> int:
+    """The first token whose cumulative weight exceeds ``floor(uniform * total)``; its weight is never 0.
+
+    Args:
+        weights: ``[tokens]``.
+        blocks: ``[blocks]``, a row of :func:`block_sums`.
+        uniform: In [0, 1).
+    """
+    target = int(uniform * 2**53) * int(blocks[-1]) >> 53
+    block = int(np.searchsorted(blocks, target, side="right"))
+    before = int(blocks[block - 1]) if block else 0
+    begin = block * _BLOCK
+    inside = np.cumsum(weights[begin : begin + _BLOCK], dtype=np.float64)
+    return begin + int(np.searchsorted(inside, target - before, side="right"))
+
+
+def share(total: int, top_p: float) -> int:
+    """How much weight top-p asks for, of ``total``: ``ceil(top_p * total)`` in float64, at least 1, at most ``total``."""
+    return max(1, min(math.ceil(top_p * float(total)), total))
+
+
+def least(min_p: float) -> np.float32:
+    """The least weight that min-p keeps: ``ceil(min_p * 2**39)``, or the next float32, between which there are none."""
+    exact = math.ceil(min_p * TOP)
+    rounded = np.float32(exact)
+    return np.nextafter(rounded, np.float32(np.inf)) if float(rounded) < exact else rounded

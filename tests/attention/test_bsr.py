@@ -1,0 +1,217 @@
+"""Formats: every query meets every token that it may see, exactly once."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from prefixkit.attention.bsr import OPEN, Queries, decompose, visible_lengths
+from prefixkit.attention.sharing import CPU_COST, CostModel, HeadShape, decide_sharing
+from prefixkit.tree.radix import PrefixTree
+from tests.attention import slow_formats
+from tests.attention.forests import make_snapshot, random_parents
+from tests.attention.trees import expected_sight, random_queries, random_tree
+
+SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=8, itemsize=4)
+FREE_SHARING = CostModel(item=0, kv_byte=1, partial_byte=0)
+NEVER_SHARE = CostModel(item=1e9, kv_byte=1, partial_byte=1)
+
+
+def seen(snapshot, queries, bsr):
+    """For each query row, how often it meets each (node, offset), by the meaning of a BSR row."""
+    length = visible_lengths(snapshot, queries)
+    position = snapshot.start[queries.row_node()] + queries.row_offset()
+    counts = [Counter() for _ in range(queries.num_rows)]
+    for row in range(bsr.num_rows):
+        for query in range(bsr.q_begin[row], bsr.q_end[row]):
+            for node, begin, end in bsr.row_segments(row):
+                for offset in range(begin, min(end, int(length[node]))):
+                    if not bsr.causal[row] or snapshot.start[node] + offset <= position[query]:
+                        counts[query][node, offset] += 1
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("sharing", ["cost model", "everything", "nothing", "at random"])
+def test_every_query_sees_every_ancestor_token_exactly_once(seed, sharing):
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    snapshot = random_tree(rng, page_size=int(rng.choice([1, 4, 16]))).snapshot()
+    queries = random_queries(rng, snapshot)
+    cost = {"everything": FREE_SHARING, "nothing": NEVER_SHARE}.get(sharing, CPU_COST)
+    shared = rng.random(snapshot.num_nodes) < 0.5 if sharing == "at random" else None
+    rows = decompose(snapshot, queries, SHAPE, cost, shared)
+    for counts, expected in zip(seen(snapshot, queries, rows), expected_sight(snapshot, queries), strict=True):
+        assert set(counts) == expected
+        assert set(counts.values()) == {1}
+
+
+def forest(rng):
+    """Any forest, deep or broad, with empty nodes, and queries in some of its nodes."""
+    parents = random_parents(rng, int(rng.choice([1, 3, 10, 40, 200])))
+    lengths = rng.integers(0, int(rng.choice([2, 20, 2000])), len(parents))
+    snapshot, _ = make_snapshot(rng, parents, lengths.tolist(), 16)
+    if rng.random() < 0.3:  # queries in leaves only, as in decoding
+        lengths[snapshot.subtree_end == np.arange(len(parents)) + 1] += 1
+    chosen = np.flatnonzero((lengths > 0) & (rng.random(len(parents)) < rng.choice([0.2, 0.7, 1.0])))
+    if not len(chosen):
+        lengths[-1], chosen = lengths[-1] + 1, np.array([len(parents) - 1])
+    snapshot.length[:], snapshot.ready[:] = lengths, lengths
+    begin = rng.integers(0, lengths[chosen])
+    end = rng.integers(begin, lengths[chosen]) + 1
+    return snapshot, Queries(chosen.astype(np.int32), begin.astype(np.int32), end.astype(np.int32))
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_formats_and_sharing_equal_those_made_node_by_node(block):
+    """On 3,000 forests: what one reads in slow_formats is what the prefix sums give, array by array."""
+    for seed in range(300 * block, 300 * block + 300):
+        rng = np.random.default_rng(seed)
+        snapshot, queries = forest(rng)
+        shape = HeadShape(*[(4, 2), (8, 1), (6, 6), (32, 8)][rng.integers(4)], 128, 2)
+        cost = CostModel(float(rng.choice([0, 0.02, 5])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
+        cost = replace(cost, wide_tile=float(rng.choice([0, 0.022])), narrow_tile=float(rng.choice([0, 0.003])))
+        shared = rng.random(snapshot.num_nodes) < 0.5 if rng.random() < 0.2 else None
+        ours = decompose(snapshot, queries, shape, cost, shared)
+        slow = slow_formats.decompose(snapshot, queries, shape, cost, shared)
+        for name, array in vars(slow).items():
+            assert np.array_equal(getattr(ours, name), array), (seed, name)
+            assert getattr(ours, name).dtype == array.dtype, name
+
+
+@pytest.mark.parametrize("nodes", [1500, 3000])
+def test_sharing_by_level_and_node_by_node_agree(nodes):
+    """Deep trees go one by one, broad ones level by level; both decide the same."""
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        parents = [-1, *(int(rng.integers(max(0, node // 3 - 5), node // 3 + 1)) for node in range(1, nodes))]
+        children = [[] for _ in parents]
+        for node, above in enumerate(parents[1:], 1):
+            children[above].append(node)
+        order, stack, renamed = {}, [0], []
+        while stack:  # depth-first numbering
+            node = stack.pop()
+            order[node] = len(order)
+            renamed.append(order[parents[node]] if parents[node] >= 0 else -1)
+            stack += children[node]
+        snapshot, _ = make_snapshot(rng, renamed, rng.integers(0, 60, nodes).tolist(), 16, orderly=True)
+        own = (snapshot.subtree_end == np.arange(nodes) + 1).astype(np.int32)
+        rows = np.concatenate(([0], np.cumsum(own)))
+        below = (rows[snapshot.subtree_end] - rows[1:]).astype(np.int32)
+        shape = HeadShape(8, 2, 128, 2)
+        cost = CostModel(0.02, 1 / 4.3e6, 1e-8)
+        decided = decide_sharing(snapshot, own, below, shape, cost)
+        assert 0 < decided.sum() < (below > 0).sum()
+        assert np.array_equal(decided, slow_formats.decide_sharing(snapshot, own, below, shape, cost))
+
+
+def test_a_leaf_is_open_at_its_end_so_that_it_can_grow_under_the_plan():
+    tree = PrefixTree(64)
+    tree.insert([1, 2, 3])
+    bsr = decompose(tree.snapshot(), Queries(*map(np.int32, ([0], [0], [3]))), SHAPE, CPU_COST)
+    assert bsr.row_segments(0) == [(0, 0, OPEN)]
+
+
+class TestSharing:
+    def decide(self, prefix, leaves, cost=CPU_COST):
+        tree = PrefixTree(4096)
+        prompt = tree.insert(np.arange(prefix))
+        for sequence in tree.fork(prompt, leaves):
+            tree.extend(sequence, [1])
+        snapshot = tree.snapshot()
+        own = np.array([0] + [1] * leaves, dtype=np.int32)
+        below = np.array([leaves] + [0] * leaves, dtype=np.int32)
+        return bool(decide_sharing(snapshot, own, below, SHAPE, cost)[0])
+
+    def test_a_long_prefix_of_many_sequences_is_shared(self):
+        assert self.decide(prefix=1000, leaves=32)
+
+    def test_a_short_prefix_is_not_worth_another_item(self):
+        assert not self.decide(prefix=2, leaves=32)
+
+    def test_one_consumer_has_nothing_to_share(self):
+        assert not self.decide(prefix=1000, leaves=1, cost=FREE_SHARING)
+
+    def test_a_chain_above_a_shared_node_folds_into_it(self):
+        tree = PrefixTree(4096)
+        tree.insert(np.arange(300))
+        prompt = tree.insert(np.arange(600))  # a chain: the first sequence ends inside the second
+        for sequence in tree.fork(prompt, 16):
+            tree.extend(sequence, [1])
+        snapshot = tree.snapshot()
+        assert snapshot.num_nodes == 18
+        own = np.array([0, 0] + [1] * 16, dtype=np.int32)
+        below = np.array([16, 16] + [0] * 16, dtype=np.int32)
+        assert decide_sharing(snapshot, own, below, SHAPE, CPU_COST)[:2].tolist() == [False, True]
+
+    def test_costs_below_zero_are_refused(self):
+        with pytest.raises(ValueError, match="kv_byte must be a time of at least 0"):
+            CostModel(item=1, kv_byte=-1, partial_byte=0)
+
+
+class TestRefusals:
+    def queries(self, *runs):
+        return Queries(*(np.array(column, dtype=np.int32) for column in zip(*runs, strict=True)))
+
+    def tree(self):
+        tree = PrefixTree(64)
+        prompt = tree.insert([1, 2, 3, 4])
+        tree.extend(tree.fork(prompt)[0], [5, 6])
+        return tree, prompt
+
+    def test_no_queries(self):
+        empty = np.zeros(0, dtype=np.int32)
+        with pytest.raises(ValueError, match="at least one query"):
+            decompose(self.tree()[0].snapshot(), Queries(empty, empty, empty), SHAPE, CPU_COST)
+
+    @pytest.mark.parametrize("runs", [[(1, 0, 1), (0, 0, 1)], [(0, 0, 1), (0, 1, 2)], [(2, 0, 1)], [(-1, 0, 1)]])
+    def test_nodes_out_of_order_or_range(self, runs):
+        with pytest.raises(ValueError, match="ascending order"):
+            decompose(self.tree()[0].snapshot(), self.queries(*runs), SHAPE, CPU_COST)
+
+    @pytest.mark.parametrize("run", [(0, 2, 2), (0, 0, 5), (0, -1, 2)])
+    def test_a_run_outside_its_node(self, run):
+        with pytest.raises(ValueError, match="non-empty slice"):
+            decompose(self.tree()[0].snapshot(), self.queries(run), SHAPE, CPU_COST)
+
+    def test_a_gap_in_the_kv_before_the_queries(self):
+        with pytest.raises(ValueError, match="must begin where the KV is complete, at 0 or before"):
+            decompose(self.tree()[0].snapshot(), self.queries((0, 1, 4)), SHAPE, CPU_COST)
+
+    def test_queries_below_a_node_whose_kv_is_not_complete(self):
+        tree, prompt = self.tree()
+        with pytest.raises(ValueError, match="compute ancestors first"):
+            decompose(tree.snapshot(), self.queries((0, 0, 3), (1, 0, 2)), SHAPE, CPU_COST)
+        tree.mark_ready([prompt.node], [3])
+        decompose(tree.snapshot(), self.queries((0, 3, 4), (1, 0, 2)), SHAPE, CPU_COST)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_is_decided_is_never_slower_by_the_model_than_sharing_nothing(seed):
+    rng = np.random.default_rng(seed)
+    snapshot, queries = forest(rng)
+    shape = HeadShape(8, 2, 128, 2)
+    cost = CostModel(
+        *(float(rng.choice(options)) for options in ([0, 0.02], [2e-7], [0, 1e-8, 3.5e-7], [0, 0.01], [0, 0.001]))
+    )
+    own = queries.rows_per_node(snapshot.num_nodes)
+    rows = np.concatenate(([0], np.cumsum(own)))
+    below = rows[snapshot.subtree_end] - rows[1:]
+
+    def total(shared):
+        """Reading every node as often as it is read, and what the shared ones cost."""
+        consumers, spent = np.zeros(snapshot.num_nodes + 1), 0.0
+        for node in range(snapshot.num_nodes - 1, -1, -1):
+            reads = 1 if shared[node] else consumers[node]
+            spent += reads * snapshot.length[node] * shape.kv_bytes * cost.kv_byte
+            if shared[node]:
+                tiles = cost.narrow_tile if below[node] * 4 <= 8 else -(-below[node] // 32) * cost.wide_tile
+                spent += cost.item + tiles * shape.kv_heads + below[node] * shape.partial_bytes * cost.partial_byte
+            consumers[snapshot.parent[node]] += reads + (own[node] > 0)
+        return spent
+
+    decided = decide_sharing(snapshot, own, below, shape, cost)
+    nothing = total(np.zeros_like(decided))
+    assert total(decided) <= nothing * (1 + 1e-12)
+    assert not decided.any() or total(decided) < nothing

@@ -1,0 +1,66 @@
+"""What holds a plan, and a plain refusal of what does not fit."""
+
+import numpy as np
+import pytest
+
+from prefixkit.attention.bsr import Queries, decompose, visible_lengths
+from prefixkit.attention.capacity import PlanCapacity, PlanTooLarge, capacity_for, room_for, size_of
+from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
+from prefixkit.attention.sharing import HeadShape
+from tests.attention.forests import make_snapshot, random_parents
+from tests.attention.planning import random_cost, random_shape, random_tree, specified
+
+
+def test_what_does_not_fit_is_named():
+    small, large = PlanCapacity(3, 64, 200, 64, 128), PlanCapacity(3, 65, 100, 256, 128)
+    with pytest.raises(PlanTooLarge, match=r"a plan needs 65 narrow \(room for 64\), 256 rows \(room for 64\); make"):
+        small.check(large, "a plan")
+    small.check(small)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
+    """Whatever the lengths, the costs and what is shared; so a planner on the GPU cannot run out of room."""
+    rng = np.random.default_rng(seed)
+    parents = random_parents(rng, int(rng.choice([1, 5, 20, 60])))
+    group, kv_heads = [(1, 8), (4, 8), (8, 1), (16, 2)][rng.integers(4)]
+    sms = int(rng.choice([1, 4, 132]))
+    rows = None
+    for _ in range(4):
+        lengths = rng.integers(1, int(rng.choice([4, 100, 20000])), len(parents))
+        snapshot, _ = make_snapshot(rng, parents, lengths.tolist(), 16, orderly=True)
+        if rows is None:
+            rows = rng.integers(0, int(rng.choice([2, 4])), len(parents)) * (rng.random(len(parents)) < 0.7)
+            rows[-1] += 1
+        count = np.minimum(rows, lengths)
+        node = np.flatnonzero(count)
+        queries = Queries(*(a.astype(np.int32) for a in (node, (lengths - count)[node], lengths[node])))
+        shape = HeadShape(group * kv_heads, kv_heads, 128, 2)
+        capacity = capacity_for(snapshot, queries, shape, sms)
+        shared = rng.random(len(parents)) < rng.random()
+        formats = [decompose(snapshot, queries, shape, H200_COST, shared if rng.random() < 0.5 else None)]
+        length = visible_lengths(snapshot, queries)
+        plan = make_gpu_plan(formats, length, queries.num_rows, group=group, kv_heads=kv_heads, num_sms=sms)
+        capacity.check(size_of(plan))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_room_for_a_plan_holds_it_and_is_no_more_than_for_any_plan(seed):
+    rng = np.random.default_rng(seed)
+    snapshot, queries = random_tree(rng, int(rng.choice([1, 5, 60])), int(rng.choice([4, 300, 20000])), 3, 0.6)
+    shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
+    room = room_for(snapshot, queries, shape, sms, cost)
+    room.check(size_of(specified(snapshot, queries, shape, cost, sms)))
+    capacity_for(snapshot, queries, shape, sms, cost).check(room)
+
+
+def test_a_deep_trees_plan_needs_little_room():
+    """Any plan of it needs a partial row for each query and ancestor; but short nodes are not shared."""
+    levels = 400
+    rng = np.random.default_rng(0)
+    parents = [-1, *(node // 2 * 2 for node in range(2 * levels))]  # a leaf at each level of a chain
+    snapshot, _ = make_snapshot(rng, parents, [2] * len(parents), 16, orderly=True)
+    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
+    queries, shape = Queries(leaf, leaf * 0 + 1, leaf * 0 + 2), HeadShape(32, 8, 128, 2)
+    most, room = (f(snapshot, queries, shape, 132).partials for f in (capacity_for, room_for))
+    assert most > 20 * room

@@ -1,0 +1,82 @@
+"""The kernel that begins a decode step, its own source run on the CPU, launch and all: it does what torch does."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver")
+
+from prefixkit.cuda import launch as cuda_launch
+from prefixkit.cuda.nvrtc import CSRC
+from prefixkit.runners import decode_tree
+from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
+from tests.runners.test_decode_tree import make_batch
+
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+ON_CPU = """
+#define __global__
+#define __launch_bounds__(...)
+#define __grid_constant__
+struct Index { int x; };
+static Index blockIdx, threadIdx;
+static long long max(long long a, long long b) { return a < b ? b : a; }
+#define advance advance_rows  // libc has an advance of its own
+#include "kv/advance.cu"
+extern "C" void advance_on_cpu(const prefixkit::Advance* a, int blocks, int threads) {
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) prefixkit::advance_rows(*a);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("advance")
+    (folder / "on_cpu.cpp").write_text(ON_CPU)
+    made = folder / "advance.so"
+    options = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}"]
+    subprocess.run(["g++", *options, "-o", made, folder / "on_cpu.cpp"], check=True)
+    return ctypes.CDLL(str(made))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_steps_are_those_of_torch(seed, page_size, library, monkeypatch):
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    _, _, batch = make_batch(rng, page_size, 5)
+
+    def launch(function, layout, values, grid, block, shared, say):
+        library.advance_on_cpu(layout.packer.pack(*values), grid[0], block)
+
+    monkeypatch.setattr(cuda_launch, "launch", launch)
+    room = DecodeCapacity(200, 128, 2048)
+    theirs, ours = (DecodeTree(room, page_size, "cpu") for _ in range(2))
+    bytes_of = lambda function: setattr(function, "parameter_bytes", 88) or function  # noqa: E731
+    unit = {decode_tree_unit(): bytes_of(SimpleNamespace(name="advance"))}
+    monkeypatch.setattr("prefixkit.cuda.jit.load", lambda *rest: unit)
+    ours._kernel = decode_tree._kernel(0)
+    theirs.load(batch), ours.load(batch)
+    for _ in range(8):  # past the last pages
+        drawn = torch.from_numpy(rng.integers(-1, 50, 200))
+        theirs.drawn, ours.drawn = drawn, drawn.clone()
+        rows = int(rng.integers(batch.num_rows, 201))
+        theirs.advance(rows), ours.advance(rows)
+        for name in ("tokens", "positions", "slots"):
+            assert torch.equal(getattr(ours, name)[:rows], getattr(theirs, name)[:rows]), name
+        assert all(torch.equal(a, b) for a, b in zip(ours.nodes, theirs.nodes, strict=True))
+
+
+def decode_tree_unit() -> str:
+    from prefixkit.backends.cuda.units import ADVANCE
+
+    return ADVANCE.names[0]

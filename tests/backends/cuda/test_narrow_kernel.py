@@ -1,0 +1,202 @@
+"""The narrow path's own source for Hopper, run on the CPU thread by thread: against float64, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from prefixkit.attention.bsr import Queries, decompose, visible_lengths
+from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
+from prefixkit.attention.reference import reference_attention, visible_tokens
+from tests.attention.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
+from tests.attention.planning import narrowed
+from tests.emulation.build import build
+
+HOLDING = (
+    'asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.boxes));',
+    "",
+)
+# struct Attention of csrc/attention/plan.cuh behind its maps, as cuda_attention.py packs it.
+FIELDS = "P" * 20 + "qqq" + "iii" + "ff" + "P" + "iiiii"
+MAP = struct.Struct("@P5q5q5i")
+
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", params=[64, 128])
+def kernel(request, tmp_path_factory):
+    """Head size, and the source with a block's instructions on the CPU in place of the GPU's."""
+    folder, dim = tmp_path_factory.mktemp("narrow"), f"-DPREFIXKIT_HEAD_DIM={request.param}"
+    function = build(folder, "narrow", {"attention/plan.cuh": HOLDING}, dim).narrow_on_cpu
+    function.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+    return request.param, function
+
+
+def fake_map(pages: Tensor, sizes: list[int], strides: list[int], box: list[int]) -> bytes:
+    """struct FakeMap of narrow_emulation/ptx.cuh."""
+    more = 5 - len(sizes)
+    return MAP.pack(pages.data_ptr(), *sizes, *[1] * more, 1, *strides, *[0] * more, *box, *[1] * more).ljust(
+        128, b"\0"
+    )
+
+
+def fake_maps(k: Tensor, v: Tensor, boxes: bool) -> bytes:
+    """As tensor_maps of cuda_maps.py describes them: groups of 16 slots, single slots, and groups with all their columns."""
+    count, slots, heads, dim = k.shape
+    page, slot, head, _ = k.stride()
+    plain = [dim, slots, heads, count], [slot, head, page]
+    groups = [64, slots, dim // 64, heads, count], [slot, 64, head, page]
+    kinds = ((*plain, [64, 16, 1, 1]), (*plain, [64, 1, 1, 1]), (*groups, [64, 16, dim // 64, 1, 1]))
+    maps = [[fake_map(x, *kind) for x in (k, v)] for kind in kinds]
+    return b"".join(chain(*maps)) if boxes else bytes(256) + b"".join(maps[1]) + bytes(256)
+
+
+def fold(plan: GpuPlan, out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What the launch's end does: rows that were left in parts, in float64."""
+    out, lse = out.double(), lse.double()
+    for row in range(len(plan.merge_indptr) - 1):
+        parts = plan.merge_indices[plan.merge_indptr[row] : plan.merge_indptr[row + 1]].tolist()
+        if parts:
+            states, sums = partial_out[parts].double(), partial_lse[parts].double()
+            lse[row] = torch.logsumexp(sums, 0)
+            share = torch.exp(sums - lse[row]).nan_to_num(0)
+            out[row] = (states.nan_to_num(0) * share[..., None]).sum(0)
+    return out, lse
+
+
+def random_case(rng, snapshot, num_pages, queries, heads, kv_heads, dim, spread) -> Case:
+    """Random queries, and KV for every token; NaN everywhere else."""
+    generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
+    pages = [torch.full((num_pages, kv_heads, snapshot.page_size, dim), torch.nan).bfloat16() for _ in "kv"]
+    k, v = (x.transpose(1, 2) for x in pages)
+    for node, length in enumerate(snapshot.length.tolist()):
+        slots = snapshot.slots(np.full(length, node), np.arange(length))
+        for x in (k, v):
+            numbers = torch.randn(length, kv_heads, dim, generator=generator)
+            x[slots // snapshot.page_size, slots % snapshot.page_size] = numbers.bfloat16()
+    q = torch.randn(queries.num_rows, heads, dim, generator=generator) * spread
+    return Case(snapshot, queries, q.bfloat16(), k, v, dim**-0.5)
+
+
+def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps, in float64 where rows were folded, and of ``padding`` rows more that the plan does not have."""
+    snapshot, q, k, v = case.snapshot, case.q, case.k_pages, case.v_pages
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    positions = case.positions.long()
+    length = visible_lengths(snapshot, case.queries)
+    plan = make_gpu_plan(
+        [narrowed(decompose(snapshot, case.queries, case.shape, SHARE_ALL), case.shape.group)],
+        length,
+        rows,
+        group=case.shape.group,
+        kv_heads=kv_heads,
+        num_sms=blocks,
+    )
+    work = [np.ascontiguousarray(x) for x in plan.arrays()]
+    nodes = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
+    tree = [np.ascontiguousarray(x, dtype=np.int32) for x in nodes]
+    out = torch.full((rows + padding, heads, dim), torch.nan, dtype=q.dtype)
+    lse = torch.full((rows + padding, heads), torch.nan)
+    partial_out = torch.full((max(1, plan.num_partial_rows), heads, dim), torch.nan)
+    partial_lse = torch.full(partial_out.shape[:2], torch.nan)
+    page, slot, head, _ = k.stride()
+    boxes = snapshot.page_size % 16 == 0
+    given = struct.pack(
+        "@768s" + FIELDS,
+        fake_maps(k, v, boxes),
+        *(x.data_ptr() for x in (q, k, v, positions, out, lse, partial_out, partial_lse)),
+        0,
+        *(x.ctypes.data for x in (*work, *tree)),
+        *(page, head, slot, heads, kv_heads, snapshot.page_size, case.scale, case.scale * np.log2(np.e), 0, 0),
+        *(len(plan.wide), len(plan.narrow), int(boxes), rows + padding),
+    )
+    assert kernel(given, blocks, stages) >= len(given)
+    return fold(plan, out, lse, partial_out, partial_lse)
+
+
+def torch_attention(case: Case) -> Tensor:
+    """Each row by torch's own kernel, in the same dtype."""
+    rows = []
+    for q, node, position in zip(case.q, case.row_node.tolist(), case.positions.tolist(), strict=True):
+        slots, _ = visible_tokens(case.snapshot, node, position)
+        k, v = (x.flatten(0, 1)[torch.from_numpy(slots)].transpose(0, 1)[None] for x in (case.k_pages, case.v_pages))
+        attended = scaled_dot_product_attention(q[None, :, None], k, v, scale=case.scale, enable_gqa=True)
+        rows.append(attended[0, :, 0])
+    return torch.stack(rows)
+
+
+def check(kernel, case: Case, stages: int = 3, blocks: int = 3) -> None:
+    """Outputs err at most 1.5 times as much as torch's, log-sum-exps by what float32 owes them."""
+    out, lse = attend(kernel, case, stages, blocks)
+    exact = reference_attention(
+        case.snapshot, case.row_node, case.positions.numpy(), case.q, case.k_pages, case.v_pages, case.scale
+    )
+    ours, theirs = out - exact.out, torch_attention(case).double() - exact.out
+    assert ours.norm() <= 1.5 * theirs.norm(), (float(ours.norm()), float(theirs.norm()))
+    off = (lse - exact.lse).abs() / (1e-4 + 1e-5 * exact.lse.abs())
+    assert float(off.max()) <= 1.0
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (6, 3)], ids=str)
+@pytest.mark.parametrize("tokens", [2, 16, 17, 33, 300])
+def test_lone_sequences(kernel, heads, tokens):
+    rng = np.random.default_rng(tokens)
+    snapshot, pages = make_snapshot(rng, [-1] * 5, [tokens] * 5, 16, orderly=True)
+    queries = Queries(*(np.array(x, np.int32) for x in (range(5), [tokens - 1] * 5, [tokens] * 5)))
+    dim, run = kernel
+    check(run, random_case(rng, snapshot, pages, queries, *heads, dim, spread=1.0))
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("padding", [1, 2, 11])
+def test_rows_that_pad_a_batch_come_out_as_zeros_and_change_no_other(kernel, padding, blocks):
+    rng = np.random.default_rng(padding)
+    snapshot, pages = make_snapshot(rng, [-1, 0, 0], [40, 9, 17], 16, orderly=True)
+    queries = Queries(*(np.array(x, np.int32) for x in ([1, 2], [8, 16], [9, 17])))
+    dim, run = kernel
+    case = random_case(rng, snapshot, pages, queries, 6, 3, dim, spread=1.0)
+    alone, padded = attend(run, case, 3, blocks), attend(run, case, 3, blocks, padding)
+    assert torch.equal(alone[0], padded[0][:2]) and torch.equal(alone[1], padded[1][:2])
+    assert padded[0].shape[0] == 2 + padding and not padded[0][2:].any()
+    assert bool((padded[1][2:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("seed", range(6))
+def test_forests(kernel, page_size, seed):
+    """Some with scores that differ so much that the base of exponentials rises again and again."""
+    rng = np.random.default_rng(seed)
+    parents = random_parents(rng, int(rng.integers(1, 12)))
+    lengths = rng.integers(0, [20, 90, 300][seed % 3], len(parents))
+    lengths[-1] = max(1, lengths[-1])
+    snapshot, pages = make_snapshot(rng, parents, lengths.tolist(), page_size)
+    queries = random_queries(rng, snapshot)
+    heads = [(1, 1), (8, 1), (4, 2), (7, 1)][seed % 4]
+    dim, run = kernel
+    case = random_case(rng, snapshot, pages, queries, *heads, dim, spread=[1.0, 8.0][seed // 3])
+    check(run, case, stages=2 + seed % 4, blocks=1 + seed % 3)
+
+
+def test_when_tokens_come_changes_no_bit(kernel):
+    """Rings of other lengths, and boxes that land in another order each time."""
+    rng = np.random.default_rng(7)
+    snapshot, pages = make_snapshot(rng, [-1] * 9, rng.integers(1, 90, 9).tolist(), 16)
+    ends = snapshot.length.astype(np.int32)
+    queries = Queries(np.arange(9, dtype=np.int32), ends - 1, ends)
+    dim, run = kernel
+    case = random_case(rng, snapshot, pages, queries, 4, 2, dim, spread=1.0)
+    first = attend(run, case, stages=2, blocks=1)
+    for stages in (2, 3, 5):
+        again = attend(run, case, stages, blocks=1)
+        assert torch.equal(first[0], again[0])
+        assert torch.equal(first[1], again[1])

@@ -1,0 +1,148 @@
+"""The GPU planner's own source, run on the CPU thread by thread: the specified plan, bit by bit, without a GPU."""
+
+import ctypes
+import shutil
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.tree_attention.workloads import tree, tree_of
+from prefixkit.attention.bsr import Queries, visible_lengths
+from prefixkit.attention.capacity import capacity_for, room_for, size_of
+from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.step import Planner, build_step
+from tests.attention.planning import random_cost, random_shape, random_tree, specified
+from tests.emulation.build import build
+
+RECIPROCAL = 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));', "inverse = 1.0f / float(b);"
+# struct PlanTree, as prefixkit.backends.cuda.planner fills it.
+LAYOUT = struct.Struct("@" + "P" * 12 + "d" * 7 + "q" + "i" * 23)
+
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", params=[2304, 0], ids=["nodes in shared memory", "any number of nodes"])
+def kernel(request, tmp_path_factory):
+    """The source with the block's instructions on the CPU in place of the GPU's."""
+    folder, nodes = tmp_path_factory.mktemp("kernel"), f"-DPREFIXKIT_PLAN_NODES={request.param}"
+    function = build(folder, "planner", {"planner/plan_block.cuh": RECIPROCAL}, nodes).plan_on_cpu
+    function.argtypes = [ctypes.c_char_p]
+    return function
+
+
+def run(kernel, snapshot, queries, shape, cost, num_sms, capacity):
+    """The six arrays as the kernel leaves them, in buffers of this capacity, poisoned first."""
+    nodes = snapshot.num_nodes
+    visible, own = visible_lengths(snapshot, queries), queries.rows_per_node(nodes)
+    tree = [
+        np.ascontiguousarray(a, dtype=np.int32) for a in ([nodes], snapshot.parent, snapshot.subtree_end, visible, own)
+    ]
+    return launch(kernel, shape, cost, num_sms, capacity, tree)
+
+
+def launch(kernel, shape, cost, num_sms, capacity, tree):
+    """The same from the tree's five arrays."""
+    nodes = len(tree[1])
+    plan = [np.full(shape_, -12345, dtype=np.int32) for shape_ in capacity.shapes()]
+    items = capacity.wide + capacity.narrow + 8
+    scratch = np.full(10 * (nodes + 8) + 13 * items + capacity.rows + 256, -12345, dtype=np.int32)
+    sharing, many = cost.sharing, max(1, cost.sharing.tile_heads // shape.group)
+    roles = [n for role in (cost.wide, cost.narrow) for n in (role.unit, role.workers, *role.points(), role.least)]
+    values = (
+        *(array.ctypes.data for array in (*tree, *plan, scratch)),
+        *(sharing.kv_byte * shape.kv_bytes, sharing.item),
+        *(sharing.wide_tile * shape.kv_heads, sharing.narrow_tile * shape.kv_heads),
+        *(sharing.partial_byte * shape.partial_bytes, cost.wide.tokens_per_us, cost.narrow.tokens_per_us),
+        -(-(2**32) // many),
+        *(nodes, capacity.wide, capacity.narrow, capacity.segments, capacity.rows, capacity.partials),
+        *(shape.group, shape.kv_heads, num_sms, many, 48 * 1024),
+        *roles,
+    )
+    kernel(LAYOUT.pack(*values))
+    return plan
+
+
+def assert_same(arrays, plan, case):
+    for name, ours, theirs in zip(
+        ("counts", "wide", "narrow", "segments", "indptr", "indices"), arrays, plan.arrays(), strict=True
+    ):
+        assert np.array_equal(ours[: len(theirs)], theirs), (case, name)
+
+
+SIZES = {
+    "small": (25, 8, 60, 3, 0.6),
+    "middling": (6, 300, 400, 2, 0.5),
+    "chunks": (4, 20, 3000, 300, 0.5),
+    "long": (6, 40, 200_000, 1, 0.7),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_random_trees_give_the_specified_plan_bit_by_bit(kernel, size):
+    cases, nodes, longest, rows, density = SIZES[size]
+    for seed in range(cases):
+        rng = np.random.default_rng(1000 + seed)
+        snapshot, queries = random_tree(rng, int(rng.integers(1, nodes + 1)), longest, rows, density)
+        shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
+        plan = specified(snapshot, queries, shape, cost, sms)
+        arrays = run(kernel, snapshot, queries, shape, cost, sms, capacity_for(snapshot, queries, shape, sms, cost))
+        assert_same(arrays, plan, (size, seed))
+        assert_same(run(kernel, snapshot, queries, shape, cost, sms, size_of(plan)), plan, (size, seed, "exact room"))
+
+
+def test_a_benchmark_tree(kernel):
+    snapshot, shape = tree_of("beam d6"), HeadShape(32, 8, 128, 2)
+    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
+    queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
+    capacity = capacity_for(snapshot, queries, shape, 132)
+    assert_same(
+        run(kernel, snapshot, queries, shape, H200, 132, capacity), specified(snapshot, queries, shape, H200, 132), ""
+    )
+
+
+@pytest.mark.parametrize("leaves", [1, 3])
+def test_long_nodes_in_hundreds_of_pieces(kernel, leaves):
+    snapshot, shape = tree([-1] + [0] * leaves, [2**20] + [100 * 2**leaves] * leaves), HeadShape(8, 1, 128, 2)
+    leaf = np.arange(1, leaves + 1, dtype=np.int32)
+    queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
+    for shape in (HeadShape(8, 1, 128, 2), HeadShape(2, 1, 128, 2), HeadShape(16, 2, 128, 2)):
+        plan = specified(snapshot, queries, shape, H200, 132)
+        assert shape.group * leaves > 8 or len(plan.narrow) > 255, "more than eight bits can number"
+        assert_same(run(kernel, snapshot, queries, shape, H200, 132, room_for(snapshot, queries, shape, 132)), plan, "")
+
+
+def test_a_planner_that_launches_it_makes_the_steps_of_one_that_does_not(kernel):
+    """Trees change under both; what their steps say is the same, also of leaves that grow, without the plan on the host."""
+    device = torch.device("cpu")
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
+
+        def plan_there(capacity, tree, shape=shape, cost=cost, sms=sms):
+            *arrays, count = tree.split([len(tree) // 4] * 4 + [1])
+            arrays = launch(kernel, shape, cost, sms, capacity, [part.numpy() for part in (count, *arrays)])
+            return [torch.from_numpy(array) for array in arrays]
+
+        host, there = (Planner(shape, cost.sharing, num_sms=sms, gpu=cost, launch=f) for f in (None, plan_there))
+        for version in range(4):
+            snapshot, queries = random_tree(rng, int(rng.integers(1, 60)), 400, 3, 0.6)
+            snapshot = replace(snapshot, version=version)
+            for _ in range(2):  # the second time both remember
+                tokens = np.zeros(queries.num_rows, dtype=np.int64)
+                ours, theirs = (build_step(snapshot, queries, tokens, tokens[:1], p, device) for p in (there, host))
+                assert ours.planned.made is None
+                for name in ("tokens", "positions", "slots", "logit_rows"):
+                    assert torch.equal(getattr(ours, name), getattr(theirs, name))
+                assert all(torch.equal(a, b) for a, b in zip(ours.nodes, theirs.nodes, strict=True))
+                assert_same([tensor.numpy() for tensor in ours.work], theirs.plan, (seed, version))
+                assert ours.kv_tokens_read == theirs.kv_tokens_read
+                leaf = snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1
+                longer = ours.length + 7 * leaf
+                assert ours.planned.kv_tokens_read(longer) == theirs.planned.kv_tokens_read(longer)
+                assert_same(ours.plan.arrays(), theirs.plan, (seed, version))
+        assert there.plans_made == host.plans_made == 4

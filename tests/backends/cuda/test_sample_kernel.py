@@ -1,0 +1,189 @@
+"""The sampling kernel's own source, run on the CPU thread by thread: the tokens that the specification draws, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkit.backends.cuda import sampling_records as gpu_laws
+from prefixkit.backends.cuda.sampling_records import LAW, Tiling, mask, records, tile, words
+from prefixkit.cuda.nvrtc import CSRC
+from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.rng import uniforms
+from prefixkit.sampling.specification import draw
+from prefixkit.sampling.weights import EXP2, rate, weigh
+from tests.emulation.build import build
+from tests.engine.laws import NASTY, logprob_bound, random_laws, rows_of
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# struct Sample.
+LAYOUT = struct.Struct("@PPPPPqiiii")
+
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The source with a CPU's instructions in place of the GPU's."""
+    return build(tmp_path_factory.mktemp("kernel"), "sampling", {})
+
+
+def run(library, logits, laws, keys, steps, histories, tiling, active=None):
+    """Tokens, log-probabilities, steps and masks as the kernel leaves them."""
+    rows, vocab = logits.shape
+    law = records(laws, keys, steps).view(LAW).reshape(rows)
+    if active is not None:
+        law["active"] = active
+    seen = np.stack([mask(history, vocab) for history in histories])
+    tokens, logprobs = np.full(rows, -77, dtype=np.int64), np.full(rows, 77, dtype=np.float32)
+    aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 4 == 0
+    pointers = (logits.data_ptr(), *(array.ctypes.data for array in (law, seen, tokens, logprobs)))
+    packed = LAYOUT.pack(*pointers, logits.stride(0), vocab, words(vocab), tiling.segment, aligned)
+    library.sample_on_cpu(packed, DTYPES.index(logits.dtype), int(tiling.cached), tiling.blocks, rows)
+    return tokens, logprobs, law["step"], seen
+
+
+TILINGS = {
+    "one block": lambda vocab: tile(vocab, 10**9, False),
+    "one block, read again": lambda vocab: Tiling(1, tile(vocab, 10**9, False).segment, False),
+    "two": lambda vocab: Tiling(2, -(-vocab // 2048) * 128, True),
+    "two, read again": lambda vocab: Tiling(2, -(-vocab // 2048) * 128, False),
+}
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [17, 1000, 5003])
+def test_tokens_are_those_of_the_specification(library, tiling, dtype, vocab):
+    rng = np.random.default_rng(vocab)
+    rows = 24
+    logits = rows_of(rng, rows, vocab, dtype)
+    laws = random_laws(rng, rows, vocab)
+    histories = [rng.integers(0, vocab + 5, int(rng.integers(0, 200))) for _ in range(rows)]
+    keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 10**6, rows)
+    tokens, logprobs, after, seen = run(library, logits, laws, keys, steps, histories, TILINGS[tiling](vocab))
+    expected, _ = draw(logits.float(), laws, uniforms(keys, steps), histories)
+    for row in range(rows):
+        assert tokens[row] == expected[row], (row, laws[row])
+        assert np.array_equal(seen[row], mask(np.append(histories[row], tokens[row]), vocab))
+    assert np.array_equal(after, steps + 1)
+    exact = torch.log_softmax(logits.double(), -1).gather(1, expected[:, None])[:, 0].numpy()
+    assert (np.abs(logprobs - exact) <= logprob_bound(exact, vocab)).all()
+
+
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_larger_clusters(library, blocks):
+    rng, vocab, rows = np.random.default_rng(blocks), 9001, 6
+    logits, laws = rows_of(rng, rows, vocab, torch.float32), random_laws(rng, rows, vocab)
+    histories = [rng.integers(0, vocab, 50) for _ in range(rows)]
+    keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
+    tiling = Tiling(blocks, -(-vocab // (1024 * blocks)) * 128, True)
+    tokens, *_ = run(library, logits, laws, keys, steps, histories, tiling)
+    assert tokens.tolist() == draw(logits, laws, uniforms(keys, steps), histories)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("vocab", "max_shared", "clusters"),
+    [
+        (32_000, 227 * 1024, True),
+        (49_152, 227 * 1024, True),
+        (128_256, 227 * 1024, True),
+        (128_256, 99 * 1024, False),
+        (262_144, 227 * 1024, True),
+    ],
+)
+def test_vocabularies_of_models_as_gpus_deal_them_out(library, vocab, max_shared, clusters):
+    rng, rows = np.random.default_rng(vocab), 16
+    logits, laws = rows_of(rng, rows, vocab, torch.float32), random_laws(rng, rows, vocab)
+    logits[0], laws[0] = 0.0, SamplingParams(top_p=0.9)  # the heaviest row there is
+    histories = [rng.integers(0, vocab, 500) for _ in range(rows)]
+    keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 10**6, rows)
+    tiling = tile(vocab, max_shared, clusters)
+    tokens, logprobs, *_ = run(library, logits, laws, keys, steps, histories, tiling)
+    expected, _ = draw(logits, laws, uniforms(keys, steps), histories)
+    assert tokens.tolist() == expected.tolist()
+    exact = torch.log_softmax(logits.double(), -1).gather(1, expected[:, None])[:, 0].numpy()
+    assert (np.abs(logprobs - exact) <= logprob_bound(exact, vocab)).all()
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_extreme_rows(library, name):
+    row = NASTY[name](1000)
+    laws = [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(temperature=0.9, top_k=1),
+        SamplingParams(top_k=999, top_p=1e-9),
+        SamplingParams(top_p=0.5, min_p=0.99),
+        SamplingParams(top_p=1 - 2**-53),
+        SamplingParams(min_p=0.99),
+        SamplingParams(temperature=1e30, top_p=0.7),
+    ]
+    logits = row.expand(len(laws), -1)
+    keys, steps = np.arange(len(laws), dtype=np.uint64), np.zeros(len(laws), dtype=np.int64)
+    histories = [np.array([], dtype=np.int64)] * len(laws)
+    tokens, *_ = run(library, logits, laws, keys, steps, histories, Tiling(1, 128, True))
+    assert tokens.tolist() == draw(logits, laws, uniforms(keys, steps))[0].tolist()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_cannot_be_drawn_from_gets_minus_1(library, value):
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    logits[1] = value if value == -float("inf") else logits[1]
+    logits[1, 123] = value
+    laws = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperature=0), SamplingParams()]
+    keys, steps = np.zeros(4, dtype=np.uint64), np.arange(4)
+    histories = [np.array([1])] * 4
+    active = np.array([1, 1, 1, 0])
+    tokens, logprobs, after, seen = run(library, logits, laws, keys, steps, histories, Tiling(1, 128, True), active)
+    assert tokens[1] == -1
+    assert np.isnan(logprobs[1])
+    assert np.array_equal(seen[1], mask(np.array([1]), 300))
+    assert after.tolist() == [1, 2, 3, 3]
+    assert (tokens[3], logprobs[3]) == (-77, 77), "an inactive row is left alone"
+
+
+def test_weights_are_those_of_numpy_bit_by_bit(library):
+    rng = np.random.default_rng(0)
+    scores = np.concatenate(
+        (rng.standard_normal(100_000) * 10, -np.geomspace(1e-42, 1e38, 10_000), [-np.inf, 0.0, -0.0])
+    ).astype(np.float32)
+    for temperature in (1.0, 0.7, 1e-6, 3.3, 1e30):
+        found = np.empty_like(scores)
+        pointer = ctypes.POINTER(ctypes.c_float)
+        library.weigh_on_cpu(
+            scores.ctypes.data_as(pointer),
+            found.ctypes.data_as(pointer),
+            len(scores),
+            ctypes.c_float(scores.max()),
+            ctypes.c_float(rate(temperature)),
+        )
+        assert np.array_equal(np.floor(found), weigh(scores[None], [temperature])[0]), temperature
+
+
+def test_the_source_has_the_same_polynomial():
+    text = (CSRC / "sampling" / "sample_weight.cuh").read_text()
+    for factor in EXP2[:-1]:
+        mantissa, exponent = float(factor).hex().split("p")
+        assert f"TOP * {mantissa.rstrip('0')}p{exponent}f" in text
+
+
+def test_the_cache_follows_what_blocks_share(library):
+    assert library.head_bytes() == gpu_laws.HEAD_BYTES
+
+
+def test_rows_are_dealt_out_whole():
+    for vocab in (1, 17, 1000, 32_000, 49_152, 128_256, 262_144, gpu_laws.MOST_VOCAB):
+        for shared, clusters in ((99 * 1024, False), (163 * 1024, False), (227 * 1024, True)):
+            tiling = tile(vocab, shared, clusters)
+            assert tiling.blocks * gpu_laws.WARPS * tiling.segment >= vocab
+            assert tiling.shared <= shared
+    assert tile(128_256, 227 * 1024, True) == Tiling(8, 2048, True)
+    assert tile(32_000, 227 * 1024, True) == Tiling(2, 2048, True)
+    assert not tile(128_256, 99 * 1024, False).cached

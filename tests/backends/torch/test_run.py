@@ -1,0 +1,401 @@
+"""The CPU executor: how work lists become pieces, pieces calls, and what keeps programs fresh."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from prefixkit.attention.bsr import OPEN, Queries
+from prefixkit.attention.plan import Plan
+from prefixkit.attention.sharing import CPU_COST
+from prefixkit.attention.variants import CAUSAL, Variant, register, sliding_window, soft_cap
+from prefixkit.backends.torch import program as cpu_program
+from prefixkit.backends.torch import tuning as cpu_tuning
+from prefixkit.backends.torch.batches import Heads, batches
+from prefixkit.backends.torch.pieces import DENSE, MASKED, SQUARE, Array, Pieces, Work, cut, detach_long_runs
+from prefixkit.backends.torch.program import Program, program_for
+from prefixkit.backends.torch.run import Scratch
+from tests.attention.forests import (
+    FOLD_ALL,
+    SHARE_ALL,
+    Case,
+    attend,
+    fill,
+    int_tensors,
+    make_snapshot,
+    node_tensors,
+    plan_of,
+    random_case,
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_programs() -> Iterator[None]:
+    cpu_program.forget()
+    yield
+    cpu_program.forget()
+
+
+def tree_case(
+    parents: list[int],
+    lengths: list[int],
+    runs: list[tuple[int, int, int]],
+    *,
+    heads: tuple[int, int, int] = (6, 2, 32),
+    orderly: bool = True,
+    page_size: int = 16,
+) -> Case:
+    rng = np.random.default_rng(0)
+    snapshot, num_pages = make_snapshot(rng, parents, lengths, page_size, orderly=orderly)
+    queries = Queries(*(np.array(column, dtype=np.int32) for column in zip(*runs, strict=True)))
+    return fill(rng, snapshot, num_pages, queries, heads, torch.float32)
+
+
+def decode_case(shared: int, leaves: list[int]) -> Case:
+    """One shared node and leaves that decode."""
+    runs = [(leaf, length - 1, length) for leaf, length in enumerate(leaves, 1)]
+    return tree_case([-1] + [0] * len(leaves), [shared, *leaves], runs)
+
+
+def work_of(case: Case, plan: Plan) -> Work:
+    arrays = [*plan.arrays(), *(tensor.numpy() for tensor in node_tensors(case)), case.positions.numpy()]
+    return Work(case.snapshot.page_size, *(array.astype(np.int64) for array in arrays))
+
+
+def program_of(case: Case, plan: Plan, variant: Variant = CAUSAL) -> Program:
+    heads = Heads(case.shape.heads, case.shape.kv_heads, case.shape.head_dim)
+    work = int_tensors(*plan.arrays())
+    key = register(variant)
+    return program_for(case.positions, work, node_tensors(case), case.k_pages.shape, heads, True, key, variant)
+
+
+# Pieces
+
+
+def seen_by_items(work: Work) -> Counter[tuple[int, int]]:
+    """(query row, slot) of every key that an item shows to a query; straight from the meaning of a work list."""
+    seen: Counter[tuple[int, int]] = Counter()
+    for item, (q_begin, q_end, causal, *_) in enumerate(work.items.tolist()):
+        for node, begin, end in work.segments[work.segment_indptr[item] : work.segment_indptr[item + 1]].tolist():
+            for offset in range(begin, min(end, int(work.length[node]))):
+                within = int(work.first_slot[node]) + offset
+                page = int(work.pages[work.page_indptr[node] + within // work.page_size])
+                for row in range(q_begin, q_end):
+                    if not causal or work.start[node] + offset <= work.q_positions[row]:
+                        seen[row, page * work.page_size + within % work.page_size] += 1
+    return seen
+
+
+def seen_by_pieces(pieces: Pieces, q_positions: Array) -> Counter[tuple[int, int]]:
+    seen: Counter[tuple[int, int]] = Counter()
+    for piece in range(len(pieces)):
+        runs = range(pieces.indptr[piece], pieces.indptr[piece + 1])
+        keys = [(int(pieces.slot[r]) + i, int(pieces.position[r]) + i) for r in runs for i in range(pieces.count[r])]
+        for i in range(pieces.rows[piece]):
+            row = int(pieces.row[piece]) + i
+            for j, (slot, position) in enumerate(keys):
+                kind = pieces.kind[piece]
+                if kind == DENSE or (kind == SQUARE and j <= i) or (kind == MASKED and position <= q_positions[row]):
+                    seen[row, slot] += 1
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_pieces_show_each_query_what_its_items_show_it(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    case = random_case(rng)
+    plan = plan_of(case, (SHARE_ALL, FOLD_ALL, CPU_COST)[seed % 3])
+    work = work_of(case, plan)
+    pieces = cut(work, None, None if seed % 2 else int(rng.integers(1, 9)))
+    assert seen_by_pieces(pieces, work.q_positions) == seen_by_items(work)
+    longest = rng.integers(1, 30, len(pieces))
+    detached = detach_long_runs(pieces, int(rng.integers(1, 12)), longest)
+    assert seen_by_pieces(detached, work.q_positions) == seen_by_items(work)
+
+
+def test_reach_drops_keys_that_no_query_of_the_tile_sees() -> None:
+    case = tree_case([-1, 0], [100, 60], [(1, 0, 60)])
+    work = work_of(case, plan_of(case, FOLD_ALL))
+    for tile_rows, keys in ((None, 9 + 60), (20, 3 * (9 + 20))):
+        assert cut(work, 10, tile_rows).tokens.sum() == keys
+
+
+def test_a_causal_item_may_span_positions_with_gaps() -> None:
+    """No plan makes such items, but a work list may: rows of two leaves, positions 3, 4, 3, 4, under one mask."""
+    case = tree_case([-1, 0, 0], [3, 2, 2], [(1, 0, 2), (2, 0, 2)])
+    # One item of both leaves' queries over the root and, as they stand at the same positions, the first leaf.
+    plan = Plan(
+        items=np.array([[0, 4, 1, -1]], dtype=np.int32),
+        segment_indptr=np.array([0, 2], dtype=np.int32),
+        segments=np.array([[0, 0, 3], [1, 0, OPEN]], dtype=np.int32),
+        merge_indptr=np.zeros(5, dtype=np.int32),
+        merge_indices=np.zeros(0, dtype=np.int32),
+    )
+    work = work_of(case, plan)
+    pieces = cut(work, None, None)
+    assert seen_by_pieces(pieces, work.q_positions) == seen_by_items(work)
+    assert MASKED in pieces.kind
+    out, _ = attend(case, plan)
+    k, v = (pages.flatten(0, 1).repeat_interleave(3, dim=1) for pages in (case.k_pages, case.v_pages))
+    slots = [*range(3), *range(16, 18)]
+    for row, length in enumerate((4, 5, 4, 5)):
+        score = case.scale * torch.einsum("hd,lhd->hl", case.q[row], k[slots[:length]])
+        expected = torch.einsum("hl,lhd->hd", score.softmax(-1), v[slots[:length]])
+        torch.testing.assert_close(out[row], expected)
+
+
+# Batches and calls
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batches_hold_every_piece_once_and_stay_small(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    tuning = cpu_tuning.Tuning(batch_elements=1 << 12)
+    monkeypatch.setattr(cpu_tuning, "TUNING", tuning)
+    case = decode_case(50, rng.integers(1, 40, 30).tolist())
+    pieces = cut(work_of(case, plan_of(case, SHARE_ALL)), None, None)
+    heads = Heads(6, 2, 32)
+    made = list(batches(pieces, heads, CAUSAL))
+    assert sorted(np.concatenate(made).tolist()) == list(range(len(pieces)))
+    for batch in made:
+        assert np.all(np.diff(pieces.row[batch]) >= 0)
+        assert len(batch) == 1 or len(batch) * pieces.tokens[batch].max() * heads.kv_elements <= tuning.batch_elements
+
+
+def test_equal_leaves_are_one_call_without_mask_and_long_nodes_are_not_copied() -> None:
+    case = decode_case(800, [16] * 12)
+    program = program_of(case, plan_of(case, SHARE_ALL))
+    shared, leaves = program.calls
+    assert (shared.rows, shared.length, shared.slot_index, shared.first_slot) == (12, 800, None, 0)
+    assert (leaves.batch, leaves.rows, leaves.length, leaves.mask, leaves.first_row) == (12, 1, 16, None, 0)
+
+
+def test_ragged_leaves_take_few_calls() -> None:
+    rng = np.random.default_rng(0)
+    case = decode_case(800, rng.integers(1, 65, 32).tolist())
+    program = program_of(case, plan_of(case, SHARE_ALL))
+    assert len(program.calls) <= 4
+
+
+def test_a_fresh_prompt_is_one_call_bitwise_equal_to_sdpa() -> None:
+    case = tree_case([-1], [300], [(0, 0, 300)])
+    plan = plan_of(case, CPU_COST)
+    (call,) = program_of(case, plan).calls
+    assert call.causal and call.slot_index is None
+    out, _ = attend(case, plan)
+    k, v = (pages.flatten(0, 1)[:300].transpose(0, 1)[None] for pages in (case.k_pages, case.v_pages))
+    q = case.q.transpose(0, 1)[None]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert torch.equal(out, expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("runs", [[(0, 0, 300)], [(1, 0, 30), (2, 29, 30)]], ids=["prefill", "mixed"])
+def test_a_window_wider_than_the_text_costs_what_causal_costs(runs: list[tuple[int, int, int]]) -> None:
+    case = tree_case([-1, 0, 0], [300, 30, 30], runs)
+    plan = plan_of(case, SHARE_ALL)
+
+    def work(program: Program) -> list[tuple[int, ...]]:
+        return sorted((c.batch, c.rows, c.length, c.causal, c.mask is None, c.folded) for c in program.calls)
+
+    causal, window = program_of(case, plan), program_of(case, plan, sliding_window(4096))
+    assert all(call.mask is None for call in window.calls)
+    pairs = [sum(c.batch * c.rows * c.length for c in program.calls if not c.causal) for program in (causal, window)]
+    if runs[0][0] == 1:
+        assert work(causal) == work(window)
+    else:
+        # Rows are tiled for the mask's sake, so what was half of a square becomes dense tiles and small squares.
+        assert pairs[1] <= 300 * 300 / 2
+
+
+def test_a_narrow_window_reads_only_what_it_reaches() -> None:
+    case = decode_case(2000, [20] * 8)
+    plan = plan_of(case, SHARE_ALL)
+    assert sum(c.batch * c.length for c in program_of(case, plan, sliding_window(64)).calls) <= 64 + 8 * 20
+    assert sum(c.batch * c.length for c in program_of(case, plan, sliding_window(8)).calls) <= 8 * 8
+
+
+def test_gathers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = cpu_tuning.Tuning(call_us=1e9, batch_elements=1 << 11, call_elements=1 << 12)
+    monkeypatch.setattr(cpu_tuning, "TUNING", tuning)
+    case = tree_case([-1, 0, 0], [500, 400, 30], [(1, 399, 400), (2, 29, 30)], orderly=False)
+    program = program_of(case, plan_of(case, FOLD_ALL))
+    assert len(program.calls) > 10
+    for call in program.calls:
+        assert call.slot_index is None or call.batch * call.length * 2 * 32 <= tuning.call_elements
+
+
+# Rows and merging
+
+
+def test_rows_that_no_item_mentions_come_out_empty() -> None:
+    case = decode_case(20, [5, 6, 7])
+    plan = plan_of(case, FOLD_ALL)
+    rest = plan.items[:, 0] != 1
+    partial = Plan(
+        items=plan.items[rest],
+        segment_indptr=np.cumsum([0, *np.diff(plan.segment_indptr)[rest]]).astype(np.int32),
+        segments=plan.segments[np.repeat(rest, np.diff(plan.segment_indptr))],
+        merge_indptr=plan.merge_indptr,
+        merge_indices=plan.merge_indices,
+    )
+    (whole, _), (out, lse) = attend(case, plan), attend(case, partial)
+    assert torch.equal(out[[0, 2]], whole[[0, 2]])
+    assert torch.equal(out[1], torch.zeros(6, 32))
+    assert torch.equal(lse[1], torch.full((6,), -torch.inf))
+
+
+def test_a_query_that_its_variant_shows_nothing_is_empty() -> None:
+    """Not NaN: a mask that hides even the query itself, for some heads."""
+    blind = Variant("blind", mask_mod=lambda q, kv, h: (h % 2 == 0) | (kv > q - 0))
+    case = decode_case(20, [5, 6])
+    for variant in (blind, Variant("capped", soft_cap(3.0).score_mod, blind.mask_mod)):
+        out, lse = attend(case, plan_of(case, SHARE_ALL), register(variant))
+        assert torch.isfinite(out).all()
+        assert torch.equal(out[:, 1::2], torch.zeros(2, 3, 32))
+        assert torch.isneginf(lse[:, 1::2]).all()
+        assert torch.isfinite(lse[:, ::2]).all()
+
+
+# Programs
+
+
+def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    compiled: list[None] = []
+    original = cpu_program._compile
+
+    def counting(*args: object) -> Program:
+        compiled.append(None)
+        return original(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cpu_program, "_compile", counting)
+    return compiled
+
+
+def run(case: Case, work: list[Tensor], nodes: list[Tensor], positions: Tensor) -> Tensor:
+    args = (case.q, case.k_pages, case.v_pages, positions, work, nodes, case.scale, "causal")
+    out: Tensor = torch.ops.prefixkit.tree_attention(*args)[0]
+    return out
+
+
+def test_a_step_compiles_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = count_compiles(monkeypatch)
+    case = decode_case(40, [5, 6, 7])
+    work, nodes = int_tensors(*plan_of(case, SHARE_ALL).arrays()), node_tensors(case)
+    for _ in range(5):
+        run(case, work, nodes, case.positions)
+    assert len(compiled) == 1
+    # Equal numbers in other tensors are the same step.
+    run(case, [tensor.clone() for tensor in work], [tensor.clone() for tensor in nodes], case.positions.clone())
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("way", ["torch", "numpy", "data"])
+def test_a_tensor_written_in_place_is_noticed(way: str) -> None:
+    """Also where torch's version counter sees nothing: through numpy, or through ``.data``."""
+    case = decode_case(40, [5, 6, 7])
+    work, nodes = int_tensors(*plan_of(case, SHARE_ALL).arrays()), node_tensors(case)
+    before = run(case, work, nodes, case.positions)
+    {"torch": nodes[1], "numpy": nodes[1].numpy(), "data": nodes[1].data}[way][0] = 30
+    after = run(case, work, nodes, case.positions)
+    assert not torch.equal(after, before)
+    cpu_program.forget()
+    assert torch.equal(after, run(case, work, nodes, case.positions))
+
+
+def test_few_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = count_compiles(monkeypatch)
+    for shared in range(20, 40):
+        case = decode_case(shared, [5, 6])
+        attend(case, plan_of(case, SHARE_ALL))
+    assert len(compiled) == 20
+    assert len(cpu_program._kept) == cpu_program.KEPT
+
+
+def test_threads_do_not_share_buffers() -> None:
+    cases = [decode_case(64, list(range(1 + i, 40 + i))) for i in range(4)]
+    plans = [plan_of(case, SHARE_ALL) for case in cases]
+    expected = [attend(case, plan)[0] for case, plan in zip(cases, plans, strict=True)]
+    start = threading.Barrier(4)
+
+    def work(i: int) -> bool:
+        start.wait()
+        return all(torch.equal(attend(cases[i], plans[i])[0], expected[i]) for _ in range(30))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_may_come_and_go(first: bool) -> None:
+    """Buffers and programs made inside it serve outside, and the other way round; larger ones come while it is on."""
+    for size, inference in ((20, first), (20, not first), (50, first), (50, not first)):
+        with torch.inference_mode(inference):
+            case = decode_case(size, [size, size - 1])
+            attend(case, plan_of(case, SHARE_ALL))
+            attend(case, plan_of(case, SHARE_ALL), register(soft_cap(3.0)))
+
+
+def test_a_thread_keeps_no_more_than_its_bound() -> None:
+    scratch, most = Scratch(), cpu_tuning.TUNING.call_elements
+    kept = scratch.take(0, 10, 64, torch.float32)
+    assert scratch.take(0, 5, 64, torch.float32).data_ptr() == kept.data_ptr()
+    large = scratch.take(0, most + 1, 1, torch.float32)
+    assert large.shape == (most + 1, 1)
+    assert scratch.take(0, 10, 64, torch.float32).data_ptr() == kept.data_ptr(), (
+        "still there, and what is larger is not"
+    )
+    for use in (0, 1):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for rows in (most // 64, most // 64 + 1, 2 * most // 64):
+                scratch.take(use, rows, 64, dtype)
+    assert sum(buffer.nbytes for buffer in scratch.buffers.values()) <= 256 * 2**20
+
+
+def test_what_a_thread_keeps_goes_with_it() -> None:
+    scratch = Scratch()
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def work() -> None:
+        scratch.take(0, 10, 64, torch.float32)
+        held.extend(weakref.ref(buffer) for buffer in scratch.buffers.values())
+
+    thread = threading.Thread(target=work)
+    thread.start(), thread.join()
+    gc.collect()
+    assert len(held) == 1 and held[0]() is None
+    assert not scratch.buffers
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Every ``empty`` comes filled with NaN, in Python and inside torch's kernels."""
+    fill_before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+    torch.utils.deterministic.fill_uninitialized_memory = fill_before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("variant", [CAUSAL, sliding_window(9), soft_cap(2.0)], ids=lambda v: v.name)
+@pytest.mark.parametrize("seed", range(10))
+def test_every_element_is_written(seed: int, variant: Variant, request: pytest.FixtureRequest) -> None:
+    rng = np.random.default_rng(seed)
+    case = random_case(rng)
+    plan = plan_of(case, (SHARE_ALL, FOLD_ALL)[seed % 2])
+    clean = attend(case, plan, register(variant))
+    request.getfixturevalue("poisoned_memory")
+    poisoned = attend(case, plan, register(variant))
+    assert all(map(torch.equal, clean, poisoned))
+    assert all(torch.isfinite(result).all() for result in poisoned)

@@ -1,0 +1,255 @@
+"""Compiling, and the cache of what was compiled.  NVRTC needs no GPU; without it these tests are skipped."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prefixkit.cuda import jit, kernel_cache, nvrtc
+from prefixkit.cuda.nvrtc import CompileError, NvrtcMissing, Unit, UnsupportedArch, arch_for
+
+try:
+    nvrtc.nvrtc_version()
+except NvrtcMissing as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+SOURCE = """
+#include "scale.cuh"
+namespace test {
+template <int N> __global__ void __launch_bounds__(64) f(float* x) {
+    __shared__ float shared[N];
+    shared[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = SCALE * shared[N - 1 - threadIdx.x];
+}
+}
+"""
+
+
+@pytest.fixture
+def unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Unit:
+    """A source with a header, and an empty cache."""
+    root = tmp_path / "csrc"
+    root.mkdir()
+    (root / "f.cu").write_text(SOURCE)
+    (root / "scale.cuh").write_text("#pragma once\n#define SCALE 2.0f\n")
+    monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path / "cache"))
+    forget(monkeypatch)
+    return Unit("f.cu", ("test::f<64>", "test::f<32>"), root=root)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(jit, "_binaries", {})
+    monkeypatch.setattr(kernel_cache, "_complained", set())
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were really compiled, in order."""
+    seen: list[str] = []
+    real = nvrtc.compile_unit
+    monkeypatch.setattr(jit, "compile_unit", lambda unit, arch: (seen.append(unit.file), real(unit, arch))[1])
+    return seen
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_unit_becomes_machine_code_with_a_symbol_and_a_report_for_each_name(unit):
+    made = nvrtc.compile_unit(unit, "sm_90a")
+    assert made.cubin[:4] == b"\x7fELF"
+    assert made.symbols == {"test::f<64>": "_ZN4test1fILi64EEEvPf", "test::f<32>": "_ZN4test1fILi32EEEvPf"}
+    assert made.resources["test::f<64>"].shared == 256
+    assert made.resources["test::f<32>"].shared == 128
+    assert all(0 < used.registers < 64 and used.spill_stores == 0 for used in made.resources.values())
+    assert made.warnings == ()
+
+
+SERIALIZED = (
+    "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+)
+
+
+def test_what_makes_a_kernel_slow_counts_as_a_warning_though_the_assembler_only_notes_it(unit, monkeypatch):
+    real = nvrtc._compile
+    monkeypatch.setattr(nvrtc, "_compile", lambda *given: (real(*given)[0], real(*given)[1] + "\n" + SERIALIZED))
+    assert nvrtc.compile_unit(unit, "sm_90a").warnings == (SERIALIZED,)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100"])
+def test_every_architecture_compiles_without_a_gpu(unit, arch):
+    assert nvrtc.compile_unit(unit, arch).cubin[:4] == b"\x7fELF"
+
+
+def test_a_refused_source_is_shown_with_the_compilers_words(unit):
+    (unit.root / "f.cu").write_text('#include "scale.cuh"\n__global__ void g() { undeclared(); }')
+    with pytest.raises(CompileError, match=r"(?s)cannot compile f\.cu.*for sm_90a.*\"undeclared\" is undefined"):
+        nvrtc.compile_unit(unit, "sm_90a")
+
+
+def test_a_missing_header_is_named(unit):
+    (unit.root / "scale.cuh").unlink()
+    with pytest.raises(CompileError, match=r"f\.cu needs scale\.cuh, which cannot be read"):
+        jit.binary(unit, "sm_90a")
+
+
+def test_headers_that_are_made_count_like_those_in_the_folder(unit):
+    made = replace(unit, headers=(("extra.cuh", '#include "scale.cuh"\nconstexpr float TWICE = 2 * SCALE;'),))
+    text = SOURCE.replace('"scale.cuh"', "HEADER").replace("SCALE *", "TWICE *")
+    (unit.root / "f.cu").write_text(text)
+    made = replace(made, defines=(("HEADER", '"extra.cuh"'),))
+    assert jit.binary(made, "sm_90a").cubin
+    assert nvrtc.sources(made).keys() == {"f.cu", "extra.cuh", "scale.cuh"}
+    other = replace(made, headers=(("extra.cuh", '#include "scale.cuh"\nconstexpr float TWICE = SCALE;'),))
+    assert kernel_cache.entry(made, "sm_90a", (13, 0)) != kernel_cache.entry(other, "sm_90a", (13, 0))
+
+
+def test_what_was_compiled_is_found_in_memory_and_on_disk(unit, compiled, monkeypatch, caplog):
+    first = jit.binary(unit, "sm_90a")
+    assert jit.binary(unit, "sm_90a") is first
+    forget(monkeypatch)
+    assert jit.binary(unit, "sm_90a") == first
+    assert compiled == ["f.cu"]
+    notices = [text for text in messages(caplog) if text.startswith("compiling")]
+    assert len(notices) == 1 and "f.cu for sm_90a" in notices[0]
+
+
+def test_whatever_the_machine_code_depends_on_makes_another_entry(unit, monkeypatch):
+    place = kernel_cache.entry(unit, "sm_90a", (13, 0))
+    others = [
+        kernel_cache.entry(unit, "sm_80", (13, 0)),
+        kernel_cache.entry(unit, "sm_90a", (13, 1)),
+        kernel_cache.entry(replace(unit, names=unit.names[:1]), "sm_90a", (13, 0)),
+        kernel_cache.entry(replace(unit, defines=(("N", "1"),)), "sm_90a", (13, 0)),
+    ]
+    (unit.root / "scale.cuh").write_text("#pragma once\n#define SCALE 3.0f\n")
+    others.append(kernel_cache.entry(unit, "sm_90a", (13, 0)))
+    monkeypatch.setattr(kernel_cache, "flags", lambda: "other flags")
+    others.append(kernel_cache.entry(unit, "sm_90a", (13, 0)))
+    assert len({place, *others}) == 7
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-9] + b"x" + data[-8:]]
+)
+def test_a_damaged_entry_is_noticed_and_made_again(unit, compiled, damage, monkeypatch, caplog):
+    first = jit.binary(unit, "sm_90a")
+    place = kernel_cache.entry(unit, "sm_90a", nvrtc.nvrtc_version())
+    place.write_bytes(damage(place.read_bytes()))
+    forget(monkeypatch)
+    assert jit.binary(unit, "sm_90a").cubin == first.cubin
+    assert len(compiled) == 2
+    assert sum("is damaged" in text for text in messages(caplog)) == 1
+    forget(monkeypatch)
+    jit.binary(unit, "sm_90a")
+    assert len(compiled) == 2
+
+
+def test_nothing_is_left_beside_the_entry(unit):
+    jit.binary(unit, "sm_90a")
+    assert [path.suffix for path in kernel_cache.folder().iterdir()] == [".bin"]
+
+
+@pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), OSError(28, "No space left on device")])
+def test_a_cache_that_cannot_be_written_costs_one_line(unit, compiled, error, monkeypatch, caplog):
+    def refuse(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    if error.errno == 30:
+        monkeypatch.setattr(kernel_cache.os, "open", refuse)
+    assert jit.binary(unit, "sm_90a").cubin
+    monkeypatch.setattr(jit, "_binaries", {})
+    assert jit.binary(unit, "sm_90a").cubin
+    assert len(compiled) == 2
+    complaints = [text for text in messages(caplog) if "cannot be kept" in text]
+    assert len(complaints) == 1
+    assert error.strerror in complaints[0] and "PREFIXKIT_CACHE" in complaints[0]
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_no_obstacle(unit, compiled, tmp_path):
+    (tmp_path / "cache").mkdir(mode=0o500)
+    assert jit.binary(unit, "sm_90a").cubin
+
+
+def test_a_cache_that_is_a_file_is_no_obstacle(unit, compiled, tmp_path):
+    (tmp_path / "cache").write_text("in the way")
+    assert jit.binary(unit, "sm_90a").cubin
+    assert compiled == ["f.cu"]
+
+
+PROCESS = """
+import sys
+import tempfile
+from pathlib import Path
+from prefixkit.attention import jit, nvrtc
+real = nvrtc.compile_unit
+def compile_unit(unit, arch):
+    print("compiled")
+    return real(unit, arch)
+jit.compile_unit = compile_unit
+made = jit.binary(nvrtc.Unit("f.cu", ("test::f<64>",), root=Path(sys.argv[1])), "sm_90a")
+print(len(made.cubin))
+"""
+
+
+def test_many_processes_at_once_compile_once(unit):
+    command = [sys.executable, "-c", PROCESS, str(unit.root)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path[1:]])}
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    printed = [process.communicate() for process in running]
+    assert all(process.returncode == 0 for process in running), printed
+    lines = [out.split() for out, _ in printed]
+    assert sum("compiled" in words for words in lines) == 1
+    assert len({words[-1] for words in lines}) == 1
+
+
+def test_a_lock_that_nobody_lets_go_of_delays_but_does_not_stop(unit, compiled, monkeypatch, caplog):
+    monkeypatch.setattr(kernel_cache, "LOCK_SECONDS", 0.1)
+    place = kernel_cache.entry(unit, "sm_90a", nvrtc.nvrtc_version())
+    place.parent.mkdir(parents=True)
+    with place.with_suffix(".lock").open("w") as held:
+        kernel_cache.fcntl.flock(held, kernel_cache.fcntl.LOCK_EX)
+        assert jit.binary(unit, "sm_90a").cubin
+    assert any("has been locked" in text for text in messages(caplog))
+
+
+SUPPORTED = (75, 80, 86, 89, 90, 100, 103, 120)
+
+
+ARCHS = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100",
+    (10, 3): "sm_103",
+    (12, 1): "sm_120",
+}
+
+
+@pytest.mark.parametrize(("capability", "arch"), ARCHS.items())
+def test_code_is_for_the_gpu_or_the_nearest_before_it(capability, arch):
+    assert arch_for(capability, SUPPORTED) == arch
+
+
+@pytest.mark.parametrize(
+    ("capability", "words"), [((7, 5), "8.0 or later"), ((13, 0), "does not know; install a newer")]
+)
+def test_other_gpus_are_refused_by_name(capability, words):
+    with pytest.raises(UnsupportedArch, match=words):
+        arch_for(capability, SUPPORTED)

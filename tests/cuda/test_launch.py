@@ -1,0 +1,120 @@
+"""What a launch tells the driver, as far as that can be seen without a GPU."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+driver = pytest.importorskip("cuda.bindings.driver")
+
+from prefixkit.backends.cuda import attention as cuda_attention  # noqa: E402
+from prefixkit.backends.cuda.checks import CudaError  # noqa: E402
+from prefixkit.cuda import tensor_maps as cuda_maps  # noqa: E402
+from prefixkit.cuda.launch import Layout, _config  # noqa: E402
+
+IDS = driver.CUlaunchAttributeID
+TOGETHER, FOLLOWS = IDS.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, IDS.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+@pytest.mark.parametrize(("together", "follows"), [(True, False), (False, True), (True, True)])
+def test_a_launch_asks_for_all_blocks_at_once_and_for_an_early_start_only_where_told(together, follows):
+    config = _config((132, 2, 1), 512, 232_448, 7, together, follows)
+    asked = {attribute.id: attribute.value for attribute in config.attrs}
+    assert set(asked) == {name for name, wanted in ((TOGETHER, together), (FOLLOWS, follows)) if wanted}
+    if together:
+        assert asked[TOGETHER].cooperative == 1
+    if follows:
+        assert asked[FOLLOWS].programmaticStreamSerializationAllowed == 1
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (132, 2, 1)
+    assert (config.blockDimX, config.sharedMemBytes, config.numAttrs) == (512, 232_448, together + follows)
+    assert int(config.hStream) == 7
+
+
+def test_the_same_launch_is_described_once():
+    one = _config((132, 1, 1), 512, 1024, 0, True, True)
+    assert _config((132, 1, 1), 512, 1024, 0, True, True) is one
+    assert _config((132, 1, 1), 512, 1024, 1, True, True) is not one
+
+
+def test_a_layout_pads_a_struct_as_c_does():
+    assert Layout("PiiPf").packer.size == 8 + 4 + 4 + 8 + 4
+
+
+def pages(num_pages=4, dtype=torch.bfloat16):
+    return torch.zeros(num_pages, 16, 2, 64, dtype=dtype)
+
+
+def test_launches_are_prepared_for_any_number_of_queries():
+    """Prefills come in many lengths, and each preparation would be kept."""
+
+    def form(key="causal", rows=1, heads=4, head_dim=64, dtype=torch.float32, k=None, v=None):
+        k, v = (pages() if x is None else x for x in (k, v))
+        return cuda_attention.launch_form(key, torch.zeros(rows, heads, head_dim, dtype=dtype), k, v)
+
+    forms = {form(rows=rows) for rows in range(100)}
+    assert len(forms) == 1
+    others = [
+        form(key="sliding_window(7)"),
+        form(heads=8),
+        form(head_dim=128),
+        form(dtype=torch.float16),
+        form(k=pages(5)),
+        form(v=pages(5)),
+        form(k=pages(dtype=torch.float16)),
+        form(k=pages().transpose(1, 2).contiguous().transpose(1, 2)),
+        cuda_attention.launch_form("causal", torch.zeros(4, 64), pages(), pages()),
+    ]
+    assert len({*forms, *others}) == 1 + len(others)
+
+
+def test_tensor_maps_are_made_once_for_a_layer_and_kept_for_so_many():
+    made, layers = [], [(pages(), pages()) for _ in range(3)]
+
+    def make(k_pages, v_pages):
+        made.append((k_pages.data_ptr(), v_pages.data_ptr()))
+        return bytes(made[-1][0].to_bytes(8, "little"))
+
+    for _ in range(5):
+        for k, v in layers:
+            assert cuda_maps.kept_maps(k, v, "form", make) == k.data_ptr().to_bytes(8, "little")
+    assert len(made) == 3
+    cuda_maps.kept_maps(*layers[0], "another form at the same address", make)
+    assert len(made) == 4
+    for number in range(3 * cuda_maps.KEPT):
+        cuda_maps.kept_maps(*layers[0], number, make)
+        assert len(cuda_maps._kept) <= cuda_maps.KEPT
+    cuda_maps._kept.clear()
+
+
+@pytest.mark.parametrize("elements", [0, 1, 7, 8, 9, 1000, 2**20 - 1, 2**20, 2**20 + 1])
+def test_partial_states_have_room_and_little_more(elements):
+    room = cuda_attention.room_for_partials(elements, torch.device("cpu"))
+    assert elements <= room.numel() <= elements * 9 / 8
+    if elements:
+        assert room.numel() <= 1 << (elements - 1).bit_length(), "what is sized to a power of two stays below it"
+
+
+def test_partial_states_go_when_the_call_returns():
+    held = weakref.ref(cuda_attention.room_for_partials(1000, torch.device("cpu")))
+    gc.collect()
+    assert held() is None
+
+
+def test_there_is_a_counter_for_every_graph_however_many_are_captured(monkeypatch):
+    """As long as something runs without a graph now and then, which alone can make room."""
+    zeros, graphs = torch.zeros, iter(range(10**6))
+    monkeypatch.setattr(cuda_attention, "_counters", {})
+    monkeypatch.setattr(cuda_attention, "_capture_id", lambda stream: next(graphs))
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: zeros(size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with pytest.raises(CudaError, match="call it once before"):
+        cuda_attention._counter(0, 7, capturing=True)
+    alone = cuda_attention._counter(0, 7, capturing=False)
+    assert cuda_attention._counter(0, 7, capturing=False) == alone
+    seen = {alone}
+    for count in range(3 * cuda_attention._COUNTERS):
+        seen.add(cuda_attention._counter(0, 7, capturing=True))
+        if count % 1000 == 0:
+            assert cuda_attention._counter(0, 7, capturing=False) == alone
+    assert len(seen) == 1 + 3 * cuda_attention._COUNTERS, "no two share one"

@@ -1,0 +1,157 @@
+// Hopper's narrow path on the CPU: shared memory as an array, barriers, products of a warp, and a copy engine whose boxes land in any order.  Takes the
+// place of csrc/common/ptx.cuh.
+#pragma once
+#define EMULATED_THREADS 192
+#define EMULATED_BLOCKS 1
+#include "fibers.cuh"
+#include <cstdlib>
+#include <map>
+#include <vector>
+#include <vector>
+
+struct float2 { float x, y; };
+struct uint2 { unsigned x, y; };
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline float __int_as_float(unsigned x) { return emulation::as<float>(x); }
+static inline float __uint_as_float(unsigned x) { return emulation::as<float>(x); }
+static inline unsigned __float_as_uint(float x) { return emulation::as<unsigned>(x); }
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned) { return a >> 16 | (b & 0xffff0000u); }
+static inline bool __any_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) != 0; }
+static inline bool __all_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) == ~0u; }
+struct Dim { int x; };
+static Dim blockIdx, gridDim;
+
+namespace prefixkit {
+#ifndef PREFIXKIT_HALF
+#define PREFIXKIT_HALF 0
+#endif
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+#define MINUS_INFINITY (-INFINITY)
+
+static unsigned char memory[256 * 1024];     // shared memory, by address
+DEVICE unsigned char* at_address(u32 a) { if (a >= sizeof(memory)) std::abort(); return memory + a; }
+DEVICE int lane_anew() { return emulation::current % 32; }
+DEVICE u32 shared_address(const void* p) { return u32((const unsigned char*)p - memory); }
+DEVICE u32 swizzled(u32 a) { return a ^ (a >> 7 & 7) << 4; }
+
+// ---- barriers: threads arrive, bytes land ----
+struct Barrier { int count = 0, pending = 0; long long bytes = 0; u32 phase = 0; };
+static std::map<u32, Barrier> barriers;
+DEVICE void settle_barrier(Barrier& b) { if (b.pending == 0 && b.bytes == 0) b.pending = b.count, b.phase ^= 1; }
+DEVICE void barrier_init(u32 a, u32 count) { barriers[a] = Barrier{int(count), int(count), 0, 0}; }
+DEVICE void barrier_arrive(u32 a) { Barrier& b = barriers.at(a); if (--b.pending < 0) std::abort(); settle_barrier(b); }
+DEVICE void barrier_arrive_expect(u32 a, u32 bytes) { barriers.at(a).bytes += bytes; barrier_arrive(a); }
+DEVICE void bytes_landed(u32 a, u32 bytes) { Barrier& b = barriers.at(a); if ((b.bytes -= bytes) < 0) std::abort(); settle_barrier(b); }
+static long long spins;
+void land_one();
+DEVICE void barrier_wait(u32 a, u32 parity) {
+    while (barriers.at(a).phase == parity) {
+        if (++spins > 20000000) std::abort();   // a deadlock
+        land_one();
+        emulation::give_way();
+    }
+}
+
+// ---- copies ----
+struct FakeMap { const u16* base; long long size[5], stride[5]; int box[5]; };  // elements, innermost first
+// Boxes land in any order, some time after they were asked for.
+struct Flying { u32 to; FakeMap map; int at[5]; u32 barrier; };
+static std::vector<Flying> flying;
+DEVICE void land(const Flying& f) {
+    const auto& [to, m, at, barrier] = f;
+    const int total = m.box[0] * m.box[1] * m.box[2] * m.box[3] * m.box[4];
+    if (to % 128) std::abort();
+    for (int e = 0; e < total; ++e) {
+        int left = e;
+        long long from = 0;
+        bool there = true;
+        for (int d = 0; d < 5; ++d) {
+            const long long x = at[d] + left % m.box[d];
+            left /= m.box[d], there = there && x >= 0 && x < m.size[d], from += x * m.stride[d];
+        }
+        const u16 value = there ? m.base[from] : 0;
+        std::memcpy(at_address(swizzled(to + 2 * e)), &value, 2);
+    }
+    bytes_landed(barrier, 2 * total);
+}
+inline void land_one() {
+    if (flying.empty() || std::rand() % 4) return;
+    const size_t one = std::rand() % flying.size();
+    const Flying f = flying[one];
+    flying.erase(flying.begin() + one);
+    land(f);
+}
+DEVICE void copy_box_of(u32 to, const void* map, const int (&at)[5], u32 barrier) {
+    Flying f{to, {}, {at[0], at[1], at[2], at[3], at[4]}, barrier};
+    std::memcpy(&f.map, map, sizeof(f.map));
+    flying.push_back(f);
+}
+DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, u32 barrier, u64) { copy_box_of(to, map, {x, y, z, w, 0}, barrier); }
+DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, int v, u32 barrier, u64) { copy_box_of(to, map, {x, y, z, w, v}, barrier); }
+DEVICE void copy16(u32, const void*, bool) { std::abort(); }
+DEVICE u64 policy_stream() { return 0; }
+DEVICE void touch(const void* p) { volatile char x = *(const char*)p; (void)x; }
+DEVICE void store_zeros(u32 to) { std::memset(at_address(to), 0, 16); }
+template <class T> DEVICE T load_address(u32 a) { T x; std::memcpy(&x, at_address(a), sizeof(x)); return x; }
+DEVICE void async_fence() {}
+DEVICE void fence_device() {}
+DEVICE u32 load_acquire(const u32* p) { return *p; }
+DEVICE float4 load_global(const float* p) { return {p[0], p[1], p[2], p[3]}; }
+DEVICE float load_global1(const float* p) { return *p; }
+DEVICE u32 kept(u32 x) { return x; }
+
+// ---- numbers ----
+DEVICE u16 to_half(float x) {
+    u32 b = __float_as_uint(x);
+    if ((b & 0x7fffffff) > 0x7f800000) return 0x7fff;
+    return u16((b + 0x7fff + (b >> 16 & 1)) >> 16);
+}
+DEVICE float from_half(u16 x) { return __uint_as_float(u32(x) << 16); }
+DEVICE u32 pack(float low, float high) { return u32(to_half(low)) | u32(to_half(high)) << 16; }
+DEVICE u32 pack_rounded(float low, float high) { return pack(low, high); }
+DEVICE void round_pair(float& low, float& high) { low = from_half(to_half(low)), high = from_half(to_half(high)); }
+DEVICE float exp2_fast(float x) { return std::exp2(x); }
+DEVICE float log2_fast(float x) { return std::log2(x); }
+DEVICE float reciprocal(float x) { return 1.f / x; }
+DEVICE int divide_small(int a, int b) { return a / b; }
+
+// ---- products of a warp, whose lanes hold what the PTX manual says ----
+struct Lanes {
+    uint64_t of[32];
+    DEVICE u32 operator()(int lane, int high = 0) const { return u32(of[lane] >> 32 * high); }
+};
+DEVICE Lanes of_lanes(u32 low, u32 high = 0) {
+    Lanes copy;
+    std::memcpy(copy.of, emulation::exchange(low | uint64_t(high) << 32), sizeof(copy.of));
+    return copy;
+}
+DEVICE u32 half_of(u32 x, int high) { return high ? x >> 16 : x & 0xffff; }
+// Lane i says where row i % 8 of matrix i / 8 is.
+DEVICE void load_matrix(u32 (&a)[4], u32 address) {
+    const Lanes rows = of_lanes(address);
+    for (int i = 0; i < 4; ++i) a[i] = load_address<u32>(rows(8 * i + lane_anew() / 4) + 4 * (lane_anew() % 4));
+}
+DEVICE void load_matrix_transposed(u32 (&a)[4], u32 address) {
+    const Lanes rows = of_lanes(address);
+    const int column = lane_anew() / 4, row = 2 * (lane_anew() % 4);
+    for (int i = 0; i < 4; ++i)
+        a[i] = load_address<u16>(rows(8 * i + row) + 2 * column) | u32(load_address<u16>(rows(8 * i + row + 1) + 2 * column)) << 16;
+}
+DEVICE u32 transpose8(u32 x) {
+    const Lanes all = of_lanes(x);
+    const int column = lane_anew() / 4, row = 2 * (lane_anew() % 4);
+    return half_of(all(4 * row + column / 2), column % 2) | half_of(all(4 * (row + 1) + column / 2), column % 2) << 16;
+}
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    const Lanes left[2] = {of_lanes(a[0], a[1]), of_lanes(a[2], a[3])}, right = of_lanes(b0, b1);  // by the half of the sum
+    for (int i = 0; i < 4; ++i) {
+        const int m = lane_anew() / 4 + 8 * (i / 2), n = 2 * (lane_anew() % 4) + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            const int pair = k % 8 / 2;
+            d[i] += from_half(half_of(left[k / 8](m % 8 * 4 + pair, m / 8), k % 2)) * from_half(half_of(right(4 * n + pair, k / 8), k % 2));
+        }
+    }
+}
+}  // namespace prefixkit
+#define fmaxf(a, b) std::fmax(float(a), float(b))

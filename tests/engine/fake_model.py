@@ -1,0 +1,94 @@
+"""A language model without weights: its logits are a hash of all the tokens that a query can see through the plan.
+
+It keeps the token of each slot where a real model keeps KV, and reads them only as the step's work lists say.  So it finds a
+query that sees too little, too much or the wrong branch, and counts how often each token was computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
+from prefixkit.attention.sharing import CostModel, HeadShape
+from prefixkit.attention.step import Planner, Step
+from prefixkit.engine.engine import Engine
+from prefixkit.tree.radix import PrefixTree
+from tests.engine.eager_decoder import EagerDecoder
+
+VOCAB = 50
+
+
+@dataclass
+class FakeSpec:
+    bytes_per_token: int = 8
+    device: torch.device = torch.device("cpu")
+
+
+@dataclass
+class FakePool:
+    spec: FakeSpec
+
+
+def logits_after(tokens) -> np.ndarray:
+    """``[VOCAB]`` the fake model's logits after a sequence of tokens: a function of all of them and their order."""
+    seed = np.frombuffer(np.asarray(tokens, dtype=np.int64).tobytes(), dtype=np.uint32)
+    return np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32) * 2
+
+
+class FakeModel:
+    """Runs steps; ``computed`` counts the full prefix of every token that ran."""
+
+    def __init__(self, num_slots: int, page_size: int) -> None:
+        # Keys are tokens, in float32, and values are there for the op: one head of one element.
+        self.pages = [torch.full((num_slots // page_size, page_size, 1, 1), -1.0) for _ in ("keys", "values")]
+        self.page_size = page_size
+        self.computed: Counter[tuple[int, ...]] = Counter()
+        self.rows_per_step: list[int] = []
+
+    def __call__(self, step: Step) -> torch.Tensor:
+        rows = step.tokens.to(torch.float32)[:, None, None]
+        torch.ops.prefixkit.kv_append(rows, rows, *self.pages, step.slots)
+        seen = self.seen_by_rows(step)
+        for tokens in seen:
+            self.computed[tuple(tokens)] += 1
+        self.rows_per_step.append(step.num_rows)
+        wanted = [logits_after(seen[row]) for row in step.logit_rows.tolist()]
+        return torch.from_numpy(np.stack(wanted)) if wanted else torch.empty(0, VOCAB)
+
+    def seen_by_rows(self, step: Step) -> list[list[int]]:
+        """The tokens that each row sees, by position; asserts that none is missing, stale or seen twice."""
+        items, segment_indptr, segments, _, _ = (tensor.numpy() for tensor in step.work)
+        start, length, page_indptr, pages, first_slot = (tensor.numpy() for tensor in step.nodes)
+        held = self.pages[0].numpy()
+        sight: list[dict[int, int]] = [{} for _ in range(step.num_rows)]
+        for item, (q_begin, q_end, causal, *_) in enumerate(items.tolist()):
+            for node, begin, end in segments[segment_indptr[item] : segment_indptr[item + 1]].tolist():
+                for offset in range(begin, min(end, int(length[node]))):
+                    at = int(first_slot[node]) + offset
+                    page = int(pages[page_indptr[node] + at // self.page_size])
+                    token = int(held[page, at % self.page_size, 0, 0])
+                    position = int(start[node]) + offset
+                    for row in range(q_begin, q_end):
+                        if not causal or position <= int(step.positions[row]):
+                            assert position not in sight[row], "a token seen twice"
+                            sight[row][position] = token
+        for row, tokens in enumerate(sight):
+            if tokens or step.slots[row] >= 0:  # else it pads a graph's rows
+                assert sorted(tokens) == list(range(int(step.positions[row]) + 1)), "a token missing"
+        return [[tokens[position] for position in sorted(tokens)] for tokens in sight]
+
+
+def make_engine(
+    num_pages: int = 4096, page_size: int = 4, decoder: bool = False, **options
+) -> tuple[Engine, FakeModel]:
+    """An engine over a fake model, with or without a decoder; its cost model shares whatever can be shared."""
+    model = FakeModel(num_pages * page_size, page_size)
+    planner = Planner(HeadShape(1, 1, 1, 4), CostModel(item=0, kv_byte=1, partial_byte=0))
+    engine = Engine(model, FakePool(FakeSpec()), PrefixTree(num_pages, page_size), planner, **options)
+    if decoder:
+        engine.decoder = EagerDecoder(model, planner, page_size, "cpu")
+    return engine, model

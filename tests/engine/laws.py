@@ -1,0 +1,77 @@
+"""Rows and parameters of all kinds for tests of sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkit.engine.request import SamplingParams
+
+
+def random_laws(rng: np.random.Generator, rows: int, vocab: int) -> list[SamplingParams]:
+    """Every mix of penalty, temperature and filters, each absent in half of the rows."""
+
+    def pick(default: float, *choices: float) -> float:
+        return default if rng.random() < 0.5 else float(choices[rng.integers(len(choices))])
+
+    return [
+        SamplingParams(
+            repetition_penalty=pick(1.0, 0.7, 1.3, 5.0),
+            temperature=pick(1.0, 0.0, 0.1, 0.7, 1.3, 20.0),
+            top_k=int(pick(0, 1, 2, 40, 300, vocab // 2 + 1, vocab, vocab - 1)),
+            top_p=pick(1.0, 1e-6, 0.1, 0.5, 0.95, 0.99999, rng.uniform(0.01, 1)),
+            min_p=pick(0.0, 1e-9, 0.02, 0.3, 0.99),
+        )
+        for _ in range(rows)
+    ]
+
+
+def rows_of(rng: np.random.Generator, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
+    """``[rows, vocab]``: spread and flat, with ties, with masked tokens, with a few likely tokens among many."""
+    made = []
+    for row in range(rows):
+        x = rng.standard_normal(vocab) * rng.choice([0.05, 1.0, 3.0, 10.0])
+        kind = row % 4
+        if kind == 1:
+            x = np.round(x)
+        elif kind == 2:
+            x[rng.random(vocab) < 0.6] = -np.inf
+            x[rng.integers(vocab)] = 1.5
+        elif kind == 3:
+            x[rng.integers(0, vocab, 3)] += 12
+        made.append(x)
+    return torch.from_numpy(np.array(made)).to(dtype)
+
+
+def _with(vocab: int, rest: float, places: dict[int, float]) -> Tensor:
+    row = torch.full((vocab,), rest)
+    for place, value in places.items():
+        row[place] = value
+    return row[None]
+
+
+NASTY: dict[str, Callable[[int], Tensor]] = {
+    "all equal": lambda vocab: torch.zeros(1, vocab),
+    "zeros of both signs": lambda vocab: torch.where(torch.arange(vocab) % 2 == 0, 0.0, -0.0)[None],
+    "all equal and large": lambda vocab: torch.full((1, vocab), 3e38),
+    "one finite": lambda vocab: _with(vocab, -torch.inf, {vocab - 1: -5.0}),
+    "far apart": lambda vocab: _with(vocab, -3e38, {3: 3e38, 7: 3e38}),
+    "subnormal": lambda vocab: torch.arange(vocab)[None] * 1e-44,
+    "one weight of 1": lambda vocab: _with(vocab, -27.0, {vocab // 2: 0.0}),
+    "first and last": lambda vocab: _with(vocab, -500.0, {0: 1.0, vocab - 1: 1.0}),
+    "negative": lambda vocab: -torch.arange(1, vocab + 1).float()[None],
+}
+
+
+def logprob_bound(exact: np.ndarray, vocab: int) -> np.ndarray:
+    """How far a log-softmax in float32 may be from that of float64.
+
+    In units of 2**-24, relative to the sum: each exponential has errors of its difference, product and constant (3 times the
+    difference, whose mean over the distribution is at most ln V, plus 4 for the function); a thread of the smallest cluster,
+    one block, adds up V / 1,024 groups of four, and a warp its lanes (7 more).  The result rounds once.
+    """
+    return 2**-24 * (3 * math.log(vocab) + 4 + vocab / 1024 + 1 + 7 + np.abs(exact))

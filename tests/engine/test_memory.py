@@ -1,0 +1,98 @@
+"""The pool's size: what is needed, within what is left."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkit.engine import memory as sizing
+from prefixkit.engine.request import BeamParams, Request, SamplingParams
+from prefixkit.engine.scheduler import admission_order
+from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.tree.radix import PrefixTree
+
+SPEC = KVSpec(2, 4, 16)
+PAGE = 8 * SPEC.bytes_per_token
+CONFIG = types.SimpleNamespace(hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=1000)
+
+
+def requests(n=3, new=17):
+    return [Request(i, np.arange(20 + i), SamplingParams(n=n, max_new_tokens=new)) for i in range(2)]
+
+
+def test_the_pool_holds_what_all_need_at_once_and_no_more():
+    # 20 shared tokens in 3 pages, one more in a page of its own; each of 6 samples keeps 16 tokens of KV in 2 pages.
+    assert sizing.pool_pages(requests(), SPEC, None, 8) == 3 + 1 + 6 * 2
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_what_all_need_at_once_is_what_a_tree_of_them_takes(page_size):
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 3, rng.integers(1, 40)) for _ in range(60)]
+    asked = [Request(i, prompt, SamplingParams(max_new_tokens=1)) for i, prompt in enumerate(prompts)]
+    tree = PrefixTree(4000, page_size)
+    for request in admission_order(asked):
+        tree.insert(request.tokens)
+    assert sizing.pages_needed(asked, page_size) == tree.stats().pages_held
+
+
+def test_a_budget_bounds_it(caplog):
+    caplog.set_level("INFO", "prefixkit")
+    assert sizing.pool_pages(requests(), SPEC, 5 * PAGE + 1, 8) == 5
+    assert "5 of the 16 pages" in caplog.text
+
+
+def test_a_budget_without_a_page_is_to_be_raised():
+    with pytest.raises(ValueError, match=r"kv_budget=100 bytes holds no page; .*; raise kv_budget$"):
+        sizing.pool_pages(requests(), SPEC, 100, 8)
+
+
+def test_on_a_gpu_steps_come_first(monkeypatch):
+    spec = KVSpec(2, 4, 16, torch.float32, torch.device("cuda"))
+    monkeypatch.setattr(sizing, "free_memory", lambda device: 100 * PAGE)
+    assert sizing.pool_pages(requests(n=50), spec, None, 8, workspace=55 * PAGE) == 40
+    with pytest.raises(ValueError, match=r"holds no page.*MiB besides.*fewer samples"):
+        sizing.pool_pages(requests(), spec, None, 8, workspace=95 * PAGE)
+
+
+def test_steps_take_more_for_more_samples_up_to_as_many_as_run():
+    few, many = (sizing.step_bytes(CONFIG, SPEC, requests(n=n), 1024) for n in (1, 100))
+    assert many > few > 1000 * 1024
+    most = sizing.step_bytes(CONFIG, SPEC, requests(n=sizing.MOST_RUNNING), 1024)
+    assert most == sizing.step_bytes(CONFIG, SPEC, requests(n=9 * sizing.MOST_RUNNING), 1024)
+    beams = [Request(0, np.arange(5), BeamParams(num_beams=6))]
+    assert sizing.step_bytes(CONFIG, SPEC, beams, 1024) == sizing.step_bytes(CONFIG, SPEC, requests(n=3), 1024)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 * 2**30),
+        ("512 MiB", 512 * 2**20),
+        ("1.5gb", 1_500_000_000),
+        ("64kib", 65_536),
+        ("1048576", 2**20),
+        (" 7B ", 7),
+        (2**31, 2**31),
+        (np.int64(7), 7),
+        (1.5e9, 1_500_000_000),
+    ],
+)
+def test_a_size_is_a_number_and_a_unit(text, size):
+    assert sizing.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 gigs", "0", "1e9", "2GiB!", "1,5GB", "0.4B", "0.0001 KiB"])
+def test_any_other_text_is_no_size(text):
+    with pytest.raises(ValueError, match="a size must look like"):
+        sizing.parse_size(text)
+
+
+def test_a_message_names_what_was_given_and_where():
+    with pytest.raises(ValueError, match=r'--kv-budget: a size must look like "2GiB".* bytes, got "2 gigs"'):
+        sizing.parse_size("2 gigs", "--kv-budget")
+    with pytest.raises(TypeError, match=r"kv_budget: a size must .* got bool True"):
+        sizing.parse_size(True)
+    with pytest.raises(ValueError, match=r"kv_budget: .* got inf"):
+        sizing.parse_size(float("inf"))

@@ -1,0 +1,402 @@
+"""Products of one input as one over packed weights: the same values of the same parameters, in memory once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+import prefixkit.models.compile.packing as fused_module
+from prefixkit.models.compile.packed_weights import movable, pack, packed_view
+from prefixkit.models.compile.packing import compile_packed
+from tests.models.compile.test_layers import Decode
+from tests.models.conftest import TreeDriver, make_model
+
+WIDTH = 32
+
+
+class Heads(nn.Module):
+    """Three products of one input, of different widths, and one of another."""
+
+    def __init__(self, bias=False, rows=(24, 8, 16)):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, count, bias=bias) for count in rows)
+        self.last = nn.Linear(sum(rows), WIDTH, bias=bias)
+
+    def forward(self, x):
+        return self.last(torch.cat([part(x) for part in self.parts], -1))
+
+    def weights(self):
+        return [part.weight for part in self.parts]
+
+
+def is_output(node):
+    """Every product that counts is packed, not only those which prefixkit's ops read."""
+    return node.op == "output"
+
+
+class Compiler:
+    """Runs graphs as they are, and keeps them."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        assert len(inputs) == len(graph.graph.find_nodes(op="placeholder"))
+        self.graphs.append(graph)
+        return graph.forward
+
+    def of(self, function, backend=None):
+        torch._dynamo.reset()
+        backend = backend or functools.partial(compile_packed, compiler=self, reads=is_output)
+        made = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+        return torch.inference_mode()(lambda *args: made(*args))
+
+    @property
+    def products(self):
+        """How many products each graph computes."""
+        return [sum("linear" in node.name for node in graph.graph.nodes) for graph in self.graphs]
+
+
+@pytest.fixture
+def compiler():
+    return Compiler()
+
+
+def input_of(rng, rows=5):
+    return torch.from_numpy(rng.standard_normal((1, rows, WIDTH))).float()
+
+
+def unlike(module, x, found):
+    """Where ``found`` is further from the exact result of two products in a row than float32 allows, in any order."""
+    exact = copy.deepcopy(module).double()
+    inner = torch.cat([part(x.double()) for part in exact.parts], -1)
+    spread = torch.cat([_reach(part, x.double().abs()) for part in exact.parts], -1) * _gamma(WIDTH)
+    outer = _reach(exact.last, inner.abs() + spread) * _gamma(inner.shape[-1]) + spread @ exact.last.weight.abs().T
+    return (found.double() - exact.last(inner)).abs() > outer
+
+
+def _reach(linear, x):
+    return x @ linear.weight.abs().T + (0 if linear.bias is None else linear.bias.abs())
+
+
+def _gamma(terms):
+    """The bound on a sum of so many products and a bias, relative to the sum of magnitudes."""
+    unit = 2.0**-24
+    return (terms + 1) * unit / (1 - (terms + 1) * unit)
+
+
+def storage_bytes(module):
+    """Bytes of all storages that parameters and buffers lie in, each counted once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in module.state_dict().values()
+    }
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_one_input_are_one_product_of_the_same_parameters(bias, compiler, rng):
+    module = Heads(bias)
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in module.named_parameters()}
+    size, x = storage_bytes(module), input_of(rng)
+    function = compiler.of(module)
+    for _ in range(2):
+        assert not unlike(module, x, function(x)).any()
+    assert compiler.products == [2]
+    for name, parameter in module.named_parameters():
+        same, value = before[name]
+        assert parameter is same and parameter.requires_grad and parameter.is_leaf and not parameter.is_inference()
+        assert torch.equal(parameter, value) and parameter.stride() == value.stride()
+    assert packed_view(module.weights()).shape == (48, WIDTH)
+    assert not bias or packed_view([part.bias for part in module.parts]).shape == (48,)
+    assert packed_view([*module.weights(), module.last.weight]) is None
+    assert storage_bytes(module) == size
+    module(x).sum().backward()
+    assert all(parameter.grad.shape == parameter.shape for parameter in module.parameters())
+
+
+def test_only_products_that_certain_nodes_read_are_packed(compiler, rng):
+    """Here those that a sine reads.  In whole numbers, where float32 is exact."""
+    parts, x = nn.ModuleList(nn.Linear(WIDTH, 8, bias=False) for _ in range(4)), input_of(rng).mul(9).round()
+    for part in parts:
+        part.weight.data = torch.from_numpy(rng.integers(-9, 9, (8, WIDTH))).float()
+
+    def function(x):
+        made = [part(x) for part in parts]
+        return torch.sin(made[0] * 2 + made[3]), made[1] + made[2]
+
+    with torch.inference_mode():
+        expected = function(x)
+    backend = functools.partial(compile_packed, compiler=compiler, reads=lambda node: "sin" in node.name)
+    found = compiler.of(function, backend)(x)
+    assert compiler.products == [3]
+    assert packed_view([parts[0].weight, parts[3].weight]) is not None
+    assert packed_view([parts[1].weight, parts[2].weight]) is None
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_layers_that_share_a_graph_have_their_own_weights(compiler, rng):
+    modules, x = [Heads(), Heads(), Heads()], input_of(rng)
+    function = compiler.of(lambda module, x: module(x))
+    for _ in range(2):
+        for module in modules:
+            assert not unlike(module, x, function(module, x)).any()
+    assert compiler.products == [2]
+    assert len({packed_view(module.weights()).data_ptr() for module in modules}) == 3
+
+
+def test_another_number_of_rows_moves_nothing_again(compiler, rng):
+    module = Heads()
+    function = compiler.of(module)
+    function(input_of(rng))
+    at = [weight.data_ptr() for weight in module.weights()]
+    x = input_of(rng, 7)
+    assert not unlike(module, x, function(x)).any()
+    assert compiler.products == [2, 2]
+    assert [weight.data_ptr() for weight in module.weights()] == at
+
+
+def test_weights_that_were_exchanged_are_packed_again(compiler, rng):
+    module, x = Heads(), input_of(rng)
+    function = compiler.of(module)
+    function(x)
+    module.parts[1].weight.data = torch.randn(8, WIDTH)
+    module.parts[2].weight = nn.Parameter(torch.randn(16, WIDTH))
+    assert packed_view(module.weights()) is None
+    assert not unlike(module, x, function(x)).any()
+    assert packed_view(module.weights()) is not None
+    with torch.no_grad():
+        module.parts[0].weight.mul_(2)
+    assert not unlike(module, x, function(x)).any()
+    assert compiler.products == [2]
+
+
+def test_weights_cannot_move_while_a_graph_is_captured(compiler, rng, monkeypatch):
+    module, x = Heads(), input_of(rng)
+    function = compiler.of(module)
+    function(x)
+    monkeypatch.setattr(fused_module, "capturing", lambda: True)
+    assert not unlike(module, x, function(x)).any(), "they lie where they should"
+    module.double().float()
+    at = [weight.data_ptr() for weight in module.weights()]
+    with pytest.raises(ValueError, match="while a CUDA graph is captured; run such a step once before"):
+        function(x)
+    assert [weight.data_ptr() for weight in module.weights()] == at
+
+
+class Special(nn.Parameter):
+    pass
+
+
+def _held(module):
+    return [weight.detach() for weight in module.weights()]
+
+
+def _special(module):
+    for part in module.parts:
+        part.weight = Special(part.weight.data)
+
+
+def _by_columns(module):
+    for part in module.parts:
+        part.weight = nn.Parameter(part.weight.data.T.contiguous().T)
+
+
+def _one_for_all(module):
+    module.parts[1].weight = module.parts[2].weight = module.parts[0].weight
+
+
+def _of_one_block(module):
+    block = torch.randn(3, 16, WIDTH)
+    for part, at in zip(module.parts, (0, 2, 1), strict=True):
+        part.weight = nn.Parameter(block[at])
+    return block
+
+
+@pytest.mark.parametrize("how", [_held, _special, _by_columns, _one_for_all, _of_one_block])
+def test_weights_that_cannot_move_are_left_alone(how, compiler, rng):
+    module, x = Heads(rows=(16, 16, 16)), input_of(rng)
+    kept = how(module)
+    at = [weight.data_ptr() for weight in module.weights()]
+    found = compiler.of(module)(x)
+    assert compiler.products == [4]
+    assert [weight.data_ptr() for weight in module.weights()] == at
+    assert torch.equal(found, module(x))
+    del kept
+
+
+def test_parts_that_no_vector_load_could_begin_with_stay_apart(compiler, rng):
+    module = Heads(bias=True, rows=(24, 3, 16))  # 12 bytes of bias
+    function, x = compiler.of(module), input_of(rng)
+    assert not unlike(module, x, function(x)).any()
+    assert compiler.products == [3]
+    assert packed_view([module.parts[0].weight, module.parts[2].weight]) is not None
+
+
+@pytest.mark.parametrize(("rows", "products"), [(128, [2]), (129, [3]), (385, [4])])
+def test_products_that_fill_a_gpu_stay_apart(rows, products, compiler, rng, monkeypatch):
+    """Of 6, 2 and 3 tiles for each 128 rows, on a GPU of 8 multiprocessors."""
+    monkeypatch.setattr(fused_module, "_multiprocessors", lambda device: 8)
+    module = Heads(rows=(6 * 128, 2 * 128, 3 * 128)).eval()
+    run = compiler.of(module)
+    x = input_of(rng, rows)
+    assert not unlike(module, x, run(x)).any()
+    assert compiler.products == products
+
+
+def test_weights_that_are_packed_already_stay_where_they_are(compiler, rng):
+    module, x = Heads(), input_of(rng)
+    pack(module.weights())
+    whole, held = packed_view(module.weights()), _held(module)
+    assert not movable(module.weights())
+    assert not unlike(module, x, compiler.of(module)(x)).any()
+    assert compiler.products == [2]
+    assert packed_view(module.weights()).data_ptr() == whole.data_ptr() == held[0].data_ptr()
+
+
+def test_a_later_layer_that_cannot_be_moved_is_right_all_the_same(compiler, rng, caplog):
+    first, second, x = Heads(), Heads(), input_of(rng)
+    function = compiler.of(lambda module, x: module(x))
+    function(first, x)
+    held = _held(second)
+    for _ in range(2):
+        assert not unlike(second, x, function(second, x)).any()
+    assert [record.levelname for record in caplog.records if "share their memory" in record.getMessage()] == ["WARNING"]
+    assert packed_view(second.weights()) is None
+    del held
+    function(second, x)
+    assert packed_view(second.weights()) is not None, "now they can"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.add_(1),
+        lambda x: torch.relu_(x),
+        lambda x: nn.functional.relu(x, inplace=True),
+        lambda x: nn.functional.relu(x, True),
+        lambda x: torch.add(x, 1, out=x),
+        lambda x: x.__setitem__(0, 1.0),
+        lambda x: x.__imul__(2),
+        lambda x: torch.ops.prefixkit.kv_append(x, x, x[None].clone(), x[None].clone(), torch.arange(1)),
+    ],
+    ids=["method", "function", "inplace", "positional", "out", "setitem", "operator", "op"],
+)
+def test_an_input_that_is_written_is_another_one(write, compiler, rng):
+    """In whole numbers, where float32 is exact.  The last one writes others, which is not looked into."""
+    parts = nn.ModuleList(nn.Linear(WIDTH, 8, bias=False) for _ in range(4))
+    for part in parts:
+        part.weight.data = torch.from_numpy(rng.integers(-9, 9, (8, WIDTH))).float()
+
+    def function(x):
+        x = x * 2
+        before = [part(x) for part in parts[:2]]
+        write(x)
+        return [*before, *(part(x) for part in parts[2:])]
+
+    x = input_of(rng, 1).mul(9).round()
+    with torch.inference_mode():
+        expected = function(x)
+    assert [torch.equal(*pair) for pair in zip(compiler.of(function)(x), expected, strict=True)] == [True] * 4
+    assert compiler.products == [2]
+
+
+def test_a_triton_kernel_of_the_model_may_write_its_input():
+    graph = fx.Graph()
+    x, weights = graph.placeholder("x"), [graph.placeholder(name) for name in "ab"]
+    linear = nn.functional.linear
+    first = graph.call_function(linear, (x, weights[0]))
+    graph.call_function(triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "kwargs": {"x": x}})
+    graph.output((first, graph.call_function(linear, (x, weights[1]))))
+    given = {weight: nn.Parameter(torch.randn(8, WIDTH)) for weight in weights}
+    assert fused_module._groups(graph, given, is_output) == []
+
+
+def test_what_no_part_of_a_product_can_be_used_for_stays_as_it_was(rng):
+    """Rows and heads as one dimension: the parts of a product have its stride."""
+    module, x = Heads(rows=(16, 16, 16)), input_of(rng)
+
+    def function(x):
+        return [part(x).view(-1, 8) for part in module.parts]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        function, backend=functools.partial(compile_packed, compiler=aot_eager, reads=is_output), fullgraph=True
+    )
+    with torch.inference_mode():
+        assert [torch.equal(*pair) for pair in zip(compiled(x), function(x), strict=True)] == [True] * 3
+    assert packed_view(module.weights()) is None
+
+
+def test_a_graph_may_have_no_inputs_but_weights(compiler):
+    module = Heads()
+
+    def function():
+        x = torch.ones(1, 5, WIDTH)
+        return [part(x) for part in module.parts]
+
+    with torch.inference_mode():
+        expected = function()
+    bounds = [_reach(part, torch.ones(1, 5, WIDTH)) * 2 * _gamma(WIDTH) for part in module.parts]
+    for one, other, bound in zip(compiler.of(function)(), expected, bounds, strict=True):
+        assert ((one - other).abs() <= bound).all()
+    assert compiler.products == [1]
+
+
+def test_parameters_born_in_inference_mode_stay_what_they_are(compiler, rng):
+    with torch.inference_mode():
+        module = Heads()
+    x = input_of(rng)
+    function = compiler.of(module)
+    for _ in range(2):
+        function(x)
+    assert compiler.products == [2]
+    assert all(weight.is_inference() for weight in module.weights())
+
+
+# -- models ----------------------------------------------------------------------------------------------------
+
+
+def groups_of(model):
+    """Of each decoder layer the projections whose weight is packed with that of the next one."""
+    return [
+        [
+            f"{a.split('.')[-1]} {b.split('.')[-1]}"
+            for (a, first), (b, second) in itertools.pairwise(layer.named_modules())
+            if isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
+            if packed_view([first.weight, second.weight]) is not None
+        ]
+        for layer in model.model.layers
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "groups"),
+    [
+        ("llama", ["q_proj k_proj", "k_proj v_proj"]),
+        ("qwen2", ["q_proj k_proj", "k_proj v_proj"]),
+        ("cohere", ["q_proj k_proj", "k_proj v_proj"]),  # its gate and up have the same input
+        ("olmo", ["q_proj k_proj", "k_proj v_proj"]),  # clamps them in place
+        ("phi3", []),
+        ("mixtral", ["q_proj k_proj", "k_proj v_proj"]),
+    ],
+)
+def test_query_key_and_value_projections_of_a_model_are_packed_and_no_others(family, groups, traced, rng):
+    decode = Decode(TreeDriver, make_model(family), rng)
+    model = decode.driver.model
+    before, size = copy.deepcopy(model.state_dict()), storage_bytes(model)
+    runner = decode.runner()
+    for _ in range(2):
+        step = decode.step()
+        assert torch.equal(runner(step), decode.driver.runner(step))
+        decode.done()
+    assert runner.compiled.reason is None
+    assert groups_of(model) == [groups, groups]
+    assert storage_bytes(model) == size
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -1,0 +1,120 @@
+"""The pool: what is written to a slot is found there, in any layout, and nothing else changes."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+
+from prefixkit.ops.kv_pool import KVPool, KVSpec
+
+
+def filled(pool: KVPool) -> KVPool:
+    for layer in range(pool.spec.num_layers):
+        for pages in (pool.k(layer), pool.v(layer)):
+            pages.copy_(torch.randn(pages.shape))
+    return pool
+
+
+def rows(pages: torch.Tensor) -> torch.Tensor:
+    """``[slots, kv_heads, head_dim]`` a copy."""
+    return pages.reshape(-1, *pages.shape[2:]).clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("page_size", [1, 3, 16, 128])
+def test_append_writes_these_slots_of_this_layer_only(dtype: torch.dtype, page_size: int) -> None:
+    pool = filled(KVPool(KVSpec(2, 3, 32, dtype), 9, page_size))
+    before = [rows(pages) for layer in (0, 1) for pages in (pool.k(layer), pool.v(layer))]
+    slots = torch.randperm(9 * page_size)[:5]
+    key, value = torch.randn(2, 5, 3, 32).to(dtype)
+    pool.append(1, key, value, slots)
+    before[2][slots], before[3][slots] = key, value
+    after = [rows(pages) for layer in (0, 1) for pages in (pool.k(layer), pool.v(layer))]
+    assert all(map(torch.equal, before, after))
+
+
+def test_append_takes_transposed_keys() -> None:
+    pool = filled(KVPool(KVSpec(1, 3, 32), 4, 16))
+    key, value = (torch.randn(3, 6, 32).transpose(0, 1) for _ in "kv")
+    slots = torch.tensor([3, 60, 2, 9, 40, 41])
+    pool.append(0, key, value, slots)
+    assert torch.equal(rows(pool.k(0))[slots], key)
+    assert torch.equal(rows(pool.v(0))[slots], value)
+
+
+def test_head_major_pages_as_on_a_gpu_append_alike() -> None:
+    k, v = (torch.randn(4, 2, 8, 16).transpose(1, 2) for _ in "kv")
+    expected_k, expected_v = rows(k), rows(v)
+    key, value, slots = torch.randn(3, 2, 16), torch.randn(3, 2, 16), torch.tensor([31, 0, 9])
+    torch.ops.prefixkit.kv_append(key, value, k, v, slots)
+    for expected, tokens in ((expected_k, key), (expected_v, value)):
+        expected[slots] = tokens
+    assert torch.equal(rows(k), expected_k)
+    assert torch.equal(rows(v), expected_v)
+
+
+def test_consecutive_slots_are_one_matrix_on_the_cpu() -> None:
+    pages = KVPool(KVSpec(3, 3, 64), 5, 16).k(1)
+    assert pages.shape == (5, 16, 3, 64)
+    assert pages.is_contiguous()
+
+
+def test_a_pool_made_in_inference_mode_works_outside_it_and_the_other_way_round() -> None:
+    token, slot = torch.ones(1, 2, 16), torch.tensor([3])
+    with torch.inference_mode():
+        inside = KVPool(KVSpec(1, 2, 16), 2, 8)
+    inside.append(0, token, token, slot)
+    outside = KVPool(KVSpec(1, 2, 16), 2, 8)
+    with torch.inference_mode():
+        outside.append(0, token, token, slot)
+    outside.append(0, token, token, slot + 2)
+
+
+def test_bytes() -> None:
+    spec = KVSpec(30, 3, 64, torch.bfloat16)
+    assert spec.bytes_per_token == 2 * 30 * 3 * 64 * 2
+    assert KVPool(spec, 7, 16).bytes == 7 * 16 * spec.bytes_per_token
+
+
+def test_a_pool_takes_no_memory_until_it_is_written() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pool = KVPool(KVSpec(30, 3, 64), 2048, 128)
+    assert pool.bytes > 10 * 2**30
+    pool.append(0, torch.ones(1, 3, 64), torch.ones(1, 3, 64), torch.tensor([200_000]))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 2**10  # in KB
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: KVSpec(0, 3, 64), "num_layers must be at least 1"),
+        (lambda: KVSpec(2, 3, 0), "head_dim must be at least 1"),
+        (lambda: KVSpec(2, 3, 64, torch.float64), "dtype must be one of"),
+        (lambda: KVPool(KVSpec(2, 3, 64), 0), "num_pages must be at least 1"),
+        (lambda: KVPool(KVSpec(2, 3, 64), 5, 129), "page_size must be 1 to 128"),
+    ],
+)
+def test_impossible_pools_are_refused(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_bad_slot_is_refused_before_anything_is_written() -> None:
+    pool = filled(KVPool(KVSpec(1, 2, 16), 2, 8))
+    before = rows(pool.k(0))
+    with pytest.raises(IndexError):
+        pool.append(0, torch.ones(2, 2, 16), torch.ones(2, 2, 16), torch.tensor([3, 16]))
+    assert torch.equal(before, rows(pool.k(0)))
+
+
+def test_slots_and_layers_that_do_not_exist_are_refused() -> None:
+    pool = KVPool(KVSpec(2, 3, 64), 5, 16)
+    one = torch.zeros(1, 3, 64)
+    for slot in (80, -2):
+        with pytest.raises(IndexError, match=r"slots 0\.\.79"):
+            pool.append(0, one, one, torch.tensor([slot]))
+    for layer in (-1, 2):
+        with pytest.raises(IndexError, match=r"layers 0\.\.1"):
+            pool.k(layer)

@@ -1,0 +1,165 @@
+"""The ops as torch sees them: schemas, fakes, autograd, compilation; and what they say to wrong arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from prefixkit.attention.sharing import CPU_COST
+from prefixkit.attention.variants import UnknownVariant, register, sliding_window, soft_cap
+from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
+from prefixkit.ops.library import NoBackward
+from tests.attention.forests import Case, int_tensors, node_tensors, plan_of, random_case
+
+ops = torch.ops.prefixkit
+
+
+def pages(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 8, 2, 16).to(dtype), torch.randn(4, 8, 2, 16).to(dtype)
+
+
+def arguments(case: Case, variant: str = "causal") -> tuple[Any, ...]:
+    work = int_tensors(*plan_of(case, CPU_COST).arrays())
+    return case.q, case.k_pages, case.v_pages, case.positions, work, node_tensors(case), case.scale, variant
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_opcheck_kv_append(dtype: torch.dtype) -> None:
+    for slots in (torch.tensor([3, 31, 0]), torch.zeros(0, dtype=torch.int64)):
+        key, value = torch.randn(2, len(slots), 2, 16).to(dtype)
+        torch.library.opcheck(ops.kv_append.default, (key, value, *pages(dtype), slots))
+        torch.library.opcheck(ops.kv_append.default, (key.requires_grad_(), value, *pages(dtype), slots))
+
+
+# With gradients the AOT check runs the backward and compares it with eager's; ours refuses in both, which
+# test_gradients_are_refused_by_name checks instead.
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("variant", ["causal", "window", "cap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_opcheck_tree_attention(dtype: torch.dtype, variant: str) -> None:
+    key = {"causal": "causal", "window": register(sliding_window(5)), "cap": register(soft_cap(4.0))}[variant]
+    for seed in range(3):
+        case = random_case(np.random.default_rng(seed), dtype)
+        torch.library.opcheck(ops.tree_attention.default, arguments(case, key), test_utils=CHECKS)
+        case.q.requires_grad_()
+        torch.library.opcheck(ops.tree_attention.default, arguments(case, key), test_utils=CHECKS[:3])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_layer_compiles_into_one_graph(backend: str, dynamic: bool | None) -> None:
+    """Append, attend: no graph break, and the numbers of eager."""
+
+    def layer(key: Tensor, value: Tensor, slots: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        ops.kv_append(key, value, rest[0], rest[1], slots)
+        out, lse = ops.tree_attention(2 * q, *rest)
+        return out + 1, lse
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=dynamic)
+    for seed in range(3):
+        case = random_case(np.random.default_rng(seed))
+        rows = len(case.q)
+        slots = torch.from_numpy(case.snapshot.slots(case.row_node, case.queries.row_offset()))
+        key, value = torch.randn(2, rows, *case.k_pages.shape[2:])
+        results = []
+        for function in (layer, compiled):
+            q, k_pages, v_pages, *rest = arguments(case)
+            args = (q, k_pages.clone(), v_pages.clone(), *rest)
+            results.append((*function(key, value, slots, *args), *args[1:3]))
+        for eager, from_graph in zip(*results, strict=True):
+            torch.testing.assert_close(eager, from_graph, rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_are_refused_by_name() -> None:
+    case = random_case(np.random.default_rng(0))
+    case.q.requires_grad_()
+    out, lse = ops.tree_attention(*arguments(case))
+    for result in (out, lse):
+        assert result.requires_grad
+        with pytest.raises(NoBackward, match="inference_mode"):
+            result.sum().backward(retain_graph=True)
+
+
+def changed(position: int, change: Callable[[Any], Any], inner: int | None = None) -> Callable[..., tuple[Any, ...]]:
+    def apply(*args: Any) -> tuple[Any, ...]:
+        args_list = list(args)
+        if inner is None:
+            args_list[position] = change(args_list[position])
+        else:
+            args_list[position] = list(args_list[position])
+            args_list[position][inner] = change(args_list[position][inner])
+        return tuple(args_list)
+
+    return apply
+
+
+WRONG = {
+    "q dtype": (
+        changed(0, lambda q: q.double()),
+        BadDtype,
+        "q must be torch.float32 like the pages, got torch.float64",
+    ),
+    "q dims": (changed(0, lambda q: q[0]), BadShape, r"q must have shape \[T, heads, 32\]"),
+    "head_dim": (changed(0, lambda q: q[..., :16]), BadShape, r"q must have shape \[T, heads, 32\]"),
+    "heads": (changed(0, lambda q: q[:, :3]), BadShape, "3 heads, which must be a multiple of the pages' 2 KV heads"),
+    "rows": (changed(3, lambda p: p[1:]), BadShape, "q_positions must have shape"),
+    "positions dtype": (changed(3, lambda p: p.int()), BadDtype, "q_positions must be torch.int64"),
+    "k dtype": (changed(1, lambda k: k.double()), BadDtype, "k_pages must be"),
+    "v dtype": (changed(2, lambda v: v.bfloat16()), BadDtype, "v_pages must be torch.float32 like k_pages"),
+    "v shape": (changed(2, lambda v: v[:, :, :1]), BadShape, "v_pages must have shape .* like k_pages"),
+    "strides": (changed(1, lambda k: k.repeat(1, 1, 1, 2)[..., ::2]), BadShape, "stride 1 over head_dim"),
+    "head-major": (
+        changed(1, lambda k: k.transpose(1, 2).contiguous().transpose(1, 2)),
+        BadShape,
+        "k_pages must be token-major.*make it with KVPool",
+    ),
+    "work count": (changed(4, lambda work: work[:4]), BadShape, "work must be the 5 tensors items"),
+    "work dtype": (changed(4, lambda t: t.long(), 2), BadDtype, "work.segments must be torch.int32"),
+    "items shape": (changed(4, lambda t: t[:, :3], 0), BadShape, r"work.items must have shape \[items, 4\]"),
+    "merge rows": (changed(4, lambda t: t[1:], 3), BadShape, "work.merge_indptr must have shape"),
+    "nodes count": (changed(5, lambda nodes: nodes[1:]), BadShape, "nodes must be the 5 tensors start"),
+    "nodes shape": (changed(5, lambda t: t[1:], 1), BadShape, "nodes.length must have shape"),
+    "slots": (changed(5, lambda t: t + 1000, 3), IndexError, "the pages hold slots 0"),
+    "variant": (changed(7, lambda _: "nonsense"), UnknownVariant, "no variant is registered as 'nonsense'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_tree_attention_says_what_is_wrong(what: str) -> None:
+    change, error, message = WRONG[what]
+    args = arguments(random_case(np.random.default_rng(5), heads=(4, 2, 32)))
+    with pytest.raises(error, match=message):
+        ops.tree_attention(*change(*args))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (changed(0, lambda key: key[1:]), BadShape, r"key must have shape \[3, 2, 16\]"),
+        (changed(1, lambda value: value.double()), BadDtype, "value must be torch.float32 like the pages"),
+        (changed(3, lambda v: v[0]), BadShape, "v_pages must have shape"),
+        (changed(4, lambda slots: slots.int()), BadDtype, "slots must be torch.int64"),
+        (changed(4, lambda slots: slots[None]), BadShape, r"slots must have shape \[N\]"),
+        (changed(4, lambda slots: slots + 30), IndexError, "slots 33..61"),
+    ],
+)
+def test_kv_append_says_what_is_wrong(
+    change: Callable[..., tuple[Any, ...]], error: type[Exception], message: str
+) -> None:
+    args = (torch.randn(3, 2, 16), torch.randn(3, 2, 16), *pages(), torch.tensor([3, 31, 4]))
+    with pytest.raises(error, match=message):
+        ops.kv_append(*change(*args))
+
+
+def test_fakes_check_devices() -> None:
+    pages = torch.empty(4, 8, 2, 16, device="meta")
+    with pytest.raises(BadDevice, match="key is on cpu, but the first tensor is on meta"):
+        ops.kv_append(torch.empty(1, 2, 16), pages[0, :1], pages, pages, torch.empty(1, device="meta").long())

@@ -1,0 +1,114 @@
+"""Trees that grow on the device: positions, slots and lengths are those of the tree itself, step after step."""
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkit.attention.bsr import check_queries
+from prefixkit.attention.decode_batch import DecodeBatch, decode_batch
+from prefixkit.runners.decode_tree import BatchTooLarge, DecodeCapacity, DecodeTree
+from prefixkit.tree.radix import PrefixTree, Sequence
+
+
+def make_batch(
+    rng: np.random.Generator, page_size: int, most_steps: int
+) -> tuple[PrefixTree, list[Sequence], DecodeBatch]:
+    """Some prompts, each with samples that have drawn a few tokens, the last of them pending; pages for ``most_steps`` more."""
+    tree = PrefixTree(4096, page_size)
+    head = rng.integers(0, 50, rng.integers(1, 40))
+    samples: list[Sequence] = []
+    for _ in range(rng.integers(1, 5)):
+        prompt = tree.insert(np.concatenate([head, rng.integers(0, 50, rng.integers(1, 20))]))
+        samples += tree.fork(prompt, int(rng.integers(1, 7)))
+    for _ in range(rng.integers(1, 2 * page_size + 2)):
+        tree.extend_each(samples, rng.integers(0, 50, len(samples)))
+    own = {sample.node for sample in samples}
+    nodes = tree.nodes()
+    tree.mark_ready(nodes, [node.length - (node in own) for node in nodes])
+    samples.sort(key=lambda sample: sample.node.index)
+    pages = [tree.allocator.allocate(tree.pages_to_extend(sample, most_steps)) for sample in samples]
+    return tree, samples, decode_batch(tree.snapshot(), np.array([s.node.index for s in samples], np.int32), pages)
+
+
+def truth(batch: DecodeBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Positions, slots and visible lengths of the batch's step, from its snapshot."""
+    tree, offset = batch.snapshot, batch.snapshot.length[batch.leaf] - 1
+    visible = tree.ready.copy()
+    visible[batch.leaf] = tree.length[batch.leaf]
+    return tree.start[batch.leaf] + offset, tree.slots(batch.leaf, offset), visible
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_every_step_is_that_of_the_grown_tree_and_rows_can_leave(seed: int, page_size: int) -> None:
+    print("seed", seed)
+    rng, most = np.random.default_rng(seed), 9
+    _, samples, batch = make_batch(rng, page_size, most)
+    here = DecodeTree(DecodeCapacity(64, 128, 2048), page_size, "cpu")
+    here.load(batch)
+    for step in range(most):
+        check_queries(batch.snapshot, batch.queries())
+        here.drawn = torch.from_numpy(rng.integers(-1, 50, 64))
+        here.advance(64)
+        assert here.tokens[: batch.num_rows].tolist() == here.drawn[: batch.num_rows].clamp(min=0).tolist()
+        assert (here.tokens[batch.num_rows :] == 0).all()
+        positions, slots, visible = truth(batch)
+        assert here.positions[: batch.num_rows].tolist() == positions.tolist()
+        assert here.slots[: batch.num_rows].tolist() == slots.tolist()
+        assert here.nodes[1][: batch.snapshot.num_nodes].tolist() == visible.tolist()
+        assert (here.slots[batch.num_rows :] == -1).all() and (here.positions[batch.num_rows :] == 0).all()
+        batch = batch.grown(1)
+        if step % 3 == 2 and batch.num_rows > 1:
+            rows = np.sort(rng.choice(batch.num_rows, batch.num_rows - 1, replace=False))
+            path = [(samples[row], int(batch.snapshot.length[batch.leaf[row]])) for row in rows]
+            batch, samples = batch.keep(rows), [samples[row] for row in rows]
+            assert [int(n) for n in batch.snapshot.length[batch.leaf]] == [length for _, length in path]
+            here.load(batch)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_kept_batch_is_the_tree_of_the_rows_that_stay(seed: int) -> None:
+    """As if the others had been released, but that nodes above them are not merged."""
+    rng = np.random.default_rng(seed)
+    _, _, batch = make_batch(rng, 4, 5)
+    rows = np.flatnonzero(rng.random(batch.num_rows) < 0.6)
+    kept = batch.keep(rows)
+
+    def path(one: DecodeBatch, node: int) -> list[tuple[int, ...]]:
+        tree, found = one.snapshot, []
+        while node >= 0:
+            pages = tree.pages[tree.page_indptr[node] : tree.page_indptr[node + 1]].tolist()
+            found.append((int(tree.start[node]), int(tree.length[node]), int(tree.first_slot[node]), *pages))
+            node = int(tree.parent[node])
+        return found
+
+    assert [path(kept, int(n)) for n in kept.leaf] == [path(batch, int(n)) for n in batch.leaf[rows]]
+    tree, nodes = kept.snapshot, np.arange(kept.snapshot.num_nodes)
+    for node in nodes:
+        inside = (nodes > node) & (nodes < tree.subtree_end[node])
+        assert all(inside[n] for n in nodes if tree.parent[n] == node), "children lie in the subtree"
+        assert all(tree.parent[n] >= node for n in nodes[inside]), "and nothing else does"
+    assert len(tree.sequence_node) == 0
+    assert kept.snapshot.version != batch.snapshot.version
+
+
+def test_a_row_without_a_page_for_its_token_stands_still() -> None:
+    _, _, batch = make_batch(np.random.default_rng(3), 4, 0)
+    here = DecodeTree(DecodeCapacity.of(batch), 4, "cpu")
+    here.load(batch)
+    for _ in range(6):
+        here.advance(batch.num_rows)
+        batch = batch.grown(1)
+    assert (here.slots == -1).all()
+    room = np.diff(batch.snapshot.page_indptr)[batch.leaf] * 4
+    assert here.nodes[1][batch.leaf].tolist() == room.tolist() == batch.snapshot.length[batch.leaf].tolist()
+    assert (here.positions.numpy() == (batch.snapshot.start[batch.leaf] + room - 1)).all()
+
+
+def test_a_batch_that_does_not_fit_is_refused_by_name() -> None:
+    _, _, batch = make_batch(np.random.default_rng(1), 4, 2)
+    need = DecodeCapacity.of(batch)
+    here = DecodeTree(DecodeCapacity(need.rows, need.nodes, need.pages - 1), 4, "cpu")
+    with pytest.raises(BatchTooLarge, match=f"pages={need.pages}"):
+        here.load(batch)
+    assert (here.leaf == -1).all()

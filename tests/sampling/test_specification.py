@@ -1,0 +1,294 @@
+"""Rows are drawn from the distribution that transformers' processors leave, each row for itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.specification import draw, probabilities
+
+ALMOST_1 = 1 - 2**-53
+
+
+def normal(seed, rows, vocab, spread):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def label(value):
+    """What differs from the defaults."""
+    fields = dataclasses.fields(value) if isinstance(value, SamplingParams) else ()
+    changed = [f"{f.name}={getattr(value, f.name)}" for f in fields if getattr(value, f.name) != f.default]
+    return ",".join(changed) or None
+
+
+def processed(logits, params, histories=None):
+    """What transformers' sampling makes of the logits, in its order."""
+    steps = LogitsProcessorList()
+    if params.repetition_penalty != 1:
+        steps.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.temperature != 1:
+        steps.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        steps.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        steps.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        steps.append(MinPLogitsWarper(params.min_p))
+    rows = [
+        steps(torch.as_tensor(np.array(history))[None], row[None].clone())
+        for row, history in zip(logits, histories or [[0]] * len(logits), strict=True)
+    ]
+    return torch.cat(rows)
+
+
+FILTERS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.7),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=50, temperature=0.8),
+    SamplingParams(top_k=3000),
+    SamplingParams(top_k=10**9),
+    SamplingParams(top_p=0.95, temperature=0.8),
+    SamplingParams(top_p=0.5),
+    SamplingParams(top_p=1e-6),
+    SamplingParams(top_p=0.99999),
+    SamplingParams(min_p=0.05),
+    SamplingParams(min_p=0.9),
+    SamplingParams(top_k=40, top_p=0.9, temperature=0.8),
+    SamplingParams(top_k=40, top_p=0.9, min_p=0.1, temperature=1.3),
+    SamplingParams(top_p=0.9, min_p=0.01),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(repetition_penalty=0.7, temperature=0.9, top_k=20, top_p=0.8, min_p=0.02),
+]
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=label)
+@pytest.mark.parametrize(("vocab", "spread"), [(11, 1.0), (300, 3.0), (5003, 0.1), (5003, 3.0), (20_000, 8.0)])
+def test_the_distribution_is_that_of_transformers(params, vocab, spread):
+    logits = normal(vocab, 6, vocab, spread)
+    histories = [np.random.default_rng(row).integers(0, vocab, 40) for row in range(6)]
+    ours = probabilities(logits, params, histories)
+    theirs = processed(logits, params, histories)
+    exact = torch.softmax(theirs.double(), -1)
+    most = exact.max(-1, keepdim=True).values
+    # Weights are cut to multiples of 2**-39 of the largest: what is below that has none.
+    weighty = exact >= 2**-38 * most
+    assert torch.equal(ours[weighty] > 0, exact[weighty] > 0)
+    assert (exact[ours > 0] > 0).all()
+    # In units of 2**-24: their scores are rounded once more (half a unit of score and top each); of ours the difference, the
+    # rate and the product, which the exponential makes relative errors; its polynomial has 2.8; so has the sum, on average.
+    top = theirs.max(-1, keepdim=True).values
+    score = torch.where(theirs > -torch.inf, theirs, top)
+    relative = (3.3 * (top - score) + score.abs() + top.abs() + 3).double() * 2**-24
+    relative += (exact * relative).sum(-1, keepdim=True) + 2**-39 * vocab
+    assert ((ours - exact).abs() <= exact * relative + 2**-39 * most).all()
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(top_k=3), SamplingParams(top_k=700), SamplingParams(min_p=0.2)], ids=label
+)
+def test_top_k_and_min_p_keep_all_tied_tokens_or_none_as_transformers_does(params):
+    logits = normal(1, 20, 4000, 2.0).round()
+    ours = probabilities(logits, params)
+    assert torch.equal(ours > 0, torch.softmax(processed(logits, params), -1) > 0)
+
+
+@pytest.mark.parametrize("top_p", [0.03, 0.3, 0.77])
+def test_of_tied_tokens_at_its_border_top_p_keeps_as_many_as_transformers_and_the_higher_ids(top_p):
+    levels = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    logits = levels[torch.randint(4, (20, 999), generator=torch.Generator().manual_seed(5))]
+    params = SamplingParams(top_p=top_p)
+    ours, theirs = probabilities(logits, params) > 0, processed(logits, params) > -torch.inf
+    for row, our, their in zip(logits, ours, theirs, strict=True):
+        # Which of the tied ones it keeps depends, there, on a sort that is free to order them in any way.
+        assert torch.equal(row[our].sort().values, row[their].sort().values)
+        border = our[row == row[our].min()]
+        assert 0 < border.sum() < len(border), "the border should divide a level"
+        assert torch.equal(border.int(), border.int().sort().values)
+
+
+def test_top_p_holds_p_and_not_one_token_more():
+    logits = normal(9, 4, 30_000, 2.5)
+    weights = torch.softmax(logits.double(), -1)
+    for p in (0.1, 0.6, 0.9, 0.999):
+        kept = probabilities(logits, SamplingParams(top_p=p)) > 0
+        held = (weights * kept).sum(-1)
+        least = torch.where(kept, weights, 2.0).min(-1).values
+        assert (held >= p - 1e-6).all()
+        assert (held - least < p + 1e-6).all()
+
+
+def test_a_kept_set_ignores_masked_tokens():
+    logits = normal(2, 3, 1000, 1.0)
+    logits[:, ::2] = -torch.inf
+    for params in (SamplingParams(top_k=900), SamplingParams(top_p=0.999999), SamplingParams()):
+        assert (probabilities(logits, params)[:, ::2] == 0).all()
+        for u in (0.0, 0.5, ALMOST_1):
+            assert (draw(logits, params, np.full(3, u))[0] % 2 == 1).all()
+
+
+@pytest.mark.parametrize("params", [FILTERS[1], FILTERS[7], FILTERS[14], FILTERS[17]], ids=label)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_frequencies_are_the_distribution(params, seed):
+    draws, vocab = 10_000, 60
+    logits = normal(seed, 1, vocab, 1.5)
+    history = np.arange(0, vocab, 3)
+    expected = probabilities(logits, params, [history])[0].numpy() * draws
+    u = np.random.default_rng(seed).random(draws)
+    tokens, _ = draw(logits.expand(draws, -1), params, u, [history] * draws)
+    counts = np.bincount(tokens.numpy(), minlength=vocab)
+    assert (counts[expected == 0] == 0).all()
+    likely = expected >= 5
+    chi_square = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
+    freedom = max(1, likely.sum() - 1)
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom) + 6
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=700)], ids=label)
+@pytest.mark.parametrize("vocab", [7, 256, 1000, 5000])
+def test_the_token_is_the_inverse_of_the_cumulative_distribution(params, vocab):
+    logits = normal(vocab, 1, vocab, 2.0)
+    cumulative = probabilities(logits, params)[0].cumsum(0).numpy()
+    u = np.random.default_rng(vocab).random(400)
+    tokens, _ = draw(logits.expand(400, -1), params, u)
+    clear = np.abs(cumulative[:, None] - u).min(0) > 1e-6  # elsewhere float32 weights may decide either way
+    assert clear.mean() > 0.95
+    np.testing.assert_array_equal(tokens.numpy()[clear], np.searchsorted(cumulative, u, side="right")[clear])
+
+
+def test_a_row_is_the_same_bits_alone_and_in_any_batch():
+    vocab = 30_011  # not a multiple of any vector or block
+    logits = normal(3, 70, vocab, 3.0)
+    laws = list(itertools.islice(itertools.cycle([*FILTERS, SamplingParams(temperature=0)]), 70))
+    histories = [np.random.default_rng(row).integers(0, vocab, 500) for row in range(70)]
+    u = np.random.default_rng(0).random(70)
+    tokens, logprobs = draw(logits, laws, u, histories)
+    shuffled = np.random.default_rng(1).permutation(70)
+    again, logprobs_again = draw(
+        logits[shuffled], [laws[row] for row in shuffled], u[shuffled], [histories[row] for row in shuffled]
+    )
+    assert torch.equal(again, tokens[shuffled])
+    assert torch.equal(logprobs_again, logprobs[shuffled])
+    for row in range(70):
+        token, logprob = draw(logits[row : row + 1], laws[row], u[row : row + 1], histories[row : row + 1])
+        assert (token.item(), logprob.item()) == (tokens[row].item(), logprobs[row].item())
+
+
+def test_greedy_takes_the_lowest_of_equals_and_ignores_the_filters():
+    logits = normal(4, 5, 5000, 1.0)
+    logits[:, [77, 78, 4000]] = 9.0
+    params = SamplingParams(temperature=0, top_k=5, top_p=0.1, min_p=0.5)
+    tokens, logprobs = draw(logits, params, np.full(5, 0.999))
+    assert tokens.tolist() == [77] * 5
+    assert torch.equal(logprobs, torch.log_softmax(logits, -1)[:, 77])
+    assert torch.equal(probabilities(logits, params).argmax(-1), tokens)
+
+
+def test_greedy_with_a_penalty_avoids_what_was_said():
+    logits = torch.tensor([[2.0, 1.9, -1.0], [-1.0, -1.05, -9.0]])
+    params = SamplingParams(temperature=0, repetition_penalty=1.2)
+    assert draw(logits, params, np.zeros(2), [[0, 0, 0], [0]])[0].tolist() == [1, 1]
+    assert draw(logits, params, np.zeros(2), [[], [7]])[0].tolist() == [0, 0]  # ids beyond the head do not count
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=label)
+def test_log_probabilities_are_the_models_own(params):
+    logits = normal(6, 4, 2000, 4.0)
+    tokens, logprobs = draw(logits, params, np.array([0.1, 0.4, 0.7, 0.99]), [[1, 2, 3]] * 4)
+    assert tokens.dtype == torch.int64
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=label)
+def test_the_callers_logits_are_left_alone(params):
+    logits = normal(7, 3, 500, 2.0)
+    before = logits.clone()
+    draw(logits, params, np.array([0.2, 0.5, 0.8]), [[1, 2, 3]] * 3)
+    probabilities(logits, params, [[1, 2, 3]] * 3)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    "params", [*FILTERS[:3], SamplingParams(top_k=2000), SamplingParams(top_p=0.9999999)], ids=label
+)
+@pytest.mark.parametrize("u", [0.0, 5e-324, 0.5, ALMOST_1])
+def test_a_token_without_weight_is_never_drawn(params, u):
+    logits = torch.full((1, 3001), -500.0)  # weight 0 in float32
+    for places in ([0], [3000], [1234], [255, 256], [10, 2999]):
+        row = logits.clone()
+        row[0, places] = torch.tensor([1.0, 0.5])[: len(places)]
+        assert draw(row, params, np.array([u]))[0].item() in places
+
+
+def test_almost_1_draws_the_last_token_with_weight():
+    logits = torch.zeros(1, 100_003)
+    assert draw(logits, SamplingParams(), np.array([ALMOST_1]))[0].item() == 100_002
+    assert draw(logits, SamplingParams(), np.array([0.0]))[0].item() == 0
+
+
+def test_noise_of_1e_6_moves_only_tokens_that_lie_at_a_boundary():
+    logits = normal(8, 200, 20_000, 3.0)
+    noisy = logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)) * 1e-6
+    u = np.random.default_rng(2).random(200)
+    for params in (SamplingParams(temperature=0.8), SamplingParams(top_p=0.95, temperature=0.8)):
+        same = draw(logits, params, u)[0] == draw(noisy, params, u)[0]
+        assert same.float().mean() > 0.98
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "row 37 of the logits holds NaN"),
+        (float("inf"), r"row 37 of the logits holds \+inf"),
+        (-float("inf"), "row 37 of the logits holds no finite value"),
+    ],
+)
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.9)], ids=label
+)
+def test_logits_that_cannot_be_drawn_from_name_their_row(value, message, params):
+    logits = normal(0, 40, 20_000, 1.0)
+    if value == -float("inf"):
+        logits[37] = value
+    else:
+        logits[37, 11_111] = value
+    with pytest.raises(ValueError, match=message):
+        draw(logits, params, np.full(40, 0.5))
+
+
+def test_arguments_that_do_not_fit_say_so():
+    logits, u = torch.zeros(2, 5), np.zeros(2)
+    with pytest.raises(TypeError, match=r"float32, got torch.bfloat16; convert them with .float"):
+        draw(logits.bfloat16(), SamplingParams(), u)
+    with pytest.raises(ValueError, match=r"\[rows, vocab\], got \[5\]"):
+        draw(logits[0], SamplingParams(), u)
+    with pytest.raises(ValueError, match="uniforms must have one entry for each of the 2 rows of logits, got 3"):
+        draw(logits, SamplingParams(), np.zeros(3))
+    with pytest.raises(ValueError, match="params must have one entry for each of the 2 rows"):
+        draw(logits, [SamplingParams()], u)
+    with pytest.raises(ValueError, match="histories must have one entry for each of the 2 rows"):
+        draw(logits, SamplingParams(), u, [[1]])
+    with pytest.raises(ValueError, match=r"row 1 asks for repetition_penalty=1\.1, .* pass histories"):
+        draw(logits, [SamplingParams(), SamplingParams(repetition_penalty=1.1)], u)
+    with pytest.raises(ValueError, match="leave float32"):
+        draw(logits + 1e35, SamplingParams(temperature=1e-6), u)
+
+
+def test_no_rows_draw_nothing():
+    tokens, logprobs = draw(torch.zeros(0, 50), SamplingParams(), np.zeros(0))
+    assert tokens.shape == logprobs.shape == (0,)
