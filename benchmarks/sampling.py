@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.tree_attention.timing import input_sets, machine, replay_us
 from prefixkit.backends.cuda.sampling import GpuSampler
-from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.params import SamplingParams
 
 BANDWIDTH = 4.3e12  # bytes a second, an H200's
 SPREAD, SEED, TEMPERATURE, TOP_P, TOP_K = 3.0, 0, 0.8, 0.95, 50

@@ -28,7 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.memory import pages_needed
-from prefixkit.engine.request import Request, SamplingParams
+from prefixkit.engine.request import Request
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.tree import PrefixTree, Sequence
 

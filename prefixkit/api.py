@@ -11,18 +11,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import prefixkit.backends  # noqa: F401 - registers them
+from prefixkit.attention.planner import Planner
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.step import Planner, planner_for
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, pool_pages, prefill_chunk_for, step_bytes
 from prefixkit.engine.report import Report
-from prefixkit.engine.request import BeamParams, Request, Sample, SamplingParams, TokenEvent
+from prefixkit.engine.request import BeamParams, Request, Sample, TokenEvent
 from prefixkit.engine.stop import special_tokens
 from prefixkit.models import ModelRunner, NotPatched, is_patched, kv_spec, query_heads
 from prefixkit.models.compile.packed_weights import moves
+from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.prompts import Prompt, encode_prompts, occurrences
 from prefixkit.runners.decoder import Decoder
+from prefixkit.runners.graph import GraphDecoder
+from prefixkit.runners.sampler import sampler_of
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.radix import PrefixTree
 
 log = logging.getLogger("prefixkit")
@@ -254,18 +259,23 @@ def make_engine(
     pool = KVPool(spec, num_pages, page_size)
     shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
     tree = PrefixTree(num_pages, page_size)
-    planner, runner = planner_for(shape, spec.device, spec.dtype), ModelRunner(model, pool)
+    backend = backend_for(spec.device)
+    planner, runner = backend.planner_for(shape, spec.device, spec.dtype), ModelRunner(model, pool)
     decoder = graph_decoder(runner, planner, page_size, spec.device) if graphs else None
     if compiled and decoder is None:
         log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
     elif compiled:  # prompts come in any length, so they keep a runner that compiles nothing
         decoder = graph_decoder(ModelRunner(model, pool, compiled=True), planner, page_size, spec.device, shrink=0.5)
-    engine = Engine(runner, pool, tree, planner, prefill_chunk=chunk, decoder=decoder, most_running=MOST_RUNNING)
-    if planner.num_sms is not None:  # our kernels run here
-        from prefixkit.backends.cuda.sampler import GpuDrawer
-
-        engine.drawer = GpuDrawer()
-    return engine
+    return Engine(
+        runner,
+        pool,
+        tree,
+        planner,
+        prefill_chunk=chunk,
+        decoder=decoder,
+        sampler=sampler_of(backend),
+        most_running=MOST_RUNNING,
+    )
 
 
 def graph_decoder(
@@ -274,12 +284,12 @@ def graph_decoder(
     """What decodes by CUDA graphs; None where that cannot be, with a line in the log if it is a GPU."""
     if device.type != "cuda":
         return None
-    if planner.launch is None:
+    backend = backend_for(device)
+    planning = None if backend.graph_planning is None else backend.graph_planning(planner)
+    if planning is None or backend.sampling is None:
         log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
         return None
-    from prefixkit.runners.graph import GraphDecoder
-
-    return GraphDecoder(runner.compute, planner, page_size, device, shrink, runner.addresses, moves)
+    return GraphDecoder(runner.compute, planning, backend.sampling, page_size, device, shrink, runner.addresses, moves)
 
 
 def _checked_prompts(model: Any, tokenizer: Any, prompts: Prompt | Iterable[Prompt]) -> list[NDArray[np.int32]]:

@@ -33,8 +33,7 @@ part() {
 }
 wants() { [[ "$parts" == *" $1 "* ]]; }
 
-"$python" -c 'import prefixkit.ops.library
-from prefixkit.ops.backend import facts
+"$python" -c 'from prefixkit.cli.env import facts
 for name, value in facts(): print(f"{name}: {value}")' | tee "$out/env.txt"
 
 if wants tests; then

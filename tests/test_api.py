@@ -9,7 +9,8 @@ from transformers import BatchEncoding
 
 import prefixkit
 from prefixkit.api import make_engine
-from prefixkit.engine.request import Request, SamplingParams
+from prefixkit.engine.request import Request
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.models import NotPatched
 from tests.tiny import EOS, ByteTokenizer, byte_tokenizer, tiny_llama

@@ -1,25 +1,45 @@
-"""Who may import whom (docs/design.md), read from the sources themselves."""
+"""Who may import whom (docs/design.md), read from the sources: imports inside functions and for type checking count."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "prefixkit"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "prefixkit"
+LEAVES = {"paths", "checking"}  # modules that import nothing of prefixkit
 
-# What the files of a room may import of prefixkit, and must not import of others.
-ROOMS = {
-    "tree": ({"tree"}, {"torch", "transformers", "accelerate", "safetensors", "einops"}),
-    "attention": ({"attention", "tree", "paths"}, {"transformers", "accelerate", "safetensors"}),
-    "models": ({"models", "attention", "tree"}, set()),
-    "generation": ({"generation", "attention", "tree"}, {"transformers", "accelerate", "safetensors"}),
-    "demo": ({"demo", "paths"}, set()),
+# What each package may import of prefixkit, besides itself and the leaves.
+MAY_IMPORT = {
+    "tree": set(),
+    "sampling": set(),
+    "cuda": set(),
+    "attention": {"tree"},
+    "ops": {"attention", "sampling", "tree"},
+    "runners": {"attention", "ops", "sampling", "tree"},
+    "backends": {"attention", "cuda", "ops", "sampling", "tree"},
+    "engine": {"attention", "ops", "runners", "sampling", "tree"},
+    "models": {"attention", "ops", "runners", "tree"},
+    "demo": set(),
 }
-COMMAND_LINE = {"cli", "commands"}
+# Libraries that only some may import.
+ONLY_IN = {
+    "transformers": {"models", "demo", "cli", "api"},
+    "accelerate": {"models"},
+    "cuda": {"cuda", "backends"},
+    "typer": {"cli"},
+    "rich": {"cli", "demo"},
+}
 
 
-def sources(folder):
-    return sorted(folder.rglob("*.py"))
+def sources():
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(path):
@@ -35,31 +55,78 @@ def imports(path):
     return names
 
 
-def rooms_of(names):
+def packages_of(names):
     return {name.split(".")[1] for name in names if name.startswith("prefixkit.")}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_the_rooms_below_it(room):
-    allowed, forbidden = ROOMS[room]
-    assert sources(PACKAGE / room), f"{room} is empty"
-    for path in sources(PACKAGE / room):
-        names = imports(path)
-        assert rooms_of(names) <= allowed, path
-        assert not {name.split(".")[0] for name in names} & forbidden, path
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_only_packages_below_it(package):
+    folder = PACKAGE / package
+    assert list(folder.rglob("*.py")), f"{package} is empty"
+    for path in sorted(folder.rglob("*.py")):
+        found = packages_of(imports(path)) - {package} - LEAVES
+        assert found <= MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {found - MAY_IMPORT[package]}"
 
 
-def test_nobody_imports_the_command_line():
-    for path in sources(PACKAGE):
-        if path.relative_to(PACKAGE).parts[0].removesuffix(".py") not in COMMAND_LINE:
-            assert not rooms_of(imports(path)) & COMMAND_LINE, path
+def test_leaves_import_nothing_of_ours():
+    for leaf in LEAVES:
+        assert not packages_of(imports(PACKAGE / f"{leaf}.py")), leaf
 
 
-def test_only_models_and_what_the_user_touches_import_transformers():
-    for path in sources(PACKAGE):
-        if any(name.split(".")[0] == "transformers" for name in imports(path)):
-            assert path.relative_to(PACKAGE).parts[0] in {"models", "demo", "commands", "api.py"}, path
+def test_only_the_public_interface_and_the_command_line_import_backends():
+    for path in sources():
+        package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if package not in {"api", "backends", "cli"}:
+            assert "backends" not in packages_of(imports(path)), path
+
+
+def test_nothing_imports_the_command_line():
+    for path in sources():
+        if path.relative_to(PACKAGE).parts[0] not in {"cli", "__main__.py"}:
+            assert "cli" not in packages_of(imports(path)), path
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_a_library_is_imported_only_where_it_belongs(library):
+    for path in sources():
+        if any(name.split(".")[0] == library for name in imports(path)):
+            assert path.relative_to(PACKAGE).parts[0].removesuffix(".py") in ONLY_IN[library], path
+
+
+def test_modules_import_each_other_in_no_cycle():
+    modules = {module_of(path) for path in sources()}
+    graph = {
+        module_of(path): {
+            next(n for n in (name, name.rpartition(".")[0]) if n in modules)
+            for name in imports(path)
+            if name in modules or name.rpartition(".")[0] in modules
+        }
+        for path in sources()
+    }
+    done, path = set(), []
+
+    def visit(module):
+        assert module not in path, f"a cycle: {' -> '.join([*path[path.index(module) :], module])}"
+        if module in done:
+            return
+        path.append(module)
+        for other in sorted(graph[module] - {module}):
+            visit(other)
+        path.pop()
+        done.add(module)
+
+    for module in sorted(graph):
+        visit(module)
 
 
 def test_no_file_is_called_utils():
-    assert not [path for path in sources(PACKAGE) if "util" in path.stem]
+    assert not [path for path in sources() if "util" in path.stem]
+
+
+def test_the_design_names_these_packages_and_these_imports():
+    """The table in docs/design.md: a row for each package, with what it imports."""
+    rows = re.findall(r"^\| `prefixkit/(\w+)/` \| ([^|]*) \|", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    said = {package: set(re.findall(r"`(\w+)`", imported)) for package, imported in rows}
+    assert {package: said.get(package) for package in MAY_IMPORT} == MAY_IMPORT
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert set(said) == folders

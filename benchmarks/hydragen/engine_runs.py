@@ -13,7 +13,8 @@ from benchmarks.hydragen.jobs import Job, Row
 from benchmarks.hydragen.step import Rig
 from prefixkit.api import make_engine
 from prefixkit.engine.report import Report
-from prefixkit.engine.request import Request, SamplingParams
+from prefixkit.engine.request import Request
+from prefixkit.sampling.params import SamplingParams
 
 # Part of the memory that is free which KV may take.
 MEMORY_SHARE = 0.85

@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import Queries
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
-from prefixkit.attention.gpu_plan import GpuPlan
 from prefixkit.attention.kv_split import EXTRA
+from prefixkit.attention.plan import Plan
 from prefixkit.attention.sharing import HeadShape, may_share
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
+# A plan made by a GPU has capacity for any plan, and the attention op for its partial states: no more than this.
+MOST_PARTIAL_BYTES = 2**29
 OVERFLOW = 7  # of counts: 1 where a plan made on the GPU did not fit, and is empty
 
 
@@ -39,7 +41,7 @@ class PlanCapacity:
     partials: int
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the six arrays, in the order of :meth:`GpuPlan.arrays`; none is empty, so that all have an address."""
+        """Shapes of the six arrays, in the order of :meth:`Plan.arrays`; none is empty, so that all have an address."""
         wide, narrow, segments, partials = (max(n, 1) for n in (self.wide, self.narrow, self.segments, self.partials))
         return (8,), (wide, 8), (narrow, 8), (segments, 3), (self.rows + 1,), (partials,)
 
@@ -58,7 +60,7 @@ class PlanCapacity:
             raise PlanTooLarge(f"{what} needs {', '.join(short)}; make larger buffers, and capture graphs anew")
 
 
-def size_of(plan: GpuPlan) -> PlanCapacity:
+def size_of(plan: Plan) -> PlanCapacity:
     """What this plan needs."""
     return PlanCapacity(len(plan.wide), len(plan.narrow), len(plan.segments), plan.num_rows, plan.num_partial_rows)
 

@@ -1,87 +1,302 @@
-"""Plans for executors that cut the work themselves: block-sparse rows as work items, and the order in which partials merge.
+"""Plans: the rows of composable formats cut into work items, with the order in which their partial states merge.
 
-A plan is a value: deterministic, and good for every layer and every step until the tree's structure changes.
+A plan is a value: deterministic, comparable, and good for every layer and every step until the tree's structure changes.  Every
+backend plans like this.  Executors in plain torch take each row whole.  For our kernels rows are cut to fit one GPU: tile
+items (more than 8 query heads, up to a tile's) run on the tensor cores, one at a time on each multiprocessor; decode items
+(up to 8) on the bandwidth path, one on each of four warps of a multiprocessor.  Both lists run from the longest to the
+shortest, each item once for every KV head; worker ``w`` of ``n`` takes entries ``w``, ``2n - 1 - w``, ``2n + w`` and so on
+(after FlashInfer's Algorithm 1: the longest first, to the least loaded worker).
+
+This is the specification of plans made on the GPU, which equal it array by array (``csrc/planner/plan_tree.cu``).  So it counts
+in whole numbers, and needs only sums, prefix sums and one sort by a small key.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from prefixkit.attention.ancestry import Longs
-from prefixkit.attention.bsr import BSR
+from prefixkit.attention.bsr import BSR, OPEN
+from prefixkit.attention.gpu_cost import NARROW_ROWS, GpuCost
+from prefixkit.attention.kv_split import choose_pieces, units_of
 from prefixkit.tree.snapshot import Ints
 
-ITEM_COLUMNS = ("q_begin", "q_end", "causal", "partial_begin")
+Longs = NDArray[np.int64]
+
+ITEM_FIELDS = ("q_begin", "q_end", "partial_begin", "seg_begin", "2 * segments + causal", "node", "begin", "end")
+# Items are sorted by length to this part of the longest.
+ORDER_LEVELS = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Work items and merges of one tree attention.
+    """The work of one tree attention on one GPU.
 
     Attributes:
-        items: ``[items, 4]`` with columns :data:`ITEM_COLUMNS`.  An item reads its segments for queries ``[q_begin, q_end)``
-            and writes their states to rows ``partial_begin...`` of the partial buffer; ``partial_begin = -1`` means that no
-            other item touches these queries and the item writes the output itself.
-        segment_indptr: ``[items + 1]`` bounds of each item's segments.
-        segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node, as ``(node, begin, end)``; ``end`` may be ``OPEN``.
-        merge_indptr: ``[rows + 1]`` bounds of each query row's partials; empty where an item writes the output itself.
+        counts: ``[8]`` wide items, narrow items, query rows, partial rows, 1 where wide items are taken head by head, 1
+            where narrow items take by far longer than wide ones, zeros.
+        wide, narrow: ``[items, 8]`` with columns :data:`ITEM_FIELDS`; ``partial_begin = -1``: the item writes the output.
+            ``node, begin, end`` repeat the item's first segment.
+        segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node; ``end`` may be ``OPEN``.
+        merge_indptr: ``[rows + 1]`` bounds of each row's partials; empty where an item writes the output.
         merge_indices: Partial rows in the order of merging, root first.
     """
 
-    items: Ints
-    segment_indptr: Ints
+    counts: Ints
+    wide: Ints
+    narrow: Ints
     segments: Ints
     merge_indptr: Ints
     merge_indices: Ints
 
     @property
     def num_rows(self) -> int:
-        return len(self.merge_indptr) - 1
+        return int(self.counts[2])
+
+    @property
+    def num_partial_rows(self) -> int:
+        return int(self.counts[3])
 
     def arrays(self) -> tuple[Ints, ...]:
-        """The five arrays that the ops take as ``work``, in their order."""
-        return self.items, self.segment_indptr, self.segments, self.merge_indptr, self.merge_indices
+        """The six arrays that the kernel takes, in their order."""
+        return self.counts, self.wide, self.narrow, self.segments, self.merge_indptr, self.merge_indices
+
+    @property
+    def items(self) -> Ints:
+        """``[items, 8]`` all items, tile items first."""
+        return np.concatenate((self.wide, self.narrow))
 
     def kv_tokens_read(self, length: Ints) -> int:
         """Token KVs read in a run over all heads, when node ``n`` holds ``length[n]`` tokens."""
-        node, begin, end = self.segments.T
-        return int((np.minimum(end, length[node]) - begin).sum())
+        node, low, high = self.segments.T
+        before = np.concatenate(([0], np.cumsum(np.minimum(high, length[node]) - low)))
+        begin, count = self.items[:, 3:5].T
+        return int((before[begin + count // 2] - before[begin]).sum())
 
 
-def make_plan(rows: BSR, num_rows: int) -> Plan:
-    """One work item for each block-sparse row.
+def make_plan(
+    formats: Sequence[BSR],
+    length: Ints,
+    num_rows: int,
+    *,
+    group: int = 1,
+    kv_heads: int = 1,
+    num_sms: int = 132,
+    cost: GpuCost | None = None,
+) -> Plan:
+    """Cut formats into work items.
 
     Args:
-        rows: From ``decompose``; ancestors before descendants.
+        formats: Block-sparse rows, from ``decompose`` or of a mask of one's own.
+        length: ``[nodes]`` visible tokens of each node now; an OPEN segment counts as this long.
         num_rows: Query rows of the step.
+        group: Query heads per KV head.
+        kv_heads: KV heads; each item runs once for each.
+        num_sms: Multiprocessors that share the work.
+        cost: What the GPU's paths cost, and how many query heads its largest tile holds; a larger group is cut into slices by
+            the kernel.  None leaves every row whole, as one tile item.
 
     Returns:
         The plan; the same input always gives the same plan.
     """
-    spans = np.stack((rows.q_begin, rows.q_end), axis=1).astype(np.int64)
-    partial_begin, merge_indptr, merge_indices, _ = number_partials(spans, num_rows)
-    return Plan(
-        items=np.column_stack((spans, rows.causal, partial_begin)).astype(np.int32),
-        segment_indptr=rows.indptr,
-        segments=np.stack((rows.node, rows.begin, rows.end), axis=1),
-        merge_indptr=merge_indptr,
-        merge_indices=merge_indices,
-    )
+    rows = _gather_rows(formats, length)
+    if cost is None:
+        return _whole(rows, num_rows)
+    tile_rows = cost.sharing.tile_heads
+    tiles = _tile(rows, group, tile_rows)
+    entries = kv_heads * -(-group // tile_rows)  # of an item: KV heads, and slices of a large group
+    pieces = np.ones(len(tiles.row), dtype=np.int64)
+    for role, mine in ((cost.wide, tiles.is_wide), (cost.narrow, ~tiles.is_wide)):
+        if mine.any():
+            pieces[mine] = choose_pieces(role, tiles.tokens[mine], entries, num_sms)
+    tile, piece = _order_items(rows, tiles, pieces)
+    items, segments, units = _cut(rows, tiles, pieces, tile, piece, cost)
+    is_wide = tiles.is_wide[tile]
+    num_wide = int(is_wide.sum())
+    hints = _goes_by_head(tiles, num_wide, kv_heads, num_sms, cost), _streams(tiles, cost)
+    return _finish(items, segments, num_rows, num_wide, _sort(units, is_wide), hints)
 
 
-def number_partials(items: Longs, num_rows: int) -> tuple[Longs, Ints, Ints, int]:
-    """Give every item its rows of the partial buffer, and every query row its partials in item order (root first).
+def _whole(rows: _Rows, num_rows: int) -> Plan:
+    """Each row as one item."""
+    items = np.zeros((len(rows.q_begin), 8), dtype=np.int64)
+    items[:, 0], items[:, 1] = rows.q_begin, rows.q_end
+    items[:, 3], items[:, 4] = rows.seg_begin, 2 * rows.seg_count + rows.causal
+    return _finish(items, rows.segments, num_rows, len(items), np.arange(len(items)), (0, 0))
 
-    Args:
-        items: ``[items, 2 or more]`` whose first columns are q_begin and q_end.
-        num_rows: Query rows of the step.
 
-    Returns:
-        ``partial_begin [items]``, -1 for an item that has its rows for itself; ``merge_indptr [rows + 1]`` and
-        ``merge_indices``, as plans have them; the number of partial rows.
+def _finish(items: Longs, segments: Longs, num_rows: int, num_wide: int, order: Longs, hints: tuple[int, int]) -> Plan:
+    """Number the partial rows of items, which come root first, and list the items in ``order``."""
+    items[:, 2], merge_indptr, merge_indices, partials = _number_partials(items, num_rows)
+    items[:, 5:8] = segments[items[:, 3]]
+    ordered = items[order].astype(np.int32)
+    counts = np.array([num_wide, len(items) - num_wide, num_rows, partials, *hints, 0, 0], dtype=np.int32)
+    return Plan(counts, ordered[:num_wide], ordered[num_wide:], segments.astype(np.int32), merge_indptr, merge_indices)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """All rows of all formats, ancestors before descendants, and one table of their segments with the tokens before each."""
+
+    q_begin: Longs
+    q_end: Longs
+    causal: Longs
+    seg_begin: Longs
+    seg_count: Longs
+    segments: Longs
+    before: Longs
+
+    def tokens(self) -> Longs:
+        total: Longs = self.before[self.seg_begin + self.seg_count] - self.before[self.seg_begin]
+        return total
+
+
+def _gather_rows(formats: Sequence[BSR], length: Ints) -> _Rows:
+    offsets = np.cumsum([0, *(len(bsr.node) for bsr in formats)])
+    columns = [
+        np.concatenate([np.asarray(getattr(bsr, name), dtype=np.int64) for bsr in formats])
+        if formats
+        else np.zeros(0, dtype=np.int64)
+        for name in ("q_begin", "q_end", "causal", "node", "begin", "end")
+    ]
+    q_begin, q_end, causal, node, begin, end = columns
+    seg_count = np.concatenate([np.zeros(0, dtype=np.int64), *(np.diff(bsr.indptr) for bsr in formats)])
+    bounds = [bsr.indptr[:-1] + offset for bsr, offset in zip(formats, offsets[:-1], strict=True)]
+    seg_begin = np.concatenate([np.zeros(0, dtype=np.int64), *bounds])
+    before = np.concatenate(([0], np.cumsum(np.minimum(end, length[node]) - begin)))
+    # In the order of their own nodes, the last ones; a query's partial states then merge root first.
+    key = 2 * node[seg_begin + seg_count - 1] + causal
+    if np.any(key[1:] < key[:-1]):
+        order = np.argsort(key, kind="stable")
+        q_begin, q_end, causal = q_begin[order], q_end[order], causal[order]
+        seg_begin, seg_count = seg_begin[order], seg_count[order]
+    return _Rows(q_begin, q_end, causal, seg_begin, seg_count, np.stack((node, begin, end), axis=1), before)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """Rows cut so that a role can hold their queries; ``first``: number of the row's first tile, ``count``: its tiles."""
+
+    row: Longs
+    begin: Longs
+    end: Longs
+    tokens: Longs
+    is_wide: NDArray[np.bool_]
+    first: Longs
+    count: Longs
+
+
+def _tile(rows: _Rows, group: int, most: int) -> _Tiles:
+    queries = rows.q_end - rows.q_begin
+    step = np.where(queries * group <= NARROW_ROWS, queries, max(1, most // group))
+    count = -(-queries // step)
+    first = np.cumsum(count) - count
+    row = np.repeat(np.arange(len(queries)), count)
+    begin = rows.q_begin[row] + (np.arange(len(row)) - first[row]) * step[row]
+    end = np.minimum(begin + step[row], rows.q_end[row])
+    # A causal row ends with its queries, each at its own token: a tile looks no further than its last one.
+    is_open = rows.segments[rows.seg_begin + rows.seg_count - 1, 2] == OPEN
+    hidden = np.where(rows.causal.astype(bool) & is_open, rows.q_end, 0)[row] - end
+    tokens = rows.tokens()[row] - np.maximum(hidden, 0)
+    return _Tiles(row, begin, end, np.maximum(tokens, 0), (end - begin) * group > NARROW_ROWS, first, count)
+
+
+def _order_items(rows: _Rows, tiles: _Tiles, pieces: Longs) -> tuple[Longs, Longs]:
+    """Tile and piece of each item.  Tiles of a dense row that read the same piece follow each other, for the cache's sake."""
+    first = np.cumsum(pieces) - pieces
+    tile = np.repeat(np.arange(len(pieces)), pieces)
+    piece = np.arange(len(tile)) - first[tile]
+    dense = (rows.causal == 0) & (tiles.count > 1)
+    if not dense.any() or int(pieces.max()) == 1:
+        return tile, piece
+    # All tiles of a dense row but the last have the same pieces.
+    row = tiles.row[tile]
+    number, others = tile - tiles.first[row], tiles.count[row] - 1
+    full, last = pieces[tiles.first[row]], pieces[tiles.first[row] + others]
+    ahead = np.where(number < others, np.minimum(piece, last), 0)
+    before = np.where(number < others, piece * others + number, np.minimum(piece + 1, full) * others + piece)
+    place = np.where(dense[row], first[tiles.first[row]] + before + ahead, np.arange(len(tile)))
+    order = np.empty(len(tile), dtype=np.int64)
+    order[place] = np.arange(len(tile))
+    return tile[order], piece[order]
+
+
+def _cut(
+    rows: _Rows, tiles: _Tiles, pieces: Longs, tile: Longs, piece: Longs, cost: GpuCost
+) -> tuple[Longs, Longs, Longs]:
+    """Items, all segments, and the units of each item; whole tiles share their row's segments, pieces get their own."""
+    row, of, tokens = tiles.row[tile], pieces[tile], tiles.tokens[tile]
+    is_wide = tiles.is_wide[tile]
+    unit = np.where(is_wide, cost.wide.unit, cost.narrow.unit)
+    whole = np.where(is_wide, units_of(cost.wide, tokens), units_of(cost.narrow, tokens))
+    low = whole * piece // of * unit
+    high = np.where(piece + 1 == of, tokens, whole * (piece + 1) // of * unit)
+    items = np.zeros((len(tile), 8), dtype=np.int64)
+    items[:, 0], items[:, 1] = tiles.begin[tile], tiles.end[tile]
+    items[:, 3], items[:, 4] = rows.seg_begin[row], 2 * rows.seg_count[row] + rows.causal[row]
+    cut = np.flatnonzero(of > 1)
+    segments = rows.segments
+    if len(cut):
+        begin, count, added = _cut_segments(rows, row[cut], low[cut], high[cut], piece[cut] + 1 == of[cut])
+        items[cut, 3], items[cut, 4] = len(segments) + begin, 2 * count + rows.causal[row[cut]]
+        segments = np.concatenate((segments, added))
+    return items, segments, np.maximum(1, -(-(high - low) // unit))
+
+
+def _cut_segments(
+    rows: _Rows, row: Longs, low: Longs, high: Longs, is_end: NDArray[np.bool_]
+) -> tuple[Longs, Longs, Longs]:
+    """Tokens ``[low, high)`` of rows as new segments: where they begin, how many, and all of them.  Row ends stay OPEN."""
+    base, final = rows.before[rows.seg_begin[row]], (rows.seg_begin + rows.seg_count - 1)[row]
+    is_open = is_end & (rows.segments[final, 2] == OPEN)
+    first = np.minimum(np.searchsorted(rows.before, base + low, side="right") - 1, final)
+    last = np.where(is_open, final, np.searchsorted(rows.before, base + high) - 1)
+    count = last - first + 1
+    begin = np.cumsum(count) - count
+    item = np.repeat(np.arange(len(row)), count)
+    source = first[item] + np.arange(len(item)) - begin[item]
+    added = rows.segments[source]
+    starts, origin = added[:, 1].copy(), rows.before[source]
+    size = rows.before[source + 1] - origin
+    added[:, 1] += np.maximum((base + low)[item] - origin, 0)
+    closed = starts + np.minimum(size, (base + high)[item] - origin)
+    added[:, 2] = np.where(is_open[item] & (source == final[item]), OPEN, closed)
+    return begin, count, added
+
+
+def _sort(units: Longs, is_wide: NDArray[np.bool_]) -> Longs:
+    """Wide items, then narrow ones; the longest first, and among those alike in their order."""
+    key = np.zeros(len(units), dtype=np.uint16)
+    for mine, base in ((is_wide, ORDER_LEVELS - 1), (~is_wide, 2 * ORDER_LEVELS - 1)):
+        if mine.any():
+            key[mine] = base - units[mine] * (ORDER_LEVELS - 1) // units[mine].max()
+    return np.argsort(key, kind="stable")
+
+
+def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: GpuCost) -> int:
+    """1 where all wide items of a KV head are taken before those of the next: the KV of fewer heads is in the cache then.
+
+    The list runs from the longest item to the shortest, so that workers end together; head by head that order is lost between
+    heads, which is no matter where items are many, or about equally long.
     """
+    if kv_heads == 1 or items * kv_heads <= num_sms:
+        return 0
+    tokens = tiles.tokens[tiles.is_wide]
+    longest = int(units_of(cost.wide, tokens).max()) * cost.wide.unit
+    return int(items >= num_sms or 4 * int(tokens.sum()) >= 3 * len(tokens) * longest)
+
+
+def _streams(tiles: _Tiles, cost: GpuCost) -> int:
+    """1 where narrow items take three times as long as wide ones, or more: then more of their KV should be under way."""
+    wide, narrow = int(tiles.tokens[tiles.is_wide].sum()), int(tiles.tokens[~tiles.is_wide].sum())
+    return int(3 * wide * cost.narrow.tokens_per_us <= narrow * cost.wide.tokens_per_us)
+
+
+def _number_partials(items: Longs, num_rows: int) -> tuple[Longs, Ints, Ints, int]:
+    """Give every item its rows of the partial buffer, and every query row its partials in item order (root first)."""
     touches = np.bincount(items[:, 0], minlength=num_rows + 1) - np.bincount(items[:, 1], minlength=num_rows + 1)
     shared = np.concatenate(([0], np.cumsum(np.cumsum(touches)[:num_rows] > 1)))
     leaves = shared[items[:, 1]] > shared[items[:, 0]]

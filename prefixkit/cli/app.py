@@ -102,7 +102,7 @@ def sample(
         from prefixkit.cli.sample import SampleOptions, run_sample
         from prefixkit.cli.stream import Memory
         from prefixkit.engine.memory import parse_size
-        from prefixkit.engine.request import SamplingParams
+        from prefixkit.sampling.params import SamplingParams
 
         params = SamplingParams(
             n=n,

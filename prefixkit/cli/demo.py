@@ -23,7 +23,7 @@ from prefixkit.cli.stream import Batch, stream
 from prefixkit.cli.terminal import line, visible
 from prefixkit.cli.tree_view import View, show_tree
 from prefixkit.demo.humaneval import CHAT_STOP, Problem, load_problems
-from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.params import SamplingParams
 
 ASKED = ("HumanEval/22", "HumanEval/23", "HumanEval/28", "HumanEval/35")  # easy: a model this small solves some
 SHOWN = ("HumanEval/13", "HumanEval/27", "HumanEval/42", "HumanEval/45", "HumanEval/60")  # the few-shot examples

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +37,6 @@ def facts() -> list[tuple[str, str]]:
     """``(what, value)`` pairs."""
     import torch
 
-    from prefixkit.ops.backend import facts as gpu_facts
     from prefixkit.paths import cache_dir
 
     return [
@@ -49,7 +49,7 @@ def facts() -> list[tuple[str, str]]:
             f"{torch.get_num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')})",
         ),
         ("CPU kernels", torch.backends.cpu.get_cpu_capability()),
-        *gpu_facts(),
+        *_gpu_facts(),
         ("cache", str(cache_dir())),
     ]
 
@@ -63,3 +63,55 @@ def _installed(package: str) -> str:
 
 def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpu_facts() -> list[tuple[str, str]]:
+    """The same about GPUs, driver, NVRTC and backend."""
+    import torch
+
+    import prefixkit.backends  # noqa: F401 - registers them
+    from prefixkit.cuda import kernel_cache, nvrtc
+    from prefixkit.cuda.jit import driver_cuda
+    from prefixkit.ops.backend import BackendError, best
+
+    rows = [("GPU", "none")]
+    if torch.cuda.is_available():
+        rows = [(f"GPU {index}", _gpu(index)) for index in range(torch.cuda.device_count())]
+        rows.append(("driver", f"{_driver_release()}serves CUDA {'.'.join(map(str, driver_cuda()))}"))
+    try:
+        compiler = ".".join(map(str, nvrtc.nvrtc_version()))
+    except nvrtc.NvrtcMissing as error:
+        compiler = str(error)
+    try:
+        backend = str(best())
+    except BackendError as error:
+        backend = f"none: {error}"
+    kept = kernel_cache.folder()
+    entries = list(kept.glob("*.bin")) if kept.is_dir() else []
+    size = sum(entry.stat().st_size for entry in entries) / 2**20
+    return [
+        *rows,
+        ("NVRTC", compiler),
+        ("backend", backend),
+        ("kernels", f"{len(entries)} compiled, {size:.1f} MiB in {kept}"),
+    ]
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    found = torch.cuda.get_device_properties(index)
+    memory = found.total_memory / 2**30
+    return (
+        f"{found.name}, compute capability {found.major}.{found.minor}, {found.multi_processor_count} SMs, "
+        f"{memory:.0f} GiB (torch for CUDA {torch.version.cuda})"
+    )
+
+
+def _driver_release() -> str:
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().split()
+    except OSError:
+        return ""
+    numbers = [word for word in words if word.count(".") >= 1 and word.replace(".", "").isdigit()]
+    return f"{numbers[0]}, " if numbers else ""

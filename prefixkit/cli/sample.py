@@ -14,7 +14,7 @@ from prefixkit.cli.prompts import Source, encode_prompts, load_prompts, task_sto
 from prefixkit.cli.report_view import headline, show_report
 from prefixkit.cli.stream import Batch, Memory, stream
 from prefixkit.cli.terminal import line
-from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from prefixkit.api import Result
 from prefixkit.cli.errors import Interrupted
 from prefixkit.cli.output import LineFile
 from prefixkit.cli.progress import LiveMeter, Meter
-from prefixkit.engine.request import Sample, SamplingParams
+from prefixkit.engine.request import Sample
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.radix import MAX_PAGE_SIZE
 
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from cuda.bindings import driver  # who loads this file has found cuda-core
 
-from prefixkit.backends.cuda.checks import CudaError, checked
+from prefixkit.checking import checked
 from prefixkit.cuda.jit import Function
 
 log = logging.getLogger("prefixkit")
@@ -25,6 +25,10 @@ log = logging.getLogger("prefixkit")
 STRUCT_BYTES = 4096
 # Above this much dynamic shared memory a kernel must be told first.
 FREE_SHARED = 48 * 1024
+
+
+class CudaError(RuntimeError):
+    """A launch failed, or in checked mode the kernel did.  Names the op, the shapes and the plan."""
 
 
 class Layout:

@@ -12,16 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.step import Planner, Step, build_step
+from prefixkit.attention.planner import Planner
+from prefixkit.attention.step import Step, build_step
 from prefixkit.engine.beam_run import BeamRun
 from prefixkit.engine.decode_run import DecodeRun
 from prefixkit.engine.pending import choose_queries, last_rows
 from prefixkit.engine.report import Report
-from prefixkit.engine.request import Request, Sample, SamplingParams, TokenEvent
-from prefixkit.engine.sample_run import Draw, SampleRun, draw_next, draw_on_host
+from prefixkit.engine.request import Request, Sample, TokenEvent
+from prefixkit.engine.sample_run import SampleRun, draw_next
 from prefixkit.engine.scheduler import Group, Scheduler, check_fits
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.runners.decoder import CannotDecode, Decoder
+from prefixkit.sampling.params import SamplingParams
+from prefixkit.sampling.specification import SampleRows, sample_on_host
 from prefixkit.tree.radix import PrefixTree, Sequence
 
 log = logging.getLogger("prefixkit")
@@ -45,7 +48,7 @@ class Engine:
         special_tokens: The text of tokens that ``decode`` leaves out, by their ids; see ``StopChecker``.
         prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
         decoder: Decodes samples whose prompts are computed, many steps at a time; None: every step is planned by itself.
-        drawer: Draws tokens in steps that no decoder runs.
+        sampler: Samples tokens in steps that no decoder runs.
         most_running: Samples, or beam searches, that run at once at most; the others wait.
         keep: Whether ``run`` returns the samples; False holds none of them once ``on_sample`` has been called.
         on_sample: Called with each sample as it finishes.
@@ -64,7 +67,7 @@ class Engine:
         special_tokens: Mapping[int, str] | None = None,
         prefill_chunk: int = 1024,
         decoder: Decoder | None = None,
-        drawer: Draw = draw_on_host,
+        sampler: SampleRows = sample_on_host,
         most_running: int = sys.maxsize,
         keep: bool = True,
         on_sample: Callable[[Sample], None] | None = None,
@@ -82,7 +85,7 @@ class Engine:
         self.decode = decode
         self.special_tokens = special_tokens or {}
         self.prefill_chunk = prefill_chunk
-        self.decoder, self.drawer = decoder, drawer
+        self.decoder, self.sampler = decoder, sampler
         self.keep = keep
         self.on_sample = on_sample
         self.on_token = on_token
@@ -272,7 +275,7 @@ class Engine:
         """Draw a token for each run; returns those that go on, and by what.  Others are released, and ``finished``."""
         going_on: list[SampleRun] = []
         grow: list[tuple[Sequence, int]] = []
-        for run, token, logprob in draw_next(runs, self.drawer):
+        for run, token, logprob in draw_next(runs, self.sampler):
             sample = run.accept(token, logprob, self.on_token)
             if sample is None:
                 going_on.append(run)

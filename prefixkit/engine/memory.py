@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefixkit.attention.step import MOST_PARTIAL_BYTES
-from prefixkit.engine.request import BeamParams, Request, SamplingParams
+from prefixkit.attention.capacity import MOST_PARTIAL_BYTES
+from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.scheduler import admission_order, pages_per_unit
 from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.tokens import common_prefix
 

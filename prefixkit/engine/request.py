@@ -3,83 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from prefixkit.sampling.params import SamplingParams, as_integer, as_number, as_token_ids
+
 FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to draw ``n`` independent continuations of one prompt.
-
-    The filters act in the order of the fields below, on the model's float32 logits (see ``sampling.draw``).
-
-    Attributes:
-        n: Samples of the prompt; sample ``i`` is the same whether 1 or 1,000 are asked for.
-        repetition_penalty: Divides the positive and multiplies the negative logits of tokens that the sequence, prompt
-            included, already holds; 1.0 is off (Keskar et al. 2019, section 4.1).
-        temperature: Divides the logits; 0 is greedy: the likeliest token, the lowest id among equals.
-        top_k: Keep the ``top_k`` likeliest tokens; 0 is off.
-        top_p: Keep the fewest likeliest tokens that hold this probability; 1.0 is off (Holtzman et al. 2020).
-        min_p: Keep tokens at least ``min_p`` times as likely as the likeliest; 0.0 is off (Nguyen et al. 2024).
-        max_new_tokens: Most tokens to draw for one sample.
-        seed: 0 to 2**64 - 1.  Equal seed, sample index, prompt and occurrence (see ``Request``) draw from equal random
-            numbers.
-        stop_token_ids: Tokens that end a sample; the one drawn is its last token and not in its text.
-        stop: Strings that end a sample; its text ends before the first of them.  They may be or hold special tokens:
-            see ``StopChecker``.
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_new_tokens: int = 128
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        # Normalised fields (1 -> 1.0, list -> tuple) keep equal requests equal and hashable.
-        fields: dict[str, object] = {
-            "n": _integer("n", self.n, 1, "ask for at least one sample"),
-            "temperature": _number("temperature", self.temperature),
-            "top_k": _integer("top_k", self.top_k, 0, "use 0 to keep every token"),
-            "top_p": _number("top_p", self.top_p),
-            "min_p": _number("min_p", self.min_p),
-            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty),
-            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token"),
-            "seed": _integer("seed", self.seed, 0, "use a seed from 0 to 2**64 - 1"),
-            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
-            "stop": _stop_strings(self.stop),
-        }
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-        # Below 1e-6 a logit divided by the temperature stops being a useful float32.
-        if not (self.temperature == 0 or self.temperature >= 1e-6):
-            raise ValueError(
-                f"temperature must be 0 or at least 1e-6, got {self.temperature}; use 0 to take the likeliest token"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; use 1.0 to keep every token")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p must be in [0, 1), got {self.min_p}; use 0.0 to keep every token")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; use 1.0 for none")
-        if self.seed >= 2**64:
-            raise ValueError(f"seed must be below 2**64, got {self.seed}; use a seed from 0 to 2**64 - 1")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
 
 
 @dataclass(frozen=True)
@@ -107,13 +39,13 @@ class BeamParams:
 
     def __post_init__(self) -> None:
         fields: dict[str, object] = {
-            "num_beams": _integer("num_beams", self.num_beams, 1, "keep at least one beam"),
-            "num_return_sequences": _integer(
+            "num_beams": as_integer("num_beams", self.num_beams, 1, "keep at least one beam"),
+            "num_return_sequences": as_integer(
                 "num_return_sequences", self.num_return_sequences, 1, "ask for at least one sequence"
             ),
-            "length_penalty": _number("length_penalty", self.length_penalty),
-            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token"),
-            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "length_penalty": as_number("length_penalty", self.length_penalty),
+            "max_new_tokens": as_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token"),
+            "stop_token_ids": as_token_ids("stop_token_ids", self.stop_token_ids),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -150,8 +82,8 @@ class Request:
     occurrence: int = 0
 
     def __post_init__(self) -> None:
-        _integer("prompt_index", self.prompt_index, 0, "count prompts from 0")
-        _integer("occurrence", self.occurrence, 0, "count equal prompts from 0")
+        as_integer("prompt_index", self.prompt_index, 0, "count prompts from 0")
+        as_integer("occurrence", self.occurrence, 0, "count equal prompts from 0")
         if not isinstance(self.params, SamplingParams | BeamParams):
             raise TypeError(f"params must be SamplingParams or BeamParams, got {type(self.params).__name__}")
         tokens = np.asarray(self.tokens)
@@ -233,41 +165,3 @@ class TokenEvent:
     logprob: float
     text: str = ""
     finish_reason: FinishReason | None = None
-
-
-def _integer(name: str, value: object, least: int, remedy: str) -> int:
-    try:
-        if isinstance(value, bool | np.bool_) or not isinstance(value, SupportsIndex):
-            raise TypeError
-        number = operator.index(value)  # arrays and tensors have it too, and refuse what is no single integer
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}; {remedy}")
-    return number
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value}")
-    return float(value)
-
-
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a tuple of token ids, got {value!r}; write a single id as (id,)")
-    return tuple(dict.fromkeys(_integer(name, token, 0, "token ids count from 0") for token in value))
-
-
-def _stop_strings(value: object) -> tuple[str, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"stop must be a tuple of strings, got {value!r}; write a single string as (string,)")
-    strings = tuple(value)
-    for string in strings:
-        if not isinstance(string, str):
-            raise TypeError(f"stop must hold strings, got {type(string).__name__} {string!r}")
-        if not string:
-            raise ValueError("stop must not hold an empty string: it would stop every sample at once; remove it")
-    return tuple(dict.fromkeys(strings))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.engine.request import FinishReason, Sample, SamplingParams, TokenEvent
+from prefixkit.engine.request import FinishReason, Sample, TokenEvent
 from prefixkit.engine.scheduler import Group
 from prefixkit.engine.stop import StopChecker
-from prefixkit.sampling.rng import sample_key, uniforms
-from prefixkit.sampling.specification import draw
+from prefixkit.sampling.params import SamplingParams
+from prefixkit.sampling.rng import sample_key
+from prefixkit.sampling.specification import SampleRows, sample_on_host
 from prefixkit.tree.radix import Sequence as TreeSequence
 
 
@@ -101,25 +102,7 @@ class SampleRun:
         return sample
 
 
-# Draws a token for each row: logits ``[rows, vocab]`` float32, laws, keys, tokens drawn so far, histories.
-Draw = Callable[
-    [Tensor, Sequence[SamplingParams], NDArray[np.uint64], NDArray[np.int64], Sequence[NDArray[np.int32]]],
-    tuple[Tensor, Tensor],
-]
-
-
-def draw_on_host(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    keys: NDArray[np.uint64],
-    steps: NDArray[np.int64],
-    histories: Sequence[NDArray[np.int32]],
-) -> tuple[Tensor, Tensor]:
-    """By the specification: see ``sampling.draw``."""
-    return draw(logits, params, uniforms(keys, steps), histories)
-
-
-def draw_next(runs: list[SampleRun], drawer: Draw = draw_on_host) -> Iterator[tuple[SampleRun, int, float]]:
+def draw_next(runs: list[SampleRun], sample: SampleRows = sample_on_host) -> Iterator[tuple[SampleRun, int, float]]:
     """Draw one token for each run; what one draws does not depend on the others.
 
     Raises:
@@ -130,7 +113,7 @@ def draw_next(runs: list[SampleRun], drawer: Draw = draw_on_host) -> Iterator[tu
     keys = np.array([run.key for run in runs], dtype=np.uint64)
     steps = np.array([len(run.tokens) for run in runs], dtype=np.int64)
     logits = torch.stack([run.logits for run in runs])
-    tokens, logprobs = drawer(logits, [run.params for run in runs], keys, steps, [run.history() for run in runs])
+    tokens, logprobs = sample(logits, [run.params for run in runs], keys, steps, [run.history() for run in runs])
     drawn = tokens.tolist()
     if min(drawn) < 0:  # before anything is made of the others
         raise broken_logits(runs[drawn.index(min(drawn))])

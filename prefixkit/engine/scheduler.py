@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from prefixkit.engine.request import BeamParams, Request, SamplingParams
+from prefixkit.engine.request import BeamParams, Request
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.match import Match
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence

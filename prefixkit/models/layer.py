@@ -69,8 +69,7 @@ class CacheLayer:
             pool.k(self.index),
             pool.v(self.index),
             step.positions,
-            step.work,
-            step.nodes,
+            step.plan,
             scale,
             self._variant(window, cap, sinks),
         )[0]

@@ -1,27 +1,34 @@
-"""Which code runs the ops on a GPU, found out once per device and said in one line.
+"""Which code runs the ops on a device: chosen once per device, and said in one line of the log.
 
     cuda    our kernels
-    torch   plain torch on the GPU: cuda-core or NVRTC is missing, or the GPU is unknown to them
-    cpu     the tensors are on the CPU
+    torch   plain torch: on a CPU, and on a GPU where our kernels cannot run
 
-``PREFIXKIT_BACKEND`` chooses instead: ``cuda`` makes whatever is missing an error, ``torch`` does without the kernels.  Tensors
-on the CPU always run on the CPU; ``cpu`` says that nothing else is wanted, so tensors on a GPU are an error.
+``PREFIXKIT_BACKEND`` chooses for GPUs instead: ``cuda`` makes whatever is missing an error, ``torch`` does without the kernels,
+``cpu`` makes tensors on a GPU an error.  Tensors on the CPU always run on the CPU.
+
+Backends register themselves here (``prefixkit.backends``), so nothing below them imports one.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from prefixkit.cuda import kernel_cache, nvrtc
-from prefixkit.cuda.jit import driver_cuda
+from prefixkit.attention.bsr import Queries
+from prefixkit.attention.capacity import PlanCapacity
+from prefixkit.attention.planner import Planner, StepPlan
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.sampling.params import SamplingParams
+from prefixkit.tree.snapshot import TreeSnapshot
 
 log = logging.getLogger("prefixkit")
 
@@ -33,8 +40,12 @@ class BackendError(ValueError):
     """The backend that ``PREFIXKIT_BACKEND`` asks for cannot run here, or there is none of that name."""
 
 
+class NotCapturable(RuntimeError):
+    """A CUDA graph was to capture an op whose calls the host lists anew for each step."""
+
+
 @dataclass(frozen=True)
-class Backend:
+class Choice:
     """What runs, why, and what to do to get the kernels ("" if they run, or cannot)."""
 
     name: str
@@ -45,13 +56,155 @@ class Backend:
         return f"{self.name}: {self.reason}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-@dataclass(frozen=True)
-class Ops:
-    """The implementations of a backend."""
+class AppendOp(Protocol):
+    """``kv_append``: see the op."""
 
-    kv_append: Callable[..., None]
-    rotary_append: Callable[..., Any]
-    tree_attention: Callable[..., Any]
+    def __call__(self, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None: ...
+
+
+class RotaryAppendOp(Protocol):
+    """``rotary_append``: see the op."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        slots: Tensor,
+    ) -> Tensor: ...
+
+
+class AttentionOp(Protocol):
+    """``tree_attention``: see the op."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        q_positions: Tensor,
+        plan: Sequence[Tensor],
+        scale: float,
+        variant: str,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class GraphPlanner(Protocol):
+    """Makes plans on a device into tensors whose addresses stay: what a captured decode step reads.
+
+    Attributes:
+        capacity: What a plan may hold.
+        nodes: How many nodes a tree may have.
+        length: ``[nodes]`` int32 tokens visible in the step, on the device.
+        work: The plan's tensors, without the tree's.
+    """
+
+    capacity: PlanCapacity
+    nodes: int
+    length: Tensor
+    work: list[Tensor]
+
+    def load(self, snapshot: TreeSnapshot, queries: Queries) -> None:
+        """Bring a tree and its queries to the device; ValueError if it does not fit."""
+
+    def plan(self) -> list[Tensor]:
+        """Launch the planner on the current stream."""
+
+
+class GraphPlanning(Protocol):
+    """How decode steps in graphs are planned, for the heads of one planner."""
+
+    def capacity_for(self, snapshot: TreeSnapshot, queries: Queries) -> PlanCapacity:
+        """Capacity for any plan of this tree, however long its nodes become."""
+
+    def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
+        """A planner for trees of so many nodes, and plans of a capacity."""
+
+    def step_plan(self, work: list[Tensor], nodes: list[Tensor], snapshot: TreeSnapshot, queries: Queries) -> StepPlan:
+        """The plan that ``work`` holds, or will hold, over a tree in ``nodes``."""
+
+
+class Sampler(Protocol):
+    """Samples the rows of a batch in one launch, between tensors whose addresses stay; see ``backends.cuda.sampling``."""
+
+    rows: int
+    vocab: int
+    device: torch.device
+    active: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+
+    def load(
+        self,
+        rows: slice | Sequence[int] | NDArray[np.integer],
+        params: Sequence[SamplingParams],
+        keys: NDArray[np.uint64],
+        steps: NDArray[np.integer],
+        histories: Sequence[NDArray[np.integer]] | None = None,
+    ) -> None: ...
+
+    def keep(self, index: Tensor) -> None: ...
+
+    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a device samples.
+
+    Attributes:
+        make: A sampler for so many rows of a vocabulary on a device.
+        most_vocab: The largest vocabulary that it serves.
+    """
+
+    make: Callable[[int, int, torch.device], Sampler]
+    most_vocab: int
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of the ops.
+
+    Attributes:
+        name: ``torch`` or ``cuda``.
+        planner_for: The planner for some heads on a device in a dtype; it makes what ``tree_attention`` takes as ``plan``.
+        kv_append, rotary_append, tree_attention: The ops.
+        sampling: How a device samples; None where the specification does, on the host.
+        graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for planners whose
+            plans cannot be made anew in a graph.  None: there are no graphs.
+    """
+
+    name: str
+    planner_for: Callable[[HeadShape, torch.device, torch.dtype], Planner]
+    kv_append: AppendOp
+    rotary_append: RotaryAppendOp
+    tree_attention: AttentionOp
+    sampling: Sampling | None = None
+    graph_planning: Callable[[Planner], GraphPlanning | None] | None = None
+
+
+@dataclass(frozen=True)
+class _Registered:
+    load: Callable[[], Backend]
+    probe: Callable[[torch.device], Choice] | None
+
+
+_registered: dict[str, _Registered] = {}
+
+
+def register(name: str, load: Callable[[], Backend], probe: Callable[[torch.device], Choice] | None = None) -> None:
+    """Make a backend known.
+
+    Args:
+        name: ``torch`` or ``cuda``.
+        load: Imports it; called when it is first used.
+        probe: Whether it runs on a GPU: a choice of this name, or of another and why.  None: it always does.
+    """
+    _registered[name] = _Registered(load, probe)
 
 
 def wanted() -> str | None:
@@ -68,55 +221,36 @@ def wanted() -> str | None:
     return name or None
 
 
-def probe(device: torch.device | int) -> Backend:
-    """What would run the ops on a GPU if nobody chose: ``cuda``, or ``torch`` and why."""
-    index = torch.device("cuda", device).index if isinstance(device, int) else _index(device)
-    if torch.version.hip is not None:
-        return Backend("torch", "the kernels are for NVIDIA GPUs, and this torch is built for AMD's")
-    try:
-        version = nvrtc.nvrtc_version()
-    except nvrtc.NvrtcMissing as error:
-        return Backend("torch", str(error.args[0]).partition("; ")[0], f"for the fast kernels: {nvrtc.REMEDY}")
-    name = torch.cuda.get_device_name(index)
-    try:
-        arch = nvrtc.arch_for(torch.cuda.get_device_capability(index), nvrtc.supported_archs())
-    except nvrtc.UnsupportedArch as error:
-        reason, _, remedy = str(error).partition("; ")
-        return Backend("torch", f"{name}: {reason}", remedy)
-    driver = driver_cuda()
-    if version[0] > driver[0]:
-        return Backend(
-            "torch",
-            f"the driver serves CUDA {driver[0]}.{driver[1]}, and does not load what NVRTC {version[0]}.{version[1]} makes",
-            f"update the driver, or pip install 'cuda-core[cu{driver[0]}]'",
-        )
-    return Backend("cuda", f"{name}, kernels for {arch} by NVRTC {version[0]}.{version[1]}")
-
-
-def choose(device: torch.device) -> Backend:
+def choose(device: torch.device, probe: Callable[[torch.device], Choice] | None = None) -> Choice:
     """What runs the ops for tensors on a device.
 
+    Args:
+        device: The device.
+        probe: Tells what a GPU can run; None asks the registered backend.
+
     Raises:
-        BackendError: it cannot be what ``PREFIXKIT_BACKEND`` says.
+        BackendError: the device is no CPU or CUDA device, or cannot run what ``PREFIXKIT_BACKEND`` says.
     """
     name = wanted()
     if device.type == "cpu":
-        return Backend("cpu", "the tensors are on the CPU")
+        return Choice("cpu", "the tensors are on the CPU")
     if device.type != "cuda":
-        raise BackendError(f"prefixkit runs on CPUs and CUDA devices, not on {device}")
+        raise BackendError(f"prefixkit runs on CPUs and CUDA devices, not on {device}; move the model to one of them")
     if name == "cpu":
         raise BackendError(
             f"{VARIABLE}=cpu, but the tensors are on {device}; move the model to the CPU, or unset {VARIABLE}"
         )
     if name == "torch":
-        return Backend("torch", f"{VARIABLE}=torch", f"unset {VARIABLE} for the fast kernels")
+        return Choice("torch", f"{VARIABLE}=torch", f"unset {VARIABLE} for the fast kernels")
+    probe = probe or _registered["cuda"].probe
+    assert probe is not None, "registered with one"
     found = probe(device)
     if name == "cuda" and found.name != "cuda":
         raise BackendError(f"{VARIABLE}=cuda, but the kernels cannot run: {found.reason}; {found.remedy}")
     return found
 
 
-def best() -> Backend:
+def best() -> Choice:
     """What would run on the best device here; for ``prefixkit env``.
 
     Raises:
@@ -124,84 +258,33 @@ def best() -> Backend:
     """
     name = wanted()
     if torch.cuda.is_available():
-        return Backend("cpu", f"{VARIABLE}=cpu") if name == "cpu" else choose(torch.device("cuda", 0))
+        return Choice("cpu", f"{VARIABLE}=cpu") if name == "cpu" else choose(torch.device("cuda", 0))
     built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
     if name in ("cuda", "torch"):
         raise BackendError(f"{VARIABLE}={name}, but torch sees no CUDA device (it {built}); unset {VARIABLE}")
-    return Backend("cpu", f"torch sees no CUDA device (it {built})")
+    return Choice("cpu", f"torch sees no CUDA device (it {built})")
 
 
-@cache
-def ops_for(device: torch.device) -> Ops:
-    """The implementations for a GPU; the first call says in the log which, and why.
+def backend_for(device: torch.device) -> Backend:
+    """The backend for tensors on a device; the first call for a GPU says in the log which, and why.
 
     Raises:
         BackendError: see :func:`choose`.
     """
-    found = choose(torch.device("cuda", _index(device)))
-    (log.info if found.name == "cuda" else log.warning)("attention on %s runs on %s", device, found)
-    if found.name == "cuda":
-        from prefixkit.backends.cuda import append as cuda_ops
-        from prefixkit.backends.cuda import attention as cuda_attention
-        from prefixkit.backends.cuda import rotary as cuda_rotary
-
-        return Ops(
-            cuda_ops.kv_append,
-            cuda_rotary.rotary_append,
-            cuda_attention.tree_attention,
-        )
-    from prefixkit.backends.torch import gpu as torch_backend
-
-    return Ops(
-        torch_backend.kv_append,
-        torch_backend.rotary_append,
-        torch_backend.tree_attention,
-    )
-
-
-def _index(device: torch.device) -> int:
+    if device.type == "cpu":
+        return _on_cpu()
     # A CPU tensor among tensors on a GPU: the op's own check names it.
-    return torch.cuda.current_device() if device.type != "cuda" or device.index is None else device.index
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    return _on_gpu(torch.device(device.type, index))
 
 
-def facts() -> list[tuple[str, str]]:
-    """``(what, value)`` pairs about GPUs, driver, NVRTC and backend, for ``prefixkit env``."""
-    rows = [("GPU", "none")]
-    if torch.cuda.is_available():
-        rows = [(f"GPU {index}", _gpu(index)) for index in range(torch.cuda.device_count())]
-        rows.append(("driver", f"{_driver_release()}serves CUDA {'.'.join(map(str, driver_cuda()))}"))
-    try:
-        compiler = ".".join(map(str, nvrtc.nvrtc_version()))
-    except nvrtc.NvrtcMissing as error:
-        compiler = str(error)
-    try:
-        backend = str(best())
-    except BackendError as error:
-        backend = f"none: {error}"
-    kept = kernel_cache.folder()
-    entries = list(kept.glob("*.bin")) if kept.is_dir() else []
-    size = sum(entry.stat().st_size for entry in entries) / 2**20
-    return [
-        *rows,
-        ("NVRTC", compiler),
-        ("backend", backend),
-        ("kernels", f"{len(entries)} compiled, {size:.1f} MiB in {kept}"),
-    ]
+@cache
+def _on_cpu() -> Backend:
+    return _registered["torch"].load()
 
 
-def _gpu(index: int) -> str:
-    found = torch.cuda.get_device_properties(index)
-    memory = found.total_memory / 2**30
-    return (
-        f"{found.name}, compute capability {found.major}.{found.minor}, {found.multi_processor_count} SMs, "
-        f"{memory:.0f} GiB (torch for CUDA {torch.version.cuda})"
-    )
-
-
-def _driver_release() -> str:
-    try:
-        words = Path("/proc/driver/nvidia/version").read_text().split()
-    except OSError:
-        return ""
-    numbers = [word for word in words if word.count(".") >= 1 and word.replace(".", "").isdigit()]
-    return f"{numbers[0]}, " if numbers else ""
+@cache
+def _on_gpu(device: torch.device) -> Backend:
+    found = choose(device)
+    (log.info if found.name == "cuda" else log.warning)("attention on %s runs on %s", device, found)
+    return _registered[found.name].load()

@@ -1,4 +1,4 @@
-"""What the ops demand of their arguments.  Only shapes, dtypes, devices and strides: nothing here reads data."""
+"""What the ops demand of their arguments: shapes, dtypes, devices and strides.  Only checked mode reads data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-WORK = ("items", "segment_indptr", "segments", "merge_indptr", "merge_indices")
 # A plan packed for the GPU's kernels, as csrc/attention/plan.cuh describes it.
 PACKED = ("counts", "wide", "narrow", "segments", "merge_indptr", "merge_indices")
 NODES = ("start", "length", "page_indptr", "pages", "first_slot")
@@ -113,18 +112,6 @@ def check_positions(q: Tensor, q_positions: Tensor) -> None:
     _shape(op, "q_positions", q_positions, f"[{q.shape[0]}] (rows of q)", q_positions.shape[0] == q.shape[0])
 
 
-def check_work(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
-    """The arguments of ``tree_attention`` that are the same in all layers of a step, for ``rows`` queries."""
-    op = "tree_attention"
-    _group(op, "work", WORK, work)
-    items, segment_indptr, segments, merge_indptr, _ = work
-    _shape(op, "work.items", items, "[items, 4]", items.ndim == 2 and items.shape[1] == 4)
-    _shape(op, "work.segments", segments, "[segments, 3]", segments.ndim == 2 and segments.shape[1] == 3)
-    _shape(op, "work.segment_indptr", segment_indptr, "[items + 1]", segment_indptr.shape[0] == items.shape[0] + 1)
-    _shape(op, "work.merge_indptr", merge_indptr, f"[{rows} + 1] (rows of q)", merge_indptr.shape[0] == rows + 1)
-    _nodes(op, nodes, work[0].device)
-
-
 def check_packed(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
     """The same for a plan as the GPU's kernels take it; buffers may be larger than what they hold."""
     op = "tree_attention"
@@ -155,3 +142,24 @@ def _nodes(op: str, nodes: Sequence[Tensor], device: torch.device) -> None:
     for name, tensor, extra in (("length", length, 0), ("page_indptr", page_indptr, 1), ("first_slot", first_slot, 0)):
         expected = f"[{start.shape[0] + extra}] ({start.shape[0]} nodes)"
         _shape(op, f"nodes.{name}", tensor, expected, tensor.shape[0] == start.shape[0] + extra)
+
+
+def check_append_slots(op: str, slots: Tensor, pages: Tensor) -> None:
+    """IndexError: a slot neither exists nor is -1, which writes nothing.  ValueError: one is written twice."""
+    if not _capturing(slots):
+        check_slot_numbers(op, "slots", slots[slots != -1], pages.shape[0] * pages.shape[1], distinct=True)
+
+
+def check_slot_numbers(op: str, name: str, slots: Tensor, num_slots: int, distinct: bool) -> None:
+    """IndexError: a slot does not exist.  ValueError: one is written twice."""
+    if _capturing(slots) or not len(slots):
+        return
+    low, high = int(slots.min()), int(slots.max())
+    if low < 0 or high >= num_slots:
+        raise IndexError(f"{op}: {name} must be 0..{num_slots - 1}, got {low}..{high}")
+    if distinct and len(torch.unique(slots)) < len(slots):
+        raise ValueError(f"{op}: {name} must be distinct, for two tokens cannot share a slot")
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.decode_batch import DecodeBatch
-from prefixkit.attention.planned import Planned
+from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.step import Step
-from prefixkit.engine.request import SamplingParams
 from prefixkit.runners.decode_tree import DecodeTree
+from prefixkit.sampling.params import SamplingParams
 
 Drawn = tuple[NDArray[np.int64], NDArray[np.float32]]
 
@@ -62,7 +62,7 @@ class Decoder(Protocol):
             nothing.
     """
 
-    planned: Planned
+    planned: StepPlan
     captures: int
     seconds_capturing: float
 
@@ -90,7 +90,7 @@ class Decoder(Protocol):
         logits were broken."""
 
 
-def decode_step(batch: DecodeBatch, tree: DecodeTree, wanted: Tensor, planned: Planned) -> Step:
+def decode_step(batch: DecodeBatch, tree: DecodeTree, wanted: Tensor, planned: StepPlan) -> Step:
     """The step of the rows ``wanted``, the first ones, over a decode tree's arrays; ``length`` is that of the batch."""
     rows = len(wanted)
     return Step(
@@ -98,7 +98,6 @@ def decode_step(batch: DecodeBatch, tree: DecodeTree, wanted: Tensor, planned: P
         positions=tree.positions[:rows],
         slots=tree.slots[:rows],
         logit_rows=wanted,
-        nodes=tree.nodes,
         length=batch.snapshot.length,
         kv_tokens_unshared=int((batch.snapshot.start + batch.snapshot.length)[batch.leaf].sum()),
         planned=planned,

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.decode_batch import DecodeBatch
-from prefixkit.attention.planned import Planned
+from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.staging import upload
-from prefixkit.attention.step import Planner, Step
+from prefixkit.attention.step import Step
+from prefixkit.ops.backend import GraphPlanning, NotCapturable, Sampling
 from prefixkit.runners.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
 from prefixkit.runners.decoder import CannotDecode, Drawn, Laws, decode_step
 from prefixkit.runners.graph_arrays import GraphArrays, bucket_of
@@ -46,7 +47,8 @@ class GraphDecoder:
 
     Args:
         model: Runs a step in a way that can be captured: no waiting for the device, no allocation outside torch.
-        planner: For the model's heads, on the GPU.
+        planning: How steps in graphs are planned, for the model's heads.
+        sampling: How the device samples.
         page_size: Of the pool.
         device: The GPU.
         shrink: A graph for fewer rows is captured where it has at most this part of the rows of the smallest there is that
@@ -66,7 +68,8 @@ class GraphDecoder:
     def __init__(
         self,
         model: Callable[[Step], Tensor],
-        planner: Planner,
+        planning: GraphPlanning,
+        sampling: Sampling,
         page_size: int,
         device: torch.device | str,
         shrink: float = 1.0,
@@ -74,13 +77,12 @@ class GraphDecoder:
         moves: Callable[[], int] | None = None,
         capture: Callable[[Callable[[], None], object], Graph] | None = None,
     ) -> None:
-        if planner.launch is None or planner.num_sms is None:
-            raise ValueError("GraphDecoder: graphs need plans made on the GPU; decode without graphs on this one")
-        self.model, self.planner, self.page_size = model, planner, page_size
+        self.model, self.page_size = model, page_size
+        self.planning, self.sampling = planning, sampling
         self.device, self.shrink = torch.device(device), shrink
         self.weights, self.moves = weights, moves
         self.capture = capture_graph if capture is None else capture
-        self.planned: Planned
+        self.planned: StepPlan
         self.captures = 0
         self.seconds_capturing = 0.0
         self._graphs: dict[int, Graph] = {}
@@ -173,8 +175,7 @@ class GraphDecoder:
 
     def _take(self, arrays: GraphArrays, batch: DecodeBatch, bucket: int) -> None:
         arrays.load(batch)
-        queries = batch.queries()
-        self.planned = self.planner.planned_for(batch.snapshot, queries, arrays.planner.work)
+        self.planned = self._plan_of(arrays, batch)
         self._running, self._rows, self._steps = bucket, batch.num_rows, 0
 
     def _make_room(self, batch: DecodeBatch) -> GraphArrays:
@@ -185,7 +186,7 @@ class GraphDecoder:
             self._graphs.clear()
             self._arrays = None  # before the new ones are made
             self._pool = torch.cuda.graph_pool_handle()
-            self._arrays = GraphArrays(batch, self.planner, self.page_size, self.device)
+            self._arrays = GraphArrays(batch, self.planning, self.sampling, self.page_size, self.device)
         return self._arrays
 
     def _forget_moved(self) -> None:
@@ -221,7 +222,10 @@ class GraphDecoder:
             step = self._step_of(arrays, rows)
             with torch.inference_mode():
                 # Twice without a graph: everything lazy has happened then.  No row is there, so nothing is written.
-                arrays.make_sampler(self.model(step).shape[1])
+                try:
+                    arrays.make_sampler(self.model(step).shape[1])
+                except NotCapturable as error:
+                    raise CannotDecode(str(error)) from error
                 with _no_waiting():
                     self.model(step)
                 self._forget_moved()  # compiled layers move theirs in their first step
@@ -254,8 +258,10 @@ class GraphDecoder:
             raise reason from None  # out of memory, or broken
 
     def _step_of(self, arrays: GraphArrays, rows: int) -> Step:
-        planned = self.planner.planned_for(arrays.first.snapshot, arrays.first.queries(), arrays.planner.work)
-        return decode_step(arrays.first, arrays.tree, arrays.wanted[:rows], planned)
+        return decode_step(arrays.first, arrays.tree, arrays.wanted[:rows], self._plan_of(arrays, arrays.first))
+
+    def _plan_of(self, arrays: GraphArrays, batch: DecodeBatch) -> StepPlan:
+        return self.planning.step_plan(arrays.planner.work, arrays.tree.nodes, batch.snapshot, batch.queries())
 
 
 def capture_graph(work: Callable[[], None], pool: object) -> Graph:

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefixkit.attention.capacity import PlanCapacity, capacity_for
+from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.attention.decode_batch import DecodeBatch
 from prefixkit.attention.staging import upload
-from prefixkit.attention.step import Planner
-from prefixkit.backends.cuda.planner import CudaPlanner
-from prefixkit.backends.cuda.sampling import GpuSampler
-from prefixkit.backends.cuda.sampling_records import MOST_VOCAB
+from prefixkit.ops.backend import GraphPlanning, Sampler, Sampling
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from prefixkit.runners.decoder import CannotDecode, Laws
 
@@ -60,34 +57,33 @@ class Ring:
 class GraphArrays:
     """Everything that graphs read and write, for batches up to a size."""
 
-    def __init__(self, batch: DecodeBatch, planner: Planner, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, batch: DecodeBatch, planning: GraphPlanning, sampling: Sampling, page_size: int, device: torch.device
+    ) -> None:
         need, rows = DecodeCapacity.of(batch), bucket_of(batch.num_rows)
         self.first = batch
         self.rows = rows
-        room = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, _more(need.pages))
-        self.tree = DecodeTree(room, page_size, device)
-        assert planner.num_sms is not None, "checked before"
-        plan = capacity_for(batch.snapshot, batch.queries(), planner.shape, planner.num_sms, planner.gpu)
-        self.planner = CudaPlanner(planner.shape, room.nodes, _roomy(plan, rows), device, planner.gpu, planner.num_sms)
+        capacity = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, _more(need.pages))
+        self.tree = DecodeTree(capacity, page_size, device)
+        plan = planning.capacity_for(batch.snapshot, batch.queries())
+        self.planner = planning.planner(capacity.nodes, _roomy(plan, rows), device)
         self.wanted = torch.arange(rows, device=device)
         self.ring = Ring.of(rows)
-        self.sampler: GpuSampler | None = None
-        self._need = planner
+        self.sampler: Sampler | None = None
+        self._planning, self._sampling = planning, sampling
 
     def holds(self, batch: DecodeBatch) -> bool:
         if not self.tree.capacity.holds(DecodeCapacity.of(batch)):
             return False
-        planner = self._need
-        assert planner.num_sms is not None
-        need = capacity_for(batch.snapshot, batch.queries(), planner.shape, planner.num_sms, planner.gpu)
-        return self.planner.capacity.holds(need)
+        return self.planner.capacity.holds(self._planning.capacity_for(batch.snapshot, batch.queries()))
 
     def make_sampler(self, vocab: int) -> None:
         if self.sampler is None:
-            if vocab > MOST_VOCAB:
-                raise CannotDecode(f"the sampling kernel serves up to {MOST_VOCAB} tokens, the model has {vocab}")
+            most = self._sampling.most_vocab
+            if vocab > most:
+                raise CannotDecode(f"the sampling kernel serves up to {most} tokens, the model has {vocab}")
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
-                self.sampler = GpuSampler(self.rows, vocab, self.tree.leaf.device)
+                self.sampler = self._sampling.make(self.rows, vocab, self.tree.leaf.device)
             self.tree.drawn = self.sampler.tokens
 
     def start(self, laws: Laws) -> None:

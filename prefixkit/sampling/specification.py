@@ -33,7 +33,7 @@ processors, but that theirs leave to the sort which of equally likely tokens top
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.params import SamplingParams
+from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.weights import Floats, Scratch, block_sums, invert, least, rate, share, weigh
 
 Ids = NDArray[np.integer[Any]]
@@ -280,3 +281,21 @@ def _nucleus(weights: Floats, top_p: float, total: int) -> Positions:
     kept = likely[held >= border]
     surplus = int(np.count_nonzero(ranked >= border)) - count  # tokens as likely as the last that is needed
     return np.delete(kept, np.flatnonzero(weights[kept] == border)[:surplus]) if surplus else kept
+
+
+# Samples a token for each row: logits ``[rows, vocab]``, parameters, keys, tokens sampled so far, histories.
+SampleRows = Callable[
+    [Tensor, Sequence[SamplingParams], NDArray[np.uint64], NDArray[np.int64], Sequence[NDArray[np.int32]]],
+    tuple[Tensor, Tensor],
+]
+
+
+def sample_on_host(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    keys: NDArray[np.uint64],
+    steps: NDArray[np.int64],
+    histories: Sequence[NDArray[np.int32]],
+) -> tuple[Tensor, Tensor]:
+    """:func:`draw` with the random numbers of these keys and steps; raises as it does."""
+    return draw(logits, params, uniforms(keys, steps), histories)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.params import SamplingParams
 
 
 def random_laws(rng: np.random.Generator, rows: int, vocab: int) -> list[SamplingParams]:

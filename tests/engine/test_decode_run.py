@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from prefixkit.engine import decode_run, engine
-from prefixkit.engine.request import BeamParams, Request, SamplingParams
+from prefixkit.engine.request import BeamParams, Request
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.runners.decoder import CannotDecode
 from tests.engine.fake_model import make_engine
 from tests.engine.test_engine import alone, assert_all_given_back, random_prompts, run
@@ -172,7 +173,7 @@ def test_steps_tell_how_many_tokens_they_drew():
 
 def test_first_tokens_that_cannot_be_drawn_lose_no_page():
     made, _ = make_engine(decoder=True, most_running=2)
-    drawer, calls = made.drawer, iter(range(100))
+    drawer, calls = made.sampler, iter(range(100))
 
     def broken(*arguments):
         tokens, logprobs = drawer(*arguments)
@@ -180,7 +181,7 @@ def test_first_tokens_that_cannot_be_drawn_lose_no_page():
             tokens[-1] = -1
         return tokens, logprobs
 
-    made.drawer = broken
+    made.sampler = broken
     with pytest.raises(ValueError, match="of prompt 0 hold NaN"):
         run(made, [np.arange(20)], SamplingParams(n=9, max_new_tokens=6, stop_token_ids=tuple(range(10))))
     assert_all_given_back(made)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.engine.request import BeamParams, Request, SamplingParams
+from prefixkit.engine.request import BeamParams, Request
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.sampling.rng import sample_key, uniforms
 from prefixkit.sampling.specification import draw

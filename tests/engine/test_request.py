@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.engine.request import BeamParams, Request, Sample, SamplingParams, TokenEvent
+from prefixkit.engine.request import BeamParams, Request, Sample, TokenEvent
+from prefixkit.sampling.params import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 

@@ -16,7 +16,8 @@ from prefixkit.attention.bsr import Queries
 from prefixkit.attention.capacity import PlanCapacity, capacity_for
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, Step, build_step, planner_for
-from prefixkit.engine.request import Request, SamplingParams
+from prefixkit.engine.request import Request
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.models import ModelRunner, kv_spec, query_heads
 from prefixkit.models.compile.packed_weights import packed_view
 from prefixkit.ops.kv_pool import KVPool

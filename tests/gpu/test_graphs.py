@@ -11,7 +11,8 @@ import torch
 import prefixkit
 from prefixkit.api import make_engine
 from prefixkit.engine import decode_run
-from prefixkit.engine.request import Request, Sample, SamplingParams
+from prefixkit.engine.request import Request, Sample
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.runners import graph as graphs
 from tests.gpu.test_model import model_of, prompts
 

@@ -8,7 +8,7 @@ import torch
 
 from prefixkit.backends.cuda.sampling import GpuSampler
 from prefixkit.backends.cuda.sampling_records import mask
-from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import draw
 from tests.engine.laws import NASTY, logprob_bound, random_laws, rows_of

@@ -14,7 +14,8 @@ import torch
 from prefixkit.attention.bsr import Queries
 from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.engine import decode_run, engine
-from prefixkit.engine.request import Request, SamplingParams
+from prefixkit.engine.request import Request
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.runners import graph as graphs
 from prefixkit.runners import graph_arrays
 from prefixkit.runners.decoder import CannotDecode

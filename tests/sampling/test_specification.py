@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.specification import draw, probabilities
 
 ALMOST_1 = 1 - 2**-53

@@ -13,11 +13,11 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from prefixkit.backends.cuda.checks import check_append_slots, checked
 from prefixkit.backends.cuda.units import APPEND, WIDTHS
+from prefixkit.checking import checked
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import Layout, form, launch
-from prefixkit.ops.checks import check_append
+from prefixkit.ops.checks import check_append, check_append_slots
 
 # Pointers of rows and pages, slots; strides of K rows, V rows, K pages, V pages; slots; tokens, heads, vectors, page size.
 _MOVE = Layout("PPPPP qq qq qqq qqq q iiii".replace(" ", ""))

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from prefixkit.attention.variants import Variant, lookup
 from prefixkit.backends.cuda import variants as cuda_variants
-from prefixkit.backends.cuda.checks import CudaError, check_packed_numbers, checked
+from prefixkit.backends.cuda.checks import check_packed_numbers
+from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS
 from prefixkit.backends.cuda.units import ATTENTION, attention_unit, kernel_for
-from prefixkit.backends.torch import gpu as torch_backend
+from prefixkit.backends.torch import backend as torch_backend
+from prefixkit.checking import checked
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import Layout, form, launch
+from prefixkit.cuda.launch import CudaError, Layout, form, launch
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.cuda.tensor_maps import ALL_BYTES, holds_groups, kept_maps
+from prefixkit.ops.backend import NotCapturable
 from prefixkit.ops.checks import BadDevice, BadShape, check_attention, check_packed, check_positions
 
 log = logging.getLogger("prefixkit")
@@ -74,32 +77,37 @@ def tree_attention(
     k_pages: Tensor,
     v_pages: Tensor,
     q_positions: Tensor,
-    work: Sequence[Tensor],
-    nodes: Sequence[Tensor],
+    plan: Sequence[Tensor],
     scale: float,
-    key: str,
+    variant: str,
 ) -> tuple[Tensor, Tensor]:
-    """``tree_attention``; ``work`` as ``gpu_plan`` packs it; plain torch also takes the five tensors of ``Plan``.
+    """``tree_attention`` by our kernel, or in plain torch where the dtype or the variant has none.
 
     Raises:
         BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
         CudaError: the launch failed.
     """
-    signature = launch_form(key, q, k_pages, v_pages)
+    signature = launch_form(variant, q, k_pages, v_pages)
     ready = _memo.get(signature)
     if ready is None or ready.variant() is None:
-        ready = _prepare(q, k_pages, v_pages, q_positions, key)
+        ready = _prepare(q, k_pages, v_pages, q_positions, variant)
         if len(_memo) >= _MEMO_SIZE:
             _memo.clear()
         _memo[signature] = ready
     if ready.function is None:
-        return torch_backend.tree_attention(q, k_pages, v_pages, q_positions, work, nodes, scale, key)
+        if len(plan) == WORK_TENSORS + TREE_TENSORS:
+            raise NotCapturable(
+                f"tree_attention: a plan in a CUDA graph's tensors is for the kernels only, which serve neither "
+                f"{q.dtype} nor a variant without a CUDA body; run eagerly"
+            )
+        return torch_backend.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant)
+    work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS : WORK_TENSORS + TREE_TENSORS]
     if not q.is_contiguous() or q.data_ptr() & 15:
         q = q.clone(memory_format=torch.contiguous_format)
     if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
         raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
     head = kept_maps(k_pages, v_pages, ready.form) if ready.by_maps else b""
-    plan = _plan_pointers(q, q_positions, work, nodes)
+    addresses = _plan_pointers(q, q_positions, work, nodes)
     if checked():
         check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
     rows, heads, head_dim = q.shape
@@ -120,7 +128,7 @@ def tree_attention(
         partial_out,
         partial_out + 4 * partials * head_dim,
         _counter(device, stream, capturing),
-        *plan,
+        *addresses,
     )
     launch(
         ready.function,
@@ -141,7 +149,7 @@ def tree_attention(
         (ready.blocks, 1, 1),
         ready.threads,
         ready.shared,
-        _say(q, k_pages, work, nodes, key),
+        _say(q, k_pages, work, nodes, variant),
         together=True,
         follows=ready.by_maps,
     )

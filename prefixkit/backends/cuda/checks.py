@@ -6,7 +6,6 @@ the GPU and a wait, so it is for tests and for finding errors; a graph capture g
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,37 +19,9 @@ from prefixkit.backends.torch.pieces import ranges
 
 Array = NDArray[np.int64]
 
-_check = os.environ.get("PREFIXKIT_CHECK", "0") not in ("", "0")
-
-
-class CudaError(RuntimeError):
-    """A launch failed, or in checked mode the kernel did.  Names the op, the shapes and the plan."""
-
 
 class BadPlan(ValueError):
     """Work and nodes do not belong together, or not to these pages and queries."""
-
-
-def checked() -> bool:
-    """Whether ``PREFIXKIT_CHECK`` asks for page numbers to be checked and for errors at the launch that made them."""
-    return _check
-
-
-def check_append_slots(op: str, slots: Tensor, pages: Tensor) -> None:
-    """IndexError: a slot neither exists nor is -1, which writes nothing.  ValueError: one is written twice."""
-    if not _capturing(slots):
-        check_slot_numbers(op, "slots", slots[slots != -1], pages.shape[0] * pages.shape[1], distinct=True)
-
-
-def check_slot_numbers(op: str, name: str, slots: Tensor, num_slots: int, distinct: bool) -> None:
-    """IndexError: a slot does not exist.  ValueError: one is written twice."""
-    if _capturing(slots) or not len(slots):
-        return
-    low, high = int(slots.min()), int(slots.max())
-    if low < 0 or high >= num_slots:
-        raise IndexError(f"{op}: {name} must be 0..{num_slots - 1}, got {low}..{high}")
-    if distinct and len(torch.unique(slots)) < len(slots):
-        raise ValueError(f"{op}: {name} must be distinct, for two tokens cannot share a slot")
 
 
 def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:

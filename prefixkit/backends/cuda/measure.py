@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, OPEN
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, WIDE_ROWS, GpuCost, Role
-from prefixkit.attention.gpu_plan import make_gpu_plan
+from prefixkit.attention.plan import make_plan
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
@@ -121,7 +121,7 @@ class Memory:
     def _time(self, rows: _Rows, heads: int, kv_heads: int, cost: GpuCost) -> float:
         """Median microseconds of a call."""
         count = len(rows.positions)
-        plan = make_gpu_plan(
+        plan = make_plan(
             [rows.formats],
             rows.length.astype(np.int32),
             count,
@@ -143,7 +143,7 @@ class Memory:
         k, v = self.k[:, :, :kv_heads], self.v[:, :, :kv_heads]
 
         def call(number: int) -> None:
-            torch.ops.prefixkit.tree_attention(q, k, v, positions, work, trees[number], HEAD_DIM**-0.5, "causal")
+            torch.ops.prefixkit.tree_attention(q, k, v, positions, [*work, *trees[number]], HEAD_DIM**-0.5, "causal")
 
         return _graph_us(call)
 

@@ -1,190 +1,183 @@
-"""Plans made on the GPU: one launch that a CUDA graph can capture, from the tree's arrays to a plan's."""
+"""Plans for our kernels: made by the GPU where it can, else in numpy, and brought there in one copy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from prefixkit.attention.ancestry import Longs, mark
 from prefixkit.attention.bsr import Queries, check_queries, visible_lengths
-from prefixkit.attention.capacity import OVERFLOW, PlanCapacity, PlanTooLarge, capacity_for
-from prefixkit.attention.gpu_cost import H200, GpuCost
-from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.staging import Staged, carve, room
-from prefixkit.backends.cuda.units import PLAN, PLAN_LARGE, PLAN_NODES
-from prefixkit.cuda import jit
-from prefixkit.cuda.launch import Layout, launch
-from prefixkit.tree.snapshot import TreeSnapshot
+from prefixkit.attention.capacity import MOST_PARTIAL_BYTES, PlanCapacity, capacity_for, room_for
+from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
+from prefixkit.attention.plan import Plan, make_plan
+from prefixkit.attention.planner import Array, Beside, Planner, StepPlan
+from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
+from prefixkit.attention.staging import upload
+from prefixkit.backends.cuda.cost_cache import gpu_cost
+from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
+from prefixkit.backends.cuda.units import kernel_for
+from prefixkit.backends.torch.planner import BoundPlan, TorchPlanner
+from prefixkit.cuda.nvrtc import arch_for, supported_archs
+from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
-# struct PlanTree of csrc/planner/plan_tree.cu: pointers; sharing and rates; magic; rooms, group, KV heads, SMs, queries of a
-# full tile, shared ints; roles.
-_LAYOUT = Layout("P" * 12 + "d" * 7 + "q" + "i" * 11 + "i" * 12)
-_THREADS = 1024
-# Ints of scratch: per node, tile and item; room to round up.
-_PER_NODE, _PER_TILE, _PER_ITEM, _SPARE = 10, 6, 7, 256
+log = logging.getLogger("prefixkit")
 
-
-@cache
-def _function(large: bool, device: int) -> jit.Function:
-    function = jit.load(PLAN, device)[PLAN.names[0]]
-    if large or function.max_shared < 4 * _PER_NODE * (PLAN_NODES + 4):
-        function = jit.load(PLAN_LARGE, device)[PLAN_LARGE.names[0]]
-    _LAYOUT.check(function)
-    return function
+# A plan's tensors: those of the work (``Plan.arrays``), then the tree's, then a handle for variants without a CUDA body.
+WORK_TENSORS, TREE_TENSORS = 6, 5
 
 
-def _scratch_ints(nodes: int, capacity: PlanCapacity) -> int:
-    items = capacity.wide + capacity.narrow + 8
-    return _PER_NODE * (nodes + 8) + (_PER_TILE + _PER_ITEM) * items + capacity.rows + _SPARE
+class CudaPlanner(Planner):
+    """Plans for the CUDA kernels.
 
-
-def _arguments(
-    shape: HeadShape,
-    gpu: GpuCost,
-    num_sms: int,
-    nodes: int,
-    capacity: PlanCapacity,
-    addresses: Iterable[int],
-    shared_bytes: int,
-) -> tuple[int | float, ...]:
-    """The kernel's parameter; ``addresses`` are of the tree's five arrays, the plan's six and the scratch."""
-    sharing, many = gpu.sharing, max(1, gpu.sharing.tile_heads // shape.group)
-    return (
-        *addresses,
-        sharing.kv_byte * shape.kv_bytes,
-        sharing.item,
-        sharing.wide_tile * shape.kv_heads,
-        sharing.narrow_tile * shape.kv_heads,
-        sharing.partial_byte * shape.partial_bytes,
-        gpu.wide.tokens_per_us,
-        gpu.narrow.tokens_per_us,
-        -(-(2**32) // many),
-        *(nodes, capacity.wide, capacity.narrow, capacity.segments, capacity.rows, capacity.partials),
-        *(shape.group, shape.kv_heads, num_sms, many, shared_bytes // 4),
-        *(n for role in (gpu.wide, gpu.narrow) for n in (role.unit, role.workers, *role.points(), role.least)),
-    )
-
-
-def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapacity, tree: Tensor) -> list[Tensor]:
-    """Launch the planner on the current stream, for tensors of the plan's own; the host does not wait.
-
-    Args:
-        shape, gpu, num_sms: What to plan for; groups of at most the ``tile_heads`` of its cost.
-        capacity: What the plan may hold.
-        tree: ``[4 * nodes + 1]`` int32: parent, subtree_end, length, own, as :class:`CudaPlanner` has them; how many nodes.
-
-    Returns:
-        The plan as ``tree_attention`` takes it, once the launch has ended.
-    """
-    nodes, device = len(tree) // 4, tree.device
-    function = _function(nodes > PLAN_NODES, device.index)
-    shapes = capacity.shapes()
-    flat = torch.empty(room(shapes), dtype=torch.int32, device=device)
-    work = carve(flat, [(part, False) for part in shapes])
-    # Given back on return: who takes it next comes later on this stream.
-    scratch = torch.empty(_scratch_ints(nodes, capacity), dtype=torch.int32, device=device)
-    parent = tree.data_ptr()
-    trees = (parent + 4 * nodes * array for array in (4, 0, 1, 2, 3))
-    plan = (tensor.data_ptr() for tensor in (*work, scratch))
-    values = _arguments(shape, gpu, num_sms, nodes, capacity, (*trees, *plan), function.max_shared)
-    say = f"plan_tree on {device}: {nodes} nodes, room for {capacity}".__str__
-    launch(function, _LAYOUT, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, say)
-    return work
-
-
-class CudaPlanner:
-    """Makes plans equal to ``make_gpu_plan``'s, on the GPU, into buffers whose addresses stay.
-
-    :meth:`load` brings a tree, :meth:`plan` launches the planner.  A graph that captured :meth:`plan` plans anew at every
-    replay, from what the tree's tensors hold then: loaded by the host before, or written by kernels.
+    The work's tensors stay while the tree does; each step brings the tree's: start, length (tokens visible in this step),
+    page_indptr, pages, first_slot.
 
     Attributes:
-        capacity: What a plan may hold.
-        nodes: How many nodes a tree may have.
-        num_nodes: ``[1]`` nodes of the tree, on the device, as are the following.
-        parent, subtree_end: ``[nodes]`` as in the snapshot.
-        length: ``[nodes]`` tokens visible in the step; see ``visible_lengths``.
-        own: ``[nodes]`` query rows in each node.
-        work: The plan, as ``tree_attention`` takes it.
+        gpu: What the paths of the GPU cost.
+        num_sms: Blocks to plan for, one or two per multiprocessor.
+        launch: Makes plans on the GPU, from a capacity and the tree to the work's tensors; None plans in numpy.  Numpy makes
+            those that need too much memory in any case.
     """
 
     def __init__(
         self,
         shape: HeadShape,
-        nodes: int,
-        capacity: PlanCapacity,
-        device: torch.device | str,
-        gpu: GpuCost = H200,
-        num_sms: int | None = None,
+        gpu: GpuCost,
+        num_sms: int,
+        launch: Callable[[PlanCapacity, Tensor], list[Tensor]] | None = None,
     ) -> None:
-        self.shape, self.nodes, self.capacity, self.gpu = shape, nodes, capacity, gpu
-        target = torch.device(device)
-        self.num_sms = num_sms or torch.cuda.get_device_properties(target).multi_processor_count
-        self._tree = Staged([(4,), *[(max(nodes, 1),)] * 4], target)
-        sizes, self.parent, self.subtree_end, self.length, self.own = self._tree.tensors
-        self.num_nodes = sizes[:1]
-        self._plan = Staged(capacity.shapes(), target)
-        self.work: list[Tensor] = self._plan.tensors
-        self._scratch = torch.zeros(_scratch_ints(nodes, capacity), dtype=torch.int32, device=target)
-        self._function = _function(nodes > PLAN_NODES, self._scratch.device.index)
-        tensors = (self.num_nodes, self.parent, self.subtree_end, self.length, self.own, *self.work, self._scratch)
-        addresses = (tensor.data_ptr() for tensor in tensors)
-        self._values = _arguments(shape, gpu, self.num_sms, nodes, capacity, addresses, self._function.max_shared)
+        super().__init__(shape, gpu.sharing)
+        self.gpu, self.num_sms, self.launch = gpu, num_sms, launch
 
-    def load(self, snapshot: TreeSnapshot, queries: Queries) -> None:
-        """Bring a tree and its queries to the device: one copy on the current stream, for which the host does not wait.
+    def specify(self, snapshot: TreeSnapshot, queries: Queries) -> Plan:
+        return make_plan(
+            self.formats(snapshot, queries),
+            visible_lengths(snapshot, queries),
+            queries.num_rows,
+            group=self.shape.group,
+            kv_heads=self.shape.kv_heads,
+            num_sms=self.num_sms,
+            cost=self.gpu,
+        )
 
-        Raises:
-            ValueError: the queries leave out KV that they need.
-            PlanTooLarge: some plan of this tree might not fit; nothing has changed.
-        """
+    def step_plan(self, work: list[Tensor], nodes: list[Tensor], snapshot: TreeSnapshot, queries: Queries) -> StepPlan:
+        """The plan of these queries that ``work`` holds, or will hold, over a tree in ``nodes``."""
+        return StepPlan([*work, *nodes], snapshot, queries, *self._on_demand(snapshot, queries))
+
+    def capacity_for(self, snapshot: TreeSnapshot, queries: Queries) -> PlanCapacity:
+        """Capacity for any plan of this tree, however long its nodes become."""
+        return capacity_for(snapshot, queries, self.shape, self.num_sms, self.gpu)
+
+    def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
+        """What plans in a captured graph, for trees of so many nodes and plans of this capacity."""
+        return GraphPlanner(self.shape, nodes, capacity, device, self.gpu, self.num_sms)
+
+    def _make(
+        self, snapshot: TreeSnapshot, queries: Queries, device: torch.device, beside: Beside
+    ) -> tuple[StepPlan, list[Tensor]]:
         check_queries(snapshot, queries)
-        self.check(snapshot, queries)
-        count = snapshot.num_nodes
-        sizes, parent, subtree_end, length, own = self._tree.begin()
-        sizes[0] = count
-        parent[:count], subtree_end[:count] = snapshot.parent, snapshot.subtree_end
-        length[:count], own[:count] = visible_lengths(snapshot, queries), queries.rows_per_node(count)
-        self._tree.send()
+        tree = tree_arrays(snapshot, queries)
+        room = room_for(snapshot, queries, self.shape, self.num_sms, self.gpu)
+        if self.launch is not None and room.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
+            own = queries.rows_per_node(snapshot.num_nodes)
+            nodes = np.concatenate((snapshot.parent, snapshot.subtree_end, tree[1], own, [snapshot.num_nodes]))
+            there, *tensors = upload([nodes.astype(np.int32), *tree, *beside()], device)
+            made = StepPlan(self.launch(room, there), snapshot, queries, *self._on_demand(snapshot, queries))
+        else:
+            plan = self.specify(snapshot, queries)
+            tensors = upload([*plan.arrays(), *tree, *beside()], device)
+            work, tensors = tensors[:WORK_TENSORS], tensors[WORK_TENSORS:]
+            made = StepPlan(work, snapshot, queries, lambda: plan)
+        return _bound(made, tensors[:TREE_TENSORS], snapshot, queries), tensors[TREE_TENSORS:]
 
-    def check(self, snapshot: TreeSnapshot, queries: Queries) -> None:
-        """Raise PlanTooLarge unless every plan of this tree fits, whatever its nodes' lengths become."""
-        if snapshot.num_nodes > self.nodes:
-            raise PlanTooLarge(f"the tree has {snapshot.num_nodes} nodes, but the planner has room for {self.nodes}")
-        need = capacity_for(snapshot, queries, self.shape, self.num_sms, self.gpu)
-        self.capacity.check(need, "a plan of this tree")
+    def _renew(
+        self, last: StepPlan, snapshot: TreeSnapshot, queries: Queries, device: torch.device, beside: Beside
+    ) -> tuple[StepPlan, list[Tensor]]:
+        tensors = upload([*tree_arrays(snapshot, queries), *beside()], device)
+        return _bound(last, tensors[:TREE_TENSORS], snapshot, queries), tensors[TREE_TENSORS:]
 
-    def plan(self) -> list[Tensor]:
-        """Launch the planner on the current stream; the tensors hold the plan when it ends.  Can be captured.
+    def _on_demand(self, snapshot: TreeSnapshot, queries: Queries) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
+        """The plan on the host and a count of what it reads, each made once, when it is first asked for."""
+        reads = cache(lambda: Reads.of(snapshot, queries, self.shape, self.cost))
+        return cache(lambda: self.specify(snapshot, queries)), lambda length: reads().count(length)
 
-        A tree that was not checked, and whose plan does not fit, gives an empty plan with ``counts[OVERFLOW] == 1``.
-        """
-        shared = self._function.max_shared // 4 * 4
-        launch(self._function, _LAYOUT, self._values, (1, 1, 1), _THREADS, shared, self._say)
-        return self.work
 
-    def _say(self) -> str:
-        return f"plan_tree on {self._scratch.device}: room for {self.nodes} nodes, {self.capacity}"
+def _bound(plan: StepPlan, nodes: list[Tensor], snapshot: TreeSnapshot, queries: Queries) -> StepPlan:
+    """The plan's work over a tree of these lengths, with a handle for plain torch."""
+    bound = BoundPlan(plan.specify, snapshot, queries)
+    tensors = [*plan.tensors[:WORK_TENSORS], *nodes, bound.handle]
+    return replace(plan, tensors=tensors, holds=bound)
 
-    def arrays(self) -> list[np.ndarray]:
-        """The plan's arrays cut to what they hold, on the host; waits for the device.  For tests and reports.
 
-        Raises:
-            PlanTooLarge: the plan did not fit.
-        """
-        counts, wide, narrow, segments, merge_indptr, merge_indices = (tensor.cpu().numpy() for tensor in self.work)
-        if counts[OVERFLOW]:
-            raise PlanTooLarge(f"the tree's plan does not fit {self.capacity}, {self.nodes} nodes")
-        items = np.concatenate((wide[: counts[0]], narrow[: counts[1]]))
-        used = int((items[:, 3] + items[:, 4] // 2).max(initial=0))
-        return [
-            counts,
-            wide[: counts[0]],
-            narrow[: counts[1]],
-            segments[:used],
-            merge_indptr[: counts[2] + 1],
-            merge_indices[: counts[3]],
-        ]
+def tree_arrays(snapshot: TreeSnapshot, queries: Queries) -> tuple[Array, ...]:
+    """The tree as int32 arrays, in the order in which kernels take it."""
+    length = visible_lengths(snapshot, queries)
+    return snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot
+
+
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """What a GPU's plan reads, known without the plan: each tile of a row reads all tokens of the row.
+
+    A row reads its path down to its own node, from where the nearest shared node above it ends.
+
+    Attributes:
+        start: ``[nodes]`` the position of each node's first token.
+        node: ``[rows]`` the node of each row, dense or causal.
+        begin: ``[rows]`` the position from which it reads.
+        tiles: ``[rows]`` how many tiles do.
+    """
+
+    start: Ints
+    node: Longs
+    begin: Longs
+    tiles: Longs
+
+    @staticmethod
+    def of(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: CostModel) -> Reads:
+        """The reads of plans for kernels of this cost."""
+        own = queries.rows_per_node(snapshot.num_nodes)
+        row_of_node = np.concatenate(([0], np.cumsum(own)))
+        below = row_of_node[snapshot.subtree_end] - row_of_node[1:]
+        shared = decide_sharing(snapshot, own, below, shape, cost)
+        dense, causal = np.flatnonzero(shared), np.flatnonzero(own)
+        node = np.concatenate((dense, causal))
+        # A node's own queries and its dense row read the same path.
+        nearest = mark(snapshot.subtree_end, shared).nearest(node)
+        ends = np.concatenate((snapshot.start + snapshot.length, [0])).astype(np.int64)
+        rows = np.concatenate((below[dense], own[causal]))
+        full = -(-rows // max(1, cost.tile_heads // shape.group))
+        return Reads(snapshot.start, node, ends[nearest], np.where(rows * shape.group <= NARROW_ROWS, 1, full))
+
+    def count(self, length: Ints) -> int:
+        """Token KVs read in a run over all heads, when node ``n`` holds ``length[n]`` tokens."""
+        end = self.start[self.node].astype(np.int64) + length[self.node]
+        return int((self.tiles * (end - self.begin)).sum())
+
+
+def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Planner:
+    """The planner for a GPU: of our kernels, or of plain torch where no kernel serves the dtype or the heads."""
+    kernel = None
+    if dtype != torch.float32:
+        arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+        kernel = kernel_for(arch, shape.head_dim, shape.group)
+    if kernel is None:
+        return TorchPlanner(shape, H200.sharing)
+    gpu = gpu_cost(device) if kernel.by_maps else H200  # measured with Hopper's kernel where that is the one
+    gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.wide_rows))
+    blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    if shape.group > kernel.wide_rows:
+        log.debug("numpy plans: the GPU's planner knows no groups above a tile's %d rows", kernel.wide_rows)
+        return CudaPlanner(shape, gpu, blocks)
+    return CudaPlanner(shape, gpu, blocks, lambda capacity, tree: plan_on_gpu(shape, gpu, blocks, capacity, tree))
+
+
+def graph_planning(planner: Planner) -> CudaPlanner | None:
+    """The planner, if the GPU makes its plans: then a captured graph can."""
+    return planner if isinstance(planner, CudaPlanner) and planner.launch is not None else None

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from prefixkit.backends.cuda import append as cuda_ops
-from prefixkit.backends.cuda.checks import check_append_slots, checked
 from prefixkit.backends.cuda.units import ROTARY, rotary_name
+from prefixkit.checking import checked
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import Layout, launch
-from prefixkit.ops.checks import check_rotary
+from prefixkit.ops.checks import check_append_slots, check_rotary
 from prefixkit.ops.rotary import rotate
 
 log = logging.getLogger("prefixkit")

@@ -30,7 +30,7 @@ from prefixkit.backends.cuda.sampling_records import (
 from prefixkit.backends.cuda.units import KERNEL_VARIABLE, SAMPLE, sample_name
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import Layout, launch
-from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.params import SamplingParams
 
 Ids = NDArray[np.integer[Any]]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.params import SamplingParams
 
 # struct Law.
 LAW = np.dtype(

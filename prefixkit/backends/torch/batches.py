@@ -13,21 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.variants import Variant
-from prefixkit.backends.torch import tuning as cpu_tuning
 from prefixkit.backends.torch.pieces import DENSE, MASKED, SQUARE, Array, Pieces
+from prefixkit.backends.torch.tuning import Tuning
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The query heads of a layer, and their KV heads."""
+    """The heads of a layer, and what work on them costs where it runs."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    tuning: Tuning
 
     @property
     def group(self) -> int:
+        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
     @property
@@ -38,22 +39,24 @@ class Heads:
     @property
     def longest_copy(self) -> int:
         """Tokens from which on copying K and V costs more than one more call."""
-        return max(1, int(cpu_tuning.TUNING.call_us / (cpu_tuning.TUNING.copy_us * self.kv_elements)))
-
-    @property
-    def numbers(self) -> Tensor:
-        """``[heads, 1, 1]`` int64, for variants."""
-        return torch.arange(self.heads)[:, None, None]
+        return max(1, int(self.tuning.call_us / (self.tuning.copy_us * self.kv_elements)))
 
     @property
     def score_us(self) -> float:
         """Arithmetic of one query with one key, over all heads."""
-        return 2 * self.heads * self.head_dim * cpu_tuning.TUNING.multiply_us
+        return 2 * self.heads * self.head_dim * self.tuning.multiply_us
+
+    def numbers(self, device: torch.device | str = "cpu") -> Tensor:
+        """``[heads, 1, 1]`` int64, for variants."""
+        return torch.arange(self.heads, device=device)[:, None, None]
 
 
-def batches(pieces: Pieces, heads: Heads, variant: Variant) -> Iterator[Array]:
-    """Which pieces share a call: arrays of piece numbers, each piece once, those of a batch ascending by row."""
-    tuning = cpu_tuning.TUNING
+def batches(pieces: Pieces, heads: Heads, scored: bool) -> Iterator[Array]:
+    """Which pieces share a call: arrays of piece numbers, each piece once, those of a batch ascending by row.
+
+    ``scored`` says that scores or masks take memory: see ``Tuning.scored_rows``.
+    """
+    tuning = heads.tuning
     tokens, rows = pieces.tokens, pieces.rows
     single_run = np.diff(pieces.indptr) == 1
     square = pieces.kind == SQUARE
@@ -65,7 +68,6 @@ def batches(pieces: Pieces, heads: Heads, variant: Variant) -> Iterator[Array]:
     )
     for piece in np.flatnonzero(alone):
         yield np.array([piece])
-    scored = variant.score_mod is not None or variant.mask_mod is not None
     for kind in (DENSE, SQUARE):
         candidates = np.flatnonzero(~alone & (pieces.kind == kind))
         for members in _buckets(rows[candidates], tokens[candidates], heads):
@@ -82,7 +84,7 @@ def _buckets(rows: Array, tokens: Array, heads: Heads) -> list[Array]:
     """Group blocks of similar shape: a block joins a larger bucket while padding it costs less than one more call."""
     if not len(rows):
         return []
-    tuning = cpu_tuning.TUNING
+    tuning = heads.tuning
     # As one number per block, rows above tokens.
     shapes, which, count = np.unique(_round_up(rows) << 32 | _round_up(tokens), return_inverse=True, return_counts=True)
     token_us = heads.kv_elements * (tuning.copy_us + tuning.read_us)

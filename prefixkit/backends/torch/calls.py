@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prefixkit.attention.variants import Variant
-from prefixkit.backends.torch import tuning as cpu_tuning
 from prefixkit.backends.torch.batches import Heads
 from prefixkit.backends.torch.pieces import DENSE, MASKED, SQUARE, Array, Pieces, ranges
 
@@ -44,7 +43,7 @@ class Call:
             ``(group, kv_heads)`` instead of ``(kv_heads, group)``.
         mask: float32 0 or -inf, broadcasts to the kernel's scores; or None.
         empty: Bool ``[batch * rows, heads or 1]``, True where the mask hides all keys; or None.
-        scoring: Set where the variant changes scores; the kernel is plain torch then.
+        scoring: Set where torch's flash attention does not serve; scores are computed in plain torch then.
     """
 
     batch: int
@@ -60,30 +59,59 @@ class Call:
     empty: Tensor | None = None
     scoring: Scoring | None = None
 
+    def to(self, device: torch.device) -> Call:
+        """The call with its tensors on a device."""
+        scoring = self.scoring
+        if scoring is not None:
+            scoring = Scoring(
+                scoring.q_position.to(device), scoring.kv_position.to(device), _to(scoring.visible, device)
+            )
+        return replace(
+            self,
+            row_index=_to(self.row_index, device),
+            slot_index=_to(self.slot_index, device),
+            mask=_to(self.mask, device),
+            empty=_to(self.empty, device),
+            scoring=scoring,
+        )
 
-def make_call(pieces: Pieces, batch: Array, q_positions: Array, heads: Heads, variant: Variant) -> Call | None:
-    """The call for some pieces of one kind, or None if the variant hides all their keys."""
+
+def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def make_call(
+    pieces: Pieces, batch: Array, q_positions: Array, heads: Heads, variant: Variant, *, flash: bool, views: bool
+) -> Call | None:
+    """The call for some pieces of one kind, or None if the variant hides all their keys.
+
+    Args:
+        pieces, batch: The pieces, and the numbers of those that the call holds.
+        q_positions: ``[T]`` position of each query row.
+        heads, variant: What is computed.
+        flash: torch's flash attention computes it; else scores are computed in plain torch.
+        views: A run of consecutive slots can be read where it lies; else every key is gathered by its slot.
+    """
     rows, tokens = pieces.rows[batch], pieces.tokens[batch]
     most, longest = int(rows.max()), int(tokens.max())
     row_grid = pieces.row[batch][:, None] + np.minimum(np.arange(most), rows[:, None] - 1)
     runs = ranges(pieces.indptr[batch], np.diff(pieces.indptr)[batch])
-    single_run = len(runs) == 1
+    single_run = views and len(runs) == 1
     kind = int(pieces.kind[batch[0]])
     padded = kind == DENSE and not bool(np.all(tokens == longest))
     visible = torch.from_numpy(np.arange(longest) < tokens[:, None])[:, None, None, :] if padded else None
     scoring = None
-    if variant.score_mod is not None or variant.mask_mod is not None or kind == MASKED:
+    if not flash or variant.mask_mod is not None or kind == MASKED:
         kv_position = _padded(ranges(pieces.position[runs], pieces.count[runs]), tokens, longest)
-        scoring = _scoring(q_positions[row_grid], kv_position, visible, kind, heads, variant)
+        scoring = _scoring(q_positions[row_grid], kv_position, visible, kind, heads, variant, flash)
         if scoring.visible is not None and not bool(scoring.visible.any()):
             return None
         visible = scoring.visible
-    plain = variant.score_mod is None
-    causal = plain and kind == SQUARE and (scoring is None or visible is None)
-    folded = plain and not causal and heads.group > 1 and most < cpu_tuning.TUNING.fold_rows
+    causal = flash and kind == SQUARE and (scoring is None or visible is None)
+    folded = flash and not causal and heads.group > 1 and most < heads.tuning.fold_rows
     consecutive = bool(np.all(np.diff(row_grid.reshape(-1)) == 1))
     mask = empty = None
-    if plain and visible is not None:
+    if flash and visible is not None:
         mask = _mask(visible, most, heads, folded)
         empty = None if scoring is None else _empty(visible, most, heads, folded)  # padding alone empties no row
     slots = None
@@ -101,7 +129,7 @@ def make_call(pieces: Pieces, batch: Array, q_positions: Array, heads: Heads, va
         folded=folded,
         mask=mask,
         empty=empty,
-        scoring=None if plain else scoring,
+        scoring=None if flash else scoring,
     )
 
 
@@ -113,7 +141,13 @@ def _padded(values: Array, tokens: Array, longest: int) -> Array:
 
 
 def _scoring(
-    q_position: Array, kv_position: Array, visible: Tensor | None, kind: int, heads: Heads, variant: Variant
+    q_position: Array,
+    kv_position: Array,
+    visible: Tensor | None,
+    kind: int,
+    heads: Heads,
+    variant: Variant,
+    flash: bool,
 ) -> Scoring:
     """Positions of a call's rows and keys, and who sees whom.
 
@@ -129,14 +163,14 @@ def _scoring(
         base = torch.ones(1, 1, 1, 1, dtype=torch.bool) if visible is None else visible
     shown = base
     if variant.mask_mod is not None:
-        allowed = variant.mask_mod(q, kv, heads.numbers)
+        allowed = variant.mask_mod(q, kv, heads.numbers())
         shown = allowed & base
         shown = shown.expand(len(q), shown.shape[1], q.shape[2], kv.shape[3])
         if torch.equal(shown, base.expand_as(shown)):
             shown = base
     if shown is base and kind == DENSE:
         return Scoring(q, kv, visible)
-    if shown is base and kind == SQUARE and variant.score_mod is None:
+    if shown is base and kind == SQUARE and flash:
         return Scoring(q, kv, None)
     return Scoring(q, kv, shown)
 

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.attention.plan import Plan
+from prefixkit.tree.snapshot import Ints, TreeSnapshot
+
 Array = NDArray[np.int64]
 
 # Kinds of pieces.
@@ -27,11 +30,27 @@ MASKED = 2  # a row sees the keys whose position is not beyond its own
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The arrays of a work list and of the tree it is about, as int64; see ``Plan`` and ``Step``."""
+    """A plan and the tree that it is for, in numpy.
+
+    Attributes:
+        page_size: Tokens of a page.
+        q_begin, q_end: ``[items]`` the query rows of each item.
+        causal: ``[items]`` whether a query sees only keys at its own position or before.
+        partial_begin: ``[items]`` the first partial row of each item; -1 where it is its rows' only one.
+        segment_begin, segment_count: ``[items]`` the segments of each item.
+        segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node, as ``(node, begin, end)``.
+        merge_indptr, merge_indices: Partial rows of each query row, in the order of merging.
+        start, length, page_indptr, pages, first_slot: The tree's nodes; ``length`` counts the tokens of the step.
+        q_positions: ``[T]`` the position of each query row.
+    """
 
     page_size: int
-    items: Array
-    segment_indptr: Array
+    q_begin: Array
+    q_end: Array
+    causal: Array
+    partial_begin: Array
+    segment_begin: Array
+    segment_count: Array
     segments: Array
     merge_indptr: Array
     merge_indices: Array
@@ -41,6 +60,29 @@ class Work:
     pages: Array
     first_slot: Array
     q_positions: Array
+
+    @staticmethod
+    def of(plan: Plan, snapshot: TreeSnapshot, length: Ints, q_positions: Array) -> Work:
+        """The work of ``plan`` over a tree whose nodes have ``length`` visible tokens."""
+        items = plan.items.astype(np.int64)
+        return Work(
+            page_size=snapshot.page_size,
+            q_begin=items[:, 0],
+            q_end=items[:, 1],
+            causal=items[:, 4] & 1,
+            partial_begin=items[:, 2],
+            segment_begin=items[:, 3],
+            segment_count=items[:, 4] >> 1,
+            segments=plan.segments.astype(np.int64),
+            merge_indptr=plan.merge_indptr.astype(np.int64),
+            merge_indices=plan.merge_indices.astype(np.int64),
+            start=snapshot.start.astype(np.int64),
+            length=length.astype(np.int64),
+            page_indptr=snapshot.page_indptr.astype(np.int64),
+            pages=snapshot.pages.astype(np.int64),
+            first_slot=snapshot.first_slot.astype(np.int64),
+            q_positions=q_positions,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +131,7 @@ def cut(work: Work, reach: int | None, tile_rows: int | None) -> Pieces:
         reach: Keys at ``position - reach`` or before are seen by no query; None for no limit.
         tile_rows: Cut items to this many rows first, so that each sees few keys it must mask; None leaves them whole.
     """
-    item, row, rows = _tiles(work.items, tile_rows)
+    item, row, rows = _tiles(work, tile_rows)
     parts = _Parts.of(work, item, row, rows, reach)
     order = np.argsort(parts.tile * 4 + parts.kind, kind="stable")
     parts = parts.take(order)
@@ -111,10 +153,10 @@ def cut(work: Work, reach: int | None, tile_rows: int | None) -> Pieces:
     )
 
 
-def _tiles(items: Array, tile_rows: int | None) -> tuple[Array, Array, Array]:
+def _tiles(work: Work, tile_rows: int | None) -> tuple[Array, Array, Array]:
     """Item, first row and number of rows of each tile."""
-    item = np.flatnonzero(items[:, 1] > items[:, 0])
-    begin, end = items[item, 0], items[item, 1]
+    item = np.flatnonzero(work.q_end > work.q_begin)
+    begin, end = work.q_begin[item], work.q_end[item]
     if tile_rows is None:
         return item, begin, end - begin
     tiles = -(-(end - begin) // tile_rows)
@@ -136,15 +178,15 @@ class _Parts:
     @classmethod
     def of(cls, work: Work, item: Array, row: Array, rows: Array, reach: int | None) -> _Parts:
         """Cut each tile's segments as drawn at the top of this file."""
-        count = np.diff(work.segment_indptr)[item]
+        count = work.segment_count[item]
         tile = np.repeat(np.arange(len(item)), count)
-        node, begin, end = work.segments[ranges(work.segment_indptr[item], count)].T
+        node, begin, end = work.segments[ranges(work.segment_begin[item], count)].T
         low = work.start[node] + begin
         high = work.start[node] + np.minimum(end, work.length[node])
         q_low, q_high, adjacent = (value[tile] for value in _spans(work.q_positions, row, rows))
         if reach is not None:
             low = np.maximum(low, q_low - reach + 1)
-        causal = work.items[item, 2][tile] != 0
+        causal = work.causal[item][tile] != 0
         high = np.where(causal, np.minimum(high, q_high + 1), high)
         # The square starts at q_low, to be a triangle; but where that leaves it a single key, everyone sees the key.
         split = np.where(adjacent & (high > q_low + 1), np.minimum(high, q_low), np.minimum(high, q_low + 1))

@@ -1,32 +1,17 @@
-"""Programs: what the CPU does in one layer of a step, compiled once and run in every layer.
-
-A program depends on numbers only: the work list, the tree's arrays, the positions of the queries.  So programs are found
-again by comparing these numbers, all of them.  That costs some 10 us per layer, and no tensor that is written in place, or
-freed and replaced by another at its address, can ever meet a stale program.
-"""
+"""Programs: the kernel calls of one layer of a step, and how their results merge; made from a plan, run in every layer."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from prefixkit.attention.variants import Variant
-from prefixkit.backends.torch import tuning as cpu_tuning
 from prefixkit.backends.torch.batches import Heads, batches
 from prefixkit.backends.torch.calls import Call, make_call
 from prefixkit.backends.torch.merge import Merge, plan_merge
 from prefixkit.backends.torch.pieces import Array, Pieces, Work, cut, detach_long_runs
-from prefixkit.ops.checks import check_work
-
-# Programs kept per process.  A model uses one or two per step: one for each variant among its layers.
-KEPT = 4
-
-_kept: list[tuple[tuple[object, ...], bytes, Program]] = []
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +19,7 @@ class Program:
     """Kernel calls, and how their results merge into the rows of the output.
 
     Attributes:
-        heads: The heads it computes.
+        heads: The heads that it computes.
         calls: In order; call ``i`` makes block ``i``.
         merge: From the blocks' rows to the output's.
         folded: Every block has its heads in the order ``(group, kv_heads)``; else blocks are brought to query-head order.
@@ -47,62 +32,41 @@ class Program:
     folded: bool
     may_be_empty: bool
 
+    def to(self, device: torch.device) -> Program:
+        """The program with its tensors on a device."""
+        return replace(self, calls=tuple(call.to(device) for call in self.calls), merge=self.merge.to(device))
 
-def program_for(
-    q_positions: Tensor,
-    work: Sequence[Tensor],
-    nodes: Sequence[Tensor],
-    pool_shape: Sequence[int],
-    heads: Heads,
-    exact_views: bool,
-    key: str,
-    variant: Variant,
+
+def compile_program(
+    work: Work, num_pages: int, heads: Heads, variant: Variant, *, exact_views: bool, flash: bool
 ) -> Program:
-    """The program of a step.
+    """The program of a step's work for one pool, one set of heads and one variant.
 
     Args:
-        q_positions, work, nodes: As the op takes them.
-        pool_shape: Of the pages.
-        heads: Of the layer.
-        exact_views: Keys can be used where they lie; False if they must be converted to float32 first.
-        key, variant: The variant.
+        work: The plan, and the tree that it is for.
+        num_pages: Pages of the pool.
+        heads: The heads of the layer.
+        variant: The attention variant.
+        exact_views: Keys can be used where they lie; else they are copied, or converted to float32, first.
+        flash: torch's flash attention for the CPU serves, where the variant leaves scores alone.
+
+    Raises:
+        IndexError: a node names a slot that the pool does not have.
     """
-    arrays = [tensor.numpy() for tensor in (*work, *nodes, q_positions)]
-    shape = (tuple(pool_shape), heads, exact_views, key, cpu_tuning.TUNING, tuple([array.shape for array in arrays]))
-    numbers = b"".join([array.tobytes() for array in arrays])
-    with _lock:
-        for entry in _kept:
-            if entry[1] == numbers and entry[0] == shape:
-                return entry[2]
-    check_work(arrays[-1].shape[0], work, nodes)
-    listed = Work(pool_shape[1], *[array.astype(np.int64) for array in arrays])
-    program = _compile(listed, heads, pool_shape[0], exact_views, variant)
-    with _lock:
-        _kept.insert(0, (shape, numbers, program))
-        del _kept[KEPT:]
-    return program
-
-
-def forget() -> None:
-    """Drop all programs; the next call compiles afresh."""
-    with _lock:
-        _kept.clear()
-
-
-def _compile(work: Work, heads: Heads, num_pages: int, exact_views: bool, variant: Variant) -> Program:
-    changed = variant.score_mod is not None or variant.mask_mod is not None
-    pieces = cut(work, variant.reach, cpu_tuning.TUNING.variant_rows if changed else None)
+    by_flash = flash and variant.score_mod is None
+    scored = not by_flash or variant.mask_mod is not None
+    pieces = cut(work, variant.reach, heads.tuning.scored_rows if scored else None)
     _check_slots(pieces, num_pages * work.page_size)
     pieces = detach_long_runs(
         pieces,
-        shortest=heads.longest_copy,
-        longest=_longest(pieces, heads, exact_views, changed),
+        shortest=heads.longest_copy if flash else np.iinfo(np.int64).max,
+        longest=_longest(pieces, heads, exact_views, scored),
     )
     calls: list[Call] = []
     block = np.full(len(pieces), -1, dtype=np.int64)
     base = np.zeros(len(pieces), dtype=np.int64)
-    for batch in batches(pieces, heads, variant):
-        call = make_call(pieces, batch, work.q_positions, heads, variant)
+    for batch in batches(pieces, heads, scored):
+        call = make_call(pieces, batch, work.q_positions, heads, variant, flash=by_flash, views=flash)
         if call is not None:
             block[batch], base[batch] = len(calls), np.arange(len(batch)) * call.rows
             calls.append(call)
@@ -111,7 +75,7 @@ def _compile(work: Work, heads: Heads, num_pages: int, exact_views: bool, varian
         calls=tuple(calls),
         merge=_merge(work, pieces, block, base, np.array([call.batch * call.rows for call in calls], dtype=np.int64)),
         folded=all(call.folded for call in calls),
-        may_be_empty=variant.score_mod is not None or any(call.empty is not None for call in calls),
+        may_be_empty=not by_flash or any(call.empty is not None for call in calls),
     )
 
 
@@ -123,13 +87,13 @@ def _check_slots(pieces: Pieces, num_slots: int) -> None:
         )
 
 
-def _longest(pieces: Pieces, heads: Heads, exact_views: bool, changed: bool) -> Array:
+def _longest(pieces: Pieces, heads: Heads, exact_views: bool, scored: bool) -> Array:
     """Tokens beyond which a dense piece is cut, to bound the memory of copies, scores and masks."""
-    most = cpu_tuning.TUNING.call_elements
+    most = heads.tuning.call_elements
     longest: Array = np.full(len(pieces), max(1, most // heads.kv_elements))
     if exact_views:
         longest[np.diff(pieces.indptr) == 1] = np.iinfo(np.int64).max
-    if changed:
+    if scored:
         np.minimum(longest, np.maximum(1, most // (heads.heads * pieces.rows)), out=longest)
     return longest
 
@@ -140,8 +104,9 @@ def _merge(work: Work, pieces: Pieces, block: Array, base: Array, heights: Array
     piece = np.repeat(kept, pieces.rows[kept])
     within = np.arange(len(piece)) - np.repeat(np.cumsum(pieces.rows[kept]) - pieces.rows[kept], pieces.rows[kept])
     row = pieces.row[piece] + within
-    q_begin, partial_begin = work.items[pieces.item[piece]][:, [0, 3]].T
-    partial = np.where(partial_begin < 0, -1, partial_begin + row - q_begin)
+    item = pieces.item[piece]
+    partial_begin = work.partial_begin[item]
+    partial = np.where(partial_begin < 0, -1, partial_begin + row - work.q_begin[item])
     turn = np.full(int(max(partial.max(initial=-1), work.merge_indices.max(initial=-1))) + 2, -1)
     turn[work.merge_indices] = np.arange(len(work.merge_indices))
     listed = turn[partial[partial >= 0]]

@@ -1,53 +1,43 @@
-"""Running a program: the only file that the layers of a model wait for."""
+"""Running a program: all that the layers of a model wait for."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from prefixkit.attention.state import State, empty_state
-from prefixkit.attention.variants import ScoreMod, Variant, lookup
-from prefixkit.backends.torch import tuning as cpu_tuning
+from prefixkit.attention.variants import ScoreMod, Variant
+from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.batches import Heads
 from prefixkit.backends.torch.calls import Call, Scoring
 from prefixkit.backends.torch.merge import run_merge
-from prefixkit.backends.torch.program import Program, program_for
+from prefixkit.backends.torch.program import Program
 from prefixkit.ops.checks import BadShape
 
 # Returns the softmax's natural log-sum-exp besides the output, reads strided keys, and shares KV heads among query heads.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def attend(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    q_positions: Tensor,
-    work: Sequence[Tensor],
-    nodes: Sequence[Tensor],
-    scale: float,
-    key: str,
+def run_program(
+    program: Program, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, variant: Variant
 ) -> tuple[Tensor, Tensor]:
-    """``tree_attention`` on the CPU; arguments as the op's, checked."""
-    variant = lookup(key)
-    _, num_heads, head_dim = q.shape
-    heads = Heads(num_heads, k_pages.shape[2], head_dim)
-    _check_cpu(heads, variant, k_pages, v_pages)
-    program = program_for(q_positions, work, nodes, k_pages.shape, heads, q.dtype == torch.float32, key, variant)
-    state = _run(program, q.to(torch.float32), k_pages, v_pages, scale, variant)
-    if variant.sinks is not None:
-        state = _join_sinks(state, variant.sinks)
-    return state.out.to(q.dtype), state.lse
+    """``tree_attention`` by a program that was made for it; arguments as the op's, checked."""
+    on_cpu = q.device.type == "cpu"
+    _check(program.heads, variant, k_pages, v_pages, on_cpu)
+    with torch.no_grad():
+        state = _run(program, q.to(torch.float32) if on_cpu else q, k_pages, v_pages, scale, variant)
+        if variant.sinks is not None:
+            state = _join_sinks(state, variant.sinks.to(state.lse))
+        return state.out.to(q.dtype), state.lse
 
 
-def _check_cpu(heads: Heads, variant: Variant, k_pages: Tensor, v_pages: Tensor) -> None:
+def _check(heads: Heads, variant: Variant, k_pages: Tensor, v_pages: Tensor, on_cpu: bool) -> None:
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         _, page_size, kv_heads, head_dim = pages.shape
         per_page, per_token, per_head, _ = pages.stride()
-        if per_page != page_size * per_token or (kv_heads > 1 and per_head != head_dim):
+        if on_cpu and (per_page != page_size * per_token or (kv_heads > 1 and per_head != head_dim)):
             raise BadShape(
                 f"tree_attention: on the CPU {name} must be token-major, with slots evenly spaced and a token's heads "
                 f"adjacent, got shape {list(pages.shape)} and strides {list(pages.stride())}; make it with KVPool"
@@ -64,21 +54,21 @@ def _join_sinks(state: State, sinks: Tensor) -> State:
 
 
 def _run(program: Program, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, variant: Variant) -> State:
-    """One program on float32 queries ``[T, heads, head_dim]``; the state comes back contiguous, in query-head order."""
+    """One program on queries ``[T, heads, head_dim]``; the state comes back contiguous, in query-head order."""
     heads, rows = program.heads, len(q)
     if not program.calls:
-        return empty_state(rows, heads.heads, heads.head_dim)
+        return empty_state(rows, heads.heads, heads.head_dim, device=q.device)
     q = q.contiguous()
     grouped = q
     if any(call.folded for call in program.calls):
         grouped = q.view(rows, heads.kv_heads, heads.group, heads.head_dim).transpose(1, 2).contiguous()
-    k_slots, v_slots = _slots(k_pages), _slots(v_pages)
+    numbers = heads.numbers(q.device) if variant.score_mod is not None else None
     blocks = []
     for call in program.calls:
         # K and V of a call are gathered into the thread's scratch, so a call must finish before the next begins.
-        k, v = _keys(call, k_slots, heads, 0), _keys(call, v_slots, heads, 1)
-        if call.scoring is not None and variant.score_mod is not None:
-            block = _scored(call, call.scoring, variant.score_mod, _rows(call, q), k, v, heads, scale)
+        k, v = _keys(call, k_pages, heads, 0), _keys(call, v_pages, heads, 1)
+        if call.scoring is not None:
+            block = _scored(call, call.scoring, variant.score_mod, numbers, _rows(call, q), k, v, heads, scale)
         else:
             block = _kernel(call, _rows(call, grouped if call.folded else q), k, v, heads, scale)
             if call.folded and not program.folded:
@@ -107,9 +97,9 @@ def _rows(call: Call, q: Tensor) -> Tensor:
 
 
 class Scratch(threading.local):
-    """Buffers that a thread keeps until it ends: fresh ones would cost a page fault per 4 KB, as much as filling them.
+    """Buffers that a CPU thread keeps until it ends: fresh ones would cost a page fault per 4 KB, as much as filling them.
 
-    There are six at most, for keys and for values in three dtypes, each of up to ``TUNING.call_elements`` elements,
+    There are six at most, for keys and for values in three dtypes, each of up to ``Tuning.call_elements`` elements,
     so a thread keeps 256 MiB at most, and 128 MiB while all is float32.  What a call needs beyond that is its own.
     """
 
@@ -123,7 +113,7 @@ class Scratch(threading.local):
         if buffer is None or buffer.shape[0] < elements:
             with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
                 buffer = torch.empty(elements, dtype=dtype)
-            if elements <= cpu_tuning.TUNING.call_elements:
+            if elements <= tuning.CPU.call_elements:
                 self.buffers[use, dtype] = buffer
         return buffer.as_strided((rows, width), (width, 1))
 
@@ -131,15 +121,15 @@ class Scratch(threading.local):
 _scratch = Scratch()
 
 
-def _slots(pages: Tensor) -> Tensor:
-    """Pages as one matrix: ``[slots, kv_heads * head_dim]``, a view."""
-    num_pages, page_size, kv_heads, head_dim = pages.shape
-    return pages.as_strided((num_pages * page_size, kv_heads * head_dim), (pages.stride(1), 1))
-
-
-def _keys(call: Call, slots: Tensor, heads: Heads, use: int) -> Tensor:
-    """``[batch, kv_heads, length, head_dim]`` float32 keys or values of a call: a view of the pool if possible."""
+def _keys(call: Call, pages: Tensor, heads: Heads, use: int) -> Tensor:
+    """``[batch, kv_heads, length, head_dim]`` keys or values of a call: on a CPU float32, a view of the pool if possible."""
+    if pages.device.type != "cpu":
+        assert call.slot_index is not None, "only the CPU reads keys where they lie"
+        size = pages.shape[1]
+        found = pages[call.slot_index // size, call.slot_index % size]
+        return found.view(call.batch, call.length, heads.kv_heads, heads.head_dim).transpose(1, 2)
     tokens, width = call.batch * call.length, heads.kv_elements
+    slots = _slots(pages)
     if call.slot_index is None:
         found = slots.narrow(0, call.first_slot, tokens)
     else:
@@ -150,6 +140,12 @@ def _keys(call: Call, slots: Tensor, heads: Heads, use: int) -> Tensor:
     step = found.stride(0)
     shape = (call.batch, heads.kv_heads, call.length, heads.head_dim)
     return found.as_strided(shape, (call.length * step, heads.head_dim, step, 1))
+
+
+def _slots(pages: Tensor) -> Tensor:
+    """Pages as one matrix: ``[slots, kv_heads * head_dim]``, a view."""
+    num_pages, page_size, kv_heads, head_dim = pages.shape
+    return pages.as_strided((num_pages * page_size, kv_heads * head_dim), (pages.stride(1), 1))
 
 
 def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: float) -> State:
@@ -172,19 +168,43 @@ def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: fl
 
 
 def _scored(
-    call: Call, where: Scoring, score_mod: ScoreMod, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: float
+    call: Call,
+    where: Scoring,
+    score_mod: ScoreMod | None,
+    numbers: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: Heads,
+    scale: float,
 ) -> State:
-    """Attention with changed scores, in plain torch."""
+    """Attention in plain torch, scores in memory; a row that sees nothing comes out empty."""
     batch, rows, group, kv_heads = call.batch, call.rows, heads.group, heads.kv_heads
     q = q.view(batch, rows, kv_heads, group, heads.head_dim).permute(0, 2, 3, 1, 4)
-    q = q.reshape(batch, kv_heads, group * rows, heads.head_dim)
-    score = torch.matmul(q, k.transpose(-1, -2)).mul_(scale).view(batch, heads.heads, rows, call.length)
-    score = score_mod(score, where.q_position, where.kv_position, heads.numbers).to(torch.float32)
+    q = q.reshape(batch * kv_heads, group * rows, heads.head_dim)
+    k, v = (states.reshape(batch * kv_heads, call.length, heads.head_dim) for states in (k, v))
+    score = _product(q, k.transpose(1, 2)).mul_(scale).view(batch, heads.heads, rows, call.length)
+    if score_mod is not None:
+        assert numbers is not None, "made for it"
+        score = score_mod(score, where.q_position, where.kv_position, numbers).to(torch.float32)
     if where.visible is not None:
         score = score.masked_fill(~where.visible, -torch.inf)
-    lse = torch.logsumexp(score, dim=-1)
-    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    out = torch.matmul(weight.view(batch, kv_heads, group * rows, call.length), v)
-    out = out.view(batch, heads.heads, rows, heads.head_dim).transpose(1, 2)
+    top = score.amax(dim=-1, keepdim=True)
+    top = top.masked_fill_(top == -torch.inf, 0.0)
+    weight = torch.exp(score - top)
+    total = weight.sum(dim=-1, keepdim=True)
+    out = _product(weight.to(v.dtype).view(batch * kv_heads, group * rows, call.length), v)
+    out = out.view(batch, heads.heads, rows, heads.head_dim) / total.masked_fill(total == 0, 1.0)
+    lse = (top + total.log()).squeeze(-1)
     count = batch * rows
-    return State(out.reshape(count, heads.heads, heads.head_dim), lse.transpose(1, 2).reshape(count, heads.heads))
+    return State(
+        out.transpose(1, 2).reshape(count, heads.heads, heads.head_dim),
+        lse.transpose(1, 2).reshape(count, heads.heads),
+    )
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` for batches of matrices, summed and returned in float32."""
+    if a.dtype == torch.float32:
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Every number that the CPU executor was tuned with, in one place."""
+"""Every number that the executor was tuned with: for a CPU thread, and for a GPU that our kernels do not serve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Tuning:
     """Costs and limits.  They decide how work is cut and batched, never what is computed.
 
-    Times are microseconds on one thread of a 2.6 GHz x86 server core with AVX-512, float32, 3 KV heads of 64.
+    Times are microseconds; the defaults are those of one thread of a 2.6 GHz x86 server core with AVX-512, float32, 3 KV
+    heads of 64.
 
     Attributes:
         call_us: One more kernel call, with the Python around it.
@@ -19,8 +20,8 @@ class Tuning:
         batch_elements: Elements of K in a batched call; so many, gathered, half fit a core's second-level cache.  Twice as
             many cost 10 % more per element, a quarter as many twice the calls.
         call_elements: Elements of gathered K, of scores or of a mask in any call: 64 MB of float32.
-        variant_rows: Queries per tile under a variant that hides keys or changes scores, so that few of the keys that a
-            tile reads are hidden from some of its queries.
+        scored_rows: Queries per tile where scores are computed in plain torch, or masked: it bounds their memory, and few of
+            the keys that a tile reads are hidden from some of its queries.
         fold_rows: With fewer queries than this per block, the query heads of one KV head become rows of one matrix: 45 us
             a query instead of 60 for 1,000 keys.  With more it makes no difference, and queries need not be copied.
     """
@@ -31,8 +32,19 @@ class Tuning:
     multiply_us: float = 2.7e-5
     batch_elements: int = 1 << 19
     call_elements: int = 1 << 24
-    variant_rows: int = 128
+    scored_rows: int = 128
     fold_rows: int = 64
 
 
-TUNING = Tuning()
+CPU = Tuning()
+# A call is a dozen launches; gathering runs at 1 TB/s, products at 100 TFLOP/s.  256 MB of float32 scores in a call.
+GPU = Tuning(
+    call_us=100.0,
+    copy_us=2e-6,
+    read_us=1e-6,
+    multiply_us=1e-8,
+    batch_elements=1 << 26,
+    call_elements=1 << 26,
+    scored_rows=512,
+    fold_rows=0,
+)

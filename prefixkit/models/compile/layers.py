@@ -179,7 +179,7 @@ def _key(step: Step, classes: tuple[type[nn.Module], ...]) -> _Key:
     the classes, because torch does not notice when the class of a submodule is given another.
     """
     small = 0
-    for tensor in (*step.work, *step.nodes):
+    for tensor in step.plan:
         small = small << 2 | min(len(tensor), 2)
     return step.num_rows, small, step.slots.is_inference(), tuple([cls.forward for cls in classes])
 

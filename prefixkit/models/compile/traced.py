@@ -21,10 +21,11 @@ class TracedStep:
 
     def load(self, step: Step) -> None:
         """Take a step's tensors."""
-        self.slots, self.positions, self.work, self.nodes = step.slots, step.positions, step.work, step.nodes
+        self.slots, self.positions, self.plan = step.slots, step.positions, step.plan
         # A tree's and a plan's sizes change from step to step: graphs are made for any.
-        for tensor in (*self.work, *self.nodes):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        for tensor in self.plan:
+            if tensor.dtype == torch.int32:  # a handle has one element
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 class TracedLayer:
@@ -61,8 +62,7 @@ class TracedLayer:
             self.k_pages,
             self.v_pages,
             step.positions,
-            step.work,
-            step.nodes,
+            step.plan,
             scale,
             _variant(window, cap),
         )[0]

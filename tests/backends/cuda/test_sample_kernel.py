@@ -13,7 +13,7 @@ import torch
 from prefixkit.backends.cuda import sampling_records as gpu_laws
 from prefixkit.backends.cuda.sampling_records import LAW, Tiling, mask, records, tile, words
 from prefixkit.cuda.nvrtc import CSRC
-from prefixkit.engine.request import SamplingParams
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import draw
 from prefixkit.sampling.weights import EXP2, rate, weigh

@@ -1,0 +1,133 @@
+"""Planning: from a tree and the queries of a step to what the attention op takes, remembered while the tree stands."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.bsr import BSR, Queries, decompose
+from prefixkit.attention.plan import Plan
+from prefixkit.attention.sharing import CostModel, HeadShape
+from prefixkit.tree.snapshot import Ints, TreeSnapshot
+
+log = logging.getLogger("prefixkit")
+
+Array = NDArray[np.signedinteger]
+# Arrays that travel to the device together with a plan; made once the queries are known to be good.
+Beside = Callable[[], Sequence[Array]]
+
+
+@dataclass(eq=False)
+class StepPlan:
+    """The plan of one step: opaque tensors for the attention op, and what is known of it on the host.
+
+    Attributes:
+        tensors: What ``tree_attention`` takes as ``plan``; only the backend that made them reads them.
+        snapshot, queries: What was planned for.
+        specify: The plan on the host; called when it is first asked for, and cheap when called again.
+        count_reads: Token KVs that a run over all heads reads when node ``n`` holds ``length[n]`` tokens; None counts them
+            from the plan on the host.
+        holds: Whatever must live as long as the tensors are used.
+    """
+
+    tensors: list[Tensor]
+    snapshot: TreeSnapshot
+    queries: Queries
+    specify: Callable[[], Plan]
+    count_reads: Callable[[Ints], int] | None = None
+    holds: object = None
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan on the host; where a GPU made it, the first access makes the same plan in numpy."""
+        return self.specify()
+
+    def kv_tokens_read(self, length: Ints) -> int:
+        """Token KVs that attention reads in one layer, when node ``n`` holds ``length[n]`` tokens."""
+        return self.plan.kv_tokens_read(length) if self.count_reads is None else self.count_reads(length)
+
+
+class Planner(ABC):
+    """Plans steps for the heads of one model, and keeps the last plan while the tree and the query counts stand.
+
+    A backend subclasses it: :meth:`specify` makes the plan on the host, :meth:`_make` brings one to the device, and
+    :meth:`_renew` fits the last one to a step of the same tree.
+
+    Attributes:
+        shape: The attention heads.
+        cost: Decides what is shared.
+        plans_made: How many plans were made, for tests and reports.
+    """
+
+    def __init__(self, shape: HeadShape, cost: CostModel) -> None:
+        self.shape, self.cost = shape, cost
+        self.plans_made = 0
+        self._key: tuple[object, ...] | None = None
+        self._last: StepPlan | None = None
+
+    def plan(
+        self, snapshot: TreeSnapshot, queries: Queries, device: torch.device, beside: Beside = tuple
+    ) -> tuple[StepPlan, list[Tensor]]:
+        """The plan for these queries on ``device``.
+
+        Args:
+            snapshot, queries: What to plan for.
+            device: Where the plan goes.
+            beside: Makes int32 and int64 arrays that travel in the same copy.
+
+        Returns:
+            The plan, and the tensors of those arrays.
+
+        Raises:
+            ValueError: the queries leave out KV that they need.
+        """
+        key = (snapshot.tree, snapshot.version, queries.node.tobytes(), (queries.end - queries.begin).tobytes(), device)
+        if self._last is not None and key == self._key:
+            self._last, tensors = self._renew(self._last, snapshot, queries, device, beside)
+            return self._last, tensors
+        self._last, tensors = self._make(snapshot, queries, device, beside)
+        self._key = key
+        self.plans_made += 1
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("plan %d: %s", self.plans_made, describe(self.formats(snapshot, queries)))
+        return self._last, tensors
+
+    def formats(self, snapshot: TreeSnapshot, queries: Queries) -> tuple[BSR, ...]:
+        """The block-sparse rows that plans are made of."""
+        return (decompose(snapshot, queries, self.shape, self.cost),)
+
+    @abstractmethod
+    def specify(self, snapshot: TreeSnapshot, queries: Queries) -> Plan:
+        """The plan on the host."""
+
+    @abstractmethod
+    def _make(
+        self, snapshot: TreeSnapshot, queries: Queries, device: torch.device, beside: Beside
+    ) -> tuple[StepPlan, list[Tensor]]:
+        """A new plan, and the tensors of ``beside``."""
+
+    @abstractmethod
+    def _renew(
+        self, last: StepPlan, snapshot: TreeSnapshot, queries: Queries, device: torch.device, beside: Beside
+    ) -> tuple[StepPlan, list[Tensor]]:
+        """The last plan for a tree whose leaves have grown, and the tensors of ``beside``."""
+
+
+def describe(formats: Sequence[BSR]) -> str:
+    """One line that says which nodes are shared by how many queries, and how many rows stand alone."""
+    shared = [
+        f"node {bsr.row_segments(row)[-1][0]} by {bsr.q_end[row] - bsr.q_begin[row]}"
+        for bsr in formats
+        for row in range(bsr.num_rows)
+        if not bsr.causal[row]
+    ]
+    alone = sum(int(bsr.causal.sum()) for bsr in formats)
+    return f"{len(shared)} shared reads ({', '.join(shared[:8])}{', ...' if len(shared) > 8 else ''}), {alone} own rows"

@@ -1,0 +1,21 @@
+"""The CUDA backend: what our kernels offer."""
+
+from __future__ import annotations
+
+from prefixkit.backends.cuda.append import kv_append
+from prefixkit.backends.cuda.attention import tree_attention
+from prefixkit.backends.cuda.planner import graph_planning, planner_for
+from prefixkit.backends.cuda.rotary import rotary_append
+from prefixkit.backends.cuda.sampling import GpuSampler
+from prefixkit.backends.cuda.sampling_records import MOST_VOCAB
+from prefixkit.ops.backend import Backend, Sampling
+
+BACKEND = Backend(
+    "cuda",
+    planner_for,
+    kv_append,
+    rotary_append,
+    tree_attention,
+    sampling=Sampling(GpuSampler, MOST_VOCAB),
+    graph_planning=graph_planning,
+)

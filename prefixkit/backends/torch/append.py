@@ -1,0 +1,71 @@
+"""``kv_append`` and ``rotary_append`` in plain torch; see the ops for their contract."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkit.checking import checked
+from prefixkit.ops.checks import check_append, check_append_slots, check_rotary
+from prefixkit.ops.rotary import rotate
+
+
+@torch.no_grad()
+def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """``kv_append``."""
+    check_append(key, value, k_pages, v_pages, slots)
+    _append("kv_append", key, value, k_pages, v_pages, slots)
+
+
+@torch.no_grad()
+def rotary_append(
+    q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
+) -> Tensor:
+    """``rotary_append``."""
+    check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
+    _append("rotary_append", rotate(key, cos, sin), value, k_pages, v_pages, slots)
+    return rotate(q, cos, sin)
+
+
+def _append(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    (_append_on_cpu if slots.device.type == "cpu" else _append_on_gpu)(op, key, value, k_pages, v_pages, slots)
+
+
+def _append_on_cpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    num_slots = k_pages.shape[0] * k_pages.shape[1]
+    # Plus one, and seen as unsigned, only what is neither -1 nor a slot lies above num_slots; and -1 is 0.
+    shifted = slots.numpy().view(np.uint64) + np.uint64(1)
+    if len(shifted) and int(shifted.max()) > num_slots:
+        raise IndexError(
+            f"{op}: slots {int(slots.min())}..{int(slots.max())}, but the pages hold slots 0..{num_slots - 1}, and only "
+            "-1 says that a row writes nothing"
+        )
+    if not shifted.all():
+        rows = torch.from_numpy(np.flatnonzero(shifted))
+        key, value, slots = key[rows], value[rows], slots[rows]
+    for pages, values in ((k_pages, key), (v_pages, value)):
+        page_size = pages.shape[1]
+        if pages.stride(0) == page_size * pages.stride(1):  # token-major: slots are rows of one matrix
+            pages.flatten(0, 1).index_copy_(0, slots, values)
+        else:
+            pages[slots // page_size, slots % page_size] = values
+
+
+def _append_on_gpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """Write rows to their slots; the host does not wait to learn which rows have one."""
+    tokens, page_size = slots.shape[0], k_pages.shape[1]
+    num_slots = k_pages.shape[0] * page_size
+    if checked():
+        check_append_slots(op, slots, k_pages)
+    if not tokens or not num_slots:
+        return
+    there = (slots >= 0) & (slots < num_slots)
+    # A row that is to write nothing repeats what some row writes; where none writes, all put back what slot 0 holds.
+    some = there.to(torch.uint8).argmax(dim=0, keepdim=True)
+    writes = there.index_select(0, some)
+    row = torch.where(there, torch.arange(tokens, device=slots.device), some)
+    slot = torch.where(writes, slots[row], 0)
+    where = (slot // page_size, slot % page_size)
+    for pages, rows in ((k_pages, key), (v_pages, value)):
+        pages.index_put_(where, torch.where(writes[:, None, None], rows[row], pages[0, 0]))

@@ -1,0 +1,117 @@
+"""Sampling parameters: the one place that says what they are and what they may be."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw ``n`` independent continuations of one prompt.
+
+    The filters act in the order of the fields below, on the model's float32 logits (see ``sampling.draw``).
+
+    Attributes:
+        n: Samples of the prompt; sample ``i`` is the same whether 1 or 1,000 are asked for.
+        repetition_penalty: Divides the positive and multiplies the negative logits of tokens that the sequence, prompt
+            included, already holds; 1.0 is off (Keskar et al. 2019, section 4.1).
+        temperature: Divides the logits; 0 is greedy: the likeliest token, the lowest id among equals.
+        top_k: Keep the ``top_k`` likeliest tokens; 0 is off.
+        top_p: Keep the fewest likeliest tokens that hold this probability; 1.0 is off (Holtzman et al. 2020).
+        min_p: Keep tokens at least ``min_p`` times as likely as the likeliest; 0.0 is off (Nguyen et al. 2024).
+        max_new_tokens: Most tokens to draw for one sample.
+        seed: 0 to 2**64 - 1.  Equal seed, sample index, prompt and occurrence (see ``Request``) draw from equal random
+            numbers.
+        stop_token_ids: Tokens that end a sample; the one drawn is its last token and not in its text.
+        stop: Strings that end a sample; its text ends before the first of them.  They may be or hold special tokens:
+            see ``StopChecker``.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int = 128
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Normalised fields (1 -> 1.0, list -> tuple) keep equal requests equal and hashable.
+        fields: dict[str, object] = {
+            "n": as_integer("n", self.n, 1, "ask for at least one sample"),
+            "temperature": as_number("temperature", self.temperature),
+            "top_k": as_integer("top_k", self.top_k, 0, "use 0 to keep every token"),
+            "top_p": as_number("top_p", self.top_p),
+            "min_p": as_number("min_p", self.min_p),
+            "repetition_penalty": as_number("repetition_penalty", self.repetition_penalty),
+            "max_new_tokens": as_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token"),
+            "seed": as_integer("seed", self.seed, 0, "use a seed from 0 to 2**64 - 1"),
+            "stop_token_ids": as_token_ids("stop_token_ids", self.stop_token_ids),
+            "stop": as_stop_strings(self.stop),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        # Below 1e-6 a logit divided by the temperature stops being a useful float32.
+        if not (self.temperature == 0 or self.temperature >= 1e-6):
+            raise ValueError(
+                f"temperature must be 0 or at least 1e-6, got {self.temperature}; use 0 to take the likeliest token"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; use 1.0 to keep every token")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p must be in [0, 1), got {self.min_p}; use 0.0 to keep every token")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; use 1.0 for none")
+        if self.seed >= 2**64:
+            raise ValueError(f"seed must be below 2**64, got {self.seed}; use a seed from 0 to 2**64 - 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def as_integer(name: str, value: object, least: int, remedy: str) -> int:
+    try:
+        if isinstance(value, bool | np.bool_) or not isinstance(value, SupportsIndex):
+            raise TypeError
+        number = operator.index(value)  # arrays and tensors have it too, and refuse what is no single integer
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}; {remedy}")
+    return number
+
+
+def as_number(name: str, value: object) -> float:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value}")
+    return float(value)
+
+
+def as_token_ids(name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a tuple of token ids, got {value!r}; write a single id as (id,)")
+    return tuple(dict.fromkeys(as_integer(name, token, 0, "token ids count from 0") for token in value))
+
+
+def as_stop_strings(value: object) -> tuple[str, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(f"stop must be a tuple of strings, got {value!r}; write a single string as (string,)")
+    strings = tuple(value)
+    for string in strings:
+        if not isinstance(string, str):
+            raise TypeError(f"stop must hold strings, got {type(string).__name__} {string!r}")
+        if not string:
+            raise ValueError("stop must not hold an empty string: it would stop every sample at once; remove it")
+    return tuple(dict.fromkeys(strings))
