@@ -33,9 +33,9 @@ from benchmarks.tree_attention.timing import machine
 from prefixkit.api import make_engine
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import Request
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.models import kv_spec
 from prefixkit.runners.graph import GraphDecoder
+from prefixkit.sampling.params import SamplingParams
 
 PROFILED_STEPS = 40
 

@@ -100,9 +100,9 @@ def per_call_us(call: Callable[[], object], calls: int = 2000) -> float:
 def attention_call() -> Callable[[], object]:
     """``tree_attention`` of 64 sequences over one prefix; so short that the GPU keeps up with the CPU."""
     import numpy as np
+    from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
 
     from prefixkit.attention.bsr import Queries, decompose, visible_lengths
-    from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
     from prefixkit.attention.sharing import HeadShape
     from prefixkit.tree.radix import PrefixTree
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from prefixkit.attention.gpu_plan import make_gpu_plan
 
 from benchmarks.tree_attention.workloads import tree, tree_of
 from prefixkit.attention.bsr import Queries, decompose, visible_lengths
 from prefixkit.attention.capacity import capacity_for
 from prefixkit.attention.gpu_cost import H200
-from prefixkit.attention.gpu_plan import make_gpu_plan
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, build_step
 from prefixkit.tree.snapshot import TreeSnapshot

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from prefixkit.engine.memory import pages_needed
 from prefixkit.engine.request import Request
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.engine.scheduler import Scheduler
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree import PrefixTree, Sequence
 
 VOCABULARY = 50_000

@@ -10,9 +10,9 @@ from transformers import BatchEncoding
 import prefixkit
 from prefixkit.api import make_engine
 from prefixkit.engine.request import Request
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.models import NotPatched
+from prefixkit.sampling.params import SamplingParams
 from tests.tiny import EOS, ByteTokenizer, byte_tokenizer, tiny_llama
 
 TOKENIZER = ByteTokenizer()

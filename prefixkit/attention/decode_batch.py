@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import Queries
-from prefixkit.backends.torch.pieces import ranges
-from prefixkit.tree.freeze import indptr_of
+from prefixkit.tree.ragged import indptr_of, ranges
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 # Versions that no PrefixTree has: a plan made for a batch is never taken for its tree's, or another batch's.

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 from prefixkit.attention.step import Step
 from prefixkit.models.errors import IncompleteStep, NotPatched
 from prefixkit.ops.kv_pool import KVPool
 
-if TYPE_CHECKING:
-    from prefixkit.models.compile.layers import CompiledLayers
+
+class Compiled(Protocol):
+    """Layers that run through torch.compile; see ``CompiledLayers``."""
+
+    active: bool
+
+    def begin(self, step: Step) -> None: ...
+
+    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class TreeCache(Cache):
@@ -42,7 +49,7 @@ class TreeCache(Cache):
         self.attended = [0] * pool.spec.num_layers
         self.position_ids: Tensor | None = None
         self.variants: dict[tuple[object, ...], str] = {}
-        self.compiled: CompiledLayers | None = None
+        self.compiled: Compiled | None = None
         # A mask of no elements: models pass a 4-D mask on as it is, so that no mask of T x KV elements is built, and
         # its arrival at a layer proves that no padding was dropped before.
         self._no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=pool.spec.device)
@@ -63,7 +70,7 @@ class TreeCache(Cache):
         """Start a step.
 
         Raises:
-            ValueError: the step before was neither ended nor abandoned; see also :meth:`CompiledLayers.begin`.
+            ValueError: the step before was neither ended nor abandoned; see also ``CompiledLayers.begin``.
         """
         if self._step is not None:
             raise ValueError("TreeCache.begin: the step before is still open; call end(), or abandon() if it failed")

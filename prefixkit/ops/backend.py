@@ -93,6 +93,26 @@ class AttentionOp(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class AdvanceOp(Protocol):
+    """``advance``: see the op."""
+
+    def __call__(
+        self,
+        leaf: Tensor,
+        start: Tensor,
+        length: Tensor,
+        page_indptr: Tensor,
+        pages: Tensor,
+        first_slot: Tensor,
+        sampled: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        rows: int,
+        page_size: int,
+    ) -> None: ...
+
+
 class GraphPlanner(Protocol):
     """Makes plans on a device into tensors whose addresses stay: what a captured decode step reads.
 
@@ -172,7 +192,7 @@ class Backend:
     Attributes:
         name: ``torch`` or ``cuda``.
         planner_for: The planner for some heads on a device in a dtype; it makes what ``tree_attention`` takes as ``plan``.
-        kv_append, rotary_append, tree_attention: The ops.
+        kv_append, rotary_append, tree_attention, advance: The ops.
         sampling: How a device samples; None where the specification does, on the host.
         graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for planners whose
             plans cannot be made anew in a graph.  None: there are no graphs.
@@ -183,6 +203,7 @@ class Backend:
     kv_append: AppendOp
     rotary_append: RotaryAppendOp
     tree_attention: AttentionOp
+    advance: AdvanceOp
     sampling: Sampling | None = None
     graph_planning: Callable[[Planner], GraphPlanning | None] | None = None
 

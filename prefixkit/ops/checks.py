@@ -92,6 +92,35 @@ def check_rotary(
         _device(op, name, tensor, k_pages.device)
 
 
+def check_advance(
+    leaf: Tensor,
+    start: Tensor,
+    length: Tensor,
+    page_indptr: Tensor,
+    pages: Tensor,
+    first_slot: Tensor,
+    sampled: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rows: int,
+) -> None:
+    """Arguments of ``advance``."""
+    op = "advance"
+    _nodes(op, (start, length, page_indptr, pages, first_slot), leaf.device)
+    for name, tensor in (("sampled", sampled), ("tokens", tokens), ("positions", positions), ("slots", slots)):
+        check_slots(op, name, tensor, leaf.device)
+    _dtype(op, "leaf", leaf, (torch.int32,))
+    for name, tensor in (
+        ("leaf", leaf),
+        ("sampled", sampled),
+        ("tokens", tokens),
+        ("positions", positions),
+        ("slots", slots),
+    ):
+        _shape(op, name, tensor, f"[at least {rows}]", tensor.ndim == 1 and tensor.shape[0] >= rows)
+
+
 def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor) -> None:
     """Arguments of ``tree_attention`` that differ from layer to layer; :func:`check_work` has the others."""
     op = "tree_attention"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prefixkit.attention.variants import lookup
 from prefixkit.ops.backend import backend_for
-from prefixkit.ops.checks import check_append, check_attention, check_rotary
+from prefixkit.ops.checks import check_advance, check_append, check_attention, check_rotary
 
 _library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-call]
 
@@ -25,6 +25,8 @@ SCHEMAS = (
     "Tensor slots) -> Tensor",
     "tree_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor q_positions, Tensor[] plan, float scale, str variant) "
     "-> (Tensor out, Tensor lse)",
+    "advance(Tensor leaf, Tensor start, Tensor(a!) length, Tensor page_indptr, Tensor pages, Tensor first_slot, "
+    "Tensor sampled, Tensor(b!) tokens, Tensor(c!) positions, Tensor(d!) slots, int rows, int page_size) -> ()",
 )
 for _schema in SCHEMAS:
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
@@ -108,6 +110,40 @@ def _tree_attention(
     return backend_for(k_pages.device).tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant)
 
 
+def _advance(
+    leaf: Tensor,
+    start: Tensor,
+    length: Tensor,
+    page_indptr: Tensor,
+    pages: Tensor,
+    first_slot: Tensor,
+    sampled: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rows: int,
+    page_size: int,
+) -> None:
+    """Begin a decode step: every row one position further, its leaf one token longer.
+
+    Args:
+        leaf: ``[R]`` int32 the node that each row appends to, -1 for rows that pad a batch.
+        start, length, page_indptr, pages, first_slot: The tree, int32; ``length`` grows by one at each leaf with a free slot.
+        sampled: ``[R]`` int64 the token that each row runs next.
+        tokens, positions, slots: ``[R]`` int64, written: the step.  Padding gets token 0, position 0 and slot -1; a leaf whose
+            pages are full gets slot -1 and its last position.
+        rows: The first so many rows take part.
+        page_size: Tokens per page.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: an argument does not fit the others.
+    """
+    check_advance(leaf, start, length, page_indptr, pages, first_slot, sampled, tokens, positions, slots, rows)
+    backend_for(leaf.device).advance(
+        leaf, start, length, page_indptr, pages, first_slot, sampled, tokens, positions, slots, rows, page_size
+    )
+
+
 def _fake_kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     check_append(key, value, k_pages, v_pages, slots)
 
@@ -133,6 +169,23 @@ def _fake_tree_attention(
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+def _fake_advance(
+    leaf: Tensor,
+    start: Tensor,
+    length: Tensor,
+    page_indptr: Tensor,
+    pages: Tensor,
+    first_slot: Tensor,
+    sampled: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rows: int,
+    page_size: int,
+) -> None:
+    check_advance(leaf, start, length, page_indptr, pages, first_slot, sampled, tokens, positions, slots, rows)
+
+
 def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
     raise NoBackward(
         "prefixkit's attention is for inference and has no backward; run the model under torch.inference_mode(), or "
@@ -144,6 +197,7 @@ for _name, _run, _fake in (
     ("kv_append", _kv_append, _fake_kv_append),
     ("rotary_append", _rotary_append, _fake_rotary_append),
     ("tree_attention", _tree_attention, _fake_tree_attention),
+    ("advance", _advance, _fake_advance),
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _run, _key)  # type: ignore[no-untyped-call]

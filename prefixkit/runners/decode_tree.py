@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import torch
 
+import prefixkit.ops.library  # noqa: F401 - declares torch.ops.prefixkit
 from prefixkit.attention.decode_batch import DecodeBatch
 from prefixkit.attention.staging import Staged
 from prefixkit.tree.snapshot import Ints
-
-if TYPE_CHECKING:
-    from prefixkit.cuda.jit import Function
-    from prefixkit.cuda.launch import Layout
-
-_THREADS = 128
 
 
 class BatchTooLarge(ValueError):
@@ -64,7 +58,6 @@ class DecodeTree:
         )
         self.slots = torch.full((rows,), -1, dtype=torch.int64, device=target)
         self.leaf.fill_(-1)
-        self._kernel = _kernel(self.leaf.device.index) if target.type == "cuda" else None
 
     def load(self, batch: DecodeBatch) -> None:
         """Bring a batch: one copy on the current stream, for which the host does not wait.  :meth:`advance` begins its step.
@@ -87,32 +80,9 @@ class DecodeTree:
 
     def advance(self, rows: int) -> None:
         """Begin the next step of the first ``rows`` rows, on the current stream.  Can be captured."""
-        if self._kernel is not None:
-            self._advance_by_kernel(*self._kernel, rows)
-        else:
-            self._advance_in_torch(rows)
-
-    def _advance_by_kernel(self, function: Function, layout: Layout, rows: int) -> None:
-        from prefixkit.cuda.launch import launch
-
-        tensors = (self.leaf, *self.nodes, self.drawn, self.tokens, self.positions, self.slots)
-        values = (*(tensor.data_ptr() for tensor in tensors), rows, self.page_size)
-        say = f"advance on {self.leaf.device}: {rows} rows of {self.capacity}".__str__
-        launch(function, layout, values, (-(-rows // _THREADS), 1, 1), _THREADS, 0, say)
-
-    def _advance_in_torch(self, rows: int) -> None:
-        start, length, page_indptr, pages, first_slot = self.nodes
-        leaf = self.leaf[:rows].long()
-        padding, node = leaf < 0, leaf.clamp(min=0)
-        offset = length[node].long()
-        within = first_slot[node] + offset
-        page = page_indptr[node] + within // self.page_size
-        there = (page < page_indptr[node + 1]) & ~padding
-        slot = pages[torch.where(there, page, 0)].long() * self.page_size + within % self.page_size
-        self.slots[:rows] = torch.where(there, slot, -1)
-        self.positions[:rows] = torch.where(padding, 0, start[node] + offset - (~there).long())
-        self.tokens[:rows] = torch.where(padding, 0, self.drawn[:rows].clamp(min=0))
-        length[node[there]] += 1
+        torch.ops.prefixkit.advance(
+            self.leaf, *self.nodes, self.drawn, self.tokens, self.positions, self.slots, rows, self.page_size
+        )
 
 
 def _before(batch: DecodeBatch) -> Ints:
@@ -120,13 +90,3 @@ def _before(batch: DecodeBatch) -> Ints:
     length = batch.snapshot.ready.copy()
     length[batch.leaf] = batch.snapshot.length[batch.leaf] - 1
     return length
-
-
-def _kernel(device: int) -> tuple[Function, Layout]:
-    from prefixkit.backends.cuda.units import ADVANCE
-    from prefixkit.cuda import jit
-    from prefixkit.cuda.launch import Layout
-
-    function, layout = jit.load(ADVANCE, device)[ADVANCE.names[0]], Layout("PPPPPPPPPPii")
-    layout.check(function)
-    return function, layout

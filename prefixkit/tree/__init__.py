@@ -1,10 +1,9 @@
 """Whose tokens, which pages: a radix tree over token sequences, and the pages that hold their KV.  numpy only."""
 
 from prefixkit.tree.match import Match
-from prefixkit.tree.node import Node
+from prefixkit.tree.node import Node, Sequence
 from prefixkit.tree.pages import OutOfPages, PageAllocator
 from prefixkit.tree.radix import PrefixTree
-from prefixkit.tree.sequence import Sequence
 from prefixkit.tree.snapshot import TreeSnapshot
 from prefixkit.tree.stats import TreeStats
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.tree.node import Node
+from prefixkit.tree.ragged import indptr_of
 from prefixkit.tree.snapshot import TreeSnapshot
 
 Ints = NDArray[np.int32]
@@ -111,14 +112,9 @@ def _sequence_ends(root: Node, nodes: list[Node]) -> tuple[Ints, NDArray[np.int6
     return np.array(indices, np.int32), np.array(ids, np.int64)
 
 
-def indptr_of(counts: NDArray[np.integer]) -> Ints:
-    """``[len(counts) + 1]`` int32 bounds of parts of so many elements laid end to end."""
-    bounds = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=bounds[1:])
-    return bounds
-
-
-def _with_new_pages(old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp], num_pages: Ints) -> Ints:
+def _with_new_pages(
+    old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp], num_pages: Ints
+) -> NDArray[np.int32]:
     """``old.pages`` with the pages that the nodes ``grown`` (ascending) have gained put after those they had."""
     pieces: list[Ints] = []
     begin = 0  # old.pages[:begin] are placed
@@ -132,7 +128,7 @@ def _with_new_pages(old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp
     return np.concatenate(pieces, out=_empty(int(num_pages.sum())))
 
 
-def _empty(size: int) -> Ints:
+def _empty(size: int) -> NDArray[np.int32]:
     """Room for ``size`` entries, asked for in powers of two: the next step, a little longer, then gets the block that
     the last one gave back.  A fresh megabyte costs more in page faults than the copy into it.
     """

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.tree.node import Node
-from prefixkit.tree.sequence import Sequence
-
-if TYPE_CHECKING:
-    from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.node import Node, Sequence
+from prefixkit.tree.pages import PageAllocator
 
 
-def check(tree: PrefixTree) -> None:
+class Checked(Protocol):
+    """What a tree shows of itself: its root, and the pages that its nodes hold."""
+
+    root: Node
+    allocator: PageAllocator
+
+    @property
+    def page_size(self) -> int: ...
+
+
+def check(tree: Checked) -> None:
     """Raise AssertionError where an invariant does not hold.  Reads only."""
     nodes = _reachable(tree.root)
     for node in nodes:
@@ -52,7 +59,7 @@ def _check_links(node: Node) -> None:
             _require(int(child.tokens[0]) == token, "a branch is named after its first token", child)
 
 
-def _check_sequences(node: Node, tree: PrefixTree) -> None:
+def _check_sequences(node: Node, tree: Checked) -> None:
     for id, sequence in node.sequences.items():
         _require(isinstance(sequence, Sequence) and sequence.id == id, "sequences are filed by id", sequence)
         _require(sequence.node is node and sequence.tree is tree, "a sequence knows where it ends", sequence)
@@ -71,7 +78,7 @@ def _check_node(node: Node, page_size: int) -> None:
         _require(not node.children[0].continues(node), "an only child that continues its parent is merged", node)
 
 
-def _check_pages(nodes: list[Node], tree: PrefixTree) -> None:
+def _check_pages(nodes: list[Node], tree: Checked) -> None:
     held = np.concatenate([node.pages for node in nodes])
     refcounts = np.bincount(held, minlength=tree.allocator.num_pages)
     _require(np.array_equal(refcounts, tree.allocator.refcounts), "every page counts its holders", refcounts)

@@ -12,9 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from prefixkit.tree import freeze, integrity
 from prefixkit.tree.match import Match, follow
-from prefixkit.tree.node import Node
+from prefixkit.tree.node import Node, Sequence
 from prefixkit.tree.pages import OutOfPages, PageAllocator, pages_for
-from prefixkit.tree.sequence import Sequence
 from prefixkit.tree.snapshot import TreeSnapshot
 from prefixkit.tree.stats import TreeStats, measure
 from prefixkit.tree.tokens import as_tokens

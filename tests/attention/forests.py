@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from torch import Tensor
 
 from prefixkit.attention.bsr import Queries, decompose, visible_lengths
 from prefixkit.attention.gpu_cost import H200
-from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.ops import library as ops  # noqa: F401

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 
 from prefixkit.attention.bsr import BSR, Queries, decompose, visible_lengths
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
-from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.sharing import CostModel, HeadShape
-from prefixkit.backends.torch.pieces import ranges
+from prefixkit.tree.ragged import ranges
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.attention.forests import make_snapshot, random_parents
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
 
 from prefixkit.attention.bsr import Queries, decompose, visible_lengths
 from prefixkit.attention.capacity import PlanCapacity, PlanTooLarge, capacity_for, room_for, size_of
-from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
 from prefixkit.attention.sharing import HeadShape
 from tests.attention.forests import make_snapshot, random_parents
 from tests.attention.planning import random_cost, random_shape, random_tree, specified

@@ -5,8 +5,8 @@ import pytest
 
 from prefixkit.engine import decode_run, engine
 from prefixkit.engine.request import BeamParams, Request
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.runners.decoder import CannotDecode
+from prefixkit.sampling.params import SamplingParams
 from tests.engine.fake_model import make_engine
 from tests.engine.test_engine import alone, assert_all_given_back, random_prompts, run
 

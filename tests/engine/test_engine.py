@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from prefixkit.engine.request import BeamParams, Request
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.engine.scheduler import KVBudgetTooSmall
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import sample_key, uniforms
 from prefixkit.sampling.specification import draw
 from tests.engine.fake_model import VOCAB, logits_after, make_engine

@@ -8,9 +8,9 @@ import torch
 
 from prefixkit.engine import memory as sizing
 from prefixkit.engine.request import BeamParams, Request
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.engine.scheduler import admission_order
 from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.radix import PrefixTree
 
 SPEC = KVSpec(2, 4, 16)

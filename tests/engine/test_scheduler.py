@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from prefixkit.engine.request import BeamParams, Request
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.engine.scheduler import KVBudgetTooSmall, Scheduler, check_fits, pages_per_unit
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.radix import PrefixTree
 from tests.engine.fake_model import make_engine
 

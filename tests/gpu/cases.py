@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from prefixkit.attention.gpu_plan import GpuPlan
 from torch import Tensor
 
-from prefixkit.attention.gpu_plan import GpuPlan
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.sharing import CostModel
 from prefixkit.backends.cuda.units import kernel_for

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from prefixkit.attention.gpu_plan import H200_COST
 from torch import Tensor
 
 from prefixkit.attention.bsr import Queries, visible_lengths
-from prefixkit.attention.gpu_plan import H200_COST
 from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.step import Planner, Step, build_step
 from prefixkit.tree.snapshot import Ints, TreeSnapshot

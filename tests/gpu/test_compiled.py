@@ -17,10 +17,10 @@ from prefixkit.attention.capacity import PlanCapacity, capacity_for
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, Step, build_step, planner_for
 from prefixkit.engine.request import Request
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.models import ModelRunner, kv_spec, query_heads
 from prefixkit.models.compile.packed_weights import packed_view
 from prefixkit.ops.kv_pool import KVPool
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree import PrefixTree
 from tests.gpu.test_model import model_of, prompts
 

@@ -12,8 +12,8 @@ import prefixkit
 from prefixkit.api import make_engine
 from prefixkit.engine import decode_run
 from prefixkit.engine.request import Request, Sample
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.runners import graph as graphs
+from prefixkit.sampling.params import SamplingParams
 from tests.gpu.test_model import model_of, prompts
 
 

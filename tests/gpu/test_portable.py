@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from prefixkit.backends.torch.gpu import NotCapturable
 
 from prefixkit.attention.bsr import Queries
 from prefixkit.attention.variants import register
 from prefixkit.backends.cuda import attention as cuda_attention
 from prefixkit.backends.cuda.units import HOPPER_HEAD_DIMS, KERNEL_VARIABLE
-from prefixkit.backends.torch.gpu import NotCapturable
 from prefixkit.ops import backend
 from tests.attention.forests import PAGE_SIZES, SHARE_ALL, Case, fill, gpu_plan_of, make_snapshot, random_case
 from tests.gpu.cases import on_gpu, planned

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from prefixkit.attention.gpu_plan import H200_COST
 
 from benchmarks.tree_attention.prefill import Prompts
 from benchmarks.tree_attention.workloads import workload
 from prefixkit.attention.bsr import Queries
-from prefixkit.attention.gpu_plan import H200_COST
 from prefixkit.ops import backend
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.gpu.blocks import measure, sample

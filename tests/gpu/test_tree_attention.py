@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from prefixkit.backends.torch.gpu import NotCapturable
 
 from prefixkit.attention.bsr import Queries
 from prefixkit.attention.variants import (
@@ -21,7 +22,6 @@ from prefixkit.attention.variants import (
 )
 from prefixkit.backends.cuda.attention import UnsupportedHeads
 from prefixkit.backends.cuda.checks import BadPlan
-from prefixkit.backends.torch.gpu import NotCapturable
 from prefixkit.ops import backend
 from prefixkit.ops.checks import BadDtype, BadShape
 from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, fill, gpu_plan_of, make_snapshot, random_case

@@ -15,10 +15,10 @@ from prefixkit.attention.bsr import Queries
 from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.engine import decode_run, engine
 from prefixkit.engine.request import Request
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.runners import graph as graphs
 from prefixkit.runners import graph_arrays
 from prefixkit.runners.decoder import CannotDecode
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import draw
 from tests.engine.fake_model import make_engine

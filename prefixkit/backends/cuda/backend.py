@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from prefixkit.backends.cuda.advance import advance
 from prefixkit.backends.cuda.append import kv_append
 from prefixkit.backends.cuda.attention import tree_attention
 from prefixkit.backends.cuda.planner import graph_planning, planner_for
@@ -16,6 +17,7 @@ BACKEND = Backend(
     kv_append,
     rotary_append,
     tree_attention,
+    advance,
     sampling=Sampling(GpuSampler, MOST_VOCAB),
     graph_planning=graph_planning,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prefixkit.attention.bsr import OPEN
 from prefixkit.attention.capacity import OVERFLOW
-from prefixkit.backends.torch.pieces import ranges
+from prefixkit.tree.ragged import ranges
 
 Array = NDArray[np.int64]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.variants import lookup
+from prefixkit.backends.torch.advance import advance
 from prefixkit.backends.torch.append import kv_append, rotary_append
 from prefixkit.backends.torch.planner import TorchPlanner, find_plan
 from prefixkit.backends.torch.run import run_program
@@ -39,4 +40,4 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> T
     return TorchPlanner(shape, CPU_COST if device.type == "cpu" else H200.sharing)
 
 
-BACKEND = Backend("torch", planner_for, kv_append, rotary_append, tree_attention)
+BACKEND = Backend("torch", planner_for, kv_append, rotary_append, tree_attention, advance)

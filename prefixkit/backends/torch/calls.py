@@ -10,7 +10,8 @@ from torch import Tensor
 
 from prefixkit.attention.variants import Variant
 from prefixkit.backends.torch.batches import Heads
-from prefixkit.backends.torch.pieces import DENSE, MASKED, SQUARE, Array, Pieces, ranges
+from prefixkit.backends.torch.pieces import DENSE, MASKED, SQUARE, Array, Pieces
+from prefixkit.tree.ragged import ranges
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.plan import Plan
+from prefixkit.tree.ragged import ranges
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 Array = NDArray[np.int64]
@@ -114,13 +115,6 @@ class Pieces:
         """``[pieces]`` keys of each."""
         tokens: Array = np.diff(np.concatenate(([0], np.cumsum(self.count)))[self.indptr])
         return tokens
-
-
-def ranges(begin: NDArray[np.integer], count: NDArray[np.integer]) -> Array:
-    """``begin[0], begin[0] + 1, ...`` for ``count[0]`` numbers, then the same from ``begin[1]``, and so on."""
-    ends = np.cumsum(count)
-    numbers: Array = np.arange(ends[-1] if len(ends) else 0) + np.repeat(begin - (ends - count), count)
-    return numbers
 
 
 def cut(work: Work, reach: int | None, tile_rows: int | None) -> Pieces:

@@ -10,11 +10,11 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefixkit.attention.bsr import Queries, decompose, visible_lengths
-from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from prefixkit.attention.reference import reference_attention, visible_tokens
 from tests.attention.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
 from tests.attention.planning import narrowed

@@ -1,0 +1,20 @@
+"""Ragged arrays: rows of different lengths laid end to end."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def indptr_of(counts: NDArray[np.integer]) -> NDArray[np.int32]:
+    """``[len(counts) + 1]`` int32 bounds of parts of so many elements laid end to end."""
+    bounds = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=bounds[1:])
+    return bounds
+
+
+def ranges(begin: NDArray[np.integer], count: NDArray[np.integer]) -> NDArray[np.int64]:
+    """``begin[0], begin[0] + 1, ...`` for ``count[0]`` numbers, then the same from ``begin[1]``, and so on."""
+    ends = np.cumsum(count)
+    numbers: NDArray[np.int64] = np.arange(ends[-1] if len(ends) else 0) + np.repeat(begin - (ends - count), count)
+    return numbers
