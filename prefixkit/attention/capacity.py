@@ -7,12 +7,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.bsr import Queries
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
 from prefixkit.attention.kv_split import EXTRA
-from prefixkit.attention.plan import Plan
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape, may_share
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 # A plan made by a GPU has capacity for any plan, and the attention op for its partial states: no more than this.
 MOST_PARTIAL_BYTES = 2**29
@@ -41,7 +39,7 @@ class PlanCapacity:
     partials: int
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the six arrays, in the order of :meth:`Plan.arrays`; none is empty, so that all have an address."""
+        """Shapes of the six arrays, in the order of ``Plan.arrays``; none is empty, so that all have an address."""
         wide, narrow, segments, partials = (max(n, 1) for n in (self.wide, self.narrow, self.segments, self.partials))
         return (8,), (wide, 8), (narrow, 8), (segments, 3), (self.rows + 1,), (partials,)
 
@@ -60,61 +58,30 @@ class PlanCapacity:
             raise PlanTooLarge(f"{what} needs {', '.join(short)}; make larger buffers, and capture graphs anew")
 
 
-def size_of(plan: Plan) -> PlanCapacity:
-    """What this plan needs."""
-    return PlanCapacity(len(plan.wide), len(plan.narrow), len(plan.segments), plan.num_rows, plan.num_partial_rows)
-
-
-def capacity_for(
-    snapshot: TreeSnapshot,
-    queries: Queries,
-    shape: HeadShape,
-    num_sms: int,
-    cost: GpuCost = H200,
-) -> PlanCapacity:
-    """Room for any plan of this tree and these rows, whatever its nodes' lengths and whatever is shared.
+def capacity_for(tree: StepTree, shape: HeadShape, num_sms: int, cost: GpuCost = H200) -> PlanCapacity:
+    """Capacity for any plan of this tree and these rows, whatever its nodes' lengths and whatever is shared.
 
     Args:
-        snapshot, queries: The tree, and which of its nodes have query rows.
+        tree: The tree, and which of its nodes have query rows.
         shape: The heads.
         num_sms: Multiprocessors of the GPU.
         cost: For its numbers of workers, and the query heads of its tiles.
     """
-    own, below = _rows(snapshot, queries)
-    return _room(snapshot, own, below, below > 0, shape, num_sms, cost)
+    return _capacity(tree, tree.below > 0, shape, num_sms, cost)
 
 
-def room_for(
-    snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, num_sms: int, cost: GpuCost = H200
-) -> PlanCapacity:
-    """Room for the plan of this tree with its nodes as long as they are now: less than for any, where few can be shared."""
-    own, below = _rows(snapshot, queries)
-    shared = may_share(snapshot, own, below, shape, cost.sharing)
-    return _room(snapshot, own, below, shared, shape, num_sms, cost)
+def capacity_now(tree: StepTree, shape: HeadShape, num_sms: int, cost: GpuCost = H200) -> PlanCapacity:
+    """Capacity for a plan of this tree with its nodes as long as they are now: less, where few can be shared."""
+    return _capacity(tree, may_share(tree, shape, cost.sharing), shape, num_sms, cost)
 
 
-def _rows(snapshot: TreeSnapshot, queries: Queries) -> tuple[Ints, Ints]:
-    """``[nodes]`` query rows in each node, and in its proper descendants."""
-    own = queries.rows_per_node(snapshot.num_nodes)
-    row_of_node = np.concatenate(([0], np.cumsum(own)))
-    return own, row_of_node[snapshot.subtree_end] - row_of_node[1:]
-
-
-def _room(
-    snapshot: TreeSnapshot,
-    own: Ints,
-    below: Ints,
-    shared: NDArray[np.bool_],
-    shape: HeadShape,
-    num_sms: int,
-    cost: GpuCost,
-) -> PlanCapacity:
-    """Room for any plan that shares no nodes but ``shared``."""
+def _capacity(tree: StepTree, shared: NDArray[np.bool_], shape: HeadShape, num_sms: int, cost: GpuCost) -> PlanCapacity:
+    """Capacity for any plan that shares no nodes but ``shared``."""
     group, tile_rows = shape.group, cost.sharing.tile_heads
-    asking, above = np.flatnonzero(own), np.flatnonzero(shared)
-    queries_of = np.concatenate((own[asking], below[above]))
+    asking, above = np.flatnonzero(tree.own), np.flatnonzero(shared)
+    queries_of = np.concatenate((tree.own[asking], tree.below[above]))
     # Segments of a row that folds all above it.
-    reads = snapshot.depth()[np.concatenate((asking, above))].astype(np.int64) + 1
+    reads = tree.snapshot.depth()[np.concatenate((asking, above))].astype(np.int64) + 1
     thin, most = queries_of * group <= NARROW_ROWS, max(1, tile_rows // group)
     tiles = np.where(thin, 1, -(-queries_of // most))
     # A row's last tile may be a narrow one.
@@ -127,6 +94,6 @@ def _room(
         wide=int(tiles[~thin].sum()) + extra_wide,
         narrow=narrow + extra_narrow,
         segments=int((reads * (1 + tiles)).sum()) + extra_wide + extra_narrow,
-        rows=int(own.sum()),
+        rows=int(tree.own.sum()),
         partials=int(queries_of.sum()) + cuts,
     )

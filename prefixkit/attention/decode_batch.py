@@ -9,7 +9,7 @@ from itertools import count as count_up
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.tree.ragged import indptr_of, ranges
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
@@ -34,10 +34,11 @@ class DecodeBatch:
     def num_rows(self) -> int:
         return len(self.leaf)
 
-    def queries(self) -> Queries:
-        """One row for each leaf: its last token."""
+    @property
+    def tree(self) -> StepTree:
+        """The tree with one query row for each leaf: its last token."""
         end = self.snapshot.length[self.leaf]
-        return Queries(self.leaf, end - 1, end)
+        return StepTree(self.snapshot, Queries(self.leaf, end - 1, end))
 
     def grown(self, steps: int) -> DecodeBatch:
         """The batch ``steps`` steps later; leaves whose pages are full stay as they are."""

@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.bsr import BSR, Queries, decompose
+from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.plan import Plan
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
+from prefixkit.tree.snapshot import Ints
 
 log = logging.getLogger("prefixkit")
 
@@ -31,7 +32,7 @@ class StepPlan:
 
     Attributes:
         tensors: What ``tree_attention`` takes as ``plan``; only the backend that made them reads them.
-        snapshot, queries: What was planned for.
+        tree: What was planned for.
         specify: The plan on the host; called when it is first asked for, and cheap when called again.
         count_reads: Token KVs that a run over all heads reads when node ``n`` holds ``length[n]`` tokens; None counts them
             from the plan on the host.
@@ -39,8 +40,7 @@ class StepPlan:
     """
 
     tensors: list[Tensor]
-    snapshot: TreeSnapshot
-    queries: Queries
+    tree: StepTree
     specify: Callable[[], Plan]
     count_reads: Callable[[Ints], int] | None = None
     holds: object = None
@@ -73,13 +73,11 @@ class Planner(ABC):
         self._key: tuple[object, ...] | None = None
         self._last: StepPlan | None = None
 
-    def plan(
-        self, snapshot: TreeSnapshot, queries: Queries, device: torch.device, beside: Beside = tuple
-    ) -> tuple[StepPlan, list[Tensor]]:
+    def plan(self, tree: StepTree, device: torch.device, beside: Beside = tuple) -> tuple[StepPlan, list[Tensor]]:
         """The plan for these queries on ``device``.
 
         Args:
-            snapshot, queries: What to plan for.
+            tree: What to plan for.
             device: Where the plan goes.
             beside: Makes int32 and int64 arrays that travel in the same copy.
 
@@ -89,34 +87,33 @@ class Planner(ABC):
         Raises:
             ValueError: the queries leave out KV that they need.
         """
+        snapshot, queries = tree.snapshot, tree.queries
         key = (snapshot.tree, snapshot.version, queries.node.tobytes(), (queries.end - queries.begin).tobytes(), device)
         if self._last is not None and key == self._key:
-            self._last, tensors = self._renew(self._last, snapshot, queries, device, beside)
+            self._last, tensors = self._renew(self._last, tree, device, beside)
             return self._last, tensors
-        self._last, tensors = self._make(snapshot, queries, device, beside)
+        self._last, tensors = self._make(tree, device, beside)
         self._key = key
         self.plans_made += 1
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("plan %d: %s", self.plans_made, describe(self.formats(snapshot, queries)))
+            log.debug("plan %d: %s", self.plans_made, describe(self.formats(tree)))
         return self._last, tensors
 
-    def formats(self, snapshot: TreeSnapshot, queries: Queries) -> tuple[BSR, ...]:
+    def formats(self, tree: StepTree) -> tuple[BSR, ...]:
         """The block-sparse rows that plans are made of."""
-        return (decompose(snapshot, queries, self.shape, self.cost),)
+        return (decompose(tree, self.shape, self.cost),)
 
     @abstractmethod
-    def specify(self, snapshot: TreeSnapshot, queries: Queries) -> Plan:
+    def specify(self, tree: StepTree) -> Plan:
         """The plan on the host."""
 
     @abstractmethod
-    def _make(
-        self, snapshot: TreeSnapshot, queries: Queries, device: torch.device, beside: Beside
-    ) -> tuple[StepPlan, list[Tensor]]:
+    def _make(self, tree: StepTree, device: torch.device, beside: Beside) -> tuple[StepPlan, list[Tensor]]:
         """A new plan, and the tensors of ``beside``."""
 
     @abstractmethod
     def _renew(
-        self, last: StepPlan, snapshot: TreeSnapshot, queries: Queries, device: torch.device, beside: Beside
+        self, last: StepPlan, tree: StepTree, device: torch.device, beside: Beside
     ) -> tuple[StepPlan, list[Tensor]]:
         """The last plan for a tree whose leaves have grown, and the tensors of ``beside``."""
 

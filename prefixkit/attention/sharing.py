@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.ancestry import Longs, mark
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
+from prefixkit.attention.queries import StepTree
+from prefixkit.tree.snapshot import Ints
 
 # Query heads (queries x group) of a narrow row at most, and of the largest tile where nobody says.
 NARROW_HEADS, TILE_HEADS = 8, 128
@@ -73,9 +74,7 @@ class HeadShape:
         return 4 * self.heads * (self.head_dim + 1)
 
 
-def decide_sharing(
-    snapshot: TreeSnapshot, own_rows: Ints, rows_below: Ints, shape: HeadShape, cost: CostModel
-) -> NDArray[np.bool_]:
+def decide_sharing(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
     """Decide for each node whether its KV is read once for all queries below it, or once for each row that needs it.
 
     A shared node costs one more item, its tiles, and one more partial state for each query below; a folded one is read again
@@ -84,16 +83,15 @@ def decide_sharing(
     slower than sharing nothing: each takes what it gains, and leaves those above it fewer consumers, never more.
 
     Args:
-        snapshot: The tree.
-        own_rows: ``[nodes]`` queries that sit in the node itself.
-        rows_below: ``[nodes]`` queries that sit in its proper descendants.
+        tree: The tree and the step's query rows.
         shape: The heads.
         cost: The cost model.
 
     Returns:
         ``[nodes]`` True where the node is shared; False also where no query sits below.
     """
-    candidate, most, price = _candidates(snapshot, own_rows, rows_below, shape, cost)
+    candidate, most, price = _candidates(tree, shape, cost)
+    snapshot = tree.snapshot
     shared = np.zeros(snapshot.num_nodes, dtype=bool)
     nodes = np.flatnonzero(candidate)
     if not len(nodes):
@@ -107,20 +105,19 @@ def decide_sharing(
     return shared
 
 
-def may_share(
-    snapshot: TreeSnapshot, own_rows: Ints, rows_below: Ints, shape: HeadShape, cost: CostModel
-) -> NDArray[np.bool_]:
+def may_share(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
     """``[nodes]`` False where :func:`decide_sharing` cannot share a node, whatever it decides for those below."""
-    return _candidates(snapshot, own_rows, rows_below, shape, cost)[0]
+    return _candidates(tree, shape, cost)[0]
 
 
 def _candidates(
-    snapshot: TreeSnapshot, own_rows: Ints, rows_below: Ints, shape: HeadShape, cost: CostModel
+    tree: StepTree, shape: HeadShape, cost: CostModel
 ) -> tuple[NDArray[np.bool_], Longs, NDArray[np.float64]]:
     """Which nodes would gain if nothing below were shared; their consumers then, and the price of sharing them."""
+    snapshot, rows_below = tree.snapshot, tree.below
     price_per_row = cost.partial_byte * shape.partial_bytes
     price: NDArray[np.float64] = cost.item + _tiles(rows_below, shape, cost) + rows_below * price_per_row
-    owners = np.concatenate(([0], np.cumsum(own_rows > 0)))
+    owners = np.concatenate(([0], np.cumsum(tree.own > 0)))
     # Where so many consumers gain nothing, fewer will not either.
     most = owners[snapshot.subtree_end] - owners[1:]
     gain = (most - 1) * snapshot.length * (cost.kv_byte * shape.kv_bytes)

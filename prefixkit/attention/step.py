@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.bsr import Queries, visible_lengths
 from prefixkit.attention.planner import Array, Planner, StepPlan
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
+from prefixkit.attention.queries import StepTree
+from prefixkit.tree.snapshot import Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,18 +53,16 @@ class Step:
 
 
 def build_step(
-    snapshot: TreeSnapshot,
-    queries: Queries,
+    tree: StepTree,
     tokens: NDArray[np.integer],
     logit_rows: NDArray[np.integer],
     planner: Planner,
     device: torch.device | str = "cpu",
 ) -> Step:
-    """Assemble the step that computes ``queries``.
+    """Assemble the step that computes the queries of ``tree``.
 
     Args:
-        snapshot: The tree, with slots for the queries' KV already taken.
-        queries: Which tokens run.
+        tree: The tree, with slots for the queries' KV already taken, and which tokens run.
         tokens: ``[T]`` their ids, in row order.
         logit_rows: ``[R]`` rows whose logits are wanted.
         planner: Holds heads, costs and the remembered plan.
@@ -73,24 +71,24 @@ def build_step(
     Raises:
         ValueError: the queries leave out KV that they need, or ``tokens`` does not match them.
     """
+    queries = tree.queries
     if len(tokens) != queries.num_rows:
         raise ValueError(f"the queries have {queries.num_rows} rows, but {len(tokens)} tokens were given")
     positions = np.zeros(0, dtype=np.int64)
 
     def gather() -> Sequence[Array]:
         nonlocal positions
-        node, offset = queries.row_node(), queries.row_offset()
-        positions = snapshot.start[node].astype(np.int64) + offset
-        arrays = (tokens, positions, snapshot.slots(node, offset), logit_rows)
+        positions = tree.positions()
+        arrays = (tokens, positions, tree.snapshot.slots(queries.row_node(), queries.row_offset()), logit_rows)
         return [np.asarray(array, dtype=np.int64) for array in arrays]
 
-    planned, (ids, there, slots, wanted) = planner.plan(snapshot, queries, torch.device(device), gather)
+    planned, (ids, there, slots, wanted) = planner.plan(tree, torch.device(device), gather)
     return Step(
         tokens=ids,
         positions=there,
         slots=slots,
         logit_rows=wanted,
-        length=visible_lengths(snapshot, queries),
+        length=tree.length,
         kv_tokens_unshared=int((positions + 1).sum()),
         planned=planned,
     )

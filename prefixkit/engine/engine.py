@@ -16,7 +16,7 @@ from prefixkit.attention.planner import Planner
 from prefixkit.attention.step import Step, build_step
 from prefixkit.engine.beam_run import BeamRun
 from prefixkit.engine.decode_run import DecodeRun
-from prefixkit.engine.pending import choose_queries, last_rows
+from prefixkit.engine.pending import choose_queries
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample, TokenEvent
 from prefixkit.engine.sample_run import SampleRun, draw_next
@@ -203,16 +203,17 @@ class Engine:
         snapshot = self.tree.snapshot()
         asking = [group.prompt.node.index for group in unprimed]
         decoding = [sequence.node.index for sequence in drawn]
-        queries = choose_queries(snapshot, decoding, asking, self.prefill_chunk)
-        if queries is None:
+        tree = choose_queries(snapshot, decoding, asking, self.prefill_chunk)
+        if tree is None:
             return
         nodes = self.tree.nodes()
+        queries = tree.queries
         runs = list(zip(queries.node.tolist(), queries.begin.tolist(), queries.end.tolist(), strict=True))
         tokens = np.concatenate([nodes[node].tokens[begin:end] for node, begin, end in runs])
-        row_of = last_rows(snapshot, queries)
+        row_of = tree.last_rows()
         wanted = np.unique(row_of[np.array(asking + decoding, dtype=np.int64)])
         wanted = wanted[wanted >= 0]
-        step = build_step(snapshot, queries, tokens, wanted, self.planner, self.pool.spec.device)
+        step = build_step(tree, tokens, wanted, self.planner, self.pool.spec.device)
         logits = self.model(step)
         self.tree.mark_ready([nodes[node] for node, _, _ in runs], queries.end.tolist())
         self._count(step, drawn)

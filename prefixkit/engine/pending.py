@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
-from numpy.typing import NDArray
 
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.tree.snapshot import TreeSnapshot
 
 
 def choose_queries(
     snapshot: TreeSnapshot, decoding: Collection[int], asking: Collection[int], prefill_budget: int
-) -> Queries | None:
+) -> StepTree | None:
     """Pick the pending tokens of one step.
 
     Tokens that sequences drew last always run; prompt tokens run up to a budget, in depth-first order, so that the
@@ -26,7 +25,7 @@ def choose_queries(
         prefill_budget: How many prompt tokens may run.
 
     Returns:
-        The queries, or None where nothing needs to run.
+        The tree with these queries, or None where nothing needs to run.
     """
     begin, end = snapshot.ready.copy(), snapshot.length
     asked = np.asarray(asking, dtype=np.int32)
@@ -43,13 +42,4 @@ def choose_queries(
     spent = np.cumsum(np.where(is_prompt[nodes], want, 0))
     take = np.where(is_prompt[nodes], np.clip(want - (spent - prefill_budget), 0, want), want)
     runs = np.flatnonzero(take)
-    return Queries(nodes[runs], first[runs], (first + take)[runs].astype(np.int32))
-
-
-def last_rows(snapshot: TreeSnapshot, queries: Queries) -> NDArray[np.int64]:
-    """``[nodes]`` the row of each node's last token, -1 where it does not run."""
-    rows = np.full(snapshot.num_nodes, -1, dtype=np.int64)
-    row_end = np.cumsum(queries.end - queries.begin)
-    complete = queries.end == snapshot.length[queries.node]
-    rows[queries.node[complete]] = row_end[complete] - 1
-    return rows
+    return StepTree(snapshot, Queries(nodes[runs], first[runs], (first + take)[runs].astype(np.int32)))

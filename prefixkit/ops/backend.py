@@ -23,12 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.bsr import Queries
 from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.attention.planner import Planner, StepPlan
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.tree.snapshot import TreeSnapshot
 
 log = logging.getLogger("prefixkit")
 
@@ -128,7 +127,7 @@ class GraphPlanner(Protocol):
     length: Tensor
     work: list[Tensor]
 
-    def load(self, snapshot: TreeSnapshot, queries: Queries) -> None:
+    def load(self, tree: StepTree) -> None:
         """Bring a tree and its queries to the device; ValueError if it does not fit."""
 
     def plan(self) -> list[Tensor]:
@@ -138,13 +137,13 @@ class GraphPlanner(Protocol):
 class GraphPlanning(Protocol):
     """How decode steps in graphs are planned, for the heads of one planner."""
 
-    def capacity_for(self, snapshot: TreeSnapshot, queries: Queries) -> PlanCapacity:
+    def capacity_for(self, tree: StepTree) -> PlanCapacity:
         """Capacity for any plan of this tree, however long its nodes become."""
 
     def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
         """A planner for trees of so many nodes, and plans of a capacity."""
 
-    def step_plan(self, work: list[Tensor], nodes: list[Tensor], snapshot: TreeSnapshot, queries: Queries) -> StepPlan:
+    def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree) -> StepPlan:
         """The plan that ``work`` holds, or will hold, over a tree in ``nodes``."""
 
 

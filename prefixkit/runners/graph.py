@@ -261,7 +261,7 @@ class GraphDecoder:
         return decode_step(arrays.first, arrays.tree, arrays.wanted[:rows], self._plan_of(arrays, arrays.first))
 
     def _plan_of(self, arrays: GraphArrays, batch: DecodeBatch) -> StepPlan:
-        return self.planning.step_plan(arrays.planner.work, arrays.tree.nodes, batch.snapshot, batch.queries())
+        return self.planning.step_plan(arrays.planner.work, arrays.tree.nodes, batch.tree)
 
 
 def capture_graph(work: Callable[[], None], pool: object) -> Graph:

@@ -65,7 +65,7 @@ class GraphArrays:
         self.rows = rows
         capacity = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, _more(need.pages))
         self.tree = DecodeTree(capacity, page_size, device)
-        plan = planning.capacity_for(batch.snapshot, batch.queries())
+        plan = planning.capacity_for(batch.tree)
         self.planner = planning.planner(capacity.nodes, _roomy(plan, rows), device)
         self.wanted = torch.arange(rows, device=device)
         self.ring = Ring.of(rows)
@@ -75,7 +75,7 @@ class GraphArrays:
     def holds(self, batch: DecodeBatch) -> bool:
         if not self.tree.capacity.holds(DecodeCapacity.of(batch)):
             return False
-        return self.planner.capacity.holds(self._planning.capacity_for(batch.snapshot, batch.queries()))
+        return self.planner.capacity.holds(self._planning.capacity_for(batch.tree))
 
     def make_sampler(self, vocab: int) -> None:
         if self.sampler is None:
@@ -97,7 +97,7 @@ class GraphArrays:
     def load(self, batch: DecodeBatch) -> None:
         """Bring a batch and plan it, on the current stream."""
         self.tree.load(batch)
-        self.planner.load(batch.snapshot, batch.queries())
+        self.planner.load(batch.tree)
         self.planner.plan()
 
     def replan(self) -> None:

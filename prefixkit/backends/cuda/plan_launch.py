@@ -9,15 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.bsr import Queries, check_queries, visible_lengths
 from prefixkit.attention.capacity import OVERFLOW, PlanCapacity, PlanTooLarge, capacity_for
 from prefixkit.attention.gpu_cost import H200, GpuCost
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.staging import Staged, carve, room
 from prefixkit.backends.cuda.units import PLAN, PLAN_LARGE, PLAN_NODES
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import Layout, launch
-from prefixkit.tree.snapshot import TreeSnapshot
 
 # struct PlanTree of csrc/planner/plan_tree.cu: pointers; sharing and rates; magic; rooms, group, KV heads, SMs, queries of a
 # full tile, shared ints; roles.
@@ -106,7 +105,7 @@ class GraphPlanner:
         nodes: How many nodes a tree may have.
         num_nodes: ``[1]`` nodes of the tree, on the device, as are the following.
         parent, subtree_end: ``[nodes]`` as in the snapshot.
-        length: ``[nodes]`` tokens visible in the step; see ``visible_lengths``.
+        length: ``[nodes]`` tokens visible in the step; see ``StepTree``.
         own: ``[nodes]`` query rows in each node.
         work: The plan, as ``tree_attention`` takes it.
     """
@@ -134,28 +133,28 @@ class GraphPlanner:
         addresses = (tensor.data_ptr() for tensor in tensors)
         self._values = _arguments(shape, gpu, self.num_sms, nodes, capacity, addresses, self._function.max_shared)
 
-    def load(self, snapshot: TreeSnapshot, queries: Queries) -> None:
+    def load(self, tree: StepTree) -> None:
         """Bring a tree and its queries to the device: one copy on the current stream, for which the host does not wait.
 
         Raises:
             ValueError: the queries leave out KV that they need.
             PlanTooLarge: some plan of this tree might not fit; nothing has changed.
         """
-        check_queries(snapshot, queries)
-        self.check(snapshot, queries)
-        count = snapshot.num_nodes
+        tree.check()
+        self.check(tree)
+        count = tree.snapshot.num_nodes
         sizes, parent, subtree_end, length, own = self._tree.begin()
         sizes[0] = count
-        parent[:count], subtree_end[:count] = snapshot.parent, snapshot.subtree_end
-        length[:count], own[:count] = visible_lengths(snapshot, queries), queries.rows_per_node(count)
+        parent[:count], subtree_end[:count] = tree.snapshot.parent, tree.snapshot.subtree_end
+        length[:count], own[:count] = tree.length, tree.own
         self._tree.send()
 
-    def check(self, snapshot: TreeSnapshot, queries: Queries) -> None:
+    def check(self, tree: StepTree) -> None:
         """Raise PlanTooLarge unless every plan of this tree fits, whatever its nodes' lengths become."""
-        if snapshot.num_nodes > self.nodes:
-            raise PlanTooLarge(f"the tree has {snapshot.num_nodes} nodes, but the planner has room for {self.nodes}")
-        need = capacity_for(snapshot, queries, self.shape, self.num_sms, self.gpu)
-        self.capacity.check(need, "a plan of this tree")
+        count = tree.snapshot.num_nodes
+        if count > self.nodes:
+            raise PlanTooLarge(f"the tree has {count} nodes, but the planner has capacity for {self.nodes}")
+        self.capacity.check(capacity_for(tree, self.shape, self.num_sms, self.gpu), "a plan of this tree")
 
     def plan(self) -> list[Tensor]:
         """Launch the planner on the current stream; the tensors hold the plan when it ends.  Can be captured.

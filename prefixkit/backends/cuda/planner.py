@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.ancestry import Longs, mark
-from prefixkit.attention.bsr import Queries, check_queries, visible_lengths
-from prefixkit.attention.capacity import MOST_PARTIAL_BYTES, PlanCapacity, capacity_for, room_for
+from prefixkit.attention.capacity import MOST_PARTIAL_BYTES, PlanCapacity, capacity_for, capacity_now
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
-from prefixkit.attention.planner import Array, Beside, Planner, StepPlan
+from prefixkit.attention.planner import Beside, Planner, StepPlan
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
 from prefixkit.attention.staging import upload
 from prefixkit.backends.cuda.cost_cache import gpu_cost
@@ -24,7 +24,7 @@ from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
 from prefixkit.backends.cuda.units import kernel_for
 from prefixkit.backends.torch.planner import BoundPlan, TorchPlanner
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
+from prefixkit.tree.snapshot import Ints
 
 log = logging.getLogger("prefixkit")
 
@@ -55,70 +55,60 @@ class CudaPlanner(Planner):
         super().__init__(shape, gpu.sharing)
         self.gpu, self.num_sms, self.launch = gpu, num_sms, launch
 
-    def specify(self, snapshot: TreeSnapshot, queries: Queries) -> Plan:
+    def specify(self, tree: StepTree) -> Plan:
         return make_plan(
-            self.formats(snapshot, queries),
-            visible_lengths(snapshot, queries),
-            queries.num_rows,
+            self.formats(tree),
+            tree.length,
+            tree.queries.num_rows,
             group=self.shape.group,
             kv_heads=self.shape.kv_heads,
             num_sms=self.num_sms,
             cost=self.gpu,
         )
 
-    def step_plan(self, work: list[Tensor], nodes: list[Tensor], snapshot: TreeSnapshot, queries: Queries) -> StepPlan:
+    def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree) -> StepPlan:
         """The plan of these queries that ``work`` holds, or will hold, over a tree in ``nodes``."""
-        return StepPlan([*work, *nodes], snapshot, queries, *self._on_demand(snapshot, queries))
+        return StepPlan([*work, *nodes], tree, *self._on_demand(tree))
 
-    def capacity_for(self, snapshot: TreeSnapshot, queries: Queries) -> PlanCapacity:
+    def capacity_for(self, tree: StepTree) -> PlanCapacity:
         """Capacity for any plan of this tree, however long its nodes become."""
-        return capacity_for(snapshot, queries, self.shape, self.num_sms, self.gpu)
+        return capacity_for(tree, self.shape, self.num_sms, self.gpu)
 
     def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
         """What plans in a captured graph, for trees of so many nodes and plans of this capacity."""
         return GraphPlanner(self.shape, nodes, capacity, device, self.gpu, self.num_sms)
 
-    def _make(
-        self, snapshot: TreeSnapshot, queries: Queries, device: torch.device, beside: Beside
-    ) -> tuple[StepPlan, list[Tensor]]:
-        check_queries(snapshot, queries)
-        tree = tree_arrays(snapshot, queries)
-        room = room_for(snapshot, queries, self.shape, self.num_sms, self.gpu)
-        if self.launch is not None and room.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
-            own = queries.rows_per_node(snapshot.num_nodes)
-            nodes = np.concatenate((snapshot.parent, snapshot.subtree_end, tree[1], own, [snapshot.num_nodes]))
-            there, *tensors = upload([nodes.astype(np.int32), *tree, *beside()], device)
-            made = StepPlan(self.launch(room, there), snapshot, queries, *self._on_demand(snapshot, queries))
+    def _make(self, tree: StepTree, device: torch.device, beside: Beside) -> tuple[StepPlan, list[Tensor]]:
+        tree.check()
+        snapshot, arrays = tree.snapshot, tree.arrays()
+        capacity = capacity_now(tree, self.shape, self.num_sms, self.gpu)
+        if self.launch is not None and capacity.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
+            nodes = (snapshot.parent, snapshot.subtree_end, tree.length, tree.own, [snapshot.num_nodes])
+            there, *tensors = upload([np.concatenate(nodes).astype(np.int32), *arrays, *beside()], device)
+            made = StepPlan(self.launch(capacity, there), tree, *self._on_demand(tree))
         else:
-            plan = self.specify(snapshot, queries)
-            tensors = upload([*plan.arrays(), *tree, *beside()], device)
-            work, tensors = tensors[:WORK_TENSORS], tensors[WORK_TENSORS:]
-            made = StepPlan(work, snapshot, queries, lambda: plan)
-        return _bound(made, tensors[:TREE_TENSORS], snapshot, queries), tensors[TREE_TENSORS:]
+            plan = self.specify(tree)
+            tensors = upload([*plan.arrays(), *arrays, *beside()], device)
+            made, tensors = StepPlan(tensors[:WORK_TENSORS], tree, lambda: plan), tensors[WORK_TENSORS:]
+        return _bound(made, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
 
     def _renew(
-        self, last: StepPlan, snapshot: TreeSnapshot, queries: Queries, device: torch.device, beside: Beside
+        self, last: StepPlan, tree: StepTree, device: torch.device, beside: Beside
     ) -> tuple[StepPlan, list[Tensor]]:
-        tensors = upload([*tree_arrays(snapshot, queries), *beside()], device)
-        return _bound(last, tensors[:TREE_TENSORS], snapshot, queries), tensors[TREE_TENSORS:]
+        tensors = upload([*tree.arrays(), *beside()], device)
+        return _bound(last, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
 
-    def _on_demand(self, snapshot: TreeSnapshot, queries: Queries) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
+    def _on_demand(self, tree: StepTree) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
         """The plan on the host and a count of what it reads, each made once, when it is first asked for."""
-        reads = cache(lambda: Reads.of(snapshot, queries, self.shape, self.cost))
-        return cache(lambda: self.specify(snapshot, queries)), lambda length: reads().count(length)
+        reads = cache(lambda: Reads.of(tree, self.shape, self.cost))
+        return cache(lambda: self.specify(tree)), lambda length: reads().count(length)
 
 
-def _bound(plan: StepPlan, nodes: list[Tensor], snapshot: TreeSnapshot, queries: Queries) -> StepPlan:
+def _bound(plan: StepPlan, nodes: list[Tensor], tree: StepTree) -> StepPlan:
     """The plan's work over a tree of these lengths, with a handle for plain torch."""
-    bound = BoundPlan(plan.specify, snapshot, queries)
+    bound = BoundPlan(plan.specify, tree)
     tensors = [*plan.tensors[:WORK_TENSORS], *nodes, bound.handle]
-    return replace(plan, tensors=tensors, holds=bound)
-
-
-def tree_arrays(snapshot: TreeSnapshot, queries: Queries) -> tuple[Array, ...]:
-    """The tree as int32 arrays, in the order in which kernels take it."""
-    length = visible_lengths(snapshot, queries)
-    return snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot
+    return replace(plan, tensors=tensors, tree=tree, holds=bound)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,18 +130,16 @@ class Reads:
     tiles: Longs
 
     @staticmethod
-    def of(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: CostModel) -> Reads:
+    def of(tree: StepTree, shape: HeadShape, cost: CostModel) -> Reads:
         """The reads of plans for kernels of this cost."""
-        own = queries.rows_per_node(snapshot.num_nodes)
-        row_of_node = np.concatenate(([0], np.cumsum(own)))
-        below = row_of_node[snapshot.subtree_end] - row_of_node[1:]
-        shared = decide_sharing(snapshot, own, below, shape, cost)
-        dense, causal = np.flatnonzero(shared), np.flatnonzero(own)
+        snapshot = tree.snapshot
+        shared = decide_sharing(tree, shape, cost)
+        dense, causal = np.flatnonzero(shared), np.flatnonzero(tree.own)
         node = np.concatenate((dense, causal))
         # A node's own queries and its dense row read the same path.
         nearest = mark(snapshot.subtree_end, shared).nearest(node)
         ends = np.concatenate((snapshot.start + snapshot.length, [0])).astype(np.int64)
-        rows = np.concatenate((below[dense], own[causal]))
+        rows = np.concatenate((tree.below[dense], tree.own[causal]))
         full = -(-rows // max(1, cost.tile_heads // shape.group))
         return Reads(snapshot.start, node, ends[nearest], np.where(rows * shape.group <= NARROW_ROWS, 1, full))
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.plan import Plan
+from prefixkit.attention.queries import StepTree
 from prefixkit.tree.ragged import ranges
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 Array = NDArray[np.int64]
 
@@ -63,11 +63,12 @@ class Work:
     q_positions: Array
 
     @staticmethod
-    def of(plan: Plan, snapshot: TreeSnapshot, length: Ints, q_positions: Array) -> Work:
-        """The work of ``plan`` over a tree whose nodes have ``length`` visible tokens."""
+    def of(plan: Plan, tree: StepTree) -> Work:
+        """The work of ``plan`` in a step over ``tree``."""
+        start, length, page_indptr, pages, first_slot = (array.astype(np.int64) for array in tree.arrays())
         items = plan.items.astype(np.int64)
         return Work(
-            page_size=snapshot.page_size,
+            page_size=tree.snapshot.page_size,
             q_begin=items[:, 0],
             q_end=items[:, 1],
             causal=items[:, 4] & 1,
@@ -77,12 +78,12 @@ class Work:
             segments=plan.segments.astype(np.int64),
             merge_indptr=plan.merge_indptr.astype(np.int64),
             merge_indices=plan.merge_indices.astype(np.int64),
-            start=snapshot.start.astype(np.int64),
-            length=length.astype(np.int64),
-            page_indptr=snapshot.page_indptr.astype(np.int64),
-            pages=snapshot.pages.astype(np.int64),
-            first_slot=snapshot.first_slot.astype(np.int64),
-            q_positions=q_positions,
+            start=start,
+            length=length,
+            page_indptr=page_indptr,
+            pages=pages,
+            first_slot=first_slot,
+            q_positions=tree.positions(),
         )
 
 

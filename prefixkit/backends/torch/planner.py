@@ -6,20 +6,18 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.bsr import Queries, visible_lengths
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.planner import Beside, Planner, StepPlan
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.staging import upload
 from prefixkit.attention.variants import lookup
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.batches import Heads
 from prefixkit.backends.torch.pieces import Work
 from prefixkit.backends.torch.program import Program, compile_program
-from prefixkit.tree.snapshot import TreeSnapshot
 
 
 class NoSuchPlan(ValueError):
@@ -33,8 +31,8 @@ class BoundPlan:
     plan is referenced.
     """
 
-    def __init__(self, plan: Callable[[], Plan], snapshot: TreeSnapshot, queries: Queries) -> None:
-        self._plan, self._snapshot, self._queries = plan, snapshot, queries
+    def __init__(self, plan: Callable[[], Plan], tree: StepTree) -> None:
+        self._plan, self._tree = plan, tree
         self._work: Work | None = None
         self._programs: dict[tuple[object, ...], Program] = {}
         number = next(_numbers)
@@ -74,15 +72,13 @@ class BoundPlan:
     @property
     def num_rows(self) -> int:
         """Query rows that it is for."""
-        return self._queries.num_rows
+        return self._tree.queries.num_rows
 
     @property
     def work(self) -> Work:
         """The plan in numpy."""
         if self._work is None:
-            snapshot, queries = self._snapshot, self._queries
-            positions = snapshot.start[queries.row_node()].astype(np.int64) + queries.row_offset()
-            self._work = Work.of(self._plan(), snapshot, visible_lengths(snapshot, queries), positions)
+            self._work = Work.of(self._plan(), self._tree)
         return self._work
 
 
@@ -106,22 +102,19 @@ def find_plan(handle: Tensor) -> BoundPlan:
 class TorchPlanner(Planner):
     """Plans for plain torch, on a CPU or a GPU: every row of the formats is one item, and programs batch items into calls."""
 
-    def specify(self, snapshot: TreeSnapshot, queries: Queries) -> Plan:
-        return make_plan(self.formats(snapshot, queries), visible_lengths(snapshot, queries), queries.num_rows)
+    def specify(self, tree: StepTree) -> Plan:
+        return make_plan(self.formats(tree), tree.length, tree.queries.num_rows)
 
-    def _make(
-        self, snapshot: TreeSnapshot, queries: Queries, device: torch.device, beside: Beside
-    ) -> tuple[StepPlan, list[Tensor]]:
-        plan = self.specify(snapshot, queries)
-        return bind(plan, snapshot, queries), upload(beside(), device)
+    def _make(self, tree: StepTree, device: torch.device, beside: Beside) -> tuple[StepPlan, list[Tensor]]:
+        return bind(self.specify(tree), tree), upload(beside(), device)
 
     def _renew(
-        self, last: StepPlan, snapshot: TreeSnapshot, queries: Queries, device: torch.device, beside: Beside
+        self, last: StepPlan, tree: StepTree, device: torch.device, beside: Beside
     ) -> tuple[StepPlan, list[Tensor]]:
-        return bind(last.plan, snapshot, queries), upload(beside(), device)
+        return bind(last.plan, tree), upload(beside(), device)
 
 
-def bind(plan: Plan, snapshot: TreeSnapshot, queries: Queries) -> StepPlan:
+def bind(plan: Plan, tree: StepTree) -> StepPlan:
     """A plan on the host, ready for the torch backend's op."""
-    bound = BoundPlan(lambda: plan, snapshot, queries)
-    return StepPlan([bound.handle], snapshot, queries, lambda: plan, holds=bound)
+    bound = BoundPlan(lambda: plan, tree)
+    return StepPlan([bound.handle], tree, lambda: plan, holds=bound)

@@ -1,0 +1,112 @@
+"""The query rows of one step, and the tree that they attend over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.tree.snapshot import Ints, TreeSnapshot
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """The query rows of one step: run ``r`` is tokens ``[begin[r], end[r])`` of node ``node[r]``.
+
+    Runs are in depth-first order with one run per node at most; the rows of the step are the runs laid end to end.
+    """
+
+    node: Ints
+    begin: Ints
+    end: Ints
+
+    @property
+    def num_rows(self) -> int:
+        return int((self.end - self.begin).sum())
+
+    def row_node(self) -> Ints:
+        """``[rows]`` the node of each row."""
+        return np.repeat(self.node, self.end - self.begin)
+
+    def row_offset(self) -> Ints:
+        """``[rows]`` the token within its node that each row is."""
+        count = self.end - self.begin
+        first_row = np.cumsum(count) - count
+        offset: Ints = (np.arange(count.sum()) - np.repeat(first_row - self.begin, count)).astype(np.int32)
+        return offset
+
+
+@dataclass(frozen=True, eq=False)
+class StepTree:
+    """A tree and the query rows of one step over it: what a plan is made for."""
+
+    snapshot: TreeSnapshot
+    queries: Queries
+
+    @cached_property
+    def own(self) -> Ints:
+        """``[nodes]`` query rows that sit in each node."""
+        rows = np.zeros(self.snapshot.num_nodes, dtype=np.int32)
+        rows[self.queries.node] = self.queries.end - self.queries.begin
+        return rows
+
+    @cached_property
+    def first_row(self) -> Ints:
+        """``[nodes + 1]`` query rows in the nodes before each; the rows below a node are consecutive."""
+        return np.concatenate(([0], np.cumsum(self.own))).astype(np.int32)
+
+    @cached_property
+    def below(self) -> Ints:
+        """``[nodes]`` query rows that sit in each node's proper descendants."""
+        below: Ints = self.first_row[self.snapshot.subtree_end] - self.first_row[1:]
+        return below
+
+    @cached_property
+    def length(self) -> Ints:
+        """``[nodes]`` tokens of each node whose KV exists once the step has appended its own."""
+        visible = self.snapshot.ready.copy()
+        visible[self.queries.node] = np.maximum(visible[self.queries.node], self.queries.end)
+        return visible
+
+    def arrays(self) -> tuple[Ints, ...]:
+        """The nodes as kernels take them: start, visible length, page_indptr, pages, first_slot; int32."""
+        tree = self.snapshot
+        return tree.start, self.length, tree.page_indptr, tree.pages, tree.first_slot
+
+    def positions(self) -> NDArray[np.int64]:
+        """``[rows]`` the position of each query row in its sequence."""
+        return self.snapshot.start[self.queries.row_node()].astype(np.int64) + self.queries.row_offset()
+
+    def last_rows(self) -> NDArray[np.int64]:
+        """``[nodes]`` the row of each node's last token, -1 where it does not run."""
+        rows = np.full(self.snapshot.num_nodes, -1, dtype=np.int64)
+        queries = self.queries
+        complete = queries.end == self.snapshot.length[queries.node]
+        rows[queries.node[complete]] = np.cumsum(queries.end - queries.begin)[complete] - 1
+        return rows
+
+    def check(self) -> None:
+        """Raise ValueError unless the runs are in order, lie inside their nodes, and miss no KV before or above them."""
+        snapshot, node, begin, end = self.snapshot, self.queries.node, self.queries.begin, self.queries.end
+        if len(node) == 0:
+            raise ValueError("a step needs at least one query, got none")
+        if np.any(node[1:] <= node[:-1]) or node[0] < 0 or node[-1] >= snapshot.num_nodes:
+            raise ValueError(
+                f"query runs must name nodes 0..{snapshot.num_nodes - 1} in ascending order, got {node.tolist()}"
+            )
+        if np.any(begin < 0) or np.any(begin >= end) or np.any(end > snapshot.length[node]):
+            raise ValueError("each query run must be a non-empty slice of its node's tokens")
+        if np.any(begin > snapshot.ready[node]):
+            bad = int(node[np.argmax(begin > snapshot.ready[node])])
+            raise ValueError(
+                f"node {bad}: a query run must begin where the KV is complete, at {snapshot.ready[bad]} or before"
+            )
+        incomplete = (self.length < snapshot.length) & (self.below > 0)
+        if np.any(incomplete):
+            bad = int(np.argmax(incomplete))
+            raise ValueError(
+                f"node {bad} has KV for fewer than its {snapshot.length[bad]} tokens, but queries sit below it: "
+                "compute ancestors first or in the same step"
+            )
