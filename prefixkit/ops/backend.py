@@ -55,63 +55,6 @@ class Choice:
         return f"{self.name}: {self.reason}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-class AppendOp(Protocol):
-    """``kv_append``: see the op."""
-
-    def __call__(self, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None: ...
-
-
-class RotaryAppendOp(Protocol):
-    """``rotary_append``: see the op."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        slots: Tensor,
-    ) -> Tensor: ...
-
-
-class AttentionOp(Protocol):
-    """``tree_attention``: see the op."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        q_positions: Tensor,
-        plan: Sequence[Tensor],
-        scale: float,
-        variant: str,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class AdvanceOp(Protocol):
-    """``advance``: see the op."""
-
-    def __call__(
-        self,
-        leaf: Tensor,
-        start: Tensor,
-        length: Tensor,
-        page_indptr: Tensor,
-        pages: Tensor,
-        first_slot: Tensor,
-        sampled: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        rows: int,
-        page_size: int,
-    ) -> None: ...
-
-
 class GraphPlanner(Protocol):
     """Makes plans on a device into tensors whose addresses stay: what a captured decode step reads.
 
@@ -199,10 +142,10 @@ class Backend:
 
     name: str
     planner_for: Callable[[HeadShape, torch.device, torch.dtype], Planner]
-    kv_append: AppendOp
-    rotary_append: RotaryAppendOp
-    tree_attention: AttentionOp
-    advance: AdvanceOp
+    kv_append: Callable[..., None]
+    rotary_append: Callable[..., Tensor]
+    tree_attention: Callable[..., tuple[Tensor, Tensor]]
+    advance: Callable[..., None]
     sampling: Sampling | None = None
     graph_planning: Callable[[Planner], GraphPlanning | None] | None = None
 

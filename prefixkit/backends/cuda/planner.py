@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.ancestry import Longs, mark
+from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.capacity import MOST_PARTIAL_BYTES, PlanCapacity, capacity_for, capacity_now
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.planner import Beside, Planner, StepPlan
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
+from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.staging import upload
 from prefixkit.backends.cuda.cost_cache import gpu_cost
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
@@ -100,8 +100,8 @@ class CudaPlanner(Planner):
 
     def _on_demand(self, tree: StepTree) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
         """The plan on the host and a count of what it reads, each made once, when it is first asked for."""
-        reads = cache(lambda: Reads.of(tree, self.shape, self.cost))
-        return cache(lambda: self.specify(tree)), lambda length: reads().count(length)
+        rows = cache(lambda: decompose(tree, self.shape, self.cost))
+        return cache(lambda: self.specify(tree)), lambda length: count_reads(rows(), length, self.shape, self.cost)
 
 
 def _bound(plan: StepPlan, nodes: list[Tensor], tree: StepTree) -> StepPlan:
@@ -111,42 +111,18 @@ def _bound(plan: StepPlan, nodes: list[Tensor], tree: StepTree) -> StepPlan:
     return replace(plan, tensors=tensors, tree=tree, holds=bound)
 
 
-@dataclass(frozen=True, eq=False)
-class Reads:
-    """What a GPU's plan reads, known without the plan: each tile of a row reads all tokens of the row.
+def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> int:
+    """Token KVs that a plan of these rows reads in a run over all heads: each tile of a row reads all tokens of the row.
 
-    A row reads its path down to its own node, from where the nearest shared node above it ends.
-
-    Attributes:
-        start: ``[nodes]`` the position of each node's first token.
-        node: ``[rows]`` the node of each row, dense or causal.
-        begin: ``[rows]`` the position from which it reads.
-        tiles: ``[rows]`` how many tiles do.
+    Args:
+        rows: The block-sparse rows.
+        length: ``[nodes]`` tokens of each node.
+        shape, cost: The heads, and how many query heads a tile holds.
     """
-
-    start: Ints
-    node: Longs
-    begin: Longs
-    tiles: Longs
-
-    @staticmethod
-    def of(tree: StepTree, shape: HeadShape, cost: CostModel) -> Reads:
-        """The reads of plans for kernels of this cost."""
-        snapshot = tree.snapshot
-        shared = decide_sharing(tree, shape, cost)
-        dense, causal = np.flatnonzero(shared), np.flatnonzero(tree.own)
-        node = np.concatenate((dense, causal))
-        # A node's own queries and its dense row read the same path.
-        nearest = mark(snapshot.subtree_end, shared).nearest(node)
-        ends = np.concatenate((snapshot.start + snapshot.length, [0])).astype(np.int64)
-        rows = np.concatenate((tree.below[dense], tree.own[causal]))
-        full = -(-rows // max(1, cost.tile_heads // shape.group))
-        return Reads(snapshot.start, node, ends[nearest], np.where(rows * shape.group <= NARROW_ROWS, 1, full))
-
-    def count(self, length: Ints) -> int:
-        """Token KVs read in a run over all heads, when node ``n`` holds ``length[n]`` tokens."""
-        end = self.start[self.node].astype(np.int64) + length[self.node]
-        return int((self.tiles * (end - self.begin)).sum())
+    tokens = np.add.reduceat(np.minimum(rows.end, length[rows.node]) - rows.begin, rows.indptr[:-1], dtype=np.int64)
+    queries = rows.q_end - rows.q_begin
+    tiles = -(-queries // max(1, cost.tile_heads // shape.group))
+    return int((np.where(queries * shape.group <= NARROW_ROWS, 1, tiles) * tokens).sum())
 
 
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Planner:
