@@ -1,7 +1,7 @@
 """Beam search as forks of a tree: beams share what they have in common, and no KV is copied when they are reordered.
 
 Run: python examples/beam_search.py          (SmolLM2-135M, downloaded on first use)
-     python examples/beam_search.py --tiny   (a random model: no download, no sense)
+     python examples/beam_search.py --tiny   (a random model: no download, random text)
 """
 
 from __future__ import annotations

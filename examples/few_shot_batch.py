@@ -1,7 +1,7 @@
-"""Three levels of sharing that nobody declares: few-shot examples, then each question, then its samples.
+"""Three levels of sharing, found without being declared: few-shot examples, then each question, then its samples.
 
 Run: python examples/few_shot_batch.py          (SmolLM2-135M, downloaded on first use)
-     python examples/few_shot_batch.py --tiny   (a random model: no download, no sense)
+     python examples/few_shot_batch.py --tiny   (a random model: no download, random text)
 """
 
 from __future__ import annotations

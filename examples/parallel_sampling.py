@@ -1,7 +1,7 @@
 """Many samples of one prompt: the prompt is computed, stored and read once, whatever the number of samples.
 
 Run: python examples/parallel_sampling.py          (SmolLM2-135M, downloaded on first use)
-     python examples/parallel_sampling.py --tiny   (a random model: no download, no sense)
+     python examples/parallel_sampling.py --tiny   (a random model: no download, random text)
 """
 
 from __future__ import annotations
