@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.tree_attention.timing import input_sets, machine, replay_us
-from prefixkit.backends.cuda.sampling import GpuSampler
+from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
 
 BANDWIDTH = 4.3e12  # bytes a second, an H200's
@@ -69,9 +69,9 @@ def eager_us(run: Callable[[], object], repeats: int = 5) -> float:
     return float(np.median(times))
 
 
-def sampler_for(rows: int, vocab: int, laws: list[SamplingParams]) -> GpuSampler:
+def sampler_for(rows: int, vocab: int, laws: list[SamplingParams]) -> Sampler:
     rng = np.random.default_rng(SEED)
-    sampler = GpuSampler(rows, vocab, "cuda")
+    sampler = Sampler(rows, vocab, "cuda")
     each = [laws[row % len(laws)] for row in range(rows)]
     histories = [rng.integers(0, vocab, 1000) for _ in range(rows)]
     sampler.load(slice(None), each, rng.integers(0, 2**64, rows, dtype=np.uint64), np.zeros(rows, dtype=int), histories)
@@ -96,7 +96,7 @@ def measure(rows: int, vocab: int, dtype: torch.dtype, rivals: bool) -> dict[str
     found["us"] = {}
     for name, laws in LAWS.items():
         sampler = sampler_for(rows, vocab, laws)
-        found["us"][name] = replay_us(lambda index, sampler=sampler: sampler.draw(sets[index]), len(sets))
+        found["us"][name] = replay_us(lambda index, sampler=sampler: sampler.sample(sets[index]), len(sets))
         assert int(sampler.tokens.min()) >= 0
     if rivals:
         found["rivals_us"] = {name: eager_us(lambda run=run: run(sets[0])) for name, (run, _) in RIVALS.items()}
