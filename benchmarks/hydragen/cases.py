@@ -1,21 +1,30 @@
-"""What decodes: shared levels, private suffixes; the tree of it, its bytes, the least time of its attention."""
+"""What decodes: shared levels, private suffixes; the tree of it, its bytes, the least time of its attention, its step."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.hydragen.shapes import Shape
-from benchmarks.tree_attention.workloads import MATMUL_TFLOPS, PAGE, READ_TBPS, tree
+from benchmarks.runner import Row
+from benchmarks.shapes import Shape
+from benchmarks.tree_attention.workloads import MATMUL_TFLOPS, PAGE, READ_TBPS
+from prefixkit.attention.cost import CostModel, HeadShape
+from prefixkit.attention.formats import Queries
+from prefixkit.attention.gpu_buffers import capacity_for
+from prefixkit.attention.step import Step, build_step, planner_for
 from prefixkit.tree.snapshot import TreeSnapshot
+from tests.named_trees import tree
+
+# By this cost nothing is worth sharing.
+NEVER = CostModel(item=1e30, kv_byte=0.0, partial_byte=0.0)
 
 
 @dataclass(frozen=True)
 class Case:
-    """``batch`` sequences below shared levels, each with ``private`` tokens of its own, that draw ``new`` more.
+    """``batch`` sequences below shared levels, each with ``private`` tokens of its own, that sample ``new`` more.
 
     Attributes:
         levels: ``(nodes, tokens of each)`` from the root down; a level's nodes have equally many below them.
@@ -27,18 +36,17 @@ class Case:
     private: int = 0
 
     def __post_init__(self) -> None:
-        counts = [nodes for nodes, _ in self.levels] + [self.batch]
-        if any(below % above for above, below in pairwise(counts)):
-            raise ValueError(f"each level must have a multiple of the nodes above it, got {counts}")
+        if any(below % above for above, below in pairwise(self.counts)):
+            raise ValueError(f"each level must have a multiple of the nodes above it, got {self.counts}")
 
     @property
-    def shared(self) -> int:
-        """Tokens that a sequence shares with others."""
-        return sum(tokens for _, tokens in self.levels)
+    def counts(self) -> list[int]:
+        """Nodes of each level, and sequences."""
+        return [nodes for nodes, _ in self.levels] + [self.batch]
 
     @property
     def lengths(self) -> tuple[int, int, int]:
-        """Drawn tokens at which a step is measured: at the beginning, half way, at the end."""
+        """New tokens at which a step is measured: at the beginning, half way, at the end."""
         return 1, self.new // 2, self.new
 
     def own(self, levels: int) -> int:
@@ -52,17 +60,19 @@ class Case:
             return shared + self.batch * -(-self.own(len(self.levels)) // PAGE) * PAGE
         return sum(nodes * tokens for nodes, tokens in self.levels[:levels]) + self.batch * self.own(levels)
 
-    def floor_ms(self, shape: Shape, drawn: int) -> float:
+    def floor_ms(self, shape: Shape, new: int) -> float:
         """Least time of all layers' attention: bytes (KV once, queries, output) over bandwidth, or flops over rate."""
-        own = self.private + drawn
+        own, shared = self.private + new, sum(tokens for _, tokens in self.levels)
         tokens = sum(nodes * count for nodes, count in self.levels) + self.batch * own
         moved = tokens * shape.bytes_per_token + 4 * shape.layers * shape.heads * shape.head_dim * self.batch
-        flops = 4.0 * shape.layers * shape.heads * shape.head_dim * self.batch * (self.shared + own)
+        flops = 4.0 * shape.layers * shape.heads * shape.head_dim * self.batch * (shared + own)
         return max(moved / READ_TBPS / 1e9, flops / MATMUL_TFLOPS / 1e9)
 
-    def facts(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    def row(self, kind: str, shape: Shape) -> Row:
+        """The beginning of a row of results."""
+        floors = {new: self.floor_ms(shape, new) for new in self.lengths}
+        at = {str(new): round(ms, 4) for new, ms in floors.items()}
+        return {"kind": kind, "case": asdict(self), "floor_ms": round(mean(floors), 4), "floors_ms": at}
 
 
 def two_level(batch: int, prefix: int, new: int, private: int = 0) -> Case:
@@ -76,32 +86,79 @@ def mean(at: dict[int, float]) -> float:
     return (first + 2 * middle + last) / 4
 
 
-@dataclass(frozen=True, eq=False)
-class CaseTree:
-    """A case as a tree with every page it will need.
+def case_tree(case: Case) -> tuple[TreeSnapshot, list[np.ndarray]]:
+    """A case's tree with leaves as long as they get; for each level, then for the leaves, their nodes in order."""
+    counts, tokens = case.counts, [count for _, count in case.levels] + [case.private + case.new]
+    parent: list[int] = []
+    nodes: list[list[int]] = [[] for _ in counts]
+    stack = [(0, -1)] * counts[0]
+    length = []
+    while stack:
+        level, above = stack.pop()
+        nodes[level].append(len(parent))
+        if level + 1 < len(counts):
+            stack += [(level + 1, len(parent))] * (counts[level + 1] // counts[level])
+        parent.append(above)
+        length.append(tokens[level])
+    return tree(parent, length), [np.array(found, np.int32) for found in nodes]
+
+
+class TreeState:
+    """The step of a case at any number of new tokens, in tensors that stay: so one captured graph serves all lengths.
 
     Attributes:
-        snapshot: Leaves as long as they get.
-        nodes: For each level, then for the leaves, their nodes in order.
+        case, snapshot, nodes: What decodes; see :func:`case_tree`.
+        step: At the length of the last :meth:`at`.
+        plans: How many plans were made: one for each length.
     """
 
-    snapshot: TreeSnapshot
-    nodes: list[np.ndarray]
+    def __init__(
+        self, case: Case, shape: HeadShape, device: torch.device, dtype: torch.dtype, share: bool = True
+    ) -> None:
+        self.case, self._device = case, device
+        self.snapshot, self.nodes = case_tree(case)
+        self._planner = planner_for(shape, device, dtype)
+        self._planner.launch = None  # the host's plans fit into tensors of a size that is known before
+        if not share:
+            self._planner.cost, self._planner.gpu = NEVER, replace(self._planner.gpu, sharing=NEVER)
+        snapshot, queries = self._grown(case.new)
+        self._work: list[torch.Tensor] | None = None
+        if self._planner.num_sms is not None:
+            capacity = capacity_for(snapshot, queries, shape, self._planner.num_sms, self._planner.gpu)
+            self._work = [torch.zeros(size, dtype=torch.int32, device=device) for size in capacity.shapes()]
+        self.step = self._build(snapshot, queries)
 
-    @staticmethod
-    def of(case: Case) -> CaseTree:
-        counts = [nodes for nodes, _ in case.levels] + [case.batch]
-        tokens = [count for _, count in case.levels] + [case.private + case.new]
-        parent: list[int] = []
-        length: list[int] = []
-        nodes: list[list[int]] = [[] for _ in counts]
-        waiting = [(0, -1)] * counts[0]
-        while waiting:
-            level, above = waiting.pop()
-            node = len(parent)
-            nodes[level].append(node)
-            parent.append(above)
-            length.append(tokens[level])
-            if level + 1 < len(counts):
-                waiting += [(level + 1, node)] * (counts[level + 1] // counts[level])
-        return CaseTree(tree(parent, length), [np.array(found, np.int32) for found in nodes])
+    @property
+    def plans(self) -> int:
+        return self._planner.plans_made
+
+    def at(self, new: int) -> None:
+        """Let each sequence have so many new tokens; the last of them is the query of this step."""
+        kept, now = self.step, self._build(*self._grown(new))
+        for there, grown in zip(_tensors(kept), _tensors(now), strict=True):
+            there.copy_(grown)
+        stay = {name: getattr(kept, name) for name in ("tokens", "positions", "slots", "nodes", "logit_rows")}
+        self.step = replace(now, **stay)
+
+    def _grown(self, new: int) -> tuple[TreeSnapshot, Queries]:
+        full, leaf = self.snapshot, self.nodes[-1]
+        length = full.length.copy()
+        length[leaf] = self.case.private + new
+        ready = length.copy()
+        ready[leaf] -= 1
+        # Another version for each length: plans are made anew.
+        snapshot = replace(full, version=new, length=length, ready=ready)
+        return snapshot, Queries(leaf, length[leaf] - 1, length[leaf])
+
+    def _build(self, snapshot: TreeSnapshot, queries: Queries) -> Step:
+        rows = np.arange(self.case.batch, dtype=np.int64)
+        step = build_step(snapshot, queries, rows % 251, rows, self._planner, self._device)
+        if self._work is None:
+            return step
+        for there, made in zip(self._work, step.work, strict=True):
+            there[: len(made)].copy_(made)
+        return replace(step, planned=self._planner.planned_for(snapshot, queries, self._work))
+
+
+def _tensors(step: Step) -> list[torch.Tensor]:
+    return [step.positions, step.slots, *step.nodes]

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.tree_attention.workloads import tree_of
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries, all_rows, visible_lengths
 from prefixkit.attention.gpu_buffers import GpuPlanBuffers, PlanCapacity, PlanTooLarge, capacity_for, room_for, size_of
 from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
 from tests.attention.forests import make_snapshot, random_parents
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
+from tests.named_trees import tree_of
 
 
 def plan_of(name):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.tree_attention.workloads import tree, tree_of
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries, visible_lengths
 from prefixkit.attention.gpu_buffers import capacity_for, room_for, size_of
@@ -19,6 +18,7 @@ from prefixkit.attention.nvrtc import CSRC
 from prefixkit.attention.step import Planner, build_step
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
 from tests.emulation.build import build
+from tests.named_trees import tree, tree_of
 
 HERE = Path(__file__).parent / "emulation"
 RECIPROCAL = 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));', "inverse = 1.0f / float(b);"

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import prefixkit.attention.ops  # noqa: F401 - registers torch.ops.prefixkit
-from benchmarks.tree_attention.workloads import tree_of
 from prefixkit.attention import step as step_module
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.formats import Queries
 from prefixkit.attention.step import build_step, planner_for
 from prefixkit.tree.radix import PrefixTree
+from tests.named_trees import leaf_queries, tree_of
 
 GPU = torch.device("cuda", 0)
 
@@ -49,11 +49,6 @@ def pending(snapshot):
     return Queries(node, snapshot.ready[node], snapshot.length[node])
 
 
-def leaves_of(snapshot):
-    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
-    return Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_attention_is_the_same_bit_by_bit_while_a_tree_grows_and_changes(planners, seed):
     there, host = planners
@@ -86,7 +81,7 @@ def test_steps_built_ahead_of_each_other_stay_good(planners):
     pages = pools(there.shape, max(int(tree.pages.max()) + 1 for tree in trees))
     steps, expected = [], []
     for version, tree in enumerate(trees):
-        steps.append(make(there, replace(tree, version=version), leaves_of(tree)))
+        steps.append(make(there, replace(tree, version=version), leaf_queries(tree)))
         expected.append(attend(there.shape, steps[-1], pages)[0])
     for step, out in reversed(list(zip(steps, expected, strict=True))):
         assert torch.equal(attend(there.shape, step, pages)[0], out)
@@ -100,7 +95,7 @@ def test_replans_neither_wait_nor_take_more_memory(planners):
     def turn(version):
         for tree in trees:
             version += 1
-            attend(there.shape, make(there, replace(tree, version=version), leaves_of(tree)), pages)
+            attend(there.shape, make(there, replace(tree, version=version), leaf_queries(tree)), pages)
         return version
 
     version = turn(turn(0))
@@ -120,7 +115,7 @@ def test_what_would_take_too_much_room_is_planned_by_numpy_and_said(planners, mo
     monkeypatch.setattr(step_module, "MOST_PARTIAL_BYTES", 1000)
     tree = tree_of("2L b64 p1024 s16")
     with caplog.at_level(logging.DEBUG, "prefixkit"):
-        step = make(there, tree, leaves_of(tree))
+        step = make(there, tree, leaf_queries(tree))
     assert step.planned.made is not None
     assert "numpy plans: room for any plan" in caplog.text
     assert "plan 1 by the host" in caplog.text
