@@ -61,13 +61,13 @@ class Checkout:
 
     def close(self) -> None:
         """End the process."""
-        self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.stdin.close()
         self._process.wait()
 
     def _ask(self, what: str, case: Row | None = None) -> Any:
-        self._process.stdin.write(json.dumps([what, case]) + "\n")  # type: ignore[union-attr]
-        self._process.stdin.flush()  # type: ignore[union-attr]
-        answer = self._process.stdout.readline()  # type: ignore[union-attr]
+        self._process.stdin.write(json.dumps([what, case]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
         if not answer:
             raise SystemExit(
                 f"the process of --{self.name} ended with {self._process.wait()} while it had to {what} {case}"

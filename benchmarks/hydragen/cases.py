@@ -11,10 +11,10 @@ import torch
 from benchmarks.runner import Row
 from benchmarks.shapes import Shape
 from benchmarks.tree_attention.workloads import MATMUL_TFLOPS, PAGE, READ_TBPS
-from prefixkit.attention.cost import CostModel, HeadShape
+from prefixkit.attention.cost import CostModel
 from prefixkit.attention.formats import Queries
 from prefixkit.attention.gpu_buffers import capacity_for
-from prefixkit.attention.step import Step, build_step, planner_for
+from prefixkit.attention.step import Planner, Step, build_step
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.named_trees import tree
 
@@ -112,19 +112,16 @@ class TreeState:
         plans: How many plans were made: one for each length.
     """
 
-    def __init__(
-        self, case: Case, shape: HeadShape, device: torch.device, dtype: torch.dtype, share: bool = True
-    ) -> None:
-        self.case, self._device = case, device
+    def __init__(self, case: Case, planner: Planner, device: torch.device, share: bool = True) -> None:
+        self.case, self._planner, self._device = case, planner, device
         self.snapshot, self.nodes = case_tree(case)
-        self._planner = planner_for(shape, device, dtype)
-        self._planner.launch = None  # the host's plans fit into tensors of a size that is known before
+        planner.launch = None  # the host's plans fit into tensors of a size that is known before
         if not share:
-            self._planner.cost, self._planner.gpu = NEVER, replace(self._planner.gpu, sharing=NEVER)
+            planner.cost, planner.gpu = NEVER, replace(planner.gpu, sharing=NEVER)
         snapshot, queries = self._grown(case.new)
         self._work: list[torch.Tensor] | None = None
-        if self._planner.num_sms is not None:
-            capacity = capacity_for(snapshot, queries, shape, self._planner.num_sms, self._planner.gpu)
+        if planner.num_sms is not None:
+            capacity = capacity_for(snapshot, queries, planner.shape, planner.num_sms, planner.gpu)
             self._work = [torch.zeros(size, dtype=torch.int32, device=device) for size in capacity.shapes()]
         self.step = self._build(snapshot, queries)
 

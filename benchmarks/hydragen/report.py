@@ -28,6 +28,8 @@ COLOURS = {
     "ours, not sharing": "tab:red",
     "ours, engine": "tab:cyan",
 }
+# For each name its points.
+Lines = dict[str, list[tuple[int, float]]]
 INTRO, *_named = Path(__file__).with_name("page.md").read_text().split("\n=== ")
 NOTES = {name: note.strip() for name, _, note in (part.partition("\n") for part in _named)}
 
@@ -208,11 +210,12 @@ def _subplots(columns: int, rows: int = 1, width: float = 5.2, height: float = 4
     return figure, list(axes.flat)
 
 
-def _lines(axes: Any, of: dict[str, list[tuple[int, float]]], ticks: list[int], what: str, **labels: str) -> None:
+def _lines(axes: Any, of: Lines, ticks: list[int], what: str, dashed: str = "", **labels: str) -> None:
     """A line for each name over a logarithmic axis."""
     for name, points in of.items():
         if points:
-            axes.plot(*zip(*sorted(points), strict=True), "o-", ms=4, color=COLOURS[name], label=name)
+            style = "s--" if name == dashed else "o-"
+            axes.plot(*zip(*sorted(points), strict=True), style, ms=4, color=COLOURS[name], label=name)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(set(ticks)), [f"{value:,}" for value in sorted(set(ticks))], rotation=45)
     axes.minorticks_off()
@@ -222,7 +225,7 @@ def _lines(axes: Any, of: dict[str, list[tuple[int, float]]], ticks: list[int], 
     axes.set_ylim(bottom=0)
 
 
-def _points(rows: list[Row], x: Callable[[Row], int], y: str) -> dict[str, list[tuple[int, float]]]:
+def _points(rows: list[Row], x: Callable[[Row], int], y: str) -> Lines:
     """For each method that any row has, what it reached over ``x``."""
     names = dict.fromkeys(name for row in rows for name in row["methods"])
     return {name: [(x(row), value) for row in rows if (value := number(row, name, y)) is not None] for name in names}
@@ -314,7 +317,7 @@ def _draw_parallel(rows: list[Row]) -> Any:
     points = _points(steps, lambda row: row["n"], "step_ms")
     points["ours, engine"] = [(row["n"], row["step_ms"]) for row in rows if row["kind"] == "engine"]
     labels = {"ylabel": "milliseconds between tokens", "title": steps[0]["shape"]}
-    _lines(axes, points, [row["n"] for row in steps], "samples of each request", **labels)
+    _lines(axes, points, [row["n"] for row in steps], "samples of each request", "ours, engine", **labels)
     axes.legend(fontsize=8)
     return figure
 

@@ -19,6 +19,7 @@ from benchmarks.shapes import Shape
 from benchmarks.tree_attention.rivals import MOST_DIFFERENCE
 from prefixkit.attention.cost import HeadShape
 from prefixkit.attention.kv_pool import KVSpec
+from prefixkit.attention.step import planner_for
 from prefixkit.models import patch
 from prefixkit.models.cache import PrefixCache
 from prefixkit.models.fused import fills
@@ -84,7 +85,7 @@ class Rig:
 
     def state(self, case: Case, share: bool = True) -> TreeState:
         heads = HeadShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim, self.dtype.itemsize)
-        return TreeState(case, heads, self.device, self.dtype, share)
+        return TreeState(case, planner_for(heads, self.device, self.dtype), self.device, share)
 
     def spec(self, layers: int | None = None) -> KVSpec:
         return KVSpec(layers or self.shape.layers, self.shape.kv_heads, self.shape.head_dim, self.dtype, self.device)

@@ -160,8 +160,8 @@ def flex(inputs: Inputs) -> Run:
     assert snapshot.num_tokens == flat[0][0].shape[2]
 
     def run(index: int) -> Tensor:
-        gqa = workload.heads != workload.kv_heads
-        return compiled(q[index], *flat[index], block_mask=mask, scale=inputs.scale, enable_gqa=gqa)[0].transpose(0, 1)
+        (k, v), gqa = flat[index], workload.heads != workload.kv_heads
+        return compiled(q[index], k, v, block_mask=mask, scale=inputs.scale, enable_gqa=gqa)[0].transpose(0, 1)
 
     return run
 

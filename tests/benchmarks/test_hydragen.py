@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.hydragen.__main__ import LETTERS, main
-from benchmarks.hydragen.cases import Case, case_tree, mean, two_level
+from benchmarks.hydragen.cases import Case, TreeState, case_tree, mean, two_level
 from benchmarks.hydragen.experiments import SMALLER_FLASH, Job, run_jobs, throughput_row
 from benchmarks.hydragen.methods import CPU_BYTES, METHODS, Arena, DoesNotFit, Parts
 from benchmarks.hydragen.report import number
 from benchmarks.hydragen.step import CompiledStep, Rig, complaints, differences
 from benchmarks.shapes import LLAMA_8B, TINY
 from benchmarks.tree_attention.workloads import workload
+from prefixkit.attention.cost import HeadShape
+from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.step import Planner
 from prefixkit.models.layer import CacheLayer
 
 CPU = torch.device("cpu")
@@ -175,3 +179,14 @@ def test_only_takes_known_experiments(capsys):
     with pytest.raises(SystemExit):
         main(["--only", "a,z"])
     assert "got z" in capsys.readouterr().err
+
+
+def test_a_gpus_plan_of_any_length_is_in_tensors_that_stay():
+    planner = Planner(HeadShape(4, 2, 16, 2), H200.sharing, num_sms=132, gpu=H200)
+    state = TreeState(two_level(40, 300, 64), planner, CPU)
+    addresses = [tensor.data_ptr() for tensor in state.step.work]
+    for new in (1, 40, 64):
+        state.at(new)
+        assert [tensor.data_ptr() for tensor in state.step.work] == addresses
+        for ours, expected in zip(state.step.work, state.step.plan.arrays(), strict=True):
+            assert np.array_equal(ours[: len(expected)].numpy(), expected)
