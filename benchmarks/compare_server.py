@@ -143,6 +143,8 @@ def main() -> None:
         try:
             if what == "prepare":
                 ready = None  # before the next one, or both must fit
+                if case["kind"] != "attention":
+                    pool.cache_clear()
                 gc.collect()
                 if torch.cuda.is_initialized():
                     torch.cuda.empty_cache()

@@ -72,7 +72,7 @@ def starts(cache: str, processes: int) -> list[dict[str, float]]:
         **os.environ,
         "PREFIXKIT_CACHE": cache,
         "CUDA_CACHE_DISABLE": "1",  # NVRTC keeps a cache of its own, and a cold start must not find it
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[2:]]),
     }
     command, times = [sys.executable, "-c", FIRST], []
     running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
