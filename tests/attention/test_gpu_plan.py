@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from prefixkit.attention.gpu_plan import make_gpu_plan
 
-from benchmarks.tree_attention.workloads import tree, tree_of
 from prefixkit.attention.bsr import BSR, OPEN, Queries, decompose, visible_lengths
 from prefixkit.attention.gpu_cost import H200, H200_COST, GpuCost, Role
 from prefixkit.attention.kv_split import CHAIN, LEVELS, busiest, cuts_of
 from prefixkit.attention.sharing import HeadShape
 from tests.attention.trees import expected_sight, random_queries, random_tree
+from tests.named_trees import tree, tree_of
 
 SHAPES = {"one head": (1, 1), "groups of 3": (6, 2), "groups of 8": (8, 1), "groups of 64": (64, 1)}
 # Small units, so that small trees are cut much.
