@@ -5,7 +5,7 @@
 
 Each checkout runs in a process of its own (``compare_server.py``) that holds a case ready and times it when asked.  On a GPU:
 decode attention over 87 trees, engine steps at 64, 256 and 1,024 rows of the Llama-3.1-8B shape.  On a CPU: sampling with a
-small model, building a tree, admission of 2,000 prompts besides the model.  Below 1.00 the new one is faster.
+small model, building a tree, admission of 2,000 prompts.  Below 1.00 the new one is faster.
 """
 
 from __future__ import annotations

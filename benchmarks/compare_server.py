@@ -16,6 +16,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,24 +103,26 @@ def tree(case: runner.Row) -> Time:
 
 
 def admission(case: runner.Row) -> Time:
-    """Milliseconds that an engine takes besides the model for so many prompts of 16 tokens, one new token each."""
+    """Milliseconds to make an engine for so many prompts, to queue and admit them all, and to retire each; no model runs."""
     from benchmarks.engine import make_engine, requests
+    from benchmarks.tree import with_tails
 
-    asked = requests(case["prompts"], 16, max_new_tokens=1, temperature=1.0)
+    rng = np.random.default_rng(0)
+    prompts = [prompt for _ in range(case["prompts"] // 50) for prompt in with_tails(rng, 50, 110, 40)]
+    rng.shuffle(prompts)
+    asked = requests(len(prompts), 1, max_new_tokens=16)
+    asked = [replace(request, tokens=prompt) for request, prompt in zip(asked, prompts, strict=True)]
 
-    def timed_run() -> float:
-        made = make_engine(model("words"), asked)
-        forward, in_model = made.model, [0.0]
+    def admit() -> None:
+        made = make_engine(model("words"), asked)  # its scheduler refers to it weakly
+        scheduler = made.scheduler
+        scheduler.submit(asked)
+        scheduler.admit()
+        assert len(scheduler.groups) == len(asked)
+        for group in list(scheduler.groups):
+            scheduler.retire(group)
 
-        def timed(*given: Any, **named: Any) -> Any:
-            found: list[Any] = []
-            in_model[0] += cpu_seconds(lambda: found.append(forward(*given, **named)))
-            return found[0]
-
-        made.model = timed
-        return 1e3 * (cpu_seconds(lambda: made.run(asked)) - in_model[0])
-
-    return timed_run
+    return lambda: 1e3 * cpu_seconds(admit)
 
 
 CASES = {"attention": attention, "engine": engine, "sampling": sampling, "tree": tree, "admission": admission}

@@ -1,9 +1,11 @@
-"""What the prefix tree costs on one CPU thread: building it, and the tree's share of a decode step.
+"""What the prefix tree costs on one CPU thread: building it, admitting prompts to it, and its share of a decode step.
 
-Three questions, each with a target:
+Four questions, each with a target:
 
 - build: 1,024 sequences of 16,384 tokens that differ in their last 128; below 0.2 s.
 - linearity: time per token from 1e5 to 1e7 tokens; the slope of log(time) over log(tokens) should be 1.
+- admission: 500 to 10,000 prompts of some 100 tokens, 70 of them shared by 50 prompts: sizing the pool, queueing, admitting and
+  retiring; 10,000 below 0.5 s, and linear.
 - decode: `extend_each` for 1,024 leaves, `mark_ready` and `snapshot()`; below 2 ms at the median, steps that take new
   pages included.  Beside it, the same with beams that fork and die at every step, where the snapshot is rebuilt.
 
@@ -16,6 +18,8 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,10 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.runner import Row, Run, arguments, spread, wall_seconds
+from prefixkit.engine.memory import pages_needed
+from prefixkit.engine.request import Request
+from prefixkit.engine.scheduler import Scheduler
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree import PrefixTree, Sequence
 
 VOCABULARY = 50_000
@@ -82,6 +90,31 @@ def measure_linearity(run: Run, rng: np.random.Generator, repeats: int) -> None:
         run.result["linearity"][name] = {"rows": rows, "slope": slope}
         cells = "  ".join(f"{row['tokens']:.0e}: {row['ns_per_token']:.2f}" for row in rows)
         print(f"  {name:<18}  slope {slope:.2f}   ns per token  {cells}", flush=True)
+
+
+def measure_admission(run: Run, rng: np.random.Generator, repeats: int) -> None:
+    """All prompts at once into a pool that holds them, and each retired in order of admission."""
+    print("admission (target: 0.5 s for 10,000 prompts)")
+    for count in (500, 2_000, 10_000):
+        sizes = [(int(rng.integers(90, 131)), int(rng.integers(20, 61))) for _ in range(count // 50)]
+        prompts = [prompt for length, tail in sizes for prompt in with_tails(rng, 50, length, tail)]
+        rng.shuffle(prompts)
+        requests = [Request(index, prompt, SamplingParams()) for index, prompt in enumerate(prompts)]
+        times = []
+        for _ in range(repeats):
+            scheduler = Scheduler(PrefixTree(pages_needed(requests, 16), 16), lambda: 0)
+            parts: dict[str, Callable[[], object]] = {
+                "size": partial(pages_needed, requests, 16),
+                "submit": partial(scheduler.submit, requests),
+                "admit": scheduler.admit,
+                "retire": lambda to=scheduler: [to.retire(group) for group in to.groups],
+            }
+            times.append([wall_seconds(part)[0] for part in parts.values()])
+            assert scheduler.idle
+        medians = dict(zip(parts, map(statistics.median, zip(*times, strict=True)), strict=True))
+        cells = "  ".join(f"{name} {median:.3f}" for name, median in medians.items())
+        row = {"prompts": count} | {f"{name}_s": median for name, median in medians.items()}
+        run.add("admission", row, f"  {count:>6} prompts   {sum(medians.values()):.3f} s   {cells}")
 
 
 def binary_tree(rng: np.random.Generator, page_size: int, prefix: int) -> tuple[PrefixTree, list[Sequence]]:
@@ -153,6 +186,7 @@ def main() -> None:
     run, rng = Run(options, "cpu"), np.random.default_rng(options.seed)
     measure_build(run, rng, options.repeats)
     measure_linearity(run, rng, options.repeats)
+    measure_admission(run, rng, options.repeats)
     print("a step's tree work, ms (target: median below 2)")
     for page_size, prefix in [(1, 0), (16, 0), (128, 0), (1, 100_000), (16, 100_000)]:
         measure_decode(run, rng, page_size, prefix, options.steps)
