@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from prefixkit.attention.bsr import Queries
 from prefixkit.ops import library as ops
@@ -31,7 +32,10 @@ def rotary_append() -> None:
 
 
 def tree_attention() -> None:
-    """A chain with a star at its end: wide and narrow items, partial states, nodes that begin inside pages, a prompt."""
+    """A chain with a star at its end: wide and narrow items, partial states, nodes that begin inside pages, a prompt.
+
+    Then the same with rows that the plan does not have, as a captured graph pads its batch.
+    """
     from tests.attention.forests import FOLD_ALL, SHARE_ALL, make_snapshot
     from tests.gpu.forests import attend, fill, step_of
 
@@ -49,8 +53,16 @@ def tree_attention() -> None:
         queries = Queries(last, begin, snapshot.length[last])
         snapshot.ready[last] = begin
         case = fill(rng, snapshot, num_pages, queries, heads, dtype, GPU)
-        out, lse = attend(case, step_of(case, cost, multiprocessors))
+        step = step_of(case, cost, multiprocessors)
+        out, lse = attend(case, step)
         assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
+        q, positions = pad(case.q, (0, 0, 0, 0, 0, 5)), pad(step.positions, (0, 5))
+        work = [*step.work[:4], pad(step.work[4], (0, 5)), step.work[5]]
+        padded, padded_lse = torch.ops.prefixkit.tree_attention(
+            q, case.k_pages, case.v_pages, positions, work, step.nodes, case.scale, "causal"
+        )
+        assert torch.equal(padded[:-5], out) and torch.equal(padded_lse[:-5], lse)
+        assert not bool(padded[-5:].any()) and bool((padded_lse[-5:] == -torch.inf).all())
 
 
 def plan_tree() -> None:
