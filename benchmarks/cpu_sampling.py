@@ -1,7 +1,7 @@
 """Parallel sampling of a real model on one CPU thread: stock ``generate``, prefill-once + expand, and prefixkit.
 
 Each system runs in a process of its own, one after the other, and reports tokens per second (of wall time, and of the thread's
-own CPU time, which a busy machine disturbs less) and how far its resident memory grew over the loaded model.  All draw at
+own CPU time, which a busy machine disturbs less) and how far its resident memory grew over the loaded model.  All sample at
 temperature 0.8, top_p 0.95, in float32, and none may stop early.
 
     OMP_NUM_THREADS=1 python benchmarks/cpu_sampling.py --out benchmarks/results/cpu_sampling.json
@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SYSTEMS = ("stock", "prefill_once", "prefixkit")
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.runner import Row, Run, arguments, table
+
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 
 
@@ -40,8 +43,6 @@ def prompts_of(case: str, tokenizer: Any) -> tuple[list[list[int]], int]:
 
 def run_stock(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new: int) -> int:
     """``model.generate`` with num_return_sequences: the prompt is repeated n times and prefilled n times."""
-    import torch
-
     for prompt in prompts:
         out = model.generate(
             torch.tensor([prompt]),
@@ -60,7 +61,6 @@ def run_stock(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new:
 
 def run_prefill_once(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new: int) -> int:
     """Prefill each prompt once, repeat its KV cache n times, then decode n rows: what a careful user writes by hand."""
-    import torch
     from transformers import DynamicCache
     from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
@@ -93,11 +93,7 @@ def run_prefixkit(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, 
     return len(samples) * new
 
 
-RUN: dict[str, Callable[[Any, Any, list[list[int]], int, int], int]] = {
-    "stock": run_stock,
-    "prefill_once": run_prefill_once,
-    "prefixkit": run_prefixkit,
-}
+RUN = {"stock": run_stock, "prefill_once": run_prefill_once, "prefixkit": run_prefixkit}
 
 
 def resident() -> int:
@@ -106,10 +102,8 @@ def resident() -> int:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
-def measure(system: str, case: str, new: int) -> dict[str, float]:
+def measure(system: str, case: str, new: int) -> Row:
     """Load the model, warm up on a short prompt, run once; in this process."""
-    import torch
-
     from prefixkit.demo.model import load_demo
 
     torch.set_num_threads(1)
@@ -133,61 +127,47 @@ def measure(system: str, case: str, new: int) -> dict[str, float]:
     }
 
 
-def versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "cpu": cpu,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit.stdout.strip(),
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--case", choices=("one-prompt", "three-level"), default="one-prompt")
     parser.add_argument("--new", type=int, default=64, help="new tokens per sample")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each system; the median is reported")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", choices=SYSTEMS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        print(json.dumps(measure(args.child, args.case, args.new)))
+    parser.add_argument("--systems", nargs="+", choices=RUN, default=list(RUN))
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each system, in turns; the median is reported")
+    parser.add_argument("--child", choices=RUN, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(measure(options.child, options.case, options.new)))
         return
-    results: dict[str, dict[str, float]] = {}
-    for system in args.systems:
-        command = [sys.executable, __file__, "--child", system, "--case", args.case, "--new", str(args.new)]
-        runs = []
-        for _ in range(args.repeats):
+    run = Run(options, "cpu")
+    run.result |= {"case": options.case, "new_tokens": options.new, **run.result["machine"]}
+    found: dict[str, list[Row]] = {system: [] for system in options.systems}
+    for _ in range(options.repeats):
+        for system in options.systems:
+            command = [sys.executable, __file__, "--child", system, "--case", options.case, "--new", str(options.new)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            runs.append(json.loads(done.stdout.splitlines()[-1]))
-        results[system] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        print(f"{system:14}{results[system]['tokens_per_second']:10.1f} tokens/s", flush=True)
-    report(args.case, args.new, results, args.out)
+            found[system].append(json.loads(done.stdout.splitlines()[-1]))
+            print(f"{system:14}{found[system][-1]['tokens_per_second']:10.1f} tokens/s", flush=True)
+    results = {
+        name: {key: statistics.median(row[key] for row in rows) for key in rows[0]} for name, rows in found.items()
+    }
+    run.result["results"] = results
+    run.finish()
+    print(f"\n{options.case}, {options.new} new tokens a sample, one thread\n\n{report(results)}")
 
 
-def report(case: str, new: int, results: dict[str, dict[str, float]], out: Path | None) -> None:
+def report(results: dict[str, Row]) -> str:
+    """A table of each system, and of what prefixkit gains over it."""
     ours = results.get("prefixkit")
-    print(f"\n{case}, {new} new tokens a sample, one thread")
-    head = ("system", "seconds", "CPU s", "tokens/s", "growth MiB", "prefixkit is", "by CPU s", "memory")
-    print(f"{head[0]:14}" + "".join(f"{title:>13}" for title in head[1:]))
+    rows = []
     for system, row in results.items():
-        cells = [f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}", f"{row['tokens_per_second']:.1f}"]
-        cells.append(f"{row['memory_growth_mib']:.0f}")
+        cells = [f"{row[key]:.1f}" for key in ("seconds", "cpu_seconds", "tokens_per_second", "memory_growth_mib")]
         if ours:
-            cells.append(f"{ours['tokens_per_second'] / row['tokens_per_second']:.2f}x")
-            cells.append(f"{ours['tokens_per_cpu_second'] / row['tokens_per_cpu_second']:.2f}x")
-            cells.append(f"{row['memory_growth_mib'] / ours['memory_growth_mib']:.1f}x")
-        print(f"{system:14}" + "".join(f"{cell:>13}" for cell in cells))
-    if out:
-        out.write_text(json.dumps({"case": case, "new_tokens": new, **versions(), "results": results}, indent=1) + "\n")
+            rates = ("tokens_per_second", "tokens_per_cpu_second")
+            cells += [f"{ours[rate] / row[rate]:.2f}x" for rate in rates]
+            cells.append(f"{row['memory_growth_mib'] / max(ours['memory_growth_mib'], 1e-9):.1f}x")
+        rows.append((system, *cells))
+    head = ("system", "seconds", "CPU s", "tokens/s", "growth MiB", "prefixkit is", "by CPU s", "memory")
+    return table(head if ours else head[:5], rows)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ A Llama-3.1-8B-shape model with random weights in bfloat16.  One prompt, ``rows`
 decode step in the engine; that of replaying its graph alone; what the host does besides waiting (in all, over the steps; the
 median from the tokens of one step to waiting for those of the next; to begin and to end); by the profiler, how long the GPU had
 nothing to do.
+
+``make_engine`` and ``requests`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -29,7 +29,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import prefixkit
-from benchmarks.tree_attention.timing import machine
+from benchmarks.runner import Row, Run, arguments, numbers
+from benchmarks.shapes import LLAMA_8B
 from prefixkit.api import make_engine
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import Request
@@ -38,32 +39,6 @@ from prefixkit.runners.graph import GraphDecoder
 from prefixkit.sampling.params import SamplingParams
 
 PROFILED_STEPS = 40
-
-
-def llama(
-    layers: int, hidden: int = 4096, heads: int = 32, kv_heads: int = 8, inner: int = 14336, vocab: int = 128256
-) -> Any:
-    """A patched model of this shape, with random weights that were made on the GPU."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=inner,
-        vocab_size=vocab,
-        head_dim=hidden // heads,
-        max_position_embeddings=131072,
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
-    return prefixkit.patch(model.eval())
 
 
 def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Request]:
@@ -90,7 +65,7 @@ def waiting(decoder: GraphDecoder) -> Iterator[list[tuple[float, float]]]:
         del decoder.read
 
 
-def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any], compiled: bool) -> dict[str, Any]:
+def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any], compiled: bool) -> Row:
     """One prompt, ``rows`` samples."""
     asked = requests(1, prompt, n=rows, max_new_tokens=new, **sampling)
     engine = make_engine(model, asked, compiled=compiled)
@@ -105,7 +80,7 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
     total = engine.report.seconds - before["seconds"]
     between = [began - there for (_, there), (began, _) in itertools.pairwise(waits)]
     working = seconds - sum(there - began for began, there in waits)
-    row = {
+    return {
         "rows": rows,
         "prompt": prompt,
         "new": new,
@@ -122,8 +97,6 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
         "graph_mib": round(engine.report.graph_bytes / 2**20),
         "idle": round(idle(engine, asked), 4),
     }
-    print(json.dumps(row), flush=True)
-    return row
 
 
 def replay_ms(decoder: GraphDecoder, times: int = 20) -> float:
@@ -167,24 +140,20 @@ def idle(engine: Engine, asked: list[Request]) -> float:
     return 1 - busy / (at - spans[0][0])
 
 
-def long_run(model: Any, steps: int, rows: int, prompt: int) -> dict[str, Any]:
+def long_run(model: Any, steps: int, rows: int, prompt: int) -> Row:
     """Sequences of random length end and others arrive, for so many steps: what grows, and what is captured again."""
-    sampling = {
-        "temperature": 1.0,
-        "stop_token_ids": tuple(range(0, 128256, 150)),
-        "max_new_tokens": 600,
-        "n": rows // 4,
-    }
+    stops = tuple(range(0, LLAMA_8B.vocab, 150))
+    sampling = {"temperature": 1.0, "stop_token_ids": stops, "max_new_tokens": 600, "n": rows // 4}
     need = rows * (600 // 16 + 1) * 16 + 8 * prompt
     engine = make_engine(model, requests(10, prompt, **sampling), kv_budget=need * kv_spec(model).bytes_per_token)
-    held: list[dict[str, int]] = []
+    held: list[Row] = []
     while engine.report.steps < steps:
         torch.cuda.reset_peak_memory_stats()
         engine.run(requests(10, prompt, seed=len(held), **sampling))
         held.append({"steps": engine.report.steps, "captures": engine.report.captures, **memory_mib()})
     engine.tree.check()
     report = engine.report
-    row = {
+    return {
         "steps": report.steps,
         "decode_steps": report.decode_steps,
         "samples": report.samples,
@@ -194,12 +163,10 @@ def long_run(model: Any, steps: int, rows: int, prompt: int) -> dict[str, Any]:
         "rounds": held,
         "pages_back": engine.tree.allocator.free == engine.tree.allocator.num_pages,
     }
-    print(json.dumps(row), flush=True)
-    return row
 
 
-def full_run(model: Any, prompt: int, new: int) -> dict[str, Any]:
-    """More samples than memory holds, with the pool that prefixkit chooses: how full the GPU gets, and that nobody is lost."""
+def full_run(model: Any, prompt: int, new: int) -> Row:
+    """More samples than memory holds, with the pool that prefixkit chooses: how full the GPU gets, and that none is lost."""
     asked = requests(2, prompt, n=2560, max_new_tokens=new, temperature=1.0)
     engine = make_engine(model, asked)
     left: list[int] = []
@@ -207,7 +174,7 @@ def full_run(model: Any, prompt: int, new: int) -> dict[str, Any]:
     samples = engine.run(asked)
     pool, report = engine.tree.allocator.num_pages, engine.report
     pool_bytes = pool * engine.tree.page_size * engine.pool.spec.bytes_per_token
-    row = {
+    return {
         "samples": len(samples),
         "complete": all(len(sample.tokens) == new for sample in samples),
         "steps": report.steps,
@@ -218,8 +185,6 @@ def full_run(model: Any, prompt: int, new: int) -> dict[str, Any]:
         **memory_mib(),
         "pages_back": engine.tree.allocator.free == pool,
     }
-    print(json.dumps(row), flush=True)
-    return row
 
 
 def memory_mib() -> dict[str, int]:
@@ -231,35 +196,25 @@ def memory_mib() -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="64,256,1024")
+    parser = arguments(__doc__)
+    parser.add_argument("--rows", type=numbers, default="64,256,1024")
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=LLAMA_8B.layers)
     parser.add_argument("--long", type=int, default=0, help="so many steps with sequences that end and arrive")
     parser.add_argument("--full", action="store_true", help="more samples than memory holds")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    result: dict[str, Any] = {"machine": machine(), "options": {k: str(v) for k, v in vars(options).items()}}
-    model = llama(options.layers)
-    rows = [int(n) for n in options.rows.split(",")]
+    run = Run(options)
+    model = prefixkit.patch(LLAMA_8B.build("cuda", torch.bfloat16, layers=options.layers))
     if options.long:
-        result["long"] = long_run(model, options.long, rows[0], options.prompt)
+        run.result["long"] = long_run(model, options.long, options.rows[0], options.prompt)
     if options.full:
-        result["full"] = full_run(model, options.prompt, options.new)
+        run.result["full"] = full_run(model, options.prompt, options.new)
     if not (options.long or options.full):
         plain, filtered = {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
-        ways = ((plain, False), (plain, True), (filtered, True))
-        result["decode"] = []
-        for n, way in itertools.product(rows, ways):
-            result["decode"].append(decode(model, n, options.prompt, options.new, *way))
-            write(result, options.out)
-    write(result, options.out)
-
-
-def write(result: dict[str, Any], place: Path | None) -> None:
-    if place is not None:
-        place.write_text(json.dumps(result, indent=1) + "\n")
+        for rows, way in itertools.product(options.rows, ((plain, False), (plain, True), (filtered, True))):
+            run.add("decode", decode(model, rows, options.prompt, options.new, *way))
+    run.finish("long", "full", "seconds")
 
 
 if __name__ == "__main__":

@@ -5,17 +5,21 @@ python benchmarks/launch.py --out results/launch.json
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.runner import ROOT, Run, arguments, wall_seconds
+from benchmarks.tree_attention.inputs import GPU, Pool, make
+from benchmarks.tree_attention.workloads import workload
 
 FIRST = """
 import time; began = time.perf_counter()
@@ -26,8 +30,9 @@ ready = time.perf_counter()
 import numpy as np
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.bsr import Queries
+from prefixkit.attention.step import build_step
+from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
-from prefixkit.attention.step import build_step, planner_for
 from prefixkit.tree.radix import PrefixTree
 gpu = torch.device("cuda", 0)
 tree = PrefixTree(64, 16)
@@ -40,7 +45,7 @@ snapshot = tree.snapshot()
 leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
 queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
 pool = KVPool(KVSpec(1, 8, 128, torch.bfloat16, gpu), 64, 16)
-planner = planner_for(HeadShape(32, 8, 128, 2), gpu, torch.bfloat16)
+planner = backend_for(gpu).planner_for(HeadShape(32, 8, 128, 2), gpu, torch.bfloat16)
 tokens = np.zeros(len(leaf), dtype=np.int64)
 imported = time.perf_counter()
 step = build_step(snapshot, queries, tokens, tokens, planner, gpu)
@@ -49,7 +54,7 @@ kv = torch.ones(len(held), 8, 128, device=gpu, dtype=torch.bfloat16)
 pool.append(0, kv, kv, held)
 q = torch.ones(len(leaf), 32, 128, device=gpu, dtype=torch.bfloat16)
 out, _ = torch.ops.prefixkit.tree_attention(
-    q, pool.k(0), pool.v(0), step.positions, step.work, step.nodes, 0.1, "causal"
+    q, pool.k(0), pool.v(0), step.positions, step.plan, 0.1, "causal"
 )
 torch.cuda.synchronize()
 done = time.perf_counter()
@@ -68,13 +73,10 @@ def starts(cache: str, processes: int) -> list[dict[str, float]]:
         **os.environ,
         "PREFIXKIT_CACHE": cache,
         "CUDA_CACHE_DISABLE": "1",  # NVRTC keeps a cache of its own, and a cold start must not find it
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path[1:]]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[2:]]),
     }
-    running = [
-        subprocess.Popen([sys.executable, "-c", FIRST], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(processes)
-    ]
-    times = []
+    command, times = [sys.executable, "-c", FIRST], []
+    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
     for process in running:
         printed, _ = process.communicate()
         if process.returncode:
@@ -86,72 +88,42 @@ def starts(cache: str, processes: int) -> list[dict[str, float]]:
 
 def per_call_us(call: Callable[[], object], calls: int = 2000) -> float:
     """Microseconds of CPU time that one call takes, the GPU keeping up."""
+
+    def many() -> None:
+        for _ in range(calls):
+            call()
+
     best = float("inf")
     for _ in range(5):
         torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, time.perf_counter() - began)
+        best = min(best, *wall_seconds(many))
         torch.cuda.synchronize()
     return round(best / calls * 1e6, 2)
 
 
-def attention_call() -> Callable[[], object]:
-    """``tree_attention`` of 64 sequences over one prefix; so short that the GPU keeps up with the CPU."""
-    import numpy as np
-    from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
-
-    from prefixkit.attention.bsr import Queries, decompose, visible_lengths
-    from prefixkit.attention.sharing import HeadShape
-    from prefixkit.tree.radix import PrefixTree
-
-    tree = PrefixTree(64, 16)
-    root = tree.insert(np.arange(32))
-    for leaf, sequence in enumerate(tree.fork(root, 8)):
-        tree.extend(sequence, np.array([leaf]))
-    nodes = tree.nodes()
-    tree.mark_ready(nodes, [node.length - (not node.children) for node in nodes])
-    snapshot = tree.snapshot()
-    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
-    queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
-    length = visible_lengths(snapshot, queries)
-    formats = [decompose(snapshot, queries, HeadShape(8, 2, 128, 2), H200_COST)]
-    plan = make_gpu_plan(formats, length, len(leaf), group=4, kv_heads=2)
-    arrays = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
-    work = [torch.from_numpy(np.array(array)).cuda() for array in plan.arrays()]
-    tensors = [torch.from_numpy(np.array(array, dtype=np.int32)).cuda() for array in arrays]
-    positions = torch.from_numpy(snapshot.start[leaf].astype(np.int64) + snapshot.length[leaf] - 1).cuda()
-    q = torch.randn(len(leaf), 8, 128, device="cuda", dtype=torch.bfloat16)
-    pages = torch.randn(64, 2, 16, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-    attend = torch.ops.prefixkit.tree_attention
-    return lambda: attend(q, pages, pages, positions, work, tensors, 0.1, "causal")
-
-
 def calls() -> dict[str, float]:
     """Each op through torch, below torch, and torch's own calls for comparison."""
-    from prefixkit.ops import backend
-    from prefixkit.ops import library as ops
+    from prefixkit.ops.backend import backend_for
 
-    del ops
-    gpu = torch.device("cuda", 0)
-    key = torch.randn(64, 8, 128, device=gpu, dtype=torch.bfloat16)
-    k_pages, v_pages = (torch.zeros(64, 8, 16, 128, device=gpu, dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
-    slots = torch.arange(64, device=gpu)
-    lse = torch.randn(128, 8, device=gpu)
-    raw, op = backend.ops_for(gpu), torch.ops.prefixkit
+    key = torch.randn(64, 8, 128, device=GPU, dtype=torch.bfloat16)
+    k_pages, v_pages = (torch.zeros(64, 8, 16, 128, device=GPU, dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
+    slots = torch.arange(64, device=GPU)
+    lse = torch.randn(128, 8, device=GPU)
+    raw, op = backend_for(torch.device("cuda", 0)), torch.ops.prefixkit
+    few = make(workload("2L b8 p32 s16", 8, 2), Pool())  # so short that the GPU keeps up with the CPU
+    pages, step = (few.k[0].transpose(1, 2), few.v[0].transpose(1, 2)), few.step
+    attention = (few.q[0], *pages, step.positions, step.plan, few.scale, "causal")
     measured = {}
     with torch.inference_mode():
         for name, call in {
             "kv_append through torch": lambda: op.kv_append(key, key, k_pages, v_pages, slots),
             "kv_append below torch": lambda: raw.kv_append(key, key, k_pages, v_pages, slots),
-            "tree_attention through torch": attention_call(),
+            "tree_attention through torch": lambda: op.tree_attention(*attention),
             "torch: add_": lambda: lse.add_(0.0),
-            "torch: empty": lambda: torch.empty(64, device=gpu),
-            "torch: index_put_ twice": lambda: (
-                k_pages.index_put_((slots // 16, slots % 16), key),
-                v_pages.index_put_((slots // 16, slots % 16), key),
-            ),
+            "torch: empty": lambda: torch.empty(64, device=GPU),
+            "torch: index_put_ twice": lambda: [
+                pages.index_put_((slots // 16, slots % 16), key) for pages in (k_pages, v_pages)
+            ],
         }.items():
             call()
             measured[name] = per_call_us(call)
@@ -159,25 +131,14 @@ def calls() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    run = Run(arguments(__doc__).parse_args())
     with tempfile.TemporaryDirectory() as cache:
         cold, warm = starts(cache, 1), starts(cache, 1)
     with tempfile.TemporaryDirectory() as cache:
         together = starts(cache, 16)
-    result = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cold": cold,
-        "warm": warm,
-        "sixteen at once": together,
-        "us per call": calls(),
-    }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    run.result |= {"cold": cold, "warm": warm, "sixteen at once": together, "us per call": calls()}
+    run.finish()
+    print(json.dumps(run.result, indent=2))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ The aim: below 50 us on the GPU for 1,024 leaves and 2,048 nodes (CUDA-graph rep
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,82 +17,43 @@ from typing import Any
 
 import numpy as np
 import torch
-from prefixkit.attention.gpu_plan import make_gpu_plan
 
-from benchmarks.tree_attention.workloads import tree, tree_of
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.runner import Row, Run, arguments, replay_us, wall_seconds
 from prefixkit.attention.bsr import Queries, decompose, visible_lengths
 from prefixkit.attention.capacity import capacity_for
 from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.plan import make_plan
+from prefixkit.attention.planner import Planner
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.step import Planner, build_step
+from prefixkit.attention.step import build_step
+from prefixkit.backends.cuda.planner import CudaPlanner
 from prefixkit.tree.snapshot import TreeSnapshot
+from tests.named_trees import binary, leaf_queries, prompts, tree, tree_of
+
+Case = tuple[TreeSnapshot, Queries]
 
 
-def binary(levels: int, prefix: int, branch: int) -> TreeSnapshot:
-    """``prefix`` tokens, then forks every ``branch`` tokens."""
-    parent, length = [-1], [prefix]
-
-    def grow(above: int, left: int) -> None:
-        for _ in range(2 if left else 0):
-            parent.append(above)
-            length.append(branch)
-            grow(len(parent) - 1, left - 1)
-
-    grow(0, levels)
-    return tree(parent, length)
-
-
-def cases() -> dict[str, tuple[TreeSnapshot, Queries]]:
+def cases() -> dict[str, Case]:
     shapes = {name: tree_of(name) for name in ("2L b64 p4096 s128", "2L b1024 p4096 s128", "3L fewshot", "beam d6")}
     shapes |= {"binary, 1,024 leaves, 2,047 nodes": binary(10, 1000, 32)}
     shapes |= {"chain of 2,000": tree(list(range(-1, 1999)), [8] * 2000)}
-    made = {}
-    for name, snapshot in shapes.items():
-        leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
-        made[name] = snapshot, Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
-    for tokens in (32_768, 131_072):
-        snapshot = tree([-1], [tokens])
-        snapshot.ready[:] = 0
-        made[f"prompt of {tokens:,}"] = snapshot, Queries(*(np.array([x], np.int32) for x in (0, 0, tokens)))
-    return made
-
-
-def host_us(action: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats + 3):
-        begin = time.perf_counter()
-        action()
-        times.append(1e6 * (time.perf_counter() - begin))
-    return statistics.median(times[3:])
+    made = {name: (snapshot, leaf_queries(snapshot)) for name, snapshot in shapes.items()}
+    return made | {f"prompt of {tokens:,}": prompts(tokens, tokens) for tokens in (32_768, 131_072)}
 
 
 def gpu_us(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape) -> float:
-    """Median of replays of a graph that plans ten times."""
-    from prefixkit.backends.cuda.planner import CudaPlanner
+    """Median of replays of a graph that plans over and over."""
+    from prefixkit.backends.cuda.plan_launch import GraphPlanner
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    capacity = capacity_for(snapshot, queries, shape, sms)
-    planner = CudaPlanner(shape, snapshot.num_nodes, capacity, "cuda")
+    planner = GraphPlanner(shape, snapshot.num_nodes, capacity_for(snapshot, queries, shape, sms), "cuda")
     planner.load(snapshot, queries)
-    planner.plan()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            planner.plan()
-    times = []
-    for _ in range(12):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 100)
-    return statistics.median(times[2:])
+    return replay_us(lambda _: planner.plan(), 1, repeats=10)
 
 
-def replan_us(
-    snapshot: TreeSnapshot, queries: Queries, planner: Planner, device: str, repeats: int
-) -> dict[str, float]:
+def replan_us(snapshot: TreeSnapshot, queries: Queries, planner: Planner, device: str, repeats: int) -> Row:
     """Medians of ``build_step`` for a tree that has changed, on an idle device.
 
     ``host_us``: until it returns; ``done_us``: until the device has it all; ``read_us``: then ``kv_tokens_read``, on the host.
@@ -102,8 +61,8 @@ def replan_us(
     tokens = np.zeros(queries.num_rows, dtype=np.int64)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
-    for version in range(repeats + 5):
-        changed = replace(snapshot, version=version)
+    for changed_version in range(repeats + 5):
+        changed = replace(snapshot, version=changed_version)
         wait()
         began = time.perf_counter()
         step = build_step(changed, queries, tokens, tokens, planner, device)
@@ -117,67 +76,51 @@ def replan_us(
     return {"host_us": host, "done_us": whole, "read_us": read}
 
 
-def replans(repeats: int) -> list[dict[str, Any]]:
+def replans(run: Run, name: str, case: Case, repeats: int) -> None:
     """With plans by numpy, and by the GPU where there is one."""
-    results = []
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name, (snapshot, queries) in cases().items():
-        if "chain" in name or "131" in name:
-            continue
-        shape = HeadShape(32, 8, 128, 2)
-        planners = {"numpy": Planner(shape, H200.sharing, num_sms=132, gpu=H200)}
-        if device == "cuda":
-            from prefixkit.backends.cuda.planner import plan_on_gpu
+    device, shape = "cuda" if torch.cuda.is_available() else "cpu", HeadShape(32, 8, 128, 2)
+    planners = {"numpy": CudaPlanner(shape, H200, 132)}
+    if device == "cuda":
+        from prefixkit.backends.cuda.plan_launch import plan_on_gpu
 
-            planners["GPU"] = replace(planners["numpy"], launch=partial(plan_on_gpu, shape, H200, 132))
-        for by, planner in planners.items():
-            row = {"case": name, "replan_by": by, **replan_us(snapshot, queries, planner, device, repeats)}
-            results.append(row)
-            print(
-                f"32/8  {name:36s} replan by {by:5s}: host {row['host_us']:6.0f}  done {row['done_us']:6.0f}  "
-                f"tokens read {row['read_us']:4.0f}",
-                flush=True,
-            )
-    return results
+        planners["GPU"] = CudaPlanner(shape, H200, 132, partial(plan_on_gpu, shape, H200, 132))
+    for by, planner in planners.items():
+        row = {"case": name, "replan_by": by, **replan_us(*case, planner, device, repeats)}
+        times = f"host {row['host_us']:6.0f}  done {row['done_us']:6.0f}  tokens read {row['read_us']:4.0f}"
+        run.add("results", row, f"32/8  {name:36s} replan by {by:5s}: {times}")
 
 
-def measure(repeats: int) -> list[dict[str, Any]]:
-    results = []
-    for name, (snapshot, queries) in cases().items():
-        for heads, kv_heads in ((32, 8), (8, 1)):
-            shape, length = HeadShape(heads, kv_heads, 128, 2), visible_lengths(snapshot, queries)
-            rows = decompose(snapshot, queries, shape, H200.sharing)
-
-            def plan(rows: Any = rows, length: Any = length, queries: Any = queries, shape: Any = shape) -> object:
-                return make_gpu_plan([rows], length, queries.num_rows, group=shape.group, kv_heads=shape.kv_heads)
-
-            row: dict[str, Any] = {"case": name, "heads": [heads, kv_heads]}
-            row["rows_us"] = host_us(
-                lambda s=snapshot, q=queries, h=shape: decompose(s, q, h, H200.sharing),  # type: ignore[misc]
-                repeats,
-            )
-            row["plan_us"] = host_us(plan, repeats)
-            if torch.cuda.is_available():
-                row["gpu_us"] = gpu_us(snapshot, queries, shape)
-            results.append(row)
-            there = f"   GPU {row['gpu_us']:7.1f}" if "gpu_us" in row else ""
-            print(
-                f"{heads:2d}/{kv_heads:<2d} {name:36s} host: rows {row['rows_us']:6.0f}  plan {row['plan_us']:6.0f}{there}",
-                flush=True,
-            )
-    return results
+def plans(run: Run, name: str, case: Case, repeats: int) -> None:
+    """A plan's two halves on the host, and all of it on the GPU."""
+    snapshot, queries = case
+    for heads, kv_heads in ((32, 8), (8, 1)):
+        shape, length = HeadShape(heads, kv_heads, 128, 2), visible_lengths(snapshot, queries)
+        rows = partial(decompose, snapshot, queries, shape, H200.sharing)
+        sizes: dict[str, Any] = {"group": shape.group, "kv_heads": shape.kv_heads, "cost": H200}
+        plan = partial(make_plan, [rows()], length, queries.num_rows, **sizes)
+        row: Row = {"case": name, "heads": [heads, kv_heads]}
+        for what, action in (("rows_us", rows), ("plan_us", plan)):
+            row[what] = 1e6 * statistics.median(wall_seconds(action, repeats, warm=3))
+        line = f"{heads:2d}/{kv_heads:<2d} {name:36s} host: rows {row['rows_us']:6.0f}  plan {row['plan_us']:6.0f}"
+        if torch.cuda.is_available():
+            row["gpu_us"] = gpu_us(snapshot, queries, shape)
+            line += f"   GPU {row['gpu_us']:7.1f}"
+        run.add("results", row, line)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--replans-only", action="store_true")
-    parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
     options = parser.parse_args()
     print("microseconds, median")
-    results = ([] if options.replans_only else measure(options.repeats)) + replans(options.repeats)
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    run, all_cases = Run(options), cases()
+    for name, case in all_cases.items() if not options.replans_only else ():
+        plans(run, name, case, options.repeats)
+    for name, case in all_cases.items():
+        if "chain" not in name and "131" not in name:
+            replans(run, name, case, options.repeats)
+    run.finish()
 
 
 if __name__ == "__main__":

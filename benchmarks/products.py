@@ -1,13 +1,12 @@
-"""Products of one input, apart and as one: what `prefixkit/models/compile/packing.py` decides by.
+"""Products of one input, apart and packed into one: what the compiled layers decide by.
 
-    python benchmarks/products.py [--width 4096] [--rows 64,256,1024]
+    python benchmarks/products.py [--width 4096] [--rows 64,256,1024] [--out FILE]
 
 bf16 weights of a Llama-3.1-8B layer, in a CUDA graph over enough layers to come from memory; microseconds a layer, median.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torch.nn.functional import linear
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.tree_attention.timing import replay_us
+from benchmarks.runner import Run, arguments, numbers, replay_us
 from prefixkit.models.compile.packing import fills
 
 LAYERS = 8
@@ -31,21 +30,20 @@ def microseconds(columns: tuple[int, ...], rows: int, width: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--rows", default="32,64,128,256,512,1024")
+    parser.add_argument("--rows", type=numbers, default="32,64,128,256,512,1024")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
-    device = torch.device("cuda", torch.cuda.current_device())
-    print(torch.cuda.get_device_name(), torch.__version__)
-    for rows in map(int, options.rows.split(",")):
+    run, device = Run(options), torch.device("cuda", torch.cuda.current_device())
+    for rows in options.rows:
         for name, columns in GROUPS.items():
-            apart, joint = (microseconds(given, rows, options.width) for given in (columns, (sum(columns),)))
-            joins = sum(not fills(rows, n, device) for n in columns)
-            print(
-                f"{rows:5d} rows  {name:9s} apart {apart:6.1f} us  as one {joint:6.1f} us  prefixkit joins {joins}",
-                flush=True,
-            )
+            apart, packed = (microseconds(given, rows, options.width) for given in (columns, (sum(columns),)))
+            packs = sum(not fills(rows, n, device) for n in columns)
+            text = f"{rows:5d} rows  {name:9s} apart {apart:6.1f} us  as one {packed:6.1f} us  prefixkit packs {packs}"
+            row = {"rows": rows, "of": name, "apart_us": round(apart, 2), "as_one_us": round(packed, 2), "packs": packs}
+            run.add("results", row, text)
+    run.finish()
 
 
 if __name__ == "__main__":

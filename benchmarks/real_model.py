@@ -4,7 +4,8 @@
     python benchmarks/real_model.py --compare CPU.json GPU.json
 
 Each program that a sample makes runs against the problem's tests in a process of its own, for five seconds at most.
-``--compare`` says how often each device solves each problem, and whether that could be the same law (Fisher's exact test).
+``--compare`` says how often each device solves each problem, and whether both could be samples of one distribution (Fisher's
+exact test).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import prefixkit
+from benchmarks.runner import Row, Run, arguments
 from prefixkit.demo.chat import encode_messages
 from prefixkit.demo.humaneval import CHAT_STOP, Problem, chat_messages, load_problems
 from prefixkit.demo.model import load_demo
@@ -49,33 +50,23 @@ def passes(problem: Problem, completion: str) -> bool:
     return ran.returncode == 0
 
 
-def measure(device: str, dtype: torch.dtype, count: int, samples: int, temperature: float) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> Row:
     model, tokenizer = load_demo()
-    model = prefixkit.patch(model.to(device, dtype))  # type: ignore[arg-type]
-    problems = easiest(count)
+    model = prefixkit.patch(model.to(options.device, getattr(torch, options.dtype)))  # type: ignore[arg-type]
+    problems = easiest(options.problems)
     prompts = [encode_messages(tokenizer, chat_messages(problem, ())) for problem in problems]
-    result = prefixkit.generate(
-        model,
-        tokenizer,
-        prompts,
-        n=samples,
-        temperature=temperature,
-        top_p=0.95,
-        max_new_tokens=160,
-        stop=CHAT_STOP,
-        seed=1,
-    )
+    sampling = {"temperature": options.temperature, "top_p": 0.95, "max_new_tokens": 160, "stop": CHAT_STOP, "seed": 1}
+    result = prefixkit.generate(model, tokenizer, prompts, n=options.samples, **sampling)
     print(result.report)
     with ThreadPoolExecutor(4) as pool:
         won = list(pool.map(lambda sample: passes(problems[sample.prompt_index], sample.text), result))
-    solved = {
-        problem.id: sum(ok for ok, sample in zip(won, result, strict=True) if sample.prompt_index == index)
-        for index, problem in enumerate(problems)
-    }
+    solved = dict.fromkeys((problem.id for problem in problems), 0)
+    for ok, sample in zip(won, result, strict=True):
+        solved[problems[sample.prompt_index].id] += ok
     return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "dtype": str(dtype),
-        "samples": samples,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "dtype": str(getattr(torch, options.dtype)),
+        "samples": options.samples,
         "solved": solved,
         "problems_solved": sum(wins > 0 for wins in solved.values()),
         "tokens_per_second": round(result.report.tokens_per_second, 1),
@@ -85,7 +76,7 @@ def measure(device: str, dtype: torch.dtype, count: int, samples: int, temperatu
 
 
 def fisher(a: int, b: int, n: int) -> float:
-    """Two-sided probability that ``a`` and ``b`` of ``n`` each come from one law."""
+    """Two-sided probability that ``a`` and ``b`` of ``n`` each come from one distribution."""
     total = math.comb(2 * n, a + b)
 
     def chance(k: int) -> float:
@@ -95,7 +86,7 @@ def fisher(a: int, b: int, n: int) -> float:
     return min(1.0, sum(chance(k) for k in range(n + 1) if chance(k) <= mine * (1 + 1e-9)))
 
 
-def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def compare(first: Row, second: Row) -> Row:
     """Solved of each problem, and the least of the probabilities, times their number."""
     n = first["samples"]
     rows = {name: (wins, second["solved"][name]) for name, wins in first["solved"].items()}
@@ -110,23 +101,20 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--problems", type=int, default=12)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--temperature", type=float, default=0.6)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--compare", type=Path, nargs=2)
     options = parser.parse_args()
-    if options.compare:
-        result = compare(*(json.loads(path.read_text()) for path in options.compare))
-    else:
-        dtype = getattr(torch, options.dtype)
-        result = measure(options.device, dtype, options.problems, options.samples, options.temperature)
-    print(json.dumps(result, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    run = Run(options, options.device)
+    run.result |= (
+        compare(*(json.loads(p.read_text()) for p in options.compare)) if options.compare else measure(options)
+    )
+    run.finish()
+    print(json.dumps(run.result, indent=1))
 
 
 if __name__ == "__main__":

@@ -10,23 +10,25 @@ Four questions, each with a target:
   pages included.  Beside it, the same with beams that fork and die at every step, where the snapshot is rebuilt.
 
     OMP_NUM_THREADS=1 python benchmarks/tree.py --out benchmarks/results/tree.json
+
+``with_tails`` and ``insert_all`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
-import time
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.runner import Row, Run, arguments, spread, wall_seconds
 from prefixkit.engine.memory import pages_needed
 from prefixkit.engine.request import Request
 from prefixkit.engine.scheduler import Scheduler
@@ -34,12 +36,10 @@ from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree import PrefixTree, Sequence
 
 VOCABULARY = 50_000
-
-
-def seconds(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
+SERIES = {
+    "sequences of 4,096": lambda total: (round(total / 4096), 4096),
+    "two sequences": lambda total: (2, total // 2),
+}
 
 
 def with_tails(rng: np.random.Generator, count: int, length: int, tail: int) -> list[NDArray[np.int32]]:
@@ -55,201 +55,144 @@ def insert_all(sequences: list[Any], page_size: int) -> PrefixTree:
     return tree
 
 
-def measure_build(rng: np.random.Generator, repeats: int) -> list[dict[str, Any]]:
-    rows = []
+def mark_all(tree: PrefixTree) -> None:
+    """All of the tree's uncomputed tokens are computed."""
+    nodes = tree.pending()
+    tree.mark_ready([node for node, _, _ in nodes], [length for _, _, length in nodes])
+
+
+def measure_build(run: Run, rng: np.random.Generator, repeats: int) -> None:
+    print("build: 1,024 sequences of 16,384 tokens, the last 128 differ (target 0.2 s)")
     sequences = with_tails(rng, 1024, 16_384, 128)
     for dtype in (np.int32, np.int64):
         given = [sequence.astype(dtype) for sequence in sequences]
         for page_size in (1, 16, 128):
-            times = [seconds(lambda g=given, p=page_size: insert_all(g, p)) for _ in range(repeats)]  # type: ignore[misc]
-            rows.append(
-                {
-                    "dtype": np.dtype(dtype).name,
-                    "page_size": page_size,
-                    "median_s": statistics.median(times),
-                    "worst_s": max(times),
-                }
-            )
-    return rows
+            times = spread(wall_seconds(lambda g=given, p=page_size: insert_all(g, p), repeats))
+            row: Row = {"dtype": np.dtype(dtype).name, "page_size": page_size}
+            row |= {"median_s": times["median"], "worst_s": times["worst"]}
+            text = f"page {page_size:>3}   median {times['median']:.3f} s  worst {times['worst']:.3f} s"
+            run.add("build", row, f"  {row['dtype']}  {text}")
 
 
-def measure_linearity(rng: np.random.Generator, repeats: int) -> dict[str, Any]:
+def measure_linearity(run: Run, rng: np.random.Generator, repeats: int) -> None:
     """Many sequences of 4,096 tokens that differ in the last 128; and two as long as half the tokens."""
-    shapes: dict[str, Callable[[int], tuple[int, int]]] = {
-        "sequences of 4,096": lambda total: (round(total / 4096), 4096),
-        "two sequences": lambda total: (2, total // 2),
-    }
-    result: dict[str, Any] = {}
-    for name, shape in shapes.items():
+    print("linearity (target: slope 1)")
+    run.result["linearity"] = {}
+    for name, shape in SERIES.items():
         rows = []
         for total in (100_000, 300_000, 1_000_000, 3_000_000, 10_000_000):
             count, length = shape(total)
             sequences = with_tails(rng, count, length, 128)
-            median = statistics.median(seconds(lambda s=sequences: insert_all(s, 16)) for _ in range(repeats))  # type: ignore[misc]
+            median = statistics.median(wall_seconds(lambda s=sequences: insert_all(s, 16), repeats))
             rows.append({"tokens": count * length, "median_s": median, "ns_per_token": 1e9 * median / count / length})
         tokens, times = (np.log([row[key] for row in rows]) for key in ("tokens", "median_s"))
-        result[name] = {"rows": rows, "slope": float(np.polyfit(tokens, times, 1)[0])}
-    return result
+        slope = float(np.polyfit(tokens, times, 1)[0])
+        run.result["linearity"][name] = {"rows": rows, "slope": slope}
+        cells = "  ".join(f"{row['tokens']:.0e}: {row['ns_per_token']:.2f}" for row in rows)
+        print(f"  {name:<18}  slope {slope:.2f}   ns per token  {cells}", flush=True)
 
 
-def measure_admission(rng: np.random.Generator, repeats: int) -> list[dict[str, Any]]:
+def measure_admission(run: Run, rng: np.random.Generator, repeats: int) -> None:
     """All prompts at once into a pool that holds them, and each retired in order of admission."""
-    rows = []
+    print("admission (target: 0.5 s for 10,000 prompts)")
     for count in (500, 2_000, 10_000):
-        groups = [
-            with_tails(rng, 50, int(rng.integers(90, 131)), int(rng.integers(20, 61))) for _ in range(count // 50)
-        ]
-        prompts = [prompt for group in groups for prompt in group]
+        sizes = [(int(rng.integers(90, 131)), int(rng.integers(20, 61))) for _ in range(count // 50)]
+        prompts = [prompt for length, tail in sizes for prompt in with_tails(rng, 50, length, tail)]
         rng.shuffle(prompts)
         requests = [Request(index, prompt, SamplingParams()) for index, prompt in enumerate(prompts)]
-        parts: dict[str, list[float]] = {"size": [], "submit": [], "admit": [], "retire": []}
+        times = []
         for _ in range(repeats):
-            size = seconds(lambda r=requests: pages_needed(r, 16))  # type: ignore[misc]
             scheduler = Scheduler(PrefixTree(pages_needed(requests, 16), 16), lambda: 0)
-            submit = seconds(lambda s=scheduler, r=requests: s.submit(r))  # type: ignore[misc]
-            admit = seconds(scheduler.admit)
-            assert len(scheduler.groups) == count
-            retire = seconds(lambda s=scheduler: [s.retire(group) for group in s.groups])  # type: ignore[misc]
-            for name, value in zip(parts, (size, submit, admit, retire), strict=True):
-                parts[name].append(value)
-        rows.append({"prompts": count} | {f"{name}_s": statistics.median(times) for name, times in parts.items()})
-    return rows
+            parts: dict[str, Callable[[], object]] = {
+                "size": partial(pages_needed, requests, 16),
+                "submit": partial(scheduler.submit, requests),
+                "admit": scheduler.admit,
+                "retire": lambda to=scheduler: [to.retire(group) for group in to.groups],
+            }
+            times.append([wall_seconds(part)[0] for part in parts.values()])
+            assert scheduler.idle
+        medians = dict(zip(parts, map(statistics.median, zip(*times, strict=True)), strict=True))
+        cells = "  ".join(f"{name} {median:.3f}" for name, median in medians.items())
+        row = {"prompts": count} | {f"{name}_s": median for name, median in medians.items()}
+        run.add("admission", row, f"  {count:>6} prompts   {sum(medians.values()):.3f} s   {cells}")
 
 
 def binary_tree(rng: np.random.Generator, page_size: int, prefix: int) -> tuple[PrefixTree, list[Sequence]]:
     """1,024 leaves below 1,023 inner nodes: ``prefix`` shared tokens, then ten levels of forks, 32 tokens apart."""
     paths = [rng.integers(0, VOCABULARY, prefix, dtype=np.int32)]
     for _ in range(10):
-        paths = [
-            np.concatenate([path, [branch], rng.integers(0, VOCABULARY, 31)]).astype(np.int32)
-            for path in paths
-            for branch in (0, 1)
-        ]
+        forks = [(path, branch) for path in paths for branch in (0, 1)]
+        paths = [np.concatenate([p, [b], rng.integers(0, VOCABULARY, 31)]).astype(np.int32) for p, b in forks]
     tree = PrefixTree((prefix + 4_000_000) // page_size, page_size)
     handles = [tree.insert(path) for path in paths]
-    pending = tree.pending()
-    tree.mark_ready([node for node, _, _ in pending], [length for _, _, length in pending])
+    mark_all(tree)
     tree.snapshot()
     return tree, handles
 
 
-def measure_decode(rng: np.random.Generator, page_size: int, prefix: int, steps: int) -> dict[str, Any]:
+def measure_decode(run: Run, rng: np.random.Generator, page_size: int, prefix: int, steps: int) -> None:
     tree, handles = binary_tree(rng, page_size, prefix)
     parts: dict[str, list[float]] = {"extend_each": [], "mark_ready": [], "snapshot": [], "step": []}
     for _ in range(steps):
         tokens = rng.integers(0, VOCABULARY, len(handles)).tolist()
-        extend = seconds(lambda t=tokens: tree.extend_each(handles, t))  # type: ignore[misc]
+        extend = wall_seconds(lambda t=tokens: tree.extend_each(handles, t))[0]
         nodes = [handle.node for handle in handles]
         ready = [node.length for node in nodes]
-        mark = seconds(lambda n=nodes, r=ready: tree.mark_ready(n, r))  # type: ignore[misc]
-        freeze = seconds(tree.snapshot)
+        mark = wall_seconds(lambda n=nodes, r=ready: tree.mark_ready(n, r))[0]
+        freeze = wall_seconds(tree.snapshot)[0]
         for name, value in zip(parts, (extend, mark, freeze, extend + mark + freeze), strict=True):
             parts[name].append(1e3 * value)
-    tree.check()
-    case = {"case": "decode", "page_size": page_size, "prefix": prefix, "nodes": tree.stats().nodes, "steps": steps}
-    return case | {f"{name}_ms": quantiles(times) for name, times in parts.items()}
+    add_step(run, tree, {"case": "decode", "page_size": page_size, "prefix": prefix, "steps": steps}, parts)
 
 
-def measure_beams(rng: np.random.Generator, page_size: int, beams: int, steps: int) -> dict[str, Any]:
-    """Each step draws its survivors with replacement: some beams fork, others die, and the structure changes."""
+def measure_beams(run: Run, rng: np.random.Generator, page_size: int, beams: int, steps: int) -> None:
+    """Each step samples its survivors with replacement: some beams fork, others die, and the structure changes."""
     tree = PrefixTree(4_000_000 // page_size, page_size)
     handles = tree.fork(tree.insert(rng.integers(0, VOCABULARY, 1000)), beams)
-    times = []
 
     def step() -> None:
         nonlocal handles
         chosen = np.bincount(rng.integers(0, beams, beams), minlength=beams).tolist()
-        survivors = [
-            kept
-            for handle, count in zip(handles, chosen, strict=True)
-            if count
-            for kept in [handle, *(tree.fork(handle, count - 1) if count > 1 else [])]
-        ]
-        for handle, count in zip(handles, chosen, strict=True):
-            if not count:
+        counted = list(zip(handles, chosen, strict=True))
+        kept = [[handle, *(tree.fork(handle, n - 1) if n > 1 else [])] for handle, n in counted if n]
+        for handle, n in counted:
+            if not n:
                 tree.release(handle)
-        handles = survivors
+        handles = [handle for each in kept for handle in each]
         tree.extend_each(handles, rng.integers(0, VOCABULARY, beams))
-        pending = tree.pending()
-        tree.mark_ready([node for node, _, _ in pending], [length for _, _, length in pending])
+        mark_all(tree)
         tree.snapshot()
 
-    times = [1e3 * seconds(step) for _ in range(steps)]
+    times = [1e3 * seconds for seconds in wall_seconds(step, steps)]
+    case: Row = {"case": "beams", "page_size": page_size, "prefix": 1000, "steps": steps, "beams": beams}
+    add_step(run, tree, case, {"step": times})
+
+
+def add_step(run: Run, tree: PrefixTree, case: Row, parts: dict[str, list[float]]) -> None:
     tree.check()
-    case = {"case": "beams", "page_size": page_size, "prefix": 1000, "nodes": tree.stats().nodes, "steps": steps}
-    return case | {"beams": beams, "step_ms": quantiles(times)}
-
-
-def quantiles(times: list[float]) -> dict[str, float]:
-    return {
-        "best": min(times),
-        "median": statistics.median(times),
-        "mean": statistics.fmean(times),
-        "p99": float(np.quantile(times, 0.99)),
-    }
-
-
-def report(results: dict[str, Any]) -> None:
-    print("build: 1,024 sequences of 16,384 tokens, the last 128 differ (target 0.2 s)")
-    for row in results["build"]:
-        print(
-            f"  {row['dtype']}  page {row['page_size']:>3}   median {row['median_s']:.3f} s  worst {row['worst_s']:.3f} s"
-        )
-    print("linearity (target: slope 1)")
-    for name, series in results["linearity"].items():
-        cells = "  ".join(f"{row['tokens']:.0e}: {row['ns_per_token']:.2f}" for row in series["rows"])
-        print(f"  {name:<18}  slope {series['slope']:.2f}   ns per token  {cells}")
-    print("admission (target: 0.5 s for 10,000 prompts)")
-    for row in results["admission"]:
-        cells = "  ".join(f"{name} {row[f'{name}_s']:.3f}" for name in ("size", "submit", "admit", "retire"))
-        print(f"  {row['prompts']:>6} prompts   {sum(row.values()) - row['prompts']:.3f} s   {cells}")
-    print("a step's tree work, ms (target: median below 2)")
-    for row in results["steps"]:
-        what = f"{row['case']}, page {row['page_size']:>3}, prefix {row['prefix']:>6}, {row['nodes']} nodes"
-        cells = "  ".join(
-            f"{name[:-3]} {row[name]['median']:.2f}"
-            for name in ("extend_each_ms", "mark_ready_ms", "snapshot_ms")
-            if name in row
-        )
-        total = row["step_ms"]
-        print(f"  {what:<46}  median {total['median']:.2f}  mean {total['mean']:.2f}  p99 {total['p99']:.2f}   {cells}")
+    case |= {"nodes": tree.stats().nodes, **{f"{name}_ms": spread(times) for name, times in parts.items()}}
+    what = f"{case['case']}, page {case['page_size']:>3}, prefix {case['prefix']:>6}, {case['nodes']} nodes"
+    total = "  ".join(f"{name} {case['step_ms'][name]:.2f}" for name in ("median", "mean", "p99"))
+    cells = "  ".join(f"{name} {case[f'{name}_ms']['median']:.2f}" for name in parts if name != "step")
+    run.add("steps", case, f"  {what:<46}  {total}   {cells}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of each build")
     parser.add_argument("--steps", type=int, default=400, help="decode steps of each case")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
-    arguments = parser.parse_args()
-
-    rng = np.random.default_rng(arguments.seed)
-    cases = [(1, 0), (16, 0), (128, 0), (1, 100_000), (16, 100_000)]
-    results = {
-        "machine": {
-            "processor": processor(),
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "load": os.getloadavg()[0],
-        },
-        "seed": arguments.seed,
-        "build": measure_build(rng, arguments.repeats),
-        "linearity": measure_linearity(rng, arguments.repeats),
-        "admission": measure_admission(rng, arguments.repeats),
-        "steps": [measure_decode(rng, page_size, prefix, arguments.steps) for page_size, prefix in cases]
-        + [measure_beams(rng, 1, beams, arguments.steps) for beams in (16, 1024)],
-    }
-    report(results)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = (
-        [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
-    )
-    return names[0].split(":")[1].strip() if names else platform.processor()
+    options = parser.parse_args()
+    run, rng = Run(options, "cpu"), np.random.default_rng(options.seed)
+    measure_build(run, rng, options.repeats)
+    measure_linearity(run, rng, options.repeats)
+    measure_admission(run, rng, options.repeats)
+    print("a step's tree work, ms (target: median below 2)")
+    for page_size, prefix in [(1, 0), (16, 0), (128, 0), (1, 100_000), (16, 100_000)]:
+        measure_decode(run, rng, page_size, prefix, options.steps)
+    for beams in (16, 1024):
+        measure_beams(run, rng, 1, beams, options.steps)
+    run.finish()
 
 
 if __name__ == "__main__":

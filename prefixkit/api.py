@@ -273,7 +273,7 @@ def make_engine(
         planner,
         prefill_chunk=chunk,
         decoder=decoder,
-        sampler=sampler_of(backend),
+        sampler=sampler_of(spec.device),
         most_running=MOST_RUNNING,
     )
 
@@ -286,10 +286,10 @@ def graph_decoder(
         return None
     backend = backend_for(device)
     planning = None if backend.graph_planning is None else backend.graph_planning(planner)
-    if planning is None or backend.sampling is None:
+    if planning is None:
         log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
         return None
-    return GraphDecoder(runner.compute, planning, backend.sampling, page_size, device, shrink, runner.addresses, moves)
+    return GraphDecoder(runner.compute, planning, page_size, device, shrink, runner.addresses, moves)
 
 
 def _checked_prompts(model: Any, tokenizer: Any, prompts: Prompt | Iterable[Prompt]) -> list[NDArray[np.int32]]:

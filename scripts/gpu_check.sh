@@ -4,9 +4,10 @@
 #     scripts/gpu_check.sh [folder for the results]      # default $OUT, else build/gpu_check
 #     PARTS="tests" PREFIXKIT_GPU_FORESTS=5000 TESTS_SECONDS=400 scripts/gpu_check.sh     # all the forests: 150 to 300 s
 #     PARTS="decode" RIVALS=all DECODE_SECONDS=280 scripts/gpu_check.sh                   # every rival, in-run
+#     PARTS="compare" OLD=build/old scripts/gpu_check.sh                                  # against an exported checkout
 #
-# PARTS are some of: tests sanitizers launch planning sampling decode scales prefill engine, and compiled and rotary, which are not in
-# the default.  Every part has a limit of its own and writes its own file; a part that fails does not keep the next from running.
+# PARTS are some of: tests sanitizers launch planning sampling decode scales prefill engine, and compiled, rotary and compare, which are
+# not in the default.  Every part has a limit of its own and writes its own file; a part that fails does not keep the next from running.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-${OUT:-build/gpu_check}}
@@ -40,7 +41,7 @@ if wants tests; then
     # In several processes where pytest-xdist is there: they share the GPU well.
     workers=$("$python" -c 'import xdist; print("-n 10")' 2>/dev/null || true)
     # shellcheck disable=SC2086
-    part tests "${TESTS_SECONDS:-200}" "$python" -m pytest tests/gpu -v --durations=8 --tb=short $workers ${TESTS_OPTIONS:-} || failed=1
+    part tests "${TESTS_SECONDS:-200}" "$python" -m pytest tests/gpu tests/benchmarks/test_hydragen_gpu.py -v --durations=8 --tb=short $workers ${TESTS_OPTIONS:-} || failed=1
 fi
 
 if wants sanitizers; then
@@ -77,6 +78,10 @@ if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals
 if wants engine; then part engine "${ENGINE_SECONDS:-110}" "$python" benchmarks/engine.py --rows "${ENGINE_ROWS:-64,1024}" --out "$out/engine.json" || failed=1; fi
 if wants prefill; then benchmark prefill "${PREFILL_SECONDS:-60}" --prefill; fi
 if wants rotary; then part rotary 60 "$python" benchmarks/rotary.py --out "$out/rotary.json" || failed=1; fi
+if wants compare; then
+    part compare "${COMPARE_SECONDS:-560}" "$python" benchmarks/compare.py --old "${OLD:-build/old}" --out "$out/compare.json" \
+        --seconds "$((${COMPARE_SECONDS:-560} - 40))" ${COMPARE_OPTIONS:-} || failed=1
+fi
 if wants compiled; then part compiled 150 "$python" benchmarks/compiled.py --out "$out/compiled.json" || failed=1; fi
 echo "$((SECONDS - began)) s in all, results in $out" | tee -a "$summary"
 exit "$failed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from prefixkit.attention.bsr import Queries
 from prefixkit.ops import library as ops
@@ -31,7 +32,10 @@ def rotary_append() -> None:
 
 
 def tree_attention() -> None:
-    """A chain with a star at its end: wide and narrow items, partial states, nodes that begin inside pages, a prompt."""
+    """A chain with a star at its end: wide and narrow items, partial states, nodes that begin inside pages, a prompt.
+
+    Then the same with rows that the plan does not have, as a captured graph pads its batch.
+    """
     from tests.attention.forests import FOLD_ALL, SHARE_ALL, make_snapshot
     from tests.gpu.forests import attend, fill, step_of
 
@@ -49,8 +53,16 @@ def tree_attention() -> None:
         queries = Queries(last, begin, snapshot.length[last])
         snapshot.ready[last] = begin
         case = fill(rng, snapshot, num_pages, queries, heads, dtype, GPU)
-        out, lse = attend(case, step_of(case, cost, multiprocessors))
+        step = step_of(case, cost, multiprocessors)
+        out, lse = attend(case, step)
         assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
+        q, positions = pad(case.q, (0, 0, 0, 0, 0, 5)), pad(step.positions, (0, 5))
+        work = [*step.work[:4], pad(step.work[4], (0, 5)), step.work[5]]
+        padded, padded_lse = torch.ops.prefixkit.tree_attention(
+            q, case.k_pages, case.v_pages, positions, work, step.nodes, case.scale, "causal"
+        )
+        assert torch.equal(padded[:-5], out) and torch.equal(padded_lse[:-5], lse)
+        assert not bool(padded[-5:].any()) and bool((padded_lse[-5:] == -torch.inf).all())
 
 
 def plan_tree() -> None:
@@ -73,7 +85,7 @@ def plan_tree() -> None:
 
 def sample() -> None:
     """Every mix of filters; rows of one block and of a cluster, in shared memory and read again; broken and inactive rows."""
-    from prefixkit.backends.cuda.sampling import GpuSampler
+    from prefixkit.runners.sampler import Sampler
     from prefixkit.sampling.rng import uniforms
     from prefixkit.sampling.specification import draw
     from tests.engine.laws import random_laws, rows_of
@@ -88,15 +100,15 @@ def sample() -> None:
         laws, logits = random_laws(rng, rows, vocab), rows_of(rng, rows, vocab, dtype)
         histories = [rng.integers(0, vocab, 30) for _ in range(rows)]
         keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
-        sampler = GpuSampler(rows + 1, vocab, GPU)
+        sampler = Sampler(rows + 1, vocab, GPU)
         sampler.load(slice(0, rows), laws, keys, steps, histories)
         there = torch.cat((logits, logits[:1])).to(GPU)
-        tokens, _ = sampler.draw(there)
+        tokens, _ = sampler.sample(there)
         expected, _ = draw(logits.float(), laws, uniforms(keys, steps), histories)
         assert tokens[:rows].tolist() == expected.tolist()
         sampler.keep(torch.arange(rows - 1, -1, -1, device=GPU))
         there[3, 5] = torch.nan
-        sampler.draw(there)
+        sampler.sample(there)
         assert int(sampler.tokens[3]) == -1
 
 

@@ -1,79 +1,86 @@
-"""The report of a JSON of results: one markdown page, and figures beside it."""
+"""The report of a JSON of results: a page, with the prose of ``page.md``, and a figure for each experiment that has rows."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hydragen import figures
+import numpy as np
 
-Row = dict[str, Any]
-SMALLER_FLASH = "flash, fewer at a time"  # throughput's, which needs torch
+from benchmarks.runner import Row, geomean, table
+
+SMALLER_FLASH = "flash, fewer at a time"
 STEP_COLUMNS = ("none", "none, compiled", "flash", "hydragen", "ours", "hydragen, compiled", "ours, compiled")
-
-INTRO = """# Hydragen's experiments
-
-The experiments of *Hydragen: High-Throughput LLM Inference with Shared Prefixes* (Juravsky et al. 2024) and FlashInfer's
-parallel generation, on one GPU. `python -m benchmarks.hydragen` measures them and writes this page.
-
-{machine}
-
-**A step** is one token for each sequence: embedding, all layers, logits, the likeliest token, captured as one CUDA graph
-and replayed (the median counts). Models have their published sizes and random bf16 weights; the KV of prefixes and
-suffixes is random too, for times do not depend on it. A step is measured when 1, half and all of the new tokens are
-drawn, and averaged. What does not fit the GPU's memory says so.
-
-| method | attention of each layer |
-|---|---|
-| none | none, and nothing appended: the ceiling |
-| flash | FlashAttention (torch's), each sequence's KV in full: nothing shared |
-| hydragen | queries against the prefix by flash or cuDNN, the faster; against suffixes by flash; one fused merge |
-| ours | prefixkit's tree attention; planned anew for each length, which is not counted here but in the engine's runs |
-
-All run inside the same patched transformers model, with its own modules; *compiled* runs the same modules through
-`torch.compile`, cut where attention is, and packs q, k and v where each is too small to fill the GPU;
-but *none* has them apart, and is spared k and v, which nobody needs there. Compiled, *ours* turns queries and keys and
-appends in one launch, as prefixkit's compiled layers do. *Floor* is the larger of attention's bytes
-(KV once, queries, output) over 4.3 TB/s and its flops over 790 TFLOP/s. *Aim* is 1.03 x (none, compiled + 1.35 x floor).
-"""
+PROBLEM_COLUMNS = ("none", "flash", "hydragen", "hydragen, two levels", "ours")
+PARALLEL_COLUMNS = ("none", "ours, sharing", "ours, not sharing", "hydragen")
+COLOURS = {
+    "none": "0.6",
+    "none, compiled": "0.3",
+    "flash": "tab:red",
+    SMALLER_FLASH: "lightcoral",
+    "hydragen": "tab:orange",
+    "hydragen, compiled": "peru",
+    "hydragen, two levels": "tab:olive",
+    "ours": "tab:blue",
+    "ours, compiled": "navy",
+    "ours, sharing": "tab:blue",
+    "ours, not sharing": "tab:red",
+    "ours, engine": "tab:cyan",
+}
+# For each name its points.
+Lines = dict[str, list[tuple[int, float]]]
+INTRO, *_named = Path(__file__).with_name("page.md").read_text().split("\n=== ")
+NOTES = {name: note.strip() for name, _, note in (part.partition("\n") for part in _named)}
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:
     """Write ``hydragen.md`` and ``hydragen/*.svg`` into a folder; returns the page's path."""
-    pictures = folder / "hydragen"
-    pictures.mkdir(parents=True, exist_ok=True)
-    drawn = figures.draw(result, pictures)
-    parts = [INTRO.format(machine=_machine(result)), _checks(result["checks"])]
-    for letter, (title, section) in SECTIONS.items():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "prefixkit"
+    (folder / "hydragen").mkdir(parents=True, exist_ok=True)
+    parts = list(_checks(result["checks"]))
+    for letter, (title, picture, section, draw) in SECTIONS.items():
         rows = [row for row in result["rows"] if row["experiment"] == letter and "skipped" not in row]
         if rows:
-            shown = [f"![{name}](hydragen/{name}.svg)" for name in drawn.get(letter, [])]
-            parts += [f"## ({letter}) {title}", section(rows), *shown]
-    parts.append(_missing(result["rows"]))
+            parts += [f"## ({letter}) {title}", *section(rows)]
+        if rows and (figure := draw(rows)):
+            figure.savefig(folder / "hydragen" / f"{picture}.svg", metadata={"Date": None})
+            parts.append(f"![{picture}](hydragen/{picture}.svg)")
+    missing = [
+        [row[name] for name in ("experiment", "shape", "name", "skipped")] for row in result["rows"] if "skipped" in row
+    ]
+    if missing:
+        parts += ["## Not measured", table(("experiment", "shape", "row", "why"), missing)]
     page = folder / "hydragen.md"
-    page.write_text("\n\n".join(part.strip() for part in parts if part.strip()) + "\n")
+    page.write_text(INTRO.format(machine=_machine(result), rest="\n\n".join(parts)).strip() + "\n")
     return page
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """A markdown table."""
-    head = list(head)
-    lines = [head, ["---"] * len(head), *([str(value) for value in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _machine(result: Row) -> str:
+    machine, ceilings = result["machine"], result.get("ceilings") or {}
+    known = (f"{name} {value}" for name, value in machine.items() if name in ("torch", "cudnn", "driver", "triton"))
+    reached = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in ceilings.items())
+    took = f" It took {result['seconds']:.0f} s in all." if "seconds" in result else ""
+    took += f" Commit {result['commit']}." if "commit" in result else ""
+    return (
+        f"GPU: {machine['gpu']} ({', '.join(known)})." + (f" Reached in this run: {reached}." if reached else "") + took
+    )
 
 
-def step_ms(row: Row, method: str) -> float | None:
-    """A method's milliseconds, if it has any."""
-    found: float | None = row["methods"].get(method, {}).get("step_ms")
-    return found
+def _checks(checks: dict[str, Row]) -> Iterator[str]:
+    methods = list(dict.fromkeys(name for found in checks.values() for name in found))
+    if checks:
+        yield NOTES["checks"]
+        rows = [(shape, *(found.get(name, "-") for name in methods)) for shape, found in checks.items()]
+        yield table(("shape", *methods), rows)
 
 
-def tokens_per_s(row: Row, method: str) -> float | None:
-    """A method's throughput, if it has any."""
-    found: float | None = row["methods"].get(method, {}).get("tokens_per_s")
-    return found
+def number(row: Row, method: str, what: str = "step_ms") -> float | None:
+    """A method's milliseconds of a step, or its ``tokens_per_s`` and the like, if it has any."""
+    return row["methods"].get(method, {}).get(what)
 
 
 def cell(row: Row, method: str) -> str:
@@ -85,185 +92,240 @@ def cell(row: Row, method: str) -> str:
     return "does not fit" if why.startswith("does not fit") else why.split(":")[0][:24]
 
 
+def cells(row: Row, methods: tuple[str, ...]) -> list[str]:
+    return [cell(row, method) for method in methods]
+
+
 def ratio(above: float | None, below: float | None) -> str:
     return f"{above / below:.2f}x" if above and below else "-"
 
 
-def geomean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else float("nan")
+def gain(point: Row, method: str) -> float | None:
+    """Speed-up over flash at a point of the grid, if both have a time."""
+    flash, mine = point["flash"], point[method]
+    return flash / mine if isinstance(flash, float) and isinstance(mine, float) else None
 
 
-def _machine(result: dict[str, Any]) -> str:
-    machine, ceilings = result["machine"], result.get("ceilings") or {}
-    known = ", ".join(
-        f"{name} {value}" for name, value in machine.items() if name in ("torch", "cudnn", "driver", "triton")
-    )
-    reached = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in ceilings.items())
-    took = f" It took {result['seconds']:.0f} s in all." if "seconds" in result else ""
-    took += f" Commit {result['commit']}." if "commit" in result else ""
-    return f"GPU: {machine['gpu']} ({known})." + (f" Reached in this run: {reached}." if reached else "") + took
+def _batch(row: Row) -> int:
+    return int(row["case"]["batch"])
 
 
-def _checks(checks: dict[str, dict[str, float]]) -> str:
-    if not checks:
-        return ""
-    methods = list(dict.fromkeys(name for found in checks.values() for name in found))
-    rows = [(shape, *(found.get(name, "-") for name in methods)) for shape, found in checks.items()]
-    head = "Each method's attention against ours on the same KV, as norm of the difference over norm:\n\n"
-    return head + table(("shape", *methods), rows)
+def _prefix(row: Row) -> int:
+    return int(row["case"]["levels"][0][1])
 
 
-def _throughput(rows: list[Row]) -> str:
-    parts = []
+def _new(row: Row) -> int:
+    return int(row["case"]["new"])
+
+
+def _steps(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows of steps, by shape."""
     steps = [row for row in rows if row["kind"] == "step"]
-    for shape in dict.fromkeys(row["shape"] for row in steps):
-        mine = [row for row in steps if row["shape"] == shape]
+    return {
+        shape: [row for row in steps if row["shape"] == shape] for shape in dict.fromkeys(r["shape"] for r in steps)
+    }
+
+
+def _throughput(rows: list[Row]) -> Iterator[str]:
+    gains = ("hydragen / ours", "ours over flash", "flash tokens/s", "hydragen", "ours", "ours, compiled")
+    head = ("batch", "prefix", "new", "floor", *STEP_COLUMNS, "aim", "ours, compiled / aim", *gains)
+    for shape, steps in _steps(rows).items():
         lines = []
-        for row in sorted(
-            mine, key=lambda row: (row["case"]["levels"][0][1], row["case"]["new"], row["case"]["batch"])
-        ):
-            case = row["case"]
-            flash = tokens_per_s(row, "flash") or tokens_per_s(row, SMALLER_FLASH)
-            rates = flash, tokens_per_s(row, "hydragen"), tokens_per_s(row, "ours"), tokens_per_s(row, "ours, compiled")
-            lines.append(
-                (
-                    case["batch"],
-                    case["levels"][0][1],
-                    case["new"],
-                    f"{row['floor_ms']:.2f}",
-                    *(cell(row, method) for method in STEP_COLUMNS),
-                    f"{row['aim_ms']:.2f}" if "aim_ms" in row else "-",
-                    ratio(step_ms(row, "ours, compiled"), row.get("aim_ms")),
-                    ratio(step_ms(row, "hydragen"), step_ms(row, "ours")),
-                    ratio(rates[2], flash),
-                    *(f"{rate:,.0f}" if rate else "-" for rate in rates),
-                )
-            )
-        head = ("batch", "prefix", "new", "floor", *STEP_COLUMNS, "aim", "ours, compiled / aim")
-        gains = ("hydragen / ours", "ours over flash", "flash tokens/s", "hydragen", "ours", "ours, compiled")
-        note = (
-            f"{shape}, milliseconds of a step, then tokens/s. Where flash does not fit, its tokens/s are those at the largest "
-            "batch that does, a power of two below.\n\n"
-        )
-        parts.append(note + table((*head, *gains), lines))
+        for row in sorted(steps, key=lambda row: (_prefix(row), _new(row), _batch(row))):
+            rates = [number(row, name, "tokens_per_s") for name in ("flash", "hydragen", "ours", "ours, compiled")]
+            rates[0] = rates[0] or number(row, SMALLER_FLASH, "tokens_per_s")
+            what = _batch(row), _prefix(row), _new(row), f"{row['floor_ms']:.2f}", *cells(row, STEP_COLUMNS)
+            aim = f"{row['aim_ms']:.2f}" if "aim_ms" in row else "-"
+            over_aim = ratio(number(row, "ours, compiled"), row.get("aim_ms"))
+            gained = ratio(number(row, "hydragen"), number(row, "ours")), ratio(rates[2], rates[0])
+            lines.append((*what, aim, over_aim, *gained, *(f"{rate:,.0f}" if rate else "-" for rate in rates)))
+        yield NOTES["throughput"].format(shape=shape)
+        yield table(head, lines)
     whole = [line for row in rows if row["kind"] in ("engine", "stock") for line in _whole_runs(row)]
     if whole:
-        note = (
-            "Whole runs, sampling at temperature 1. The engine's tokens/s count prefill, capturing, planning and drawing, but "
-            "no compiling; those of stock transformers are of its decode steps alone, 12 of them.\n\n"
-        )
-        parts.append(note + table(("shape", "what", "batch", "prompt", "prefill s", "tokens/s"), whole))
-    return "\n\n".join(parts)
+        yield NOTES["whole runs"]
+        yield table(("shape", "what", "batch", "prompt", "prefill s", "tokens/s"), whole)
 
 
-def _whole_runs(row: Row) -> list[tuple[object, ...]]:
+def _whole_runs(row: Row) -> Iterator[tuple[object, ...]]:
     """A line for each way that a whole run was done."""
     where = row["case"]["batch"], row["case"]["prefix"], f"{row['prefill_s']:.2f}"
-    if row["kind"] == "stock":
-        return [(row["shape"], row["what"], *where, f"{row['tokens_per_s']:,.0f}")]
-    ways = (("ours, engine", row["ours"]), ("ours, engine, compiled", row.get("compiled")))
-    return [(row["shape"], name, *where, f"{ran['tokens_per_s']:,.0f}") for name, ran in ways if ran]
+    ways = {"ours, engine": row.get("ours"), "ours, engine, compiled": row.get("compiled")}
+    for name, ran in ({row["what"]: row} if row["kind"] == "stock" else ways).items():
+        if ran:
+            yield (row["shape"], name, *where, f"{ran['tokens_per_s']:,.0f}")
 
 
-def _grid(rows: list[Row]) -> str:
+def _grid(rows: list[Row]) -> Iterator[str]:
     lines = []
     for row in sorted(rows, key=lambda row: (row["heads"], row["suffix"])):
         for method in ("hydragen", "ours"):
-            gains = [gain for point in row["points"] if (gain := figures.gain(point, method))]
+            gains = [gained for point in row["points"] if (gained := gain(point, method))]
             over = [point[method] / point["floor_us"] for point in row["points"] if isinstance(point[method], float)]
-            heads = f"{row['heads'][0]}/{row['heads'][1]}"
             numbers = f"{geomean(gains):.2f}x", f"{max(gains, default=float('nan')):.1f}x", f"{geomean(over):.2f}"
-            lines.append((heads, row["suffix"], method, len(gains), *numbers))
-    note = (
-        "One layer, query heads / KV heads of size 128, bf16; speed-up is flash without sharing over the method. Where "
-        "flash's KV would exceed 20 GB its time is that of a smaller batch, scaled. Inputs rotate past the L2.\n\n"
-    )
-    head = ("heads", "suffix", "method", "points", "speed-up, geometric mean", "most", "time / floor")
-    return note + table(head, lines)
+            lines.append((f"{row['heads'][0]}/{row['heads'][1]}", row["suffix"], method, len(gains), *numbers))
+    yield NOTES["grid"]
+    yield table(("heads", "suffix", "method", "points", "speed-up, geometric mean", "most", "time / floor"), lines)
 
 
-def _documents(rows: list[Row]) -> str:
+def _documents(rows: list[Row]) -> Iterator[str]:
+    names, lines, first = ("none", "flash", "hydragen", "ours"), [], rows[0]
+    for row in sorted(rows, key=_batch):
+        totals = {name: number(row, name, "total_s") for name in names}
+        shown = (f"{total:.2f}" if total else cell(row, name) for name, total in totals.items())
+        lines.append((_batch(row), *shown, f"{row['engine']['seconds']:.2f}"))
+    yield NOTES["documents"].format(**{**first, "prefix": _prefix(first), "new": _new(first)})
+    yield table(("questions", *names, "ours, engine"), lines)
+
+
+def _problems(rows: list[Row]) -> Iterator[str]:
     lines = []
-    for row in sorted(rows, key=lambda row: row["case"]["batch"]):
-        methods = ("none", "flash", "hydragen", "ours")
-        totals = (row["methods"].get(name, {}).get("total_s") for name in methods)
-        lines.append(
-            (
-                row["case"]["batch"],
-                *(f"{total:.2f}" if total else cell(row, name) for name, total in zip(methods, totals, strict=True)),
-                f"{row['engine']['seconds']:.2f}",
-            )
-        )
-    first = rows[0]
-    note = (
-        f"{first['shape']}, a document of {first['case']['levels'][0][1]:,} tokens, questions of "
-        f"{first['question_tokens']} tokens, {first['case']['new']} new tokens each. Seconds: prefill of the document once "
-        f"({first['prefill_s']:.2f} s, the engine's) and all decode steps, for every method; the engine's column is one real "
-        "run, questions' prefill and drawing included.\n\n"
-    )
-    return note + table(("questions", "none", "flash", "hydragen", "ours", "ours, engine"), lines)
-
-
-def _problems(rows: list[Row]) -> str:
-    names = ("none", "flash", "hydragen", "hydragen, two levels", "ours")
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["shape"], row["case"]["batch"])):
+    for row in sorted(rows, key=lambda row: (row["shape"], _batch(row))):
         (_, shots), (problems, tokens) = row["case"]["levels"]
-        what = row["shape"], problems, row["case"]["batch"] // problems, shots, tokens, f"{row['floor_ms']:.2f}"
-        gains = (ratio(step_ms(row, name), step_ms(row, "ours")) for name in names[2:4])
-        lines.append((*what, *(cell(row, name) for name in names), *gains))
-    note = (
-        "Few-shot examples, problems below them, samples below each; 256 new tokens. With one level, Hydragen shares the "
-        "examples and each sample holds its problem itself. Milliseconds of a step.\n\n"
-    )
-    head = (
-        "shape",
-        "problems",
-        "samples",
-        "examples",
-        "problem",
-        "floor",
-        *names,
-        "one level / ours",
-        "two levels / ours",
-    )
-    return note + table(head, lines)
+        what = row["shape"], problems, _batch(row) // problems, shots, tokens, f"{row['floor_ms']:.2f}"
+        gains = (ratio(number(row, name), number(row, "ours")) for name in PROBLEM_COLUMNS[2:4])
+        lines.append((*what, *cells(row, PROBLEM_COLUMNS), *gains))
+    head = ("shape", "problems", "samples", "examples", "problem", "floor", *PROBLEM_COLUMNS)
+    yield NOTES["problems"]
+    yield table((*head, "one level / ours", "two levels / ours"), lines)
 
 
-def _parallel(rows: list[Row]) -> str:
+def _parallel(rows: list[Row]) -> Iterator[str]:
     engine = {row["n"]: row["step_ms"] for row in rows if row["kind"] == "engine"}
-    names = ("none", "ours, sharing", "ours, not sharing", "hydragen")
-    lines = [
-        (
-            row["n"],
-            row["case"]["batch"],
-            f"{row['floor_ms']:.2f}",
-            *(cell(row, name) for name in names),
-            ratio(step_ms(row, "ours, not sharing"), step_ms(row, "ours, sharing")),
-            f"{engine[row['n']]:.2f}" if row["n"] in engine else "-",
-        )
-        for row in sorted(rows, key=lambda row: row["n"])
-        if row["kind"] == "step"
-    ]
-    first = next((row for row in rows if row["kind"] == "step"), None)
-    requests, prompt = first["case"]["levels"][0] if first else ("some", "some")
-    note = (
-        f"{rows[0]['shape']}, {requests} requests at a time with prompts of {prompt} tokens, n samples of each. Milliseconds "
-        "between tokens. Not sharing: the same pages, by a plan that reads them for each sequence.\n\n"
-    )
-    return note + table(("n", "batch", "floor", *names, "not sharing / sharing", "ours, engine"), lines)
+    steps, lines = sorted((row for row in rows if row["kind"] == "step"), key=lambda row: row["n"]), []
+    for row in steps:
+        gained = ratio(number(row, "ours, not sharing"), number(row, "ours, sharing"))
+        whole = f"{engine[row['n']]:.2f}" if row["n"] in engine else "-"
+        lines.append((row["n"], _batch(row), f"{row['floor_ms']:.2f}", *cells(row, PARALLEL_COLUMNS), gained, whole))
+    requests, prompt = steps[0]["case"]["levels"][0] if steps else ("some", "some")
+    yield NOTES["parallel"].format(shape=rows[0]["shape"], requests=requests, prompt=prompt)
+    yield table(("n", "batch", "floor", *PARALLEL_COLUMNS, "not sharing / sharing", "ours, engine"), lines)
 
 
-def _missing(rows: list[Row]) -> str:
-    lines = [(row["experiment"], row["shape"], row["name"], row["skipped"]) for row in rows if "skipped" in row]
-    return "## Not measured\n\n" + table(("experiment", "shape", "row", "why"), lines) if lines else ""
+def _subplots(columns: int, rows: int = 1, width: float = 5.2, height: float = 4.0) -> tuple[Any, list[Any]]:
+    from matplotlib import pyplot
+
+    size = (width * columns, height * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    return figure, list(axes.flat)
+
+
+def _lines(axes: Any, of: Lines, ticks: list[int], what: str, dashed: str = "", **labels: str) -> None:
+    """A line for each name over a logarithmic axis."""
+    for name, points in of.items():
+        if points:
+            style = "s--" if name == dashed else "o-"
+            axes.plot(*zip(*sorted(points), strict=True), style, ms=4, color=COLOURS[name], label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(set(ticks)), [f"{value:,}" for value in sorted(set(ticks))], rotation=45)
+    axes.minorticks_off()
+    axes.set_xlabel(what)
+    axes.grid(alpha=0.3)
+    axes.set(**labels)
+    axes.set_ylim(bottom=0)
+
+
+def _points(rows: list[Row], x: Callable[[Row], int], y: str) -> Lines:
+    """For each method that any row has, what it reached over ``x``."""
+    names = dict.fromkeys(name for row in rows for name in row["methods"])
+    return {name: [(x(row), value) for row in rows if (value := number(row, name, y)) is not None] for name in names}
+
+
+def _draw_throughput(rows: list[Row]) -> Any:
+    """Tokens per second over batch, and over prefix, for each shape."""
+    shapes = _steps(rows)
+    if not shapes:
+        return None
+    figure, panels = _subplots(2, len(shapes))
+    for index, (shape, steps) in enumerate(shapes.items()):
+        mine = [row for row in steps if _new(row) == _usual(steps, _new)]
+        prefix, batch = _usual(mine, _prefix), _usual([row for row in mine if _prefix(row) > 1], _batch)
+        for axes, of, fixed, what, title in (
+            (panels[2 * index], _batch, [r for r in mine if _prefix(r) == prefix], "batch", f"prefix {prefix:,}"),
+            (
+                panels[2 * index + 1],
+                _prefix,
+                [r for r in mine if _batch(r) == batch],
+                "prefix, tokens",
+                f"batch {batch:,}",
+            ),
+        ):
+            points, ticks = _points(fixed, of, "tokens_per_s"), [of(row) for row in fixed]
+            _lines(axes, points, ticks, what, ylabel="tokens/s", title=f"{shape}, {title}")
+        panels[2 * index].legend(fontsize=8)
+    return figure
+
+
+def _usual(rows: list[Row], of: Callable[[Row], int]) -> int:
+    """The value that most rows have."""
+    values = [of(row) for row in rows]
+    return max(values, key=values.count)
+
+
+def _draw_grid(rows: list[Row]) -> Any:
+    """A heat map of speed-ups for each method and suffix."""
+    rows = sorted(rows, key=lambda row: (row["heads"], row["suffix"]))
+    figure, panels = _subplots(2, len(rows), width=4.6, height=3.2)
+    for axes, (row, method) in zip(panels, ((row, name) for row in rows for name in ("hydragen", "ours")), strict=True):
+        batches, prefixes = (sorted({point[name] for point in row["points"]}) for name in ("batch", "prefix"))
+        gains = np.full((len(batches), len(prefixes)), np.nan)
+        for point in row["points"]:
+            gains[batches.index(point["batch"]), prefixes.index(point["prefix"])] = gain(point, method) or np.nan
+        axes.imshow(np.log2(gains), cmap="RdYlGn", vmin=-5, vmax=5, aspect="auto", origin="lower")
+        for (y, x), value in np.ndenumerate(gains):
+            if value == value:
+                colour = "w" if abs(np.log2(value)) > 3.5 else "k"
+                axes.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
+        axes.set_xticks(range(len(prefixes)), [f"{prefix:,}" for prefix in prefixes])
+        axes.set_yticks(range(len(batches)), [f"{batch:,}" for batch in batches])
+        title = f"{method} over flash, heads {row['heads'][0]}/{row['heads'][1]}, suffix {row['suffix']}"
+        axes.set(xlabel="prefix", ylabel="batch", title=title)
+        axes.title.set_fontsize(9)
+    return figure
+
+
+def _draw_documents(rows: list[Row]) -> Any:
+    figure, (axes,) = _subplots(1)
+    rows = sorted(rows, key=_batch)
+    points = _points(rows, _batch, "total_s") | {"ours, engine": [(_batch(r), r["engine"]["seconds"]) for r in rows]}
+    title = f"{_prefix(rows[0]):,} tokens, {rows[0]['shape']}"
+    _lines(axes, points, [_batch(row) for row in rows], "questions", ylabel="seconds", title=title)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _draw_problems(rows: list[Row]) -> Any:
+    figure, (axes,) = _subplots(1, width=max(5.2, 2.6 * len(rows)))
+    rows = sorted(rows, key=lambda row: (row["shape"], _batch(row)))
+    for index, row in enumerate(rows):
+        for place, name in enumerate(PROBLEM_COLUMNS):
+            seconds, at = number(row, name, "decode_s"), index + (place - 2) * 0.16
+            axes.bar(at, seconds or 0.0, 0.15, color=COLOURS[name], label=name if index == 0 else None)
+            if seconds is None:
+                axes.text(at, 0, " does not fit", rotation=90, ha="center", va="bottom", fontsize=7)
+    axes.set_xticks(range(len(rows)), [f"{row['shape']}\n{row['name']}" for row in rows], fontsize=8)
+    axes.set(ylabel="decode, seconds")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _draw_parallel(rows: list[Row]) -> Any:
+    steps = [row for row in rows if row["kind"] == "step"]
+    if not steps:
+        return None
+    figure, (axes,) = _subplots(1)
+    points = _points(steps, lambda row: row["n"], "step_ms")
+    points["ours, engine"] = [(row["n"], row["step_ms"]) for row in rows if row["kind"] == "engine"]
+    labels = {"ylabel": "milliseconds between tokens", "title": steps[0]["shape"]}
+    _lines(axes, points, [row["n"] for row in steps], "samples of each request", "ours, engine", **labels)
+    axes.legend(fontsize=8)
+    return figure
 
 
 SECTIONS = {
-    "a": ("Decoding throughput", _throughput),
-    "b": ("One layer's attention", _grid),
-    "c": ("Questions about a long document", _documents),
-    "d": ("Two levels of sharing", _problems),
-    "n": ("Parallel generation", _parallel),
+    "a": ("Decoding throughput", "throughput", _throughput, _draw_throughput),
+    "b": ("One layer's attention", "grid", _grid, _draw_grid),
+    "c": ("Questions about a long document", "document", _documents, _draw_documents),
+    "d": ("Two levels of sharing", "problems", _problems, _draw_problems),
+    "n": ("Parallel generation", "parallel", _parallel, _draw_parallel),
 }

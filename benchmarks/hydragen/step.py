@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
 
-from benchmarks.hydragen.arena import Arena, DoesNotFit
-from benchmarks.hydragen.cases import Case, mean
-from benchmarks.hydragen.compiled import CompiledStep
-from benchmarks.hydragen.methods import METHODS, Core
-from benchmarks.hydragen.shapes import Shape
-from benchmarks.hydragen.tree_state import TreeState
+from benchmarks.hydragen.cases import Case, TreeState, mean
+from benchmarks.hydragen.methods import METHODS, Arena, Core, DoesNotFit, Parts, Tree
+from benchmarks.runner import Row, captured, failure, replayed_ms, wall_seconds
+from benchmarks.shapes import Shape
+from benchmarks.tree_attention.rivals import MOST_DIFFERENCE
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.models import patch
+from prefixkit.models.compile.packed_weights import pack, packed_view
+from prefixkit.models.compile.packing import fills
 from prefixkit.models.tree_cache import TreeCache
+from prefixkit.ops.backend import backend_for
+from prefixkit.ops.kv_pool import KVSpec
 
 REPLAYS, FEWEST_REPLAYS = 10, 5
 # Replays of one length take about so long at most.
 REPLAY_MS = 400.0
-Row = dict[str, Any]
+CHECKED, CHECKED_AT = Case(((1, 200), (4, 37)), batch=16, new=24, private=5), 11
 
 
 class Rig:
@@ -35,16 +39,17 @@ class Rig:
     Args:
         shape: The model.
         device: A GPU, or the CPU for tests.
-        room: Bytes of KV to hold at most; None takes what is free.
+        capacity: Bytes of KV to hold at most; None takes what is free.
 
     Attributes:
         wrong: Methods that are not measured, for their answers differ from ours; with the reason.
         smaller: Flash without sharing at batches that fit, in place of larger ones.
     """
 
-    def __init__(self, shape: Shape, device: torch.device, room: int | None = None) -> None:
-        self.shape, self.device, self._room = shape, device, room
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    def __init__(self, shape: Shape, device: torch.device, capacity: int | None = None) -> None:
+        self.shape, self.device, self._capacity = shape, device, capacity
+        self.on_gpu = device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self._ceilings: dict[tuple[int, bool], Row] = {}
         self._arena: Arena | None = None
         self.wrong: dict[str, str] = {}
@@ -57,19 +62,19 @@ class Rig:
 
     @cached_property
     def _compiled(self) -> CompiledStep:
-        return CompiledStep(self.model, compile=self.device.type == "cuda")
+        return CompiledStep(self.model, compile=self.on_gpu)
 
     @property
     def arena(self) -> Arena:
         if self._arena is None:
-            self._arena = Arena.of_free_memory(self.device, self.dtype, self._room)
+            self._arena = Arena.of_free_memory(self.device, self.dtype, self._capacity)
         return self._arena
 
     def drop_arena(self) -> None:
         """Give its memory back, for what brings a pool of its own."""
         self._arena = None
         gc.collect()
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
@@ -79,14 +84,18 @@ class Rig:
         self.drop_arena()
 
     def state(self, case: Case, share: bool = True) -> TreeState:
-        return TreeState(case, self.shape.head_shape(self.dtype), self.device, self.dtype, share)
+        heads = HeadShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim, self.dtype.itemsize)
+        planner = backend_for(self.device).planner_for(heads, self.device, self.dtype)
+        return TreeState(case, planner, self.device, share)
+
+    def spec(self, layers: int | None = None) -> KVSpec:
+        return KVSpec(layers or self.shape.layers, self.shape.kv_heads, self.shape.head_dim, self.dtype, self.device)
 
     def fits(self, method: str, case: Case) -> bool:
-        """Whether a method's KV of a case has room."""
+        """Whether a method's KV of a case fits."""
         _ = self.model
-        spec = self.shape.kv_spec(self.device, self.dtype)
         try:
-            self.arena.check(METHODS[method].kv_bytes(case, spec.bytes_per_token))
+            self.arena.check(METHODS[method].kv_bytes(case, self.spec().bytes_per_token))
         except DoesNotFit:
             return False
         return True
@@ -100,7 +109,7 @@ class Rig:
         """
         if method in self.wrong:
             raise ValueError(self.wrong[method])
-        kind, spec = METHODS[method], self.shape.kv_spec(self.device, self.dtype, layers)
+        kind, spec = METHODS[method], self.spec(layers)
         self.arena.check(kind.kv_bytes(state.case, spec.bytes_per_token))
         self.arena.reset()
         return kind(state, spec, self.shape.heads, self.arena)
@@ -120,36 +129,35 @@ class Rig:
                 return self._measure(self.core(method, state), compiled)
         except DoesNotFit as error:
             return {"skipped": str(error)}
-        except torch.OutOfMemoryError:
-            return {"skipped": "out of memory"}
-        except Exception as error:  # a method's failure is a result
-            return {"skipped": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+        except Exception as error:
+            return {"skipped": failure(error)}
         finally:
-            if self.device.type == "cuda":
+            if self.on_gpu:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
 
     def _measure(self, core: Core, compiled: bool) -> Row:
         state = core.state
-        step = self._compiled_step(core) if compiled else self._eager_step(core)
+        step = self._compiled_step(core) if compiled else self.eager_step(core)
         lengths = (1, 1, 1) if type(core) is Core else state.case.lengths
         core.at(lengths[0])
         with core.installed():
-            run = replayed(captured(step)) if self.device.type == "cuda" else partial(_wall_ms, step)
+            run = partial(replayed_ms, captured(step)) if self.on_gpu else partial(_wall_ms, step)
         at: dict[int, float] = {}
-        for drawn in dict.fromkeys(lengths):
-            core.at(drawn)
+        for new in dict.fromkeys(lengths):
+            core.at(new)
             with core.installed():
-                at[drawn] = _median(run)
+                at[new] = _median(run)
         step_ms = mean(at) if len(at) == 3 else float(np.mean(list(at.values())))
         row: Row = {
-            "ms": {str(drawn): round(ms, 4) for drawn, ms in at.items()},
+            "ms": {str(new): round(ms, 4) for new, ms in at.items()},
             "step_ms": round(step_ms, 4),
             "tokens_per_s": round(state.case.batch / step_ms * 1e3, 1),
         }
         return row | ({"chosen": core.chosen} if core.chosen else {})
 
-    def _eager_step(self, core: Core) -> Callable[[], None]:
+    def eager_step(self, core: Core) -> Callable[[], None]:
+        """The step through the model's own modules."""
         cache = TreeCache(core.pool)
 
         def step() -> None:
@@ -173,42 +181,8 @@ class Rig:
         return step
 
 
-def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A step as a graph, after two steps that set up what is made once."""
-    for _ in range(2):
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
-
-
-def replayed(graph: torch.cuda.CUDAGraph) -> Callable[[int], list[float]]:
-    """A function that replays a graph so many times, and says how many milliseconds each took.
-
-    One more goes ahead of them; after it none waits for the host.
-    """
-
-    def run(count: int) -> list[float]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        graph.replay()
-        for event in events[:-1]:
-            event.record()
-            graph.replay()
-        events[-1].record()
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) for begin, end in pairwise(events)]
-
-    return run
-
-
 def _wall_ms(step: Callable[[], None], count: int) -> list[float]:
-    took = []
-    for _ in range(count):
-        began = time.perf_counter()
-        step()
-        took.append((time.perf_counter() - began) * 1e3)
-    return took
+    return [1e3 * seconds for seconds in wall_seconds(step, count)]
 
 
 def _median(run: Callable[[int], list[float]]) -> float:
@@ -216,3 +190,174 @@ def _median(run: Callable[[int], list[float]]) -> float:
     about = run(1)[0]
     count = max(FEWEST_REPLAYS, min(REPLAYS, int(REPLAY_MS / max(about, 1e-3))))
     return float(np.median(run(count)))
+
+
+def differences(rig: Rig) -> dict[str, float | str]:
+    """For each method but none: the norm of its difference from ours, over the norm of ours; or why it has no answer."""
+    print("seed 7")
+    torch.manual_seed(7)
+    state, spec, heads = rig.state(CHECKED), rig.spec(layers=1), rig.shape.heads
+    rig.arena.reset()
+    tree = Tree(state, spec, heads, rig.arena)
+    random = (torch.randn(CHECKED.batch, n, spec.head_dim, device=rig.device) for n in (heads, *[spec.kv_heads] * 2))
+    q, key, value = (x.to(rig.dtype) for x in random)
+
+    def answer(core: Core) -> Tensor:
+        core.at(CHECKED_AT)
+        core.append(0, key, value)
+        return core.attend(0, q, spec.head_dim**-0.5).float()
+
+    found: dict[str, float | str] = {}
+    with torch.no_grad():
+        ours = answer(tree)
+        for name, kind in METHODS.items():
+            if not issubclass(kind, Parts):
+                continue
+            try:
+                core = kind(state, spec, heads, rig.arena)
+                _copy(tree, core)
+                found[name] = round(float((answer(core) - ours).norm() / ours.norm()), 6)
+            except Exception as error:
+                found[name] = failure(error)
+    return found
+
+
+def complaints(found: dict[str, float | str]) -> dict[str, str]:
+    """Methods that do not compute what ours does, and why."""
+    wrong = {name: by for name, by in found.items() if isinstance(by, str) or not by < MOST_DIFFERENCE}
+    return {name: by if isinstance(by, str) else f"differs from ours by {by} of the norm" for name, by in wrong.items()}
+
+
+def _copy(tree: Tree, core: Parts) -> None:
+    """The tree's KV into the layout of ``core``."""
+    snapshot, nodes = tree.state.snapshot, tree.state.nodes
+
+    def tokens(node: int, which: int) -> Tensor:
+        pages = (tree.pool.k(0), tree.pool.v(0))[which]
+        slots = torch.from_numpy(snapshot.slots(np.int32(node), np.arange(snapshot.length[node]))).to(pages.device)
+        return pages[slots // pages.shape[1], slots % pages.shape[1]]
+
+    def path(node: int) -> list[int]:
+        return [*path(int(snapshot.parent[node])), node] if node >= 0 else []
+
+    for which in (0, 1):
+        for index in range(core.levels):
+            level = torch.stack([tokens(node, which) for node in nodes[index].tolist()])
+            core.level_kv[0][index][which].copy_(level.transpose(1, 2))
+        for row, leaf in enumerate(nodes[-1].tolist()):
+            core.own_kv[0][which][row].copy_(torch.cat([tokens(node, which) for node in path(leaf)[core.levels :]]))
+
+
+# Weights of one input: as they are multiplied, and how many rows of each belong to which of them.
+_Weights = list[tuple[Tensor, list[int]]]
+# Cosines and sines; None where a core rotates.
+_Angles = tuple[Tensor, Tensor] | None
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+
+def _products(x: Tensor, weights: _Weights) -> list[Tensor]:
+    return [part for weight, widths in weights for part in linear(x, weight).split(widths, -1)]
+
+
+def _before(
+    h: Tensor, head_dim: int, eps: float, norm: Tensor, qkv: _Weights, angles: _Angles
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in _products(_norm(h, norm, eps), qkv))
+    return (q, k, v) if angles is None else (_rotate(q, *angles), _rotate(k, *angles), v)
+
+
+def _after(h: Tensor, out: Tensor, eps: float, wo: Tensor, norm: Tensor, gate_up: _Weights, down: Tensor) -> Tensor:
+    h = h + linear(out.flatten(1), wo)
+    gate, up = _products(_norm(h, norm, eps), gate_up)
+    return h + linear(silu(gate) * up, down)
+
+
+def _between(
+    h: Tensor, out: Tensor, head_dim: int, eps: float, after: Any, before: Any, angles: _Angles
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    h = _after(h, out, eps, *after)
+    return h, *_before(h, head_dim, eps, *before, angles)
+
+
+def _last(h: Tensor, out: Tensor, eps: float, after: Any, norm: Tensor, head: Tensor) -> Tensor:
+    return linear(_norm(_after(h, out, eps, *after), norm, eps), head).argmax(-1)
+
+
+class CompiledStep:
+    """``tokens, positions [batch]`` to the next tokens, a Llama's modules through torch.compile, attention by a core.
+
+    Weights come as arguments, so that all layers share three compiled functions.  With attention, q, k and v are packed
+    where prefixkit's compiled layers pack them, and prefixkit's core rotates and appends in one launch, as these layers do;
+    without, modules are as they are.  ``compile=False`` runs the same functions as they are.
+    """
+
+    def __init__(self, model: Any, compile: bool) -> None:
+        self._model, config = model, model.config
+        self._head_dim, self._eps, self._scale = config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
+        self._compile = compile
+        if compile:
+            torch._dynamo.reset()
+        made: Callable[[Any], Any] = torch.compile(fullgraph=True) if compile else (lambda f: f)
+        self._before, self._between, self._last = (made(function) for function in (_before, _between, _last))
+
+    def __call__(self, tokens: Tensor, positions: Tensor, core: Core) -> Tensor:
+        inner = self._model.model
+        h = inner.embed_tokens(tokens)
+        cos, sin = (part[0] for part in inner.rotary_emb(h[None], positions[None]))
+        layers, sizes = list(inner.layers), (self._head_dim, self._eps)
+        self._any_batch(h, cos, sin)
+        rows = None if type(core) is Core else len(h)
+        angles = None if core.rotates else (cos, sin)
+        q, k, v = self._before(h, *sizes, *_first_weights(layers[0], rows), angles)
+        for index, layer in enumerate(layers):
+            if core.rotates:
+                q = core.rotary_append(index, q, k, v, cos, sin)
+            else:
+                core.append(index, k, v)
+            out = core.attend(index, q, self._scale)
+            self._any_batch(h, out)
+            after = _other_weights(layer)
+            if index + 1 < len(layers):
+                h, q, k, v = self._between(h, out, *sizes, after, _first_weights(layers[index + 1], rows), angles)
+        return self._last(h, out, self._eps, after, inner.norm.weight, self._model.lm_head.weight)
+
+    def _any_batch(self, *tensors: Tensor) -> None:
+        """Compile for any batch at once: the first dimension."""
+        for tensor in tensors if self._compile else ():
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def _first_weights(layer: Any, rows: int | None) -> tuple[Tensor, _Weights]:
+    attention = layer.self_attn
+    projections = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    return layer.input_layernorm.weight, _packed(projections, rows)
+
+
+def _other_weights(layer: Any) -> tuple[Tensor, Tensor, _Weights, Tensor]:
+    mlp = layer.mlp
+    gate_up = _packed([mlp.gate_proj.weight, mlp.up_proj.weight], None)
+    return layer.self_attn.o_proj.weight, layer.post_attention_layernorm.weight, gate_up, mlp.down_proj.weight
+
+
+def _packed(weights: list[Tensor], rows: int | None) -> _Weights:
+    """Those that are too small for a GPU as one; none if ``rows`` is None."""
+    small = [weight for weight in weights if rows is not None and not fills(rows, len(weight), weight.device)]
+    if len(small) < 2:
+        return [(weight, [len(weight)]) for weight in weights]
+    if packed_view(weights) is None:  # all of them, so that it is done once whatever their number of rows
+        pack(weights)
+    whole, last = packed_view(small), weights[-len(small) :]
+    assert whole is not None and [w.data_ptr() for w in last] == [w.data_ptr() for w in small], (
+        "small ones are the last"
+    )
+    large = [(weight, [len(weight)]) for weight in weights[: -len(small)]]
+    return [*large, (whole, [len(weight) for weight in small])]

@@ -1,4 +1,7 @@
-"""Numbers for a workload: pages of random K and V, several sets of them, and the same numbers as rivals like them best."""
+"""Numbers for a workload: pages of random K and V, several sets of them, and the same numbers as rivals like them best.
+
+``Pool``, ``make`` and ``ours`` are what ``benchmarks/compare.py`` calls in every checkout.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.tree_attention.timing import input_sets
+from benchmarks.runner import input_sets
 from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level, Workload, levels
 from prefixkit.attention.bsr import Queries
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.step import Step, build_step, planner_for
-from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
+from prefixkit.attention.step import Step, build_step
+from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)
+from prefixkit.ops.backend import backend_for
 
 GPU = torch.device("cuda")
 
@@ -54,15 +58,12 @@ class Inputs:
     page_order: np.ndarray
     step: Step
     plan_ms: float
+    scale: float = HEAD_DIM**-0.5
     _levels: list[Level] | None = field(default=None, repr=False)
 
     @property
     def sets(self) -> int:
         return len(self.q)
-
-    @property
-    def scale(self) -> float:
-        return HEAD_DIM**-0.5
 
     @property
     def levels(self) -> list[Level] | None:
@@ -74,24 +75,14 @@ class Inputs:
         """``[nodes, kv_heads, tokens, head size]`` a level's K or V, contiguous."""
         where = torch.from_numpy(level.pages.reshape(-1).astype(np.int64)).to(GPU)
         nodes, count = level.pages.shape
-        kv_heads = self.workload.kv_heads
-        taken = pages[where].view(nodes, count, kv_heads, PAGE, HEAD_DIM)
-        return taken.transpose(1, 2).reshape(nodes, kv_heads, count * PAGE, HEAD_DIM)
+        taken = pages[where].view(nodes, count, self.workload.kv_heads, PAGE, HEAD_DIM)
+        return taken.transpose(1, 2).reshape(nodes, self.workload.kv_heads, count * PAGE, HEAD_DIM)
 
     def packed_q(self, index: int) -> Tensor:
         """``[kv_heads, rows * group, head size]``: the query heads of one KV head together, whatever the level."""
         w = self.workload
-        return (
-            self.q[index]
-            .view(-1, w.kv_heads, w.heads // w.kv_heads, HEAD_DIM)
-            .transpose(0, 1)
-            .reshape(w.kv_heads, -1, HEAD_DIM)
-        )
-
-    def unpacked(self, out: Tensor) -> Tensor:
-        """``[rows, heads, head size]`` of such a result, for comparing."""
-        w = self.workload
-        return out.view(w.kv_heads, -1, w.heads // w.kv_heads, HEAD_DIM).transpose(0, 1).reshape(-1, w.heads, HEAD_DIM)
+        grouped = self.q[index].view(-1, w.kv_heads, w.heads // w.kv_heads, HEAD_DIM)
+        return grouped.transpose(0, 1).reshape(w.kv_heads, -1, HEAD_DIM)
 
 
 def make(workload: Workload, pool: Pool, shuffled: bool = False) -> Inputs:
@@ -106,7 +97,8 @@ def prepare(workload: Workload, queries: Queries, pool: Pool) -> Inputs:
     """Plan a step over a workload's tree, and take its numbers from the pool."""
     snapshot = workload.snapshot
     pages, rows = int(snapshot.page_indptr[-1]), queries.num_rows
-    planner = planner_for(HeadShape(workload.heads, workload.kv_heads, HEAD_DIM, 2), GPU, torch.bfloat16)
+    shape = HeadShape(workload.heads, workload.kv_heads, HEAD_DIM, 2)
+    planner = backend_for(GPU).planner_for(shape, GPU, torch.bfloat16)
     torch.cuda.synchronize()
     began = time.perf_counter()
     planner.plan(snapshot, queries, GPU)
@@ -125,6 +117,6 @@ def ours(inputs: Inputs, index: int) -> Tensor:
     step = inputs.step
     k, v = inputs.k[index].transpose(1, 2), inputs.v[index].transpose(1, 2)
     out, _ = torch.ops.prefixkit.tree_attention(
-        inputs.q[index], k, v, step.positions, step.work, step.nodes, inputs.scale, "causal"
+        inputs.q[index], k, v, step.positions, step.plan, inputs.scale, "causal"
     )
     return out

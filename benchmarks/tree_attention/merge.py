@@ -41,16 +41,13 @@ def _merge(
 
 
 def merge(parts: list[Tensor], lses: list[Tensor], rows_per_node: list[int], heads: int) -> Tensor:
-    """Merge the levels' partial results.
+    """``[rows, heads, head size]`` in the parts' dtype from the levels' partial states.
 
     Args:
         parts: For each level ``[nodes, kv_heads, rows below x group, head size]``, any strides but 1 over the last.
         lses: For each level ``[nodes, kv_heads, rows below x group]`` float32, natural logarithm.
         rows_per_node: Queries below each node of a level.
         heads: Query heads.
-
-    Returns:
-        ``[rows, heads, head size]`` in the parts' dtype.
     """
     nodes, kv_heads, _, head_dim = parts[0].shape
     rows = nodes * rows_per_node[0]

@@ -6,29 +6,28 @@ aim is to be ahead by the share: by what the rivals compute over what a tree com
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.tree_attention.inputs import GPU, Inputs, Pool, ours, prepare
-from benchmarks.tree_attention.timing import replay_us
-from benchmarks.tree_attention.workloads import HEAD_DIM, MATMUL_TFLOPS, PAGE, Workload, tree
-from prefixkit.attention.bsr import Queries
+from benchmarks.runner import Row, Run, identity, replay_us
+from benchmarks.tree_attention.inputs import GPU, Pool, ours, prepare
+from benchmarks.tree_attention.rivals import outcome
+from benchmarks.tree_attention.workloads import HEAD_DIM, MATMUL_TFLOPS, PAGE, Workload
+from tests import named_trees
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """``count`` prompts of ``prefix + tokens``, whose last ``chunk`` tokens ask; the shared prefix asks too, or is cached."""
+    """``count`` prompts of ``prefix + tokens``, the last ``chunk`` of them queries; the shared prefix is computed or cached."""
 
     name: str
     tokens: int
     chunk: int
     count: int = 1
     prefix: int = 0
-    prefix_asks: bool = False
+    cached: bool = True
 
     @property
     def length(self) -> int:
@@ -36,35 +35,19 @@ class Prompts:
         return self.prefix + self.tokens
 
     @property
-    def asking(self) -> int:
+    def queries(self) -> int:
         """Tokens of each sequence that a rival computes."""
-        return self.length if self.prefix_asks else self.chunk
-
-    def workload(self, heads: int, kv_heads: int) -> Workload:
-        leaves = [self.tokens] * self.count
-        snapshot = (
-            tree([-1] + [0] * self.count, [self.prefix, *leaves]) if self.prefix else tree([-1] * self.count, leaves)
-        )
-        return Workload(self.name, heads, kv_heads, snapshot)
-
-    def queries(self) -> Queries:
-        begin, end = [self.tokens - self.chunk] * self.count, [self.tokens] * self.count
-        first = 0
-        if self.prefix:
-            first = 1
-            if self.prefix_asks:
-                first, begin, end = 0, [0, *begin], [self.prefix, *end]
-        node = np.arange(first, first + len(begin), dtype=np.int32)
-        return Queries(node, np.array(begin, np.int32), np.array(end, np.int32))
+        return self.chunk if self.cached else self.length
 
     def flops(self, heads: int) -> tuple[float, float]:
         """Of a tree, and of sequences each for itself."""
 
-        def pairs(asking: int, length: int) -> float:
-            return asking * length - asking * (asking - 1) / 2
+        def pairs(queries: int, length: int) -> float:
+            return queries * length - queries * (queries - 1) / 2
 
-        of_tree = self.count * pairs(self.chunk, self.length) + self.prefix_asks * pairs(self.prefix, self.prefix)
-        return tuple(4.0 * HEAD_DIM * heads * n for n in (of_tree, self.count * pairs(self.asking, self.length)))
+        of_prefix = 0 if self.cached else pairs(self.prefix, self.prefix)
+        of_tree = self.count * pairs(self.chunk, self.length) + of_prefix
+        return tuple(4.0 * HEAD_DIM * heads * n for n in (of_tree, self.count * pairs(self.queries, self.length)))
 
 
 PROMPTS = [
@@ -77,34 +60,30 @@ PROMPTS = [
     (32, 8, Prompts("2K chunk at the end of 32K", 32768, 2048)),
     (32, 8, Prompts("8K chunk at the end of 128K", 131072, 8192)),
     (32, 8, Prompts("8 x 4K after 32K, cached", 4096, 4096, count=8, prefix=32768)),
-    (32, 8, Prompts("8 x 4K after 32K", 4096, 4096, count=8, prefix=32768, prefix_asks=True)),
-    (32, 8, Prompts("64 x 512 after 8K", 512, 512, count=64, prefix=8192, prefix_asks=True)),
-    (32, 8, Prompts("16 x 1K after 4K", 1024, 1024, count=16, prefix=4096, prefix_asks=True)),
+    (32, 8, Prompts("8 x 4K after 32K", 4096, 4096, count=8, prefix=32768, cached=False)),
+    (32, 8, Prompts("64 x 512 after 8K", 512, 512, count=64, prefix=8192, cached=False)),
+    (32, 8, Prompts("16 x 1K after 4K", 1024, 1024, count=16, prefix=4096, cached=False)),
 ]
-Row = dict[str, object]
 
 
-def measure(only: str) -> list[Row]:
-    """One row for each of :data:`PROMPTS` whose name contains ``only``."""
-    pool, rows = Pool(), []
+def measure(run: Run, only: str) -> None:
+    """A row for each of :data:`PROMPTS` whose name contains ``only``."""
+    pool, there = Pool(), run.taken_up("prefill", ("heads", "prompts"))
     for heads, kv_heads, prompts in PROMPTS:
-        if only not in f"{heads}/{kv_heads} {prompts.name}":
-            continue
-        rows.append(_measure(prompts, heads, kv_heads, pool))
-        print(_line(rows[-1]), flush=True)
-        torch.cuda.empty_cache()
-    return rows
+        row: Row = {"heads": [heads, kv_heads], "prompts": prompts.name}
+        if only in f"{heads}/{kv_heads} {prompts.name}" and identity(row, ("heads", "prompts")) not in there:
+            row |= _measure(prompts, heads, kv_heads, pool)
+            run.add("prefill", row, _line(row))
+            torch.cuda.empty_cache()
 
 
 def _measure(prompts: Prompts, heads: int, kv_heads: int, pool: Pool) -> Row:
-    workload = prompts.workload(heads, kv_heads)
-    queries = prompts.queries()
-    workload.snapshot.ready[queries.node] = queries.begin
-    inputs = prepare(workload, queries, pool)
+    snapshot, queries = named_trees.prompts(
+        prompts.tokens, prompts.chunk, prompts.count, prompts.prefix, prefix_computed=prompts.cached
+    )
+    inputs = prepare(Workload(prompts.name, heads, kv_heads, snapshot), queries, pool)
     of_tree, of_rivals = prompts.flops(heads)
     row: Row = {
-        "heads": [heads, kv_heads],
-        "prompts": prompts.name,
         "rows": queries.num_rows,
         "us": round(replay_us(lambda i: ours(inputs, i), 1), 1),
         "floor_us": round(of_tree / MATMUL_TFLOPS / 1e6, 2),
@@ -114,23 +93,16 @@ def _measure(prompts: Prompts, heads: int, kv_heads: int, pool: Pool) -> Row:
     }
     expected = _by_sequence(ours(inputs, 0), prompts)
     q = _by_sequence(inputs.q[0], prompts).transpose(1, 2).contiguous()
-    k, v = (_sequences(inputs, pages[0], prompts) for pages in (inputs.k, inputs.v))
+    k, v = (_sequences(pages[0], prompts) for pages in (inputs.k, inputs.v))
     for name, attend in (("sdpa_flash", _flash), ("sdpa_cudnn", _cudnn)):
-        row["rivals"][name] = _time(attend, q, k, v, inputs.scale, expected)
+
+        def attention(_: int, attend=attend) -> Tensor:  # type: ignore[no-untyped-def]
+            return attend(q, k, v, inputs.scale)
+
+        row["rivals"][name] = outcome(
+            lambda run=attention: run, expected[-1], 1, of=lambda out: out.transpose(1, 2)[-1], digits=1
+        )
     return row
-
-
-def _time(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float, expected: Tensor
-) -> float | str:
-    try:
-        out = attend(q, k, v, scale).transpose(1, 2)
-        difference = float((out[-1].float() - expected[-1].float()).norm() / expected[-1].float().norm())
-        if not difference < 0.02:
-            return f"differs from ours by {difference:.3f} of the norm"
-        return round(replay_us(lambda _: attend(q, k, v, scale), 1), 1)
-    except Exception as error:  # a rival's failure is a result, not ours to mend
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _line(row: Row) -> str:
@@ -143,15 +115,15 @@ def _line(row: Row) -> str:
 
 
 def _by_sequence(rows: Tensor, prompts: Prompts) -> Tensor:
-    """``[count, asking, heads, head size]`` from a tree's rows, the shared ones in each sequence."""
-    shared = prompts.prefix if prompts.prefix_asks else 0
+    """``[count, queries, heads, head size]`` from a tree's rows, the shared ones in each sequence."""
+    shared = 0 if prompts.cached else prompts.prefix
     own = rows[shared:].view(prompts.count, prompts.chunk, *rows.shape[1:])
     if not shared:
         return own
     return torch.cat((rows[:shared].expand(prompts.count, *rows[:shared].shape), own), dim=1)
 
 
-def _sequences(inputs: Inputs, pages: Tensor, prompts: Prompts) -> Tensor:
+def _sequences(pages: Tensor, prompts: Prompts) -> Tensor:
     """``[count, kv_heads, length, head size]`` the K or V of each sequence."""
     kv_heads = pages.shape[1]
     flat = pages.transpose(0, 1).reshape(kv_heads, -1, HEAD_DIM)
@@ -164,14 +136,11 @@ def _sequences(inputs: Inputs, pages: Tensor, prompts: Prompts) -> Tensor:
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal, ends aligned."""
     if q.shape[2] == k.shape[2]:
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
-        return out
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
     by_token = (t.transpose(1, 2) for t in (q, k, v))
     sizes = q.shape[2], k.shape[2]
-    result: Tensor = torch.ops.aten._flash_attention_forward(
-        *by_token, None, None, *sizes, 0.0, True, False, scale=scale
-    )[0]
-    return result.transpose(1, 2)
+    out = torch.ops.aten._flash_attention_forward(*by_token, None, None, *sizes, 0.0, True, False, scale=scale)[0]
+    return out.transpose(1, 2)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -180,15 +149,14 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     Torch's cuDNN aligns beginnings, so what lies before the queries is a call of its own, without a mask, and merged.
     """
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    count, heads, asking, _ = q.shape
-    before = k.shape[2] - asking
+    count, heads, queries, _ = q.shape
+    before = k.shape[2] - queries
     own = attend(q, k[:, :, before:], v[:, :, before:], None, before > 0, 0.0, True, False, scale=scale)
     if not before:
-        first: Tensor = own[0]
-        return first
+        return own[0]
     from benchmarks.tree_attention.merge import merge
 
     past = attend(q, k[:, :, :before], v[:, :, :before], None, True, 0.0, False, False, scale=scale)
-    lses = [part[1].view(count, heads, asking) for part in (past, own)]
-    merged = merge([past[0], own[0]], lses, [asking, asking], heads)
-    return merged.view(count, asking, heads, HEAD_DIM).transpose(1, 2)
+    lses = [part[1].view(count, heads, queries) for part in (past, own)]
+    merged = merge([past[0], own[0]], lses, [queries, queries], heads)
+    return merged.view(count, queries, heads, HEAD_DIM).transpose(1, 2)

@@ -1,14 +1,13 @@
-"""What came out: lines, summaries, one JSON."""
+"""What came out of a run over workloads: lines, summaries, a picture."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.runner import Row, geomean
+
 # Floors above: time over floor counts.  Below: microseconds above it.
 LONG_US, SHORT_US = 30.0, 10.0
 ANCHORS = Path(__file__).parents[1] / "anchors" / "h200_decode_attention.json"
@@ -28,20 +27,17 @@ def best_rival(row: Row) -> tuple[str, float] | None:
 
 def line(row: Row) -> str:
     """One workload in one line."""
-    name = f"{row['heads'][0]}/{row['heads'][1]} {row['workload']}"
-    text = f"{name:28s} {row['us']:9.1f} us = {row['us'] / row['floor_us']:6.2f} floors of {row['floor_us']:8.1f}"
-    rival = best_rival(row)
-    if rival:
-        text += f" | {rival[0]:18s} {rival[1]:9.1f} {rival[1] / row['us']:5.2f}x"
-    if "anchor" in row:
-        text += (
-            f" | anchor {row['anchor']['best']:12s} {row['anchor']['us']:8.1f} {row['anchor']['us'] / row['us']:5.2f}x"
-        )
+    us = row["us"]
+    text = f"{_name(row):28s} {us:9.1f} us = {us / row['floor_us']:6.2f} floors of {row['floor_us']:8.1f}"
+    if rival := best_rival(row):
+        text += f" | {rival[0]:18s} {rival[1]:9.1f} {rival[1] / us:5.2f}x"
+    if anchor := row.get("anchor"):
+        text += f" | anchor {anchor['best']:12s} {anchor['us']:8.1f} {anchor['us'] / us:5.2f}x"
     return text + f" | plan {row['plan_ms']:.1f} ms"
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """Geometric means, and who is behind."""
+    """Geometric means, and where ours is behind."""
     result: dict[str, Any] = {"workloads": len(rows)}
     for what, ratios in (
         ("anchor", {_name(r): r["anchor"]["us"] / r["us"] for r in rows if "anchor" in r}),
@@ -50,23 +46,17 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         if ratios:
             worst = min(ratios, key=lambda name: ratios[name])
             result[f"best {what} / ours"] = {
-                "geomean": round(_geomean(ratios.values()), 3),
+                "geomean": round(geomean(ratios.values()), 3),
                 "ahead": sum(ratio >= 1 for ratio in ratios.values()),
                 "of": len(ratios),
                 "least": [worst, round(ratios[worst], 3)],
             }
-    long = [r["us"] / r["floor_us"] for r in rows if r["floor_us"] > LONG_US]
-    short = [r["us"] - r["floor_us"] for r in rows if r["floor_us"] < SHORT_US]
-    if long:
-        result[f"time / floor, floor above {LONG_US:.0f} us"] = {
-            "geomean": round(_geomean(long), 3),
-            "most": round(max(long), 3),
-        }
-    if short:
-        result[f"us above floor, floor below {SHORT_US:.0f} us"] = {
-            "mean": round(sum(short) / len(short), 2),
-            "most": round(max(short), 2),
-        }
+    if long := [r["us"] / r["floor_us"] for r in rows if r["floor_us"] > LONG_US]:
+        found = {"geomean": round(geomean(long), 3), "most": round(max(long), 3)}
+        result[f"time / floor, floor above {LONG_US:.0f} us"] = found
+    if short := [r["us"] - r["floor_us"] for r in rows if r["floor_us"] < SHORT_US]:
+        found = {"mean": round(sum(short) / len(short), 2), "most": round(max(short), 2)}
+        result[f"us above floor, floor below {SHORT_US:.0f} us"] = found
     return result
 
 
@@ -87,13 +77,42 @@ def compare(before: list[Row], after: list[Row]) -> dict[str, Any]:
     known = {_name(row): row["us"] for row in before}
     ratios = {_name(row): round(known[_name(row)] / row["us"], 3) for row in after if _name(row) in known}
     ordered = dict(sorted(ratios.items(), key=lambda item: item[1]))
-    return {"geomean": round(_geomean(ordered.values()), 3), "each": ordered} if ordered else {}
+    return {"geomean": round(geomean(ordered.values()), 3), "each": ordered} if ordered else {}
 
 
 def _name(row: Row) -> str:
     return f"{row['heads'][0]}/{row['heads'][1]} {row['workload']}"
 
 
-def _geomean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
+def plot(results: Path, picture: Path) -> None:
+    """Draw time over floor, ours and the best of the others, into ``picture``, whose ending says how (svg, png)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    found = json.loads(results.read_text())
+    rows, nothing = sorted(found["workloads"], key=lambda row: row["floor_us"]), float("nan")
+    floors = [row["floor_us"] for row in rows]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    left.plot(floors, [row["us"] / row["floor_us"] for row in rows], "o", ms=4, label="prefixkit")
+    for label, marker, times in (
+        ("best rival in this run", "x", [(best_rival(row) or ("", nothing))[1] for row in rows]),
+        ("best recorded anchor", "+", [row.get("anchor", {}).get("us", nothing) for row in rows]),
+    ):
+        over_floor = [time / row["floor_us"] for time, row in zip(times, rows, strict=True)]
+        left.plot(floors, over_floor, marker, ms=5, alpha=0.7, label=label)
+        over_ours = [time / row["us"] for time, row in zip(times, rows, strict=True)]
+        right.plot(floors, over_ours, marker, ms=5, label=f"{label} / ours")
+    right.set_yticks([0.5, 0.7, 1.0, 1.4, 2.0, 3.0])
+    for axes, what in ((left, "time / floor"), (right, "their time / ours")):
+        axes.set(xscale="log", yscale="log", xlabel="floor, us", ylabel=what)
+        axes.axhline(1.0, color="grey", lw=0.8)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+            axis.set_minor_formatter(ticker.NullFormatter())
+        axes.grid(alpha=0.3, which="both")
+        axes.legend()
+    ran = found["machine"]
+    figure.suptitle(f"tree attention, {len(rows)} workloads, {ran['gpu']}, torch {ran['torch']}, cuDNN {ran['cudnn']}")
+    figure.savefig(picture)

@@ -7,22 +7,47 @@ size]``, or raises :class:`Unfit` with the reason why it does not run there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.runner import failure, replay_us
 from benchmarks.tree_attention.inputs import GPU, Inputs
-from benchmarks.tree_attention.workloads import HEAD_DIM, Level
+from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level
 
 Run = Callable[[int], Tensor]
 Rival = Callable[[Inputs], Run]
 
+# Two bf16 kernels differ by rounding: about 0.3% of the output's norm.
+MOST_DIFFERENCE = 0.02
 # Expanded KV beyond this is not tried: it would take milliseconds where sharing takes hundreds of microseconds.
 MOST_EXPANDED_BYTES = 20e9
 
 
 class Unfit(Exception):
     """A rival cannot run, or is not worth running, on a workload; says why."""
+
+
+def outcome(
+    prepare: Callable[[], Run],
+    expected: Tensor,
+    sets: int,
+    of: Callable[[Tensor], Tensor] = lambda out: out,
+    digits: int = 2,
+) -> float | str:
+    """A rival's microseconds, or why there are none; ``of``: the part of its answer that is ``expected``."""
+    try:
+        run = prepare()
+        difference = float((of(run(0)).float() - expected.float()).norm() / expected.float().norm())
+        if not difference < MOST_DIFFERENCE:
+            return f"differs from ours by {difference:.3f} of the norm"
+        return round(replay_us(run, sets), digits)
+    except Unfit as error:
+        return str(error)
+    except Exception as error:
+        return failure(error)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -33,9 +58,8 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """cuDNN's, likewise."""
-    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False, scale=scale)[
-        :2
-    ]
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse = attend(q, k, v, None, True, 0.0, False, False, scale=scale)[:2]
     return out, lse.view(out.shape[:3])
 
 
@@ -50,8 +74,7 @@ def hydragen(attend: Callable[..., tuple[Tensor, Tensor]]) -> Rival:
         group = workload.heads // workload.kv_heads
         q = [inputs.packed_q(i) for i in range(inputs.sets)]
         kv = [
-            [[inputs.dense(level, pages[i]) for pages in (inputs.k, inputs.v)] for level in found]
-            for i in range(inputs.sets)
+            [[inputs.dense(level, of[i]) for of in (inputs.k, inputs.v)] for level in found] for i in range(inputs.sets)
         ]
 
         def run(index: int) -> Tensor:
@@ -132,18 +155,13 @@ def flex(inputs: Inputs) -> Run:
     torch._dynamo.reset()  # it gives up on the ninth shape
     compiled = torch.compile(flex_attention, fullgraph=True)
     q = [inputs.q[i].transpose(0, 1)[None].contiguous() for i in range(inputs.sets)]
-    flat = [
-        [pages[i].transpose(0, 1).reshape(1, workload.kv_heads, -1, HEAD_DIM) for pages in (inputs.k, inputs.v)]
-        for i in range(inputs.sets)
-    ]
+    each = [(inputs.k[i], inputs.v[i]) for i in range(inputs.sets)]
+    flat = [[kv.transpose(0, 1).reshape(1, workload.kv_heads, -1, HEAD_DIM) for kv in pair] for pair in each]
     assert snapshot.num_tokens == flat[0][0].shape[2]
 
     def run(index: int) -> Tensor:
-        k, v = flat[index]
-        out = compiled(
-            q[index], k, v, block_mask=mask, scale=inputs.scale, enable_gqa=workload.heads != workload.kv_heads
-        )
-        return out[0].transpose(0, 1)
+        (k, v), gqa = flat[index], workload.heads != workload.kv_heads
+        return compiled(q[index], k, v, block_mask=mask, scale=inputs.scale, enable_gqa=gqa)[0].transpose(0, 1)
 
     return run
 
@@ -163,7 +181,7 @@ FLEX_WORKLOADS = {
 def _rows_below(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``[tokens]`` the first query that sees each token in the order of the pages, and one past the last."""
     snapshot = inputs.workload.snapshot
-    if (inputs.page_order[1:] < inputs.page_order[:-1]).any() or (snapshot.length % snapshot.page_size).any():
+    if (inputs.page_order[1:] < inputs.page_order[:-1]).any() or (snapshot.length % PAGE).any():
         raise Unfit("pages are not in order")
     leaf = torch.zeros(snapshot.num_nodes, dtype=torch.int64)
     leaf[torch.from_numpy(inputs.workload.leaf).long()] = 1
@@ -181,23 +199,14 @@ def _sparse(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def flashinfer_cascade(inputs: Inputs) -> Run:
     """FlashInfer's MultiLevelCascadeAttentionWrapper over the same pages; planning is not timed."""
-    library = _flashinfer()
-    found, workload = _regular(inputs), inputs.workload
+    library, found, rows = _flashinfer(), _regular(inputs), inputs.step.num_rows
     wrapper = library.MultiLevelCascadeAttentionWrapper(len(found), _workspace(), "HND")
-    rows = inputs.step.num_rows
-    last = [
-        torch.full((len(level.pages),), inputs.workload.snapshot.page_size, dtype=torch.int32, device=GPU)
-        for level in found
-    ]
     wrapper.plan(
         [torch.arange(0, rows + 1, level.rows, dtype=torch.int32, device=GPU) for level in found],
-        [_steps(len(level.pages), level.pages.shape[1]) for level in found],
-        [torch.from_numpy(level.pages.reshape(-1).copy()).int().to(GPU) for level in found],
-        last,
-        workload.heads,
-        workload.kv_heads,
-        HEAD_DIM,
-        workload.snapshot.page_size,
+        [_steps(*level.pages.shape) for level in found],
+        [_page_table(level.pages) for level in found],
+        [torch.full((len(level.pages),), PAGE, dtype=torch.int32, device=GPU) for level in found],
+        *_sizes(inputs),
         causal=False,
         sm_scale=inputs.scale,
         q_data_type=torch.bfloat16,
@@ -208,19 +217,13 @@ def flashinfer_cascade(inputs: Inputs) -> Run:
 def flashinfer_decode(inputs: Inputs) -> Run:
     """FlashInfer's paged decode on tensor cores, which shares pages but reads them for each sequence."""
     library = _flashinfer()
-    found, workload = _regular(inputs), inputs.workload
-    import numpy as np
-
-    each = np.concatenate([np.repeat(level.pages, level.rows, axis=0) for level in found], axis=1)
+    each = np.concatenate([np.repeat(level.pages, level.rows, axis=0) for level in _regular(inputs)], axis=1)
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(_workspace(), "HND", use_tensor_cores=True)
     wrapper.plan(
         _steps(*each.shape),
-        torch.from_numpy(each.reshape(-1).copy()).int().to(GPU),
-        torch.full((len(each),), workload.snapshot.page_size, dtype=torch.int32, device=GPU),
-        workload.heads,
-        workload.kv_heads,
-        HEAD_DIM,
-        workload.snapshot.page_size,
+        _page_table(each),
+        torch.full((len(each),), PAGE, dtype=torch.int32, device=GPU),
+        *_sizes(inputs),
         sm_scale=inputs.scale,
         q_data_type=torch.bfloat16,
         kv_data_type=torch.bfloat16,
@@ -228,7 +231,7 @@ def flashinfer_decode(inputs: Inputs) -> Run:
     return lambda index: wrapper.run(inputs.q[index], (inputs.k[index], inputs.v[index]))
 
 
-def _flashinfer():  # type: ignore[no-untyped-def]
+def _flashinfer() -> Any:
     try:
         import flashinfer
     except ImportError as error:
@@ -236,8 +239,16 @@ def _flashinfer():  # type: ignore[no-untyped-def]
     return flashinfer
 
 
+def _sizes(inputs: Inputs) -> tuple[int, int, int, int]:
+    return inputs.workload.heads, inputs.workload.kv_heads, HEAD_DIM, PAGE
+
+
 def _workspace() -> Tensor:
     return torch.empty(512 << 20, dtype=torch.uint8, device=GPU)
+
+
+def _page_table(pages: np.ndarray) -> Tensor:
+    return torch.from_numpy(pages.reshape(-1).copy()).int().to(GPU)
 
 
 def _steps(count: int, step: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trees by name, and the least time that their attention can take."""
+"""Workloads by name, and the least time that their attention can take."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 
 from prefixkit.attention.bsr import Queries
 from prefixkit.tree.snapshot import TreeSnapshot
+from tests.named_trees import PAGE, leaf_queries, tree_of
 
-HEAD_DIM, PAGE = 128, 16
+HEAD_DIM = 128
 HEADS = ((8, 1), (32, 8), (32, 32))
 # What an H200 reads and multiplies; the anchors' floors are of these numbers too.
 READ_TBPS, MATMUL_TFLOPS = 4.3, 790.0
@@ -46,13 +47,12 @@ class Workload:
     snapshot: TreeSnapshot
 
     @property
-    def leaf(self) -> np.ndarray:
-        return np.flatnonzero(self.snapshot.subtree_end == np.arange(self.snapshot.num_nodes) + 1).astype(np.int32)
+    def queries(self) -> Queries:
+        return leaf_queries(self.snapshot)
 
     @property
-    def queries(self) -> Queries:
-        length = self.snapshot.length[self.leaf]
-        return Queries(self.leaf, length - 1, length)
+    def leaf(self) -> np.ndarray:
+        return self.queries.node
 
     @property
     def kv_bytes(self) -> int:
@@ -75,81 +75,9 @@ class Workload:
         return f"{self.heads}/{self.kv_heads} {self.name}"
 
 
-def tree(parent: list[int], length: list[int]) -> TreeSnapshot:
-    """A tree in depth-first order, every node on pages of its own, in order."""
-    nodes = len(parent)
-    start, size = np.zeros(nodes, np.int32), np.ones(nodes, np.int32)
-    for node, above in enumerate(parent):
-        start[node] = start[above] + length[above] if above >= 0 else 0
-    for node in range(nodes - 1, 0, -1):
-        if parent[node] >= 0:
-            size[parent[node]] += size[node]
-    tokens = np.array(length, np.int32)
-    indptr = np.concatenate(([0], np.cumsum(-(-tokens // PAGE)))).astype(np.int32)
-    return TreeSnapshot(
-        version=1,
-        page_size=PAGE,
-        parent=np.array(parent, np.int32),
-        subtree_end=(np.arange(nodes) + size).astype(np.int32),
-        start=start,
-        length=tokens,
-        ready=tokens.copy(),
-        first_slot=np.zeros(nodes, np.int32),
-        page_indptr=indptr,
-        pages=np.arange(indptr[-1], dtype=np.int32),
-        sequence_node=np.zeros(0, np.int32),
-        sequence_id=np.zeros(0, np.int64),
-    )
-
-
 def workload(name: str, heads: int, kv_heads: int) -> Workload:
-    """By name; see :func:`tree_of`."""
+    """By name; see ``tests/named_trees.py``."""
     return Workload(name, heads, kv_heads, tree_of(name))
-
-
-def tree_of(name: str) -> TreeSnapshot:
-    """The tree of a name.
-
-    ``2L bB pP sS``: B sequences share P tokens and have S each.  ``3L fewshot``: 2,400 tokens, 8 problems of 400, 128 samples
-    of 256 each.  ``beam d6``: 2,048 tokens, then 64-token nodes that branch in two six times.  ``chain dD bB pP tT``: B chains
-    of D nodes of T tokens below P shared ones.  ``comb dD bB tT sS``: a spine of D nodes of T tokens, B leaves of S at each.
-    """
-    kind, *rest = name.split()
-    size = {part[0]: int(part[1:]) for part in rest if part[1:].isdigit()}
-    if name == "3L fewshot":
-        parent, length = [-1], [2400]
-        for _ in range(8):
-            problem = len(parent)
-            parent, length = [*parent, 0, *[problem] * 128], [*length, 400, *[256] * 128]
-        return tree(parent, length)
-    if kind == "beam":
-        parent, length = [-1], [2048]
-        _branch(parent, length, 0, size["d"])
-        return tree(parent, length)
-    if kind == "chain":
-        parent, length = [-1], [size["p"]]
-        for _ in range(size["b"]):
-            first = len(parent)
-            parent += [0, *range(first, first + size["d"] - 1)]
-            length += [size["t"]] * size["d"]
-        return tree(parent, length)
-    if kind == "comb":
-        parent, length, above = [], [], -1
-        for _ in range(size["d"]):
-            spine = len(parent)
-            parent += [above, *[spine] * size["b"]]
-            length += [size["t"], *[size["s"]] * size["b"]]
-            above = spine
-        return tree(parent, length)
-    assert kind == "2L", name
-    return tree([-1] + [0] * size["b"], [size["p"]] + [size["s"]] * size["b"])
-
-
-def _branch(parent: list[int], length: list[int], above: int, levels: int) -> None:
-    for _ in range(2 if levels else 0):
-        parent.append(above)
-        length.append(64)
-        _branch(parent, length, len(parent) - 1, levels - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,24 +94,25 @@ class Level:
 
 
 def levels(snapshot: TreeSnapshot, page_order: np.ndarray) -> list[Level] | None:
-    """The levels of a tree, root first; None where nodes of one depth differ, or cut pages.  ``page_order``: its page table."""
-    if np.any(snapshot.length % snapshot.page_size):
+    """The levels of a tree, root first; None where nodes of one depth differ, or end within a page.
+
+    ``page_order`` is its page table.
+    """
+    if np.any(snapshot.length % PAGE):
         return None
     children = np.bincount(snapshot.parent[snapshot.parent >= 0], minlength=snapshot.num_nodes)
-    is_leaf = children == 0
-    leaves = np.concatenate(([0], np.cumsum(is_leaf)))
+    leaves = np.concatenate(([0], np.cumsum(children == 0)))
     below = leaves[snapshot.subtree_end] - leaves[:-1]
     found: list[Level] = []
     now = np.flatnonzero(snapshot.parent < 0)
     while len(now):
         parts = []
         while True:
-            if len(set(snapshot.length[now])) > 1 or len(set(below[now])) > 1 or len(set(children[now])) > 1:
+            if any(len(set(of[now])) > 1 for of in (snapshot.length, below, children)):
                 return None
-            first, count = snapshot.page_indptr[now], int(snapshot.length[now[0]]) // snapshot.page_size
+            first, count = snapshot.page_indptr[now], int(snapshot.length[now[0]]) // PAGE
             parts.append(page_order[first[:, None] + np.arange(count)])
-            many = int(children[now[0]])
-            if many != 1:
+            if int(children[now[0]]) != 1:
                 break
             now = now + 1
         found.append(Level(np.concatenate(parts, axis=1), int(below[now[0]])))

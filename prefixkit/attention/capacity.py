@@ -14,6 +14,8 @@ from prefixkit.attention.sharing import HeadShape, may_share
 
 # A plan made by a GPU has capacity for any plan, and the attention op for its partial states: no more than this.
 MOST_PARTIAL_BYTES = 2**29
+# Ints that a planner on a GPU keeps for each node, tile and item (csrc/planner/plan_state.cuh); spare ones to round up.
+NODE_INTS, _TILE_INTS, _ITEM_INTS, _SPARE_INTS = 10, 6, 7, 256
 OVERFLOW = 7  # of counts: 1 where a plan made on the GPU did not fit, and is empty
 
 
@@ -56,6 +58,12 @@ class PlanCapacity:
         ]
         if short:
             raise PlanTooLarge(f"{what} needs {', '.join(short)}; make larger buffers, and capture graphs anew")
+
+
+def scratch_ints(nodes: int, wide: int, narrow: int, rows: int) -> int:
+    """Int32 elements that the op ``plan_tree`` needs beside a plan, for trees of so many nodes and plans of this capacity."""
+    items = wide + narrow + 8
+    return NODE_INTS * (nodes + 8) + (_TILE_INTS + _ITEM_INTS) * items + rows + _SPARE_INTS
 
 
 def capacity_for(tree: StepTree, shape: HeadShape, num_sms: int, cost: GpuCost = H200) -> PlanCapacity:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from functools import cached_property
 
 from prefixkit.attention.sharing import NARROW_HEADS, TILE_HEADS, CostModel
 
@@ -63,6 +65,28 @@ class GpuCost:
     sharing: CostModel
     wide: Role
     narrow: Role
+
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """:data:`COST_NUMBERS` numbers, as an op takes them: the fields of ``sharing``, ``wide`` and ``narrow``, in order."""
+        return (*astuple(self.sharing), *astuple(self.wide), *astuple(self.narrow))
+
+    @staticmethod
+    def of(numbers: Sequence[float]) -> GpuCost:
+        """The cost of which these are the :attr:`numbers`."""
+        item, kv_byte, partial_byte, wide_tile, narrow_tile, tile_heads = numbers[:SHARING_NUMBERS]
+        sharing = CostModel(item, kv_byte, partial_byte, wide_tile, narrow_tile, int(tile_heads))
+        middle = SHARING_NUMBERS + ROLE_NUMBERS
+        return GpuCost(sharing, _role(numbers[SHARING_NUMBERS:middle]), _role(numbers[middle:]))
+
+
+SHARING_NUMBERS, ROLE_NUMBERS = len(fields(CostModel)), len(fields(Role))
+COST_NUMBERS = SHARING_NUMBERS + 2 * ROLE_NUMBERS
+
+
+def _role(numbers: Sequence[float]) -> Role:
+    unit, workers, tokens_per_us, start, leave, fold, least = numbers
+    return Role(int(unit), int(workers), tokens_per_us, start, leave, fold, int(least))
 
 
 # One H200, as gpu_calibrate measures it: KV comes at 4.65 TB/s.

@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.attention.planner import Planner, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.sampling.params import SamplingParams
 
 log = logging.getLogger("prefixkit")
 
@@ -90,43 +87,6 @@ class GraphPlanning(Protocol):
         """The plan that ``work`` holds, or will hold, over a tree in ``nodes``."""
 
 
-class Sampler(Protocol):
-    """Samples the rows of a batch in one launch, between tensors whose addresses stay; see ``backends.cuda.sampling``."""
-
-    rows: int
-    vocab: int
-    device: torch.device
-    active: Tensor
-    tokens: Tensor
-    logprobs: Tensor
-
-    def load(
-        self,
-        rows: slice | Sequence[int] | NDArray[np.integer],
-        params: Sequence[SamplingParams],
-        keys: NDArray[np.uint64],
-        steps: NDArray[np.integer],
-        histories: Sequence[NDArray[np.integer]] | None = None,
-    ) -> None: ...
-
-    def keep(self, index: Tensor) -> None: ...
-
-    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a device samples.
-
-    Attributes:
-        make: A sampler for so many rows of a vocabulary on a device.
-        most_vocab: The largest vocabulary that it serves.
-    """
-
-    make: Callable[[int, int, torch.device], Sampler]
-    most_vocab: int
-
-
 @dataclass(frozen=True)
 class Backend:
     """One implementation of the ops.
@@ -134,8 +94,7 @@ class Backend:
     Attributes:
         name: ``torch`` or ``cuda``.
         planner_for: The planner for some heads on a device in a dtype; it makes what ``tree_attention`` takes as ``plan``.
-        kv_append, rotary_append, tree_attention, advance: The ops.
-        sampling: How a device samples; None where the specification does, on the host.
+        kv_append, rotary_append, tree_attention, advance, sample, plan_tree: The ops.
         graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for planners whose
             plans cannot be made anew in a graph.  None: there are no graphs.
     """
@@ -146,7 +105,8 @@ class Backend:
     rotary_append: Callable[..., Tensor]
     tree_attention: Callable[..., tuple[Tensor, Tensor]]
     advance: Callable[..., None]
-    sampling: Sampling | None = None
+    sample: Callable[..., None]
+    plan_tree: Callable[..., None]
     graph_planning: Callable[[Planner], GraphPlanning | None] | None = None
 
 

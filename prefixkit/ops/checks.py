@@ -7,6 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from prefixkit.attention.capacity import scratch_ints
+from prefixkit.attention.gpu_cost import COST_NUMBERS, SHARING_NUMBERS
+from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # A plan packed for the GPU's kernels, as csrc/attention/plan.cuh describes it.
 PACKED = ("counts", "wide", "narrow", "segments", "merge_indptr", "merge_indices")
@@ -121,6 +125,57 @@ def check_advance(
         _shape(op, name, tensor, f"[at least {rows}]", tensor.ndim == 1 and tensor.shape[0] >= rows)
 
 
+def check_sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+    """Arguments of ``sample``."""
+    op, device = "sample", logits.device
+    fits = logits.ndim == 2 and 1 <= logits.shape[1] <= MOST_VOCAB
+    _shape(op, "logits", logits, f"[n, vocab] with 1 to {MOST_VOCAB} tokens", fits)
+    _dtype(op, "logits", logits, FLOATS)
+    rows, vocab = logits.shape
+    if vocab > 1 and logits.stride(1) != 1:
+        strides = list(logits.stride())
+        raise BadShape(f"{op}: logits must have stride 1 over the vocabulary, got strides {strides}; use .contiguous()")
+    for name, tensor, dtype, width in (
+        ("records", records, torch.int32, (RECORD_INTS,)),
+        ("seen", seen, torch.int32, (words(vocab),)),
+        ("tokens", tokens, torch.int64, ()),
+        ("logprobs", logprobs, torch.float32, ()),
+    ):
+        expected = f"[at least {rows}{''.join(f', {n}' for n in width)}], contiguous"
+        fits = tensor.ndim == 1 + len(width) and tensor.shape[0] >= rows and tensor.shape[1:] == width
+        _shape(op, name, tensor, expected, fits and tensor.is_contiguous())
+        _dtype(op, name, tensor, (dtype,))
+        _device(op, name, tensor, device)
+
+
+def check_plan_tree(
+    tree: Sequence[Tensor], work: Sequence[Tensor], scratch: Tensor, heads: Sequence[int], cost: Sequence[float]
+) -> None:
+    """Arguments of ``plan_tree``."""
+    op, device = "plan_tree", tree[1].device
+    _group(op, "tree", ("num_nodes", "parent", "subtree_end", "length", "own"), tree, device)
+    _group(op, "work", PACKED, work, device)
+    _group(op, "scratch", ("scratch",), (scratch,), device)
+    nodes = tree[1].shape[0]
+    _shape(op, "num_nodes", tree[0], "[1]", tree[0].shape == (1,))
+    for name, tensor in zip(("parent", "subtree_end", "length", "own"), tree[1:], strict=True):
+        _shape(op, name, tensor, f"[{nodes}], contiguous", tensor.shape == (nodes,) and tensor.is_contiguous())
+    _work_shapes(op, work)
+    if not all(tensor.is_contiguous() for tensor in (*work, scratch)):
+        raise BadShape(f"{op}: the plan's tensors and scratch must be contiguous")
+    need = scratch_ints(nodes, work[1].shape[0], work[2].shape[0], work[4].shape[0] - 1)
+    _shape(op, "scratch", scratch, f"[at least {need}]", scratch.ndim == 1 and scratch.shape[0] >= need)
+    if len(heads) != 4 or min(heads) < 1 or heads[0] % heads[1]:
+        raise ValueError(
+            f"{op}: heads must be query heads, KV heads, head size, bytes of an element, got {list(heads)}"
+        )
+    if len(cost) != COST_NUMBERS:
+        raise ValueError(f"{op}: cost must be the {COST_NUMBERS} numbers of a GpuCost, got {len(cost)}")
+    group, tile_heads = heads[0] // heads[1], int(cost[SHARING_NUMBERS - 1])
+    if group > tile_heads:
+        raise ValueError(f"{op}: a tile must hold a GQA group of {group} heads, but holds {tile_heads}; plan in numpy")
+
+
 def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor) -> None:
     """Arguments of ``tree_attention`` that differ from layer to layer; :func:`check_work` has the others."""
     op = "tree_attention"
@@ -145,14 +200,19 @@ def check_packed(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> 
     """The same for a plan as the GPU's kernels take it; buffers may be larger than what they hold."""
     op = "tree_attention"
     _group(op, "work", PACKED, work)
-    counts, wide, narrow, segments, merge_indptr, _ = work
+    _work_shapes(op, work)
+    _shape(op, "work.merge_indptr", work[4], f"[{rows} + 1] or more (rows of q)", work[4].shape[0] > rows)
+    _nodes(op, nodes, work[0].device)
+
+
+def _work_shapes(op: str, work: Sequence[Tensor]) -> None:
+    counts, wide, narrow, segments, merge_indptr, merge_indices = work
     _shape(op, "work.counts", counts, "[8]", counts.shape == (8,))
     _shape(op, "work.wide", wide, "[items, 8]", wide.ndim == 2 and wide.shape[1] == 8)
     _shape(op, "work.narrow", narrow, "[items, 8]", narrow.ndim == 2 and narrow.shape[1] == 8)
     _shape(op, "work.segments", segments, "[segments, 3]", segments.ndim == 2 and segments.shape[1] == 3)
-    fits = merge_indptr.ndim == 1 and merge_indptr.shape[0] > rows
-    _shape(op, "work.merge_indptr", merge_indptr, f"[{rows} + 1] or more (rows of q)", fits)
-    _nodes(op, nodes, work[0].device)
+    _shape(op, "work.merge_indptr", merge_indptr, "[rows + 1]", merge_indptr.ndim == 1 and merge_indptr.shape[0] > 0)
+    _shape(op, "work.merge_indices", merge_indices, "[partial rows]", merge_indices.ndim == 1)
 
 
 def _group(

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from prefixkit.attention.variants import lookup
 from prefixkit.ops.backend import backend_for
-from prefixkit.ops.checks import check_advance, check_append, check_attention, check_rotary
+from prefixkit.ops.checks import (
+    check_advance,
+    check_append,
+    check_attention,
+    check_plan_tree,
+    check_rotary,
+    check_sample,
+)
 
 _library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-call]
 
@@ -27,6 +34,10 @@ SCHEMAS = (
     "-> (Tensor out, Tensor lse)",
     "advance(Tensor leaf, Tensor start, Tensor(a!) length, Tensor page_indptr, Tensor pages, Tensor first_slot, "
     "Tensor sampled, Tensor(b!) tokens, Tensor(c!) positions, Tensor(d!) slots, int rows, int page_size) -> ()",
+    "sample(Tensor logits, Tensor(a!) records, Tensor(b!) seen, Tensor(c!) tokens, Tensor(d!) logprobs) -> ()",
+    "plan_tree(Tensor num_nodes, Tensor parent, Tensor subtree_end, Tensor length, Tensor own, Tensor(a!) counts, "
+    "Tensor(b!) wide, Tensor(c!) narrow, Tensor(d!) segments, Tensor(e!) merge_indptr, Tensor(f!) merge_indices, "
+    "Tensor(g!) scratch, int[] heads, int num_sms, float[] cost) -> ()",
 )
 for _schema in SCHEMAS:
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
@@ -144,6 +155,72 @@ def _advance(
     )
 
 
+def _sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+    """Sample a token for every active row, by the specification of ``sampling.specification``, bit by bit.
+
+    A row that is not active is left alone.  Of each other row the token and its log-probability are written, the token's bit in
+    ``seen`` is set, and the record's step grows by 1.  A row that holds NaN or +inf, or no finite logit, or whose scores leave
+    float32, gets token -1, log-probability NaN and no bit, and its step grows too.
+
+    Args:
+        logits: ``[n, vocab]`` float32, bfloat16 or float16; stride 1 over the vocabulary, which has at most 2**20 tokens.
+        records: ``[rows, 12]`` int32, contiguous: a record of each row's parameters, see ``ops.sampling_records``.  This and
+            the following have at least ``n`` rows.
+        seen: ``[rows, ceil(vocab / 32)]`` int32, contiguous: bit ``t % 32`` of word ``t // 32`` says that the sequence holds
+            token ``t``.  Read where there is a repetition penalty.
+        tokens: ``[rows]`` int64, written.
+        logprobs: ``[rows]`` float32, written: the log-softmax of the untouched logits at the token.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: an argument does not fit the others.
+    """
+    check_sample(logits, records, seen, tokens, logprobs)
+    backend_for(logits.device).sample(logits, records, seen, tokens, logprobs)
+
+
+def _plan_tree(
+    num_nodes: Tensor,
+    parent: Tensor,
+    subtree_end: Tensor,
+    length: Tensor,
+    own: Tensor,
+    counts: Tensor,
+    wide: Tensor,
+    narrow: Tensor,
+    segments: Tensor,
+    merge_indptr: Tensor,
+    merge_indices: Tensor,
+    scratch: Tensor,
+    heads: Sequence[int],
+    num_sms: int,
+    cost: Sequence[float],
+) -> None:
+    """The plan that ``attention.plan.make_plan`` specifies, array by array, for a tree whose arrays are on the device.
+
+    All tensors are int32 and contiguous.
+
+    Args:
+        num_nodes: ``[1]`` nodes of the tree.
+        parent, subtree_end: ``[nodes]`` as in the snapshot; these and the following may have more elements than nodes.
+        length: ``[nodes]`` tokens of each node that are visible in the step.
+        own: ``[nodes]`` query rows in each node.
+        counts, wide, narrow, segments, merge_indptr, merge_indices: The arrays of a ``Plan``, written; their sizes are the
+            plan's capacity.  A plan that does not fit is empty, and ``counts[OVERFLOW]`` is 1.
+        scratch: ``[scratch_ints(...)]`` (``attention.capacity``), whose content after the call means nothing.
+        heads: Query heads, KV heads, head size, bytes of an element.
+        num_sms: Blocks to plan for.
+        cost: ``GpuCost.numbers``; its tiles hold a whole GQA group at least.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: an argument does not fit the others.
+        ValueError: heads or cost are none, or no tile holds a group.
+    """
+    tree = num_nodes, parent, subtree_end, length, own
+    work = counts, wide, narrow, segments, merge_indptr, merge_indices
+    check_plan_tree(tree, work, scratch, heads, cost)
+    backend_for(parent.device).plan_tree(*tree, *work, scratch, heads, num_sms, cost)
+
+
 def _fake_kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     check_append(key, value, k_pages, v_pages, slots)
 
@@ -186,6 +263,31 @@ def _fake_advance(
     check_advance(leaf, start, length, page_indptr, pages, first_slot, sampled, tokens, positions, slots, rows)
 
 
+def _fake_sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+    check_sample(logits, records, seen, tokens, logprobs)
+
+
+def _fake_plan_tree(
+    num_nodes: Tensor,
+    parent: Tensor,
+    subtree_end: Tensor,
+    length: Tensor,
+    own: Tensor,
+    counts: Tensor,
+    wide: Tensor,
+    narrow: Tensor,
+    segments: Tensor,
+    merge_indptr: Tensor,
+    merge_indices: Tensor,
+    scratch: Tensor,
+    heads: Sequence[int],
+    num_sms: int,
+    cost: Sequence[float],
+) -> None:
+    work = counts, wide, narrow, segments, merge_indptr, merge_indices
+    check_plan_tree((num_nodes, parent, subtree_end, length, own), work, scratch, heads, cost)
+
+
 def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
     raise NoBackward(
         "prefixkit's attention is for inference and has no backward; run the model under torch.inference_mode(), or "
@@ -198,6 +300,8 @@ for _name, _run, _fake in (
     ("rotary_append", _rotary_append, _fake_rotary_append),
     ("tree_attention", _tree_attention, _fake_tree_attention),
     ("advance", _advance, _fake_advance),
+    ("sample", _sample, _fake_sample),
+    ("plan_tree", _plan_tree, _fake_plan_tree),
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _run, _key)  # type: ignore[no-untyped-call]

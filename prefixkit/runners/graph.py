@@ -23,7 +23,7 @@ from prefixkit.attention.decode_batch import DecodeBatch
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step
-from prefixkit.ops.backend import GraphPlanning, NotCapturable, Sampling
+from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
 from prefixkit.runners.decoder import CannotDecode, Drawn, Laws, decode_step
 from prefixkit.runners.graph_arrays import GraphArrays, bucket_of
@@ -48,7 +48,6 @@ class GraphDecoder:
     Args:
         model: Runs a step in a way that can be captured: no waiting for the device, no allocation outside torch.
         planning: How steps in graphs are planned, for the model's heads.
-        sampling: How the device samples.
         page_size: Of the pool.
         device: The GPU.
         shrink: A graph for fewer rows is captured where it has at most this part of the rows of the smallest there is that
@@ -69,7 +68,6 @@ class GraphDecoder:
         self,
         model: Callable[[Step], Tensor],
         planning: GraphPlanning,
-        sampling: Sampling,
         page_size: int,
         device: torch.device | str,
         shrink: float = 1.0,
@@ -77,8 +75,7 @@ class GraphDecoder:
         moves: Callable[[], int] | None = None,
         capture: Callable[[Callable[[], None], object], Graph] | None = None,
     ) -> None:
-        self.model, self.page_size = model, page_size
-        self.planning, self.sampling = planning, sampling
+        self.model, self.planning, self.page_size = model, planning, page_size
         self.device, self.shrink = torch.device(device), shrink
         self.weights, self.moves = weights, moves
         self.capture = capture_graph if capture is None else capture
@@ -186,7 +183,7 @@ class GraphDecoder:
             self._graphs.clear()
             self._arrays = None  # before the new ones are made
             self._pool = torch.cuda.graph_pool_handle()
-            self._arrays = GraphArrays(batch, self.planning, self.sampling, self.page_size, self.device)
+            self._arrays = GraphArrays(batch, self.planning, self.page_size, self.device)
         return self._arrays
 
     def _forget_moved(self) -> None:
@@ -247,7 +244,7 @@ class GraphDecoder:
 
         def run() -> None:
             arrays.tree.advance(step.num_rows)
-            sampler.draw(self.model(step))
+            sampler.sample(self.model(step))
 
         try:
             return self.capture(run, self._pool)

@@ -10,9 +10,11 @@ from torch import Tensor
 from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.attention.decode_batch import DecodeBatch
 from prefixkit.attention.staging import upload
-from prefixkit.ops.backend import GraphPlanning, Sampler, Sampling
+from prefixkit.ops.backend import GraphPlanning
+from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from prefixkit.runners.decoder import CannotDecode, Laws
+from prefixkit.runners.sampler import Sampler
 
 # Rows of a step are rounded up to a bucket's: by less than half of them, but for the smallest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
@@ -57,9 +59,7 @@ class Ring:
 class GraphArrays:
     """Everything that graphs read and write, for batches up to a size."""
 
-    def __init__(
-        self, batch: DecodeBatch, planning: GraphPlanning, sampling: Sampling, page_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, batch: DecodeBatch, planning: GraphPlanning, page_size: int, device: torch.device) -> None:
         need, rows = DecodeCapacity.of(batch), bucket_of(batch.num_rows)
         self.first = batch
         self.rows = rows
@@ -70,7 +70,7 @@ class GraphArrays:
         self.wanted = torch.arange(rows, device=device)
         self.ring = Ring.of(rows)
         self.sampler: Sampler | None = None
-        self._planning, self._sampling = planning, sampling
+        self._planning = planning
 
     def holds(self, batch: DecodeBatch) -> bool:
         if not self.tree.capacity.holds(DecodeCapacity.of(batch)):
@@ -79,11 +79,10 @@ class GraphArrays:
 
     def make_sampler(self, vocab: int) -> None:
         if self.sampler is None:
-            most = self._sampling.most_vocab
-            if vocab > most:
-                raise CannotDecode(f"the sampling kernel serves up to {most} tokens, the model has {vocab}")
+            if vocab > MOST_VOCAB:
+                raise CannotDecode(f"the sampling kernel serves up to {MOST_VOCAB} tokens, the model has {vocab}")
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
-                self.sampler = self._sampling.make(self.rows, vocab, self.tree.leaf.device)
+                self.sampler = Sampler(self.rows, vocab, self.tree.leaf.device)
             self.tree.drawn = self.sampler.tokens
 
     def start(self, laws: Laws) -> None:

@@ -1,30 +1,170 @@
-"""Sampling on a device in steps that no graph holds: first tokens above all, for many samples from one prompt's logits."""
+"""Sampling on a device between tensors whose addresses stay: by the op ``sample``, which a CUDA graph can capture.
+
+Nothing waits for the device, and sampling allocates nothing there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.ops.backend import Backend, Sampler
+from prefixkit.attention.staging import upload
+from prefixkit.ops import library  # noqa: F401  defines the op
+from prefixkit.ops.sampling_records import ACTIVE, MOST_VOCAB, RECORD_INTS, STEP, mask, records, words
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.specification import SampleRows, sample_on_host
 
+Ids = NDArray[np.integer[Any]]
 
-def sampler_of(backend: Backend) -> SampleRows:
-    """What samples rows of logits: the backend's sampler, or the specification where it has none."""
-    return sample_on_host if backend.sampling is None else DeviceSampler(backend)
+
+class Sampler:
+    """Parameters and state of up to ``rows`` sequences that are sampled together; rows are inactive until loaded.
+
+    A row that holds NaN or +inf, or no finite logit, or whose scores leave float32, gets token -1 and log-probability NaN,
+    where the specification raises.
+
+    Attributes:
+        rows, vocab: Most rows, and the length of each.
+        tokens: ``[rows]`` int64, what was sampled last; rows that are not active keep theirs.
+        logprobs: ``[rows]`` float32, the log-softmax of the untouched logits at the token.
+        steps: ``[rows]`` int32 view, how many tokens a row has sampled: the counter of its random stream.  A step adds 1.
+        active: ``[rows]`` int32 view, 0 for rows that are left alone; kernels may write it.
+        seen: ``[rows, ceil(vocab / 32)]`` int32, bit ``t % 32`` of word ``t // 32`` says that the sequence holds token ``t``.
+            Kept for every row, read where there is a repetition penalty.
+
+    Raises:
+        ValueError: a size below 1, or a vocabulary above 2**20.
+    """
+
+    def __init__(self, rows: int, vocab: int, device: torch.device | str) -> None:
+        if rows < 1 or not 1 <= vocab <= MOST_VOCAB:
+            raise ValueError(
+                f"a sampler needs at least 1 row and 1 to {MOST_VOCAB} tokens, got {rows} rows of {vocab}; "
+                "sample from larger ones with sampling.draw"
+            )
+        self.rows, self.vocab = rows, vocab
+        self._records = torch.zeros(rows, RECORD_INTS, dtype=torch.int32, device=device)
+        self.device = self._records.device
+        self.steps, self.active = self._records[:, STEP], self._records[:, ACTIVE]
+        self.seen = torch.zeros(rows, words(vocab), dtype=torch.int32, device=self.device)
+        self.tokens = torch.full((rows,), -1, dtype=torch.int64, device=self.device)
+        self.logprobs = torch.full((rows,), torch.nan, device=self.device)
+
+    def load(
+        self,
+        rows: slice | Sequence[int] | Ids,
+        params: Sequence[SamplingParams],
+        keys: NDArray[np.uint64],
+        steps: Ids,
+        histories: Sequence[Ids] | None = None,
+    ) -> None:
+        """Give rows their parameters and make them active: one copy on the current stream, for which the host does not wait.
+
+        Args:
+            rows: Which, each once.
+            params: One for each of them.
+            keys: ``[n]`` from ``rng.sample_key``.
+            steps: ``[n]`` how many tokens each has sampled before, from 0 to 2**31 - 1.
+            histories: For each the tokens its sequence holds, prompt included; only the repetition penalty needs them.
+
+        Raises:
+            ValueError: lengths disagree, a row does not exist, or a penalised row has no history.
+        """
+        number = np.arange(self.rows)[rows] if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64).ravel()
+        self._check(number, params, keys, steps, histories)
+        if not len(number):
+            return
+        penalised = [i for i, each in enumerate(params) if each.repetition_penalty != 1]
+        masks = [mask(histories[i], self.vocab) for i in penalised] if histories is not None else []
+        arrays: list[NDArray[np.signedinteger]] = [
+            number,
+            records(params, np.asarray(keys, dtype=np.uint64), np.asarray(steps)),
+        ]
+        if masks:
+            arrays += [number[penalised], np.stack(masks)]
+        there = upload(arrays, self.device)
+        self._records.index_copy_(0, there[0], there[1])
+        if masks:
+            self.seen.index_copy_(0, there[2], there[3])
+
+    def _check(
+        self,
+        rows: Ids,
+        params: Sequence[SamplingParams],
+        keys: NDArray[np.uint64],
+        steps: Ids,
+        histories: Sequence[Ids] | None,
+    ) -> None:
+        if len(rows) and not (rows.min() >= 0 and rows.max() < self.rows and len(np.unique(rows)) == len(rows)):
+            raise ValueError(f"rows must be different and from 0 to {self.rows - 1}, got {rows.tolist()}")
+        sizes = {"params": len(params), "keys": len(keys), "steps": len(steps)}
+        if histories is not None:
+            sizes["histories"] = len(histories)
+        for name, size in sizes.items():
+            if size != len(rows):
+                raise ValueError(f"{name} must have one entry for each of the {len(rows)} rows, got {size}")
+        if histories is None:
+            for row, each in zip(rows, params, strict=True):
+                if each.repetition_penalty != 1:
+                    raise ValueError(
+                        f"row {row} asks for repetition_penalty={each.repetition_penalty}, which needs the tokens of its "
+                        "sequence; pass histories, or use repetition_penalty=1.0"
+                    )
+
+    def keep(self, index: Tensor) -> None:
+        """Move rows to the front: row ``i`` becomes what row ``index[i]`` was; those behind become inactive.
+
+        Args:
+            index: ``[n]`` int64 on the device, n at most ``rows``; a row may be taken more than once.
+        """
+        count = len(index)
+        if index.ndim != 1 or count > self.rows or index.dtype != torch.int64 or index.device != self.device:
+            raise ValueError(
+                f"index must be at most {self.rows} int64 row numbers on {self.device}, got {list(index.shape)} "
+                f"{index.dtype} on {index.device}"
+            )
+        for state in (self._records, self.seen, self.tokens, self.logprobs):
+            state[:count] = state.index_select(0, index)
+        self.active[count:] = 0
+
+    def sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample a token for every active row of the first ``n``, on the current stream; can be captured in a CUDA graph.
+
+        Args:
+            logits: ``[n, vocab]`` float32, bfloat16 or float16, n at most ``rows``; stride 1 over the vocabulary.
+
+        Returns:
+            ``tokens[:n]`` and ``logprobs[:n]``, always at the same place.
+
+        Raises:
+            ValueError, TypeError: the logits do not fit.
+        """
+        if logits.ndim != 2 or logits.shape[1] != self.vocab or logits.shape[0] > self.rows:
+            raise ValueError(
+                f"logits must have shape [at most {self.rows}, {self.vocab}], got {list(logits.shape)}; "
+                "make a sampler for more rows, or for this vocabulary"
+            )
+        torch.ops.prefixkit.sample(logits, self._records, self.seen, self.tokens, self.logprobs)
+        return self.tokens[: len(logits)], self.logprobs[: len(logits)]
+
+
+def sampler_of(device: torch.device) -> SampleRows:
+    """What samples rows of logits on a device; on a CPU the specification itself, which says what is wrong with a row."""
+    return sample_on_host if device.type == "cpu" else DeviceSampler()
 
 
 class DeviceSampler:
-    """Samples the tokens of the specification on a device; keeps one sampler, for as many rows as it has met."""
+    """Samples in steps that no graph holds: first tokens above all, for many samples from one prompt's logits.
 
-    def __init__(self, backend: Backend) -> None:
-        assert backend.sampling is not None, "asked before"
-        self._sampling = backend.sampling
+    Keeps one sampler, for as many rows as it has met.
+    """
+
+    def __init__(self) -> None:
         self._sampler: Sampler | None = None
 
     def __call__(
@@ -37,12 +177,12 @@ class DeviceSampler:
     ) -> tuple[Tensor, Tensor]:
         """As ``specification.sample_on_host``, but token -1 where nothing can be sampled."""
         rows, vocab = logits.shape
-        if vocab > self._sampling.most_vocab:
+        if vocab > MOST_VOCAB:
             return sample_on_host(logits, params, keys, steps, histories)
         sampler = self._sampler
         if sampler is None or sampler.rows < rows or sampler.vocab != vocab or sampler.device != logits.device:
             with torch.inference_mode(False):
-                sampler = self._sampler = self._sampling.make(rows, vocab, logits.device)
+                sampler = self._sampler = Sampler(rows, vocab, logits.device)
         sampler.load(slice(0, rows), params, keys, steps, histories)
-        tokens, logprobs = sampler.draw(logits)
+        tokens, logprobs = sampler.sample(logits)
         return tokens.cpu(), logprobs.cpu()

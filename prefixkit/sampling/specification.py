@@ -53,6 +53,10 @@ _SPARE = 0.01  # of an exponent of 2: more than its roundings, down to 2**-64
 _SHRINK = 1 - 1e-6  # bounds give way by more than float32 rounds, so that rounding never excludes a token
 
 
+class BrokenLogits(ValueError):
+    """No token can be sampled: a row holds NaN, +inf or no finite value, or its scores leave float32."""
+
+
 def draw(
     logits: Tensor,
     params: SamplingParams | Sequence[SamplingParams],
@@ -74,7 +78,8 @@ def draw(
 
     Raises:
         TypeError: the logits are not float32.
-        ValueError: shapes disagree, a row holds NaN, +inf or no finite logit, or a penalised row has no history.
+        ValueError: shapes disagree, or a penalised row has no history.
+        BrokenLogits: a row holds NaN, +inf or no finite logit, or its scores leave float32.
     """
     each, seen = _check(logits, params, uniforms, histories)
     rows, vocab = logits.shape
@@ -177,7 +182,7 @@ def _check_finite(log_softmax: Tensor, logits: Tensor, first_row: int) -> None:
         row = first_row + int(broken.nonzero()[0])
         values = logits[row]
         what = "NaN" if values.isnan().any() else "+inf" if values.isposinf().any() else "no finite value"
-        raise ValueError(
+        raise BrokenLogits(
             f"row {row} of the logits holds {what}, so no token can be drawn; look at what the model computed"
         )
 
@@ -193,7 +198,7 @@ def _scores(logits: Floats, laws: Sequence[SamplingParams], histories: Sequence[
                     _penalise(row, history, law.repetition_penalty)
         divided = scores.max(1) / np.array([1 if law.greedy else law.temperature for law in laws], dtype=np.float32)
     if not np.isfinite(divided).all():
-        raise ValueError(
+        raise BrokenLogits(
             "logits over temperature, or under the repetition penalty, leave float32; use values nearer to 1"
         )
     return scores

@@ -6,13 +6,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from torch import Tensor
 
 from prefixkit.attention.bsr import Queries, decompose, visible_lengths
-from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.sharing import CostModel, HeadShape
+from prefixkit.attention.variants import CAUSAL, Variant
+from prefixkit.backends.torch import tuning
+from prefixkit.backends.torch.batches import Heads
+from prefixkit.backends.torch.pieces import Work
+from prefixkit.backends.torch.planner import bind
+from prefixkit.backends.torch.program import Program, compile_program
+from prefixkit.backends.torch.run import run_program
+from prefixkit.backends.torch.tuning import Tuning
 from prefixkit.ops import library as ops  # noqa: F401
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
@@ -191,21 +198,41 @@ def random_case(
 
 
 def plan_of(case: Case, cost: CostModel, *, shared: np.ndarray | None = None) -> Plan:
-    """The case's plan; ``shared`` as ``decompose`` takes it."""
-    return make_plan(decompose(case.snapshot, case.queries, case.shape, cost, shared), case.queries.num_rows)
+    """The case's plan with every row whole; ``shared`` as ``decompose`` takes it."""
+    rows = decompose(case.snapshot, case.queries, case.shape, cost, shared)
+    return make_plan([rows], visible_lengths(case.snapshot, case.queries), case.queries.num_rows)
 
 
-def gpu_plan_of(case: Case, cost: CostModel, num_sms: int = 3, wide_rows: int = H200.sharing.tile_heads) -> GpuPlan:
-    """The case's plan for kernels with so many blocks and rows of a wide tile."""
-    return make_gpu_plan(
-        [decompose(case.snapshot, case.queries, case.shape, cost)],
+def gpu_plan_of(
+    case: Case,
+    cost: CostModel,
+    num_sms: int = 3,
+    wide_rows: int = H200.sharing.tile_heads,
+    *,
+    shared: np.ndarray | None = None,
+    gpu: GpuCost = H200,
+) -> Plan:
+    """The case's plan for kernels with so many blocks and rows of a wide tile: rows cut into tiles, and their KV split."""
+    return make_plan(
+        [decompose(case.snapshot, case.queries, case.shape, cost, shared)],
         visible_lengths(case.snapshot, case.queries),
         case.queries.num_rows,
         group=case.shape.group,
         kv_heads=case.shape.kv_heads,
         num_sms=num_sms,
-        cost=replace(H200, sharing=replace(H200.sharing, tile_heads=wide_rows)),
+        cost=replace(gpu, sharing=replace(gpu.sharing, tile_heads=wide_rows)),
     )
+
+
+def random_split_plan(rng: np.random.Generator, case: Case, cost: CostModel, shared: np.ndarray | None = None) -> Plan:
+    """A plan whose tiles hold few queries and whose KV is split every few tokens, as if the GPU were large."""
+    roles = [
+        replace(role, unit=int(rng.integers(1, 9)), start=0.0, leave=0.0, fold=0.0, least=1)
+        for role in (H200.wide, H200.narrow)
+    ]
+    gpu = replace(H200, wide=roles[0], narrow=roles[1])
+    wide_rows = int(rng.choice([16, 128]))
+    return gpu_plan_of(case, cost, int(rng.choice([1, 3, 40])), wide_rows, shared=shared, gpu=gpu)
 
 
 def int_tensors(*arrays: np.ndarray | list[int]) -> list[Tensor]:
@@ -220,14 +247,48 @@ def node_tensors(case: Case) -> list[Tensor]:
 
 def attend(case: Case, plan: Plan, variant: str = "causal") -> tuple[Tensor, Tensor]:
     """The op under test."""
+    step = bind(plan, case.snapshot, case.queries)  # alive during the call
     out, lse = torch.ops.prefixkit.tree_attention(
-        case.q,
-        case.k_pages,
-        case.v_pages,
-        case.positions,
-        int_tensors(*plan.arrays()),
-        node_tensors(case),
-        case.scale,
-        variant,
+        case.q, case.k_pages, case.v_pages, case.positions, step.tensors, case.scale, variant
     )
     return out, lse
+
+
+def work_of(case: Case, plan: Plan) -> Work:
+    """What the torch executor makes of a plan."""
+    return Work.of(plan, case.snapshot, visible_lengths(case.snapshot, case.queries), case.positions.numpy())
+
+
+def program_of(case: Case, plan: Plan, variant: Variant = CAUSAL, costs: Tuning = tuning.CPU) -> Program:
+    """The program for a CPU, with costs of one's own."""
+    return compile_program(
+        work_of(case, plan),
+        len(case.k_pages),
+        Heads(case.shape.heads, case.shape.kv_heads, case.shape.head_dim, costs),
+        variant,
+        exact_views=case.q.dtype == torch.float32,
+        flash=True,
+    )
+
+
+def gpu_program_of(case: Case, plan: Plan, variant: Variant = CAUSAL, costs: Tuning = tuning.GPU) -> Program:
+    """The program for plain torch on a GPU; it runs on any device."""
+    return compile_program(
+        work_of(case, plan),
+        len(case.k_pages),
+        Heads(case.shape.heads, case.shape.kv_heads, case.shape.head_dim, costs),
+        variant,
+        exact_views=False,
+        flash=False,
+    )
+
+
+def run_on(case: Case, program: Program, variant: Variant = CAUSAL) -> tuple[Tensor, Tensor]:
+    """A program on the case's numbers, in pages laid out as its device has them."""
+    pages = (case.k_pages, case.v_pages) if program.on_cpu else map(head_major, (case.k_pages, case.v_pages))
+    return run_program(program, case.q, *pages, case.scale, variant)
+
+
+def head_major(pages: Tensor) -> Tensor:
+    """``[pages, page_size, kv_heads, head_dim]`` with strides that put a page's heads one after the other."""
+    return pages.transpose(1, 2).contiguous().transpose(1, 2)

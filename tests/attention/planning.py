@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 
 from prefixkit.attention.bsr import BSR, Queries, decompose, visible_lengths
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
+from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.tree.ragged import ranges
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.attention.forests import make_snapshot, random_parents
 
 HEADS = ((1, 1), (8, 1), (32, 8), (32, 32), (6, 2), (64, 1), (40, 2))
+
+
+def tree(parents: list[int], lengths: list[int]) -> TreeSnapshot:
+    """A tree in depth-first order, every node on pages of its own, in order."""
+    return make_snapshot(np.random.default_rng(0), parents, lengths, 16, orderly=True)[0]
 
 
 def random_shape(rng: np.random.Generator) -> HeadShape:
@@ -47,10 +52,10 @@ def random_tree(
     return snapshot, Queries(*(a.astype(np.int32) for a in (node, (lengths - count)[node], lengths[node])))
 
 
-def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: GpuCost, num_sms: int) -> GpuPlan:
+def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: GpuCost, num_sms: int) -> Plan:
     """The plan that any planner must make."""
     rows = decompose(snapshot, queries, shape, cost.sharing)
-    return make_gpu_plan(
+    return make_plan(
         [rows],
         visible_lengths(snapshot, queries),
         queries.num_rows,

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from prefixkit.attention.gpu_plan import H200_COST, make_gpu_plan
 
 from prefixkit.attention.bsr import Queries, decompose, visible_lengths
 from prefixkit.attention.capacity import PlanCapacity, PlanTooLarge, capacity_for, room_for, size_of
+from prefixkit.attention.gpu_cost import H200, H200_COST
+from prefixkit.attention.plan import make_plan
 from prefixkit.attention.sharing import HeadShape
 from tests.attention.forests import make_snapshot, random_parents
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
@@ -40,7 +41,8 @@ def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
         shared = rng.random(len(parents)) < rng.random()
         formats = [decompose(snapshot, queries, shape, H200_COST, shared if rng.random() < 0.5 else None)]
         length = visible_lengths(snapshot, queries)
-        plan = make_gpu_plan(formats, length, queries.num_rows, group=group, kv_heads=kv_heads, num_sms=sms)
+        heads = {"group": group, "kv_heads": kv_heads}
+        plan = make_plan(formats, length, queries.num_rows, num_sms=sms, cost=H200, **heads)
         capacity.check(size_of(plan))
 
 

@@ -18,6 +18,7 @@ The rule is about sums over forests, but every forest's error is held against it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -39,9 +40,21 @@ from prefixkit.attention.variants import (
     sliding_window,
     soft_cap,
 )
-from prefixkit.backends.torch import program as cpu_program
-from prefixkit.backends.torch import tuning as cpu_tuning
-from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, attend, fill, make_snapshot, plan_of, random_case
+from prefixkit.backends.torch.tuning import CPU, Tuning
+from tests.attention.forests import (
+    FOLD_ALL,
+    SHARE_ALL,
+    Case,
+    attend,
+    fill,
+    gpu_program_of,
+    make_snapshot,
+    plan_of,
+    program_of,
+    random_case,
+    random_split_plan,
+    run_on,
+)
 
 ALLOWED = 1.5
 ORDERS = 4
@@ -88,9 +101,11 @@ def random_variant(rng: np.random.Generator, name: str, heads: int) -> Variant:
 
 
 def random_plan(rng: np.random.Generator, case: Case) -> Plan:
-    """Any plan that computes the case: node by node shared or folded."""
+    """Any plan that computes the case: node by node shared or folded, rows whole or cut into tiles with their KV split."""
     cost = (CPU_COST, SHARE_ALL, FOLD_ALL)[rng.integers(3)]
     shared = rng.random(case.snapshot.num_nodes) < 0.5 if rng.random() < 0.4 else None
+    if rng.random() < 0.3:
+        return random_split_plan(rng, case, cost, shared)
     return plan_of(case, cost, shared=shared)
 
 
@@ -142,7 +157,23 @@ def torch_attention(case: Case, variant: Variant) -> tuple[Tensor, Tensor]:
     return out.transpose(1, 2), score.float().logsumexp(dim=-1).transpose(1, 2)
 
 
-def measure(errors: Errors, seed: int, case: Case, plan: Plan, variant: Variant) -> None:
+Run = Callable[[Case, Plan, Variant], tuple[Tensor, Tensor]]
+
+
+def by_op(case: Case, plan: Plan, variant: Variant) -> tuple[Tensor, Tensor]:
+    return attend(case, plan, register(variant))
+
+
+def tuned(costs: Tuning) -> Run:
+    """The executor with costs of one's own."""
+    return lambda case, plan, variant: run_on(case, program_of(case, plan, variant, costs), variant)
+
+
+def as_on_a_gpu(case: Case, plan: Plan, variant: Variant) -> tuple[Tensor, Tensor]:
+    return run_on(case, gpu_program_of(case, plan, variant), variant)
+
+
+def measure(errors: Errors, seed: int, case: Case, plan: Plan, variant: Variant, run: Run = by_op) -> None:
     dense = reference_attention(
         case.snapshot, case.row_node, case.positions.numpy(), case.q, case.k_pages, case.v_pages, case.scale, variant
     )
@@ -159,31 +190,41 @@ def measure(errors: Errors, seed: int, case: Case, plan: Plan, variant: Variant)
         q, k_pages, v_pages = case.q.float(), case.k_pages.float(), case.v_pages.float()
         _, torch_lse = torch_attention(replace(case, q=q, k_pages=k_pages, v_pages=v_pages), variant)
     errors.seed.append(seed)
-    errors.ours.append(error(*attend(case, plan, register(variant))))
+    errors.ours.append(error(*run(case, plan, variant)))
     errors.theirs.append([error(*results) for results in zip(torch_out, torch_lse, strict=True)])
 
 
-TUNINGS = {
-    "measured": cpu_tuning.Tuning(),
+RUNS = (
+    by_op,
     # As if forests were large: nearly every piece alone, runs detached, calls and batches cut, tiles of a few rows.
-    "calls": cpu_tuning.Tuning(call_us=1e-6, call_elements=1 << 10, variant_rows=3, fold_rows=2),
+    tuned(replace(CPU, call_us=1e-6, call_elements=1 << 10, scored_rows=3, fold_rows=2)),
     # As if calls were dear: everything in few padded batches.
-    "batches": cpu_tuning.Tuning(call_us=1e6, batch_elements=1 << 12, variant_rows=2, fold_rows=1 << 20),
-}
+    tuned(replace(CPU, call_us=1e6, batch_elements=1 << 12, scored_rows=2, fold_rows=1 << 20)),
+)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_forest_within_torchs_error(
-    dtype: torch.dtype, variant: str, num_forests: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_forest_within_torchs_error(dtype: torch.dtype, variant: str, num_forests: int) -> None:
     share = num_forests // 4 if dtype == torch.float32 and variant == "causal" else num_forests * 3 // 4 // 20
     errors = Errors()
     for seed in range(max(share, 60)):
         rng = np.random.default_rng([seed, VARIANTS.index(variant), dtype.itemsize])
-        monkeypatch.setattr(cpu_tuning, "TUNING", list(TUNINGS.values())[seed % len(TUNINGS)])
         case = random_case(rng, dtype)
-        measure(errors, seed, case, random_plan(rng, case), random_variant(rng, variant, case.q.shape[1]))
+        plan = random_plan(rng, case)
+        measure(errors, seed, case, plan, random_variant(rng, variant, case.q.shape[1]), RUNS[seed % len(RUNS)])
+    errors.check()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_forest_within_torchs_error_as_on_a_gpu(dtype: torch.dtype, variant: str) -> None:
+    errors = Errors()
+    for seed in range(60):
+        rng = np.random.default_rng([seed, VARIANTS.index(variant), dtype.itemsize])
+        case = random_case(rng, dtype)
+        plan = random_plan(rng, case)
+        measure(errors, seed, case, plan, random_variant(rng, variant, case.q.shape[1]), as_on_a_gpu)
     errors.check()
 
 
@@ -227,7 +268,6 @@ def test_equal_runs_are_bitwise_equal(seed: int) -> None:
     case = random_case(rng)
     plan = random_plan(rng, case)
     first = attend(case, plan)
-    cpu_program.forget()
     assert all(map(torch.equal, first, attend(case, plan)))
 
 
@@ -236,15 +276,7 @@ def test_the_order_of_items_does_not_change_a_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
     plan = plan_of(case, SHARE_ALL)
-    order = rng.permutation(len(plan.items))
-    bounds = [slice(plan.segment_indptr[i], plan.segment_indptr[i + 1]) for i in order]
-    shuffled = Plan(
-        items=plan.items[order],
-        segment_indptr=np.cumsum([0, *(part.stop - part.start for part in bounds)]).astype(np.int32),
-        segments=np.concatenate([plan.segments[part] for part in bounds]),
-        merge_indptr=plan.merge_indptr,
-        merge_indices=plan.merge_indices,
-    )
+    shuffled = replace(plan, wide=rng.permutation(plan.wide))
     assert all(map(torch.equal, attend(case, plan), attend(case, shuffled)))
 
 
@@ -267,7 +299,7 @@ def test_pages_do_not_change_a_bit_while_copies_are_cheap(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_however_a_forest_is_cut_the_answer_is_within_torchs_error(dtype: torch.dtype) -> None:
-    """Share everything, nothing or some nodes: equal up to rounding, which is all that differs."""
+    """Share everything, nothing or some nodes, in any tiles and splits: equal up to rounding, which is all that differs."""
     errors = Errors()
     for seed in range(12):
         rng = np.random.default_rng(seed)
@@ -276,6 +308,8 @@ def test_however_a_forest_is_cut_the_answer_is_within_torchs_error(dtype: torch.
         for plan in (
             plan_of(case, SHARE_ALL),
             plan_of(case, FOLD_ALL),
+            random_split_plan(rng, case, SHARE_ALL),
+            random_split_plan(rng, case, FOLD_ALL),
             *(plan_of(case, CPU_COST, shared=s) for s in some),
         ):
             measure(errors, seed, case, plan, CAUSAL)

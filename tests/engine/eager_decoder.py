@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.decode_batch import DecodeBatch
-from prefixkit.attention.step import Planner, Step
+from prefixkit.attention.planner import Planner
+from prefixkit.attention.staging import upload
+from prefixkit.attention.step import Step
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from prefixkit.runners.decoder import Drawn, Laws, decode_step
 from prefixkit.sampling.rng import uniforms
@@ -51,13 +53,16 @@ class EagerDecoder:
         self._tree = DecodeTree(DecodeCapacity.of(batch), self.page_size, self.device)
         self._tree.load(batch)
         self.planned, _ = self.planner.plan(batch.snapshot, batch.queries(), self.device)
+        # The tree's tensors are the decode tree's own, which grow in place.
+        work = upload(self.planned.plan.arrays(), self.device)
+        self._step_plan = replace(self.planned, tensors=[*work, *self._tree.nodes])
 
     def step(self) -> None:
         laws, tree, rows = self._laws, self._tree, self._batch.num_rows
         tree.drawn = torch.from_numpy(laws.last).to(self.device)
         tree.advance(rows)
         wanted = torch.arange(rows, device=self.device)
-        logits = self.model(decode_step(self._batch, tree, wanted, self.planned))
+        logits = self.model(decode_step(self._batch, tree, wanted, self._step_plan))
         drawn, logprobs = draw(logits, laws.params, uniforms(laws.keys, laws.steps), laws.histories)
         last = drawn.cpu().numpy()
         histories = [np.append(old, np.int32(token)) for old, token in zip(laws.histories, last, strict=True)]

@@ -1,12 +1,14 @@
 """A language model without weights: its logits are a hash of all the tokens that a query can see through the plan.
 
-It keeps the token of each slot where a real model keeps KV, and reads them only as the step's work lists say.  So it finds a
+It keeps the token of each slot where a real model keeps KV, and reads them only as the step's plan says: the plan on the host, or
+where a decoder grows the tree the tensors that the kernels take.  So it finds a
 query that sees too little, too much or the wrong branch, and counts how often each token was computed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +16,8 @@ import torch
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.sharing import CostModel, HeadShape
-from prefixkit.attention.step import Planner, Step
+from prefixkit.attention.step import Step
+from prefixkit.backends.torch.planner import TorchPlanner
 from prefixkit.engine.engine import Engine
 from prefixkit.tree.radix import PrefixTree
 from tests.engine.eager_decoder import EagerDecoder
@@ -61,12 +64,12 @@ class FakeModel:
 
     def seen_by_rows(self, step: Step) -> list[list[int]]:
         """The tokens that each row sees, by position; asserts that none is missing, stale or seen twice."""
-        items, segment_indptr, segments, _, _ = (tensor.numpy() for tensor in step.work)
-        start, length, page_indptr, pages, first_slot = (tensor.numpy() for tensor in step.nodes)
+        items, segments, (start, length, page_indptr, pages, first_slot) = work_of(step)
         held = self.pages[0].numpy()
         sight: list[dict[int, int]] = [{} for _ in range(step.num_rows)]
-        for item, (q_begin, q_end, causal, *_) in enumerate(items.tolist()):
-            for node, begin, end in segments[segment_indptr[item] : segment_indptr[item + 1]].tolist():
+        for q_begin, q_end, _, seg_begin, coded, *_ in items.tolist():
+            count, causal = divmod(coded, 2)
+            for node, begin, end in segments[seg_begin : seg_begin + count].tolist():
                 for offset in range(begin, min(end, int(length[node]))):
                     at = int(first_slot[node]) + offset
                     page = int(pages[page_indptr[node] + at // self.page_size])
@@ -82,12 +85,21 @@ class FakeModel:
         return [[tokens[position] for position in sorted(tokens)] for tokens in sight]
 
 
+def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
+    """A step's items, their segments and the tree's arrays: the plan's tensors where these hold them, else the plan on the host."""
+    if len(step.plan) > 1:
+        counts, wide, narrow, segments, _, _, *nodes = (tensor.numpy() for tensor in step.plan[:11])
+        return np.concatenate((wide[: counts[0]], narrow[: counts[1]])), segments, nodes
+    plan, tree = step.planned.plan, step.planned.snapshot
+    return plan.items, plan.segments, (tree.start, step.length, tree.page_indptr, tree.pages, tree.first_slot)
+
+
 def make_engine(
     num_pages: int = 4096, page_size: int = 4, decoder: bool = False, **options
 ) -> tuple[Engine, FakeModel]:
     """An engine over a fake model, with or without a decoder; its cost model shares whatever can be shared."""
     model = FakeModel(num_pages * page_size, page_size)
-    planner = Planner(HeadShape(1, 1, 1, 4), CostModel(item=0, kv_byte=1, partial_byte=0))
+    planner = TorchPlanner(HeadShape(1, 1, 1, 4), CostModel(item=0, kv_byte=1, partial_byte=0))
     engine = Engine(model, FakePool(FakeSpec()), PrefixTree(num_pages, page_size), planner, **options)
     if decoder:
         engine.decoder = EagerDecoder(model, planner, page_size, "cpu")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.tree_attention.workloads import tree, tree_of
 from prefixkit.attention.bsr import Queries
 from prefixkit.attention.capacity import OVERFLOW, PlanTooLarge, capacity_for, size_of
 from prefixkit.attention.gpu_cost import H200
@@ -16,11 +15,7 @@ from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
 from prefixkit.backends.cuda.calibrate import calibrate
 from prefixkit.backends.cuda.planner import CudaPlanner
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
-
-
-def leaves_of(snapshot):
-    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
-    return Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
+from tests.named_trees import leaf_queries, tree, tree_of
 
 
 def planner_of(snapshot, queries, shape, cost, num_sms, spare=0):
@@ -70,9 +65,9 @@ def test_random_trees_give_the_specified_plan_bit_by_bit(size):
     "name", ["2L b64 p1024 s16", "2L b1024 p4096 s128", "2L b256 p16384 s512", "3L fewshot", "beam d6"]
 )
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (32, 32)])
-def test_the_benchmarks_trees(name, heads):
+def test_named_trees(name, heads):
     snapshot = tree_of(name)
-    queries, shape = leaves_of(snapshot), HeadShape(*heads, 128, 2)
+    queries, shape = leaf_queries(snapshot), HeadShape(*heads, 128, 2)
     planner = poisoned(planner_of(snapshot, queries, shape, H200, 132))
     planner.load(snapshot, queries)
     planner.plan()
@@ -93,7 +88,7 @@ def test_a_long_prompt():
 @pytest.mark.parametrize("heads", [(8, 1), (2, 1), (16, 2)])
 def test_a_lone_long_sequence_in_hundreds_of_pieces(heads):
     snapshot, shape = tree_of("2L b1 p1048576 s128"), HeadShape(*heads, 128, 2)
-    queries = leaves_of(snapshot)
+    queries = leaf_queries(snapshot)
     plan = specified(snapshot, queries, shape, H200, 132)
     assert len(plan.narrow) * shape.kv_heads >= 500
     planner = planner_of(snapshot, queries, shape, H200, 132)
@@ -105,8 +100,8 @@ def test_a_lone_long_sequence_in_hundreds_of_pieces(heads):
 def test_a_captured_graph_plans_anew_as_nodes_grow_and_trees_change():
     shape = HeadShape(8, 1, 128, 2)
     first, other = tree_of("2L b256 p4096 s128"), tree_of("2L b64 p1024 s512")
-    planner = planner_of(first, leaves_of(first), shape, H200, 132)
-    planner.load(first, leaves_of(first))
+    planner = planner_of(first, leaf_queries(first), shape, H200, 132)
+    planner.load(first, leaf_queries(first))
     planner.plan()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -118,29 +113,29 @@ def test_a_captured_graph_plans_anew_as_nodes_grow_and_trees_change():
         for tensor in planner.work:
             tensor.fill_(-1)
         graph.replay()
-        assert_same(planner, specified(grown, leaves_of(grown), shape, H200, 132))
-    planner.load(other, leaves_of(other))
+        assert_same(planner, specified(grown, leaf_queries(grown), shape, H200, 132))
+    planner.load(other, leaf_queries(other))
     graph.replay()
-    assert_same(planner, specified(other, leaves_of(other), shape, H200, 132))
+    assert_same(planner, specified(other, leaf_queries(other), shape, H200, 132))
     assert addresses == [tensor.data_ptr() for tensor in planner.work]
 
 
 def test_a_tree_that_may_not_fit_is_refused_before_anything_is_launched():
     small, large = tree_of("2L b64 p1024 s16"), tree_of("2L b256 p1024 s16")
     shape = HeadShape(8, 1, 128, 2)
-    planner = planner_of(small, leaves_of(small), shape, H200, 132)
+    planner = planner_of(small, leaf_queries(small), shape, H200, 132)
     with pytest.raises(PlanTooLarge, match="257 nodes, but the planner has room for 65"):
-        planner.load(large, leaves_of(large))
+        planner.load(large, leaf_queries(large))
     planner = CudaPlanner(shape, 300, planner.capacity, "cuda", H200, 132)
     with pytest.raises(PlanTooLarge, match=r"narrow \(room for .*256 rows \(room for 64\)"):
-        planner.load(large, leaves_of(large))
+        planner.load(large, leaf_queries(large))
 
 
 @pytest.mark.parametrize("short", ["wide", "narrow", "segments", "rows", "partials"])
 def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     """A tree that kernels wrote was never checked; nothing is written outside."""
     snapshot, shape = tree_of("2L b256 p16384 s128"), HeadShape(8, 1, 128, 2)
-    queries = leaves_of(snapshot)
+    queries = leaf_queries(snapshot)
     planner = planner_of(snapshot, queries, shape, H200, 132)
     need = size_of(specified(snapshot, queries, shape, H200, 132))
     tight = CudaPlanner(shape, 300, replace(need, **{short: getattr(need, short) - 1}), "cuda", H200, 132)
@@ -165,7 +160,9 @@ def test_calibration_fits_what_it_measured():
     assert 0.2 < cost.wide.tokens_per_us / cost.narrow.tokens_per_us < 20
     assert 0 < cost.sharing.kv_byte < 1e-4
     snapshot, shape = tree_of("2L b64 p4096 s128"), HeadShape(32, 8, 128, 2)
-    assert len(specified(snapshot, leaves_of(snapshot), shape, cost, 132).wide) > 0, "a long prefix of many is shared"
+    assert len(specified(snapshot, leaf_queries(snapshot), shape, cost, 132).wide) > 0, (
+        "a long prefix of many is shared"
+    )
 
 
 def test_the_planner_for_a_gpu_uses_what_was_measured(tmp_path, monkeypatch):

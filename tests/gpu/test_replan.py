@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
-from benchmarks.tree_attention.workloads import tree_of
 from prefixkit.attention import step as step_module
 from prefixkit.attention.bsr import Queries
 from prefixkit.attention.sharing import HeadShape
@@ -16,6 +15,7 @@ from prefixkit.attention.step import build_step, planner_for
 from prefixkit.cuda.launch import checked
 from prefixkit.tree.radix import PrefixTree
 from tests.gpu.cases import poison
+from tests.named_trees import leaf_queries, tree_of
 
 GPU = torch.device("cuda", 0)
 
@@ -51,11 +51,6 @@ def pending(snapshot):
     return Queries(node, snapshot.ready[node], snapshot.length[node])
 
 
-def leaves_of(snapshot):
-    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
-    return Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_attention_is_the_same_bit_by_bit_while_a_tree_grows_and_changes(planners, seed):
     there, host = planners
@@ -88,7 +83,7 @@ def test_steps_built_ahead_of_each_other_stay_good(planners):
     pages = pools(there.shape, max(int(tree.pages.max()) + 1 for tree in trees))
     steps, expected = [], []
     for version, tree in enumerate(trees):
-        steps.append(make(there, replace(tree, version=version), leaves_of(tree)))
+        steps.append(make(there, replace(tree, version=version), leaf_queries(tree)))
         expected.append(attend(there.shape, steps[-1], pages)[0])
     for step, out in reversed(list(zip(steps, expected, strict=True))):
         assert torch.equal(attend(there.shape, step, pages)[0], out)
@@ -100,7 +95,7 @@ def test_rows_behind_the_plan_come_out_as_zeros(planners, name):
     """As those of a graph's bucket that a batch does not fill."""
     there, _ = planners
     snapshot, more = tree_of(name), 21
-    step, pages = make(there, snapshot, leaves_of(snapshot)), pools(there.shape, int(snapshot.pages.max()) + 1)
+    step, pages = make(there, snapshot, leaf_queries(snapshot)), pools(there.shape, int(snapshot.pages.max()) + 1)
     expected, expected_lse = attend(there.shape, step, pages)
     rows, padded = step.num_rows, torch.nn.functional.pad
     torch.manual_seed(0)  # as attend does
@@ -122,7 +117,7 @@ def test_replans_neither_wait_nor_take_more_memory(planners):
     def turn(version):
         for tree in trees:
             version += 1
-            attend(there.shape, make(there, replace(tree, version=version), leaves_of(tree)), pages)
+            attend(there.shape, make(there, replace(tree, version=version), leaf_queries(tree)), pages)
         return version
 
     version = turn(turn(0))
@@ -142,7 +137,7 @@ def test_what_would_take_too_much_room_is_planned_by_numpy_and_said(planners, mo
     monkeypatch.setattr(step_module, "MOST_PARTIAL_BYTES", 1000)
     tree = tree_of("2L b64 p1024 s16")
     with caplog.at_level(logging.DEBUG, "prefixkit"):
-        step = make(there, tree, leaves_of(tree))
+        step = make(there, tree, leaf_queries(tree))
     assert step.planned.made is not None
     assert "numpy plans: room for any plan" in caplog.text
     assert "plan 1 by the host" in caplog.text

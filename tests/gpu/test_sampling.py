@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.backends.cuda.sampling import GpuSampler
-from prefixkit.backends.cuda.sampling_records import mask
+from prefixkit.runners.sampler import Sampler
+from prefixkit.ops.sampling_records import mask
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import draw
@@ -25,7 +25,7 @@ def way(request, monkeypatch):
 
 
 def poisoned(rows, vocab):
-    sampler = GpuSampler(rows, vocab, "cuda")
+    sampler = Sampler(rows, vocab, "cuda")
     sampler.tokens.fill_(-12345)
     sampler.logprobs.fill_(torch.nan)
     sampler.seen.fill_(-1)  # of rows without a penalty nobody looks
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_the_cpu(way, vocab, dtype):
     logits, laws, keys, steps, histories = case(vocab, rows, vocab, dtype)
     sampler = poisoned(rows, vocab)
     sampler.load(slice(0, rows), laws, keys, steps, histories)
-    tokens, logprobs = sampler.draw(on_gpu(logits))
+    tokens, logprobs = sampler.sample(on_gpu(logits))
     assert_drawn(tokens, logprobs, logits, laws, keys, steps, histories)
     assert sampler.steps.tolist() == (steps + 1).tolist()
     for row, law in enumerate(laws):
@@ -81,7 +81,7 @@ def test_other_sizes_and_rows_apart(way, vocab):
     sampler.load(range(rows), laws, keys, steps, histories)
     wide = torch.full((rows, vocab + 3), torch.nan, device=GPU)  # as a head padded to some multiple gives
     wide[:, 1 : vocab + 1] = logits.to(GPU)
-    tokens, logprobs = sampler.draw(wide[:, 1 : vocab + 1])
+    tokens, logprobs = sampler.sample(wide[:, 1 : vocab + 1])
     assert_drawn(tokens, logprobs, logits, laws, keys, steps, histories)
 
 
@@ -102,7 +102,7 @@ def test_extreme_rows(way, name, vocab):
     keys, steps = np.arange(len(laws), dtype=np.uint64), np.zeros(len(laws), dtype=np.int64)
     sampler = poisoned(len(laws), vocab)
     sampler.load(slice(None), laws, keys, steps)
-    tokens, _ = sampler.draw(on_gpu(logits))
+    tokens, _ = sampler.sample(on_gpu(logits))
     assert tokens.tolist() == draw(logits, laws, uniforms(keys, steps))[0].tolist()
 
 
@@ -111,10 +111,10 @@ def test_a_captured_graph_goes_on_with_what_it_drew(way):
     logits, laws, keys, steps, histories = case(3, rows, vocab, torch.bfloat16)
     sampler = poisoned(rows, vocab)
     there = on_gpu(logits)
-    sampler.draw(there)  # nobody is active
+    sampler.sample(there)  # nobody is active
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens, logprobs = sampler.draw(there)
+        tokens, logprobs = sampler.sample(there)
     addresses = tokens.data_ptr(), logprobs.data_ptr(), sampler.seen.data_ptr()
     sampler.load(slice(None), laws, keys, steps, histories)
     for step in range(draws):
@@ -138,7 +138,7 @@ def test_inactive_rows_are_left_alone_and_broken_ones_say_so(way):
     sampler.load(slice(None), laws, keys, steps)
     sampler.active[2] = 0
     seen = sampler.seen.clone()
-    tokens, logprobs = sampler.draw(on_gpu(logits))
+    tokens, logprobs = sampler.sample(on_gpu(logits))
     whole = [row for row in range(rows) if row not in broken and row != 2]
     for row in broken:
         assert int(tokens[row]) == -1
@@ -157,21 +157,21 @@ def test_rows_leave_the_batch_on_the_device(way):
     logits, laws, keys, steps, histories = case(5, rows, vocab, torch.float32)
     sampler = poisoned(rows + 7, vocab)
     sampler.load(slice(0, rows), laws, keys, steps, histories)
-    tokens = sampler.draw(logits.to(GPU))[0].tolist()
+    tokens = sampler.sample(logits.to(GPU))[0].tolist()
     histories = [np.append(held, token) for held, token in zip(histories, tokens, strict=True)]
     index = np.random.default_rng(1).permutation(rows)[:23]
     sampler.keep(torch.from_numpy(index).to(GPU))
     assert sampler.tokens[:23].tolist() == [tokens[row] for row in index]
     assert sampler.active.tolist() == [1] * 23 + [0] * (rows + 7 - 23)
     sampler.tokens[23:] = -5
-    sampler.draw(logits.to(GPU))
+    sampler.sample(logits.to(GPU))
     some, found = [laws[row] for row in index], sampler.tokens[:23]
     held = [histories[row] for row in index]
     assert_drawn(found, sampler.logprobs[:23], logits[:23], some, keys[index], steps[index] + 1, held)
     assert sampler.tokens[23:].tolist() == [-5] * (rows + 7 - 23)
     # Newcomers take the rows that are free.
     sampler.load([25, 24], laws[:2], keys[:2], steps[:2], histories[:2])
-    sampler.draw(logits.to(GPU))
+    sampler.sample(logits.to(GPU))
     expected = draw(logits[[25, 24]], laws[:2], uniforms(keys[:2], steps[:2]), histories[:2])[0]
     assert sampler.tokens[[25, 24]].tolist() == expected.tolist()
 
@@ -185,7 +185,7 @@ def test_the_same_bits_in_every_run_and_any_batch(way):
         sampler.load(order, laws, keys, steps, histories)
         moved = torch.empty_like(there)
         moved[torch.from_numpy(order)] = there
-        tokens, logprobs = sampler.draw(moved)
+        tokens, logprobs = sampler.sample(moved)
         found.append((tokens[torch.from_numpy(order)], logprobs[torch.from_numpy(order)]))
     for tokens, logprobs in found[1:]:
         assert torch.equal(tokens, found[0][0])
@@ -194,8 +194,8 @@ def test_the_same_bits_in_every_run_and_any_batch(way):
 
 def test_arguments_that_do_not_fit_say_so():
     with pytest.raises(ValueError, match="at least 1 row"):
-        GpuSampler(0, 5, "cuda")
-    sampler = GpuSampler(4, 50, "cuda")
+        Sampler(0, 5, "cuda")
+    sampler = Sampler(4, 50, "cuda")
     zero, keys = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint64)
     with pytest.raises(ValueError, match="rows must be different and from 0 to 3"):
         sampler.load([4], [SamplingParams()], keys, zero)
@@ -204,10 +204,10 @@ def test_arguments_that_do_not_fit_say_so():
     with pytest.raises(ValueError, match=r"row 1 asks for repetition_penalty=1\.1, .* pass histories"):
         sampler.load([1], [SamplingParams(repetition_penalty=1.1)], keys, zero)
     with pytest.raises(ValueError, match=r"\[at most 4, 50\], got \[4, 51\]"):
-        sampler.draw(torch.zeros(4, 51, device=GPU))
-    with pytest.raises(TypeError, match="bfloat16 or float16, got torch"):
-        sampler.draw(torch.zeros(4, 50, device=GPU, dtype=torch.float64))
+        sampler.sample(torch.zeros(4, 51, device=GPU))
+    with pytest.raises(TypeError, match=r"torch\.float16, got torch\.float64"):
+        sampler.sample(torch.zeros(4, 50, device=GPU, dtype=torch.float64))
     with pytest.raises(ValueError, match="stride 1 over the vocabulary"):
-        sampler.draw(torch.zeros(50, 4, device=GPU).T)
+        sampler.sample(torch.zeros(50, 4, device=GPU).T)
     with pytest.raises(ValueError, match="int64 row numbers"):
         sampler.keep(torch.zeros(2, dtype=torch.int32, device=GPU))

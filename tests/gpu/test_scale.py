@@ -7,14 +7,13 @@ import pytest
 import torch
 from prefixkit.attention.gpu_plan import H200_COST
 
-from benchmarks.tree_attention.prefill import Prompts
-from benchmarks.tree_attention.workloads import workload
 from prefixkit.attention.bsr import Queries
 from prefixkit.ops import backend
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.gpu.blocks import measure, sample
 from tests.gpu.cases import GPU
 from tests.gpu.forests import attend, fill, step_of
+from tests.named_trees import leaf_queries, prompts, tree_of
 
 HEAD_DIM = 128
 DECODE = [
@@ -28,9 +27,14 @@ DECODE = [
     (32, 8, "comb d64 b8 t64 s128"),
 ]
 PROMPTS = [
-    (32, 8, Prompts("prompt of 32K", 32768, 32768)),
-    (8, 1, Prompts("8K chunk at the end of 128K", 131072, 8192)),
-    (32, 8, Prompts("8 x 1K after 16K", 1024, 1024, count=8, prefix=16384, prefix_asks=True)),
+    pytest.param(32, 8, {"tokens": 32768, "chunk": 32768}, id="prompt of 32K"),
+    pytest.param(8, 1, {"tokens": 131072, "chunk": 8192}, id="8K chunk at the end of 128K"),
+    pytest.param(
+        32,
+        8,
+        {"tokens": 1024, "chunk": 1024, "count": 8, "prefix": 16384, "prefix_computed": False},
+        id="8 x 1K after 16K",
+    ),
 ]
 
 
@@ -56,12 +60,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "name"), DECODE)
 def test_decode(heads: int, kv_heads: int, name: str) -> None:
-    tree = workload(name, heads, kv_heads)
-    check(tree.snapshot, tree.queries, heads, kv_heads)
+    snapshot = tree_of(name)
+    check(snapshot, leaf_queries(snapshot), heads, kv_heads)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "prompts"), PROMPTS, ids=lambda p: getattr(p, "name", str(p)))
-def test_prefill(heads: int, kv_heads: int, prompts: Prompts) -> None:
-    snapshot, queries = prompts.workload(heads, kv_heads).snapshot, prompts.queries()
-    snapshot.ready[queries.node] = queries.begin
-    check(snapshot, queries, heads, kv_heads)
+@pytest.mark.parametrize(("heads", "kv_heads", "sizes"), PROMPTS)
+def test_prefill(heads: int, kv_heads: int, sizes: dict[str, int]) -> None:
+    check(*prompts(**sizes), heads, kv_heads)

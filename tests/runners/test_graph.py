@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,63 +12,53 @@ import torch
 
 from prefixkit.attention.bsr import Queries
 from prefixkit.attention.capacity import PlanCapacity
+from prefixkit.attention.planner import StepPlan
 from prefixkit.engine import decode_run, engine
 from prefixkit.engine.request import Request
+from prefixkit.ops.backend import NotCapturable
 from prefixkit.runners import graph as graphs
 from prefixkit.runners import graph_arrays
 from prefixkit.runners.decoder import CannotDecode
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.sampling.rng import uniforms
-from prefixkit.sampling.specification import draw
 from tests.engine.fake_model import make_engine
 from tests.engine.test_engine import alone, assert_all_given_back, random_prompts, run
 
 
 class Planner:
-    """Plans as the CPU runs them, into a list that stays."""
+    """Plans as plain torch runs them, into tensors that stay."""
 
     def __init__(self, planner, nodes, capacity):
         self.nodes, self.capacity, self._planner = nodes, capacity, planner
         self.length = torch.zeros(nodes, dtype=torch.int32)
-        self.work = [torch.zeros((0, 6), dtype=torch.int32) for _ in range(5)]
+        self.work = [torch.zeros(shape, dtype=torch.int32) for shape in capacity.shapes()]
         self.plans = 0
 
     def load(self, snapshot, queries: Queries):
         planned, _ = self._planner.plan(snapshot, queries, torch.device("cpu"))
-        self._next = planned.work
+        self._next = planned.plan
 
     def plan(self):
         self.plans += 1
-        self.work[:] = self._next
+        for there, array in zip(self.work, self._next.arrays(), strict=True):
+            there.fill_(-12345)
+            there[: len(array)] = torch.from_numpy(array)
+        return self.work
 
 
-class Sampler:
-    """The laws of ``rows`` rows, drawn on the CPU; rows that are not active keep their tokens."""
+class Planning:
+    """How steps in such graphs are planned; every row is one item."""
 
-    def __init__(self, rows, vocab, device):
-        self.rows, self.vocab = rows, vocab
-        self.tokens = torch.full((rows,), -1)
-        self.logprobs = torch.full((rows,), torch.nan)
-        self.active = torch.zeros(rows, dtype=torch.int32)
-        self._laws: list = [None] * rows
+    def __init__(self, planner):
+        self._planner = planner
 
-    def load(self, rows, params, keys, steps, histories):
-        for row, *law in zip(range(self.rows)[rows], params, keys, steps, histories, strict=True):
-            self._laws[row] = law
-            self.active[row] = 1
+    def capacity_for(self, snapshot, queries):
+        return PlanCapacity(99, 9, 999, queries.num_rows, 999)
 
-    def draw(self, logits):
-        for row in np.flatnonzero(self.active[: len(logits)].numpy()).tolist():
-            params, key, step, history = self._laws[row]
-            u = uniforms(np.array([key]), np.array([step]))
-            token, logprob = draw(logits[row : row + 1].float(), params, u, [history])
-            self.tokens[row], self.logprobs[row] = token[0], logprob[0]
-            self._laws[row] = [params, key, step + 1, np.append(history, np.int32(token[0]))]
+    def planner(self, nodes, capacity, device):
+        return Planner(self._planner, nodes, capacity)
 
-    def keep(self, index):
-        self._laws[: len(index)] = [self._laws[i] for i in index.tolist()]
-        self.tokens[: len(index)] = self.tokens[index]
-        self.active[len(index) :] = 0
+    def step_plan(self, work, nodes, snapshot, queries):
+        return StepPlan([*work, *nodes], snapshot, queries, lambda: self._planner.specify(snapshot, queries))
 
 
 class Ring(graph_arrays.Ring):
@@ -92,7 +81,7 @@ class Graph:
 
     def replay(self):
         self.arrays.tree.advance(self.step.num_rows)
-        self.arrays.sampler.draw(self.model(self.step))
+        self.arrays.sampler.sample(self.model(self.step))
 
 
 class Reading(Graph):
@@ -120,21 +109,13 @@ def decoding(monkeypatch):
     monkeypatch.setattr(engine, "FEWEST_STEPS", 1)
     monkeypatch.setattr(decode_run, "SLACK", 2)
     monkeypatch.setattr(graph_arrays, "BUCKETS", (1, 2, 3, 5, 8, 13, 21, 34))
-    monkeypatch.setattr(graph_arrays, "GpuSampler", Sampler)
     monkeypatch.setattr(graph_arrays, "Ring", Ring)
-    monkeypatch.setattr(
-        graph_arrays, "capacity_for", lambda snapshot, queries, *rest: PlanCapacity(9, 9, 9, queries.num_rows, 9)
-    )
     monkeypatch.setattr(graphs, "_no_waiting", nullcontext)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
 
     def make(**options):
         made, model = make_engine(**options)
-        monkeypatch.setattr(
-            graph_arrays, "CudaPlanner", lambda shape, nodes, capacity, *rest: Planner(made.planner, nodes, capacity)
-        )
-        on_gpu = replace(made.planner, launch=lambda *rest: [], num_sms=1)
-        made.decoder = Decoder(model, on_gpu, made.tree.page_size, "cpu")
+        made.decoder = Decoder(model, Planning(made.planner), made.tree.page_size, "cpu")
         return made, model
 
     return make
@@ -296,6 +277,23 @@ def test_a_model_that_waits_decodes_without(decoding, monkeypatch, caplog):
     assert_all_given_back(made)
 
 
+def test_attention_that_no_graph_can_hold_decodes_without_and_says_so_once(decoding, caplog):
+    made, model = decoding()
+
+    def by_torch(step):
+        raise NotCapturable("a plan in a CUDA graph's tensors is for the kernels only; run eagerly")
+
+    made.decoder.model = by_torch
+    params = SamplingParams(n=2, max_new_tokens=7, seed=1)
+    for _ in range(2):
+        samples = run(made, [np.arange(9)], params)
+        assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
+    assert caplog.messages == [
+        "decoding step by step: a plan in a CUDA graph's tensors is for the kernels only; run eagerly"
+    ]
+    assert_all_given_back(made)
+
+
 class Capturing:
     """What captures: graphs that do their work again, or an error when it comes to the n-th."""
 
@@ -321,7 +319,7 @@ def with_capture(made, capture):
     class Decoder(graphs.GraphDecoder):
         graph_bytes = 0
 
-    made.decoder = Decoder(old.model, old.planner, old.page_size, "cpu", capture=capture)
+    made.decoder = Decoder(old.model, old.planning, old.sampling, old.page_size, "cpu", capture=capture)
     return made.decoder
 
 

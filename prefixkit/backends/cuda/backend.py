@@ -5,11 +5,11 @@ from __future__ import annotations
 from prefixkit.backends.cuda.advance import advance
 from prefixkit.backends.cuda.append import kv_append
 from prefixkit.backends.cuda.attention import tree_attention
+from prefixkit.backends.cuda.plan_launch import plan_tree
 from prefixkit.backends.cuda.planner import graph_planning, planner_for
 from prefixkit.backends.cuda.rotary import rotary_append
-from prefixkit.backends.cuda.sampling import GpuSampler
-from prefixkit.backends.cuda.sampling_records import MOST_VOCAB
-from prefixkit.ops.backend import Backend, Sampling
+from prefixkit.backends.cuda.sampling import sample
+from prefixkit.ops.backend import Backend
 
 BACKEND = Backend(
     "cuda",
@@ -18,6 +18,7 @@ BACKEND = Backend(
     rotary_append,
     tree_attention,
     advance,
-    sampling=Sampling(GpuSampler, MOST_VOCAB),
-    graph_planning=graph_planning,
+    sample,
+    plan_tree,
+    graph_planning,
 )

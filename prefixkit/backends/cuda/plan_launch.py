@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import astuple
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.capacity import OVERFLOW, PlanCapacity, PlanTooLarge, capacity_for
+from prefixkit.attention.capacity import NODE_INTS, OVERFLOW, PlanCapacity, PlanTooLarge, capacity_for, scratch_ints
 from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
@@ -17,42 +18,60 @@ from prefixkit.attention.staging import Staged, carve, room
 from prefixkit.backends.cuda.units import PLAN, PLAN_LARGE, PLAN_NODES
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import Layout, launch
+from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)
 
 # struct PlanTree of csrc/planner/plan_tree.cu: pointers; sharing and rates; magic; rooms, group, KV heads, SMs, queries of a
 # full tile, shared ints; roles.
 _LAYOUT = Layout("P" * 12 + "d" * 7 + "q" + "i" * 11 + "i" * 12)
 _THREADS = 1024
-# Ints of scratch: per node, tile and item; room to round up.
-_PER_NODE, _PER_TILE, _PER_ITEM, _SPARE = 10, 6, 7, 256
+
+
+def plan_tree(
+    num_nodes: Tensor,
+    parent: Tensor,
+    subtree_end: Tensor,
+    length: Tensor,
+    own: Tensor,
+    counts: Tensor,
+    wide: Tensor,
+    narrow: Tensor,
+    segments: Tensor,
+    merge_indptr: Tensor,
+    merge_indices: Tensor,
+    scratch: Tensor,
+    heads: Sequence[int],
+    num_sms: int,
+    cost: Sequence[float],
+) -> None:
+    """``plan_tree``."""
+    function = _function(len(parent) > PLAN_NODES, parent.device.index)
+    rates, magic, heads_of, roles = _constants(tuple(heads), num_sms, tuple(cost))
+    trees = num_nodes, parent, subtree_end, length, own
+    work = counts, wide, narrow, segments, merge_indptr, merge_indices, scratch
+    sizes = len(parent), len(wide), len(narrow), len(segments), len(merge_indptr) - 1, len(merge_indices)
+    addresses = (tensor.data_ptr() for tensor in (*trees, *work))
+    values = *addresses, *rates, magic, *sizes, *heads_of, function.max_shared // 4, *roles
+    say = f"plan_tree on {parent.device}: room for {sizes} nodes, items, segments, rows and partials".__str__
+    launch(function, _LAYOUT, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, say)
 
 
 @cache
 def _function(large: bool, device: int) -> jit.Function:
     function = jit.load(PLAN, device)[PLAN.names[0]]
-    if large or function.max_shared < 4 * _PER_NODE * (PLAN_NODES + 4):
+    if large or function.max_shared < 4 * NODE_INTS * (PLAN_NODES + 4):
         function = jit.load(PLAN_LARGE, device)[PLAN_LARGE.names[0]]
     _LAYOUT.check(function)
     return function
 
 
-def _scratch_ints(nodes: int, capacity: PlanCapacity) -> int:
-    items = capacity.wide + capacity.narrow + 8
-    return _PER_NODE * (nodes + 8) + (_PER_TILE + _PER_ITEM) * items + capacity.rows + _SPARE
-
-
-def _arguments(
-    shape: HeadShape,
-    gpu: GpuCost,
-    num_sms: int,
-    nodes: int,
-    capacity: PlanCapacity,
-    addresses: Iterable[int],
-    shared_bytes: int,
-) -> tuple[int | float, ...]:
-    """The kernel's parameter; ``addresses`` are of the tree's five arrays, the plan's six and the scratch."""
+@lru_cache(maxsize=64)
+def _constants(
+    heads: tuple[int, ...], num_sms: int, cost: tuple[float, ...]
+) -> tuple[tuple[float, ...], int, tuple[int, ...], tuple[int, ...]]:
+    """What the kernel's parameter says of heads and costs: sharing and rates; the magic number; heads, SMs, queries; roles."""
+    shape, gpu = HeadShape(*heads), GpuCost.of(cost)
     sharing, many = gpu.sharing, max(1, gpu.sharing.tile_heads // shape.group)
-    return (
-        *addresses,
+    rates = (
         sharing.kv_byte * shape.kv_bytes,
         sharing.item,
         sharing.wide_tile * shape.kv_heads,
@@ -60,15 +79,13 @@ def _arguments(
         sharing.partial_byte * shape.partial_bytes,
         gpu.wide.tokens_per_us,
         gpu.narrow.tokens_per_us,
-        -(-(2**32) // many),
-        *(nodes, capacity.wide, capacity.narrow, capacity.segments, capacity.rows, capacity.partials),
-        *(shape.group, shape.kv_heads, num_sms, many, shared_bytes // 4),
-        *(n for role in (gpu.wide, gpu.narrow) for n in (role.unit, role.workers, *role.points(), role.least)),
     )
+    roles = tuple(n for role in (gpu.wide, gpu.narrow) for n in (role.unit, role.workers, *role.points(), role.least))
+    return rates, -(-(2**32) // many), (shape.group, shape.kv_heads, num_sms, many), roles
 
 
 def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapacity, tree: Tensor) -> list[Tensor]:
-    """Launch the planner on the current stream, for tensors of the plan's own; the host does not wait.
+    """Plan on the current stream, into tensors of the plan's own; the host does not wait.
 
     Args:
         shape, gpu, num_sms: What to plan for; groups of at most the ``tile_heads`` of its cost.
@@ -78,20 +95,19 @@ def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapa
     Returns:
         The plan as ``tree_attention`` takes it, once the launch has ended.
     """
-    nodes, device = len(tree) // 4, tree.device
-    function = _function(nodes > PLAN_NODES, device.index)
-    shapes = capacity.shapes()
-    flat = torch.empty(room(shapes), dtype=torch.int32, device=device)
-    work = carve(flat, [(part, False) for part in shapes])
+    nodes, shapes = len(tree) // 4, capacity.shapes()
+    *arrays, num_nodes = torch.split(tree, [nodes] * 4 + [1])
+    work = carve(torch.empty(room(shapes), dtype=torch.int32, device=tree.device), [(part, False) for part in shapes])
     # Given back on return: who takes it next comes later on this stream.
-    scratch = torch.empty(_scratch_ints(nodes, capacity), dtype=torch.int32, device=device)
-    parent = tree.data_ptr()
-    trees = (parent + 4 * nodes * array for array in (4, 0, 1, 2, 3))
-    plan = (tensor.data_ptr() for tensor in (*work, scratch))
-    values = _arguments(shape, gpu, num_sms, nodes, capacity, (*trees, *plan), function.max_shared)
-    say = f"plan_tree on {device}: {nodes} nodes, room for {capacity}".__str__
-    launch(function, _LAYOUT, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, say)
+    scratch = _scratch(nodes, work, tree.device)
+    torch.ops.prefixkit.plan_tree(num_nodes, *arrays, *work, scratch, astuple(shape), num_sms, gpu.numbers)
     return work
+
+
+def _scratch(nodes: int, work: Sequence[Tensor], device: torch.device) -> Tensor:
+    _, wide, narrow, _, merge_indptr, _ = work
+    size = scratch_ints(nodes, len(wide), len(narrow), len(merge_indptr) - 1)
+    return torch.empty(size, dtype=torch.int32, device=device)
 
 
 class GraphPlanner:
@@ -127,11 +143,9 @@ class GraphPlanner:
         self.num_nodes = sizes[:1]
         self._plan = Staged(capacity.shapes(), target)
         self.work: list[Tensor] = self._plan.tensors
-        self._scratch = torch.zeros(_scratch_ints(nodes, capacity), dtype=torch.int32, device=target)
-        self._function = _function(nodes > PLAN_NODES, self._scratch.device.index)
-        tensors = (self.num_nodes, self.parent, self.subtree_end, self.length, self.own, *self.work, self._scratch)
-        addresses = (tensor.data_ptr() for tensor in tensors)
-        self._values = _arguments(shape, gpu, self.num_sms, nodes, capacity, addresses, self._function.max_shared)
+        self._scratch = _scratch(max(nodes, 1), self.work, target)
+        tree = self.num_nodes, self.parent, self.subtree_end, self.length, self.own
+        self._arguments = *tree, *self.work, self._scratch, astuple(shape), self.num_sms, gpu.numbers
 
     def load(self, tree: StepTree) -> None:
         """Bring a tree and its queries to the device: one copy on the current stream, for which the host does not wait.
@@ -161,12 +175,8 @@ class GraphPlanner:
 
         A tree that was not checked, and whose plan does not fit, gives an empty plan with ``counts[OVERFLOW] == 1``.
         """
-        shared = self._function.max_shared // 4 * 4
-        launch(self._function, _LAYOUT, self._values, (1, 1, 1), _THREADS, shared, self._say)
+        torch.ops.prefixkit.plan_tree(*self._arguments)
         return self.work
-
-    def _say(self) -> str:
-        return f"plan_tree on {self._scratch.device}: room for {self.nodes} nodes, {self.capacity}"
 
     def arrays(self) -> list[np.ndarray]:
         """The plan's arrays cut to what they hold, on the host; waits for the device.  For tests and reports.

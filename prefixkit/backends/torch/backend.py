@@ -12,8 +12,10 @@ from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.variants import lookup
 from prefixkit.backends.torch.advance import advance
 from prefixkit.backends.torch.append import kv_append, rotary_append
+from prefixkit.backends.torch.plan_tree import plan_tree
 from prefixkit.backends.torch.planner import TorchPlanner, find_plan
 from prefixkit.backends.torch.run import run_program
+from prefixkit.backends.torch.sampling import sample
 from prefixkit.ops.backend import Backend, NotCapturable
 from prefixkit.ops.checks import BadShape, check_attention
 
@@ -40,4 +42,4 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> T
     return TorchPlanner(shape, CPU_COST if device.type == "cpu" else H200.sharing)
 
 
-BACKEND = Backend("torch", planner_for, kv_append, rotary_append, tree_attention, advance)
+BACKEND = Backend("torch", planner_for, kv_append, rotary_append, tree_attention, advance, sample, plan_tree)

@@ -24,6 +24,8 @@ class Program:
         merge: From the blocks' rows to the output's.
         folded: Every block has its heads in the order ``(group, kv_heads)``; else blocks are brought to query-head order.
         may_be_empty: A partial state may have seen no key.
+        on_cpu: Made for a CPU: keys lie in token-major pages and count as float32.  Else pages have any layout, and keys
+            are gathered in their own dtype.
     """
 
     heads: Heads
@@ -31,6 +33,7 @@ class Program:
     merge: Merge
     folded: bool
     may_be_empty: bool
+    on_cpu: bool
 
     def to(self, device: torch.device) -> Program:
         """The program with its tensors on a device."""
@@ -48,7 +51,8 @@ def compile_program(
         heads: The heads of the layer.
         variant: The attention variant.
         exact_views: Keys can be used where they lie; else they are copied, or converted to float32, first.
-        flash: torch's flash attention for the CPU serves, where the variant leaves scores alone.
+        flash: The program is for a CPU: torch's flash attention serves, where the variant leaves scores alone.  Else it
+            is for plain torch on a GPU, and runs on tensors of any device.
 
     Raises:
         IndexError: a node names a slot that the pool does not have.
@@ -76,6 +80,7 @@ def compile_program(
         merge=_merge(work, pieces, block, base, np.array([call.batch * call.rows for call in calls], dtype=np.int64)),
         folded=all(call.folded for call in calls),
         may_be_empty=not by_flash or any(call.empty is not None for call in calls),
+        on_cpu=flash,
     )
 
 

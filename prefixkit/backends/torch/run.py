@@ -24,10 +24,9 @@ def run_program(
     program: Program, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, variant: Variant
 ) -> tuple[Tensor, Tensor]:
     """``tree_attention`` by a program that was made for it; arguments as the op's, checked."""
-    on_cpu = q.device.type == "cpu"
-    _check(program.heads, variant, k_pages, v_pages, on_cpu)
+    _check(program.heads, variant, k_pages, v_pages, program.on_cpu)
     with torch.no_grad():
-        state = _run(program, q.to(torch.float32) if on_cpu else q, k_pages, v_pages, scale, variant)
+        state = _run(program, q.to(torch.float32) if program.on_cpu else q, k_pages, v_pages, scale, variant)
         if variant.sinks is not None:
             state = _join_sinks(state, variant.sinks.to(state.lse))
         return state.out.to(q.dtype), state.lse
@@ -66,7 +65,10 @@ def _run(program: Program, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: f
     blocks = []
     for call in program.calls:
         # K and V of a call are gathered into the thread's scratch, so a call must finish before the next begins.
-        k, v = _keys(call, k_pages, heads, 0), _keys(call, v_pages, heads, 1)
+        if program.on_cpu:
+            k, v = _keys(call, k_pages, heads, 0), _keys(call, v_pages, heads, 1)
+        else:
+            k, v = _gathered(call, k_pages, heads), _gathered(call, v_pages, heads)
         if call.scoring is not None:
             block = _scored(call, call.scoring, variant.score_mod, numbers, _rows(call, q), k, v, heads, scale)
         else:
@@ -122,12 +124,7 @@ _scratch = Scratch()
 
 
 def _keys(call: Call, pages: Tensor, heads: Heads, use: int) -> Tensor:
-    """``[batch, kv_heads, length, head_dim]`` keys or values of a call: on a CPU float32, a view of the pool if possible."""
-    if pages.device.type != "cpu":
-        assert call.slot_index is not None, "only the CPU reads keys where they lie"
-        size = pages.shape[1]
-        found = pages[call.slot_index // size, call.slot_index % size]
-        return found.view(call.batch, call.length, heads.kv_heads, heads.head_dim).transpose(1, 2)
+    """``[batch, kv_heads, length, head_dim]`` float32 keys or values of a call: a view of token-major pages if possible."""
     tokens, width = call.batch * call.length, heads.kv_elements
     slots = _slots(pages)
     if call.slot_index is None:
@@ -140,6 +137,14 @@ def _keys(call: Call, pages: Tensor, heads: Heads, use: int) -> Tensor:
     step = found.stride(0)
     shape = (call.batch, heads.kv_heads, call.length, heads.head_dim)
     return found.as_strided(shape, (call.length * step, heads.head_dim, step, 1))
+
+
+def _gathered(call: Call, pages: Tensor, heads: Heads) -> Tensor:
+    """``[batch, kv_heads, length, head_dim]`` a copy of a call's keys or values, from pages of any layout."""
+    assert call.slot_index is not None, "only a program for a CPU reads keys where they lie"
+    size = pages.shape[1]
+    found = pages[call.slot_index // size, call.slot_index % size]
+    return found.reshape(call.batch, call.length, heads.kv_heads, heads.head_dim).transpose(1, 2)
 
 
 def _slots(pages: Tensor) -> Tensor:
@@ -205,6 +210,6 @@ def _scored(
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` for batches of matrices, summed and returned in float32."""
-    if a.dtype == torch.float32:
-        return torch.bmm(a, b)
+    if a.dtype == torch.float32 or a.device.type != "cuda":
+        return torch.bmm(a.float(), b.float())
     return torch.bmm(a, b, out_dtype=torch.float32)

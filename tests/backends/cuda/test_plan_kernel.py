@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.tree_attention.workloads import tree, tree_of
 from prefixkit.attention.bsr import Queries, visible_lengths
 from prefixkit.attention.capacity import capacity_for, room_for, size_of
 from prefixkit.attention.gpu_cost import H200
@@ -17,6 +16,7 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, build_step
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
 from tests.emulation.build import build
+from tests.named_trees import tree, tree_of
 
 RECIPROCAL = 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));', "inverse = 1.0f / float(b);"
 # struct PlanTree, as prefixkit.backends.cuda.planner fills it.

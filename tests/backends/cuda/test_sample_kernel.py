@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.backends.cuda import sampling_records as gpu_laws
-from prefixkit.backends.cuda.sampling_records import LAW, Tiling, mask, records, tile, words
+from prefixkit.backends.cuda import sampling_tiling
+from prefixkit.backends.cuda.sampling_tiling import Tiling, tile
 from prefixkit.cuda.nvrtc import CSRC
+from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD, mask, records, words
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import draw
@@ -37,7 +38,7 @@ def library(tmp_path_factory):
 def run(library, logits, laws, keys, steps, histories, tiling, active=None):
     """Tokens, log-probabilities, steps and masks as the kernel leaves them."""
     rows, vocab = logits.shape
-    law = records(laws, keys, steps).view(LAW).reshape(rows)
+    law = records(laws, keys, steps).view(RECORD).reshape(rows)
     if active is not None:
         law["active"] = active
     seen = np.stack([mask(history, vocab) for history in histories])
@@ -175,14 +176,14 @@ def test_the_source_has_the_same_polynomial():
 
 
 def test_the_cache_follows_what_blocks_share(library):
-    assert library.head_bytes() == gpu_laws.HEAD_BYTES
+    assert library.head_bytes() == sampling_tiling.HEAD_BYTES
 
 
 def test_rows_are_dealt_out_whole():
-    for vocab in (1, 17, 1000, 32_000, 49_152, 128_256, 262_144, gpu_laws.MOST_VOCAB):
+    for vocab in (1, 17, 1000, 32_000, 49_152, 128_256, 262_144, MOST_VOCAB):
         for shared, clusters in ((99 * 1024, False), (163 * 1024, False), (227 * 1024, True)):
             tiling = tile(vocab, shared, clusters)
-            assert tiling.blocks * gpu_laws.WARPS * tiling.segment >= vocab
+            assert tiling.blocks * sampling_tiling.WARPS * tiling.segment >= vocab
             assert tiling.shared <= shared
     assert tile(128_256, 227 * 1024, True) == Tiling(8, 2048, True)
     assert tile(32_000, 227 * 1024, True) == Tiling(2, 2048, True)

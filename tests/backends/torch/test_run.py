@@ -1,4 +1,4 @@
-"""The CPU executor: how work lists become pieces, pieces calls, and what keeps programs fresh."""
+"""The torch executor: how plans become pieces, pieces calls, and calls results."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from prefixkit.attention.bsr import OPEN, Queries
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.sharing import CPU_COST
 from prefixkit.attention.variants import CAUSAL, Variant, register, sliding_window, soft_cap
-from prefixkit.backends.torch import program as cpu_program
-from prefixkit.backends.torch import tuning as cpu_tuning
+from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.batches import Heads, batches
 from prefixkit.backends.torch.pieces import DENSE, MASKED, SQUARE, Array, Pieces, Work, cut, detach_long_runs
-from prefixkit.backends.torch.program import Program, program_for
+from prefixkit.backends.torch.planner import bind, find_plan
+from prefixkit.backends.torch.program import Program
 from prefixkit.backends.torch.run import Scratch
 from tests.attention.forests import (
     FOLD_ALL,
@@ -30,19 +30,13 @@ from tests.attention.forests import (
     Case,
     attend,
     fill,
-    int_tensors,
     make_snapshot,
-    node_tensors,
     plan_of,
+    program_of,
     random_case,
+    random_split_plan,
+    work_of,
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_programs() -> Iterator[None]:
-    cpu_program.forget()
-    yield
-    cpu_program.forget()
 
 
 def tree_case(
@@ -66,26 +60,15 @@ def decode_case(shared: int, leaves: list[int]) -> Case:
     return tree_case([-1] + [0] * len(leaves), [shared, *leaves], runs)
 
 
-def work_of(case: Case, plan: Plan) -> Work:
-    arrays = [*plan.arrays(), *(tensor.numpy() for tensor in node_tensors(case)), case.positions.numpy()]
-    return Work(case.snapshot.page_size, *(array.astype(np.int64) for array in arrays))
-
-
-def program_of(case: Case, plan: Plan, variant: Variant = CAUSAL) -> Program:
-    heads = Heads(case.shape.heads, case.shape.kv_heads, case.shape.head_dim)
-    work = int_tensors(*plan.arrays())
-    key = register(variant)
-    return program_for(case.positions, work, node_tensors(case), case.k_pages.shape, heads, True, key, variant)
-
-
 # Pieces
 
 
 def seen_by_items(work: Work) -> Counter[tuple[int, int]]:
     """(query row, slot) of every key that an item shows to a query; straight from the meaning of a work list."""
     seen: Counter[tuple[int, int]] = Counter()
-    for item, (q_begin, q_end, causal, *_) in enumerate(work.items.tolist()):
-        for node, begin, end in work.segments[work.segment_indptr[item] : work.segment_indptr[item + 1]].tolist():
+    for item, (q_begin, q_end, causal) in enumerate(zip(work.q_begin, work.q_end, work.causal, strict=True)):
+        first = work.segment_begin[item]
+        for node, begin, end in work.segments[first : first + work.segment_count[item]].tolist():
             for offset in range(begin, min(end, int(work.length[node]))):
                 within = int(work.first_slot[node]) + offset
                 page = int(work.pages[work.page_indptr[node] + within // work.page_size])
@@ -113,7 +96,8 @@ def seen_by_pieces(pieces: Pieces, q_positions: Array) -> Counter[tuple[int, int
 def test_pieces_show_each_query_what_its_items_show_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
-    plan = plan_of(case, (SHARE_ALL, FOLD_ALL, CPU_COST)[seed % 3])
+    cost = (SHARE_ALL, FOLD_ALL, CPU_COST)[seed % 3]
+    plan = random_split_plan(rng, case, cost) if seed % 5 == 0 else plan_of(case, cost)
     work = work_of(case, plan)
     pieces = cut(work, None, None if seed % 2 else int(rng.integers(1, 9)))
     assert seen_by_pieces(pieces, work.q_positions) == seen_by_items(work)
@@ -134,8 +118,9 @@ def test_a_causal_item_may_span_positions_with_gaps() -> None:
     case = tree_case([-1, 0, 0], [3, 2, 2], [(1, 0, 2), (2, 0, 2)])
     # One item of both leaves' queries over the root and, as they stand at the same positions, the first leaf.
     plan = Plan(
-        items=np.array([[0, 4, 1, -1]], dtype=np.int32),
-        segment_indptr=np.array([0, 2], dtype=np.int32),
+        counts=np.array([1, 0, 4, 0, 0, 0, 0, 0], dtype=np.int32),
+        wide=np.array([[0, 4, -1, 0, 2 * 2 + 1, 0, 0, 3]], dtype=np.int32),
+        narrow=np.zeros((0, 8), dtype=np.int32),
         segments=np.array([[0, 0, 3], [1, 0, OPEN]], dtype=np.int32),
         merge_indptr=np.zeros(5, dtype=np.int32),
         merge_indices=np.zeros(0, dtype=np.int32),
@@ -157,18 +142,16 @@ def test_a_causal_item_may_span_positions_with_gaps() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_batches_hold_every_piece_once_and_stay_small(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_hold_every_piece_once_and_stay_small(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    tuning = cpu_tuning.Tuning(batch_elements=1 << 12)
-    monkeypatch.setattr(cpu_tuning, "TUNING", tuning)
     case = decode_case(50, rng.integers(1, 40, 30).tolist())
     pieces = cut(work_of(case, plan_of(case, SHARE_ALL)), None, None)
-    heads = Heads(6, 2, 32)
-    made = list(batches(pieces, heads, CAUSAL))
+    heads = Heads(6, 2, 32, replace(tuning.CPU, batch_elements=1 << 12))
+    made = list(batches(pieces, heads, scored=False))
     assert sorted(np.concatenate(made).tolist()) == list(range(len(pieces)))
     for batch in made:
         assert np.all(np.diff(pieces.row[batch]) >= 0)
-        assert len(batch) == 1 or len(batch) * pieces.tokens[batch].max() * heads.kv_elements <= tuning.batch_elements
+        assert len(batch) == 1 or len(batch) * pieces.tokens[batch].max() * heads.kv_elements <= 1 << 12
 
 
 def test_equal_leaves_are_one_call_without_mask_and_long_nodes_are_not_copied() -> None:
@@ -223,14 +206,13 @@ def test_a_narrow_window_reads_only_what_it_reaches() -> None:
     assert sum(c.batch * c.length for c in program_of(case, plan, sliding_window(8)).calls) <= 8 * 8
 
 
-def test_gathers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning = cpu_tuning.Tuning(call_us=1e9, batch_elements=1 << 11, call_elements=1 << 12)
-    monkeypatch.setattr(cpu_tuning, "TUNING", tuning)
+def test_gathers_are_bounded() -> None:
+    costs = replace(tuning.CPU, call_us=1e9, batch_elements=1 << 11, call_elements=1 << 12)
     case = tree_case([-1, 0, 0], [500, 400, 30], [(1, 399, 400), (2, 29, 30)], orderly=False)
-    program = program_of(case, plan_of(case, FOLD_ALL))
+    program = program_of(case, plan_of(case, FOLD_ALL), CAUSAL, costs)
     assert len(program.calls) > 10
     for call in program.calls:
-        assert call.slot_index is None or call.batch * call.length * 2 * 32 <= tuning.call_elements
+        assert call.slot_index is None or call.batch * call.length * 2 * 32 <= costs.call_elements
 
 
 # Rows and merging
@@ -239,14 +221,8 @@ def test_gathers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_that_no_item_mentions_come_out_empty() -> None:
     case = decode_case(20, [5, 6, 7])
     plan = plan_of(case, FOLD_ALL)
-    rest = plan.items[:, 0] != 1
-    partial = Plan(
-        items=plan.items[rest],
-        segment_indptr=np.cumsum([0, *np.diff(plan.segment_indptr)[rest]]).astype(np.int32),
-        segments=plan.segments[np.repeat(rest, np.diff(plan.segment_indptr))],
-        merge_indptr=plan.merge_indptr,
-        merge_indices=plan.merge_indices,
-    )
+    rest = plan.wide[plan.wide[:, 0] != 1]
+    partial = replace(plan, counts=np.array([len(rest), *plan.counts[1:]], dtype=np.int32), wide=rest)
     (whole, _), (out, lse) = attend(case, plan), attend(case, partial)
     assert torch.equal(out[[0, 2]], whole[[0, 2]])
     assert torch.equal(out[1], torch.zeros(6, 32))
@@ -268,56 +244,46 @@ def test_a_query_that_its_variant_shows_nothing_is_empty() -> None:
 # Programs
 
 
-def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    compiled: list[None] = []
-    original = cpu_program._compile
-
-    def counting(*args: object) -> Program:
-        compiled.append(None)
-        return original(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(cpu_program, "_compile", counting)
-    return compiled
+CPU = torch.device("cpu")
 
 
-def run(case: Case, work: list[Tensor], nodes: list[Tensor], positions: Tensor) -> Tensor:
-    args = (case.q, case.k_pages, case.v_pages, positions, work, nodes, case.scale, "causal")
-    out: Tensor = torch.ops.prefixkit.tree_attention(*args)[0]
-    return out
-
-
-def test_a_step_compiles_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = count_compiles(monkeypatch)
+def test_a_step_compiles_once_for_all_layers() -> None:
     case = decode_case(40, [5, 6, 7])
-    work, nodes = int_tensors(*plan_of(case, SHARE_ALL).arrays()), node_tensors(case)
-    for _ in range(5):
-        run(case, work, nodes, case.positions)
-    assert len(compiled) == 1
-    # Equal numbers in other tensors are the same step.
-    run(case, [tensor.clone() for tensor in work], [tensor.clone() for tensor in nodes], case.positions.clone())
-    assert len(compiled) == 1
+    step = bind(plan_of(case, SHARE_ALL), case.snapshot, case.queries)
+    window = register(sliding_window(9))
+
+    def program(pages: int = len(case.k_pages), key: str = "causal", dtype: torch.dtype = torch.float32) -> Program:
+        return find_plan(step.tensors[-1]).program((pages, 16, 2, 32), 6, dtype, CPU, key)
+
+    made = [program(), program(99), program(key=window), program(dtype=torch.bfloat16)]
+    assert len(set(map(id, made))) == len(made), "another pool, variant or dtype is another program"
+    assert made == [program(), program(99), program(key=window), program(dtype=torch.bfloat16)]
 
 
-@pytest.mark.parametrize("way", ["torch", "numpy", "data"])
-def test_a_tensor_written_in_place_is_noticed(way: str) -> None:
-    """Also where torch's version counter sees nothing: through numpy, or through ``.data``."""
-    case = decode_case(40, [5, 6, 7])
-    work, nodes = int_tensors(*plan_of(case, SHARE_ALL).arrays()), node_tensors(case)
-    before = run(case, work, nodes, case.positions)
-    {"torch": nodes[1], "numpy": nodes[1].numpy(), "data": nodes[1].data}[way][0] = 30
-    after = run(case, work, nodes, case.positions)
-    assert not torch.equal(after, before)
-    cpu_program.forget()
-    assert torch.equal(after, run(case, work, nodes, case.positions))
-
-
-def test_few_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = count_compiles(monkeypatch)
-    for shared in range(20, 40):
+def test_programs_go_with_their_step() -> None:
+    held: list[weakref.ref[object]] = []
+    for shared in range(20, 24):
         case = decode_case(shared, [5, 6])
-        attend(case, plan_of(case, SHARE_ALL))
-    assert len(compiled) == 20
-    assert len(cpu_program._kept) == cpu_program.KEPT
+        step = bind(plan_of(case, SHARE_ALL), case.snapshot, case.queries)
+        found = find_plan(step.tensors[-1])
+        held += [weakref.ref(found), weakref.ref(found.program(case.k_pages.shape, 6, torch.float32, CPU, "causal"))]
+        del step, found
+    gc.collect()
+    assert [one() for one in held] == [None] * 8
+
+
+def test_a_bound_plan_does_not_follow_its_arrays() -> None:
+    """Once a layer has run, the step's numbers are the program's own."""
+    case = decode_case(40, [5, 6, 7])
+    step = bind(plan_of(case, SHARE_ALL), case.snapshot, case.queries)
+
+    def out() -> torch.Tensor:
+        args = case.q, case.k_pages, case.v_pages, case.positions, step.tensors, case.scale, "causal"
+        return torch.ops.prefixkit.tree_attention(*args)[0]  # type: ignore[no-any-return]
+
+    before = out()
+    case.snapshot.length[0], case.snapshot.pages[0], step.plan.wide[:] = 30, 1, 0
+    assert torch.equal(out(), before)
 
 
 def test_threads_do_not_share_buffers() -> None:
@@ -345,7 +311,7 @@ def test_inference_mode_may_come_and_go(first: bool) -> None:
 
 
 def test_a_thread_keeps_no_more_than_its_bound() -> None:
-    scratch, most = Scratch(), cpu_tuning.TUNING.call_elements
+    scratch, most = Scratch(), tuning.CPU.call_elements
     kept = scratch.take(0, 10, 64, torch.float32)
     assert scratch.take(0, 5, 64, torch.float32).data_ptr() == kept.data_ptr()
     large = scratch.take(0, most + 1, 1, torch.float32)
@@ -393,7 +359,8 @@ def poisoned_memory() -> Iterator[None]:
 def test_every_element_is_written(seed: int, variant: Variant, request: pytest.FixtureRequest) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
-    plan = plan_of(case, (SHARE_ALL, FOLD_ALL)[seed % 2])
+    cost = (SHARE_ALL, FOLD_ALL)[seed % 2]
+    plan = random_split_plan(rng, case, cost) if seed % 3 == 0 else plan_of(case, cost)
     clean = attend(case, plan, register(variant))
     request.getfixturevalue("poisoned_memory")
     poisoned = attend(case, plan, register(variant))

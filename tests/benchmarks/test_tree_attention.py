@@ -47,7 +47,7 @@ def test_a_comb_has_no_levels():
 def test_prompts_that_share_save_what_is_computed_once():
     alone, of_rivals = Prompts("", 16, 16, count=4).flops(1)
     assert alone == of_rivals
-    tree, each = Prompts("", 16, 16, count=4, prefix=48, prefix_asks=True).flops(1)
+    tree, each = Prompts("", 16, 16, count=4, prefix=48, cached=False).flops(1)
     pairs = 48 * 49 / 2 + 4 * sum(range(49, 65))
     assert tree == 4 * 128 * pairs
     assert each == 4 * 128 * 4 * 64 * 65 / 2

@@ -1,14 +1,11 @@
-"""Models by their sizes, with random weights: what a step takes does not depend on what the weights say."""
+"""Models by their sizes, with random weights: what a step takes does not depend on the weights' values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from prefixkit.attention.sharing import HeadShape
-from prefixkit.ops.kv_pool import KVSpec
 
 
 @dataclass(frozen=True)
@@ -29,25 +26,15 @@ class Shape:
         """K and V of one token in all layers, bf16."""
         return 4 * self.layers * self.kv_heads * self.head_dim
 
-    @property
-    def weight_bytes(self) -> int:
-        """Of all weights, bf16."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return 2 * (self.layers * (attention + 3 * self.hidden * self.mlp) + 2 * self.vocab * self.hidden)
+    def build(self, device: torch.device | str, dtype: torch.dtype, seed: int = 0, layers: int | None = None) -> Any:
+        """The model, made where it will run; with ``layers`` of its layers."""
+        from transformers import LlamaConfig, LlamaForCausalLM
 
-    def head_shape(self, dtype: torch.dtype) -> HeadShape:
-        return HeadShape(self.heads, self.kv_heads, self.head_dim, dtype.itemsize)
-
-    def kv_spec(self, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> KVSpec:
-        return KVSpec(layers or self.layers, self.kv_heads, self.head_dim, dtype, device)
-
-    def build(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LlamaForCausalLM:
-        """The model, made where it will run."""
         config = LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
             intermediate_size=self.mlp,
-            num_hidden_layers=self.layers,
+            num_hidden_layers=layers or self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_dim,
@@ -67,14 +54,18 @@ class Shape:
         return model.to(dtype).eval().requires_grad_(False)
 
 
+LLAMA_8B = Shape("Llama-3.1-8B", 4096, 32, 32, 8, 14336, 128256)
+TINY = Shape("tiny", 64, 2, 4, 2, 96, 260, head_dim=16)
+SMALL = replace(TINY, name="small", hidden=256, layers=4, mlp=768, vocab=32000, head_dim=64)
+WORDS = replace(TINY, name="words", vocab=32000)
 SHAPES = {
     shape.name: shape
     for shape in (
         Shape("CodeLlama-7B", 4096, 32, 32, 32, 11008, 32016),
         Shape("CodeLlama-13B", 5120, 40, 40, 40, 13824, 32016),
-        Shape("Llama-3.1-8B", 4096, 32, 32, 8, 14336, 128256),
+        LLAMA_8B,
         Shape("Yi-6B", 4096, 32, 32, 4, 11008, 64000),
         Shape("8/1 heads", 1024, 1, 8, 1, 1024, 1024),
-        Shape("tiny", 64, 2, 4, 2, 96, 260, head_dim=16),
+        TINY,
     )
 }

@@ -9,23 +9,24 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.hydragen import checks, documents, report, throughput
-from benchmarks.hydragen.arena import CPU_BYTES, Arena, DoesNotFit
-from benchmarks.hydragen.cases import Case, CaseTree, mean, two_level
-from benchmarks.hydragen.compiled import CompiledStep
-from benchmarks.hydragen.jobs import Job, run_jobs
-from benchmarks.hydragen.methods import METHODS, Parts
-from benchmarks.hydragen.shapes import SHAPES
-from benchmarks.hydragen.step import Rig
+from benchmarks.hydragen.__main__ import LETTERS, main
+from benchmarks.hydragen.cases import Case, TreeState, case_tree, mean, two_level
+from benchmarks.hydragen.experiments import SMALLER_FLASH, Job, run_jobs, throughput_row
+from benchmarks.hydragen.methods import CPU_BYTES, METHODS, Arena, DoesNotFit, Parts
+from benchmarks.hydragen.report import number
+from benchmarks.hydragen.step import CompiledStep, Rig, complaints, differences
+from benchmarks.shapes import LLAMA_8B, TINY
 from benchmarks.tree_attention.workloads import workload
+from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.backends.cuda.planner import CudaPlanner, tree_arrays
 from prefixkit.models.layer import CacheLayer
 
 CPU = torch.device("cpu")
-TINY = SHAPES["tiny"]
 
 
 def test_floors_are_those_of_the_workloads():
-    shape, case = SHAPES["Llama-3.1-8B"], two_level(256, 4096, 128)
+    shape, case = LLAMA_8B, two_level(256, 4096, 128)
     assert case.floor_ms(shape, 128) == pytest.approx(
         shape.layers * workload("2L b256 p4096 s128", 32, 8).floor_us / 1e3
     )
@@ -44,10 +45,10 @@ def test_what_each_method_holds():
 
 
 def test_a_cases_tree_is_in_depth_first_order():
-    tree = CaseTree.of(Case(((1, 20), (2, 5)), batch=4, new=6, private=1))
-    assert tree.snapshot.parent.tolist() == [-1, 0, 1, 1, 0, 4, 4]
-    assert [nodes.tolist() for nodes in tree.nodes] == [[0], [1, 4], [2, 3, 5, 6]]
-    assert tree.snapshot.length.tolist() == [20, 5, 7, 7, 5, 7, 7]
+    snapshot, nodes = case_tree(Case(((1, 20), (2, 5)), batch=4, new=6, private=1))
+    assert snapshot.parent.tolist() == [-1, 0, 1, 1, 0, 4, 4]
+    assert [of.tolist() for of in nodes] == [[0], [1, 4], [2, 3, 5, 6]]
+    assert snapshot.length.tolist() == [20, 5, 7, 7, 5, 7, 7]
 
 
 def test_levels_must_divide():
@@ -62,7 +63,7 @@ def test_a_mean_step_weighs_the_middle_twice():
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_all_methods_compute_the_same(kv_heads):
-    found = checks.differences(Rig(replace(TINY, kv_heads=kv_heads), CPU))
+    found = differences(Rig(replace(TINY, kv_heads=kv_heads), CPU))
     assert set(found) == {name for name, kind in METHODS.items() if issubclass(kind, Parts)}
     # Float32 on both sides, sums of fewer than 300 terms.
     assert all(by < 1e-5 for by in found.values()), found
@@ -70,7 +71,7 @@ def test_all_methods_compute_the_same(kv_heads):
 
 def test_a_method_that_differs_is_not_measured():
     rig = Rig(TINY, CPU)
-    rig.wrong = checks.complaints({"flash": 0.001, "hydragen": 0.5, "hydragen, two levels": "TypeError: no"})
+    rig.wrong = complaints({"flash": 0.001, "hydragen": 0.5, "hydragen, two levels": "TypeError: no"})
     state = rig.state(two_level(2, 16, 4))
     assert "step_ms" in rig.measure("flash", state)
     assert rig.measure("hydragen", state) == {"skipped": "ValueError: differs from ours by 0.5 of the norm"}
@@ -87,21 +88,20 @@ def test_what_does_not_fit_is_a_result():
 
 def test_flash_gets_the_largest_batch_that_fits():
     rig = Rig(TINY, CPU)
-    row = throughput._row(two_level(64, 4096, 4), rig)
-    found = row["methods"][throughput.SMALLER_FLASH]
-    per_sequence = 4100 * rig.shape.kv_spec(CPU, rig.dtype).bytes_per_token
+    row = throughput_row(two_level(64, 4096, 4), rig)
+    found = row["methods"][SMALLER_FLASH]
+    per_sequence = 4100 * rig.spec().bytes_per_token
     assert found["batch"] * per_sequence <= CPU_BYTES < 2 * found["batch"] * per_sequence
-    assert throughput.SMALLER_FLASH == report.SMALLER_FLASH
-    assert report.tokens_per_s(row, throughput.SMALLER_FLASH) == found["tokens_per_s"] > 0
+    assert number(row, SMALLER_FLASH, "tokens_per_s") == found["tokens_per_s"] > 0
 
 
 def test_a_step_grows_in_place():
     state = Rig(TINY, CPU).state(two_level(3, 20, 8, private=2))
     kept = state.step
     state.at(5)
-    assert state.step.positions is kept.positions and state.step.nodes[1] is kept.nodes[1]
+    assert state.step.positions is kept.positions and state.step.slots is kept.slots
     assert kept.positions.tolist() == [26] * 3
-    assert kept.nodes[1].tolist() == [20, 7, 7, 7]
+    assert state.step.length.tolist() == [20, 7, 7, 7]
     assert state.plans == 2
 
 
@@ -123,21 +123,9 @@ def test_compiled_modules_choose_the_models_tokens(method):
         first = state.step.tokens.clone()
         by_functions = CompiledStep(rig.model, compile=False)(first, state.step.positions, core)
         with core.installed():
-            rig._eager_step(core)()
+            rig.eager_step(core)()
     assert torch.equal(state.step.tokens, by_functions)
     assert (CacheLayer.update, CacheLayer.attend) == before
-
-
-def test_documents_hold_their_facts():
-    known = documents.facts(40)
-    assert len(set(known)) == 40
-    words = documents.document_words("once upon a time", 900, [statement for statement, _ in known])
-    assert len(words) == 900 and words[:4] == ["once", "upon", "a", "time"]
-    text = " ".join(words)
-    assert all(statement in text for statement, _ in known)
-    document, questions = documents.prompts(None, 300, 40, vocab=64_000)
-    assert len(document) == 300 and len({tuple(question.tolist()) for question in questions}) == 40
-    assert max(np.concatenate((document, *questions))) < 64_000
 
 
 def test_time_is_shared_between_shapes_and_what_is_late_says_so():
@@ -155,8 +143,6 @@ def test_time_is_shared_between_shapes_and_what_is_late_says_so():
 
 def test_everything_end_to_end(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    from benchmarks.hydragen.__main__ import LETTERS, main
-
     main(["--shape", "tiny", "--out", str(tmp_path / "run")])
     found = json.loads((tmp_path / "run" / "hydragen.json").read_text())
     assert {row["experiment"] for row in found["rows"]} == set(LETTERS)
@@ -172,8 +158,6 @@ def test_everything_end_to_end(tmp_path, capsys):
 
 def test_a_run_takes_up_what_an_earlier_one_had_no_time_for(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    from benchmarks.hydragen.__main__ import main
-
     main(["--shape", "tiny", "--only", "b,n", "--seconds", "1e-9", "--out", str(tmp_path / "first")])
     before = json.loads((tmp_path / "first" / "hydragen.json").read_text())
     assert {row["skipped"] for row in before["rows"]} == {"out of time"}
@@ -192,8 +176,18 @@ def test_a_run_takes_up_what_an_earlier_one_had_no_time_for(tmp_path, capsys):
 
 
 def test_only_takes_known_experiments(capsys):
-    from benchmarks.hydragen.__main__ import main
-
     with pytest.raises(SystemExit):
         main(["--only", "a,z"])
     assert "got z" in capsys.readouterr().err
+
+
+def test_a_gpus_plan_of_any_length_is_in_tensors_that_stay():
+    state = TreeState(two_level(40, 300, 64), CudaPlanner(HeadShape(4, 2, 16, 2), H200, 132), CPU)
+    addresses = [tensor.data_ptr() for tensor in state.step.plan]
+    for new in (1, 40, 64):
+        state.at(new)
+        assert [tensor.data_ptr() for tensor in state.step.plan] == addresses
+        planned = state.step.planned
+        arrays = (*planned.plan.arrays(), *tree_arrays(planned.snapshot, planned.queries))
+        for ours, expected in zip(state.step.plan, arrays, strict=True):
+            assert np.array_equal(ours[: len(expected)].numpy(), expected)

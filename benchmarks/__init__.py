@@ -1,0 +1,1 @@
+"""What prefixkit costs, against floors and rivals; see README.md."""

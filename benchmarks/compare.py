@@ -1,0 +1,159 @@
+"""Two checkouts of prefixkit in one run: a case is timed in both in turns, and printed as new over old.
+
+    git archive bacee24 --prefix=build/old/ | tar x        # once; build/ is ignored by git
+    python benchmarks/compare.py --old build/old [--new .] [--cases attention,engine,sampling,tree,admission] [--out FILE]
+
+Each checkout runs in a process of its own (``compare_server.py``) that holds a case ready and times it when asked.  On a GPU:
+decode attention over 87 trees, engine steps at 64, 256 and 1,024 rows of the Llama-3.1-8B shape.  On a CPU: sampling with a
+small model, building a tree, admission of 2,000 prompts.  Below 1.00 the new one is faster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.runner import ROOT, Row, Run, arguments, geomean, identity, in_turns, table
+from benchmarks.tree_attention.workloads import DECODE, HEADS
+
+GPU, CPU = ("attention", "engine"), ("sampling", "tree", "admission")
+NAMES = ("kind", "name")
+
+
+class Failed(RuntimeError):
+    """A checkout could not run a case; says which and why."""
+
+
+class Checkout:
+    """A process in which one checkout's prefixkit is imported.
+
+    Raises:
+        SystemExit: the folder is no checkout.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        if not (folder / "prefixkit" / "__init__.py").exists():
+            raise SystemExit(f"--{name} takes a checkout of prefixkit, got {folder}; export one: see --help")
+        self.name = name
+        command = [sys.executable, str(ROOT / "benchmarks" / "compare_server.py")]
+        environment = {**os.environ, "PYTHONPATH": str(folder.resolve())}
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.version = self._ask("where")
+
+    def prepare(self, case: Row) -> None:
+        """Hold a case ready, in place of the last one."""
+        self._ask("prepare", case)
+
+    def time(self) -> float:
+        """Of the case that is ready, in its unit."""
+        return float(self._ask("time"))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _ask(self, what: str, case: Row | None = None) -> Any:
+        self._process.stdin.write(json.dumps([what, case]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(
+                f"the process of --{self.name} ended with {self._process.wait()} while it had to {what} {case}"
+            )
+        found = json.loads(answer)
+        if "error" in found:
+            raise Failed(f"{self.name}: {found['error']}")
+        return found["value"]
+
+
+def cases(kind: str, small: bool) -> list[Row]:
+    """Those of a kind, as the server takes them; ``small``: fast, to try the comparison itself."""
+    if kind == "attention":
+        every = [{"heads": heads, "workload": name} for heads in HEADS for name in DECODE]
+        return [{"name": f"{c['heads'][0]}/{c['heads'][1]} {c['workload']}", "unit": "us", **c} for c in every]
+    if kind == "engine":
+        return [{"name": f"{rows} rows", "unit": "ms", "rows": rows} for rows in (64, 256, 1024)]
+    size: Row = {
+        "sampling": {"prompt": 256, "rows": 4 if small else 32, "new": 4 if small else 32},
+        "tree": {"sequences": 64 if small else 1024, "tokens": 16_384},
+        "admission": {"prompts": 50 if small else 2000},
+    }[kind]
+    unit = {"sampling": "us a token", "tree": "ms", "admission": "ms"}[kind]
+    return [{"name": ", ".join(f"{count:,} {what}" for what, count in size.items()), "unit": unit, **size}]
+
+
+def measure(run: Run, case: Row, checkouts: list[Checkout], turns: int) -> None:
+    """A row of a case: both times, their ratio, and the ratios of single turns."""
+    row: Row = {name: case[name] for name in (*NAMES, "unit")}
+    try:
+        for checkout in checkouts:
+            checkout.prepare(case)
+        times = in_turns({checkout.name: checkout.time for checkout in checkouts}, turns)
+    except Failed as error:
+        run.add("cases", row | {"skipped": str(error)}, f"{case['kind']:10s} {case['name']:34s} {error}")
+        return
+    row |= {name: statistics.median(found) for name, found in times.items()}
+    each = [new / old for new, old in zip(times["new"], times["old"], strict=True)]
+    row |= {"ratio": round(row["new"] / row["old"], 4), "least": round(min(each), 4), "most": round(max(each), 4)}
+    text = f"old {row['old']:10.2f}  new {row['new']:10.2f} {row['unit']}  new/old {row['ratio']:.3f}"
+    run.add("cases", row, f"{case['kind']:10s} {case['name']:34s} {text} ({row['least']:.3f} to {row['most']:.3f})")
+
+
+def summary(rows: list[Row]) -> dict[str, Row]:
+    """For each kind and for all: the geometric mean of new over old, the worst case, and how many were skipped."""
+    found = {}
+    for kind in [*dict.fromkeys(row["kind"] for row in rows), "all"]:
+        of_kind = [row for row in rows if kind in (row["kind"], "all")]
+        timed = sorted((row for row in of_kind if "ratio" in row), key=lambda row: row["ratio"])
+        worst = {"worst": timed[-1]["name"], "most": timed[-1]["ratio"]} if timed else {}
+        mean = round(geomean(row["ratio"] for row in timed), 4)
+        found[kind] = {"cases": len(timed), "skipped": len(of_kind) - len(timed), "new/old": mean, **worst}
+    return found
+
+
+def main(given: list[str] | None = None) -> dict[str, Row]:
+    gpu = torch.cuda.is_available()
+    parser = arguments(__doc__, seconds=540.0, resume=True)
+    parser.add_argument("--old", type=Path, required=True, help="the folder of a checkout")
+    parser.add_argument("--new", type=Path, default=ROOT, help="of another; this one by default")
+    parser.add_argument("--cases", default=",".join((*GPU, *CPU) if gpu else CPU), help="kinds, with commas between")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="small cases on the CPU")
+    options = parser.parse_args(given)
+    kinds = options.cases.split(",")
+    if unknown := set(kinds) - {*GPU, *CPU}:
+        parser.error(f"--cases takes some of {', '.join((*GPU, *CPU))}, got {', '.join(sorted(unknown))}")
+    if not gpu and (needy := set(kinds) & set(GPU)):
+        parser.error(f"{', '.join(sorted(needy))} need a GPU, and there is none; choose from {', '.join(CPU)}")
+    run = Run(options)
+    there = run.taken_up("cases", NAMES)
+    checkouts = [Checkout("old", options.old), Checkout("new", options.new)]
+    run.result["checkouts"] = {checkout.name: checkout.version for checkout in checkouts}
+    print(json.dumps(run.result["checkouts"]), flush=True)
+    for case in [{"kind": kind, **case} for kind in kinds for case in cases(kind, options.small)]:
+        if options.only in case["name"] and identity(case, NAMES) not in there and run.left > 0:
+            measure(run, case, checkouts, options.turns)
+    for checkout in checkouts:
+        checkout.close()
+    found = run.result["summary"] = summary(run.result.get("cases", []))
+    run.finish()
+    columns = ("cases", "skipped", "new/old", "worst", "most")
+    print(table(("kind", *columns), [(kind, *(of.get(name, "-") for name in columns)) for kind, of in found.items()]))
+    return found
+
+
+if __name__ == "__main__":
+    main()

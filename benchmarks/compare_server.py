@@ -1,0 +1,167 @@
+"""One side of ``compare.py``: prepares and times cases with the checkout that PYTHONPATH names.
+
+All that it knows of a checkout are the names that both have: ``make_engine`` and ``requests`` of its ``benchmarks.engine``,
+``with_tails`` and ``insert_all`` of ``benchmarks.tree``, ``Pool``, ``make`` and ``ours`` of ``benchmarks.tree_attention``'s
+inputs, ``workload`` of its workloads, and ``prefixkit.patch``.  Clocks and shapes are those of this folder, for both sides.
+
+It reads ``[what, case]`` a line from stdin, and writes ``{"value": ...}`` or ``{"error": ...}`` a line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import runner
+import shapes
+import torch
+
+CHECKOUT = Path(os.environ["PYTHONPATH"])
+sys.path.pop(0)  # this folder, which has no more to give
+# Another checkout may be on the path, and a package there would hide a namespace of the same name here.
+sys.modules["benchmarks"] = types.ModuleType("benchmarks")
+sys.modules["benchmarks"].__path__ = [str(CHECKOUT / "benchmarks")]
+
+Time = Callable[[], float]
+PROMPT, NEW = 2048, 64
+
+
+def cpu_seconds(run: Callable[[], object], repeats: int = 1) -> float:
+    """Least CPU time of this process, which a busy machine disturbs less than wall time."""
+    return min(runner.wall_seconds(run, repeats, clock=time.process_time))
+
+
+@cache
+def pool() -> Any:
+    """Pages that all workloads share."""
+    from benchmarks.tree_attention.inputs import Pool
+
+    return Pool()
+
+
+@cache
+def model(name: str) -> Any:
+    """A patched model with random weights: Llama-3.1-8B's shape on the GPU, or one of the small ones on the CPU."""
+    import prefixkit
+
+    shape = {shape.name: shape for shape in (shapes.LLAMA_8B, shapes.SMALL, shapes.WORDS)}[name]
+    on_gpu = shape is shapes.LLAMA_8B
+    return prefixkit.patch(shape.build("cuda" if on_gpu else "cpu", torch.bfloat16 if on_gpu else torch.float32))
+
+
+def attention(case: runner.Row) -> Time:
+    """Microseconds of one layer's attention."""
+    from benchmarks.tree_attention.inputs import make, ours
+    from benchmarks.tree_attention.workloads import workload
+
+    inputs = make(workload(case["workload"], *case["heads"]), pool())
+    replay = runner.Replay(lambda index: ours(inputs, index), inputs.sets)
+    return lambda: replay.us(3)
+
+
+def engine(case: runner.Row) -> Time:
+    """Milliseconds of a decode step of ``rows`` samples of one prompt, graphs captured before."""
+    from benchmarks.engine import make_engine, requests
+
+    asked = requests(1, PROMPT, n=case["rows"], max_new_tokens=NEW, temperature=1.0)
+    made = make_engine(model("Llama-3.1-8B"), asked)
+    made.run(asked)
+
+    def timed_run() -> float:
+        steps, seconds = made.report.decode_steps, made.report.seconds_in_decode
+        made.run(asked)
+        return 1e3 * (made.report.seconds_in_decode - seconds) / (made.report.decode_steps - steps)
+
+    return timed_run
+
+
+def sampling(case: runner.Row) -> Time:
+    """Microseconds a token of ``rows`` samples of one prompt, prefill included."""
+    from benchmarks.engine import make_engine, requests
+
+    asked = requests(1, case["prompt"], n=case["rows"], max_new_tokens=case["new"], temperature=1.0)
+    made = make_engine(model("small"), asked)
+    return lambda: 1e6 * cpu_seconds(lambda: made.run(asked)) / (case["rows"] * case["new"])
+
+
+def tree(case: runner.Row) -> Time:
+    """Milliseconds of inserting sequences that differ in their last 128 tokens."""
+    from benchmarks.tree import insert_all, with_tails
+
+    sequences = with_tails(np.random.default_rng(0), case["sequences"], case["tokens"], 128)
+    return lambda: 1e3 * cpu_seconds(lambda: insert_all(sequences, 16), 3)
+
+
+def admission(case: runner.Row) -> Time:
+    """Milliseconds to make an engine for so many prompts, to queue and admit them all, and to retire each; no model runs."""
+    from benchmarks.engine import make_engine, requests
+    from benchmarks.tree import with_tails
+
+    rng = np.random.default_rng(0)
+    prompts = [prompt for _ in range(case["prompts"] // 50) for prompt in with_tails(rng, 50, 110, 40)]
+    rng.shuffle(prompts)
+    asked = requests(len(prompts), 1, max_new_tokens=16)
+    asked = [replace(request, tokens=prompt) for request, prompt in zip(asked, prompts, strict=True)]
+
+    def admit() -> None:
+        made = make_engine(model("words"), asked)  # its scheduler refers to it weakly
+        scheduler = made.scheduler
+        scheduler.submit(asked)
+        scheduler.admit()
+        assert len(scheduler.groups) == len(asked)
+        for group in list(scheduler.groups):
+            scheduler.retire(group)
+
+    return lambda: 1e3 * cpu_seconds(admit)
+
+
+CASES = {"attention": attention, "engine": engine, "sampling": sampling, "tree": tree, "admission": admission}
+
+
+def where() -> str:
+    """The folder of the prefixkit that runs here."""
+    import prefixkit
+
+    return str(Path(prefixkit.__file__).parents[1])
+
+
+def main() -> None:
+    # What a library prints must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    ready: Time | None = None
+    for line in sys.stdin:
+        what, case = json.loads(line)
+        try:
+            if what == "prepare":
+                ready = None  # before the next one, or both must fit
+                if case["kind"] != "attention":
+                    pool.cache_clear()
+                gc.collect()
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()
+                ready = CASES[case["kind"]](case)
+                ready()  # warm
+                value: object = None
+            else:
+                value = where() if what == "where" else ready()  # type: ignore[misc]
+            answer: dict[str, object] = {"value": value}
+        except Exception as error:
+            answer = {"error": runner.failure(error)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The experiments of the Hydragen paper, and FlashInfer's parallel generation, on one GPU: ours, Hydragen's way, baselines."""

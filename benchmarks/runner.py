@@ -1,0 +1,312 @@
+"""What all benchmarks share: the command line, the record of a run, times of captured graphs, contenders in turns, tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+Row = dict[str, Any]
+ROOT = Path(__file__).parents[1]
+OUT_OF_TIME = "out of time"
+# Inputs rotate through so many bytes, more than twice the L2 of an H200.
+ROTATE_BYTES = 1.5e8
+GRAPH_US, WARM_US, LONG_CALL_US = 1_000.0, 10_000.0, 10_000.0
+
+
+def arguments(
+    doc: str | None, seconds: float | None = None, resume: bool = False, out: Path | None = None
+) -> argparse.ArgumentParser:
+    """A parser with ``--out``, and where they are asked for ``--seconds`` and ``--resume``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=out, help="where the results go, as JSON, after each row")
+    if seconds is not None:
+        parser.add_argument("--seconds", type=float, default=seconds, help="begin nothing more after so long")
+    if resume:
+        parser.add_argument(
+            "--resume", type=Path, metavar="RESULTS.json", help="keep what these have, and measure the rest"
+        )
+    return parser
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of ``64,256,1024``."""
+    return [int(number) for number in text.split(",")]
+
+
+class Run:
+    """A run of a benchmark: the record that its JSON holds, and the time that is left.
+
+    Args:
+        options: Parsed by :func:`arguments`; ``out``, ``seconds`` and ``resume`` are used where they are there.
+        device: Of the record's machine.
+    """
+
+    def __init__(self, options: argparse.Namespace, device: str | None = None) -> None:
+        self._began, self._before = time.monotonic(), 0.0
+        self._out, self._seconds = options.out, getattr(options, "seconds", None) or math.inf
+        self._resume = json.loads(path.read_text()) if (path := getattr(options, "resume", None)) else None
+        self.result: Row = {"commit": commit()} if commit() else {}
+        self.result |= {"command": shlex.join(["python", *sys.argv]), "machine": machine(device), "clocks": [clocks()]}
+        self.result["options"] = {name: str(value) for name, value in vars(options).items()}
+
+    @property
+    def left(self) -> float:
+        """Seconds until the run's limit."""
+        return self._seconds - (time.monotonic() - self._began)
+
+    def taken_up(self, key: str, names: tuple[str, ...], beside: tuple[str, ...] = ()) -> set[str]:
+        """Keep the rows under ``key`` of ``--resume``, but those that were out of time; returns their :func:`identity`.
+
+        What stands under ``beside`` is kept too.
+
+        Raises:
+            SystemExit: they are of another machine.
+        """
+        if self._resume is None:
+            return set()
+        before, here = self._resume["machine"], self.result["machine"]
+        if before != here:
+            raise SystemExit(f"those results are of another machine: {before}, this is {here}; leave --resume out")
+        self.result |= {name: self._resume[name] for name in beside}
+        self.result[key] = [row for row in self._resume[key] if row.get("skipped") != OUT_OF_TIME]
+        self._before = self.result["seconds_before"] = self._resume.get("seconds", 0.0)
+        return {identity(row, names) for row in self.result[key]}
+
+    def add(self, key: str, row: Row, line: str | None = None) -> Row:
+        """Append a row under ``key``, print its line (its JSON without one), and write the file."""
+        self.result.setdefault(key, []).append(row)
+        print(json.dumps(row) if line is None else line, flush=True)
+        self.write()
+        return row
+
+    def write(self) -> None:
+        """The JSON so far."""
+        self.result["seconds"] = round(self._before + time.monotonic() - self._began, 1)
+        if self._out is not None:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            self._out.write_text(json.dumps(self.result, indent=1) + "\n")
+
+    def finish(self, *shown: str) -> None:
+        """Write the JSON for the last time, and print the parts of it that are named."""
+        self.result["clocks"].append(clocks())
+        self.write()
+        if shown := tuple(name for name in shown if name in self.result):
+            print(json.dumps({name: self.result[name] for name in shown}, indent=1))
+
+
+def identity(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """What tells a row from the others of its kind."""
+    return json.dumps([row[name] for name in names])
+
+
+def commit() -> str:
+    """Of the checkout; nothing where there is no git, or no repository."""
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return ""
+    return found.stdout.strip()
+
+
+def machine(device: str | None = None) -> Row:
+    """Names and versions of what ran."""
+    packages = {
+        name: _version(name) for name in ("torch", "numpy", "transformers", "triton", "flashinfer-python", "cuda-core")
+    }
+    if device == "cpu" or not torch.cuda.is_available():
+        return {"gpu": "none", "cpu": _processor(), "python": platform.python_version(), **packages}
+    gpu = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": gpu.name,
+        "multiprocessors": gpu.multi_processor_count,
+        "l2_bytes": gpu.L2_cache_size,
+        "driver": (_nvidia_smi("driver_version") or ["unknown"])[0],
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "python": platform.python_version(),
+        **packages,
+    }
+
+
+def clocks() -> Row:
+    """SM clock, power and temperature now; without a GPU the load of the CPUs."""
+    found = _nvidia_smi("clocks.sm", "power.draw", "temperature.gpu")
+    if found:
+        return dict(zip(("sm_mhz", "watts", "celsius"), found, strict=True))
+    cpuload = Path("/proc/loadavg")
+    return {"load": cpuload.read_text().split()[0]} if cpuload.exists() else {}
+
+
+def _nvidia_smi(*fields: str) -> list[str]:
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [field.strip() for field in found.stdout.split(",")] if found.returncode == 0 else []
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def input_sets(kv_bytes: int) -> int:
+    """How many sets of inputs to rotate through, so that none is still in the L2 when its turn comes."""
+    return max(1, min(8, int(ROTATE_BYTES // max(kv_bytes, 1)) + 1))
+
+
+class Replay:
+    """A captured graph of about a millisecond of calls through all input sets, so that starting it does not count."""
+
+    def __init__(self, run: Callable[[int], object], sets: int) -> None:
+        for index in range(sets):
+            run(index)
+        about = max(_elapsed_us(lambda: run(0)), 1.0)
+        self._calls = -(-max(8, min(64, int(GRAPH_US / about))) // sets) * sets if about < LONG_CALL_US else sets
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for call in range(self._calls):
+                run(call % sets)
+
+    def us(self, repeats: int = 7) -> float:
+        """Microseconds of one call, the median over replays, after some milliseconds of them, so that the clocks are up."""
+        about = _elapsed_us(self._graph.replay)
+        for _ in range(min(20, int(WARM_US / about))):
+            self._graph.replay()
+        repeats = repeats if about < 2 * LONG_CALL_US else 3
+        return float(np.median([_elapsed_us(self._graph.replay) / self._calls for _ in range(repeats)]))
+
+
+def replay_us(run: Callable[[int], object], sets: int, repeats: int = 7) -> float:
+    """Microseconds of ``run(index)`` over so many input sets; see :class:`Replay`."""
+    return Replay(run, sets).us(repeats)
+
+
+def _elapsed_us(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def captured(step: Callable[[], object], stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
+    """A step as a graph, after two steps that set up what is made once; ``stream``: where all three run."""
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph
+
+
+def replayed_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+    """Milliseconds of each of so many replays.  One more goes ahead of them; after it none waits for the host."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    graph.replay()
+    for event in events[:-1]:
+        event.record()
+        graph.replay()
+    events[-1].record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in pairwise(events)]
+
+
+def wall_seconds(
+    run: Callable[[], object],
+    repeats: int = 1,
+    warm: int = 0,
+    wait: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Of each call on the host's clock, after ``warm`` that do not count; ``wait`` lets a device finish."""
+    times = []
+    for _ in range(warm + repeats):
+        wait()
+        began = clock()
+        run()
+        wait()
+        times.append(clock() - began)
+    return times[warm:]
+
+
+def in_turns(contenders: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
+    """Each contender once a turn, in the opposite order every other turn, so that clocks that drift favour none."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(turns):
+        for name in list(contenders)[:: -1 if turn % 2 else 1]:
+            times[name].append(contenders[name]())
+    return times
+
+
+def ceilings() -> dict[str, float]:
+    """Bandwidth of a copy (bytes read and written), rate of a bf16 matrix product, one tiny node of a graph: here and now."""
+    a = torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda")
+    b = torch.empty_like(a)
+    copy = replay_us(lambda _: torch.neg(a, out=b), 1)  # a kernel; copy_ would be a copy engine's
+    x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "xy")
+    product = replay_us(lambda _: x @ y, 1)
+    small = torch.zeros(1, device="cuda")
+    node = replay_us(lambda _: small.add_(1.0), 1)
+    return {
+        "copy_TBps": round(2 * 2**31 / copy / 1e6, 3),
+        "matmul_TFLOPs": round(2 * 8192**3 / product / 1e6, 1),
+        "graph_node_us": round(node, 3),
+    }
+
+
+def failure(error: Exception, most: int = 200) -> str:
+    """A contender's error in a line: it is a result, and ours not to mend."""
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return "out of memory"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    """Best, median, mean, 99th percentile and worst."""
+    middle = {"best": min(times), "median": statistics.median(times), "mean": statistics.fmean(times)}
+    return middle | {"p99": float(np.quantile(times, 0.99)), "worst": max(times)}
+
+
+def geomean(values: Iterable[float]) -> float:
+    """Geometric mean; NaN of nothing."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else float("nan")
+
+
+def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A markdown table."""
+    head = [str(cell) for cell in head]
+    lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,80 @@
+"""``plan_tree`` by the specification, on the host; see the op for its contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkit.attention.bsr import decompose
+from prefixkit.attention.capacity import OVERFLOW
+from prefixkit.attention.gpu_cost import GpuCost
+from prefixkit.attention.plan import make_plan
+from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.tree.snapshot import Ints, TreeSnapshot
+
+
+def plan_tree(
+    num_nodes: Tensor,
+    parent: Tensor,
+    subtree_end: Tensor,
+    length: Tensor,
+    own: Tensor,
+    counts: Tensor,
+    wide: Tensor,
+    narrow: Tensor,
+    segments: Tensor,
+    merge_indptr: Tensor,
+    merge_indices: Tensor,
+    scratch: Tensor,
+    heads: Sequence[int],
+    num_sms: int,
+    cost: Sequence[float],
+) -> None:
+    """``plan_tree``."""
+    nodes = int(num_nodes)
+    counts.zero_()
+    counts[OVERFLOW] = 1
+    if nodes > len(parent):
+        return
+    tree = _tree(*(array[:nodes].cpu().numpy() for array in (parent, subtree_end, length)))
+    rows = own[:nodes].cpu().numpy()
+    node = np.flatnonzero(rows).astype(np.int32)
+    queries = Queries(node, (tree.length - rows)[node], tree.length[node])
+    counts[2] = queries.num_rows
+    shape, gpu = HeadShape(*heads), GpuCost.of(cost)
+    plan = make_plan(
+        [decompose(StepTree(tree, queries), shape, gpu.sharing)],
+        tree.length,
+        queries.num_rows,
+        group=shape.group,
+        kv_heads=shape.kv_heads,
+        num_sms=num_sms,
+        cost=gpu,
+    )
+    made = list(zip((counts, wide, narrow, segments, merge_indptr, merge_indices), plan.arrays(), strict=True))
+    if all(len(array) <= len(there) for there, array in made):
+        for there, array in made:
+            there[: len(array)] = torch.from_numpy(array)
+
+
+def _tree(parent: Ints, subtree_end: Ints, length: Ints) -> TreeSnapshot:
+    """A tree of these nodes, all of whose visible tokens have KV.  Plans depend on neither positions nor pages."""
+    nothing = np.zeros(len(parent) + 1, dtype=np.int32)
+    return TreeSnapshot(
+        version=0,
+        page_size=1,
+        parent=parent,
+        subtree_end=subtree_end,
+        start=nothing[1:],
+        length=length,
+        ready=length,
+        first_slot=nothing[1:],
+        page_indptr=nothing,
+        pages=nothing[:0],
+        sequence_node=nothing[:0],
+        sequence_id=np.zeros(0, dtype=np.int64),
+    )

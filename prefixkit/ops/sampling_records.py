@@ -1,0 +1,84 @@
+"""What the op ``sample`` knows of a row: a record of sampling parameters, and a bit for each token that its sequence holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.sampling.params import SamplingParams
+
+# struct Law of csrc/sampling/sample_row.cuh.
+RECORD = np.dtype(
+    [
+        ("top_p", "<f8"),
+        ("min_p", "<f8"),
+        ("key", "<u8"),
+        ("temperature", "<f4"),
+        ("penalty", "<f4"),
+        ("top_k", "<i4"),
+        ("step", "<i4"),
+        ("active", "<i4"),
+        ("unused", "<i4"),
+    ]
+)
+RECORD_INTS = RECORD.itemsize // 4
+STEP, ACTIVE = 9, 10  # as int32 columns
+
+MOST_VOCAB = 2**20  # tokens of a row
+
+
+def records(
+    params: Sequence[SamplingParams], keys: NDArray[np.uint64], steps: NDArray[np.integer[Any]]
+) -> NDArray[np.int32]:
+    """``[rows, RECORD_INTS]`` records of active rows: parameters, keys, and how many tokens each row has sampled."""
+    table = np.zeros(len(params), dtype=RECORD)
+    with np.errstate(over="ignore"):  # what float32 does not hold is infinite
+        for name in ("temperature", "top_p", "min_p"):
+            table[name] = [getattr(each, name) for each in params]
+        table["penalty"] = [each.repetition_penalty for each in params]
+    table["top_k"] = [min(each.top_k, MOST_VOCAB) for each in params]
+    table["key"], table["step"], table["active"] = keys, steps, 1
+    return table.view(np.int32).reshape(len(params), RECORD_INTS)
+
+
+@dataclass(frozen=True)
+class RecordedParams(SamplingParams):
+    """Sampling parameters that come from a record: checked before they were recorded, then rounded to what it holds."""
+
+    def __post_init__(self) -> None:
+        """Rounded to float32, the least temperature is a little below what a user may ask for."""
+
+
+def params_of(table: NDArray[np.void]) -> list[SamplingParams]:
+    """The parameters that records of dtype :data:`RECORD` hold."""
+    names = "temperature", "top_k", "top_p", "min_p", "penalty"
+    return [_recorded(*row) for row in zip(*(table[name].tolist() for name in names), strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _recorded(temperature: float, top_k: int, top_p: float, min_p: float, penalty: float) -> SamplingParams:
+    # Rows of one request share their parameters, and steps repeat them.
+    return RecordedParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
+
+
+def words(vocab: int) -> int:
+    """32-bit words that hold a bit for each token."""
+    return -(-vocab // 32)
+
+
+def mask(history: NDArray[np.integer[Any]], vocab: int) -> NDArray[np.int32]:
+    """``[words]`` a bit for each token that the sequence holds; ids beyond the vocabulary are never sampled and left out."""
+    held = np.zeros(32 * words(vocab), dtype=bool)
+    ids = np.asarray(history, dtype=np.int64)
+    held[ids[ids < vocab]] = True
+    return np.packbits(held, bitorder="little").view(np.int32)
+
+
+def tokens_of(mask: NDArray[np.int32]) -> NDArray[np.int64]:
+    """The tokens, ascending, whose bits are set in ``mask [words]``."""
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))

@@ -1,0 +1,111 @@
+"""Regular trees by name, in depth-first order, and the queries of a step over them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefixkit.attention.bsr import Queries
+from prefixkit.tree.snapshot import TreeSnapshot
+
+PAGE = 16
+
+
+def tree(parent: list[int], length: list[int]) -> TreeSnapshot:
+    """A tree in depth-first order, every node on pages of its own, in order."""
+    nodes = len(parent)
+    start, size = np.zeros(nodes, np.int32), np.ones(nodes, np.int32)
+    for node, above in enumerate(parent):
+        start[node] = start[above] + length[above] if above >= 0 else 0
+    for node in range(nodes - 1, 0, -1):
+        if parent[node] >= 0:
+            size[parent[node]] += size[node]
+    tokens = np.array(length, np.int32)
+    indptr = np.concatenate(([0], np.cumsum(-(-tokens // PAGE)))).astype(np.int32)
+    return TreeSnapshot(
+        version=1,
+        page_size=PAGE,
+        parent=np.array(parent, np.int32),
+        subtree_end=(np.arange(nodes) + size).astype(np.int32),
+        start=start,
+        length=tokens,
+        ready=tokens.copy(),
+        first_slot=np.zeros(nodes, np.int32),
+        page_indptr=indptr,
+        pages=np.arange(indptr[-1], dtype=np.int32),
+        sequence_node=np.zeros(0, np.int32),
+        sequence_id=np.zeros(0, np.int64),
+    )
+
+
+def tree_of(name: str) -> TreeSnapshot:
+    """The tree of a name.
+
+    ``2L bB pP sS``: B sequences share P tokens and have S each.  ``3L fewshot``: 2,400 tokens, 8 problems of 400, 128 samples
+    of 256 each.  ``beam d6``: 2,048 tokens, then 64-token nodes that branch in two six times.  ``chain dD bB pP tT``: B chains
+    of D nodes of T tokens below P shared ones.  ``comb dD bB tT sS``: a spine of D nodes of T tokens, B leaves of S at each.
+    """
+    kind, *rest = name.split()
+    size = {part[0]: int(part[1:]) for part in rest if part[1:].isdigit()}
+    if kind == "2L":
+        return tree([-1] + [0] * size["b"], [size["p"]] + [size["s"]] * size["b"])
+    if kind == "beam":
+        return binary(size["d"], prefix=2048, branch=64)
+    parent, length, above = [], [], -1
+    if name == "3L fewshot":
+        parent, length = [-1], [2400]
+        for _ in range(8):
+            problem = len(parent)
+            parent, length = [*parent, 0, *[problem] * 128], [*length, 400, *[256] * 128]
+    elif kind == "chain":
+        parent, length = [-1], [size["p"]]
+        for _ in range(size["b"]):
+            first = len(parent)
+            parent += [0, *range(first, first + size["d"] - 1)]
+            length += [size["t"]] * size["d"]
+    elif kind == "comb":
+        for _ in range(size["d"]):
+            spine = len(parent)
+            parent += [above, *[spine] * size["b"]]
+            length += [size["t"], *[size["s"]] * size["b"]]
+            above = spine
+    else:
+        raise ValueError(f"no tree is named {name!r}; see tree_of for the names")
+    return tree(parent, length)
+
+
+def binary(levels: int, prefix: int, branch: int) -> TreeSnapshot:
+    """``prefix`` tokens, then nodes of ``branch`` tokens that fork in two ``levels`` times."""
+    parent, length = [-1], [prefix]
+
+    def grow(above: int, left: int) -> None:
+        for _ in range(2 if left else 0):
+            parent.append(above)
+            length.append(branch)
+            grow(len(parent) - 1, left - 1)
+
+    grow(0, levels)
+    return tree(parent, length)
+
+
+def leaf_queries(snapshot: TreeSnapshot) -> Queries:
+    """A decode step: one query at the end of each leaf."""
+    leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
+    return Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
+
+
+def prompts(
+    tokens: int, chunk: int, count: int = 1, prefix: int = 0, prefix_computed: bool = True
+) -> tuple[TreeSnapshot, Queries]:
+    """A prefill step of ``count`` prompts of ``prefix + tokens``, for the last ``chunk`` tokens of each.
+
+    Unless ``prefix_computed``, the shared prefix's tokens are queries of the step too.
+    """
+    own, leaves = ([tokens - chunk] * count, [tokens] * count), [tokens] * count
+    snapshot = tree([-1] + [0] * count, [prefix, *leaves]) if prefix else tree([-1] * count, leaves)
+    first, begin, end = (1, *own) if prefix else (0, *own)
+    if prefix and not prefix_computed:
+        first, begin, end = 0, [0, *begin], [prefix, *end]
+    node = np.arange(first, first + len(begin), dtype=np.int32)
+    queries = Queries(node, np.array(begin, np.int32), np.array(end, np.int32))
+    snapshot.ready[queries.node] = queries.begin
+    return snapshot, queries
