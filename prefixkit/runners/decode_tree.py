@@ -13,7 +13,7 @@ from prefixkit.tree.snapshot import Ints
 
 if TYPE_CHECKING:
     from prefixkit.cuda.jit import Function
-    from prefixkit.cuda.launch import Layout
+    from prefixkit.cuda.struct_layout import Struct
 
 _THREADS = 128
 
@@ -92,7 +92,7 @@ class DecodeTree:
         else:
             self._advance_in_torch(rows)
 
-    def _advance_by_kernel(self, function: Function, layout: Layout, rows: int) -> None:
+    def _advance_by_kernel(self, function: Function, layout: Struct, rows: int) -> None:
         from prefixkit.cuda.launch import launch
 
         tensors = (self.leaf, *self.nodes, self.drawn, self.tokens, self.positions, self.slots)
@@ -122,11 +122,11 @@ def _before(batch: DecodeBatch) -> Ints:
     return length
 
 
-def _kernel(device: int) -> tuple[Function, Layout]:
+def _kernel(device: int) -> tuple[Function, Struct]:
+    from prefixkit.backends.cuda import layouts
     from prefixkit.backends.cuda.units import ADVANCE
     from prefixkit.cuda import jit
-    from prefixkit.cuda.launch import Layout
 
-    function, layout = jit.load(ADVANCE, device)[ADVANCE.names[0]], Layout("PPPPPPPPPPii")
-    layout.check(function)
-    return function, layout
+    function = jit.load(ADVANCE, device)[ADVANCE.names[0]]
+    layouts.ADVANCE.check(function)
+    return function, layouts.ADVANCE

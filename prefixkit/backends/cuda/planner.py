@@ -14,14 +14,12 @@ from prefixkit.attention.capacity import OVERFLOW, PlanCapacity, PlanTooLarge, c
 from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.staging import Staged, carve, room
+from prefixkit.backends.cuda.layouts import PLAN_TREE
 from prefixkit.backends.cuda.units import PLAN, PLAN_LARGE, PLAN_NODES
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import Layout, launch
+from prefixkit.cuda.launch import launch
 from prefixkit.tree.snapshot import TreeSnapshot
 
-# struct PlanTree of csrc/planner/plan_tree.cu: pointers; sharing and rates; magic; rooms, group, KV heads, SMs, queries of a
-# full tile, shared ints; roles.
-_LAYOUT = Layout("P" * 12 + "d" * 7 + "q" + "i" * 11 + "i" * 12)
 _THREADS = 1024
 # Ints of scratch: per node, tile and item; room to round up.
 _PER_NODE, _PER_TILE, _PER_ITEM, _SPARE = 10, 6, 7, 256
@@ -32,7 +30,7 @@ def _function(large: bool, device: int) -> jit.Function:
     function = jit.load(PLAN, device)[PLAN.names[0]]
     if large or function.max_shared < 4 * _PER_NODE * (PLAN_NODES + 4):
         function = jit.load(PLAN_LARGE, device)[PLAN_LARGE.names[0]]
-    _LAYOUT.check(function)
+    PLAN_TREE.check(function)
     return function
 
 
@@ -91,7 +89,7 @@ def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapa
     plan = (tensor.data_ptr() for tensor in (*work, scratch))
     values = _arguments(shape, gpu, num_sms, nodes, capacity, (*trees, *plan), function.max_shared)
     say = f"plan_tree on {device}: {nodes} nodes, room for {capacity}".__str__
-    launch(function, _LAYOUT, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, say)
+    launch(function, PLAN_TREE, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, say)
     return work
 
 
@@ -163,7 +161,7 @@ class CudaPlanner:
         A tree that was not checked, and whose plan does not fit, gives an empty plan with ``counts[OVERFLOW] == 1``.
         """
         shared = self._function.max_shared // 4 * 4
-        launch(self._function, _LAYOUT, self._values, (1, 1, 1), _THREADS, shared, self._say)
+        launch(self._function, PLAN_TREE, self._values, (1, 1, 1), _THREADS, shared, self._say)
         return self.work
 
     def _say(self) -> str:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.staging import upload
+from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.sampling_records import (
     ACTIVE,
     LAW_INTS,
@@ -29,14 +30,11 @@ from prefixkit.backends.cuda.sampling_records import (
 )
 from prefixkit.backends.cuda.units import KERNEL_VARIABLE, SAMPLE, sample_name
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import Layout, launch
+from prefixkit.cuda.launch import launch
 from prefixkit.engine.request import SamplingParams
 
 Ids = NDArray[np.integer[Any]]
 
-# struct Sample of csrc/sampling/sample_row.cuh:
-# pointers; stride of logits; vocabulary, words, segment, whether logits are aligned.
-_LAYOUT = Layout("PPPPPqiiii")
 _THREADS = 32 * WARPS
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -79,7 +77,7 @@ class GpuSampler:
     def _tile(self) -> Tiling:
         """How rows are dealt out on this GPU."""
         function = next(iter(self._functions.values()))
-        _LAYOUT.check(function)
+        layouts.SAMPLE.check(function)
         hopper = torch.cuda.get_device_capability(self.device) >= (9, 0)
         portable = os.environ.get(KERNEL_VARIABLE, "") == "portable"
         # What GPUs of compute capability 8.6 to 8.9 have, where the portable way is asked for.
@@ -202,5 +200,5 @@ class GpuSampler:
         say = (
             f"sample on {self.device}: {list(logits.shape)} {logits.dtype} strides {logits.stride()}, {tiling}".__str__
         )
-        launch(function, _LAYOUT, values, grid, _THREADS, tiling.shared, say, cluster=tiling.blocks)
+        launch(function, layouts.SAMPLE, values, grid, _THREADS, tiling.shared, say, cluster=tiling.blocks)
         return self.tokens[:count], self.logprobs[:count]

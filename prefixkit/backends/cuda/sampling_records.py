@@ -9,24 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.backends.cuda import layouts
 from prefixkit.engine.request import SamplingParams
 
-# struct Law.
-LAW = np.dtype(
-    [
-        ("top_p", "<f8"),
-        ("min_p", "<f8"),
-        ("key", "<u8"),
-        ("temperature", "<f4"),
-        ("penalty", "<f4"),
-        ("top_k", "<i4"),
-        ("step", "<i4"),
-        ("active", "<i4"),
-        ("unused", "<i4"),
-    ]
-)
+LAW = layouts.LAW.dtype
 LAW_INTS = LAW.itemsize // 4
-STEP, ACTIVE = 9, 10  # as int32 columns
+STEP, ACTIVE = (layouts.LAW.offset(name) // 4 for name in ("step", "active"))  # as int32 columns
 
 MOST_VOCAB = 2**20
 WARPS = 8  # of a block
