@@ -1,7 +1,7 @@
 // What the planner knows at any moment, in shared memory: its arguments, arrays of nodes, tiles and items; and what follows from them.
 #pragma once
-#include "layouts/plan_tree.h"
 #include "planner/plan_block.cuh"
+#include "layouts/plan_tree.h"
 
 namespace prefixkit {
 
