@@ -1,6 +1,7 @@
-"""Structs that Python and kernels share: one definition gives the packer, the C header, and the dtype of a table of records.
+"""Structs that Python and kernels share: one definition gives the packer, the C++ header, and the dtype of a table.
 
-The header asserts where the compiler places every field, so a kernel whose struct differs from the packer's does not compile.
+The header asserts where the compiler places every field: a kernel whose struct differs from the packer's does not
+compile.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from prefixkit.cuda.jit import Function
 
-# C types and their codes in the module ``struct``, which numpy shares; they have one size on all systems that CUDA serves.
+# C types and their codes in the module ``struct``, which numpy shares.  Each has one size on every host of CUDA.
 _CODES = {
     "int": "i",
     "unsigned int": "I",
@@ -30,7 +31,7 @@ _CODES = {
 
 @dataclass(frozen=True)
 class Opaque:
-    """A type that Python does not look into; a field of it takes ``size`` bytes."""
+    """A type that Python does not look into; the value of such a field is ``size`` bytes."""
 
     name: str
     size: int
@@ -42,7 +43,7 @@ class Opaque:
         return f"struct alignas({self.alignment}) {self.name} {{ unsigned char bytes[{self.size}]; }};\n"
 
 
-# NVRTC has no offsetof, but the operator that front ends of its maker define it by.
+# NVRTC has no offsetof; its front end computes one by an operator of its own.
 _OFFSET = """#ifdef __CUDACC_RTC__
 #define LAYOUT_OFFSET(type, path) __INTADDR__(&((type*)0)->path)
 #else
@@ -132,7 +133,7 @@ class Struct:
 
     @cached_property
     def header(self) -> tuple[str, str]:
-        """Name and text of the C++ header that defines this struct and those of its fields, as ``Unit.headers`` takes them."""
+        """Name and text of the C++ header that defines this struct and those in it, for ``Unit.headers``."""
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
         body = "\n".join(dict.fromkeys(_definitions(self)))
         text = f"#pragma once\n{_OFFSET}namespace prefixkit {{\n{body}}}  // namespace prefixkit\n{_NO_OFFSET}"

@@ -56,7 +56,7 @@ def literal(value, code):
 
 
 def reads(layout):
-    """C++ that returns the paths of the fields that do not hold their value, each read as the type that it should have."""
+    """C++ that lists the paths of the fields that do not hold their value, each read as its own type."""
     lines = []
     for number, leaf in enumerate(layout.leaves):
         value = value_of(number, leaf.code)
@@ -67,8 +67,8 @@ def reads(layout):
         elif leaf.code == "P":
             test = f"if (s.{leaf.path} != {literal(value, 'P')})"
         else:
-            kind = C_TYPES[leaf.code]
-            test = f"const {kind}& x = s.{leaf.path}; if (&x != &s.{leaf.path} || x != ({kind}){literal(value, leaf.code)})"
+            kind, number = C_TYPES[leaf.code], literal(value, leaf.code)
+            test = f"const {kind}& x = s.{leaf.path}; if (&x != &s.{leaf.path} || x != ({kind}){number})"
         lines.append(f'    {{ {test} strcat(wrong, "{leaf.path} "); }}')
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ constexpr int ROW_CHUNKS = D / 8;                          // 16-byte pieces of 
 static_assert(D % 16 == 0 && D <= 256, "head sizes are multiples of 16 up to 256");
 
 #ifndef PREFIXKIT_MAPS
-#define PREFIXKIT_MAPS 0  // 1: KV comes in boxes where pages allow it (Hopper), and struct Attention begins with tensor maps
+#define PREFIXKIT_MAPS 0  // 1: KV comes in boxes where pages allow it (Hopper); Attention begins with tensor maps
 #endif
 
 // Brings the parameter into the constant cache, a line at a time, before anyone waits for it.
