@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import struct
 import threading
 from collections.abc import Callable, Hashable
 from functools import lru_cache
@@ -18,6 +17,7 @@ from cuda.bindings import driver  # who loads this file has found cuda-core
 
 from prefixkit.checking import checked
 from prefixkit.cuda.jit import Function
+from prefixkit.cuda.struct_layout import Struct
 
 log = logging.getLogger("prefixkit")
 
@@ -29,22 +29,6 @@ FREE_SHARED = 48 * 1024
 
 class CudaError(RuntimeError):
     """A launch failed, or in checked mode the kernel did.  Names the op, the shapes and the plan."""
-
-
-class Layout:
-    """A struct of C, as the module ``struct`` writes it, natively aligned: P pointer, q 64 bits, i 32 bits, f float, d double.
-
-    A nested struct of C aligns like its widest member; the members here are listed flat.
-    """
-
-    def __init__(self, fields: str) -> None:
-        self.packer = struct.Struct("@" + fields)
-
-    def check(self, function: Function) -> None:
-        """AssertionError unless the kernel's parameter is what this layout fills, up to padding at the end."""
-        ours, theirs = self.packer.size, function.parameter_bytes
-        padded = [-(-ours // alignment) * alignment for alignment in (4, 8, 64)]
-        assert theirs in padded, f"{function.name} takes {theirs} bytes, not {ours}"
 
 
 def form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
@@ -69,7 +53,7 @@ _shared: dict[int, int] = {}
 
 def launch(
     function: Function,
-    layout: Layout,
+    layout: Struct,
     values: tuple[int | float | bytes, ...],
     grid: tuple[int, int, int],
     block: int,

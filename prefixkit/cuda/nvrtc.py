@@ -188,6 +188,7 @@ def _folders(unit: Unit) -> Iterator[list[str]]:
         return
     with TemporaryDirectory() as made:
         for name, text in unit.headers:
+            (Path(made) / name).parent.mkdir(parents=True, exist_ok=True)
             (Path(made) / name).write_text(text)
         yield [str(unit.root), made]
 

@@ -9,18 +9,16 @@ from cuda.bindings import driver  # who loads this file has found cuda-core
 from torch import Tensor
 
 from prefixkit.cuda.launch import fail
+from prefixkit.cuda.struct_layout import TENSOR_MAP
 
 # The 128-byte swizzle takes 64 elements of 16 bits; the kernels take tokens by groups.
 COLUMNS = 64
 GROUP = 16
-MAP_BYTES = 128
-# Of keys and of values: boxes of a group, boxes of a row, boxes of a group's whole rows
-# (struct Attention of csrc/attention/plan.cuh).
-ALL_BYTES = 6 * MAP_BYTES
 # Layers whose maps are kept, those of pools that are gone included: 3 MiB of maps at most.
 KEPT = 4096
 
-_kept: dict[Hashable, bytes] = {}
+Maps = tuple[bytes, ...]
+_kept: dict[Hashable, Maps] = {}
 
 
 def holds_groups(page_size: int) -> bool:
@@ -29,8 +27,8 @@ def holds_groups(page_size: int) -> bool:
 
 
 def kept_maps(
-    k_pages: Tensor, v_pages: Tensor, form: Hashable, make: Callable[[Tensor, Tensor], bytes] | None = None
-) -> bytes:
+    k_pages: Tensor, v_pages: Tensor, form: Hashable, make: Callable[[Tensor, Tensor], Maps] | None = None
+) -> Maps:
     """:func:`tensor_maps` of a layer's pages, made once for their address and form, whatever attends to them.
 
     Args:
@@ -48,8 +46,9 @@ def kept_maps(
     return maps
 
 
-def tensor_maps(k_pages: Tensor, v_pages: Tensor, describe: Callable[[], str] = str) -> bytes:
-    """The six maps of a layer's pages, as the kernel's parameter begins.
+def tensor_maps(k_pages: Tensor, v_pages: Tensor, describe: Callable[[], str] = str) -> Maps:
+    """The six maps of a layer's pages, as the kernel's parameter begins: of keys and of values, by boxes of a group, of a
+    row, of a group's whole rows.
 
     Args:
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]`` in 16 bits; strides multiples of 8 elements.
@@ -62,8 +61,8 @@ def tensor_maps(k_pages: Tensor, v_pages: Tensor, describe: Callable[[], str] = 
     for rows, whole in ((GROUP, False), (1, False), (GROUP, True)):
         for pages in (k_pages, v_pages):
             there = rows == 1 or holds_groups(pages.shape[1])
-            maps.append(_encode(pages, rows, whole, describe) if there else bytes(MAP_BYTES))
-    return b"".join(maps)
+            maps.append(_encode(pages, rows, whole, describe) if there else bytes(TENSOR_MAP.size))
+    return tuple(maps)
 
 
 def _encode(pages: Tensor, rows: int, whole: bool, describe: Callable[[], str]) -> bytes:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from prefixkit.sampling.params import SamplingParams
 
-# struct Law of csrc/sampling/sample_row.cuh.
+# The kernel's struct of the same fields is made from this (``backends.cuda.layouts``).
 RECORD = np.dtype(
     [
         ("top_p", "<f8"),

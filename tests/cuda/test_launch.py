@@ -11,7 +11,7 @@ driver = pytest.importorskip("cuda.bindings.driver")
 from prefixkit.backends.cuda import attention as cuda_attention  # noqa: E402
 from prefixkit.backends.cuda.checks import CudaError  # noqa: E402
 from prefixkit.cuda import tensor_maps as cuda_maps  # noqa: E402
-from prefixkit.cuda.launch import Layout, _config  # noqa: E402
+from prefixkit.cuda.launch import _config  # noqa: E402
 
 IDS = driver.CUlaunchAttributeID
 TOGETHER, FOLLOWS = IDS.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, IDS.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -35,10 +35,6 @@ def test_the_same_launch_is_described_once():
     one = _config((132, 1, 1), 512, 1024, 0, True, True)
     assert _config((132, 1, 1), 512, 1024, 0, True, True) is one
     assert _config((132, 1, 1), 512, 1024, 1, True, True) is not one
-
-
-def test_a_layout_pads_a_struct_as_c_does():
-    assert Layout("PiiPf").packer.size == 8 + 4 + 4 + 8 + 4
 
 
 def pages(num_pages=4, dtype=torch.bfloat16):

@@ -11,6 +11,7 @@ from pathlib import Path
 from prefixkit.cuda.nvrtc import CSRC
 
 HERE = Path(__file__).parent
+Headers = tuple[tuple[str, str], ...]
 OPTIONS = (
     *("-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-w"),
     "-fno-gnu-unique",  # another emulated kernel in the same process has fibers of its own
@@ -18,16 +19,20 @@ OPTIONS = (
 )
 
 
-def build(folder: Path, emulation: str, instead: Mapping[str, tuple[str, str]], *defines: str) -> ctypes.CDLL:
+def build(
+    folder: Path, emulation: str, instead: Mapping[str, tuple[str, str]], headers: Headers, *defines: str
+) -> ctypes.CDLL:
     """The library of the one ``.cpp`` in ``emulation``.
 
     Args:
         folder: Where it is made.
         emulation: A folder here, whose files take the place of those with the same path in csrc.
         instead: For a source, by its path in csrc, text in it and what takes its place.
+        headers: Of the kernel's ``Unit``.
         defines: ``-D...``
     """
     shutil.copytree(CSRC, folder, dirs_exist_ok=True)
+    write_headers(folder, headers)
     for name, (old, new) in instead.items():
         text = (folder / name).read_text()
         assert old in text, f"{name} no longer has {old!r}"
@@ -38,3 +43,10 @@ def build(folder: Path, emulation: str, instead: Mapping[str, tuple[str, str]], 
     library = main.with_suffix(".so")
     subprocess.run(["g++", *OPTIONS, *defines, f"-I{folder}", "-o", library, main], check=True)
     return ctypes.CDLL(str(library))
+
+
+def write_headers(folder: Path, headers: Headers) -> None:
+    """Write the headers that are made, where the sources look for them."""
+    for name, text in headers:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)

@@ -6,11 +6,11 @@ from functools import cache
 
 from torch import Tensor
 
+from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.units import ADVANCE
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import Layout, launch
+from prefixkit.cuda.launch import launch
 
-_LAYOUT = Layout("PPPPPPPPPPii")
 _THREADS = 128
 
 
@@ -32,11 +32,11 @@ def advance(
     tensors = (leaf, start, length, page_indptr, pages, first_slot, sampled, tokens, positions, slots)
     values = (*(tensor.data_ptr() for tensor in tensors), rows, page_size)
     say = f"advance on {leaf.device}: {rows} rows".__str__
-    launch(_function(leaf.device.index), _LAYOUT, values, (-(-rows // _THREADS), 1, 1), _THREADS, 0, say)
+    launch(_function(leaf.device.index), layouts.ADVANCE, values, (-(-rows // _THREADS), 1, 1), _THREADS, 0, say)
 
 
 @cache
 def _function(device: int) -> jit.Function:
     function = jit.load(ADVANCE, device)[ADVANCE.names[0]]
-    _LAYOUT.check(function)
+    layouts.ADVANCE.check(function)
     return function

@@ -13,14 +13,13 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from prefixkit.backends.cuda.layouts import MOVE
 from prefixkit.backends.cuda.units import APPEND, WIDTHS
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import Layout, form, launch
+from prefixkit.cuda.launch import form, launch
 from prefixkit.ops.checks import check_append, check_append_slots
 
-# Pointers of rows and pages, slots; strides of K rows, V rows, K pages, V pages; slots; tokens, heads, vectors, page size.
-_MOVE = Layout("PPPPP qq qq qqq qqq q iiii".replace(" ", ""))
 _MOVE_THREADS = 256
 
 _T = TypeVar("_T")
@@ -60,7 +59,7 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
     if checked():
         check_append_slots("kv_append", slots, k_pages)
     launch(
-        ready.function, _MOVE, pointers + ready.constants, ready.grid, _MOVE_THREADS, 0, say("kv_append", key, k_pages)
+        ready.function, MOVE, pointers + ready.constants, ready.grid, _MOVE_THREADS, 0, say("kv_append", key, k_pages)
     )
 
 
@@ -96,7 +95,7 @@ def _append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, aligne
         page_size,
     )
     function = jit.load(APPEND, k_pages.device.index)[f"prefixkit::kv_append<{width}>"]
-    _MOVE.check(function)
+    MOVE.check(function)
     return _Ready(function, constants, (-(-threads // _MOVE_THREADS), 1, 1))
 
 

@@ -14,24 +14,20 @@ from torch import Tensor
 from prefixkit.attention.variants import Variant, lookup
 from prefixkit.backends.cuda import variants as cuda_variants
 from prefixkit.backends.cuda.checks import check_packed_numbers
+from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
 from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS
 from prefixkit.backends.cuda.units import ATTENTION, attention_unit, kernel_for
 from prefixkit.backends.torch import backend as torch_backend
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import CudaError, Layout, form, launch
+from prefixkit.cuda.launch import CudaError, form, launch
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
-from prefixkit.cuda.tensor_maps import ALL_BYTES, holds_groups, kept_maps
+from prefixkit.cuda.tensor_maps import holds_groups, kept_maps
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.ops.checks import BadDevice, BadShape, check_attention, check_packed, check_positions
 
 log = logging.getLogger("prefixkit")
 
-# struct Attention of csrc/attention/plan.cuh:
-# tensor maps (Hopper); pointers; strides of pages, heads, slots; heads, KV heads, page size;
-# scale, and times log2(e); parameters; reach, room for wide and for narrow items, boxes, rows.
-_FIELDS = "P" * 20 + "qqq" + "iii" + "ff" + "P" + "iiiii"
-_LAYOUTS = {False: Layout("0s" + _FIELDS), True: Layout(f"{ALL_BYTES}s" + _FIELDS)}
 # Counters at which the blocks of a launch meet: one per stream, and one per captured graph.
 _COUNTERS = 4096
 # Left for graphs whenever something runs without one: so many may be captured in between.
@@ -106,7 +102,7 @@ def tree_attention(
         q = q.clone(memory_format=torch.contiguous_format)
     if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
         raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
-    head = kept_maps(k_pages, v_pages, ready.form) if ready.by_maps else b""
+    head = kept_maps(k_pages, v_pages, ready.form) if ready.by_maps else ()
     addresses = _plan_pointers(q, q_positions, work, nodes)
     if checked():
         check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
@@ -132,9 +128,9 @@ def tree_attention(
     )
     launch(
         ready.function,
-        _LAYOUTS[ready.by_maps],
+        ATTENTION_LAYOUT[ready.by_maps],
         (
-            head,
+            *head,
             *pointers,
             *ready.numbers,
             scale,
@@ -195,7 +191,7 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
     shared = function.max_shared if kernel.shared is None else kernel.shared
     numbers = (page, head, slot, heads, k_pages.shape[2], k_pages.shape[1])
     parameters = cuda_variants.on_device(key, heads, q.device).data_ptr()
-    _LAYOUTS[kernel.by_maps].check(function)
+    ATTENTION_LAYOUT[kernel.by_maps].check(function)
     return _Ready(
         ref(variant),
         function,

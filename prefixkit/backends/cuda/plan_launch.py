@@ -15,14 +15,12 @@ from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.staging import Staged, carve, room
+from prefixkit.backends.cuda.layouts import PLAN_TREE
 from prefixkit.backends.cuda.units import PLAN, PLAN_LARGE, PLAN_NODES
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import Layout, launch
+from prefixkit.cuda.launch import launch
 from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)
 
-# struct PlanTree of csrc/planner/plan_tree.cu: pointers; sharing and rates; magic; rooms, group, KV heads, SMs, queries of a
-# full tile, shared ints; roles.
-_LAYOUT = Layout("P" * 12 + "d" * 7 + "q" + "i" * 11 + "i" * 12)
 _THREADS = 1024
 
 
@@ -52,7 +50,7 @@ def plan_tree(
     addresses = (tensor.data_ptr() for tensor in (*trees, *work))
     values = *addresses, *rates, magic, *sizes, *heads_of, function.max_shared // 4, *roles
     say = f"plan_tree on {parent.device}: room for {sizes} nodes, items, segments, rows and partials".__str__
-    launch(function, _LAYOUT, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, say)
+    launch(function, PLAN_TREE, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, say)
 
 
 @cache
@@ -60,7 +58,7 @@ def _function(large: bool, device: int) -> jit.Function:
     function = jit.load(PLAN, device)[PLAN.names[0]]
     if large or function.max_shared < 4 * NODE_INTS * (PLAN_NODES + 4):
         function = jit.load(PLAN_LARGE, device)[PLAN_LARGE.names[0]]
-    _LAYOUT.check(function)
+    PLAN_TREE.check(function)
     return function
 
 

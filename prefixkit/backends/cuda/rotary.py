@@ -10,19 +10,16 @@ import torch
 from torch import Tensor
 
 from prefixkit.backends.cuda import append as cuda_ops
+from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.units import ROTARY, rotary_name
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import Layout, launch
+from prefixkit.cuda.launch import launch
 from prefixkit.ops.checks import check_append_slots, check_rotary
 from prefixkit.ops.rotary import rotate
 
 log = logging.getLogger("prefixkit")
 
-# struct Rotary of csrc/kv/rotary_append.cu:
-# pointers; strides of rows, K pages, V pages; slots; tokens, heads, KV heads, vectors
-# of half a head, page size.
-_ROTARY = Layout("P" * 9 + "q" * 8 + "qqq" * 2 + "q" + "I" * 5)
 _THREADS = 256
 _VECTOR = 16
 _MEMO_SIZE = 4096
@@ -55,7 +52,14 @@ def rotary_append(
     rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     values = (*pointers[:5], rotated.data_ptr(), *pointers[5:], *constants)
     launch(
-        function, _ROTARY, values, grid, _THREADS, 0, cuda_ops.say("rotary_append", q, key, k_pages), follows=follows
+        function,
+        layouts.ROTARY,
+        values,
+        grid,
+        _THREADS,
+        0,
+        cuda_ops.say("rotary_append", q, key, k_pages),
+        follows=follows,
     )
     return rotated
 
@@ -78,7 +82,7 @@ def _prepare(
         return None
     device = k_pages.device.index
     function = jit.load(ROTARY, device)[rotary_name(str(q.dtype).removeprefix("torch."))]
-    _ROTARY.check(function)
+    layouts.ROTARY.check(function)
     vectors = (stride // _VECTOR for stride in strides)
     constants = (*vectors, num_pages * page_size, tokens, heads, kv_heads, half // _VECTOR, page_size)
     follows = torch.cuda.get_device_capability(device) >= (9, 0)

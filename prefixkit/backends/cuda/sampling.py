@@ -8,14 +8,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.sampling_tiling import WARPS, Tiling, tile
 from prefixkit.backends.cuda.units import KERNEL_VARIABLE, SAMPLE, sample_name
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import Layout, launch
+from prefixkit.cuda.launch import launch
 
-# struct Sample of csrc/sampling/sample_row.cuh:
-# pointers; stride of logits; vocabulary, words, segment, whether logits are aligned.
-_LAYOUT = Layout("PPPPPqiiii")
 _THREADS = 32 * WARPS
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -33,14 +31,14 @@ def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logpro
     function = jit.load(SAMPLE, logits.device.index)[sample_name(_DTYPES[logits.dtype], tiling.cached)]
     grid = (rows * tiling.blocks, 1, 1)
     say = f"sample on {logits.device}: {list(logits.shape)} {logits.dtype} strides {logits.stride()}, {tiling}".__str__
-    launch(function, _LAYOUT, values, grid, _THREADS, tiling.shared, say, cluster=tiling.blocks)
+    launch(function, layouts.SAMPLE, values, grid, _THREADS, tiling.shared, say, cluster=tiling.blocks)
 
 
 @cache
 def _tiling(device: int, vocab: int, portable: bool) -> Tiling:
     """How rows of a vocabulary are divided on a GPU; ``portable`` as on GPUs of compute capability 8.6 to 8.9."""
     function = next(iter(jit.load(SAMPLE, device).values()))
-    _LAYOUT.check(function)
+    layouts.SAMPLE.check(function)
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
     max_shared = min(function.max_shared, 99 * 1024) if portable else function.max_shared
     return tile(vocab, max_shared, hopper and not portable)

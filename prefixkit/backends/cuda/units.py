@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from itertools import product
 
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, compose, sliding_window, soft_cap
+from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda import variants as cuda_variants
 from prefixkit.cuda.nvrtc import Unit
 
 WIDTHS = (16, 8, 4, 2)
-APPEND = Unit("kv/append.cu", tuple(f"prefixkit::kv_append<{width}>" for width in WIDTHS))
+APPEND = Unit(
+    "kv/append.cu", tuple(f"prefixkit::kv_append<{width}>" for width in WIDTHS), headers=(layouts.MOVE.header,)
+)
 FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
 
 
@@ -20,12 +23,17 @@ def rotary_name(dtype: str) -> str:
     return f"prefixkit::rotary_append<{FLOATS[dtype]}>"
 
 
-ROTARY = Unit("kv/rotary_append.cu", tuple(map(rotary_name, FLOATS)))
-ADVANCE = Unit("kv/advance.cu", ("prefixkit::advance",))
+ROTARY = Unit("kv/rotary_append.cu", tuple(map(rotary_name, FLOATS)), headers=(layouts.ROTARY.header,))
+ADVANCE = Unit("kv/advance.cu", ("prefixkit::advance",), headers=(layouts.ADVANCE.header,))
 # For trees of so many nodes, all of whose arrays fit in shared memory; and for any.
 PLAN_NODES = 2304
 PLAN, PLAN_LARGE = (
-    Unit("planner/plan_tree.cu", ("prefixkit::plan_tree",), (("PREFIXKIT_PLAN_NODES", str(nodes)),))
+    Unit(
+        "planner/plan_tree.cu",
+        ("prefixkit::plan_tree",),
+        (("PREFIXKIT_PLAN_NODES", str(nodes)),),
+        (layouts.PLAN_TREE.header,),
+    )
     for nodes in (PLAN_NODES, 0)
 )
 
@@ -35,7 +43,11 @@ def sample_name(dtype: str, cached: bool) -> str:
     return f"prefixkit::sample<{FLOATS[dtype]}, {str(cached).lower()}>"
 
 
-SAMPLE = Unit("sampling/sample.cu", tuple(sample_name(dtype, cached) for dtype in FLOATS for cached in (True, False)))
+SAMPLE = Unit(
+    "sampling/sample.cu",
+    tuple(sample_name(dtype, cached) for dtype in FLOATS for cached in (True, False)),
+    headers=(layouts.LAW.header, layouts.SAMPLE.header),
+)
 
 ATTENTION = "prefixkit::tree_attention"
 # ``PREFIXKIT_KERNEL=portable``: the portable kernel also where there is one for the GPU at hand; for tests and comparisons.
@@ -57,7 +69,7 @@ class Kernel:
         threads: Of a block.
         blocks_per_sm: Blocks on a multiprocessor.
         shared: Dynamic shared memory of a block in bytes; None for all that a block can have.
-        by_maps: Its parameter begins with tensor maps (``cuda_maps``).
+        by_maps: Its parameter begins with tensor maps (``tensor_maps``).
     """
 
     file: str
@@ -88,11 +100,12 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant) 
     defines: tuple[tuple[str, str], ...] = (("PREFIXKIT_HEAD_DIM", str(head_dim)), ("PREFIXKIT_HALF", str(int(half))))
     if kernel.shared is not None:
         defines += (("PREFIXKIT_BLOCKS", str(kernel.blocks_per_sm)), ("PREFIXKIT_SHARED", str(kernel.shared)))
+    layout = layouts.ATTENTION[kernel.by_maps].header
     text = cuda_variants.header(variant)
     if text is None:
-        return Unit(kernel.file, (ATTENTION,), defines)
+        return Unit(kernel.file, (ATTENTION,), defines, (layout,))
     name = cuda_variants.HEADER
-    return Unit(kernel.file, (ATTENTION,), (*defines, ("PREFIXKIT_VARIANT", f'"{name}"')), ((name, text),))
+    return Unit(kernel.file, (ATTENTION,), (*defines, ("PREFIXKIT_VARIANT", f'"{name}"')), (layout, (name, text)))
 
 
 def units(arch: str) -> tuple[Unit, ...]:

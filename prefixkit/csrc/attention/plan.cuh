@@ -1,6 +1,7 @@
 // What a launch gets: tensors, the packed plan, the tree; and how a work list is walked.
 #pragma once
 #include "common/ptx.cuh"
+#include "layouts/attention.h"
 
 namespace prefixkit {
 
@@ -12,48 +13,8 @@ constexpr int ROW_CHUNKS = D / 8;                          // 16-byte pieces of 
 static_assert(D % 16 == 0 && D <= 256, "head sizes are multiples of 16 up to 256");
 
 #ifndef PREFIXKIT_MAPS
-#define PREFIXKIT_MAPS 0  // 1: KV comes in boxes where pages allow it (Hopper)
+#define PREFIXKIT_MAPS 0  // 1: KV comes in boxes where pages allow it (Hopper); Attention begins with tensor maps
 #endif
-#if PREFIXKIT_MAPS
-struct alignas(64) TensorMap { unsigned char bytes[128]; };
-#endif
-
-struct Attention {
-#if PREFIXKIT_MAPS
-    TensorMap k_map, v_map;       // dimensions (D, slots, KV heads, pages), boxes of (64, 16, 1, 1), 128-byte swizzle
-    TensorMap k_row, v_row;       // the same with boxes of (64, 1, 1, 1)
-    TensorMap k_group, v_group;   // dimensions (64, slots, D / 64, KV heads, pages), boxes of (64, 16, D / 64, 1, 1)
-#endif
-    const u16* q;                 // [rows, heads, D]
-    const u16* k;                 // pages: head h of slot s of page p begins at p * page_stride + h * head_stride + s * slot_stride
-    const u16* v;
-    const long long* q_positions; // [rows]
-    u16* out;                     // [rows, heads, D]
-    float* lse;                   // [rows, heads], natural logarithm
-    float* partial_out;           // [partial rows, heads, D]
-    float* partial_lse;           // [partial rows, heads]
-    u32* sync;                    // [1] zero before the first launch; launches that may overlap need one each
-    const int* counts;            // [8] wide items, narrow items, rows, partial rows (0: nothing to merge), 1: wide items head by head,
-                                  // 1: narrow items are by far the longer part
-    const int4* wide;             // [2 * items] see Item
-    const int4* narrow;
-    const int* segments;          // [segments, 3] node, begin, end
-    const int* merge_indptr;      // [rows + 1]
-    const int* merge_indices;
-    const int* node_start;        // the tree
-    const int* node_length;
-    const int* page_indptr;
-    const int* pages;
-    const int* first_slot;
-    long long page_stride, head_stride, slot_stride;  // elements, multiples of 8; the same for k and v
-    int heads, kv_heads, page_size;
-    float scale, scale_log2;      // the second times log2(e)
-    const float* parameters;      // of the variant
-    int reach;                    // a query at position p sees none before p - reach + 1; 0: it sees all
-    int wide_room, narrow_room;   // items that the lists can hold: those may be read before counts are known
-    int boxes;                    // 1: pages have 16, 32, 64... slots, so that boxes of 16 rows lie inside them
-    int rows;                     // of q and out; those behind the plan's pad a captured graph's batch
-};
 
 // Brings the parameter into the constant cache, a line at a time, before anyone waits for it.
 DEVICE void hold_parameters(const Attention& a) {

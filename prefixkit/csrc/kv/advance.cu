@@ -6,22 +6,9 @@
 // cost       some tens of bytes per row: a launch.
 // limits     a row without a page for its token gets slot -1 and does not grow, so a graph may run on when a row has ended; what could not
 //            be drawn (-1) runs as token 0.
+#include "layouts/advance.h"
 
 namespace prefixkit {
-
-struct Advance {
-    const int* leaf;
-    const int* start;
-    int* length;
-    const int* page_indptr;
-    const int* pages;
-    const int* first_slot;
-    const long long* drawn;
-    long long* tokens;
-    long long* positions;
-    long long* slots;
-    int rows, page_size;
-};
 
 extern "C" __global__ void __launch_bounds__(128) advance(const __grid_constant__ Advance a) {
     const int row = blockIdx.x * 128 + threadIdx.x;

@@ -9,6 +9,7 @@
 // cost       reads and writes each byte once: 4 x tokens x kv_heads x head_dim x itemsize bytes; no arithmetic.
 // limits     WIDTH divides a head's bytes, every stride, and every address.  Slots are the contract of kv_append in
 //            prefixkit/ops/library.py: a row writes nothing where its slot is not one of the pages'.
+#include "layouts/move.h"
 
 namespace prefixkit {
 
@@ -17,22 +18,6 @@ template <> struct Vector<2> { using type = unsigned short; };
 template <> struct Vector<4> { using type = unsigned int; };
 template <> struct Vector<8> { using type = uint2; };
 template <> struct Vector<16> { using type = uint4; };
-
-// Strides of one tensor, in vectors.
-struct Rows { long long token, head; };
-struct Pages { long long page, slot, head; };
-
-struct Move {
-    void* k_rows;
-    void* v_rows;
-    void* k_pages;
-    void* v_pages;
-    const long long* slots;
-    Rows k_row, v_row;
-    Pages k_page, v_page;
-    long long num_slots;
-    int tokens, kv_heads, vectors, page_size;
-};
 
 struct Place { long long k_row, v_row, k_page, v_page; bool exists; };
 

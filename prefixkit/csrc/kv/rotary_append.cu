@@ -11,25 +11,9 @@
 // limits     16 bytes divide half a head, every stride and every address; there are fewer than 2^32 threads.
 //            Slots as in append.cu.
 #include "kv/rotary_ptx.cuh"
+#include "layouts/rotary.h"
 
 namespace prefixkit {
-
-// Strides in vectors.
-struct Rotary {
-    const void* q;
-    const void* key;
-    const void* value;
-    const void* cos;
-    const void* sin;
-    void* rotated;
-    void* k_pages;
-    void* v_pages;
-    const long long* slots;
-    long long q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
-    long long k_page, k_slot, k_page_head, v_page, v_slot, v_page_head;
-    long long num_slots;
-    u32 tokens, heads, kv_heads, half, page_size;  // half: vectors of half a head
-};
 
 struct Halves { uint4 first, second; };
 

@@ -1,6 +1,7 @@
 // What the planner knows at any moment, in shared memory: its arguments, arrays of nodes, tiles and items; and what follows from them.
 #pragma once
 #include "planner/plan_block.cuh"
+#include "layouts/plan_tree.h"
 
 namespace prefixkit {
 
@@ -16,31 +17,6 @@ __constant__ int CUT[2][CUTS] = {
     {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132},
     {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528}};
 constexpr int PIECE_BITS = 10;  // of ITEM_PIECE
-
-struct RoleCost {
-    int unit, workers, start, leave, fold, least;  // as Role.points()
-};
-
-struct PlanTree {
-    const int* sizes;        // [1] nodes
-    const int* parent;       // [nodes]
-    const int* subtree_end;
-    const int* length;       // visible tokens
-    const int* own;          // query rows
-    int* counts;             // the plan: see Attention
-    int4* wide;
-    int4* narrow;
-    int* segments;
-    int* merge_indptr;
-    int* merge_indices;
-    int* scratch;
-    double gain_per_token, item, price_wide, price_narrow, price_per_row;  // of sharing
-    double wide_rate, narrow_rate;
-    u64 magic;               // ceil(2^32 / many)
-    int node_room, wide_room, narrow_room, segment_room, row_room, partial_room;
-    int group, kv_heads, num_sms, many, shared_ints;  // many: queries of a full tile
-    RoleCost cost[2];        // wide, narrow
-};
 
 // Arrays of nodes in the making of a plan.
 enum NodeArray {

@@ -1,28 +1,10 @@
 // One row of logits: what a block has of it, and who reads what.
 #pragma once
+#include "layouts/law.h"
+#include "layouts/sample.h"
 #include "sampling/sample_weight.cuh"
 
 namespace prefixkit {
-
-// Parameters of a row, which the host or other kernels write; 48 bytes.
-struct Law {
-    double top_p, min_p;
-    u64 key;
-    float temperature, penalty;
-    int top_k, step, active, unused;
-};
-
-struct Sample {
-    const void* logits;  // [rows, vocab]
-    Law* laws;           // [rows]
-    u32* seen;           // [rows, words], bit t % 32 of word t / 32: the sequence holds token t
-    long long* tokens;   // [rows]
-    float* logprobs;     // [rows]
-    long long stride;    // of a row of logits, in elements
-    int vocab, words;
-    int segment;         // tokens of a warp, a multiple of 128
-    int aligned;         // four logits can be loaded at once
-};
 
 DEVICE float penalise(float x, float penalty) { return x < 0 ? __fmul_rn(x, penalty) : __fdiv_rn(x, penalty); }
 // Of four tokens those that the sequence holds, by the bits of `held`.

@@ -13,10 +13,13 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver")
 
+from prefixkit.backends.cuda import layouts
+from prefixkit.backends.cuda.units import ADVANCE
 from prefixkit.cuda import launch as cuda_launch
 from prefixkit.cuda.nvrtc import CSRC
 from prefixkit.runners import decode_tree
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
+from tests.emulation.build import write_headers
 from tests.runners.test_decode_tree import make_batch
 
 if shutil.which("g++") is None:
@@ -43,7 +46,8 @@ def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("advance")
     (folder / "on_cpu.cpp").write_text(ON_CPU)
     made = folder / "advance.so"
-    options = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}"]
+    write_headers(folder, ADVANCE.headers)
+    options = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}", f"-I{folder}"]
     subprocess.run(["g++", *options, "-o", made, folder / "on_cpu.cpp"], check=True)
     return ctypes.CDLL(str(made))
 
@@ -61,8 +65,8 @@ def test_steps_are_those_of_torch(seed, page_size, library, monkeypatch):
     monkeypatch.setattr(cuda_launch, "launch", launch)
     room = DecodeCapacity(200, 128, 2048)
     theirs, ours = (DecodeTree(room, page_size, "cpu") for _ in range(2))
-    bytes_of = lambda function: setattr(function, "parameter_bytes", 88) or function  # noqa: E731
-    unit = {decode_tree_unit(): bytes_of(SimpleNamespace(name="advance"))}
+    bytes_of = lambda function: setattr(function, "parameter_bytes", layouts.ADVANCE.size) or function  # noqa: E731
+    unit = {ADVANCE.names[0]: bytes_of(SimpleNamespace(name="advance"))}
     monkeypatch.setattr("prefixkit.cuda.jit.load", lambda *rest: unit)
     ours._kernel = decode_tree._kernel(0)
     theirs.load(batch), ours.load(batch)
@@ -74,9 +78,3 @@ def test_steps_are_those_of_torch(seed, page_size, library, monkeypatch):
         for name in ("tokens", "positions", "slots"):
             assert torch.equal(getattr(ours, name)[:rows], getattr(theirs, name)[:rows]), name
         assert all(torch.equal(a, b) for a, b in zip(ours.nodes, theirs.nodes, strict=True))
-
-
-def decode_tree_unit() -> str:
-    from prefixkit.backends.cuda.units import ADVANCE
-
-    return ADVANCE.names[0]

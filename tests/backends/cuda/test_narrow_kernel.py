@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from prefixkit.attention.bsr import Queries, decompose, visible_lengths
 from prefixkit.attention.reference import reference_attention, visible_tokens
+from prefixkit.backends.cuda.layouts import ATTENTION
 from tests.attention.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
 from tests.attention.planning import narrowed
 from tests.emulation.build import build
@@ -24,8 +25,6 @@ HOLDING = (
     'asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.boxes));',
     "",
 )
-# struct Attention of csrc/attention/plan.cuh behind its maps, as cuda_attention.py packs it.
-FIELDS = "P" * 20 + "qqq" + "iii" + "ff" + "P" + "iiiii"
 MAP = struct.Struct("@P5q5q5i")
 
 if shutil.which("g++") is None:
@@ -36,7 +35,7 @@ if shutil.which("g++") is None:
 def kernel(request, tmp_path_factory):
     """Head size, and the source with a block's instructions on the CPU in place of the GPU's."""
     folder, dim = tmp_path_factory.mktemp("narrow"), f"-DPREFIXKIT_HEAD_DIM={request.param}"
-    function = build(folder, "narrow", {"attention/plan.cuh": HOLDING}, dim).narrow_on_cpu
+    function = build(folder, "narrow", {"attention/plan.cuh": HOLDING}, (ATTENTION[True].header,), dim).narrow_on_cpu
     function.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
     return request.param, function
 
@@ -49,15 +48,16 @@ def fake_map(pages: Tensor, sizes: list[int], strides: list[int], box: list[int]
     )
 
 
-def fake_maps(k: Tensor, v: Tensor, boxes: bool) -> bytes:
-    """As tensor_maps of cuda_maps.py describes them: groups of 16 slots, single slots, and groups with all their columns."""
+def fake_maps(k: Tensor, v: Tensor, boxes: bool) -> list[bytes]:
+    """As tensor_maps describes them: groups of 16 slots, single slots, and groups with all their columns."""
     count, slots, heads, dim = k.shape
     page, slot, head, _ = k.stride()
     plain = [dim, slots, heads, count], [slot, head, page]
     groups = [64, slots, dim // 64, heads, count], [slot, 64, head, page]
     kinds = ((*plain, [64, 16, 1, 1]), (*plain, [64, 1, 1, 1]), (*groups, [64, 16, dim // 64, 1, 1]))
     maps = [[fake_map(x, *kind) for x in (k, v)] for kind in kinds]
-    return b"".join(chain(*maps)) if boxes else bytes(256) + b"".join(maps[1]) + bytes(256)
+    none = [bytes(128)] * 2
+    return [*chain(*maps)] if boxes else [*none, *maps[1], *none]
 
 
 def fold(plan: GpuPlan, out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,16 +111,15 @@ def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tu
     partial_lse = torch.full(partial_out.shape[:2], torch.nan)
     page, slot, head, _ = k.stride()
     boxes = snapshot.page_size % 16 == 0
-    given = struct.pack(
-        "@768s" + FIELDS,
-        fake_maps(k, v, boxes),
+    given = ATTENTION[True].packer.pack(
+        *fake_maps(k, v, boxes),
         *(x.data_ptr() for x in (q, k, v, positions, out, lse, partial_out, partial_lse)),
         0,
         *(x.ctypes.data for x in (*work, *tree)),
         *(page, head, slot, heads, kv_heads, snapshot.page_size, case.scale, case.scale * np.log2(np.e), 0, 0),
         *(len(plan.wide), len(plan.narrow), int(boxes), rows + padding),
     )
-    assert kernel(given, blocks, stages) >= len(given)
+    assert kernel(given, blocks, stages) == len(given)
     return fold(plan, out, lse, partial_out, partial_lse)
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import shutil
-import struct
 from dataclasses import replace
 
 import numpy as np
@@ -14,13 +13,13 @@ from prefixkit.attention.capacity import capacity_for, room_for, size_of
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, build_step
+from prefixkit.backends.cuda.layouts import PLAN_TREE
+from prefixkit.backends.cuda.units import PLAN
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
 from tests.emulation.build import build
 from tests.named_trees import tree, tree_of
 
 RECIPROCAL = 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));', "inverse = 1.0f / float(b);"
-# struct PlanTree, as prefixkit.backends.cuda.planner fills it.
-LAYOUT = struct.Struct("@" + "P" * 12 + "d" * 7 + "q" + "i" * 23)
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
@@ -30,7 +29,7 @@ if shutil.which("g++") is None:
 def kernel(request, tmp_path_factory):
     """The source with the block's instructions on the CPU in place of the GPU's."""
     folder, nodes = tmp_path_factory.mktemp("kernel"), f"-DPREFIXKIT_PLAN_NODES={request.param}"
-    function = build(folder, "planner", {"planner/plan_block.cuh": RECIPROCAL}, nodes).plan_on_cpu
+    function = build(folder, "planner", {"planner/plan_block.cuh": RECIPROCAL}, PLAN.headers, nodes).plan_on_cpu
     function.argtypes = [ctypes.c_char_p]
     return function
 
@@ -63,7 +62,7 @@ def launch(kernel, shape, cost, num_sms, capacity, tree):
         *(shape.group, shape.kv_heads, num_sms, many, 48 * 1024),
         *roles,
     )
-    kernel(LAYOUT.pack(*values))
+    kernel(PLAN_TREE.packer.pack(*values))
     return plan
 
 

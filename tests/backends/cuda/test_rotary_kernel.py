@@ -53,7 +53,7 @@ if shutil.which("g++") is None:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("rotary"), "rotary", INSTEAD)
+    return build(tmp_path_factory.mktemp("rotary"), "rotary", INSTEAD, ROTARY.headers)
 
 
 class Gpu:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import struct
 
 import numpy as np
 import pytest
 import torch
 
-from prefixkit.backends.cuda import sampling_tiling
+from prefixkit.backends.cuda import layouts, sampling_tiling
 from prefixkit.backends.cuda.sampling_tiling import Tiling, tile
+from prefixkit.backends.cuda.units import SAMPLE
 from prefixkit.cuda.nvrtc import CSRC
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD, mask, records, words
 from prefixkit.sampling.params import SamplingParams
@@ -22,8 +22,6 @@ from tests.emulation.build import build
 from tests.engine.laws import NASTY, logprob_bound, random_laws, rows_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# struct Sample.
-LAYOUT = struct.Struct("@PPPPPqiiii")
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
@@ -32,7 +30,7 @@ if shutil.which("g++") is None:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """The source with a CPU's instructions in place of the GPU's."""
-    return build(tmp_path_factory.mktemp("kernel"), "sampling", {})
+    return build(tmp_path_factory.mktemp("kernel"), "sampling", {}, SAMPLE.headers)
 
 
 def run(library, logits, laws, keys, steps, histories, tiling, active=None):
@@ -45,7 +43,7 @@ def run(library, logits, laws, keys, steps, histories, tiling, active=None):
     tokens, logprobs = np.full(rows, -77, dtype=np.int64), np.full(rows, 77, dtype=np.float32)
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 4 == 0
     pointers = (logits.data_ptr(), *(array.ctypes.data for array in (law, seen, tokens, logprobs)))
-    packed = LAYOUT.pack(*pointers, logits.stride(0), vocab, words(vocab), tiling.segment, aligned)
+    packed = layouts.SAMPLE.packer.pack(*pointers, logits.stride(0), vocab, words(vocab), tiling.segment, aligned)
     library.sample_on_cpu(packed, DTYPES.index(logits.dtype), int(tiling.cached), tiling.blocks, rows)
     return tokens, logprobs, law["step"], seen
 

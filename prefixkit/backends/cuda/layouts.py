@@ -1,0 +1,147 @@
+"""The structs that kernels take, and records that they read: defined here, for Python and for CUDA.
+
+A kernel's source includes the header of each struct, such as ``layouts/plan_tree.h``, which its unit brings along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prefixkit.cuda.struct_layout import TENSOR_MAP, define
+from prefixkit.ops.sampling_records import RECORD
+
+# ---- attention ----
+
+_ATTENTION = define(
+    "Attention",
+    ("const unsigned short*", "q", "[rows, heads, D]"),
+    (
+        "const unsigned short*",
+        "k v",
+        "pages: head h of slot s of page p begins at p * page_stride + h * head_stride + s * slot_stride",
+    ),
+    ("const long long*", "q_positions", "[rows]"),
+    ("unsigned short*", "out", "[rows, heads, D]"),
+    ("float*", "lse", "[rows, heads], natural logarithm"),
+    ("float*", "partial_out", "[partial rows, heads, D]"),
+    ("float*", "partial_lse", "[partial rows, heads]"),
+    ("unsigned int*", "sync", "[1] zero before the first launch; launches that may overlap need one each"),
+    (
+        "const int*",
+        "counts",
+        "[8] wide items, narrow items, rows, partial rows (0: nothing to merge), 1: wide items head by head, "
+        "1: narrow items are by far the longer part",
+    ),
+    ("const int4*", "wide narrow", "[2 * items] see Item"),
+    ("const int*", "segments", "[segments, 3] node, begin, end"),
+    ("const int*", "merge_indptr", "[rows + 1]"),
+    ("const int*", "merge_indices"),
+    ("const int*", "node_start node_length page_indptr pages first_slot", "the tree"),
+    ("long long", "page_stride head_stride slot_stride", "elements, multiples of 8; the same for k and v"),
+    ("int", "heads kv_heads page_size"),
+    ("float", "scale"),
+    ("float", "scale_log2", "times log2(e)"),
+    ("const float*", "parameters", "of the variant"),
+    ("int", "reach", "a query at position p sees none before p - reach + 1; 0: it sees all"),
+    ("int", "wide_room narrow_room", "items that the lists can hold: those may be read before counts are known"),
+    ("int", "boxes", "1: pages have 16, 32, 64... slots, so that boxes of 16 rows lie inside them"),
+    ("int", "rows", "of q and out; those behind the plan's pad a captured graph's batch"),
+)
+# Of keys and values each, as ``tensor_maps`` makes them.
+_MAPS = define(
+    "Maps",
+    (
+        TENSOR_MAP,
+        "k_map v_map",
+        "dimensions (D, slots, KV heads, pages), boxes of (64, 16, 1, 1), 128-byte swizzle",
+    ),
+    (TENSOR_MAP, "k_row v_row", "the same with boxes of (64, 1, 1, 1)"),
+    (
+        TENSOR_MAP,
+        "k_group v_group",
+        "dimensions (64, slots, D / 64, KV heads, pages), boxes of (64, 16, D / 64, 1, 1)",
+    ),
+)
+# By whether the kernel reads pages by tensor maps (PREFIXKIT_MAPS), which then come first.
+ATTENTION = {False: _ATTENTION, True: replace(_ATTENTION, fields=_MAPS.fields + _ATTENTION.fields)}
+
+# ---- planner ----
+
+# Of a role; ``start leave fold`` are its ``points()``.
+_ROLE_COST = define("RoleCost", ("int", "unit workers start leave fold least"))
+PLAN_TREE = define(
+    "PlanTree",
+    ("const int*", "sizes", "[1] nodes"),
+    ("const int*", "parent subtree_end", "[nodes]"),
+    ("const int*", "length", "visible tokens"),
+    ("const int*", "own", "query rows"),
+    ("int*", "counts", "the plan: see Attention"),
+    ("int4*", "wide narrow"),
+    ("int*", "segments merge_indptr merge_indices"),
+    ("int*", "scratch"),
+    ("double", "gain_per_token item price_wide price_narrow price_per_row", "of sharing"),
+    ("double", "wide_rate narrow_rate"),
+    ("unsigned long long", "magic", "ceil(2^32 / many)"),
+    ("int", "node_room wide_room narrow_room segment_room row_room partial_room"),
+    ("int", "group kv_heads num_sms"),
+    ("int", "many", "queries of a full tile"),
+    ("int", "shared_ints"),
+    (_ROLE_COST, "cost[2]", "wide, narrow"),
+)
+
+# ---- keys and values ----
+
+_ROWS = define("Rows", ("long long", "token head"))
+_PAGES = define("Pages", ("long long", "page slot head"))
+MOVE = define(
+    "Move",
+    ("void*", "k_rows v_rows k_pages v_pages"),
+    ("const long long*", "slots"),
+    (_ROWS, "k_row v_row", "strides of one tensor, in vectors"),
+    (_PAGES, "k_page v_page"),
+    ("long long", "num_slots"),
+    ("int", "tokens kv_heads vectors page_size"),
+)
+ROTARY = define(
+    "Rotary",
+    ("const void*", "q key value cos sin"),
+    ("void*", "rotated k_pages v_pages"),
+    ("const long long*", "slots"),
+    ("long long", "q_token q_head k_token k_head v_token v_head cos_token sin_token", "strides in vectors"),
+    ("long long", "k_page k_slot k_page_head v_page v_slot v_page_head"),
+    ("long long", "num_slots"),
+    ("unsigned int", "tokens heads kv_heads"),
+    ("unsigned int", "half", "vectors of half a head"),
+    ("unsigned int", "page_size"),
+)
+ADVANCE = define(
+    "Advance",
+    ("const int*", "leaf start"),
+    ("int*", "length"),
+    ("const int*", "page_indptr pages first_slot"),
+    ("const long long*", "drawn"),
+    ("long long*", "tokens positions slots"),
+    ("int", "rows page_size"),
+)
+
+# ---- sampling ----
+
+# Sampling parameters of a row, as the op takes them.
+_C_TYPES = {"f8": "double", "u8": "unsigned long long", "f4": "float", "i4": "int"}
+LAW = define("Law", *((_C_TYPES[RECORD[name].str[1:]], name) for name in RECORD.names or ()))
+SAMPLE = define(
+    "Sample",
+    ("const void*", "logits", "[rows, vocab]"),
+    ("Law*", "laws", "[rows]"),
+    (
+        "unsigned int*",
+        "seen",
+        "[rows, words], bit t % 32 of word t / 32: the sequence holds token t",
+    ),
+    ("long long*", "tokens", "[rows]"),
+    ("float*", "logprobs", "[rows]"),
+    ("long long", "stride", "of a row of logits, in elements"),
+    ("int", "vocab words"),
+    ("int", "segment", "tokens of a warp, a multiple of 128"),
+    ("int", "aligned", "four logits can be loaded at once"),
+)
