@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prefixkit.attention.step import Planner, Step, build_step
 from prefixkit.engine.beam_run import BeamRun
-from prefixkit.engine.decode_run import DecodeRun
+from prefixkit.engine.decode_run import DECODE_SETTINGS, DecodeRun, DecodeSettings
 from prefixkit.engine.pending import choose_queries, last_rows
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample, SamplingParams, TokenEvent
@@ -25,11 +25,6 @@ from prefixkit.runners.decoder import CannotDecode, Decoder
 from prefixkit.tree.radix import PrefixTree, Sequence
 
 log = logging.getLogger("prefixkit")
-
-# A decoder takes over where samples have so many tokens to draw: to begin with it costs more than a step.
-FEWEST_STEPS = 4
-# Where others wait for pages, it goes on until one sample in so many has ended.
-WAITED_FOR = 8
 
 
 class Engine:
@@ -45,6 +40,7 @@ class Engine:
         special_tokens: The text of tokens that ``decode`` leaves out, by their ids; see ``StopChecker``.
         prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
         decoder: Decodes samples whose prompts are computed, many steps at a time; None: every step is planned by itself.
+        settings: When it takes over, and how it goes on.
         drawer: Draws tokens in steps that no decoder runs.
         most_running: Samples, or beam searches, that run at once at most; the others wait.
         keep: Whether ``run`` returns the samples; False holds none of them once ``on_sample`` has been called.
@@ -64,6 +60,7 @@ class Engine:
         special_tokens: Mapping[int, str] | None = None,
         prefill_chunk: int = 1024,
         decoder: Decoder | None = None,
+        settings: DecodeSettings = DECODE_SETTINGS,
         drawer: Draw = draw_on_host,
         most_running: int = sys.maxsize,
         keep: bool = True,
@@ -82,7 +79,7 @@ class Engine:
         self.decode = decode
         self.special_tokens = special_tokens or {}
         self.prefill_chunk = prefill_chunk
-        self.decoder, self.drawer = decoder, drawer
+        self.decoder, self.settings, self.drawer = decoder, settings, drawer
         self.keep = keep
         self.on_sample = on_sample
         self.on_token = on_token
@@ -156,7 +153,7 @@ class Engine:
             return False
         if any(group.first_logits is None or group.granted > group.started for group in self.scheduler.groups):
             return False
-        if max(run.params.max_new_tokens - len(run.tokens) for run in self.samples) < FEWEST_STEPS:
+        if max(run.params.max_new_tokens - len(run.tokens) for run in self.samples) < self.settings.fewest_steps:
             return False
         leaves = {run.sequence.node for run in self.samples}
         return all(node in leaves and have == want - 1 for node, have, want in self.tree.pending())
@@ -175,13 +172,13 @@ class Engine:
         began, count, decoder = time.perf_counter(), len(self.samples), self.decoder
         self._count_held(self._held_pages())
         try:
-            decoding = DecodeRun(self.tree, decoder, self.samples, give, self.on_token, self.on_step)
+            decoding = DecodeRun(self.tree, decoder, self.samples, give, self.settings, self.on_token, self.on_step)
         except CannotDecode as error:
             log.warning("decoding step by step: %s", error)
             self.decoder = None
             return []
         try:
-            decoding.run(lambda ended: self.scheduler.waits and ended * WAITED_FOR >= count)
+            decoding.run(lambda ended: self.scheduler.waits and ended * self.settings.waited_for >= count)
         finally:
             self.samples = [run for run in self.samples if run.sequence.tree is not None]
             self.report.count_decode(

@@ -13,7 +13,7 @@ import torch
 
 from prefixkit.attention.bsr import Queries
 from prefixkit.attention.capacity import PlanCapacity
-from prefixkit.engine import decode_run, engine
+from prefixkit.engine.decode_run import DecodeSettings
 from prefixkit.engine.request import Request, SamplingParams
 from prefixkit.runners import graph as graphs
 from prefixkit.runners import graph_arrays
@@ -116,8 +116,6 @@ class Decoder(graphs.GraphDecoder):
 @pytest.fixture
 def decoding(monkeypatch):
     """A function that makes an engine which decodes by such graphs, and its fake model."""
-    monkeypatch.setattr(engine, "FEWEST_STEPS", 1)
-    monkeypatch.setattr(decode_run, "SLACK", 2)
     monkeypatch.setattr(graph_arrays, "BUCKETS", (1, 2, 3, 5, 8, 13, 21, 34))
     monkeypatch.setattr(graph_arrays, "GpuSampler", Sampler)
     monkeypatch.setattr(graph_arrays, "Ring", Ring)
@@ -128,7 +126,7 @@ def decoding(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
 
     def make(**options):
-        made, model = make_engine(**options)
+        made, model = make_engine(settings=DecodeSettings(fewest_steps=1, slack=2), **options)
         monkeypatch.setattr(
             graph_arrays, "CudaPlanner", lambda shape, nodes, capacity, *rest: Planner(made.planner, nodes, capacity)
         )
