@@ -17,6 +17,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forests", type=int, default=2000, help="random forests in tests/attention/test_forests.py")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: or one worker would end with them, and the others wait."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture
 def num_forests(request: pytest.FixtureRequest) -> int:
     """How many random forests to try."""

@@ -55,19 +55,20 @@ class Function:
 
 
 def binary(
-    unit: Unit, arch: str, memory: dict[tuple[Unit, str], Binary] = _binaries, compiler: Compiler = compile_unit
+    unit: Unit, arch: str, memory: dict[tuple[Unit, str], Binary] | None = None, compiler: Compiler = compile_unit
 ) -> Binary:
     """Machine code of a unit, from memory, the disk, or the compiler, which announces itself in one line.
 
     Args:
         unit: What is compiled together.
         arch: The target, such as ``"sm_90a"``.
-        memory: What was found before; the process's own unless given, and it receives what is found now.
+        memory: What was found before, and receives what is found now; None is the process's own.
         compiler: Compiles a unit for a target.
 
     Raises:
         NvrtcMissing, CompileError: see ``compile_unit``.
     """
+    memory = _binaries if memory is None else memory
     found = memory.get((unit, arch))
     if found is None:
         place = kernel_cache.entry(unit, arch, nvrtc_version())
