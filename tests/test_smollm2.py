@@ -5,14 +5,8 @@ import torch
 
 import prefixkit
 from prefixkit.demo.humaneval import load_problems
-from prefixkit.demo.model import load_demo
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def smol():
-    return load_demo()
 
 
 @pytest.fixture(scope="module")

@@ -83,25 +83,14 @@ class TestSample:
         assert outputs[0] == outputs[1]
 
 
-@pytest.fixture(scope="module")
-def weightless(folders, tmp_path_factory):
-    """The plain folder without its weights."""
-    no_weights = shutil.ignore_patterns("*.safetensors")
-    return shutil.copytree(folders["plain"], tmp_path_factory.mktemp("bare") / "model", ignore=no_weights)
-
-
 class TestRefusals:
     """Bad input is refused in one line, before a model is loaded, and leaves nothing behind.
 
     The folder has no weights: to load the model would be another error.
     """
 
-    @pytest.fixture
-    def folders(self, weightless):
-        return {"plain": weightless}
-
     def test_a_folder_without_weights_cannot_be_loaded(self, folders, prompts):
-        assert "safetensors" in run("sample", "--model", folders["plain"], "--input", prompts, code=1).stderr
+        assert "safetensors" in run("sample", "--model", folders["weightless"], "--input", prompts, code=1).stderr
 
     @pytest.mark.parametrize(
         ("options", "says"),
@@ -116,24 +105,24 @@ class TestRefusals:
         ],
     )
     def test_options(self, folders, prompts, options, says):
-        result = run("sample", "--model", folders["plain"], "--input", prompts, *options, code=1)
+        result = run("sample", "--model", folders["weightless"], "--input", prompts, *options, code=1)
         assert says in result.stderr
         assert result.stdout == ""
 
     def test_a_torn_line(self, folders, prompts):
         prompts.write_text(prompts.read_text() + '{"id": "c", "pro')
-        result = run("sample", "--model", folders["plain"], "--input", prompts, code=1)
+        result = run("sample", "--model", folders["weightless"], "--input", prompts, code=1)
         assert f"{prompts}:4: not a JSON object, perhaps torn" in result.stderr
 
     def test_an_output_that_cannot_be_written(self, folders, prompts, tmp_path):
         out = tmp_path / "absent" / "out.jsonl"
-        result = run("sample", "--model", folders["plain"], "--input", prompts, "--out", out, code=1)
+        result = run("sample", "--model", folders["weightless"], "--input", prompts, "--out", out, code=1)
         assert f"cannot write to {out}: No such file or directory" in result.stderr
 
     def test_an_output_that_exists(self, folders, prompts, tmp_path):
         out = tmp_path / "out.jsonl"
         out.write_text("precious\n")
-        result = run("sample", "--model", folders["plain"], "--input", prompts, "--out", out, code=1)
+        result = run("sample", "--model", folders["weightless"], "--input", prompts, "--out", out, code=1)
         assert "give --overwrite" in result.stderr
         assert out.read_text() == "precious\n"
 
@@ -211,13 +200,8 @@ class TestInspect:
         assert "244" in result.stdout  # a plain batch: 4 x 31 + 12 x 10
         assert "One token's KV takes 512 bytes" in result.stdout  # 2 layers, K and V, 2 heads of 16, float32
 
-    def test_needs_no_weights(self, folders, prompts, tmp_path):
-        bare = tmp_path / "bare"
-        bare.mkdir()
-        for path in folders["plain"].iterdir():
-            if path.suffix == ".json":
-                (bare / path.name).write_bytes(path.read_bytes())
-        result = run("inspect", "--model", bare, "--input", prompts, "--dtype", "bfloat16")
+    def test_needs_no_weights(self, folders, prompts):
+        result = run("inspect", "--model", folders["weightless"], "--input", prompts, "--dtype", "bfloat16")
         assert "One token's KV takes 256 bytes" in result.stdout
 
     @pytest.mark.parametrize("options", [["-n", 0], ["--max-new-tokens", 0], ["--most", 0], ["--page-size", 129]])

