@@ -7,7 +7,7 @@ from prefixkit.engine.decode_run import DecodeSettings
 from prefixkit.engine.request import BeamParams, Request, SamplingParams
 from prefixkit.runners.decoder import CannotDecode
 from tests.engine.fake_model import make_engine
-from tests.engine.test_engine import alone, assert_all_given_back, random_prompts, run
+from tests.engine.runs import alone, assert_all_given_back, random_prompts, run
 
 
 @pytest.fixture(params=[1, 2, 5], ids="{} ahead".format)

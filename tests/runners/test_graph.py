@@ -21,7 +21,7 @@ from prefixkit.runners.decoder import CannotDecode
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import draw
 from tests.engine.fake_model import make_engine
-from tests.engine.test_engine import alone, assert_all_given_back, random_prompts, run
+from tests.engine.runs import alone, assert_all_given_back, random_prompts, run
 
 
 class Planner:

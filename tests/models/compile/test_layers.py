@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 from prefixkit.models import IncompleteStep, is_patched, patch, unpatch
 from prefixkit.models.attention import original_class
 from prefixkit.models.compile.layers import compile_layer
-from tests.models.compile.decode import Decode, traced
+from tests.models.compile.decode import Decode, functional, traced
 from tests.models.forwards import class_level_forward
 
 
@@ -223,7 +223,7 @@ def test_a_runner_whose_model_was_unpatched_says_that_it_no_longer_compiles(dyna
     assert again.compiled.reason is None
 
 
-@pytest.mark.parametrize("compiler", [traced, compile_layer])
+@pytest.mark.parametrize("compiler", [traced, functional, compile_layer])
 def test_a_runner_that_is_gone_holds_no_pages(compiler, dynamo, tiny, drive, rng):
     """The compiler keeps what it made; it must not keep the runner."""
     model = tiny()

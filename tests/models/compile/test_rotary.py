@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.backends.debugging import aot_eager
 
 from prefixkit.models.compile.layers import inductor, is_own_op
 from prefixkit.models.compile.packing import compile_packed
 from prefixkit.models.compile.rotary import with_rotary_append
 from prefixkit.ops.library import NoBackward
-from tests.models.compile.decode import Decode, traced
+from tests.models.compile.decode import Decode, as_traced, functional
 from tests.models.driver import TreeDriver
 from tests.models.rewriting import (
     APPEND,
@@ -176,10 +175,10 @@ def test_layers_of_families_say_the_same_with_one_op(family, dynamo, rng):
 
     def noted(graph, inputs):
         graphs.append(with_rotary_append(graph))
-        return traced(graph, inputs)
+        return functional(graph, inputs)
 
     def as_it_is(graph, inputs):
-        return compile_packed(graph, inputs, aot_eager, is_own_op)
+        return compile_packed(graph, inputs, as_traced, is_own_op)
 
     decode = Decode(TreeDriver, make_model(family), rng)
     with_op, without = decode.runner(compiler=noted), decode.runner(compiler=as_it_is)
