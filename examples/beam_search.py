@@ -13,8 +13,8 @@ import prefixkit
 PROMPTS = ["The capital of France is", "The three primary colours are"]
 
 
-def main() -> None:
-    model, tokenizer = models.from_arguments(__doc__)
+def main(arguments: list[str] | None = None) -> None:
+    model, tokenizer = models.from_arguments(__doc__, arguments)
     prefixkit.patch(model)
     result = prefixkit.beam_search(model, tokenizer, PROMPTS, num_beams=4, num_return_sequences=4, max_new_tokens=16)
     for index, prompt in enumerate(PROMPTS):

@@ -29,8 +29,8 @@ def prompt(word: str) -> str:
     return f"Is it a fruit, a vegetable or a fish?\n\n{solved}{word}:"
 
 
-def main() -> None:
-    model, tokenizer = models.from_arguments(__doc__)
+def main(arguments: list[str] | None = None) -> None:
+    model, tokenizer = models.from_arguments(__doc__, arguments)
     prefixkit.patch(model)
     result = prefixkit.generate(
         model, tokenizer, [prompt(word) for word in WORDS], n=8, temperature=0.8, max_new_tokens=6, seed=0, stop="\n"

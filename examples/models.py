@@ -43,8 +43,8 @@ def tiny() -> tuple[Any, Any]:
     return LlamaForCausalLM(config).eval(), Bytes()
 
 
-def from_arguments(description: str | None) -> tuple[Any, Any]:
-    """The model and tokenizer that the command line asks for."""
+def from_arguments(description: str | None, arguments: list[str] | None = None) -> tuple[Any, Any]:
+    """The model and tokenizer that the arguments ask for; None takes those of the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a tiny random model instead of SmolLM2-135M-Instruct")
-    return tiny() if parser.parse_args().tiny else load_demo()
+    return tiny() if parser.parse_args(arguments).tiny else load_demo()

@@ -13,8 +13,8 @@ import prefixkit
 PROMPT = "Write one sentence about a lighthouse."
 
 
-def main() -> None:
-    model, tokenizer = models.from_arguments(__doc__)
+def main(arguments: list[str] | None = None) -> None:
+    model, tokenizer = models.from_arguments(__doc__, arguments)
     prefixkit.patch(model)
     # A prompt may be a string, token ids, or messages for the model's chat template.
     conversation = [{"role": "user", "content": PROMPT}]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers that each use all cores starve each other.
@@ -15,6 +20,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forests", type=int, default=2000, help="random forests in tests/attention/test_forests.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: or one worker would end with them, and the others wait."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture
@@ -26,12 +36,16 @@ def num_forests(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same tiny model with a chat template ("chat") and without ("plain"), as folders; read-only."""
+    """The same tiny model with a chat template ("chat"), without ("plain"), and without weights, as folders; read-only."""
     from tests.command_line import save_model
 
     found = {name: tmp_path_factory.mktemp(name) for name in ("chat", "plain")}
     for name, folder in found.items():
         save_model(folder, chat=name == "chat")
+    no_weights = shutil.ignore_patterns("*.safetensors")
+    found["weightless"] = shutil.copytree(
+        found["plain"], tmp_path_factory.mktemp("weightless") / "model", ignore=no_weights
+    )
     return found
 
 
@@ -42,3 +56,11 @@ def prompts(tmp_path: Path) -> Path:
     texts: dict[str | int, str] = {"a": "def one():", "b": "def two():", 3: "while True:"}
     path.write_text("".join(json.dumps({"id": key, "prompt": text}) + "\n" for key, text in texts.items()))
     return path
+
+
+@pytest.fixture(scope="session")
+def smol() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct in float32 and its tokenizer, loaded once; leave it unpatched and unchanged."""
+    from prefixkit.demo.model import load_demo
+
+    return load_demo()

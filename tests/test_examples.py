@@ -12,9 +12,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 @pytest.mark.parametrize("name", ["parallel_sampling", "beam_search", "few_shot_batch"])
 def test_runs_and_reports(name, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr(sys, "argv", [name, "--tiny"])
     monkeypatch.delitem(sys.modules, name, raising=False)
-    importlib.import_module(name).main()
+    importlib.import_module(name).main(["--tiny"])
     assert "tokens computed" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""The cache folder, and files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from prefixkit.paths import put
+from prefixkit.paths import cache_dir, put
+
+
+def test_prefixkit_cache_overrides_the_platforms_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PREFIXKIT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir("linux") == tmp_path / "xdg" / "prefixkit"
+    monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path / "mine"))
+    assert cache_dir() == tmp_path / "mine"
+
+
+@pytest.mark.parametrize(
+    ("platform", "ending"), [("darwin", "Library/Caches/prefixkit"), ("linux", ".cache/prefixkit")]
+)
+def test_without_it_the_platform_decides(monkeypatch: pytest.MonkeyPatch, platform: str, ending: str) -> None:
+    monkeypatch.delenv("PREFIXKIT_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_dir(platform).as_posix().endswith(ending)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="home folders of POSIX")
+def test_without_a_home_folder_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFIXKIT_CACHE", "~nobody-of-this-name/cache")
+    with pytest.raises(OSError, match="set PREFIXKIT_CACHE to a folder that can be written"):
+        cache_dir()
 
 
 def test_a_file_appears_with_its_folder_and_replaces_what_was_there(tmp_path: Path) -> None:
@@ -18,15 +42,12 @@ def test_a_file_appears_with_its_folder_and_replaces_what_was_there(tmp_path: Pa
     assert list(place.parent.iterdir()) == [place]
 
 
-def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "file"
-    put(place, b"first")
-
-    def refuse(*_: object) -> None:
-        raise OSError("full")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(OSError, match="full"):
+def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    """A folder with a file in it is in the way: a file cannot replace it."""
+    place = tmp_path / "place"
+    put(place / "file", b"first")
+    with pytest.raises(OSError, match="irectory"):
         put(place, b"second")
-    assert place.read_bytes() == b"first"
+    assert (place / "file").read_bytes() == b"first"
+    assert list(place.iterdir()) == [place / "file"]
     assert list(tmp_path.iterdir()) == [place]

@@ -99,8 +99,16 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
 
 
-def check_device(device: str) -> None:
-    """Refuse, before anything is loaded, a device that is not there, or that attention does not run on."""
+def check_device(device: str, gpus: int | None = None) -> None:
+    """Refuse, before anything is loaded, a device that is not there, or that attention does not run on.
+
+    Args:
+        device: As given.
+        gpus: How many CUDA devices torch sees; None asks torch.
+
+    Raises:
+        ValueError: The device is of another type, or not there.
+    """
     import torch
 
     try:
@@ -112,8 +120,9 @@ def check_device(device: str) -> None:
         raise ValueError(f"--device must be a torch device of type cpu or cuda, such as cuda:0; got {device}")
     if asked.type == "cpu":
         return
-    if not torch.cuda.is_available():
+    if gpus is None:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
         raise ValueError(f"--device {device}: torch {torch.__version__} sees no CUDA device; leave it out for the CPU")
-    count = torch.cuda.device_count()
-    if asked.index is not None and asked.index >= count:
-        raise ValueError(f"--device {device}: torch sees {count} CUDA devices, cuda:0 to cuda:{count - 1}")
+    if asked.index is not None and asked.index >= gpus:
+        raise ValueError(f"--device {device}: torch sees {gpus} CUDA devices, cuda:0 to cuda:{gpus - 1}")

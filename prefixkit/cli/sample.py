@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from prefixkit.cli.loading import check_device, check_dtype, load_model, load_tokenizer, resolve
 from prefixkit.cli.output import LineFile
-from prefixkit.cli.prompts import Source, encode_prompts, load_prompts, task_stop, uses_chat
+from prefixkit.cli.prompts import Prompt, Source, encode_prompts, load_prompts, task_stop, uses_chat
 from prefixkit.cli.report_view import headline, show_report
 from prefixkit.cli.stream import Batch, Memory, stream
 from prefixkit.cli.terminal import line
@@ -51,9 +53,7 @@ def run_sample(options: SampleOptions, console: Console) -> None:
     with LineFile(options.out, overwrite=options.overwrite) as out:
         location = resolve(options.model, lambda message: console.print(line(f"{message} …")))
         tokenizer = load_tokenizer(location)
-        chat = uses_chat(tokenizer, options.chat)
-        batch = Batch([prompt.id for prompt in prompts], encode_prompts(tokenizer, prompts, chat))
-        params = replace(options.params, stop=options.params.stop + task_stop(options.source.task, chat))
+        batch, params = prepare(options, prompts, tokenizer)
         model = load_model(location, options.dtype, options.device)
         result = stream(
             model,
@@ -70,6 +70,18 @@ def run_sample(options: SampleOptions, console: Console) -> None:
     show_report(result.report, headline(result.report), console)
     if options.out is not None:
         console.print(line(f"{out.lines:,} samples in {out.name}"), soft_wrap=True)
+
+
+def prepare(options: SampleOptions, prompts: Sequence[Prompt], tokenizer: Any) -> tuple[Batch, SamplingParams]:
+    """What ``generate`` is asked: the prompts as token ids, by the chat template where it is used, and the parameters
+    with the task's stop strings after the user's.
+
+    Raises:
+        ValueError: ``options.chat`` asks for a chat template and the tokenizer has none.
+    """
+    chat = uses_chat(tokenizer, options.chat)
+    batch = Batch([prompt.id for prompt in prompts], encode_prompts(tokenizer, prompts, chat))
+    return batch, replace(options.params, stop=options.params.stop + task_stop(options.source.task, chat))
 
 
 def _check_apart(prompts: Path | None, out: Path | None) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,8 @@ from prefixkit.cuda import kernel_cache
 from prefixkit.cuda.nvrtc import Binary, Resources, Unit, arch_for, compile_unit, nvrtc_version, supported_archs
 
 log = logging.getLogger("prefixkit")
+
+Compiler = Callable[[Unit, str], Binary]
 
 _lock = threading.Lock()
 _binaries: dict[tuple[Unit, str], Binary] = {}
@@ -51,21 +54,30 @@ class Function:
     keep: Any
 
 
-def binary(unit: Unit, arch: str) -> Binary:
+def binary(
+    unit: Unit, arch: str, memory: dict[tuple[Unit, str], Binary] | None = None, compiler: Compiler = compile_unit
+) -> Binary:
     """Machine code of a unit, from memory, the disk, or the compiler, which announces itself in one line.
+
+    Args:
+        unit: What is compiled together.
+        arch: The target, such as ``"sm_90a"``.
+        memory: What was found before, and receives what is found now; None is the process's own.
+        compiler: Compiles a unit for a target.
 
     Raises:
         NvrtcMissing, CompileError: see ``compile_unit``.
     """
-    found = _binaries.get((unit, arch))
+    memory = _binaries if memory is None else memory
+    found = memory.get((unit, arch))
     if found is None:
         place = kernel_cache.entry(unit, arch, nvrtc_version())
-        found = kernel_cache.read(place) or _make(unit, arch, place)
-        _binaries[unit, arch] = found
+        found = kernel_cache.read(place) or _make(unit, arch, place, compiler)
+        memory[unit, arch] = found
     return found
 
 
-def _make(unit: Unit, arch: str, place: Path) -> Binary:
+def _make(unit: Unit, arch: str, place: Path, compiler: Compiler) -> Binary:
     with kernel_cache.making(place):
         found = kernel_cache.read(place) if place.exists() else None  # another process may have been first
         if found is not None:
@@ -77,7 +89,7 @@ def _make(unit: Unit, arch: str, place: Path) -> Binary:
             place.parent,
         )
         began = time.perf_counter()
-        found = compile_unit(unit, arch)
+        found = compiler(unit, arch)
         log.info("compiled %s in %.1f s", unit, time.perf_counter() - began)
         kernel_cache.write(place, found)
         return found

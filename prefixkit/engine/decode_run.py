@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,26 @@ from prefixkit.engine.sample_run import SampleRun, broken_logits
 from prefixkit.runners.decoder import Decoder, Drawn, Laws
 from prefixkit.tree.radix import PrefixTree
 
-# Steps that may be under way while the host looks at the tokens of the one before.
-AHEAD = 2
-# Rows that have ended stay until they are one in so many: closing up costs the host a little.
-SLACK = 16
 
+@dataclass(frozen=True)
+class DecodeSettings:
+    """When many steps are decoded at a time, and how.
+
+    Attributes:
+        fewest_steps: A decoder takes over where some sample has so many tokens to draw: to begin with it costs more than a
+            step.
+        ahead: Steps that may be under way while the host looks at the tokens of the one before.
+        slack: Rows that have ended stay until they are one in so many: closing up costs the host a little.
+        waited_for: Where others wait for pages, decoding goes on until one sample in so many has ended.
+    """
+
+    fewest_steps: int = 4
+    ahead: int = 2
+    slack: int = 16
+    waited_for: int = 8
+
+
+DECODE_SETTINGS = DecodeSettings()
 Give = Callable[[SampleRun, Sample], None]
 
 
@@ -34,6 +50,7 @@ class DecodeRun:
         decoder: Runs the steps.
         runs: The samples; at least one.
         give: Called with each sample that ends: releases its sequence.
+        settings: How far the host runs ahead, and when rows are closed up.
         on_token: Called with each token as it is read.
         on_step: Called after each step that was read with how many tokens counted.
 
@@ -50,10 +67,12 @@ class DecodeRun:
         decoder: Decoder,
         runs: list[SampleRun],
         give: Give,
+        settings: DecodeSettings = DECODE_SETTINGS,
         on_token: Callable[[TokenEvent], None] | None = None,
         on_step: Callable[[int], None] | None = None,
     ) -> None:
         self.tree, self.decoder, self.give, self.on_token, self.on_step = tree, decoder, give, on_token, on_step
+        self.settings = settings
         snapshot = tree.snapshot()
         node_of = dict(zip(snapshot.sequence_id.tolist(), snapshot.sequence_node.tolist(), strict=True))
         leaf = np.array([node_of[run.sequence.id] for run in runs], np.int32)
@@ -138,7 +157,7 @@ class DecodeRun:
 
     def _launch(self) -> None:
         last = int(self._last[self._alive].max())
-        while self.steps < min(last, self._read + AHEAD):
+        while self.steps < min(last, self._read + self.settings.ahead):
             if self.decoder.stale:  # some callback has moved the model's weights
                 self._keep(np.arange(len(self._rows)))
             self.decoder.step()
@@ -183,7 +202,7 @@ class DecodeRun:
         """Go on without the rows that have ended, once they are many."""
         alive = self._alive[self._rows]
         ended = len(alive) - int(alive.sum())
-        if ended == len(alive) or ended * SLACK < len(alive):
+        if ended == len(alive) or ended * self.settings.slack < len(alive):
             return
         self._keep(np.flatnonzero(alive))
 

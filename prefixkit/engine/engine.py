@@ -15,7 +15,7 @@ from torch import Tensor
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.step import Step, build_step
 from prefixkit.engine.beam_run import BeamRun
-from prefixkit.engine.decode_run import DecodeRun
+from prefixkit.engine.decode_run import DECODE_SETTINGS, DecodeRun, DecodeSettings
 from prefixkit.engine.pending import choose_queries
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample, TokenEvent
@@ -28,11 +28,6 @@ from prefixkit.sampling.specification import SampleRows, sample_on_host
 from prefixkit.tree.radix import PrefixTree, Sequence
 
 log = logging.getLogger("prefixkit")
-
-# A decoder takes over where samples have so many tokens to draw: to begin with it costs more than a step.
-FEWEST_STEPS = 4
-# Where others wait for pages, it goes on until one sample in so many has ended.
-WAITED_FOR = 8
 
 
 class Engine:
@@ -48,6 +43,7 @@ class Engine:
         special_tokens: The text of tokens that ``decode`` leaves out, by their ids; see ``StopChecker``.
         prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
         decoder: Decodes samples whose prompts are computed, many steps at a time; None: every step is planned by itself.
+        settings: When it takes over, and how it goes on.
         sampler: Samples tokens in steps that no decoder runs.
         most_running: Samples, or beam searches, that run at once at most; the others wait.
         keep: Whether ``run`` returns the samples; False holds none of them once ``on_sample`` has been called.
@@ -67,6 +63,7 @@ class Engine:
         special_tokens: Mapping[int, str] | None = None,
         prefill_chunk: int = 1024,
         decoder: Decoder | None = None,
+        settings: DecodeSettings = DECODE_SETTINGS,
         sampler: SampleRows = sample_on_host,
         most_running: int = sys.maxsize,
         keep: bool = True,
@@ -85,7 +82,7 @@ class Engine:
         self.decode = decode
         self.special_tokens = special_tokens or {}
         self.prefill_chunk = prefill_chunk
-        self.decoder, self.sampler = decoder, sampler
+        self.decoder, self.settings, self.sampler = decoder, settings, sampler
         self.keep = keep
         self.on_sample = on_sample
         self.on_token = on_token
@@ -159,7 +156,7 @@ class Engine:
             return False
         if any(group.first_logits is None or group.granted > group.started for group in self.scheduler.groups):
             return False
-        if max(run.params.max_new_tokens - len(run.tokens) for run in self.samples) < FEWEST_STEPS:
+        if max(run.params.max_new_tokens - len(run.tokens) for run in self.samples) < self.settings.fewest_steps:
             return False
         leaves = {run.sequence.node for run in self.samples}
         return all(node in leaves and have == want - 1 for node, have, want in self.tree.pending())
@@ -178,13 +175,13 @@ class Engine:
         began, count, decoder = time.perf_counter(), len(self.samples), self.decoder
         self._count_held(self._held_pages())
         try:
-            decoding = DecodeRun(self.tree, decoder, self.samples, give, self.on_token, self.on_step)
+            decoding = DecodeRun(self.tree, decoder, self.samples, give, self.settings, self.on_token, self.on_step)
         except CannotDecode as error:
             log.warning("decoding step by step: %s", error)
             self.decoder = None
             return []
         try:
-            decoding.run(lambda ended: self.scheduler.waits and ended * WAITED_FOR >= count)
+            decoding.run(lambda ended: self.scheduler.waits and ended * self.settings.waited_for >= count)
         finally:
             self.samples = [run for run in self.samples if run.sequence.tree is not None]
             self.report.count_decode(

@@ -67,7 +67,12 @@ def prefill_chunk_for(device: torch.device) -> int:
 
 
 def pool_pages(
-    requests: Sequence[Request], spec: KVSpec, kv_budget: float | str | None, page_size: int, workspace: int = 0
+    requests: Sequence[Request],
+    spec: KVSpec,
+    kv_budget: float | str | None,
+    page_size: int,
+    workspace: int = 0,
+    free: int | None = None,
 ) -> int:
     """How many pages to make: what all requests need at once, within the budget.
 
@@ -77,11 +82,12 @@ def pool_pages(
         kv_budget: KV to hold at most, see :func:`parse_size`; None takes a share of the memory that is free.
         page_size: Tokens per page.
         workspace: Bytes of that memory that steps need besides, on a GPU; see :func:`step_bytes`.
+        free: Bytes that are free on the device; None asks :func:`free_memory`.
 
     Raises:
         ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page.
     """
-    budget = _free_for_kv(spec.device, workspace) if kv_budget is None else parse_size(kv_budget)
+    budget = _free_for_kv(spec.device, workspace, free) if kv_budget is None else parse_size(kv_budget)
     need = pages_needed(requests, page_size)
     page_bytes = page_size * spec.bytes_per_token
     if budget < page_bytes:
@@ -144,10 +150,11 @@ def free_memory(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _free_for_kv(device: torch.device, workspace: int) -> int:
+def _free_for_kv(device: torch.device, workspace: int, free: int | None) -> int:
+    free = free_memory(device) if free is None else free
     if device.type != "cuda":
-        return int(free_memory(device) * FREE_MEMORY_SHARE)
-    return max(0, int(free_memory(device) * GPU_MEMORY_SHARE) - workspace)
+        return int(free * FREE_MEMORY_SHARE)
+    return max(0, int(free * GPU_MEMORY_SHARE) - workspace)
 
 
 def _units(request: Request) -> int:

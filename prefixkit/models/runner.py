@@ -20,7 +20,7 @@ from prefixkit.models.tree_cache import TreeCache
 from prefixkit.ops.kv_pool import KVPool
 
 if TYPE_CHECKING:
-    from prefixkit.models.compile.layers import CompiledLayers
+    from prefixkit.models.compile.layers import CompiledLayers, Compiler
 
 log = logging.getLogger("prefixkit")
 
@@ -33,6 +33,7 @@ class ModelRunner:
         pool: Made for its ``kv_spec``.
         compiled: Run the decoder layers through torch.compile: for steps of these numbers of rows, or of any (True).
             Each number is compiled at its first step, which takes seconds; see :class:`CompiledLayers`.
+        compiler: Compiles a layer's graph; None for ``compile_layer``, which takes Inductor.
 
     Attributes:
         model: The model.
@@ -47,7 +48,13 @@ class ModelRunner:
         ValueError: the pool was made for a model of another shape.
     """
 
-    def __init__(self, model: nn.Module, pool: KVPool, compiled: bool | Container[int] = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        pool: KVPool,
+        compiled: bool | Container[int] = False,
+        compiler: Compiler | None = None,
+    ) -> None:
         if not is_patched(model):
             raise NotPatched(f"ModelRunner: {type(model).__name__} is not patched; call prefixkit.patch(model) first")
         spec = kv_spec(model)
@@ -65,9 +72,10 @@ class ModelRunner:
         _warn_of_moving_rotary(inner)
         self.compiled: CompiledLayers | None = None
         if compiled is not False:
-            from prefixkit.models.compile.layers import CompiledLayers  # brings the compiler, which takes a second
+            from prefixkit.models.compile.layers import CompiledLayers, compile_layer  # the compiler takes a second
 
-            self.compiled = CompiledLayers(model, self.cache, None if compiled is True else compiled)
+            rows = None if compiled is True else compiled
+            self.compiled = CompiledLayers(model, self.cache, rows, compile_layer if compiler is None else compiler)
 
     def __call__(self, step: Step) -> Tensor:
         """Compute a step: its KV goes to the pool, and the logits of ``step.logit_rows`` come back.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import prefixkit
-from prefixkit.cli.app import demo as demo_command
+from prefixkit.demo.model import FOLDER
 from tests.command_line import lines, run
 from tests.tiny import byte_tokenizer, tiny_llama
 
@@ -57,36 +58,20 @@ class TestSample:
             assert record["finish_reason"] == sample.finish_reason
             assert record["logprobs"] == pytest.approx(sample.logprobs, abs=1e-5)
 
-    def test_the_chat_template_is_used_where_there_is_one(self, folders, prompts, monkeypatch):
-        seen = []
-        generate = prefixkit.generate
-
-        def spy(model, tokenizer, tokens, **options):
-            seen.append([tokenizer.decode(prompt) for prompt in tokens])
-            return generate(model, tokenizer, tokens, **options)
-
-        monkeypatch.setattr(prefixkit, "generate", spy)
-        common = ["--input", prompts, "--limit", 1, "--max-new-tokens", 1]
-        run("sample", "--model", folders["chat"], *common)
-        run("sample", "--model", folders["chat"], "--no-chat", *common)
-        run("sample", "--model", folders["plain"], *common)
-        assert seen == [["<user>def one():<assistant>"], ["def one():"], ["def one():"]]
+    def test_the_chat_template_is_used_where_there_is_one(self, folders, prompts):
+        common = ["--input", prompts, "--limit", 1, "--max-new-tokens", 12, "--temperature", 0]
+        texts = ["<user>def one():<assistant>", "def one():"]
+        model, tokenizer = prefixkit.patch(tiny_llama()), byte_tokenizer()
+        chat, plain = prefixkit.generate(model, tokenizer, texts, temperature=0, max_new_tokens=12)
+        assert chat.tokens != plain.tokens, "the samples tell which text was the prompt"
+        for asked, expected in (
+            ([folders["chat"]], chat),
+            ([folders["chat"], "--no-chat"], plain),
+            ([folders["plain"]], plain),
+        ):
+            assert json.loads(run("sample", "--model", *asked, *common).stdout)["tokens"] == expected.tokens
         refused = run("sample", "--model", folders["plain"], "--chat", *common, code=1)
         assert "this tokenizer has no chat template" in refused.stderr
-
-    def test_a_task_brings_its_prompts_and_stops(self, folders, monkeypatch):
-        seen = {}
-
-        def spy(model, tokenizer, tokens, **options):
-            seen.update(options, text=[tokenizer.decode(prompt) for prompt in tokens])
-            raise ValueError("seen enough")
-
-        monkeypatch.setattr(prefixkit, "generate", spy)
-        task = ["--task", "humaneval", "--few-shot", 1, "--limit", 2, "--stop", "X"]
-        assert "seen enough" in run("sample", "--model", folders["chat"], *task, code=1).stderr
-        assert seen["stop"] == ("X", "\n```")
-        assert [text.count("<user>Complete this Python function:") for text in seen["text"]] == [2, 2]
-        assert seen["text"][0].endswith('"""')
 
     def test_a_kv_budget_makes_prompts_wait_and_changes_nothing(self, folders, prompts, tmp_path):
         outputs = []
@@ -99,14 +84,13 @@ class TestSample:
 
 
 class TestRefusals:
-    """Bad input is refused in one line, before a model is loaded, and leaves nothing behind."""
+    """Bad input is refused in one line, before a model is loaded, and leaves nothing behind.
 
-    @pytest.fixture(autouse=True)
-    def no_model(self, monkeypatch):
-        def load(*arguments):
-            raise AssertionError("the model was loaded")
+    The folder has no weights: to load the model would be another error.
+    """
 
-        monkeypatch.setattr("prefixkit.cli.sample.load_model", load)
+    def test_a_folder_without_weights_cannot_be_loaded(self, folders, prompts):
+        assert "safetensors" in run("sample", "--model", folders["weightless"], "--input", prompts, code=1).stderr
 
     @pytest.mark.parametrize(
         ("options", "says"),
@@ -121,24 +105,24 @@ class TestRefusals:
         ],
     )
     def test_options(self, folders, prompts, options, says):
-        result = run("sample", "--model", folders["plain"], "--input", prompts, *options, code=1)
+        result = run("sample", "--model", folders["weightless"], "--input", prompts, *options, code=1)
         assert says in result.stderr
         assert result.stdout == ""
 
     def test_a_torn_line(self, folders, prompts):
         prompts.write_text(prompts.read_text() + '{"id": "c", "pro')
-        result = run("sample", "--model", folders["plain"], "--input", prompts, code=1)
+        result = run("sample", "--model", folders["weightless"], "--input", prompts, code=1)
         assert f"{prompts}:4: not a JSON object, perhaps torn" in result.stderr
 
     def test_an_output_that_cannot_be_written(self, folders, prompts, tmp_path):
         out = tmp_path / "absent" / "out.jsonl"
-        result = run("sample", "--model", folders["plain"], "--input", prompts, "--out", out, code=1)
+        result = run("sample", "--model", folders["weightless"], "--input", prompts, "--out", out, code=1)
         assert f"cannot write to {out}: No such file or directory" in result.stderr
 
     def test_an_output_that_exists(self, folders, prompts, tmp_path):
         out = tmp_path / "out.jsonl"
         out.write_text("precious\n")
-        result = run("sample", "--model", folders["plain"], "--input", prompts, "--out", out, code=1)
+        result = run("sample", "--model", folders["weightless"], "--input", prompts, "--out", out, code=1)
         assert "give --overwrite" in result.stderr
         assert out.read_text() == "precious\n"
 
@@ -158,10 +142,9 @@ def test_a_kv_budget_too_small_for_one_sequence_says_the_need(folders, prompts, 
     assert not out.exists()
 
 
-def test_a_device_that_is_not_there(folders, prompts, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = run("sample", "--model", folders["plain"], "--input", prompts, "--device", "cuda", code=1)
-    assert "sees no CUDA device" in result.stderr
+def test_a_device_that_is_not_there(folders, prompts):
+    result = run("sample", "--model", folders["plain"], "--input", prompts, "--device", "cuda:127", code=1)
+    assert "--device cuda:127: torch" in result.stderr and "CUDA device" in result.stderr
     result = run("sample", "--model", folders["plain"], "--input", prompts, "--device", "toaster", code=1)
     assert "--device must be a torch device" in result.stderr
 
@@ -178,7 +161,7 @@ def interrupt_after_a_line(command, out):
         command,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],  # prefixkit is imported from there
         # Tests that run in the background inherit an ignored Ctrl-C, and would hand it on.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
@@ -217,13 +200,8 @@ class TestInspect:
         assert "244" in result.stdout  # a plain batch: 4 x 31 + 12 x 10
         assert "One token's KV takes 512 bytes" in result.stdout  # 2 layers, K and V, 2 heads of 16, float32
 
-    def test_needs_no_weights(self, folders, prompts, tmp_path):
-        bare = tmp_path / "bare"
-        bare.mkdir()
-        for path in folders["plain"].iterdir():
-            if path.suffix == ".json":
-                (bare / path.name).write_bytes(path.read_bytes())
-        result = run("inspect", "--model", bare, "--input", prompts, "--dtype", "bfloat16")
+    def test_needs_no_weights(self, folders, prompts):
+        result = run("inspect", "--model", folders["weightless"], "--input", prompts, "--dtype", "bfloat16")
         assert "One token's KV takes 256 bytes" in result.stdout
 
     @pytest.mark.parametrize("options", [["-n", 0], ["--max-new-tokens", 0], ["--most", 0], ["--page-size", 129]])
@@ -242,8 +220,10 @@ class TestDemo:
     """The demo with a tiny model in place of SmolLM2: its shape, not its wit."""
 
     @pytest.fixture(autouse=True)
-    def tiny(self, folders, monkeypatch):
-        monkeypatch.setattr(demo_command, "resolve", lambda name, say: str(folders["chat"]))
+    def folder(self, folders, tmp_path, monkeypatch):
+        """A cache with the tiny model at SmolLM2's place."""
+        monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path / "cache"))
+        return shutil.copytree(folders["chat"], tmp_path / "cache" / FOLDER)
 
     def test_leaves_a_report_a_file_and_a_picture(self, tmp_path):
         out = tmp_path / "demo.jsonl"
@@ -255,8 +235,11 @@ class TestDemo:
         assert "tokens computed" in shown
         assert "identical to the unpatched model's" in shown
 
-    def test_says_so_when_tokens_differ(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(demo_command, "greedy", lambda model, prompt, count: [0] * count)
+    def test_says_so_when_tokens_differ(self, folder, tmp_path):
+        """transformers obeys these two lines of the model's settings, prefixkit its own parameters."""
+        settings = json.loads((folder / "generation_config.json").read_text())
+        settings |= {"suppress_tokens": list(range(1, 256)), "do_sample": False}
+        (folder / "generation_config.json").write_text(json.dumps(settings))
         result = run("demo", "--out", tmp_path / "demo.jsonl", "-n", 1, "--max-new-tokens", 2, code=1)
         assert "HumanEval/22: greedy gives" in result.stderr
 

@@ -37,5 +37,17 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         check_device("cuda:127")
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_without_a_gpu_the_cpu_is_the_remedy(device: str) -> None:
+    with pytest.raises(ValueError, match=f"--device {device}: torch .* sees no CUDA device; leave it out for the CPU"):
+        check_device(device, gpus=0)
+
+
+def test_a_gpu_beyond_those_there_is_refused_with_their_names() -> None:
+    check_device("cuda:1", gpus=2)
+    with pytest.raises(ValueError, match="--device cuda:2: torch sees 2 CUDA devices, cuda:0 to cuda:1"):
+        check_device("cuda:2", gpus=2)
+
+
 def test_the_cpu_is_there() -> None:
     check_device("cpu")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import resource
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from prefixkit.cuda import jit, kernel_cache, nvrtc
-from prefixkit.cuda.nvrtc import CompileError, NvrtcMissing, Unit, UnsupportedArch, arch_for
+from prefixkit.cuda.nvrtc import Binary, CompileError, NvrtcMissing, Unit, UnsupportedArch, arch_for
 
 try:
     nvrtc.nvrtc_version()
@@ -41,23 +44,35 @@ def unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Unit:
     (root / "f.cu").write_text(SOURCE)
     (root / "scale.cuh").write_text("#pragma once\n#define SCALE 2.0f\n")
     monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path / "cache"))
-    forget(monkeypatch)
     return Unit("f.cu", ("test::f<64>", "test::f<32>"), root=root)
 
 
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
-    monkeypatch.setattr(jit, "_binaries", {})
-    monkeypatch.setattr(kernel_cache, "_complained", set())
+class Processes:
+    """Asks for machine code as one process after another would, each with a memory of its own.
+
+    Attributes:
+        compiled: The files that were really compiled, in order.
+    """
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.start()
+
+    def start(self) -> None:
+        """A new process: what the one before had in memory is gone."""
+        self._memory: dict[tuple[Unit, str], Binary] = {}
+
+    def binary(self, unit: Unit) -> Binary:
+        return jit.binary(unit, "sm_90a", self._memory, self._compile)
+
+    def _compile(self, unit: Unit, arch: str) -> Binary:
+        self.compiled.append(unit.file)
+        return nvrtc.compile_unit(unit, arch)
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were really compiled, in order."""
-    seen: list[str] = []
-    real = nvrtc.compile_unit
-    monkeypatch.setattr(jit, "compile_unit", lambda unit, arch: (seen.append(unit.file), real(unit, arch))[1])
-    return seen
+def processes() -> Processes:
+    return Processes()
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -79,10 +94,15 @@ SERIALIZED = (
 )
 
 
-def test_what_makes_a_kernel_slow_counts_as_a_warning_though_the_assembler_only_notes_it(unit, monkeypatch):
-    real = nvrtc._compile
-    monkeypatch.setattr(nvrtc, "_compile", lambda *given: (real(*given)[0], real(*given)[1] + "\n" + SERIALIZED))
-    assert nvrtc.compile_unit(unit, "sm_90a").warnings == (SERIALIZED,)
+def test_what_makes_a_kernel_slow_counts_as_a_warning_though_the_assembler_only_notes_it():
+    used = "ptxas info    : Used 8 registers, used 1 barriers, 256 bytes smem"
+    assert nvrtc.complaints(f"{used}\n{SERIALIZED}\n{used}") == (SERIALIZED,)
+
+
+def test_what_the_compiler_warns_of_is_kept_with_the_machine_code(unit):
+    (unit.root / "f.cu").write_text(SOURCE.replace("__shared__", "int unused; __shared__"))
+    (warning, *_) = nvrtc.compile_unit(unit, "sm_90a").warnings
+    assert "warning" in warning and '"unused" was declared but never referenced' in warning
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100"])
@@ -113,27 +133,26 @@ def test_headers_that_are_made_count_like_those_in_the_folder(unit):
     assert kernel_cache.entry(made, "sm_90a", (13, 0)) != kernel_cache.entry(other, "sm_90a", (13, 0))
 
 
-def test_what_was_compiled_is_found_in_memory_and_on_disk(unit, compiled, monkeypatch, caplog):
-    first = jit.binary(unit, "sm_90a")
-    assert jit.binary(unit, "sm_90a") is first
-    forget(monkeypatch)
-    assert jit.binary(unit, "sm_90a") == first
-    assert compiled == ["f.cu"]
+def test_what_was_compiled_is_found_in_memory_and_on_disk(unit, processes, caplog):
+    first = processes.binary(unit)
+    assert processes.binary(unit) is first
+    processes.start()
+    assert processes.binary(unit) == first
+    assert processes.compiled == ["f.cu"]
     notices = [text for text in messages(caplog) if text.startswith("compiling")]
     assert len(notices) == 1 and "f.cu for sm_90a" in notices[0]
 
 
-def test_whatever_the_machine_code_depends_on_makes_another_entry(unit, monkeypatch):
+def test_whatever_the_machine_code_depends_on_makes_another_entry(unit):
     place = kernel_cache.entry(unit, "sm_90a", (13, 0))
     others = [
         kernel_cache.entry(unit, "sm_80", (13, 0)),
         kernel_cache.entry(unit, "sm_90a", (13, 1)),
         kernel_cache.entry(replace(unit, names=unit.names[:1]), "sm_90a", (13, 0)),
         kernel_cache.entry(replace(unit, defines=(("N", "1"),)), "sm_90a", (13, 0)),
+        kernel_cache.entry(unit, "sm_90a", (13, 0), flags="other flags"),
     ]
     (unit.root / "scale.cuh").write_text("#pragma once\n#define SCALE 3.0f\n")
-    others.append(kernel_cache.entry(unit, "sm_90a", (13, 0)))
-    monkeypatch.setattr(kernel_cache, "flags", lambda: "other flags")
     others.append(kernel_cache.entry(unit, "sm_90a", (13, 0)))
     assert len({place, *others}) == 7
 
@@ -141,64 +160,69 @@ def test_whatever_the_machine_code_depends_on_makes_another_entry(unit, monkeypa
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-9] + b"x" + data[-8:]]
 )
-def test_a_damaged_entry_is_noticed_and_made_again(unit, compiled, damage, monkeypatch, caplog):
-    first = jit.binary(unit, "sm_90a")
+def test_a_damaged_entry_is_noticed_and_made_again(unit, processes, damage, caplog):
+    first = processes.binary(unit)
     place = kernel_cache.entry(unit, "sm_90a", nvrtc.nvrtc_version())
     place.write_bytes(damage(place.read_bytes()))
-    forget(monkeypatch)
-    assert jit.binary(unit, "sm_90a").cubin == first.cubin
-    assert len(compiled) == 2
+    processes.start()
+    assert processes.binary(unit).cubin == first.cubin
+    assert len(processes.compiled) == 2
     assert sum("is damaged" in text for text in messages(caplog)) == 1
-    forget(monkeypatch)
-    jit.binary(unit, "sm_90a")
-    assert len(compiled) == 2
+    processes.start()
+    processes.binary(unit)
+    assert len(processes.compiled) == 2
 
 
-def test_nothing_is_left_beside_the_entry(unit):
-    jit.binary(unit, "sm_90a")
+def test_nothing_is_left_beside_the_entry(unit, processes):
+    processes.binary(unit)
     assert [path.suffix for path in kernel_cache.folder().iterdir()] == [".bin"]
 
 
-@pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), OSError(28, "No space left on device")])
-def test_a_cache_that_cannot_be_written_costs_one_line(unit, compiled, error, monkeypatch, caplog):
-    def refuse(*args: object, **options: object) -> None:
-        raise error
+@contextmanager
+def a_file_in_the_way(cache: Path) -> Iterator[str]:
+    """The folder cannot be made: neither the lock nor the entry can be written."""
+    cache.write_text("in the way")
+    yield "Not a directory"
 
-    monkeypatch.setattr(tempfile, "mkstemp", refuse)
-    if error.errno == 30:
-        monkeypatch.setattr(kernel_cache.os, "open", refuse)
-    assert jit.binary(unit, "sm_90a").cubin
-    monkeypatch.setattr(jit, "_binaries", {})
-    assert jit.binary(unit, "sm_90a").cubin
-    assert len(compiled) == 2
+
+@contextmanager
+def no_room_for_a_byte(cache: Path) -> Iterator[str]:
+    """The lock can be taken, and the entry cannot be written, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield "File too large"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("obstacle", [a_file_in_the_way, no_room_for_a_byte])
+def test_a_cache_that_cannot_be_written_costs_one_line(unit, processes, obstacle, tmp_path, caplog):
+    with obstacle(tmp_path / "cache") as reason:
+        assert processes.binary(unit).cubin
+        processes.start()
+        assert processes.binary(unit).cubin
+    assert len(processes.compiled) == 2
     complaints = [text for text in messages(caplog) if "cannot be kept" in text]
     assert len(complaints) == 1
-    assert error.strerror in complaints[0] and "PREFIXKIT_CACHE" in complaints[0]
+    assert reason in complaints[0] and "PREFIXKIT_CACHE" in complaints[0]
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission_is_no_obstacle(unit, compiled, tmp_path):
+def test_a_folder_without_permission_is_no_obstacle(unit, processes, tmp_path):
     (tmp_path / "cache").mkdir(mode=0o500)
-    assert jit.binary(unit, "sm_90a").cubin
-
-
-def test_a_cache_that_is_a_file_is_no_obstacle(unit, compiled, tmp_path):
-    (tmp_path / "cache").write_text("in the way")
-    assert jit.binary(unit, "sm_90a").cubin
-    assert compiled == ["f.cu"]
+    assert processes.binary(unit).cubin
 
 
 PROCESS = """
 import sys
-import tempfile
 from pathlib import Path
-from prefixkit.attention import jit, nvrtc
-real = nvrtc.compile_unit
+from prefixkit.cuda import jit, nvrtc
 def compile_unit(unit, arch):
     print("compiled")
-    return real(unit, arch)
-jit.compile_unit = compile_unit
-made = jit.binary(nvrtc.Unit("f.cu", ("test::f<64>",), root=Path(sys.argv[1])), "sm_90a")
+    return nvrtc.compile_unit(unit, arch)
+unit = nvrtc.Unit("f.cu", ("test::f<64>",), root=Path(sys.argv[1]))
+made = jit.binary(unit, "sm_90a", compiler=compile_unit)
 print(len(made.cubin))
 """
 
@@ -217,13 +241,14 @@ def test_many_processes_at_once_compile_once(unit):
     assert len({words[-1] for words in lines}) == 1
 
 
-def test_a_lock_that_nobody_lets_go_of_delays_but_does_not_stop(unit, compiled, monkeypatch, caplog):
-    monkeypatch.setattr(kernel_cache, "LOCK_SECONDS", 0.1)
+def test_a_lock_that_nobody_lets_go_of_delays_but_does_not_stop(unit, caplog):
     place = kernel_cache.entry(unit, "sm_90a", nvrtc.nvrtc_version())
     place.parent.mkdir(parents=True)
     with place.with_suffix(".lock").open("w") as held:
-        kernel_cache.fcntl.flock(held, kernel_cache.fcntl.LOCK_EX)
-        assert jit.binary(unit, "sm_90a").cubin
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with kernel_cache.making(place, most_seconds=0.1):
+            assert kernel_cache.write(place, nvrtc.compile_unit(unit, "sm_90a"))
+    assert kernel_cache.read(place) is not None
     assert any("has been locked" in text for text in messages(caplog))
 
 

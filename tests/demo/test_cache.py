@@ -1,36 +1,8 @@
-"""The cache folder, and publishing into it."""
-
-import os
+"""Working and publishing in the cache folder."""
 
 import pytest
 
-from prefixkit.demo.cache import cache_dir, publish, workspace
-
-
-def test_prefixkit_cache_overrides_the_platforms_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.delenv("PREFIXKIT_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_dir() == tmp_path / "xdg" / "prefixkit"
-    monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path / "mine"))
-    assert cache_dir() == tmp_path / "mine"
-
-
-@pytest.mark.parametrize(
-    ("platform", "ending"), [("darwin", "Library/Caches/prefixkit"), ("linux", ".cache/prefixkit")]
-)
-def test_without_it_the_platform_decides(monkeypatch, platform, ending):
-    monkeypatch.setattr("sys.platform", platform)
-    monkeypatch.delenv("PREFIXKIT_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_dir().as_posix().endswith(ending)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="home folders of POSIX")
-def test_without_a_home_folder_the_remedy_is_named(monkeypatch):
-    monkeypatch.setenv("PREFIXKIT_CACHE", "~nobody-of-this-name/cache")
-    with pytest.raises(OSError, match="set PREFIXKIT_CACHE to a folder that can be written"):
-        cache_dir()
+from prefixkit.demo.cache import publish, workspace
 
 
 def test_a_workspace_is_gone_afterwards_whatever_happened(monkeypatch, tmp_path):

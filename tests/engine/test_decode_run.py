@@ -3,29 +3,37 @@
 import numpy as np
 import pytest
 
-from prefixkit.engine import decode_run, engine
+from prefixkit.engine.decode_run import DecodeSettings
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.runners.decoder import CannotDecode
 from prefixkit.sampling.params import SamplingParams
 from tests.engine.fake_model import make_engine
-from tests.engine.test_engine import alone, assert_all_given_back, random_prompts, run
+from tests.engine.runs import alone, assert_all_given_back, random_prompts, run
 
 
-@pytest.fixture(autouse=True, params=[1, 2, 5], ids="{} ahead".format)
-def ahead(request, monkeypatch):
-    """Steps that are started before their tokens are read; and a decoder is worth its while at once."""
-    monkeypatch.setattr(decode_run, "AHEAD", request.param)
-    monkeypatch.setattr(engine, "FEWEST_STEPS", 1)
+@pytest.fixture(params=[1, 2, 5], ids="{} ahead".format)
+def ahead(request):
+    """Steps that are started before their tokens are read."""
     return request.param
+
+
+@pytest.fixture
+def decoding(ahead):
+    """Makes an engine that decodes many steps at a time, however few there are, and its fake model."""
+
+    def make(slack=16, **options):
+        settings = DecodeSettings(fewest_steps=1, ahead=ahead, slack=slack)
+        return make_engine(decoder=True, settings=settings, **options)
+
+    return make
 
 
 @pytest.mark.parametrize(("seed", "page_size"), [(0, 1), (1, 3), (2, 16)])
 @pytest.mark.parametrize("slack", [1, 4, 10_000], ids="slack {}".format)
-def test_each_sample_is_what_it_would_be_alone(seed, page_size, slack, monkeypatch):
-    monkeypatch.setattr(decode_run, "SLACK", slack)
+def test_each_sample_is_what_it_would_be_alone(decoding, seed, page_size, slack):
     params = SamplingParams(n=3, temperature=0.9, top_p=0.9, max_new_tokens=12, seed=seed, stop_token_ids=(3, 4))
     prompts = random_prompts(seed)
-    made, _ = make_engine(page_size=page_size, prefill_chunk=20, decoder=True)
+    made, _ = decoding(slack=slack, page_size=page_size, prefill_chunk=20)
     samples = run(made, prompts, params)
     assert [(s.prompt_index, s.index) for s in samples] == [(p, i) for p in range(len(prompts)) for i in range(3)]
     for sample in samples:
@@ -35,10 +43,10 @@ def test_each_sample_is_what_it_would_be_alone(seed, page_size, slack, monkeypat
     assert_all_given_back(made)
 
 
-def test_log_probabilities_and_counts_are_those_of_single_steps():
+def test_log_probabilities_and_counts_are_those_of_single_steps(decoding):
     params, prompts = SamplingParams(n=4, max_new_tokens=9, seed=3), random_prompts(4)
     step_by_step, _ = make_engine()
-    many, _ = make_engine(decoder=True)
+    many, _ = decoding()
     expected, found = run(step_by_step, prompts, params), run(many, prompts, params)
     assert [s.logprobs for s in found] == [s.logprobs for s in expected]
     ours, theirs = vars(many.report), vars(step_by_step.report)
@@ -48,37 +56,36 @@ def test_log_probabilities_and_counts_are_those_of_single_steps():
 
 
 @pytest.mark.parametrize("num_pages", [13, 20, 60])
-def test_those_who_wait_for_pages_come_in_when_some_have_ended(num_pages):
+def test_those_who_wait_for_pages_come_in_when_some_have_ended(decoding, num_pages):
     params = SamplingParams(n=4, max_new_tokens=8, seed=5, stop_token_ids=(1, 2, 3, 4, 5))
     prompts = random_prompts(1)
-    made, _ = make_engine(num_pages=num_pages, page_size=4, decoder=True)
+    made, _ = decoding(num_pages=num_pages, page_size=4)
     samples = run(made, prompts, params)
     assert [s.tokens for s in samples] == [alone(prompts[s.prompt_index], params, s.index) for s in samples]
     assert made.report.kv_bytes_held_peak <= num_pages * 4 * made.pool.spec.bytes_per_token
     assert_all_given_back(made)
 
 
-def test_samples_are_handed_out_as_they_end_and_their_rows_closed_up(monkeypatch):
-    monkeypatch.setattr(decode_run, "SLACK", 1000)
+def test_samples_are_handed_out_as_they_end_and_their_rows_closed_up(decoding, ahead):
     arrived = []
-    made, model = make_engine(on_sample=lambda sample: arrived.append(sample), decoder=True)
+    made, model = decoding(slack=1000, on_sample=lambda sample: arrived.append(sample))
     params = SamplingParams(n=16, max_new_tokens=12, stop_token_ids=tuple(range(8)), seed=2)
     samples = run(made, [np.arange(20)], params)
     lengths = sorted(len(sample.tokens) for sample in samples)
     assert lengths[0] < lengths[-1]
     assert [len(sample.tokens) for sample in arrived] == lengths
-    lags = decode_run.AHEAD - 1
+    lags = ahead - 1
     running = [sum(n > step for n in lengths) for step in range(1, lengths[-1])]
     late = model.rows_per_step[1 : len(running) + 1]
     assert late[0] == running[0]
     assert all(rows <= running[max(0, step - lags)] for step, rows in enumerate(late))
 
 
-def test_stop_strings_end_samples_and_tokens_stream_in_order():
+def test_stop_strings_end_samples_and_tokens_stream_in_order(decoding):
     events = []
     decode = lambda tokens: "".join(chr(97 + token % 26) for token in tokens)  # noqa: E731
     params = SamplingParams(n=2, max_new_tokens=15, stop=("ab", "q"))
-    made, _ = make_engine(decode=decode, on_token=events.append, decoder=True)
+    made, _ = decoding(decode=decode, on_token=events.append)
     samples = run(made, [np.arange(5), np.arange(7)], params)
     plain, _ = make_engine(decode=decode)
     assert samples == run(plain, [np.arange(5), np.arange(7)], params)
@@ -88,7 +95,7 @@ def test_stop_strings_end_samples_and_tokens_stream_in_order():
         assert "".join(event.text for event in mine) == sample.text
 
 
-def test_parameters_may_differ_and_beams_run_beside():
+def test_parameters_may_differ_and_beams_run_beside(decoding):
     laws = [
         SamplingParams(n=2, temperature=0, max_new_tokens=4),
         SamplingParams(n=1, top_k=5, max_new_tokens=70, seed=4),
@@ -96,7 +103,7 @@ def test_parameters_may_differ_and_beams_run_beside():
         BeamParams(2, max_new_tokens=5),
     ]
     prompts = [np.arange(9), np.arange(9), np.arange(12), np.arange(3)]
-    made, _ = make_engine(decoder=True)
+    made, _ = decoding()
     samples = made.run(Request(i, p, law) for i, (p, law) in enumerate(zip(prompts, laws, strict=True)))
     for sample in samples:
         law = laws[sample.prompt_index]
@@ -106,8 +113,8 @@ def test_parameters_may_differ_and_beams_run_beside():
 
 
 @pytest.mark.parametrize("fails_at", [1, 3, 6])
-def test_a_model_that_fails_loses_no_page(fails_at):
-    made, model = make_engine(decoder=True)
+def test_a_model_that_fails_loses_no_page(decoding, fails_at):
+    made, model = decoding()
     steps = iter(range(1000))
 
     def fail(step):
@@ -121,8 +128,8 @@ def test_a_model_that_fails_loses_no_page(fails_at):
     assert_all_given_back(made)
 
 
-def test_where_a_decoder_cannot_run_the_model_steps_go_one_by_one(caplog):
-    made, _ = make_engine(decoder=True)
+def test_where_a_decoder_cannot_run_the_model_steps_go_one_by_one(decoding, caplog):
+    made, _ = decoding()
 
     def cannot(batch, laws):
         raise CannotDecode("its experts wait")
@@ -136,8 +143,8 @@ def test_where_a_decoder_cannot_run_the_model_steps_go_one_by_one(caplog):
     assert_all_given_back(made)
 
 
-def test_logits_that_are_broken_name_the_sample():
-    made, model = make_engine(decoder=True)
+def test_logits_that_are_broken_name_the_sample(decoding):
+    made, model = decoding()
     drawn = made.decoder.read
 
     def read():
@@ -151,8 +158,8 @@ def test_logits_that_are_broken_name_the_sample():
     assert_all_given_back(made)
 
 
-def test_samples_that_come_in_later_need_no_step_of_their_own():
-    made, model = make_engine(decoder=True, most_running=4)
+def test_samples_that_come_in_later_need_no_step_of_their_own(decoding):
+    made, model = decoding(most_running=4)
     params = SamplingParams(n=14, max_new_tokens=9, seed=8, stop_token_ids=(1, 2, 3, 4, 5, 6))
     samples = run(made, [np.arange(20)], params)
     assert [s.tokens for s in samples] == [alone(np.arange(20), params, index) for index in range(14)]
@@ -161,9 +168,9 @@ def test_samples_that_come_in_later_need_no_step_of_their_own():
     assert_all_given_back(made)
 
 
-def test_steps_tell_how_many_tokens_they_drew():
+def test_steps_tell_how_many_tokens_they_drew(decoding):
     drawn = []
-    made, _ = make_engine(decoder=True, on_step=drawn.append)
+    made, _ = decoding(on_step=drawn.append)
     params = SamplingParams(n=7, max_new_tokens=11, seed=8, stop_token_ids=(1, 2, 3, 4, 5, 6))
     samples = run(made, [np.arange(20), np.arange(5)], params)
     assert sum(drawn) == sum(len(sample.tokens) for sample in samples)
@@ -171,8 +178,8 @@ def test_steps_tell_how_many_tokens_they_drew():
     assert drawn == [sum(n > step for n in lengths) for step in range(max(lengths))]
 
 
-def test_first_tokens_that_cannot_be_drawn_lose_no_page():
-    made, _ = make_engine(decoder=True, most_running=2)
+def test_first_tokens_that_cannot_be_drawn_lose_no_page(decoding):
+    made, _ = decoding(most_running=2)
     drawer, calls = made.sampler, iter(range(100))
 
     def broken(*arguments):

@@ -9,39 +9,8 @@ import torch
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.sampling.rng import sample_key, uniforms
-from prefixkit.sampling.specification import draw
-from tests.engine.fake_model import VOCAB, logits_after, make_engine
-
-
-def alone(prompt, params, index):
-    """What sample ``index`` must be, drawn token by token with nothing else in the world."""
-    tokens = list(prompt)
-    for step in range(params.max_new_tokens):
-        u = uniforms(np.array([sample_key(params.seed, index, prompt)]), np.array([step]))
-        token = int(draw(torch.from_numpy(logits_after(tokens))[None], params, u, [np.array(tokens)])[0])
-        tokens.append(token)
-        if token in params.stop_token_ids:
-            break
-    return tokens[len(prompt) :]
-
-
-def random_prompts(seed, count=8):
-    """Prompts with shared heads, a duplicate, and one that is another's prefix."""
-    print("seed", seed)
-    rng = np.random.default_rng(seed)
-    head = rng.integers(0, VOCAB, 23)
-    prompts = [np.concatenate([head, rng.integers(0, VOCAB, rng.integers(1, 12))]) for _ in range(count - 3)]
-    return [*prompts, prompts[0], head[:10], rng.integers(0, VOCAB, 5)]
-
-
-def run(engine, prompts, params):
-    return engine.run(Request(i, prompt, params) for i, prompt in enumerate(prompts))
-
-
-def assert_all_given_back(engine):
-    engine.tree.check()
-    assert engine.tree.allocator.free == engine.tree.allocator.num_pages
+from tests.engine.fake_model import logits_after, make_engine
+from tests.engine.runs import alone, assert_all_given_back, random_prompts, run
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -49,12 +49,11 @@ def test_a_budget_without_a_page_is_to_be_raised():
         sizing.pool_pages(requests(), SPEC, 100, 8)
 
 
-def test_on_a_gpu_steps_come_first(monkeypatch):
+def test_on_a_gpu_steps_come_first():
     spec = KVSpec(2, 4, 16, torch.float32, torch.device("cuda"))
-    monkeypatch.setattr(sizing, "free_memory", lambda device: 100 * PAGE)
-    assert sizing.pool_pages(requests(n=50), spec, None, 8, workspace=55 * PAGE) == 40
+    assert sizing.pool_pages(requests(n=50), spec, None, 8, workspace=55 * PAGE, free=100 * PAGE) == 40
     with pytest.raises(ValueError, match=r"holds no page.*MiB besides.*fewer samples"):
-        sizing.pool_pages(requests(), spec, None, 8, workspace=95 * PAGE)
+        sizing.pool_pages(requests(), spec, None, 8, workspace=95 * PAGE, free=100 * PAGE)
 
 
 def test_steps_take_more_for_more_samples_up_to_as_many_as_run():

@@ -10,7 +10,7 @@ import torch
 
 import prefixkit
 from prefixkit.api import make_engine
-from prefixkit.engine import decode_run
+from prefixkit.engine.decode_run import DecodeSettings
 from prefixkit.engine.request import Request, Sample
 from prefixkit.runners import graph as graphs
 from prefixkit.sampling.params import SamplingParams
@@ -75,16 +75,14 @@ def test_planning_anew_changes_nothing_but_rounding(model: torch.nn.Module, monk
     assert sum(same) >= len(same) - 2, "pieces are cut elsewhere, so a near-tie may fall to the other side, but seldom"
 
 
-def test_rows_that_end_leave_and_waiting_prompts_come_in(
-    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_end_leave_and_waiting_prompts_come_in(model: torch.nn.Module) -> None:
     """Samples end at random; half of the pages they would need together: pages go from hand to hand, and all come back."""
-    monkeypatch.setattr(decode_run, "SLACK", 4)
     ids = tuple(range(0, 256, 16))
     asked = requests(14, n=12, temperature=1.2, max_new_tokens=96, seed=3, stop_token_ids=ids)
     free = make_engine(model, asked)
     budget = free.pool.bytes // 2
     tight = make_engine(model, asked, kv_budget=budget)
+    tight.settings = DecodeSettings(slack=4)
     samples = tight.run(asked)
     assert len(samples) == 72
     assert tight.report.kv_bytes_held_peak <= budget

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.runners.sampler import Sampler
 from prefixkit.ops.sampling_records import mask
+from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import draw

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
@@ -12,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from prefixkit.models import NotPatched, patch, unpatch
 from prefixkit.models.attention import original_class, tree_class
+from tests.models.forwards import class_level_forward
 
 
 @pytest.fixture
@@ -146,22 +145,6 @@ def test_one_class_is_made_for_each_original(tiny):
     model, other = patch(tiny()), patch(tiny())
     a, b = model.model.layers[0].self_attn, other.model.layers[1].self_attn
     assert type(a) is type(b) is tree_class(original_class(a))
-
-
-@contextmanager
-def class_level_forward(cls, factor):
-    """In this block every module of class ``cls`` returns ``factor`` times what it returned before."""
-    before = cls.forward
-
-    def forward(self, *args, **kwargs):
-        output = before(self, *args, **kwargs)
-        return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
-
-    cls.forward = forward
-    try:
-        yield
-    finally:
-        cls.forward = before
 
 
 @pytest.mark.parametrize("hooks", [False, True], ids=["plain", "accelerate hooks"])

@@ -13,7 +13,7 @@ import torch
 from prefixkit.attention.bsr import Queries
 from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.attention.planner import StepPlan
-from prefixkit.engine import decode_run, engine
+from prefixkit.engine.decode_run import DecodeSettings
 from prefixkit.engine.request import Request
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.runners import graph as graphs
@@ -21,7 +21,7 @@ from prefixkit.runners import graph_arrays
 from prefixkit.runners.decoder import CannotDecode
 from prefixkit.sampling.params import SamplingParams
 from tests.engine.fake_model import make_engine
-from tests.engine.test_engine import alone, assert_all_given_back, random_prompts, run
+from tests.engine.runs import alone, assert_all_given_back, random_prompts, run
 
 
 class Planner:
@@ -106,15 +106,13 @@ class Decoder(graphs.GraphDecoder):
 @pytest.fixture
 def decoding(monkeypatch):
     """A function that makes an engine which decodes by such graphs, and its fake model."""
-    monkeypatch.setattr(engine, "FEWEST_STEPS", 1)
-    monkeypatch.setattr(decode_run, "SLACK", 2)
     monkeypatch.setattr(graph_arrays, "BUCKETS", (1, 2, 3, 5, 8, 13, 21, 34))
     monkeypatch.setattr(graph_arrays, "Ring", Ring)
     monkeypatch.setattr(graphs, "_no_waiting", nullcontext)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
 
     def make(**options):
-        made, model = make_engine(**options)
+        made, model = make_engine(settings=DecodeSettings(fewest_steps=1, slack=2), **options)
         made.decoder = Decoder(model, Planning(made.planner), made.tree.page_size, "cpu")
         return made, model
 

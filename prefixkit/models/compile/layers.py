@@ -36,7 +36,28 @@ log = logging.getLogger("prefixkit")
 
 OPS = ("kv_append", "tree_attention")
 _made: dict[type[nn.Module], type[nn.Module]] = {}
+Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 _Key = tuple[int, int, bool, tuple[Callable[..., Any], ...]]
+
+
+def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor without CUDA graphs of its own: callers may capture the function that it makes."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})
+    return cast(Callable[..., Any], compiled)
+
+
+def compile_layer(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], compiler: Compiler = inductor
+) -> Callable[..., Any]:
+    """``compiler(graph, inputs)`` for a layer's graph, with packed projections, and one op that turns heads and appends."""
+    return compile_packed(with_rotary_append(graph), inputs, compiler, is_own_op)
+
+
+def is_own_op(node: torch.fx.Node) -> bool:
+    """Whether a node calls one of prefixkit's ops."""
+    return node.op == "call_function" and str(node.target).startswith("prefixkit.")
 
 
 class NotCompilable(TypeError):
@@ -56,15 +77,23 @@ class CompiledLayers:
     Attributes:
         cache: The cache of the steps.
         rows: The numbers of rows to compile for; None for any.
+        compiler: Makes a function of a layer's graph and its inputs, as a backend of torch.compile does.
         graphs: Number of compiled graphs.
         seconds: Time that compiling took.
         reason: Why layers run as they are, or None.
         active: Whether the step in progress goes through compiled layers.
     """
 
-    def __init__(self, model: nn.Module, cache: TreeCache, rows: Container[int] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: TreeCache,
+        rows: Container[int] | None = None,
+        compiler: Compiler = compile_layer,
+    ) -> None:
         self._cache = weakref.ref(cache)  # cache.compiled refers to this object
         self.rows = rows
+        self.compiler = compiler
         self.graphs = 0
         self.seconds = 0.0
         self.reason: str | None = None
@@ -284,21 +313,9 @@ def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, input
         if (count := sum(op in call for call in calls)) != 1:
             raise RuntimeError(f"a layer calls {op} {count} times, not once")
     log.info("compiling a layer for steps of %d rows, which takes seconds", owner.cache.step.num_rows)
-    compiled = compile_packed(with_rotary_append(graph), inputs, inductor, _is_own_op)
+    compiled = owner.compiler(graph, inputs)
     owner.graphs += 1
     return compiled
-
-
-def _is_own_op(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and str(node.target).startswith("prefixkit.")
-
-
-def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Inductor without CUDA graphs of its own: callers may capture the function that it makes."""
-    from torch._inductor.compile_fx import compile_fx
-
-    compiled: Any = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})
-    return cast(Callable[..., Any], compiled)
 
 
 def _said(error: BaseException) -> str:

@@ -33,11 +33,23 @@ _MODES = ("_enter", "_exit", "_set", "set_")
 _TILE = 128
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def multiprocessors(device: torch.device) -> float:
+    """How many a GPU has; no product fills a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else math.inf
+
+
 def compile_packed(
     graph: fx.GraphModule,
     inputs: Sequence[Any],
     compiler: Callable[[fx.GraphModule, Sequence[Any]], _Function],
     reads: Callable[[fx.Node], bool],
+    capturing: Callable[[], bool] = capturing,
+    multiprocessors: Callable[[torch.device], float] = multiprocessors,
 ) -> _Function:
     """``compiler(graph, inputs)``, but products of one input become one product over packed weights.
 
@@ -47,6 +59,8 @@ def compile_packed(
         compiler: Makes a function of a graph's inputs.
         reads: Whether products are packed that this node depends on, directly or through other nodes.  It holds for
             the calls of prefixkit's ops, which depend on a layer's q, k and v and on no other product of their input.
+        capturing: Whether a CUDA graph is being captured, asked when weights must be moved.
+        multiprocessors: How many a device has; a product with a tile for each of them stays as it is.
 
     Returns:
         A function of the inputs of ``graph``.  It raises ValueError if weights must be moved during the capture of a
@@ -57,14 +71,14 @@ def compile_packed(
     # In the order of the inputs, also once some are gone.
     given = dict(zip(copied.graph.find_nodes(op="placeholder"), inputs, strict=True))
     place = {node: at for at, node in enumerate(given)}
-    groups = _groups(copied.graph, given, reads)
+    groups = projection_groups(copied.graph, given, reads, multiprocessors)
     if mode is None or not groups:
         return compiler(graph, inputs)
     packs = []
     for group in groups:
         _replace(copied.graph, group, [len(given[product.weight]) for product in group])
         for nodes in _parameters(group):
-            packs.append(_PackedInput([place[node] for node in nodes]))
+            packs.append(_PackedInput([place[node] for node in nodes], capturing))
             rows, like = sum(len(given[node]) for node in nodes), given[nodes[0]]
             with torch.inference_mode(like.is_inference()), mode:
                 given[nodes[0]] = torch.empty((rows, *like.shape[1:]), dtype=like.dtype, device=like.device)
@@ -98,8 +112,8 @@ class _PackedGraph:
 class _PackedInput:
     """Which inputs of a graph are one packed input.  Layers share graphs, so each call brings other weights."""
 
-    def __init__(self, places: list[int]) -> None:
-        self.places = places
+    def __init__(self, places: list[int], capturing: Callable[[], bool]) -> None:
+        self.places, self._capturing = places, capturing
         self._warned = False
 
     def of(self, inputs: Sequence[Any]) -> Tensor:
@@ -118,7 +132,7 @@ class _PackedInput:
             self._warned = True
             with torch.no_grad():
                 return torch.cat(weights)
-        if capturing():
+        if self._capturing():
             raise ValueError(
                 "a layer's weights have moved, and cannot be packed while a CUDA graph is captured; run such a step "
                 "once before"
@@ -136,11 +150,6 @@ class _Product:
     bias: fx.Node | None
 
 
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy of the nodes with all that dynamo has recorded of them: dynamo itself goes on with its own graph."""
     nodes: dict[fx.Node, fx.Node] = {}
@@ -156,7 +165,12 @@ def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _groups(graph: fx.Graph, given: dict[fx.Node, Any], reads: Callable[[fx.Node], bool]) -> list[list[_Product]]:
+def projection_groups(
+    graph: fx.Graph,
+    given: dict[fx.Node, Any],
+    reads: Callable[[fx.Node], bool],
+    multiprocessors: Callable[[torch.device], float] = multiprocessors,
+) -> list[list[_Product]]:
     """Products of one input that can be one."""
     found: dict[Hashable, list[_Product]] = defaultdict(list)
     needed = _needed(graph, reads)
@@ -167,7 +181,7 @@ def _groups(graph: fx.Graph, given: dict[fx.Node, Any], reads: Callable[[fx.Node
         if (
             product is not None
             and node in needed
-            and not _fills(product, given)
+            and not _fills(product, given, multiprocessors)
             and _is_free(product.weight, 2, given)
             and _is_free(product.bias, 1, given)
         ):
@@ -220,20 +234,18 @@ def _is_free(node: fx.Node | None, dims: int, given: dict[fx.Node, Any]) -> bool
     )
 
 
-def _fills(product: _Product, given: dict[fx.Node, Any]) -> bool:
+def _fills(product: _Product, given: dict[fx.Node, Any], multiprocessors: Callable[[torch.device], float]) -> bool:
     weight, x = given.get(product.weight), product.x.meta.get("example_value")
     if not isinstance(weight, Tensor) or not isinstance(x, Tensor):
         return False
-    return fills(math.prod(x.shape[:-1]), len(weight), weight.device)
+    return fills(math.prod(x.shape[:-1]), len(weight), weight.device, multiprocessors)
 
 
-def fills(rows: int, columns: int, device: torch.device) -> bool:
+def fills(
+    rows: int, columns: int, device: torch.device, multiprocessors: Callable[[torch.device], float] = multiprocessors
+) -> bool:
     """Whether a product of these sizes has a tile for each multiprocessor of a GPU; no product fills a CPU."""
-    return -(-rows // _TILE) * -(-columns // _TILE) >= _multiprocessors(device)
-
-
-def _multiprocessors(device: torch.device) -> float:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else math.inf
+    return -(-rows // _TILE) * -(-columns // _TILE) >= multiprocessors(device)
 
 
 def _form(tensor: Tensor) -> Hashable:

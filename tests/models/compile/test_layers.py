@@ -11,52 +11,22 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
 from transformers.models.llama import modeling_llama
 
-import prefixkit.models.compile.layers as compiled_module
-from prefixkit.models import IncompleteStep, ModelRunner, is_patched, patch, unpatch
+from prefixkit.models import IncompleteStep, is_patched, patch, unpatch
 from prefixkit.models.attention import original_class
-from tests.models.test_attention import class_level_forward
-
-
-class Decode:
-    """Four sequences with a shared head, prefilled; each :meth:`step` gives every one a token."""
-
-    def __init__(self, drive, model, rng):
-        self.driver, self.rng = drive(model), rng
-        head = rng.integers(3, 128, 20).tolist()
-        self.sequences = [self.driver.tree.insert([*head, *rng.integers(3, 128, n).tolist()]) for n in (6, 3, 9, 9)]
-        self.driver.run()
-
-    def runner(self, compiled=True):
-        return ModelRunner(self.driver.model, self.driver.pool, compiled=compiled)
-
-    def step(self):
-        tokens = self.rng.integers(3, 128, len(self.sequences)).tolist()
-        self.driver.tree.extend_each(self.sequences, tokens)
-        return self.driver.step()
-
-    def done(self):
-        runs = self.driver.runs
-        self.driver.tree.mark_ready([node for node, _, _ in runs], [end for _, _, end in runs])
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Graphs are traced but not compiled: faster, and their results are those of eager layers bit by bit."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(compiled_module, "inductor", lambda graph, inputs: aot_eager(graph, inputs))
+from prefixkit.models.compile.layers import compile_layer
+from tests.models.compile.decode import Decode, functional, traced
+from tests.models.forwards import class_level_forward
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_compiled_logits_err_no_more_than_eager_ones(family, dtype, tiny, drive, dense_logits, rng):
+def test_compiled_logits_err_no_more_than_eager_ones(family, dtype, dynamo, tiny, drive, dense_logits, rng):
     """Against the same weights in float64.  Fusion keeps more of an activation's bits, never fewer."""
-    torch._dynamo.reset()
     model = tiny(family).to(dtype)
     decode = Decode(drive, model, rng)
-    runner = decode.runner()
+    runner = decode.runner(compiler=compile_layer)
     exact = copy.deepcopy(model).double()
     ours, eager, truth = [], [], []
     for _ in range(3):
@@ -83,7 +53,7 @@ def _rows_of(truth, logits):
 
 
 @pytest.mark.parametrize(("family", "graphs"), [("llama", 1), ("gemma2", 2), ("mixtral", 1)])
-def test_layers_of_a_kind_share_one_graph_while_the_tree_changes(family, graphs, traced, tiny, drive, rng, caplog):
+def test_layers_of_a_kind_share_one_graph_while_the_tree_changes(family, graphs, dynamo, tiny, drive, rng, caplog):
     layers = {"num_hidden_layers": 4}
     if family == "gemma2":
         layers["layer_types"] = ["sliding_attention", "full_attention"] * 2
@@ -108,7 +78,7 @@ def test_layers_of_a_kind_share_one_graph_while_the_tree_changes(family, graphs,
     assert caplog.text.count("compiled layer") == graphs
 
 
-def test_only_the_rows_asked_for_are_compiled(traced, tiny, drive, rng):
+def test_only_the_rows_asked_for_are_compiled(dynamo, tiny, drive, rng):
     decode = Decode(drive, tiny(), rng)
     runner = decode.runner(compiled=[1, 3])
     step = decode.step()
@@ -121,7 +91,7 @@ def test_only_the_rows_asked_for_are_compiled(traced, tiny, drive, rng):
     assert runner.compiled.graphs == 1
 
 
-def test_weights_and_modules_that_change_are_seen(traced, tiny, drive, rng):
+def test_weights_and_modules_that_change_are_seen(dynamo, tiny, drive, rng):
     decode = Decode(drive, tiny(), rng)
     runner, step = decode.runner(), decode.step()
     before = runner(step)
@@ -135,7 +105,7 @@ def test_weights_and_modules_that_change_are_seen(traced, tiny, drive, rng):
 
 
 @pytest.mark.parametrize("name", ["LlamaAttention", "LlamaDecoderLayer", "LlamaMLP"])
-def test_a_forward_given_to_a_class_later_is_seen(name, traced, tiny, drive, rng):
+def test_a_forward_given_to_a_class_later_is_seen(name, dynamo, tiny, drive, rng):
     """By layers that are compiled, and by those that run as they are because no compiled step is asked for."""
     decode = Decode(drive, tiny(), rng)
     runner, step = decode.runner(), decode.step()
@@ -147,7 +117,7 @@ def test_a_forward_given_to_a_class_later_is_seen(name, traced, tiny, drive, rng
     assert torch.equal(runner(step), before)
 
 
-def test_sinks_are_not_compiled_and_a_warning_says_why(traced, tiny, drive, rng, caplog):
+def test_sinks_are_not_compiled_and_a_warning_says_why(dynamo, tiny, drive, rng, caplog):
     decode = Decode(drive, tiny("gpt_oss"), rng)
     runner, step = decode.runner(), decode.step()
     assert torch.equal(runner(step), decode.driver.runner(step))
@@ -155,7 +125,7 @@ def test_sinks_are_not_compiled_and_a_warning_says_why(traced, tiny, drive, rng,
     assert runner.compiled.reason is not None
 
 
-def test_what_cannot_be_traced_runs_as_it_is_after_one_warning(traced, tiny, drive, rng, caplog):
+def test_what_cannot_be_traced_runs_as_it_is_after_one_warning(dynamo, tiny, drive, rng, caplog):
     class Break(nn.Module):
         def forward(self, x):
             torch._dynamo.graph_break(msg="a stone in the way")
@@ -174,7 +144,7 @@ def test_what_cannot_be_traced_runs_as_it_is_after_one_warning(traced, tiny, dri
     assert "a stone in the way" in said[0]
 
 
-def test_a_layer_behind_a_wrapper_is_not_compiled(traced, tiny, drive, rng, caplog):
+def test_a_layer_behind_a_wrapper_is_not_compiled(dynamo, tiny, drive, rng, caplog):
     decode = Decode(drive, tiny(), rng)
     layer = decode.driver.model.model.layers[0]
     forward = layer.forward
@@ -185,7 +155,7 @@ def test_a_layer_behind_a_wrapper_is_not_compiled(traced, tiny, drive, rng, capl
     assert runner.compiled.graphs == 0
 
 
-def test_wrong_positions_and_masks_are_noticed(traced, tiny, drive, rng):
+def test_wrong_positions_and_masks_are_noticed(dynamo, tiny, drive, rng):
     decode = Decode(drive, tiny(), rng)
     runner, cache = decode.runner(), decode.driver.runner.cache
     cache = runner.cache
@@ -201,7 +171,7 @@ def test_wrong_positions_and_masks_are_noticed(traced, tiny, drive, rng):
     assert runner.compiled.reason is None
 
 
-def test_a_layer_that_runs_twice_is_an_error(traced, tiny, drive, rng):
+def test_a_layer_that_runs_twice_is_an_error(dynamo, tiny, drive, rng):
     decode = Decode(drive, tiny(), rng)
     runner = decode.runner()
     layers = decode.driver.model.model.layers
@@ -210,7 +180,7 @@ def test_a_layer_that_runs_twice_is_an_error(traced, tiny, drive, rng):
         runner(decode.step())
 
 
-def test_after_an_error_in_a_step_the_next_one_runs(traced, tiny, drive, rng):
+def test_after_an_error_in_a_step_the_next_one_runs(dynamo, tiny, drive, rng):
     decode = Decode(drive, tiny(), rng)
     runner, step = decode.runner(), decode.step()
     hook = decode.driver.model.model.norm.register_forward_hook(lambda *args: 1 / 0)
@@ -220,7 +190,7 @@ def test_after_an_error_in_a_step_the_next_one_runs(traced, tiny, drive, rng):
     assert torch.equal(runner(step), decode.driver.runner(step))
 
 
-def test_unpatch_and_copies_leave_no_trace(traced, tiny, drive, rng):
+def test_unpatch_and_copies_leave_no_trace(dynamo, tiny, drive, rng):
     model = tiny()
     kinds = [type(module) for module in model.modules()]
     decode = Decode(drive, model, rng)
@@ -240,7 +210,7 @@ def test_unpatch_and_copies_leave_no_trace(traced, tiny, drive, rng):
     assert not any("_prefixkit" in name for module in patched.modules() for name in vars(module))
 
 
-def test_a_runner_whose_model_was_unpatched_says_that_it_no_longer_compiles(traced, tiny, drive, rng, caplog):
+def test_a_runner_whose_model_was_unpatched_says_that_it_no_longer_compiles(dynamo, tiny, drive, rng, caplog):
     decode = Decode(drive, tiny(), rng)
     runner, step = decode.runner(), decode.step()
     expected = runner(step)
@@ -253,15 +223,12 @@ def test_a_runner_whose_model_was_unpatched_says_that_it_no_longer_compiles(trac
     assert again.compiled.reason is None
 
 
-@pytest.mark.parametrize("inductor", [False, True], ids=["traced", "compiled"])
-def test_a_runner_that_is_gone_holds_no_pages(inductor, request, tiny, drive, rng):
+@pytest.mark.parametrize("compiler", [traced, functional, compile_layer])
+def test_a_runner_that_is_gone_holds_no_pages(compiler, dynamo, tiny, drive, rng):
     """The compiler keeps what it made; it must not keep the runner."""
-    torch._dynamo.reset()
-    if not inductor:
-        request.getfixturevalue("traced")
     model = tiny()
     decode = Decode(drive, model, rng)
-    runner = decode.runner()
+    runner = decode.runner(compiler=compiler)
     runner(decode.step())
     assert runner.compiled is not None and runner.compiled.graphs == 1
     gone = [

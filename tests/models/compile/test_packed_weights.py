@@ -12,17 +12,16 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_model
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-import prefixkit.models.compile.layers as compiled_module
 from prefixkit.models import is_patched, patch, patched, unpatch
 from prefixkit.models.compile.packed_weights import movable, moves, pack, packed_view, unpack
-from tests.models.compile.test_layers import Decode
-from tests.models.compile.test_packing import groups_of, storage_bytes
-from tests.models.conftest import TreeDriver, make_model
+from tests.models.compile.decode import Decode
+from tests.models.compile.weights import groups_of, storage_bytes
+from tests.models.driver import TreeDriver
+from tests.models.tiny_families import make_model
 
 
 @pytest.fixture
@@ -154,13 +153,11 @@ def test_one_pack_at_most_is_in_memory_twice_while_weights_are_unpacked():
 def llama():
     """A Llama that was run compiled, a step of it, and what that said."""
     torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(compiled_module, "inductor", lambda graph, inputs: aot_eager(graph, inputs))
-        decode = Decode(TreeDriver, make_model("llama"), np.random.default_rng(1))
-        runner, step = decode.runner(), decode.step()
-        logits = runner(step)
-        assert all(len(groups) == 2 for groups in groups_of(decode.driver.model))
-        yield decode.driver.model, runner, step, logits
+    decode = Decode(TreeDriver, make_model("llama"), np.random.default_rng(1))
+    runner, step = decode.runner(), decode.step()
+    logits = runner(step)
+    assert all(len(groups) == 2 for groups in groups_of(decode.driver.model))
+    return decode.driver.model, runner, step, logits
 
 
 def test_a_copy_has_memory_of_its_own(llama):
@@ -188,7 +185,7 @@ def _loaded(data):
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def test_a_pickle_computes_the_same_and_moves_its_weights_too(llama, traced, rng):
+def test_a_pickle_computes_the_same_and_moves_its_weights_too(llama, dynamo, rng):
     model, _, _, _ = llama
     decode = Decode(TreeDriver, pickle.loads(pickle.dumps(model)), rng)
     step = decode.step()
@@ -259,7 +256,7 @@ def test_addresses_tell_of_weights_that_moved_and_of_no_others(llama):
         before = runner.addresses()
 
 
-def test_unpatch_gives_every_weight_its_own_memory_back(traced, rng, tmp_path):
+def test_unpatch_gives_every_weight_its_own_memory_back(dynamo, rng, tmp_path):
     decode = Decode(TreeDriver, make_model("qwen2"), rng)  # with biases
     model = decode.driver.model
     before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
@@ -288,7 +285,7 @@ def test_unpatch_gives_every_weight_its_own_memory_back(traced, rng, tmp_path):
         assert (tmp_path / "after" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_model_may_be_patched_compiled_and_unpatched_again(traced, rng):
+def test_a_model_may_be_patched_compiled_and_unpatched_again(dynamo, rng):
     decode = Decode(TreeDriver, make_model("llama"), rng)
     model = decode.driver.model
     runner, step = decode.runner(), decode.step()
@@ -299,7 +296,7 @@ def test_a_model_may_be_patched_compiled_and_unpatched_again(traced, rng):
     assert all(len(groups) == 2 for groups in groups_of(model))
 
 
-def test_the_context_manager_unpacks_what_was_packed_in_its_block(traced, rng):
+def test_the_context_manager_unpacks_what_was_packed_in_its_block(dynamo, rng):
     decode = Decode(TreeDriver, make_model("llama"), rng)
     model, step = unpatch(decode.driver.model), decode.step()
     with patched(model):
@@ -311,7 +308,7 @@ def test_the_context_manager_unpacks_what_was_packed_in_its_block(traced, rng):
     assert groups_of(model) == [[], []]
 
 
-def test_an_unpatched_model_computes_and_learns_as_before(traced, rng):
+def test_an_unpatched_model_computes_and_learns_as_before(dynamo, rng):
     decode = Decode(TreeDriver, make_model("llama"), rng)
     model, tokens = decode.driver.model, torch.arange(3, 9)[None]
     expected = model(tokens).logits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 
 import pytest
 import torch
@@ -12,11 +11,12 @@ from torch import fx, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
-import prefixkit.models.compile.packing as fused_module
 from prefixkit.models.compile.packed_weights import movable, pack, packed_view
-from prefixkit.models.compile.packing import compile_packed
-from tests.models.compile.test_layers import Decode
-from tests.models.conftest import TreeDriver, make_model
+from prefixkit.models.compile.packing import compile_packed, projection_groups
+from tests.models.compile.decode import Decode
+from tests.models.compile.weights import groups_of, storage_bytes
+from tests.models.driver import TreeDriver
+from tests.models.tiny_families import make_model
 
 WIDTH = 32
 
@@ -52,9 +52,10 @@ class Compiler:
         self.graphs.append(graph)
         return graph.forward
 
-    def of(self, function, backend=None):
+    def of(self, function, **options):
+        """``function`` with packed products; options are those of ``compile_packed``."""
         torch._dynamo.reset()
-        backend = backend or functools.partial(compile_packed, compiler=self, reads=is_output)
+        backend = functools.partial(compile_packed, **{"compiler": self, "reads": is_output} | options)
         made = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
         return torch.inference_mode()(lambda *args: made(*args))
 
@@ -92,14 +93,6 @@ def _gamma(terms):
     return (terms + 1) * unit / (1 - (terms + 1) * unit)
 
 
-def storage_bytes(module):
-    """Bytes of all storages that parameters and buffers lie in, each counted once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in module.state_dict().values()
-    }
-    return sum(storage.nbytes() for storage in storages.values())
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_of_one_input_are_one_product_of_the_same_parameters(bias, compiler, rng):
     module = Heads(bias)
@@ -133,8 +126,7 @@ def test_only_products_that_certain_nodes_read_are_packed(compiler, rng):
 
     with torch.inference_mode():
         expected = function(x)
-    backend = functools.partial(compile_packed, compiler=compiler, reads=lambda node: "sin" in node.name)
-    found = compiler.of(function, backend)(x)
+    found = compiler.of(function, reads=lambda node: "sin" in node.name)(x)
     assert compiler.products == [3]
     assert packed_view([parts[0].weight, parts[3].weight]) is not None
     assert packed_view([parts[1].weight, parts[2].weight]) is None
@@ -177,11 +169,11 @@ def test_weights_that_were_exchanged_are_packed_again(compiler, rng):
     assert compiler.products == [2]
 
 
-def test_weights_cannot_move_while_a_graph_is_captured(compiler, rng, monkeypatch):
-    module, x = Heads(), input_of(rng)
-    function = compiler.of(module)
+def test_weights_cannot_move_while_a_graph_is_captured(compiler, rng):
+    module, x, capturing = Heads(), input_of(rng), []
+    function = compiler.of(module, capturing=lambda: bool(capturing))
     function(x)
-    monkeypatch.setattr(fused_module, "capturing", lambda: True)
+    capturing.append(True)
     assert not unlike(module, x, function(x)).any(), "they lie where they should"
     module.double().float()
     at = [weight.data_ptr() for weight in module.weights()]
@@ -240,11 +232,10 @@ def test_parts_that_no_vector_load_could_begin_with_stay_apart(compiler, rng):
 
 
 @pytest.mark.parametrize(("rows", "products"), [(128, [2]), (129, [3]), (385, [4])])
-def test_products_that_fill_a_gpu_stay_apart(rows, products, compiler, rng, monkeypatch):
+def test_products_that_fill_a_gpu_stay_apart(rows, products, compiler, rng):
     """Of 6, 2 and 3 tiles for each 128 rows, on a GPU of 8 multiprocessors."""
-    monkeypatch.setattr(fused_module, "_multiprocessors", lambda device: 8)
     module = Heads(rows=(6 * 128, 2 * 128, 3 * 128)).eval()
-    run = compiler.of(module)
+    run = compiler.of(module, multiprocessors=lambda device: 8)
     x = input_of(rng, rows)
     assert not unlike(module, x, run(x)).any()
     assert compiler.products == products
@@ -315,7 +306,7 @@ def test_a_triton_kernel_of_the_model_may_write_its_input():
     graph.call_function(triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "kwargs": {"x": x}})
     graph.output((first, graph.call_function(linear, (x, weights[1]))))
     given = {weight: nn.Parameter(torch.randn(8, WIDTH)) for weight in weights}
-    assert fused_module._groups(graph, given, is_output) == []
+    assert projection_groups(graph, given, is_output) == []
 
 
 def test_what_no_part_of_a_product_can_be_used_for_stays_as_it_was(rng):
@@ -363,19 +354,6 @@ def test_parameters_born_in_inference_mode_stay_what_they_are(compiler, rng):
 # -- models ----------------------------------------------------------------------------------------------------
 
 
-def groups_of(model):
-    """Of each decoder layer the projections whose weight is packed with that of the next one."""
-    return [
-        [
-            f"{a.split('.')[-1]} {b.split('.')[-1]}"
-            for (a, first), (b, second) in itertools.pairwise(layer.named_modules())
-            if isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
-            if packed_view([first.weight, second.weight]) is not None
-        ]
-        for layer in model.model.layers
-    ]
-
-
 @pytest.mark.parametrize(
     ("family", "groups"),
     [
@@ -387,7 +365,7 @@ def groups_of(model):
         ("mixtral", ["q_proj k_proj", "k_proj v_proj"]),
     ],
 )
-def test_query_key_and_value_projections_of_a_model_are_packed_and_no_others(family, groups, traced, rng):
+def test_query_key_and_value_projections_of_a_model_are_packed_and_no_others(family, groups, dynamo, rng):
     decode = Decode(TreeDriver, make_model(family), rng)
     model = decode.driver.model
     before, size = copy.deepcopy(model.state_dict()), storage_bytes(model)

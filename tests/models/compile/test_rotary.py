@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-import prefixkit.models.compile.layers as compiled_module
+from prefixkit.models.compile.layers import inductor, is_own_op
+from prefixkit.models.compile.packing import compile_packed
 from prefixkit.models.compile.rotary import with_rotary_append
 from prefixkit.ops.library import NoBackward
-from tests.models.compile.test_layers import Decode
-from tests.models.conftest import TreeDriver, make_model
+from tests.models.compile.decode import Decode, as_traced, functional
+from tests.models.driver import TreeDriver
 from tests.models.rewriting import (
     APPEND,
     BOTH,
@@ -26,6 +27,7 @@ from tests.models.rewriting import (
     swapped,
     turned,
 )
+from tests.models.tiny_families import make_model
 
 
 @pytest.fixture
@@ -107,7 +109,7 @@ def test_what_turns_heads_like_a_model_becomes_one_op(function, inference, rewri
 def test_inductor_takes_such_a_graph(function, rng):
     """Nothing but the ops computes in it, so its bits are eager's."""
     torch._dynamo.reset()
-    backend = lambda graph, inputs: compiled_module.inductor(with_rotary_append(graph), inputs)  # noqa: E731
+    backend = lambda graph, inputs: inductor(with_rotary_append(graph), inputs)  # noqa: E731
     layer = Layer(rng)
     with torch.no_grad():
         same(run(torch.compile(function, backend=backend, fullgraph=True), layer), run(function, layer))
@@ -167,21 +169,22 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_of_families_say_the_same_with_one_op(family, traced, rng, monkeypatch):
+def test_layers_of_families_say_the_same_with_one_op(family, dynamo, rng):
     """As layers that are compiled without it, and as layers that are not; in float32 bit by bit."""
     graphs = []
 
-    def noted(graph):
+    def noted(graph, inputs):
         graphs.append(with_rotary_append(graph))
-        return graphs[-1]
+        return functional(graph, inputs)
+
+    def as_it_is(graph, inputs):
+        return compile_packed(graph, inputs, as_traced, is_own_op)
 
     decode = Decode(TreeDriver, make_model(family), rng)
-    with_op, without = decode.runner(), decode.runner()
+    with_op, without = decode.runner(compiler=noted), decode.runner(compiler=as_it_is)
     for _ in range(3):
         step = decode.step()
-        monkeypatch.setattr(compiled_module, "with_rotary_append", noted)
         found = with_op(step)
-        monkeypatch.setattr(compiled_module, "with_rotary_append", lambda graph: graph)
         assert torch.equal(found, without(step))
         assert torch.equal(found, decode.driver.runner(step))
         decode.done()
