@@ -28,6 +28,7 @@ from benchmarks.runner import Row, Run, arguments, captured, replayed_ms, spread
 from benchmarks.shapes import LLAMA_8B
 from benchmarks.tree_attention.workloads import PAGE, workload
 from prefixkit.attention.planner import Planner
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step
 from prefixkit.models import ModelRunner, kv_spec
@@ -49,7 +50,7 @@ def random_pool(model: Any, batches: list[int]) -> KVPool:
 def step_of(batch: int, planner: Planner) -> Step:
     work = workload(f"2L b{batch} p{PREFIX} s{SUFFIX}", LLAMA_8B.heads, LLAMA_8B.kv_heads)
     tokens = np.random.default_rng(batch).integers(0, LLAMA_8B.vocab, batch)
-    return build_step(work.snapshot, work.queries, tokens, np.arange(batch), planner, "cuda")
+    return build_step(StepTree(work.snapshot, work.queries), tokens, np.arange(batch), planner, "cuda")
 
 
 @contextmanager

@@ -28,8 +28,8 @@ torch.zeros(1, device="cuda")
 torch.cuda.synchronize()
 ready = time.perf_counter()
 import numpy as np
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.bsr import Queries
 from prefixkit.attention.step import build_step
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
@@ -48,7 +48,7 @@ pool = KVPool(KVSpec(1, 8, 128, torch.bfloat16, gpu), 64, 16)
 planner = backend_for(gpu).planner_for(HeadShape(32, 8, 128, 2), gpu, torch.bfloat16)
 tokens = np.zeros(len(leaf), dtype=np.int64)
 imported = time.perf_counter()
-step = build_step(snapshot, queries, tokens, tokens, planner, gpu)
+step = build_step(StepTree(snapshot, queries), tokens, tokens, planner, gpu)
 held = torch.arange(64 * 16, device=gpu)
 kv = torch.ones(len(held), 8, 128, device=gpu, dtype=torch.bfloat16)
 pool.append(0, kv, kv, held)

@@ -21,11 +21,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.runner import Row, Run, arguments, replay_us, wall_seconds
-from prefixkit.attention.bsr import Queries, decompose, visible_lengths
+from prefixkit.attention.bsr import decompose
 from prefixkit.attention.capacity import capacity_for
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.plan import make_plan
 from prefixkit.attention.planner import Planner
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
 from prefixkit.backends.cuda.planner import CudaPlanner
@@ -48,8 +49,8 @@ def gpu_us(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape) -> float:
     from prefixkit.backends.cuda.plan_launch import GraphPlanner
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    planner = GraphPlanner(shape, snapshot.num_nodes, capacity_for(snapshot, queries, shape, sms), "cuda")
-    planner.load(snapshot, queries)
+    planner = GraphPlanner(shape, snapshot.num_nodes, capacity_for(StepTree(snapshot, queries), shape, sms), "cuda")
+    planner.load(StepTree(snapshot, queries))
     return replay_us(lambda _: planner.plan(), 1, repeats=10)
 
 
@@ -65,7 +66,7 @@ def replan_us(snapshot: TreeSnapshot, queries: Queries, planner: Planner, device
         changed = replace(snapshot, version=changed_version)
         wait()
         began = time.perf_counter()
-        step = build_step(changed, queries, tokens, tokens, planner, device)
+        step = build_step(StepTree(changed, queries), tokens, tokens, planner, device)
         returned = time.perf_counter()
         wait()
         done = time.perf_counter()
@@ -94,7 +95,7 @@ def plans(run: Run, name: str, case: Case, repeats: int) -> None:
     """A plan's two halves on the host, and all of it on the GPU."""
     snapshot, queries = case
     for heads, kv_heads in ((32, 8), (8, 1)):
-        shape, length = HeadShape(heads, kv_heads, 128, 2), visible_lengths(snapshot, queries)
+        shape, length = HeadShape(heads, kv_heads, 128, 2), StepTree(snapshot, queries).length
         rows = partial(decompose, snapshot, queries, shape, H200.sharing)
         sizes: dict[str, Any] = {"group": shape.group, "kv_heads": shape.kv_heads, "cost": H200}
         plan = partial(make_plan, [rows()], length, queries.num_rows, **sizes)

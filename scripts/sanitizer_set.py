@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.ops import library as ops
 
 GPU = torch.device("cuda")
@@ -75,9 +75,9 @@ def plan_tree() -> None:
         rng = np.random.default_rng(seed)
         snapshot, queries = random_tree(rng, int(rng.integers(2, 40)), 300, 40, 0.6)
         shape, cost = random_shape(rng), random_cost(rng)
-        capacity = capacity_for(snapshot, queries, shape, 132, cost)
+        capacity = capacity_for(StepTree(snapshot, queries), shape, 132, cost)
         planner = CudaPlanner(shape, snapshot.num_nodes, capacity, GPU, cost, 132)
-        planner.load(snapshot, queries)
+        planner.load(StepTree(snapshot, queries))
         planner.plan()
         expected = specified(snapshot, queries, shape, cost, 132).arrays()
         assert all(np.array_equal(a, b) for a, b in zip(planner.arrays(), expected, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries
 from prefixkit.tree.snapshot import TreeSnapshot
 
 PAGE = 16

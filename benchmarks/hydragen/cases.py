@@ -11,8 +11,8 @@ import torch
 from benchmarks.runner import Row
 from benchmarks.shapes import Shape
 from benchmarks.tree_attention.workloads import MATMUL_TFLOPS, PAGE, READ_TBPS
-from prefixkit.attention.bsr import Queries
 from prefixkit.attention.planner import Planner
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.step import Step, build_step
 from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
@@ -148,15 +148,15 @@ class TreeState:
 
     def _build(self, snapshot: TreeSnapshot, queries: Queries) -> Step:
         rows, planner = np.arange(self.case.batch, dtype=np.int64), self._planner
-        step = build_step(snapshot, queries, rows % 251, rows, planner, self._device)
+        step = build_step(StepTree(snapshot, queries), rows % 251, rows, planner, self._device)
         if not isinstance(planner, CudaPlanner):
             return step
         made = step.plan[: WORK_TENSORS + TREE_TENSORS]
         if not self._plan:
-            capacity = planner.capacity_for(snapshot, queries)
+            capacity = planner.capacity_for(StepTree(snapshot, queries))
             work = [torch.zeros(size, dtype=torch.int32, device=self._device) for size in capacity.shapes()]
             self._plan = work + [array.clone() for array in made[WORK_TENSORS:]]
         for there, array in zip(self._plan, made, strict=True):
             there[: len(array)].copy_(array)
         work, nodes = self._plan[:WORK_TENSORS], self._plan[WORK_TENSORS:]
-        return replace(step, planned=planner.step_plan(work, nodes, snapshot, queries))
+        return replace(step, planned=planner.step_plan(work, nodes, StepTree(snapshot, queries)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.runner import input_sets
 from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level, Workload, levels
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step
 from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)
@@ -101,11 +101,11 @@ def prepare(workload: Workload, queries: Queries, pool: Pool) -> Inputs:
     planner = backend_for(GPU).planner_for(shape, GPU, torch.bfloat16)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    planner.plan(snapshot, queries, GPU)
+    planner.plan(StepTree(snapshot, queries), GPU)
     torch.cuda.synchronize()
     plan_ms = (time.perf_counter() - began) * 1e3
     tokens = np.zeros(rows, dtype=np.int64)
-    step = build_step(snapshot, queries, tokens, tokens[:0], planner, GPU)
+    step = build_step(StepTree(snapshot, queries), tokens, tokens[:0], planner, GPU)
     sets = input_sets(workload.kv_bytes)
     k, v = pool.take(sets * pages, workload.kv_heads)
     q = [torch.randn(rows, workload.heads, HEAD_DIM, device=GPU).bfloat16() for _ in range(sets)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.named_trees import PAGE, leaf_queries, tree_of
 

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.bsr import Queries, decompose, visible_lengths
+from prefixkit.attention.bsr import decompose
 from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant
 from prefixkit.backends.torch import tuning
@@ -199,8 +200,8 @@ def random_case(
 
 def plan_of(case: Case, cost: CostModel, *, shared: np.ndarray | None = None) -> Plan:
     """The case's plan with every row whole; ``shared`` as ``decompose`` takes it."""
-    rows = decompose(case.snapshot, case.queries, case.shape, cost, shared)
-    return make_plan([rows], visible_lengths(case.snapshot, case.queries), case.queries.num_rows)
+    rows = decompose(StepTree(case.snapshot, case.queries), case.shape, cost, shared)
+    return make_plan([rows], StepTree(case.snapshot, case.queries).length, case.queries.num_rows)
 
 
 def gpu_plan_of(
@@ -214,8 +215,8 @@ def gpu_plan_of(
 ) -> Plan:
     """The case's plan for kernels with so many blocks and rows of a wide tile: rows cut into tiles, and their KV split."""
     return make_plan(
-        [decompose(case.snapshot, case.queries, case.shape, cost, shared)],
-        visible_lengths(case.snapshot, case.queries),
+        [decompose(StepTree(case.snapshot, case.queries), case.shape, cost, shared)],
+        StepTree(case.snapshot, case.queries).length,
         case.queries.num_rows,
         group=case.shape.group,
         kv_heads=case.shape.kv_heads,
@@ -241,13 +242,13 @@ def int_tensors(*arrays: np.ndarray | list[int]) -> list[Tensor]:
 
 def node_tensors(case: Case) -> list[Tensor]:
     snapshot = case.snapshot
-    length = visible_lengths(snapshot, case.queries)
+    length = StepTree(snapshot, case.queries).length
     return int_tensors(snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
 
 
 def attend(case: Case, plan: Plan, variant: str = "causal") -> tuple[Tensor, Tensor]:
     """The op under test."""
-    step = bind(plan, case.snapshot, case.queries)  # alive during the call
+    step = bind(plan, StepTree(case.snapshot, case.queries))  # alive during the call
     out, lse = torch.ops.prefixkit.tree_attention(
         case.q, case.k_pages, case.v_pages, case.positions, step.tensors, case.scale, variant
     )
@@ -256,7 +257,7 @@ def attend(case: Case, plan: Plan, variant: str = "causal") -> tuple[Tensor, Ten
 
 def work_of(case: Case, plan: Plan) -> Work:
     """What the torch executor makes of a plan."""
-    return Work.of(plan, case.snapshot, visible_lengths(case.snapshot, case.queries), case.positions.numpy())
+    return Work.of(plan, StepTree(case.snapshot, StepTree(case.snapshot, case.queries).length), case.positions.numpy())
 
 
 def program_of(case: Case, plan: Plan, variant: Variant = CAUSAL, costs: Tuning = tuning.CPU) -> Program:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from prefixkit.attention.bsr import BSR, Queries, decompose, visible_lengths
+from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.tree.ragged import ranges
 from prefixkit.tree.snapshot import TreeSnapshot
@@ -54,10 +55,10 @@ def random_tree(
 
 def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: GpuCost, num_sms: int) -> Plan:
     """The plan that any planner must make."""
-    rows = decompose(snapshot, queries, shape, cost.sharing)
+    rows = decompose(StepTree(snapshot, queries), shape, cost.sharing)
     return make_plan(
         [rows],
-        visible_lengths(snapshot, queries),
+        StepTree(snapshot, queries).length,
         queries.num_rows,
         group=shape.group,
         kv_heads=shape.kv_heads,
@@ -84,3 +85,8 @@ def narrowed(rows: BSR, group: int) -> BSR:
         begin=rows.begin[which],
         end=rows.end[which],
     )
+
+
+def size_of(plan: Plan) -> PlanCapacity:
+    """What this plan needs."""
+    return PlanCapacity(len(plan.wide), len(plan.narrow), len(plan.segments), plan.num_rows, plan.num_partial_rows)

@@ -31,7 +31,8 @@ def decide_sharing(snapshot, own, below, shape, cost):
 
 def decompose(snapshot, queries: Queries, shape, cost, shared=None) -> BSR:
     """Top-down: what is not shared is handed to the first rows below."""
-    own = queries.rows_per_node(snapshot.num_nodes)
+    own = np.zeros(snapshot.num_nodes, dtype=np.int32)
+    own[queries.node] = queries.end - queries.begin
     row_of_node = np.concatenate(([0], np.cumsum(own)))
     below = row_of_node[snapshot.subtree_end] - row_of_node[1:]
     if shared is None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prefixkit.attention.bsr import OPEN, Queries, decompose, visible_lengths
+from prefixkit.attention.bsr import OPEN, decompose
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, CostModel, HeadShape, decide_sharing
 from prefixkit.tree.radix import PrefixTree
 from tests.attention import slow_formats
@@ -20,7 +21,7 @@ NEVER_SHARE = CostModel(item=1e9, kv_byte=1, partial_byte=1)
 
 def seen(snapshot, queries, bsr):
     """For each query row, how often it meets each (node, offset), by the meaning of a BSR row."""
-    length = visible_lengths(snapshot, queries)
+    length = StepTree(snapshot, queries).length
     position = snapshot.start[queries.row_node()] + queries.row_offset()
     counts = [Counter() for _ in range(queries.num_rows)]
     for row in range(bsr.num_rows):
@@ -41,7 +42,7 @@ def test_every_query_sees_every_ancestor_token_exactly_once(seed, sharing):
     queries = random_queries(rng, snapshot)
     cost = {"everything": FREE_SHARING, "nothing": NEVER_SHARE}.get(sharing, CPU_COST)
     shared = rng.random(snapshot.num_nodes) < 0.5 if sharing == "at random" else None
-    rows = decompose(snapshot, queries, SHAPE, cost, shared)
+    rows = decompose(StepTree(snapshot, queries), SHAPE, cost, shared)
     for counts, expected in zip(seen(snapshot, queries, rows), expected_sight(snapshot, queries), strict=True):
         assert set(counts) == expected
         assert set(counts.values()) == {1}
@@ -73,7 +74,7 @@ def test_formats_and_sharing_equal_those_made_node_by_node(block):
         cost = CostModel(float(rng.choice([0, 0.02, 5])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
         cost = replace(cost, wide_tile=float(rng.choice([0, 0.022])), narrow_tile=float(rng.choice([0, 0.003])))
         shared = rng.random(snapshot.num_nodes) < 0.5 if rng.random() < 0.2 else None
-        ours = decompose(snapshot, queries, shape, cost, shared)
+        ours = decompose(StepTree(snapshot, queries), shape, cost, shared)
         slow = slow_formats.decompose(snapshot, queries, shape, cost, shared)
         for name, array in vars(slow).items():
             assert np.array_equal(getattr(ours, name), array), (seed, name)
@@ -96,20 +97,25 @@ def test_sharing_by_level_and_node_by_node_agree(nodes):
             renamed.append(order[parents[node]] if parents[node] >= 0 else -1)
             stack += children[node]
         snapshot, _ = make_snapshot(rng, renamed, rng.integers(0, 60, nodes).tolist(), 16, orderly=True)
-        own = (snapshot.subtree_end == np.arange(nodes) + 1).astype(np.int32)
-        rows = np.concatenate(([0], np.cumsum(own)))
-        below = (rows[snapshot.subtree_end] - rows[1:]).astype(np.int32)
+        tree = leaf_rows(snapshot)
         shape = HeadShape(8, 2, 128, 2)
         cost = CostModel(0.02, 1 / 4.3e6, 1e-8)
-        decided = decide_sharing(snapshot, own, below, shape, cost)
-        assert 0 < decided.sum() < (below > 0).sum()
-        assert np.array_equal(decided, slow_formats.decide_sharing(snapshot, own, below, shape, cost))
+        decided = decide_sharing(tree, shape, cost)
+        assert 0 < decided.sum() < (tree.below > 0).sum()
+        assert np.array_equal(decided, slow_formats.decide_sharing(snapshot, tree.own, tree.below, shape, cost))
+
+
+def leaf_rows(snapshot):
+    """A query row in the last token of every leaf that has one."""
+    leaf = np.flatnonzero((snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1) & (snapshot.length > 0))
+    end = snapshot.length[leaf]
+    return StepTree(snapshot, Queries(leaf.astype(np.int32), end - 1, end))
 
 
 def test_a_leaf_is_open_at_its_end_so_that_it_can_grow_under_the_plan():
     tree = PrefixTree(64)
     tree.insert([1, 2, 3])
-    bsr = decompose(tree.snapshot(), Queries(*map(np.int32, ([0], [0], [3]))), SHAPE, CPU_COST)
+    bsr = decompose(StepTree(tree.snapshot(), Queries(*map(np.int32, ([0], [0], [3])))), SHAPE, CPU_COST)
     assert bsr.row_segments(0) == [(0, 0, OPEN)]
 
 
@@ -120,9 +126,7 @@ class TestSharing:
         for sequence in tree.fork(prompt, leaves):
             tree.extend(sequence, [1])
         snapshot = tree.snapshot()
-        own = np.array([0] + [1] * leaves, dtype=np.int32)
-        below = np.array([leaves] + [0] * leaves, dtype=np.int32)
-        return bool(decide_sharing(snapshot, own, below, SHAPE, cost)[0])
+        return bool(decide_sharing(leaf_rows(snapshot), SHAPE, cost)[0])
 
     def test_a_long_prefix_of_many_sequences_is_shared(self):
         assert self.decide(prefix=1000, leaves=32)
@@ -141,9 +145,7 @@ class TestSharing:
             tree.extend(sequence, [1])
         snapshot = tree.snapshot()
         assert snapshot.num_nodes == 18
-        own = np.array([0, 0] + [1] * 16, dtype=np.int32)
-        below = np.array([16, 16] + [0] * 16, dtype=np.int32)
-        assert decide_sharing(snapshot, own, below, SHAPE, CPU_COST)[:2].tolist() == [False, True]
+        assert decide_sharing(leaf_rows(snapshot), SHAPE, CPU_COST)[:2].tolist() == [False, True]
 
     def test_costs_below_zero_are_refused(self):
         with pytest.raises(ValueError, match="kv_byte must be a time of at least 0"):
@@ -163,28 +165,28 @@ class TestRefusals:
     def test_no_queries(self):
         empty = np.zeros(0, dtype=np.int32)
         with pytest.raises(ValueError, match="at least one query"):
-            decompose(self.tree()[0].snapshot(), Queries(empty, empty, empty), SHAPE, CPU_COST)
+            decompose(StepTree(self.tree()[0].snapshot(), Queries(empty, empty, empty)), SHAPE, CPU_COST)
 
     @pytest.mark.parametrize("runs", [[(1, 0, 1), (0, 0, 1)], [(0, 0, 1), (0, 1, 2)], [(2, 0, 1)], [(-1, 0, 1)]])
     def test_nodes_out_of_order_or_range(self, runs):
         with pytest.raises(ValueError, match="ascending order"):
-            decompose(self.tree()[0].snapshot(), self.queries(*runs), SHAPE, CPU_COST)
+            decompose(StepTree(self.tree()[0].snapshot(), self.queries(*runs)), SHAPE, CPU_COST)
 
     @pytest.mark.parametrize("run", [(0, 2, 2), (0, 0, 5), (0, -1, 2)])
     def test_a_run_outside_its_node(self, run):
         with pytest.raises(ValueError, match="non-empty slice"):
-            decompose(self.tree()[0].snapshot(), self.queries(run), SHAPE, CPU_COST)
+            decompose(StepTree(self.tree()[0].snapshot(), self.queries(run)), SHAPE, CPU_COST)
 
     def test_a_gap_in_the_kv_before_the_queries(self):
         with pytest.raises(ValueError, match="must begin where the KV is complete, at 0 or before"):
-            decompose(self.tree()[0].snapshot(), self.queries((0, 1, 4)), SHAPE, CPU_COST)
+            decompose(StepTree(self.tree()[0].snapshot(), self.queries((0, 1, 4))), SHAPE, CPU_COST)
 
     def test_queries_below_a_node_whose_kv_is_not_complete(self):
         tree, prompt = self.tree()
         with pytest.raises(ValueError, match="compute ancestors first"):
-            decompose(tree.snapshot(), self.queries((0, 0, 3), (1, 0, 2)), SHAPE, CPU_COST)
+            decompose(StepTree(tree.snapshot(), self.queries((0, 0, 3), (1, 0, 2))), SHAPE, CPU_COST)
         tree.mark_ready([prompt.node], [3])
-        decompose(tree.snapshot(), self.queries((0, 3, 4), (1, 0, 2)), SHAPE, CPU_COST)
+        decompose(StepTree(tree.snapshot(), self.queries((0, 3, 4), (1, 0, 2))), SHAPE, CPU_COST)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -195,9 +197,8 @@ def test_what_is_decided_is_never_slower_by_the_model_than_sharing_nothing(seed)
     cost = CostModel(
         *(float(rng.choice(options)) for options in ([0, 0.02], [2e-7], [0, 1e-8, 3.5e-7], [0, 0.01], [0, 0.001]))
     )
-    own = queries.rows_per_node(snapshot.num_nodes)
-    rows = np.concatenate(([0], np.cumsum(own)))
-    below = rows[snapshot.subtree_end] - rows[1:]
+    tree = StepTree(snapshot, queries)
+    own, below = tree.own, tree.below
 
     def total(shared):
         """Reading every node as often as it is read, and what the shared ones cost."""
@@ -211,7 +212,7 @@ def test_what_is_decided_is_never_slower_by_the_model_than_sharing_nothing(seed)
             consumers[snapshot.parent[node]] += reads + (own[node] > 0)
         return spent
 
-    decided = decide_sharing(snapshot, own, below, shape, cost)
+    decided = decide_sharing(tree, shape, cost)
     nothing = total(np.zeros_like(decided))
     assert total(decided) <= nothing * (1 + 1e-12)
     assert not decided.any() or total(decided) < nothing

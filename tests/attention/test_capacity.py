@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from prefixkit.attention.bsr import Queries, decompose, visible_lengths
-from prefixkit.attention.capacity import PlanCapacity, PlanTooLarge, capacity_for, room_for, size_of
+from prefixkit.attention.bsr import decompose
+from prefixkit.attention.capacity import PlanCapacity, PlanTooLarge, capacity_for, capacity_now
 from prefixkit.attention.gpu_cost import H200, H200_COST
 from prefixkit.attention.plan import make_plan
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from tests.attention.forests import make_snapshot, random_parents
-from tests.attention.planning import random_cost, random_shape, random_tree, specified
+from tests.attention.planning import random_cost, random_shape, random_tree, size_of, specified
 
 
 def test_what_does_not_fit_is_named():
@@ -37,10 +38,10 @@ def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
         node = np.flatnonzero(count)
         queries = Queries(*(a.astype(np.int32) for a in (node, (lengths - count)[node], lengths[node])))
         shape = HeadShape(group * kv_heads, kv_heads, 128, 2)
-        capacity = capacity_for(snapshot, queries, shape, sms)
+        capacity = capacity_for(StepTree(snapshot, queries), shape, sms)
         shared = rng.random(len(parents)) < rng.random()
-        formats = [decompose(snapshot, queries, shape, H200_COST, shared if rng.random() < 0.5 else None)]
-        length = visible_lengths(snapshot, queries)
+        formats = [decompose(StepTree(snapshot, queries), shape, H200_COST, shared if rng.random() < 0.5 else None)]
+        length = StepTree(snapshot, queries).length
         heads = {"group": group, "kv_heads": kv_heads}
         plan = make_plan(formats, length, queries.num_rows, num_sms=sms, cost=H200, **heads)
         capacity.check(size_of(plan))
@@ -51,9 +52,9 @@ def test_the_room_for_a_plan_holds_it_and_is_no_more_than_for_any_plan(seed):
     rng = np.random.default_rng(seed)
     snapshot, queries = random_tree(rng, int(rng.choice([1, 5, 60])), int(rng.choice([4, 300, 20000])), 3, 0.6)
     shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
-    room = room_for(snapshot, queries, shape, sms, cost)
+    room = capacity_now(StepTree(snapshot, queries), shape, sms, cost)
     room.check(size_of(specified(snapshot, queries, shape, cost, sms)))
-    capacity_for(snapshot, queries, shape, sms, cost).check(room)
+    capacity_for(StepTree(snapshot, queries), shape, sms, cost).check(room)
 
 
 def test_a_deep_trees_plan_needs_little_room():
@@ -64,5 +65,5 @@ def test_a_deep_trees_plan_needs_little_room():
     snapshot, _ = make_snapshot(rng, parents, [2] * len(parents), 16, orderly=True)
     leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
     queries, shape = Queries(leaf, leaf * 0 + 1, leaf * 0 + 2), HeadShape(32, 8, 128, 2)
-    most, room = (f(snapshot, queries, shape, 132).partials for f in (capacity_for, room_for))
+    most, room = (f(snapshot, queries, shape, 132).partials for f in (capacity_for, capacity_now))
     assert most > 20 * room

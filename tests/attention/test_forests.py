@@ -26,8 +26,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefixkit.attention.bsr import Queries
 from prefixkit.attention.plan import Plan
+from prefixkit.attention.queries import Queries
 from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.sharing import CPU_COST
 from prefixkit.attention.variants import (

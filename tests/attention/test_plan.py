@@ -7,10 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from prefixkit.attention.bsr import BSR, OPEN, Queries, decompose, visible_lengths
+from prefixkit.attention.bsr import BSR, OPEN, decompose
 from prefixkit.attention.gpu_cost import H200, H200_COST, GpuCost, Role
 from prefixkit.attention.kv_split import CHAIN, LEVELS, busiest, cuts_of
 from prefixkit.attention.plan import make_plan
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.tree.radix import PrefixTree
 from tests.attention.planning import tree
@@ -30,8 +31,8 @@ def random_case(seed, heads, kv_heads):
     snapshot = random_tree(rng, page_size=4).snapshot()
     queries = random_queries(rng, snapshot)
     shape = HeadShape(heads, kv_heads, 64, 2)
-    formats = [decompose(snapshot, queries, shape, H200_COST, rng.random(snapshot.num_nodes) < 0.5)]
-    return snapshot, queries, formats, visible_lengths(snapshot, queries)
+    formats = [decompose(StepTree(snapshot, queries), shape, H200_COST, rng.random(snapshot.num_nodes) < 0.5)]
+    return snapshot, queries, formats, StepTree(snapshot, queries).length
 
 
 def plan_of(case, heads, kv_heads, **options):
@@ -156,8 +157,8 @@ def test_partials_merge_from_the_root_down():
     snapshot = grown.snapshot()
     queries = Queries(*(np.array(c, dtype=np.int32) for c in ([1, 2], [0, 0], [64, 64])))
     shape = HeadShape(heads=6, kv_heads=2, head_dim=8, itemsize=4)
-    rows = decompose(snapshot, queries, shape, CPU_COST, np.array([True, False, False]))
-    plan = make_plan([rows], visible_lengths(snapshot, queries), 128)
+    rows = decompose(StepTree(snapshot, queries), shape, CPU_COST, np.array([True, False, False]))
+    plan = make_plan([rows], StepTree(snapshot, queries).length, 128)
     owner = {}
     for _, q_begin, q_end, partial, _, segments in items_of(plan):
         for row in range(q_end - q_begin):
@@ -177,9 +178,9 @@ def test_kv_tokens_read_counts_a_shared_node_once():
     snapshot = grown.snapshot()
     leaves = np.arange(1, 33, dtype=np.int32)
     queries = Queries(leaves, np.zeros(32, dtype=np.int32), np.full(32, 2, dtype=np.int32))
-    length = visible_lengths(snapshot, queries)
+    length = StepTree(snapshot, queries).length
     shape = HeadShape(heads=6, kv_heads=2, head_dim=8, itemsize=4)
-    plan = make_plan([decompose(snapshot, queries, shape, CPU_COST)], length, 64)
+    plan = make_plan([decompose(StepTree(snapshot, queries), shape, CPU_COST)], length, 64)
     assert plan.kv_tokens_read(length) == 1000 + 32 * 2
 
 
@@ -209,8 +210,8 @@ def prompt(tokens, heads=32, kv_heads=8, chunk=None):
     begin = tokens - (chunk or tokens)
     snapshot.ready[:] = begin
     queries = Queries(*(np.array([x], dtype=np.int32) for x in (0, begin, tokens)))
-    formats = [decompose(snapshot, queries, HeadShape(heads, kv_heads, 128, 2), H200_COST)]
-    return snapshot, queries, formats, visible_lengths(snapshot, queries)
+    formats = [decompose(StepTree(snapshot, queries), HeadShape(heads, kv_heads, 128, 2), H200_COST)]
+    return snapshot, queries, formats, StepTree(snapshot, queries).length
 
 
 def loads(plan, kv_heads, workers, position, length, start, unit):
@@ -262,8 +263,8 @@ def test_tiles_of_a_shared_node_that_read_the_same_piece_follow_each_other():
     snapshot = tree([-1] + [0] * 256, [16384] + [16] * 256)
     leaf = np.arange(1, 257, dtype=np.int32)
     queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
-    formats = [decompose(snapshot, queries, HeadShape(8, 1, 128, 2), H200_COST)]
-    plan = make_plan(formats, visible_lengths(snapshot, queries), 256, group=8, kv_heads=1, cost=H200)
+    formats = [decompose(StepTree(snapshot, queries), HeadShape(8, 1, 128, 2), H200_COST)]
+    plan = make_plan(formats, StepTree(snapshot, queries).length, 256, group=8, kv_heads=1, cost=H200)
     begins = plan.wide[:, 6].tolist()
     runs = 1 + sum(a != b for a, b in pairwise(begins))
     pieces = len(set(begins))
@@ -284,8 +285,8 @@ def test_any_order_of_formats_gives_the_same_items():
     for seed in range(30):
         snapshot = random_tree(rng, page_size=4).snapshot()
         queries = random_queries(rng, snapshot)
-        shape, length = HeadShape(6, 2, 64, 2), visible_lengths(snapshot, queries)
-        rows = decompose(snapshot, queries, shape, H200_COST)
+        shape, length = HeadShape(6, 2, 64, 2), StepTree(snapshot, queries).length
+        rows = decompose(StepTree(snapshot, queries), shape, H200_COST)
         plans = [
             make_plan(formats, length, queries.num_rows, group=3, kv_heads=2, num_sms=5, cost=SMALL)
             for formats in (
@@ -347,8 +348,8 @@ def test_many_wide_items_or_equal_ones_go_head_by_head(lengths, leaves, kv_heads
     last = np.flatnonzero(np.array(parents) >= 0)
     queries = Queries(last, np.full(len(last), 15), np.full(len(last), 16))
     shape = HeadShape(4 * kv_heads, kv_heads, 128, 2)
-    formats = [decompose(snapshot, queries, shape, H200_COST)]
-    plan = make_plan(formats, visible_lengths(snapshot, queries), len(last), group=4, kv_heads=kv_heads, cost=H200)
+    formats = [decompose(StepTree(snapshot, queries), shape, H200_COST)]
+    plan = make_plan(formats, StepTree(snapshot, queries).length, len(last), group=4, kv_heads=kv_heads, cost=H200)
     assert plan.counts[4] == by_head
 
 
@@ -357,5 +358,5 @@ def test_a_plan_says_whether_its_narrow_items_take_longer(prefix, own, streams):
     leaves = 256
     snapshot = tree([-1] + [0] * leaves, [prefix] + [own] * leaves)
     queries = Queries(np.arange(1, leaves + 1), np.full(leaves, own - 1), np.full(leaves, own))
-    formats = [decompose(snapshot, queries, HeadShape(32, 8, 128, 2), H200_COST)]
+    formats = [decompose(StepTree(snapshot, queries), HeadShape(32, 8, 128, 2), H200_COST)]
     assert make_plan(formats, snapshot.length, leaves, group=4, kv_heads=8, cost=H200).counts[5] == streams

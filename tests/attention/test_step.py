@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, build_step
 from prefixkit.tree.radix import PrefixTree
@@ -28,7 +28,9 @@ def grown_tree():
 def test_a_decode_step_names_tokens_positions_and_slots():
     tree, _ = grown_tree()
     snapshot = tree.snapshot()
-    step = build_step(snapshot, runs((1, 0, 1), (2, 0, 1)), np.array([20, 30]), np.array([0, 1]), Planner(SHAPE))
+    step = build_step(
+        StepTree(snapshot, runs((1, 0, 1), (2, 0, 1))), np.array([20, 30]), np.array([0, 1]), Planner(SHAPE)
+    )
     assert step.tokens.tolist() == [20, 30]
     assert step.positions.tolist() == [5, 5]
     assert step.slots.tolist() == [8, 12]  # fresh pages 2 and 3: a fork never writes into its parent's page
@@ -41,15 +43,17 @@ def test_a_plan_is_kept_while_leaves_grow_and_remade_when_the_tree_changes():
     tree, forks = grown_tree()
     planner = Planner(SHAPE)
     queries = runs((1, 0, 1), (2, 0, 1))
-    first = build_step(tree.snapshot(), queries, np.array([20, 30]), np.array([0, 1]), planner)
+    first = build_step(StepTree(tree.snapshot(), queries), np.array([20, 30]), np.array([0, 1]), planner)
     nodes = tree.nodes()
     tree.mark_ready(nodes[1:], [1, 1])
     tree.extend_each(forks, [21, 31])
-    second = build_step(tree.snapshot(), runs((1, 1, 2), (2, 1, 2)), np.array([21, 31]), np.array([0, 1]), planner)
+    second = build_step(
+        StepTree(tree.snapshot(), runs((1, 1, 2), (2, 1, 2))), np.array([21, 31]), np.array([0, 1]), planner
+    )
     assert second.plan is first.plan
     assert second.nodes[1].tolist() == [5, 2, 2]
     tree.release(forks[0])
-    build_step(tree.snapshot(), runs((1, 1, 2)), np.array([31]), np.array([0]), planner)
+    build_step(StepTree(tree.snapshot(), runs((1, 1, 2))), np.array([31]), np.array([0]), planner)
     assert planner.plans_made == 2
 
 
@@ -76,7 +80,7 @@ def test_a_tree_made_where_another_was_is_not_taken_for_it():
     for _ in range(20):
         tree = PrefixTree(64, page_size=4)
         tree.insert([10, 11, 12])
-        build_step(tree.snapshot(), runs((0, 0, 3)), np.array([10, 11, 12]), np.array([2]), planner)
+        build_step(StepTree(tree.snapshot(), runs((0, 0, 3))), np.array([10, 11, 12]), np.array([2]), planner)
         made += 1
         del tree
     assert planner.plans_made == made
@@ -85,22 +89,24 @@ def test_a_tree_made_where_another_was_is_not_taken_for_it():
 def test_steps_of_one_planner_stay_good_side_by_side():
     tree, forks = grown_tree()
     planner = Planner(SHAPE, num_sms=1)
-    first = build_step(tree.snapshot(), runs((1, 0, 1), (2, 0, 1)), np.array([20, 30]), np.array([0, 1]), planner)
+    first = build_step(
+        StepTree(tree.snapshot(), runs((1, 0, 1), (2, 0, 1))), np.array([20, 30]), np.array([0, 1]), planner
+    )
     before = [tensor.clone() for tensor in first.work]
     tree.release(forks[0])
-    build_step(tree.snapshot(), runs((1, 0, 1)), np.array([30]), np.array([0]), planner)
+    build_step(StepTree(tree.snapshot(), runs((1, 0, 1))), np.array([30]), np.array([0]), planner)
     assert all(torch.equal(a, b) for a, b in zip(before, first.work, strict=True))
 
 
 def test_queries_that_cannot_be_are_refused_before_anything_else():
     tree, _ = grown_tree()
     with pytest.raises(ValueError, match=r"must name nodes 0\.\.2"):
-        build_step(tree.snapshot(), runs((7, 0, 1)), np.array([20]), np.array([0]), Planner(SHAPE))
+        build_step(StepTree(tree.snapshot(), runs((7, 0, 1))), np.array([20]), np.array([0]), Planner(SHAPE))
 
 
 def test_a_steps_tensors_do_not_follow_the_tree():
     tree, forks = grown_tree()
-    step = build_step(tree.snapshot(), runs((1, 0, 1)), np.array([20]), np.array([0]), Planner(SHAPE))
+    step = build_step(StepTree(tree.snapshot(), runs((1, 0, 1))), np.array([20]), np.array([0]), Planner(SHAPE))
     before = [tensor.clone() for tensor in step.nodes]
     tree.mark_ready(tree.nodes()[1:], [1, 1])
     tree.extend_each(forks, [21, 31])
@@ -111,4 +117,4 @@ def test_a_steps_tensors_do_not_follow_the_tree():
 def test_tokens_that_do_not_match_the_queries_are_refused():
     tree, _ = grown_tree()
     with pytest.raises(ValueError, match="1 rows, but 2 tokens"):
-        build_step(tree.snapshot(), runs((1, 0, 1)), np.array([20, 30]), np.array([0]), Planner(SHAPE))
+        build_step(StepTree(tree.snapshot(), runs((1, 0, 1))), np.array([20, 30]), np.array([0]), Planner(SHAPE))

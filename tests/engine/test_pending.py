@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from prefixkit.engine.pending import choose_queries, last_rows
+from prefixkit.engine.pending import choose_queries
 from prefixkit.tree.radix import PrefixTree
 
 
@@ -14,15 +14,16 @@ def tree_of_three():
     return tree
 
 
-def runs(queries):
+def runs(tree):
+    queries = tree.queries
     return list(zip(queries.node.tolist(), queries.begin.tolist(), queries.end.tolist(), strict=True))
 
 
 def test_everything_pending_runs_when_it_fits():
     snapshot = tree_of_three().snapshot()
-    queries = choose_queries(snapshot, [], [1, 2, 3], prefill_budget=100)
-    assert runs(queries) == [(0, 0, 10), (1, 0, 4), (2, 0, 4), (3, 0, 4)]
-    assert last_rows(snapshot, queries).tolist() == [9, 13, 17, 21]
+    step = choose_queries(snapshot, [], [1, 2, 3], prefill_budget=100)
+    assert runs(step) == [(0, 0, 10), (1, 0, 4), (2, 0, 4), (3, 0, 4)]
+    assert step.last_rows().tolist() == [9, 13, 17, 21]
 
 
 def test_a_budget_is_spent_depth_first_and_nothing_runs_below_an_incomplete_node():
@@ -30,17 +31,17 @@ def test_a_budget_is_spent_depth_first_and_nothing_runs_below_an_incomplete_node
     assert runs(choose_queries(tree.snapshot(), [], [], prefill_budget=6)) == [(0, 0, 6)]
     tree.mark_ready([tree.nodes()[0]], [6])
     snapshot = tree.snapshot()
-    queries = choose_queries(snapshot, [], [], prefill_budget=7)
-    assert runs(queries) == [(0, 6, 10), (1, 0, 3)]
-    assert last_rows(snapshot, queries).tolist() == [3, -1, -1, -1]
+    step = choose_queries(snapshot, [], [], prefill_budget=7)
+    assert runs(step) == [(0, 6, 10), (1, 0, 3)]
+    assert step.last_rows().tolist() == [3, -1, -1, -1]
 
 
 def test_drawn_tokens_run_beside_the_budget():
     tree = tree_of_three()
     nodes = tree.nodes()
     tree.mark_ready([nodes[0], nodes[1]], [10, 3])
-    queries = choose_queries(tree.snapshot(), [1], [], prefill_budget=5)
-    assert runs(queries) == [(1, 3, 4), (2, 0, 4), (3, 0, 1)]
+    step = choose_queries(tree.snapshot(), [1], [], prefill_budget=5)
+    assert runs(step) == [(1, 3, 4), (2, 0, 4), (3, 0, 1)]
 
 
 def test_a_known_token_runs_again_only_where_its_logits_are_asked_for():
@@ -58,9 +59,9 @@ def test_a_thousand_leaves_run_as_a_thousand_rows():
     tree.extend_each(leaves, np.arange(1000))
     tree.mark_ready([prompt.node], [8])
     snapshot = tree.snapshot()
-    queries = choose_queries(snapshot, range(1, 1001), [], prefill_budget=1)
-    assert queries.num_rows == 1000
-    assert last_rows(snapshot, queries).tolist() == [-1, *range(1000)]
+    step = choose_queries(snapshot, range(1, 1001), [], prefill_budget=1)
+    assert step.queries.num_rows == 1000
+    assert step.last_rows().tolist() == [-1, *range(1000)]
 
 
 def test_drawn_tokens_run_below_a_prompt_whose_last_token_must_wait_to_run_again():
@@ -70,6 +71,6 @@ def test_drawn_tokens_run_below_a_prompt_whose_last_token_must_wait_to_run_again
         tree.insert(tokens)
     tree.mark_ready([tree.nodes()[1]], [10])
     snapshot = tree.snapshot()
-    queries = choose_queries(snapshot, [2], [0, 1], prefill_budget=4)
-    assert runs(queries) == [(0, 0, 4), (2, 0, 1)]
-    assert last_rows(snapshot, queries).tolist() == [3, -1, 4]
+    step = choose_queries(snapshot, [2], [0, 1], prefill_budget=4)
+    assert runs(step) == [(0, 0, 4), (2, 0, 1)]
+    assert step.last_rows().tolist() == [3, -1, 4]

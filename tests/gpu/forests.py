@@ -12,7 +12,7 @@ import torch
 from prefixkit.attention.gpu_plan import H200_COST
 from torch import Tensor
 
-from prefixkit.attention.bsr import Queries, visible_lengths
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.step import Planner, Step, build_step
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
@@ -167,7 +167,7 @@ def _growing_queries(snapshot: TreeSnapshot, is_leaf: np.ndarray, growing: int) 
 def _cost(rng: np.random.Generator, snapshot: TreeSnapshot, queries: Queries) -> CostModel:
     """The H200's, or all or nothing shared where that stays small."""
     choice = rng.random()
-    rows = np.concatenate(([0], np.cumsum(queries.rows_per_node(snapshot.num_nodes))))
+    rows = np.concatenate(([0], np.cumsum(StepTree(snapshot, queries).own)))
     if choice < 0.15 and int((rows[snapshot.subtree_end] - rows[:-1]).sum()) < 20_000:
         return SHARE_ALL
     if choice > 0.85 and int(snapshot.depth()[queries.node].sum()) < 20_000 and queries.num_rows < 4_000:
@@ -192,7 +192,7 @@ def fill(
     spread = float(rng.choice([0.3, 1.0, 4.0]))
     q = torch.randn(queries.num_rows, num_heads, head_dim, generator=generator, device=device).mul_(spread).to(dtype)
     case = Case(snapshot, queries, q, k_pages, v_pages, head_dim**-0.5)
-    length = visible_lengths(snapshot, queries)
+    length = StepTree(snapshot, queries).length
     node = np.repeat(np.arange(snapshot.num_nodes), length)
     offset = np.arange(len(node)) - np.repeat(np.cumsum(length) - length, length)
     write(case, snapshot.slots(node, offset), generator)
@@ -212,7 +212,7 @@ def step_of(case: Case, cost: CostModel, num_sms: int | None) -> Step:
     """The step as an engine would build it; ``num_sms`` None plans for the CPU."""
     tokens = np.zeros(case.queries.num_rows, dtype=np.int64)
     planner = Planner(case.shape, cost, num_sms=num_sms)
-    return build_step(case.snapshot, case.queries, tokens, tokens[:0], planner, case.q.device)
+    return build_step(StepTree(case.snapshot, case.queries), tokens, tokens[:0], planner, case.q.device)
 
 
 def attend(case: Case, step: Step) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import prefixkit
 from prefixkit.api import make_engine
-from prefixkit.attention.bsr import Queries
 from prefixkit.attention.capacity import PlanCapacity, capacity_for
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, Step, build_step, planner_for
 from prefixkit.engine.request import Request
@@ -66,7 +66,7 @@ class Decode:
         runs = self.pending()
         ends = [int(end) - 1 for end in np.cumsum(runs.end - runs.begin)]
         tokens = np.concatenate([nodes[n].tokens[b:e] for n, b, e in zip(runs.node, runs.begin, runs.end, strict=True)])
-        step = build_step(snapshot, runs, tokens, np.array(ends), self.planner, "cuda")
+        step = build_step(StepTree(snapshot, runs), tokens, np.array(ends), self.planner, "cuda")
         logits = self.eager(step)
         self.tree.mark_ready([nodes[n] for n in runs.node], runs.end.tolist())
         leaf = {nodes[n].id: row for row, n in enumerate(runs.node)}
@@ -84,7 +84,7 @@ class Decode:
         self.rows = {nodes[n].id: row for row, n in enumerate(runs.node)}
         tokens = np.array([nodes[n].tokens[-1] for n in runs.node])
         self.ran = [nodes[n] for n in runs.node], runs.end.tolist()
-        return build_step(self.tree.snapshot(), runs, tokens, np.arange(len(tokens)), planner, "cuda")
+        return build_step(StepTree(self.tree.snapshot(), runs), tokens, np.arange(len(tokens)), planner, "cuda")
 
     def choose(self, logits: Tensor) -> None:
         best = logits.argmax(-1).tolist()
@@ -109,7 +109,7 @@ def test_tokens_of_a_captured_compiled_step_are_right_where_the_model_is_sure(
         leaves = np.array([index for index, node in enumerate(decode.tree.nodes()) if node.id in _leaves(decode)])
         ends = snapshot.length[leaves]
         queries = Queries(leaves.astype(np.int32), ends - 1, ends)
-        capacity = capacity_for(snapshot, queries, shape, planner.num_sms, planner.gpu)
+        capacity = capacity_for(StepTree(snapshot, queries), shape, planner.num_sms, planner.gpu)
         runner = ModelRunner(model, decode.pool, compiled=True)
         assert runner.compiled is not None
         first = decode.step(planner)

@@ -16,7 +16,7 @@ import torch
 from prefixkit.attention.gpu_plan import H200_COST
 from torch import Tensor
 
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries
 from prefixkit.attention.step import Step
 from prefixkit.ops import backend
 from tests.attention.forests import Case, make_snapshot

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.bsr import Queries
-from prefixkit.attention.capacity import OVERFLOW, PlanTooLarge, capacity_for, size_of
+from prefixkit.attention.capacity import OVERFLOW, PlanTooLarge, capacity_for
 from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import planner_for
 from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
 from prefixkit.backends.cuda.calibrate import calibrate
 from prefixkit.backends.cuda.planner import CudaPlanner
-from tests.attention.planning import random_cost, random_shape, random_tree, specified
+from tests.attention.planning import random_cost, random_shape, random_tree, size_of, specified
 from tests.named_trees import leaf_queries, tree, tree_of
 
 
 def planner_of(snapshot, queries, shape, cost, num_sms, spare=0):
-    capacity = capacity_for(snapshot, queries, shape, num_sms, cost)
+    capacity = capacity_for(StepTree(snapshot, queries), shape, num_sms, cost)
     return CudaPlanner(shape, snapshot.num_nodes + spare, capacity, "cuda", cost, num_sms)
 
 
@@ -56,7 +56,7 @@ def test_random_trees_give_the_specified_plan_bit_by_bit(size):
         snapshot, queries = random_tree(rng, int(rng.integers(1, nodes + 1)), longest, rows, density)
         shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
         planner = poisoned(planner_of(snapshot, queries, shape, cost, sms, spare=int(rng.integers(3))))
-        planner.load(snapshot, queries)
+        planner.load(StepTree(snapshot, queries))
         planner.plan()
         assert_same(planner, specified(snapshot, queries, shape, cost, sms), (size, seed))
 
@@ -69,7 +69,7 @@ def test_named_trees(name, heads):
     snapshot = tree_of(name)
     queries, shape = leaf_queries(snapshot), HeadShape(*heads, 128, 2)
     planner = poisoned(planner_of(snapshot, queries, shape, H200, 132))
-    planner.load(snapshot, queries)
+    planner.load(StepTree(snapshot, queries))
     planner.plan()
     assert_same(planner, specified(snapshot, queries, shape, H200, 132))
 
@@ -80,7 +80,7 @@ def test_a_long_prompt():
     queries = Queries(*(np.array([x], dtype=np.int32) for x in (0, 0, 65536)))
     shape = HeadShape(32, 8, 128, 2)
     planner = planner_of(snapshot, queries, shape, H200, 132)
-    planner.load(snapshot, queries)
+    planner.load(StepTree(snapshot, queries))
     planner.plan()
     assert_same(planner, specified(snapshot, queries, shape, H200, 132))
 
@@ -92,7 +92,7 @@ def test_a_lone_long_sequence_in_hundreds_of_pieces(heads):
     plan = specified(snapshot, queries, shape, H200, 132)
     assert len(plan.narrow) * shape.kv_heads >= 500
     planner = planner_of(snapshot, queries, shape, H200, 132)
-    planner.load(snapshot, queries)
+    planner.load(StepTree(snapshot, queries))
     planner.plan()
     assert_same(planner, plan)
 
@@ -101,7 +101,7 @@ def test_a_captured_graph_plans_anew_as_nodes_grow_and_trees_change():
     shape = HeadShape(8, 1, 128, 2)
     first, other = tree_of("2L b256 p4096 s128"), tree_of("2L b64 p1024 s512")
     planner = planner_of(first, leaf_queries(first), shape, H200, 132)
-    planner.load(first, leaf_queries(first))
+    planner.load(StepTree(first, leaf_queries(first)))
     planner.plan()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -114,7 +114,7 @@ def test_a_captured_graph_plans_anew_as_nodes_grow_and_trees_change():
             tensor.fill_(-1)
         graph.replay()
         assert_same(planner, specified(grown, leaf_queries(grown), shape, H200, 132))
-    planner.load(other, leaf_queries(other))
+    planner.load(StepTree(other, leaf_queries(other)))
     graph.replay()
     assert_same(planner, specified(other, leaf_queries(other), shape, H200, 132))
     assert addresses == [tensor.data_ptr() for tensor in planner.work]
@@ -125,10 +125,10 @@ def test_a_tree_that_may_not_fit_is_refused_before_anything_is_launched():
     shape = HeadShape(8, 1, 128, 2)
     planner = planner_of(small, leaf_queries(small), shape, H200, 132)
     with pytest.raises(PlanTooLarge, match="257 nodes, but the planner has room for 65"):
-        planner.load(large, leaf_queries(large))
+        planner.load(StepTree(large, leaf_queries(large)))
     planner = CudaPlanner(shape, 300, planner.capacity, "cuda", H200, 132)
     with pytest.raises(PlanTooLarge, match=r"narrow \(room for .*256 rows \(room for 64\)"):
-        planner.load(large, leaf_queries(large))
+        planner.load(StepTree(large, leaf_queries(large)))
 
 
 @pytest.mark.parametrize("short", ["wide", "narrow", "segments", "rows", "partials"])
@@ -139,7 +139,7 @@ def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     planner = planner_of(snapshot, queries, shape, H200, 132)
     need = size_of(specified(snapshot, queries, shape, H200, 132))
     tight = CudaPlanner(shape, 300, replace(need, **{short: getattr(need, short) - 1}), "cuda", H200, 132)
-    planner.load(snapshot, queries)
+    planner.load(StepTree(snapshot, queries))
     for ours, theirs in zip(tight._tree.tensors, planner._tree.tensors, strict=True):
         ours[: len(theirs)].copy_(theirs)
     tight.plan()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from prefixkit.backends.torch.gpu import NotCapturable
 
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries
 from prefixkit.attention.variants import register
 from prefixkit.backends.cuda import attention as cuda_attention
 from prefixkit.backends.cuda.units import HOPPER_HEAD_DIMS, KERNEL_VARIABLE

@@ -9,7 +9,7 @@ import torch
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention import step as step_module
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step, planner_for
 from prefixkit.cuda.launch import checked
@@ -32,7 +32,7 @@ def planners(request, monkeypatch):
 
 def make(planner, snapshot, queries):
     tokens = np.zeros(queries.num_rows, dtype=np.int64)
-    return build_step(snapshot, queries, tokens, tokens[:1], planner, GPU)
+    return build_step(StepTree(snapshot, queries), tokens, tokens[:1], planner, GPU)
 
 
 def pools(shape, num_pages, page_size=16):

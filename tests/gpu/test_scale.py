@@ -7,7 +7,7 @@ import pytest
 import torch
 from prefixkit.attention.gpu_plan import H200_COST
 
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries
 from prefixkit.ops import backend
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.gpu.blocks import measure, sample

@@ -9,7 +9,7 @@ import pytest
 import torch
 from prefixkit.backends.torch.gpu import NotCapturable
 
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries
 from prefixkit.attention.variants import (
     CAUSAL,
     Variant,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prefixkit.attention.bsr import Queries
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, Step, build_step
 from prefixkit.models import ModelRunner, kv_spec, patch, query_heads
@@ -46,7 +46,7 @@ class TreeDriver:
         runs = np.array([(index[node.id], begin, end) for node, begin, end in self.runs], dtype=np.int32)
         tokens = np.concatenate([node.tokens[begin:end] for node, begin, end in self.runs])
         wanted = np.arange(len(tokens)) if logit_rows is None else np.array(logit_rows, dtype=np.int64)
-        return build_step(self.tree.snapshot(), Queries(*runs.T.copy()), tokens, wanted, self.planner)
+        return build_step(StepTree(self.tree.snapshot(), Queries(*runs.T.copy())), tokens, wanted, self.planner)
 
     def run(self, budget: int = 10**6) -> None:
         """Run steps of at most ``budget`` tokens until all are computed."""

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.bsr import check_queries
 from prefixkit.attention.decode_batch import DecodeBatch, decode_batch
 from prefixkit.runners.decode_tree import BatchTooLarge, DecodeCapacity, DecodeTree
 from prefixkit.tree.radix import PrefixTree, Sequence
@@ -47,7 +46,7 @@ def test_every_step_is_that_of_the_grown_tree_and_rows_can_leave(seed: int, page
     here = DecodeTree(DecodeCapacity(64, 128, 2048), page_size, "cpu")
     here.load(batch)
     for step in range(most):
-        check_queries(batch.snapshot, batch.queries())
+        batch.tree.check()
         here.drawn = torch.from_numpy(rng.integers(-1, 50, 64))
         here.advance(64)
         assert here.tokens[: batch.num_rows].tolist() == here.drawn[: batch.num_rows].clamp(min=0).tolist()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.bsr import Queries
 from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.attention.planner import StepPlan
 from prefixkit.engine.decode_run import DecodeSettings
@@ -33,8 +32,8 @@ class Planner:
         self.work = [torch.zeros(shape, dtype=torch.int32) for shape in capacity.shapes()]
         self.plans = 0
 
-    def load(self, snapshot, queries: Queries):
-        planned, _ = self._planner.plan(snapshot, queries, torch.device("cpu"))
+    def load(self, tree):
+        planned, _ = self._planner.plan(tree, torch.device("cpu"))
         self._next = planned.plan
 
     def plan(self):
@@ -51,14 +50,14 @@ class Planning:
     def __init__(self, planner):
         self._planner = planner
 
-    def capacity_for(self, snapshot, queries):
-        return PlanCapacity(99, 9, 999, queries.num_rows, 999)
+    def capacity_for(self, tree):
+        return PlanCapacity(99, 9, 999, tree.queries.num_rows, 999)
 
     def planner(self, nodes, capacity, device):
         return Planner(self._planner, nodes, capacity)
 
-    def step_plan(self, work, nodes, snapshot, queries):
-        return StepPlan([*work, *nodes], snapshot, queries, lambda: self._planner.specify(snapshot, queries))
+    def step_plan(self, work, nodes, tree):
+        return StepPlan([*work, *nodes], tree, lambda: self._planner.specify(tree))
 
 
 class Ring(graph_arrays.Ring):

@@ -14,7 +14,8 @@ from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from prefixkit.attention.bsr import Queries, decompose, visible_lengths
+from prefixkit.attention.bsr import decompose
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.backends.cuda.layouts import ATTENTION
 from tests.attention.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
@@ -93,9 +94,9 @@ def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tu
     rows, heads, dim = q.shape
     kv_heads = k.shape[2]
     positions = case.positions.long()
-    length = visible_lengths(snapshot, case.queries)
+    length = StepTree(snapshot, case.queries).length
     plan = make_gpu_plan(
-        [narrowed(decompose(snapshot, case.queries, case.shape, SHARE_ALL), case.shape.group)],
+        [narrowed(decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL), case.shape.group)],
         length,
         rows,
         group=case.shape.group,

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.bsr import Queries, visible_lengths
-from prefixkit.attention.capacity import capacity_for, room_for, size_of
+from prefixkit.attention.capacity import capacity_for, capacity_now
 from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Planner, build_step
 from prefixkit.backends.cuda.layouts import PLAN_TREE
 from prefixkit.backends.cuda.units import PLAN
-from tests.attention.planning import random_cost, random_shape, random_tree, specified
+from tests.attention.planning import random_cost, random_shape, random_tree, size_of, specified
 from tests.emulation.build import build
 from tests.named_trees import tree, tree_of
 
@@ -37,7 +37,7 @@ def kernel(request, tmp_path_factory):
 def run(kernel, snapshot, queries, shape, cost, num_sms, capacity):
     """The six arrays as the kernel leaves them, in buffers of this capacity, poisoned first."""
     nodes = snapshot.num_nodes
-    visible, own = visible_lengths(snapshot, queries), queries.rows_per_node(nodes)
+    visible, own = StepTree(snapshot, queries).length, StepTree(snapshot, queries).own
     tree = [
         np.ascontiguousarray(a, dtype=np.int32) for a in ([nodes], snapshot.parent, snapshot.subtree_end, visible, own)
     ]
@@ -89,7 +89,9 @@ def test_random_trees_give_the_specified_plan_bit_by_bit(kernel, size):
         snapshot, queries = random_tree(rng, int(rng.integers(1, nodes + 1)), longest, rows, density)
         shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
         plan = specified(snapshot, queries, shape, cost, sms)
-        arrays = run(kernel, snapshot, queries, shape, cost, sms, capacity_for(snapshot, queries, shape, sms, cost))
+        arrays = run(
+            kernel, snapshot, queries, shape, cost, sms, capacity_for(StepTree(snapshot, queries), shape, sms, cost)
+        )
         assert_same(arrays, plan, (size, seed))
         assert_same(run(kernel, snapshot, queries, shape, cost, sms, size_of(plan)), plan, (size, seed, "exact room"))
 
@@ -98,7 +100,7 @@ def test_a_benchmark_tree(kernel):
     snapshot, shape = tree_of("beam d6"), HeadShape(32, 8, 128, 2)
     leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
     queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
-    capacity = capacity_for(snapshot, queries, shape, 132)
+    capacity = capacity_for(StepTree(snapshot, queries), shape, 132)
     assert_same(
         run(kernel, snapshot, queries, shape, H200, 132, capacity), specified(snapshot, queries, shape, H200, 132), ""
     )
@@ -112,7 +114,11 @@ def test_long_nodes_in_hundreds_of_pieces(kernel, leaves):
     for shape in (HeadShape(8, 1, 128, 2), HeadShape(2, 1, 128, 2), HeadShape(16, 2, 128, 2)):
         plan = specified(snapshot, queries, shape, H200, 132)
         assert shape.group * leaves > 8 or len(plan.narrow) > 255, "more than eight bits can number"
-        assert_same(run(kernel, snapshot, queries, shape, H200, 132, room_for(snapshot, queries, shape, 132)), plan, "")
+        assert_same(
+            run(kernel, snapshot, queries, shape, H200, 132, capacity_now(StepTree(snapshot, queries), shape, 132)),
+            plan,
+            "",
+        )
 
 
 def test_a_planner_that_launches_it_makes_the_steps_of_one_that_does_not(kernel):
@@ -133,7 +139,9 @@ def test_a_planner_that_launches_it_makes_the_steps_of_one_that_does_not(kernel)
             snapshot = replace(snapshot, version=version)
             for _ in range(2):  # the second time both remember
                 tokens = np.zeros(queries.num_rows, dtype=np.int64)
-                ours, theirs = (build_step(snapshot, queries, tokens, tokens[:1], p, device) for p in (there, host))
+                ours, theirs = (
+                    build_step(StepTree(snapshot, queries), tokens, tokens[:1], p, device) for p in (there, host)
+                )
                 assert ours.planned.made is None
                 for name in ("tokens", "positions", "slots", "logit_rows"):
                     assert torch.equal(getattr(ours, name), getattr(theirs, name))

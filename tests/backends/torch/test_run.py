@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.bsr import OPEN, Queries
+from prefixkit.attention.bsr import OPEN
 from prefixkit.attention.plan import Plan
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST
 from prefixkit.attention.variants import CAUSAL, Variant, register, sliding_window, soft_cap
 from prefixkit.backends.torch import tuning
@@ -249,7 +250,7 @@ CPU = torch.device("cpu")
 
 def test_a_step_compiles_once_for_all_layers() -> None:
     case = decode_case(40, [5, 6, 7])
-    step = bind(plan_of(case, SHARE_ALL), case.snapshot, case.queries)
+    step = bind(plan_of(case, SHARE_ALL), StepTree(case.snapshot, case.queries))
     window = register(sliding_window(9))
 
     def program(pages: int = len(case.k_pages), key: str = "causal", dtype: torch.dtype = torch.float32) -> Program:
@@ -264,7 +265,7 @@ def test_programs_go_with_their_step() -> None:
     held: list[weakref.ref[object]] = []
     for shared in range(20, 24):
         case = decode_case(shared, [5, 6])
-        step = bind(plan_of(case, SHARE_ALL), case.snapshot, case.queries)
+        step = bind(plan_of(case, SHARE_ALL), StepTree(case.snapshot, case.queries))
         found = find_plan(step.tensors[-1])
         held += [weakref.ref(found), weakref.ref(found.program(case.k_pages.shape, 6, torch.float32, CPU, "causal"))]
         del step, found
@@ -275,7 +276,7 @@ def test_programs_go_with_their_step() -> None:
 def test_a_bound_plan_does_not_follow_its_arrays() -> None:
     """Once a layer has run, the step's numbers are the program's own."""
     case = decode_case(40, [5, 6, 7])
-    step = bind(plan_of(case, SHARE_ALL), case.snapshot, case.queries)
+    step = bind(plan_of(case, SHARE_ALL), StepTree(case.snapshot, case.queries))
 
     def out() -> torch.Tensor:
         args = case.q, case.k_pages, case.v_pages, case.positions, step.tensors, case.scale, "causal"
