@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from prefixkit.attention.bsr import BSR, decompose
+from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree
