@@ -257,7 +257,7 @@ def attend(case: Case, plan: Plan, variant: str = "causal") -> tuple[Tensor, Ten
 
 def work_of(case: Case, plan: Plan) -> Work:
     """What the torch executor makes of a plan."""
-    return Work.of(plan, StepTree(case.snapshot, StepTree(case.snapshot, case.queries).length), case.positions.numpy())
+    return Work.of(plan, StepTree(case.snapshot, case.queries))
 
 
 def program_of(case: Case, plan: Plan, variant: Variant = CAUSAL, costs: Tuning = tuning.CPU) -> Program:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixkit.attention.bsr import BSR, OPEN, Queries
+from prefixkit.attention.bsr import BSR, OPEN
+from prefixkit.attention.queries import Queries
 
 
 def decide_sharing(snapshot, own, below, shape, cost):

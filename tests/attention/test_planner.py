@@ -245,7 +245,7 @@ def test_the_plan_on_the_host_is_made_when_it_is_asked_for_and_once() -> None:
         calls.append(None)
         return cpu_planner().specify(StepTree(snapshot, queries))
 
-    plan = StepPlan([], snapshot, queries, specify)  # type: ignore[arg-type]
+    plan = StepPlan([], StepTree(snapshot, queries), specify)  # type: ignore[arg-type]
     assert not calls
     assert plan.plan is plan.plan
     assert plan.kv_tokens_read(snapshot.length) == plan.plan.kv_tokens_read(snapshot.length)
