@@ -141,11 +141,13 @@ def check_sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, 
         ("tokens", tokens, torch.int64, ()),
         ("logprobs", logprobs, torch.float32, ()),
     ):
-        expected = f"[at least {rows}{''.join(f', {n}' for n in width)}], contiguous"
-        fits = tensor.ndim == 1 + len(width) and tensor.shape[0] >= rows and tensor.shape[1:] == width
-        _shape(op, name, tensor, expected, fits and tensor.is_contiguous())
-        _dtype(op, name, tensor, (dtype,))
-        _device(op, name, tensor, device)
+        shape = tensor.shape
+        if len(shape) != 1 + len(width) or shape[0] < rows or shape[1:] != width or not tensor.is_contiguous():
+            expected = f"[at least {rows}{''.join(f', {n}' for n in width)}], contiguous"
+            _shape(op, name, tensor, expected, False)
+        if tensor.dtype != dtype or tensor.device != device:
+            _dtype(op, name, tensor, (dtype,))
+            _device(op, name, tensor, device)
 
 
 def check_plan_tree(
@@ -159,12 +161,14 @@ def check_plan_tree(
     nodes = tree[1].shape[0]
     _shape(op, "num_nodes", tree[0], "[1]", tree[0].shape == (1,))
     for name, tensor in zip(("parent", "subtree_end", "length", "own"), tree[1:], strict=True):
-        _shape(op, name, tensor, f"[{nodes}], contiguous", tensor.shape == (nodes,) and tensor.is_contiguous())
+        if tensor.shape != (nodes,) or not tensor.is_contiguous():
+            _shape(op, name, tensor, f"[{nodes}], contiguous", False)
     _work_shapes(op, work)
     if not all(tensor.is_contiguous() for tensor in (*work, scratch)):
         raise BadShape(f"{op}: the plan's tensors and scratch must be contiguous")
     need = scratch_ints(nodes, work[1].shape[0], work[2].shape[0], work[4].shape[0] - 1)
-    _shape(op, "scratch", scratch, f"[at least {need}]", scratch.ndim == 1 and scratch.shape[0] >= need)
+    if scratch.ndim != 1 or scratch.shape[0] < need:
+        _shape(op, "scratch", scratch, f"[at least {need}]", False)
     if len(heads) != 4 or min(heads) < 1 or heads[0] % heads[1]:
         raise ValueError(
             f"{op}: heads must be query heads, KV heads, head size, bytes of an element, got {list(heads)}"
@@ -220,9 +224,11 @@ def _group(
 ) -> None:
     if len(tensors) != len(names):
         raise BadShape(f"{op}: {group} must be the {len(names)} tensors {', '.join(names)}, got {len(tensors)}")
+    device = device or tensors[0].device
     for name, tensor in zip(names, tensors, strict=True):
-        _dtype(op, f"{group}.{name}", tensor, (torch.int32,))
-        _device(op, f"{group}.{name}", tensor, device or tensors[0].device)
+        if tensor.dtype != torch.int32 or tensor.device != device:  # names are for errors only
+            _dtype(op, f"{group}.{name}", tensor, (torch.int32,))
+            _device(op, f"{group}.{name}", tensor, device)
 
 
 def _nodes(op: str, nodes: Sequence[Tensor], device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Drawing the next token: penalty, temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution.
 
 Each row is drawn from its own logits, parameters and uniform number alone, so a row's token is the same whatever else is
-in the batch, and the same on a CPU (here) and on a GPU (``gpu_sampling``): what follows is the specification of both,
+in the batch, and the same on a CPU (here) and on a GPU (``csrc/sampling``): what follows is the specification of both,
 bit by bit.  The vocabulary is never sorted.
 
 1. **Scores.**  Logits in float32; those of bfloat16 and float16 are converted exactly.  Where the penalty is not 1, each

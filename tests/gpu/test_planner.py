@@ -16,6 +16,7 @@ from prefixkit.backends.cuda.calibrate import calibrate
 from prefixkit.backends.cuda.planner import CudaPlanner
 from tests.attention.planning import random_cost, random_shape, random_tree, size_of, specified
 from tests.named_trees import leaf_queries, tree, tree_of
+from tests.ops.test_plan_tree import arguments, random_case
 
 
 def planner_of(snapshot, queries, shape, cost, num_sms, spare=0):
@@ -152,6 +153,14 @@ def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     exact.plan()
     assert exact.work[0][OVERFLOW] == 0
     assert exact.arrays()[0][0] == need.wide
+
+
+def test_opcheck():
+    case = random_case(3)
+    *tensors, heads, num_sms, cost = arguments(*case, size_of(specified(*case)))
+    args = (*(part.to("cuda") for part in tensors), heads, num_sms, cost)
+    # Scratch means nothing after a call, so that of two calls may differ: outputs are not compared.
+    torch.library.opcheck(torch.ops.prefixkit.plan_tree.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_calibration_fits_what_it_measured():

@@ -13,6 +13,7 @@ from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import draw
 from tests.engine.laws import NASTY, logprob_bound, random_laws, rows_of
 from tests.gpu.cases import GPU
+from tests.ops.test_sample import arguments
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABS = (17, 1000, 32_000, 49_152, 128_256)
@@ -190,6 +191,12 @@ def test_the_same_bits_in_every_run_and_any_batch(way):
     for tokens, logprobs in found[1:]:
         assert torch.equal(tokens, found[0][0])
         assert torch.equal(logprobs, found[0][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck(way, dtype):
+    args = [part.to(GPU) for part in arguments(5, 50, dtype)]
+    torch.library.opcheck(torch.ops.prefixkit.sample.default, tuple(args))
 
 
 def test_arguments_that_do_not_fit_say_so():

@@ -317,7 +317,7 @@ def with_capture(made, capture):
     class Decoder(graphs.GraphDecoder):
         graph_bytes = 0
 
-    made.decoder = Decoder(old.model, old.planning, old.sampling, old.page_size, "cpu", capture=capture)
+    made.decoder = Decoder(old.model, old.planning, old.page_size, "cpu", capture=capture)
     return made.decoder
 
 

@@ -1,0 +1,116 @@
+"""The op ``plan_tree`` on the CPU: the specified plan in buffers of any capacity, and what it says to wrong arguments."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import prefixkit.backends  # noqa: F401  (registers them)
+from prefixkit.attention.bsr import Queries, visible_lengths
+from prefixkit.attention.capacity import PlanCapacity, capacity_for, scratch_ints, size_of
+from prefixkit.attention.gpu_cost import GpuCost
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
+from prefixkit.tree.snapshot import TreeSnapshot
+from tests.attention.planning import random_cost, random_shape, random_tree, specified
+
+ops = torch.ops.prefixkit
+NODES = 40
+
+
+def random_case(seed: int) -> tuple[TreeSnapshot, Queries, HeadShape, GpuCost, int]:
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng, int(rng.integers(2, NODES)), 400, 30, 0.6)
+    return *tree, random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
+
+
+def arguments(
+    snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: GpuCost, num_sms: int, capacity: PlanCapacity
+) -> list[Any]:
+    """Of the op: a tree in arrays for ``NODES`` nodes, and a poisoned plan."""
+    count = snapshot.num_nodes
+    arrays = snapshot.parent, snapshot.subtree_end, visible_lengths(snapshot, queries), queries.rows_per_node(count)
+    tree = [torch.full((NODES,), -12345, dtype=torch.int32) for _ in arrays]
+    for there, array in zip(tree, arrays, strict=True):
+        there[:count] = torch.from_numpy(array)
+    work = [torch.full(part, -12345, dtype=torch.int32) for part in capacity.shapes()]
+    need = scratch_ints(NODES, len(work[1]), len(work[2]), len(work[4]) - 1)
+    nodes, scratch = torch.tensor([count], dtype=torch.int32), torch.zeros(need, dtype=torch.int32)
+    return [nodes, *tree, *work, scratch, astuple(shape), num_sms, cost.numbers]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_plan_is_the_specified_one_array_by_array(seed: int) -> None:
+    snapshot, queries, shape, cost, num_sms = random_case(seed)
+    plan = specified(snapshot, queries, shape, cost, num_sms)
+    for capacity in (size_of(plan), capacity_for(snapshot, queries, shape, num_sms, cost)):
+        args = arguments(snapshot, queries, shape, cost, num_sms, capacity)
+        ops.plan_tree(*args)
+        for ours, theirs in zip(args[5:11], plan.arrays(), strict=True):
+            assert np.array_equal(ours[: len(theirs)].numpy(), theirs)
+
+
+@pytest.mark.parametrize("short", ["wide", "narrow", "segments", "rows", "partials"])
+def test_a_plan_that_does_not_fit_is_empty_and_says_so(short: str) -> None:
+    fitted = 0
+    for seed in range(12):
+        case = random_case(seed)
+        plan = specified(*case)
+        need = size_of(plan)
+        if getattr(need, short) < 2:  # buffers have at least one element
+            continue
+        fitted += 1
+        args = arguments(*case, replace(need, **{short: getattr(need, short) - 1}))
+        ops.plan_tree(*args)
+        assert args[5].tolist() == [0, 0, plan.num_rows, 0, 0, 0, 0, 1]
+    assert fitted
+
+
+def test_a_tree_of_more_nodes_than_its_arrays_hold_gives_an_empty_plan() -> None:
+    case = random_case(0)
+    args = arguments(*case, size_of(specified(*case)))
+    args[0][0] = NODES + 1
+    ops.plan_tree(*args)
+    assert args[5][0] == args[5][1] == 0
+    assert args[5][7] == 1
+
+
+def test_costs_travel_as_numbers() -> None:
+    for seed in range(20):
+        cost = random_cost(np.random.default_rng(seed))
+        assert GpuCost.of(list(cost.numbers)) == cost
+
+
+def test_opcheck() -> None:
+    case = random_case(3)
+    torch.library.opcheck(ops.plan_tree.default, tuple(arguments(*case, size_of(specified(*case)))))
+
+
+WRONG = {
+    "dtype": (1, lambda x: x.long(), BadDtype, "tree.parent must be torch.int32"),
+    "nodes": (0, lambda x: x.repeat(2), BadShape, r"num_nodes must have shape \[1\]"),
+    "length": (3, lambda x: x[1:], BadShape, r"length must have shape \[40\], contiguous"),
+    "counts": (5, lambda x: x[:7], BadShape, r"work.counts must have shape \[8\]"),
+    "wide": (6, lambda x: x[:, :7], BadShape, r"work.wide must have shape \[items, 8\]"),
+    "strides": (8, lambda x: x.T.contiguous().T, BadShape, "must be contiguous"),
+    "scratch": (11, lambda x: x[1:], BadShape, r"scratch must have shape \[at least \d+\]"),
+    "device": (7, lambda x: x.to("meta"), BadDevice, "work.narrow is on meta"),
+    "heads": (12, lambda _: (6, 4, 64, 2), ValueError, "heads must be query heads, KV heads"),
+    "group": (12, lambda _: (200, 1, 64, 2), ValueError, "a tile must hold a GQA group of 200 heads"),
+    "cost": (14, lambda x: x[1:], ValueError, "cost must be the 20 numbers of a GpuCost, got 19"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments_are_named(what: str) -> None:
+    position, change, error, message = WRONG[what]
+    case = random_case(1)
+    args = arguments(*case, replace(size_of(specified(*case)), segments=5))
+    changed = [change(arg) if number == position else arg for number, arg in enumerate(args)]
+    with pytest.raises(error, match=f"plan_tree: .*{message}"):
+        ops.plan_tree(*changed)
+    assert args[5].tolist() == [-12345] * 8, "nothing was written"
