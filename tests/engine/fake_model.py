@@ -1,8 +1,8 @@
 """A language model without weights: its logits are a hash of all the tokens that a query can see through the plan.
 
-It keeps the token of each slot where a real model keeps KV, and reads them only as the step's plan says: the plan on the host, or
-where a decoder grows the tree the tensors that the kernels take.  So it finds a
-query that sees too little, too much or the wrong branch, and counts how often each token was computed.
+It keeps the token of each slot where a real model keeps KV, and reads them only as the step's plan says: the plan on the host,
+or the tensors that kernels take, where a decoder grows the tree in them.  So it finds a query that sees too little, too much or
+the wrong branch, and counts how often each token was computed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class FakeModel:
 
 
 def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
-    """A step's items, their segments and the tree's arrays: the plan's tensors where these hold them, else the plan on the host."""
+    """A step's items, their segments and the tree's arrays: from the plan's tensors, or where it has none from the host's plan."""
     if len(step.plan) > 1:
         counts, wide, narrow, segments, _, _, *nodes = (tensor.numpy() for tensor in step.plan[:11])
         return np.concatenate((wide[: counts[0]], narrow[: counts[1]])), segments, nodes

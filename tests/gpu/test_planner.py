@@ -10,17 +10,17 @@ from prefixkit.attention.bsr import Queries
 from prefixkit.attention.capacity import OVERFLOW, PlanTooLarge, capacity_for, size_of
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.step import planner_for
 from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
 from prefixkit.backends.cuda.calibrate import calibrate
-from prefixkit.backends.cuda.planner import CudaPlanner
+from prefixkit.backends.cuda.plan_launch import GraphPlanner
+from prefixkit.backends.cuda.planner import planner_for
 from tests.attention.planning import random_cost, random_shape, random_tree, specified
 from tests.named_trees import leaf_queries, tree, tree_of
 
 
 def planner_of(snapshot, queries, shape, cost, num_sms, spare=0):
     capacity = capacity_for(snapshot, queries, shape, num_sms, cost)
-    return CudaPlanner(shape, snapshot.num_nodes + spare, capacity, "cuda", cost, num_sms)
+    return GraphPlanner(shape, snapshot.num_nodes + spare, capacity, "cuda", cost, num_sms)
 
 
 def assert_same(planner, plan, case=""):
@@ -126,7 +126,7 @@ def test_a_tree_that_may_not_fit_is_refused_before_anything_is_launched():
     planner = planner_of(small, leaf_queries(small), shape, H200, 132)
     with pytest.raises(PlanTooLarge, match="257 nodes, but the planner has room for 65"):
         planner.load(large, leaf_queries(large))
-    planner = CudaPlanner(shape, 300, planner.capacity, "cuda", H200, 132)
+    planner = GraphPlanner(shape, 300, planner.capacity, "cuda", H200, 132)
     with pytest.raises(PlanTooLarge, match=r"narrow \(room for .*256 rows \(room for 64\)"):
         planner.load(large, leaf_queries(large))
 
@@ -138,7 +138,7 @@ def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     queries = leaf_queries(snapshot)
     planner = planner_of(snapshot, queries, shape, H200, 132)
     need = size_of(specified(snapshot, queries, shape, H200, 132))
-    tight = CudaPlanner(shape, 300, replace(need, **{short: getattr(need, short) - 1}), "cuda", H200, 132)
+    tight = GraphPlanner(shape, 300, replace(need, **{short: getattr(need, short) - 1}), "cuda", H200, 132)
     planner.load(snapshot, queries)
     for ours, theirs in zip(tight._tree.tensors, planner._tree.tensors, strict=True):
         ours[: len(theirs)].copy_(theirs)
@@ -146,7 +146,7 @@ def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     assert tight.work[0].tolist() == [0, 0, 256, 0, 0, 0, 0, 1]
     with pytest.raises(PlanTooLarge, match="does not fit"):
         tight.arrays()
-    exact = CudaPlanner(shape, 300, need, "cuda", H200, 132)
+    exact = GraphPlanner(shape, 300, need, "cuda", H200, 132)
     for ours, theirs in zip(exact._tree.tensors, planner._tree.tensors, strict=True):
         ours[: len(theirs)].copy_(theirs)
     exact.plan()
@@ -167,7 +167,6 @@ def test_calibration_fits_what_it_measured():
 
 def test_the_planner_for_a_gpu_uses_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path))
-    monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
     device, shape = torch.device("cuda", 0), HeadShape(8, 2, 128, 2)
     estimated = planner_for(shape, device, torch.bfloat16).gpu
     place, cost, now = gpu_cost_cache.measure(device)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from prefixkit.attention.gpu_plan import H200_COST
 
 from prefixkit.attention.bsr import Queries
+from prefixkit.attention.gpu_cost import H200_COST
 from prefixkit.ops import backend
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.gpu.blocks import measure, sample

@@ -90,6 +90,8 @@ class CudaPlanner(Planner):
             there, *tensors = upload([nodes.astype(np.int32), *tree, *beside()], device)
             made = StepPlan(self.launch(room, there), snapshot, queries, *self._on_demand(snapshot, queries))
         else:
+            if self.launch is not None:
+                log.debug("numpy plans: room for any plan of these queries is room for %d partial rows", room.partials)
             plan = self.specify(snapshot, queries)
             tensors = upload([*plan.arrays(), *tree, *beside()], device)
             work, tensors = tensors[:WORK_TENSORS], tensors[WORK_TENSORS:]
