@@ -100,11 +100,11 @@ def random_variant(rng: np.random.Generator, name: str, heads: int) -> Variant:
     }[name]
 
 
-def random_plan(rng: np.random.Generator, case: Case) -> Plan:
-    """Any plan that computes the case: node by node shared or folded, rows whole or cut into tiles with their KV split."""
+def random_plan(rng: np.random.Generator, case: Case, *, split: float = 0.3) -> Plan:
+    """Any plan that computes the case: node by node shared or folded; ``split`` of them cut rows into tiles, and their KV."""
     cost = (CPU_COST, SHARE_ALL, FOLD_ALL)[rng.integers(3)]
     shared = rng.random(case.snapshot.num_nodes) < 0.5 if rng.random() < 0.4 else None
-    if rng.random() < 0.3:
+    if split and rng.random() < split:
         return random_split_plan(rng, case, cost, shared)
     return plan_of(case, cost, shared=shared)
 
@@ -239,8 +239,10 @@ def test_every_head_shape_within_torchs_error(head_dim: int, group: int) -> None
     errors.check()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_large_nodes_within_torchs_error(variant: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "split"), [*((variant, 0.0) for variant in VARIANTS), ("causal", 1.0), ("sinks", 1.0)]
+)
+def test_large_nodes_within_torchs_error(variant: str, split: float) -> None:
     """Long shared prefixes, long runs, prefill of hundreds of rows, more keys than one block of the kernel holds."""
     errors = Errors()
     for seed in range(8):
@@ -249,7 +251,7 @@ def test_large_nodes_within_torchs_error(variant: str) -> None:
         parents = [[-1, 0, 0, 0, 0], [-1, 0, 1, 1, 0], [-1, 0, 1, 2, 3]][seed % 3]
         snapshot, num_pages = make_snapshot(rng, parents, lengths, int(rng.choice([1, 16])), orderly=seed % 2 == 0)
         case = fill(rng, snapshot, num_pages, prefill_or_decode(rng, lengths), (6, 2, 32), torch.float32)
-        measure(errors, seed, case, random_plan(rng, case), random_variant(rng, variant, 6))
+        measure(errors, seed, case, random_plan(rng, case, split=split), random_variant(rng, variant, 6))
     errors.check()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.sharing import CPU_COST
 from prefixkit.attention.variants import UnknownVariant, register, sliding_window, soft_cap
+from prefixkit.backends.torch.planner import NoSuchPlan, bind
 from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
 from prefixkit.ops.library import NoBackward
-from tests.attention.forests import Case, int_tensors, node_tensors, plan_of, random_case
+from tests.attention.forests import Case, plan_of, random_case
 
 ops = torch.ops.prefixkit
+
+
+# A handle names a plan for as long as the plan is held.
+held: list[StepPlan] = []
+
+
+@pytest.fixture(autouse=True)
+def plans() -> Iterator[None]:
+    yield
+    held.clear()
 
 
 def pages(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -24,8 +36,9 @@ def pages(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def arguments(case: Case, variant: str = "causal") -> tuple[Any, ...]:
-    work = int_tensors(*plan_of(case, CPU_COST).arrays())
-    return case.q, case.k_pages, case.v_pages, case.positions, work, node_tensors(case), case.scale, variant
+    """Of ``tree_attention``."""
+    held.append(bind(plan_of(case, CPU_COST), case.snapshot, case.queries))
+    return case.q, case.k_pages, case.v_pages, case.positions, held[-1].tensors, case.scale, variant
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -121,14 +134,21 @@ WRONG = {
         BadShape,
         "k_pages must be token-major.*make it with KVPool",
     ),
-    "work count": (changed(4, lambda work: work[:4]), BadShape, "work must be the 5 tensors items"),
-    "work dtype": (changed(4, lambda t: t.long(), 2), BadDtype, "work.segments must be torch.int32"),
-    "items shape": (changed(4, lambda t: t[:, :3], 0), BadShape, r"work.items must have shape \[items, 4\]"),
-    "merge rows": (changed(4, lambda t: t[1:], 3), BadShape, "work.merge_indptr must have shape"),
-    "nodes count": (changed(5, lambda nodes: nodes[1:]), BadShape, "nodes must be the 5 tensors start"),
-    "nodes shape": (changed(5, lambda t: t[1:], 1), BadShape, "nodes.length must have shape"),
-    "slots": (changed(5, lambda t: t + 1000, 3), IndexError, "the pages hold slots 0"),
-    "variant": (changed(7, lambda _: "nonsense"), UnknownVariant, "no variant is registered as 'nonsense'"),
+    "no plan": (changed(4, lambda _: []), BadShape, "plan must be the tensors of Step.plan, got none"),
+    "handle dtype": (changed(4, lambda t: t.int(), -1), NoSuchPlan, "plan must end with a handle, .* got torch.int32"),
+    "handle shape": (changed(4, lambda t: t[0], -1), NoSuchPlan, r"of one number, got torch.int64 of shape \[\]"),
+    "another handle": (changed(4, lambda t: t + 10**9, -1), NoSuchPlan, "plan 1.* is gone; keep the Step"),
+    "fewer rows": (
+        lambda q, k, v, positions, *rest: (q[1:], k, v, positions[1:], *rest),
+        BadShape,
+        "the plan is for 123 queries, but q has 122 rows",
+    ),
+    "pool": (
+        lambda q, k, v, *rest: (q, k[:1], v[:1], *rest),
+        IndexError,
+        r"nodes name slots \d+\.\.\d+, but the pages hold slots 0",
+    ),
+    "variant": (changed(6, lambda _: "nonsense"), UnknownVariant, "no variant is registered as 'nonsense'"),
 }
 
 

@@ -29,7 +29,7 @@ def rotary_append(
 
 
 def _append(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    (_append_on_cpu if slots.device.type == "cpu" else _append_on_gpu)(op, key, value, k_pages, v_pages, slots)
+    (_append_on_cpu if slots.device.type == "cpu" else append_on_gpu)(op, key, value, k_pages, v_pages, slots)
 
 
 def _append_on_cpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
@@ -52,8 +52,8 @@ def _append_on_cpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages
             pages[slots // page_size, slots % page_size] = values
 
 
-def _append_on_gpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Write rows to their slots; the host does not wait to learn which rows have one."""
+def append_on_gpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """Write rows to their slots, on any device; the host does not wait to learn which rows have one."""
     tokens, page_size = slots.shape[0], k_pages.shape[1]
     num_slots = k_pages.shape[0] * page_size
     if checked():

@@ -28,6 +28,8 @@ def tree_attention(
             "tree_attention: the torch backend lists its calls on the host for each step, which a CUDA graph cannot "
             "capture; run eagerly, or use the CUDA kernels (`prefixkit env` says why they are not in use)"
         )
+    if not plan:
+        raise BadShape("tree_attention: plan must be the tensors of Step.plan, got none")
     bound = find_plan(plan[-1])
     if bound.num_rows != q.shape[0]:
         raise BadShape(f"tree_attention: the plan is for {bound.num_rows} queries, but q has {q.shape[0]} rows")

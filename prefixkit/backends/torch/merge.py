@@ -103,10 +103,17 @@ def _level(block: Array, index: Array, offset: Array) -> Level:
     )
 
 
-def run_merge(merge: Merge, blocks: Sequence[State], may_be_empty: bool) -> State:
-    """Merge as planned; ``may_be_empty`` says whether a partial can have ``lse = -inf``."""
+def run_merge(merge: Merge, blocks: Sequence[State], may_be_empty: bool, sinks: Tensor | None = None) -> State:
+    """Merge as planned.
+
+    Args:
+        merge: The plan.
+        blocks: The partial states.
+        may_be_empty: Whether a partial can have ``lse = -inf``.
+        sinks: ``[heads]`` float32 logits that join every row's denominator, heads as in the blocks; or None.
+    """
     if not merge.levels:
-        return _with_empty_rows(None, merge.num_rows, blocks)
+        return _with_empty_rows(None, merge.num_rows, blocks, sinks)
     joined = None
     if merge.joined:
         joined = State(
@@ -114,11 +121,11 @@ def run_merge(merge: Merge, blocks: Sequence[State], may_be_empty: bool) -> Stat
             torch.cat([blocks[block].lse for block in merge.joined]),
         )
     parts = [_partials(level, blocks, joined) for level in merge.levels]
-    merged = parts[0] if len(parts) == 1 else _merge_parts(parts, may_be_empty)
+    merged = parts[0] if len(parts) == 1 and sinks is None else _merge_parts(parts, may_be_empty, sinks)
     if merge.place is None:
         return merged
     if merge.filled < merge.num_rows:
-        merged = _with_empty_rows(merged, merge.num_rows, blocks)
+        merged = _with_empty_rows(merged, merge.num_rows, blocks, sinks)
     return State(merged.out.index_select(0, merge.place), merged.lse.index_select(0, merge.place))
 
 
@@ -131,12 +138,13 @@ def _partials(level: Level, blocks: Sequence[State], joined: State | None) -> St
     return State(source.out.narrow(0, level.first, level.rows), source.lse.narrow(0, level.first, level.rows))
 
 
-def _merge_parts(parts: Sequence[State], may_be_empty: bool) -> State:
+def _merge_parts(parts: Sequence[State], may_be_empty: bool, sinks: Tensor | None) -> State:
     """Merge parts, of which each concerns the first rows only.
 
     A row's weights are divided by their own sum, not by the exponential of its rounded log-sum-exp, so they add up to 1.
+    Sinks join the same sum, for a log-sum-exp that is rounded once more is off by once more half a unit in its last place.
     """
-    top = parts[0].lse.clone()
+    top = parts[0].lse.clone() if sinks is None else torch.maximum(parts[0].lse, sinks)
     for part in parts[1:]:
         head = _first(top, part.lse.shape[0])
         torch.maximum(head, part.lse, out=head)
@@ -146,6 +154,8 @@ def _merge_parts(parts: Sequence[State], may_be_empty: bool) -> State:
     total = weights[0].clone()
     for weight in weights[1:]:
         _first(total, weight.shape[0]).add_(weight)
+    if sinks is not None:
+        total.add_(torch.exp(sinks - top))
     lse = top.add_(total.log())
     if may_be_empty:
         total.masked_fill_(total == 0, 1.0)
@@ -160,13 +170,15 @@ def _first(tensor: Tensor, rows: int) -> Tensor:
     return tensor if rows == tensor.shape[0] else tensor.narrow(0, 0, rows)
 
 
-def _with_empty_rows(state: State | None, rows: int, like: Sequence[State]) -> State:
+def _with_empty_rows(state: State | None, rows: int, like: Sequence[State], sinks: Tensor | None) -> State:
     """The state with empty rows appended, up to ``rows``."""
     assert state is not None or like, "no block to take the shape of an empty state from"
     shape = (like[0] if state is None else state).out.shape
     device = like[0].out.device if state is None else state.out.device
     out = torch.zeros(rows, *shape[1:], device=device)
     lse = torch.full((rows, shape[1]), -math.inf, device=device)
+    if sinks is not None:
+        lse[:] = sinks
     if state is not None:
         out[: len(state.lse)] = state.out
         lse[: len(state.lse)] = state.lse

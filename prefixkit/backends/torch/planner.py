@@ -94,8 +94,14 @@ def find_plan(handle: Tensor) -> BoundPlan:
     """The plan that a handle names.
 
     Raises:
-        NoSuchPlan: it is gone; the step that it was made for must be kept until the model has run.
+        NoSuchPlan: it is gone; the step that it was made for must be kept until the model has run.  Or the tensor is no
+            handle.
     """
+    if handle.dtype != torch.int64 or handle.shape != (1,):
+        raise NoSuchPlan(
+            f"tree_attention: plan must end with a handle, an int64 tensor of one number, got {handle.dtype} of shape "
+            f"{list(handle.shape)}; pass Step.plan as it is"
+        )
     number = int(handle)
     found = _alive.get(number)
     if found is None:

@@ -27,8 +27,6 @@ def run_program(
     _check(program.heads, variant, k_pages, v_pages, program.on_cpu)
     with torch.no_grad():
         state = _run(program, q.to(torch.float32) if program.on_cpu else q, k_pages, v_pages, scale, variant)
-        if variant.sinks is not None:
-            state = _join_sinks(state, variant.sinks.to(state.lse))
         return state.out.to(q.dtype), state.lse
 
 
@@ -47,16 +45,13 @@ def _check(heads: Heads, variant: Variant, k_pages: Tensor, v_pages: Tensor, on_
         )
 
 
-def _join_sinks(state: State, sinks: Tensor) -> State:
-    lse = torch.logaddexp(state.lse, sinks)
-    return State(state.out * torch.exp(state.lse - lse).unsqueeze(-1), lse)
-
-
 def _run(program: Program, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, variant: Variant) -> State:
     """One program on queries ``[T, heads, head_dim]``; the state comes back contiguous, in query-head order."""
     heads, rows = program.heads, len(q)
+    sinks = None if variant.sinks is None else variant.sinks.to(device=q.device, dtype=torch.float32)
     if not program.calls:
-        return empty_state(rows, heads.heads, heads.head_dim, device=q.device)
+        empty = empty_state(rows, heads.heads, heads.head_dim, device=q.device)
+        return empty if sinks is None else State(empty.out, sinks.repeat(rows, 1))
     q = q.contiguous()
     grouped = q
     if any(call.folded for call in program.calls):
@@ -76,7 +71,9 @@ def _run(program: Program, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: f
             if call.folded and not program.folded:
                 block = _unfold(block, heads)
         blocks.append(block)
-    state = run_merge(program.merge, blocks, program.may_be_empty)
+    if sinks is not None and program.folded:
+        sinks = sinks.view(heads.kv_heads, heads.group).T.reshape(-1)
+    state = run_merge(program.merge, blocks, program.may_be_empty, sinks)
     state = _unfold(state, heads) if program.folded else state
     return State(state.out.contiguous(), state.lse.contiguous())
 

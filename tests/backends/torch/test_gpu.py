@@ -1,28 +1,38 @@
-"""The torch backend, which is made for GPUs but runs anywhere, against the dense reference."""
+"""The torch executor as a GPU runs it, which runs anywhere: gathered keys, scores in memory, head-major pages."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from prefixkit.attention.plan import Plan
 from prefixkit.attention.reference import reference_attention
-from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, register, sliding_window, soft_cap
-from prefixkit.backends.cuda.checks import BadPlan, check_packed_numbers
-from prefixkit.backends.torch import gpu as torch_backend
-from tests.attention.forests import FOLD_ALL, SHARE_ALL, gpu_plan_of, int_tensors, node_tensors, plan_of, random_case
+from prefixkit.attention.state import State
+from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, sliding_window, soft_cap
+from prefixkit.backends.cuda.checks import check_packed_numbers
+from prefixkit.backends.torch import tuning
+from prefixkit.backends.torch.run import run_program
+from prefixkit.ops.checks import BadShape
+from tests.attention.forests import (
+    FOLD_ALL,
+    SHARE_ALL,
+    Case,
+    gpu_plan_of,
+    gpu_program_of,
+    int_tensors,
+    node_tensors,
+    plan_of,
+    random_case,
+    random_split_plan,
+    run_on,
+)
 
 
-def head_major(pages: torch.Tensor) -> torch.Tensor:
-    return pages.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@pytest.mark.parametrize("packing", [False, True], ids=["plan", "packed"])
-@pytest.mark.parametrize("seed", range(40))
-def test_a_forest_under_a_variant_equals_the_reference(seed, packing):
-    rng = np.random.default_rng(seed)
-    case = random_case(rng)
-    heads = case.q.shape[1]
+def variant_of(rng: np.random.Generator, seed: int, heads: int) -> Variant:
     variants: list[Variant] = [
         CAUSAL,
         sliding_window(int(rng.integers(1, 20))),
@@ -30,104 +40,100 @@ def test_a_forest_under_a_variant_equals_the_reference(seed, packing):
         alibi(rng.random(heads)),
         attention_sinks(rng.standard_normal(heads)),
     ]
-    variant = variants[seed % len(variants)]
+    return variants[seed % len(variants)]
+
+
+def exact(case: Case, variant: Variant) -> State:
+    positions = case.positions.numpy()
+    return reference_attention(
+        case.snapshot, case.row_node, positions, case.q, case.k_pages, case.v_pages, case.scale, variant
+    )
+
+
+def check(results: tuple[Tensor, Tensor], case: Case, variant: Variant) -> None:
+    expected = exact(case, variant)
+    for ours, theirs in zip(results, (expected.out, expected.lse), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def plan_as(kind: str, rng: np.random.Generator, case: Case, seed: int) -> Plan:
     cost = SHARE_ALL if seed % 2 else FOLD_ALL
-    plan = gpu_plan_of(case, cost) if packing else plan_of(case, cost)
+    if kind == "split":
+        return random_split_plan(rng, case, cost)
+    if kind == "whole":
+        return plan_of(case, cost)
+    plan = gpu_plan_of(case, cost)
     work, nodes = int_tensors(*plan.arrays()), node_tensors(case)
-    if packing:
-        check_packed_numbers(len(case.q), case.k_pages.shape[:2], work, nodes)
-    out, lse = torch_backend.tree_attention(
-        case.q,
-        head_major(case.k_pages),
-        head_major(case.v_pages),
-        case.positions,
-        work,
-        nodes,
-        case.scale,
-        register(variant),
-    )
-    exact = reference_attention(
-        case.snapshot,
-        case.row_node,
-        case.positions.numpy(),
-        case.q,
-        case.k_pages,
-        case.v_pages,
-        case.scale,
-        variant,
-    )
-    torch.testing.assert_close(out.double(), exact.out, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-5, atol=1e-5)
-
-
-def test_large_pieces_are_cut_to_bound_the_memory(monkeypatch):
-    case = random_case(np.random.default_rng(5))
-    monkeypatch.setattr(torch_backend, "TILE_ROWS", 4)
-    monkeypatch.setattr(torch_backend, "BLOCK_ELEMENTS", 600)
-    monkeypatch.setattr(torch_backend, "_kept", [])
-    test_a_forest_under_a_variant_equals_the_reference(5, packing=False)
-    (_, _, program), *_ = torch_backend._kept
-    heads = case.q.shape[1]
-    for block in program.blocks:
-        assert block.row.shape[1] <= 4
-        assert block.row.numel() * block.slot.shape[1] * heads <= 600 or block.slot.shape[1] == 1
-
-
-def test_a_plan_that_names_missing_pages_is_refused():
-    case = random_case(np.random.default_rng(1))
-    nodes = node_tensors(case)
-    nodes[3] += 1000
-    plan = plan_of(case, SHARE_ALL)
-    with pytest.raises(IndexError, match="nodes name slots"):
-        torch_backend.tree_attention(
-            case.q, case.k_pages, case.v_pages, case.positions, int_tensors(*plan.arrays()), nodes, 1.0, "causal"
-        )
-
-
-def change_pages(work, nodes):
-    nodes[3][0] = 1000
-
-
-def change_length(work, nodes):
-    nodes[1][0] += 1000
-
-
-def change_node(work, nodes):
-    work[3][0, 0] = 99
-
-
-def change_end(work, nodes):
-    work[3][0, 1:] = torch.tensor([0, 5000], dtype=torch.int32)
-
-
-def change_rows(work, nodes):
-    work[0][2] += 1
-
-
-def change_queries(work, nodes):
-    (work[1] if len(work[1]) else work[2])[0, 1] = 5000
-
-
-def change_segments(work, nodes):
-    (work[1] if len(work[1]) else work[2])[0, 4] = 5000
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (change_pages, "of another pool"),
-        (change_length, "but its pages have room for"),
-        (change_node, "of another tree"),
-        (change_end, "of an older tree"),
-        (change_rows, "and q has"),
-        (change_queries, "items take queries"),
-        (change_segments, "items take segments"),
-    ],
-)
-def test_checked_mode_names_what_is_wrong_with_a_packed_plan(change, words):
-    case = random_case(np.random.default_rng(3))
-    nodes, work = node_tensors(case), int_tensors(*gpu_plan_of(case, SHARE_ALL).arrays())
     check_packed_numbers(len(case.q), case.k_pages.shape[:2], work, nodes)
-    change(work, nodes)
-    with pytest.raises(BadPlan, match=words):
-        check_packed_numbers(len(case.q), case.k_pages.shape[:2], work, nodes)
+    return plan
+
+
+@pytest.mark.parametrize("kind", ["whole", "for the kernels", "split"])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_forest_under_a_variant_equals_the_reference(seed: int, kind: str) -> None:
+    rng = np.random.default_rng(seed)
+    case = random_case(rng)
+    variant = variant_of(rng, seed, case.q.shape[1])
+    program = gpu_program_of(case, plan_as(kind, rng, case, seed), variant)
+    check(run_on(case, program, variant), case, variant)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_large_pieces_are_cut_to_bound_the_memory(seed: int) -> None:
+    """Of scores, masks and gathered keys."""
+    rng = np.random.default_rng(seed)
+    case = random_case(rng, heads=(4, 2, 32))
+    variant = variant_of(rng, seed, 4)
+    costs = replace(tuning.GPU, scored_rows=4, call_elements=600, batch_elements=600)
+    program = gpu_program_of(case, plan_of(case, SHARE_ALL), variant, costs)
+    for call in program.calls:
+        assert call.rows <= 4
+        assert call.batch * call.rows * call.length * 4 <= 600
+        assert call.batch * call.length * 2 * 32 <= 600
+    check(run_on(case, program, variant), case, variant)
+
+
+def test_calls_are_padded_only_where_that_is_cheaper_than_another_call() -> None:
+    case = random_case(np.random.default_rng(2), heads=(4, 2, 32))
+    plan = plan_of(case, FOLD_ALL)
+    dear, cheap = (gpu_program_of(case, plan, CAUSAL, replace(tuning.GPU, call_us=us)) for us in (1e6, 1e-9))
+    assert len(dear.calls) < len(cheap.calls)
+    for program in (dear, cheap):
+        check(run_on(case, program), case, CAUSAL)
+
+
+def test_a_query_that_sees_nothing_is_empty() -> None:
+    blind = Variant("blind", mask_mod=lambda q, kv, h: (h % 2 == 0) | (kv > q - 0))
+    case = random_case(np.random.default_rng(4), heads=(4, 2, 32))
+    out, lse = run_on(case, gpu_program_of(case, plan_of(case, SHARE_ALL), blind), blind)
+    assert torch.equal(out[:, 1::2], torch.zeros(len(case.q), 2, 32))
+    assert torch.isneginf(lse[:, 1::2]).all()
+    assert torch.isfinite(lse[:, ::2]).all()
+    both = Variant("blind with sinks", mask_mod=blind.mask_mod, sinks=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    out, lse = run_on(case, gpu_program_of(case, plan_of(case, SHARE_ALL), both), both)
+    assert torch.equal(out[:, 1::2], torch.zeros(len(case.q), 2, 32))
+    assert torch.equal(lse[:, 1::2], torch.tensor([2.0, 4.0]).expand(len(case.q), 2))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_reads_pages_of_any_layout(seed: int) -> None:
+    case = random_case(np.random.default_rng(seed), heads=(4, 2, 32))
+    program = gpu_program_of(case, plan_of(case, SHARE_ALL))
+    token_major = run_program(program, case.q, case.k_pages, case.v_pages, case.scale, CAUSAL)
+    assert all(map(torch.equal, token_major, run_on(case, program)))
+
+
+@pytest.mark.parametrize("sinks", [1, 5])
+def test_sinks_for_other_heads_are_refused(sinks: int) -> None:
+    case = random_case(np.random.default_rng(3), heads=(4, 2, 32))
+    variant = attention_sinks(torch.zeros(sinks))
+    with pytest.raises(BadShape, match=f"has {sinks} sinks for 4 heads"):
+        run_on(case, gpu_program_of(case, plan_of(case, SHARE_ALL), variant), variant)
+
+
+def test_a_tree_that_names_missing_pages_is_refused() -> None:
+    case = random_case(np.random.default_rng(1))
+    plan = plan_of(case, SHARE_ALL)
+    case.snapshot.pages[:] += 1000
+    with pytest.raises(IndexError, match="nodes name slots"):
+        gpu_program_of(case, plan)

@@ -16,8 +16,8 @@ import torch
 
 from prefixkit.attention.bsr import OPEN, Queries
 from prefixkit.attention.plan import Plan
-from prefixkit.attention.sharing import CPU_COST
-from prefixkit.attention.variants import CAUSAL, Variant, register, sliding_window, soft_cap
+from prefixkit.attention.sharing import CPU_COST, CostModel
+from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, register, sliding_window, soft_cap
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.batches import Heads, batches
 from prefixkit.backends.torch.pieces import DENSE, MASKED, SQUARE, Array, Pieces, Work, cut, detach_long_runs
@@ -239,6 +239,32 @@ def test_a_query_that_its_variant_shows_nothing_is_empty() -> None:
         assert torch.equal(out[:, 1::2], torch.zeros(2, 3, 32))
         assert torch.isneginf(lse[:, 1::2]).all()
         assert torch.isfinite(lse[:, ::2]).all()
+
+
+@pytest.mark.parametrize("leaves", [[5, 6, 7], [5] * 70], ids=["folded heads", "heads in order"])
+@pytest.mark.parametrize("cost", [SHARE_ALL, FOLD_ALL], ids=["several partials", "one"])
+def test_sinks_join_the_sum_of_the_row(leaves: list[int], cost: CostModel) -> None:
+    """As one more key without a value: to a rounding of the log-sum-exp, as it is without sinks."""
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 4.0, 8.0, 30.0])
+    case = decode_case(40, leaves)
+    (plain, lse), (out, joined) = (
+        attend(case, plan_of(case, cost), register(variant)) for variant in (CAUSAL, attention_sinks(sinks))
+    )
+    exact = torch.logaddexp(lse.double(), sinks.double())
+    torch.testing.assert_close(joined.double(), exact, rtol=2 * torch.finfo(torch.float32).eps, atol=0.0)
+    torch.testing.assert_close(out, plain * torch.exp(lse - exact).float().unsqueeze(-1), rtol=1e-5, atol=1e-7)
+
+
+def test_a_row_that_no_item_mentions_has_its_sinks_only() -> None:
+    sinks = torch.arange(6.0)
+    variant = attention_sinks(sinks)
+    case = decode_case(20, [5, 6, 7])
+    plan = plan_of(case, FOLD_ALL)
+    for mentioned in (plan.wide[plan.wide[:, 0] != 1], plan.wide[:0]):
+        partial = replace(plan, counts=np.array([len(mentioned), *plan.counts[1:]], dtype=np.int32), wide=mentioned)
+        out, lse = attend(case, partial, register(variant))
+        assert torch.equal(out[1], torch.zeros(6, 32))
+        assert torch.equal(lse[1], sinks)
 
 
 # Programs
