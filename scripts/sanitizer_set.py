@@ -57,9 +57,9 @@ def tree_attention() -> None:
         out, lse = attend(case, step)
         assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
         q, positions = pad(case.q, (0, 0, 0, 0, 0, 5)), pad(step.positions, (0, 5))
-        work = [*step.work[:4], pad(step.work[4], (0, 5)), step.work[5]]
+        plan = [*step.plan[:4], pad(step.plan[4], (0, 5)), *step.plan[5:]]  # merge_indptr, longer
         padded, padded_lse = torch.ops.prefixkit.tree_attention(
-            q, case.k_pages, case.v_pages, positions, work, step.nodes, case.scale, "causal"
+            q, case.k_pages, case.v_pages, positions, plan, case.scale, "causal"
         )
         assert torch.equal(padded[:-5], out) and torch.equal(padded_lse[:-5], lse)
         assert not bool(padded[-5:].any()) and bool((padded_lse[-5:] == -torch.inf).all())
@@ -68,7 +68,7 @@ def tree_attention() -> None:
 def plan_tree() -> None:
     """Trees with shared and folded nodes, chunks and single queries, in buffers of exactly their size."""
     from prefixkit.attention.capacity import capacity_for
-    from prefixkit.backends.cuda.planner import CudaPlanner
+    from prefixkit.backends.cuda.plan_launch import GraphPlanner
     from tests.attention.planning import random_cost, random_shape, random_tree, specified
 
     for seed in range(4):
@@ -76,7 +76,7 @@ def plan_tree() -> None:
         snapshot, queries = random_tree(rng, int(rng.integers(2, 40)), 300, 40, 0.6)
         shape, cost = random_shape(rng), random_cost(rng)
         capacity = capacity_for(StepTree(snapshot, queries), shape, 132, cost)
-        planner = CudaPlanner(shape, snapshot.num_nodes, capacity, GPU, cost, 132)
+        planner = GraphPlanner(shape, snapshot.num_nodes, capacity, GPU, cost, 132)
         planner.load(StepTree(snapshot, queries))
         planner.plan()
         expected = specified(snapshot, queries, shape, cost, 132).arrays()
@@ -85,7 +85,7 @@ def plan_tree() -> None:
 
 def sample() -> None:
     """Every mix of filters; rows of one block and of a cluster, in shared memory and read again; broken and inactive rows."""
-    from prefixkit.runners.sampler import Sampler
+    from prefixkit.backends.cuda.sampling import GpuSampler
     from prefixkit.sampling.rng import uniforms
     from prefixkit.sampling.specification import draw
     from tests.engine.laws import random_laws, rows_of
@@ -100,15 +100,15 @@ def sample() -> None:
         laws, logits = random_laws(rng, rows, vocab), rows_of(rng, rows, vocab, dtype)
         histories = [rng.integers(0, vocab, 30) for _ in range(rows)]
         keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
-        sampler = Sampler(rows + 1, vocab, GPU)
+        sampler = GpuSampler(rows + 1, vocab, GPU)
         sampler.load(slice(0, rows), laws, keys, steps, histories)
         there = torch.cat((logits, logits[:1])).to(GPU)
-        tokens, _ = sampler.sample(there)
+        tokens, _ = sampler.draw(there)
         expected, _ = draw(logits.float(), laws, uniforms(keys, steps), histories)
         assert tokens[:rows].tolist() == expected.tolist()
         sampler.keep(torch.arange(rows - 1, -1, -1, device=GPU))
         there[3, 5] = torch.nan
-        sampler.sample(there)
+        sampler.draw(there)
         assert int(sampler.tokens[3]) == -1
 
 

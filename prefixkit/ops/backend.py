@@ -201,6 +201,11 @@ def backend_for(device: torch.device) -> Backend:
     return _on_gpu(torch.device(device.type, index))
 
 
+def choose_again() -> None:
+    """Forget what GPUs run on: the next call for each reads ``PREFIXKIT_BACKEND`` anew; for tests."""
+    _on_gpu.cache_clear()
+
+
 @cache
 def _on_cpu() -> Backend:
     return _registered["torch"].load()

@@ -1,8 +1,8 @@
 """A language model without weights: its logits are a hash of all the tokens that a query can see through the plan.
 
-It keeps the token of each slot where a real model keeps KV, and reads them only as the step's plan says: the plan on the
-host, or where a decoder grows the tree the tensors that the kernels take.  So it finds a query that sees too little, too
-much or the wrong branch, and counts how often each token was computed.
+It keeps the token of each slot where a real model keeps KV, and reads them only as the step's plan says: the plan on the host,
+or the tensors that kernels take, where a decoder grows the tree in them.  So it finds a query that sees too little, too much or
+the wrong branch, and counts how often each token was computed.
 """
 
 from __future__ import annotations

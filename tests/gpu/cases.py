@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from prefixkit.attention.gpu_plan import GpuPlan
 from torch import Tensor
 
 from prefixkit.attention.plan import Plan
+from prefixkit.attention.planner import StepPlan
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel
+from prefixkit.backends.cuda.planner import WORK_TENSORS
 from prefixkit.backends.cuda.units import kernel_for
+from prefixkit.backends.torch.planner import bind
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.ops import backend
 from tests.attention.forests import Case, gpu_plan_of, int_tensors, node_tensors, plan_of
@@ -20,18 +23,26 @@ GPU = torch.device("cuda")
 
 @dataclass(frozen=True, eq=False)
 class OnGpu:
-    """Arguments of ``tree_attention`` in the op's order, but for the variant."""
+    """Arguments of ``tree_attention`` in the op's order, but for the variant.
+
+    ``bound`` keeps alive what the plan's handle names.  For the kernels the plan holds the work's tensors and the tree's first.
+    """
 
     q: Tensor
     k_pages: Tensor
     v_pages: Tensor
     q_positions: Tensor
-    work: list[Tensor]
-    nodes: list[Tensor]
+    plan: list[Tensor]
     scale: float
+    bound: StepPlan
+
+    @property
+    def nodes(self) -> list[Tensor]:
+        """The tree's tensors: start, length, page_indptr, pages, first_slot; of a plan for the kernels."""
+        return self.plan[WORK_TENSORS:-1]
 
     def arguments(self, variant: str = "causal") -> tuple[object, ...]:
-        return self.q, self.k_pages, self.v_pages, self.q_positions, self.work, self.nodes, self.scale, variant
+        return self.q, self.k_pages, self.v_pages, self.q_positions, self.plan, self.scale, variant
 
 
 def head_major(pages: Tensor) -> Tensor:
@@ -39,9 +50,14 @@ def head_major(pages: Tensor) -> Tensor:
     return pages.to(GPU).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def planned(case: Case, cost: CostModel, **options: int) -> Plan | GpuPlan:
+def by_torch(case: Case) -> bool:
+    """Whether plain torch runs the case, whatever its variant."""
+    return case.q.dtype == torch.float32 or backend.choose(GPU).name == "torch"
+
+
+def planned(case: Case, cost: CostModel, **options: int) -> Plan:
     """A plan for what runs the case: for the kernels, with the options of ``gpu_plan_of``, or for plain torch."""
-    if case.q.dtype == torch.float32 or backend.choose(GPU).name == "torch":
+    if by_torch(case):
         return plan_of(case, cost)
     options.setdefault("num_sms", torch.cuda.get_device_properties(GPU).multi_processor_count)
     arch = arch_for(torch.cuda.get_device_capability(GPU), supported_archs())
@@ -49,15 +65,18 @@ def planned(case: Case, cost: CostModel, **options: int) -> Plan | GpuPlan:
     return gpu_plan_of(case, cost, **options, **({"wide_rows": kernel.wide_rows} if kernel else {}))
 
 
-def on_gpu(case: Case, plan: Plan | GpuPlan) -> OnGpu:
+def on_gpu(case: Case, plan: Plan) -> OnGpu:
+    """As the device's planner hands the plan over: work, tree and a handle for the kernels, for plain torch the handle."""
+    bound = bind(plan, StepTree(case.snapshot, case.queries))
+    arrays = [] if by_torch(case) else [*int_tensors(*plan.arrays()), *node_tensors(case)]
     return OnGpu(
         case.q.to(GPU),
         head_major(case.k_pages),
         head_major(case.v_pages),
         case.positions.to(GPU),
-        [tensor.to(GPU) for tensor in int_tensors(*plan.arrays())],
-        [tensor.to(GPU) for tensor in node_tensors(case)],
+        [*(tensor.to(GPU) for tensor in arrays), *bound.tensors],
         case.scale,
+        bound,
     )
 
 

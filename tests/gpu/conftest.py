@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from prefixkit.checking import checked_mode
+from prefixkit.ops import backend
 
 HERE = Path(__file__).parent
 
@@ -25,9 +29,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def checked() -> Iterator[None]:
     """Checked mode, as with PREFIXKIT_CHECK=1."""
-    monkeypatch.setattr("prefixkit.backends.cuda.checks._check", True)
+    with checked_mode():
+        yield
+
+
+@pytest.fixture(params=["cuda", "torch"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each test runs with both backends."""
+    monkeypatch.setenv(backend.VARIABLE, request.param)
+    backend.choose_again()
+    yield request.param
+    backend.choose_again()
 
 
 @pytest.fixture

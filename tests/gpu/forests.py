@@ -5,16 +5,17 @@ Slots that no visible token owns hold NaN, so a kernel that reads one shows it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from prefixkit.attention.gpu_plan import H200_COST
 from torch import Tensor
 
+from prefixkit.attention.gpu_cost import H200, H200_COST
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel
-from prefixkit.attention.step import Planner, Step, build_step
+from prefixkit.attention.step import Step, build_step
+from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, make_snapshot
 
@@ -208,19 +209,29 @@ def write(case: Case, slots: np.ndarray, generator: torch.Generator) -> None:
         pages[where // page_size, where % page_size] = rows.to(pages.dtype)
 
 
-def step_of(case: Case, cost: CostModel, num_sms: int | None) -> Step:
-    """The step as an engine would build it; ``num_sms`` None plans for the CPU."""
+def step_of(case: Case, cost: CostModel, num_sms: int) -> Step:
+    """The step as an engine would build it, planned in numpy for the kernels."""
     tokens = np.zeros(case.queries.num_rows, dtype=np.int64)
-    planner = Planner(case.shape, cost, num_sms=num_sms)
+    planner = CudaPlanner(case.shape, replace(H200, sharing=cost), num_sms)
     return build_step(StepTree(case.snapshot, case.queries), tokens, tokens[:0], planner, case.q.device)
 
 
 def attend(case: Case, step: Step) -> tuple[Tensor, Tensor]:
     """The op under test."""
     out, lse = torch.ops.prefixkit.tree_attention(
-        case.q, case.k_pages, case.v_pages, step.positions, step.work, step.nodes, case.scale, "causal"
+        case.q, case.k_pages, case.v_pages, step.positions, step.plan, case.scale, "causal"
     )
     return out, lse
+
+
+def work_of(step: Step) -> list[Tensor]:
+    """The tensors of a step's work, as ``Plan.arrays`` orders them."""
+    return step.plan[:WORK_TENSORS]
+
+
+def nodes_of(step: Step) -> list[Tensor]:
+    """The tensors of a step's tree: start, length, page_indptr, pages, first_slot."""
+    return step.plan[WORK_TENSORS : WORK_TENSORS + TREE_TENSORS]
 
 
 def path_slots(snapshot: TreeSnapshot, node: int, end: int) -> np.ndarray:

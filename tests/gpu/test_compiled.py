@@ -15,10 +15,12 @@ from prefixkit.api import make_engine
 from prefixkit.attention.capacity import PlanCapacity, capacity_for
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.step import Planner, Step, build_step, planner_for
+from prefixkit.attention.step import Step, build_step
+from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.engine.request import Request
 from prefixkit.models import ModelRunner, kv_spec, query_heads
 from prefixkit.models.compile.packed_weights import packed_view
+from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree import PrefixTree
@@ -31,20 +33,20 @@ TOKENS = 48
 class StaticStep:
     """A decode step in tensors that stay, filled anew for each token."""
 
-    def __init__(self, first: Step, capacity: PlanCapacity) -> None:
-        start, length, indptr, pages, first_slot = first.nodes
+    def __init__(self, first: Step, capacity: PlanCapacity, planner: CudaPlanner) -> None:
+        start, length, indptr, pages, first_slot = first.plan[WORK_TENSORS : WORK_TENSORS + TREE_TENSORS]
         room = [start.clone(), length.clone(), indptr.clone(), pages.new_zeros(PAGES), first_slot.clone()]
         names = ("tokens", "positions", "slots", "logit_rows")
         work = [torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in capacity.shapes()]
-        planned = replace(first.planned, work=work)
+        planned = planner.step_plan(work, room, StepTree(first.planned.snapshot, first.planned.queries))
         same = {name: getattr(first, name).clone() for name in names}
-        self.step = replace(first, nodes=room, planned=planned, **same)
+        self.step = replace(first, planned=planned, **same)
         self.names = names
 
     def load(self, step: Step) -> None:
         for name in self.names:
             getattr(self.step, name).copy_(getattr(step, name))
-        for there, here in zip((*self.step.work, *self.step.nodes), (*step.work, *step.nodes), strict=True):
+        for there, here in zip(self.step.plan, step.plan[: WORK_TENSORS + TREE_TENSORS], strict=True):
             there[: len(here)].copy_(here)
 
 
@@ -58,7 +60,8 @@ class Decode:
         for pages in (*self.pool._k, *self.pool._v):
             pages.fill_(torch.nan)
         self.tree = PrefixTree(PAGES, PAGE)
-        self.planner = planner_for(self.shape, spec.device, spec.dtype)
+        self.planner = backend_for(spec.device).planner_for(self.shape, spec.device, spec.dtype)
+        assert isinstance(self.planner, CudaPlanner)
         self.prompts = prompts(6)
         self.sequences = [self.tree.insert(prompt) for prompt in self.prompts]
         self.eager = ModelRunner(model, self.pool)
@@ -77,7 +80,7 @@ class Decode:
         node = np.flatnonzero(snapshot.ready < snapshot.length).astype(np.int32)
         return Queries(node, snapshot.ready[node], snapshot.length[node])
 
-    def step(self, planner: Planner) -> Step:
+    def step(self, planner: CudaPlanner) -> Step:
         """Append the next tokens; the step that runs them, in the order of the tree."""
         self.tree.extend_each(self.sequences, self.next)
         nodes, runs = self.tree.nodes(), self.pending()
@@ -105,7 +108,6 @@ def test_tokens_of_a_captured_compiled_step_are_right_where_the_model_is_sure(
     with prefixkit.patched(model):
         decode = Decode(model)
         snapshot, shape, planner = decode.tree.snapshot(), decode.shape, decode.planner
-        assert planner.num_sms is not None
         leaves = np.array([index for index, node in enumerate(decode.tree.nodes()) if node.id in _leaves(decode)])
         ends = snapshot.length[leaves]
         queries = Queries(leaves.astype(np.int32), ends - 1, ends)
@@ -113,7 +115,7 @@ def test_tokens_of_a_captured_compiled_step_are_right_where_the_model_is_sure(
         runner = ModelRunner(model, decode.pool, compiled=True)
         assert runner.compiled is not None
         first = decode.step(planner)
-        static = StaticStep(first, capacity)
+        static = StaticStep(first, capacity, planner)
         static.load(first)
         runner(static.step)  # compiles
         decode.choose(runner(static.step))

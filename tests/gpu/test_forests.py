@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from prefixkit.attention.gpu_plan import H200_COST
 from torch import Tensor
 
+from prefixkit.attention.gpu_cost import H200_COST
 from prefixkit.attention.queries import Queries
 from prefixkit.attention.step import Step
 from prefixkit.ops import backend
@@ -23,7 +23,7 @@ from tests.attention.forests import Case, make_snapshot
 from tests.gpu.blocks import Measured, measure, sample
 from tests.gpu.cases import GPU
 from tests.gpu.cases import poison as poison_free_memory
-from tests.gpu.forests import Forest, attend, draw, step_of, write
+from tests.gpu.forests import Forest, attend, draw, nodes_of, step_of, work_of, write
 
 FORESTS = int(os.environ.get("PREFIXKIT_GPU_FORESTS", "300"))
 FIRST_SEED = int(os.environ.get("PREFIXKIT_GPU_SEED", "0"))
@@ -128,7 +128,7 @@ def test_leaves_grow_in_place_under_a_captured_graph(seeds: tuple[int, ...]) -> 
             there = ends <= case.snapshot.length[case.queries.node]  # short leaves stay
             write(case, case.snapshot.slots(node[there], ends[there] - 1), generator)
             more = torch.from_numpy(there.astype(np.int32)).to(GPU)
-            step.nodes[1][torch.from_numpy(node).to(GPU)] += more
+            nodes_of(step)[1][torch.from_numpy(node).to(GPU)] += more
             step.positions.add_(more)
             graph.replay()
             assert same(captured, attend(case, step)), (
@@ -151,9 +151,11 @@ def test_where_pages_lie_does_not_change_a_bit(seeds: tuple[int, ...]) -> None:
         moved = [torch.empty_like(pages) for pages in (case.k_pages, case.v_pages)]
         for to, pages in zip(moved, (case.k_pages, case.v_pages), strict=True):
             to[place] = pages
-        nodes = [*step.nodes[:3], place[step.nodes[3].long()].int(), step.nodes[4]]
+        start, length, indptr, pages, first_slot = nodes_of(step)
+        nodes = [start, length, indptr, place[pages.long()].int(), first_slot]
         there = replace(case, k_pages=moved[0], v_pages=moved[1])
-        assert same(result, attend(there, replace(step, nodes=nodes))), f"{forest}: pages moved, bits changed"
+        other = replace(step, planned=replace(step.planned, tensors=[*work_of(step), *nodes]))
+        assert same(result, attend(there, other)), f"{forest}: pages moved, bits changed"
 
 
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + max(4, FORESTS // 250)))

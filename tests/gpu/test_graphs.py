@@ -10,7 +10,10 @@ import torch
 
 import prefixkit
 from prefixkit.api import make_engine
-from prefixkit.engine.decode_run import DecodeSettings
+from prefixkit.attention.step import Step
+from prefixkit.attention.variants import Variant, register
+from prefixkit.backends.cuda import attention as cuda_attention
+from prefixkit.engine import decode_run
 from prefixkit.engine.request import Request, Sample
 from prefixkit.runners import graph as graphs
 from prefixkit.sampling.params import SamplingParams
@@ -75,14 +78,16 @@ def test_planning_anew_changes_nothing_but_rounding(model: torch.nn.Module, monk
     assert sum(same) >= len(same) - 2, "pieces are cut elsewhere, so a near-tie may fall to the other side, but seldom"
 
 
-def test_rows_that_end_leave_and_waiting_prompts_come_in(model: torch.nn.Module) -> None:
+def test_rows_that_end_leave_and_waiting_prompts_come_in(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Samples end at random; half of the pages they would need together: pages go from hand to hand, and all come back."""
+    monkeypatch.setattr(decode_run, "SLACK", 4)
     ids = tuple(range(0, 256, 16))
     asked = requests(14, n=12, temperature=1.2, max_new_tokens=96, seed=3, stop_token_ids=ids)
     free = make_engine(model, asked)
     budget = free.pool.bytes // 2
     tight = make_engine(model, asked, kv_budget=budget)
-    tight.settings = DecodeSettings(slack=4)
     samples = tight.run(asked)
     assert len(samples) == 72
     assert tight.report.kv_bytes_held_peak <= budget
@@ -137,3 +142,41 @@ def test_a_model_that_waits_for_the_gpu_decodes_without_graphs(caplog: pytest.Lo
     same = [a == b for a, b in zip(texts(found), texts(expected), strict=True)]
     assert sum(same) >= len(same) - 2, "batches of other sizes round otherwise"
     torch.cuda.synchronize()
+
+
+def test_attention_without_a_kernel_decodes_without_graphs_and_says_so_once(
+    model: torch.nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A variant in Python only runs in plain torch, which lists its calls on the host: no graph can hold them."""
+    key = register(Variant("a third", score_mod=lambda score, q_position, kv_position, head: score / 3))
+    asked = requests(18, n=4, temperature=0.0, max_new_tokens=20)
+    expected = make_engine(model, asked, graphs=False).run(asked)
+    engine = make_engine(model, asked)
+    inner, pages = engine.decoder.model, (engine.pool.k(0), engine.pool.v(0))  # type: ignore[union-attr]
+
+    def also_by_torch(step: Step) -> torch.Tensor:
+        q = torch.zeros(step.num_rows, 8, 128, dtype=torch.bfloat16, device="cuda")
+        torch.ops.prefixkit.tree_attention(q, *pages, step.positions, step.plan, 1.0, key)
+        return inner(step)
+
+    engine.decoder.model = also_by_torch  # type: ignore[union-attr]
+    for _ in range(2):
+        assert texts(engine.run(asked)) == texts(expected)
+    said = [record.getMessage() for record in caplog.records if "decoding step by step" in record.getMessage()]
+    assert len(said) == 1 and "nor a variant without a CUDA body; run eagerly" in said[0]
+    assert engine.report.captures == engine.report.decode_steps == 0
+
+
+def test_float32_decodes_without_graphs_and_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_attention, "_said", set())
+    monkeypatch.setattr(cuda_attention, "_memo", {})
+    model = prefixkit.patch(model_of(64, torch.float32))
+    asked = requests(19, n=3, temperature=0.8, max_new_tokens=20)
+    expected = make_engine(model, asked, graphs=False).run(asked)
+    engine = make_engine(model, asked)
+    assert texts(engine.run(asked)) == texts(expected)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["tree_attention runs in plain torch: float32 has no kernel"]
+    assert engine.decoder is None and engine.report.captures == engine.report.decode_steps == 0

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from prefixkit.backends.cuda.checks import CudaError
-from prefixkit.ops import backend
+from prefixkit.cuda.launch import CudaError
 from prefixkit.ops import library as ops
 from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
 from prefixkit.ops.library import NoBackward
+from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from tests.attention.rotations import bits, check_bound, fresh_rng, nan_pages, random_rows, random_slots
 from tests.attention.slots import OPS, SLOTS, WRONG, Appended, rotations
 from tests.gpu.cases import GPU, head_major, poison
+from tests.runners.test_decode_tree import make_batch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def random_pages(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
-
-
-@pytest.fixture(params=["cuda", "torch"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each test runs with both backends."""
-    monkeypatch.setenv(backend.VARIABLE, request.param)
-    backend.ops_for.cache_clear()
-    request.addfinalizer(backend.ops_for.cache_clear)
-    name: str = request.param
-    return name
 
 
 def layouts(pages: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -294,6 +286,33 @@ def test_opcheck(implementation, dtype):
     for q in (key, key.transpose(0, 1).contiguous().transpose(0, 1)):
         args = (q, key, value, angle, angle, k_pages, v_pages, slots)
         torch.library.opcheck(torch.ops.prefixkit.rotary_append.default, args)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_advance_begins_the_steps_that_it_does_on_the_cpu(implementation, page_size):
+    """To the last pages and past them; rows that pad the batch stand still."""
+    rng = np.random.default_rng(page_size)
+    _, _, batch = make_batch(rng, page_size, 5)
+    room = DecodeCapacity(200, 128, 2048)
+    here, there = DecodeTree(room, page_size, "cpu"), DecodeTree(room, page_size, GPU)
+    here.load(batch), there.load(batch)
+    for _ in range(8):
+        here.drawn = torch.from_numpy(rng.integers(-1, 50, 200))
+        there.drawn = here.drawn.to(GPU)
+        rows = int(rng.integers(batch.num_rows, 201))
+        here.advance(rows), there.advance(rows)
+        for name in ("tokens", "positions", "slots"):
+            assert torch.equal(getattr(there, name)[:rows].cpu(), getattr(here, name)[:rows]), name
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(there.nodes, here.nodes, strict=True))
+
+
+def test_opcheck_of_advance(implementation):
+    _, _, batch = make_batch(np.random.default_rng(4), 4, 3)
+    tree = DecodeTree(DecodeCapacity.of(batch), 4, GPU)
+    tree.load(batch)
+    tensors = (tree.leaf, *tree.nodes, tree.drawn, tree.tokens, tree.positions, tree.slots)
+    args = (*(tensor.clone() for tensor in tensors), batch.num_rows, 4)
+    torch.library.opcheck(torch.ops.prefixkit.advance.default, args)
 
 
 def test_the_fakes_and_the_gpu_agree_on_every_op():

@@ -6,22 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.capacity import OVERFLOW, PlanTooLarge, capacity_for
+from prefixkit.attention.capacity import OVERFLOW, PlanTooLarge, capacity_for, size_of
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.step import planner_for
 from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
 from prefixkit.backends.cuda.calibrate import calibrate
-from prefixkit.backends.cuda.planner import CudaPlanner
-from tests.attention.planning import random_cost, random_shape, random_tree, size_of, specified
+from prefixkit.backends.cuda.plan_launch import GraphPlanner
+from prefixkit.backends.cuda.planner import planner_for
+from tests.attention.planning import random_cost, random_shape, random_tree, specified
 from tests.named_trees import leaf_queries, tree, tree_of
-from tests.ops.test_plan_tree import arguments, random_case
 
 
 def planner_of(snapshot, queries, shape, cost, num_sms, spare=0):
     capacity = capacity_for(StepTree(snapshot, queries), shape, num_sms, cost)
-    return CudaPlanner(shape, snapshot.num_nodes + spare, capacity, "cuda", cost, num_sms)
+    return GraphPlanner(shape, snapshot.num_nodes + spare, capacity, "cuda", cost, num_sms)
 
 
 def assert_same(planner, plan, case=""):
@@ -127,7 +126,7 @@ def test_a_tree_that_may_not_fit_is_refused_before_anything_is_launched():
     planner = planner_of(small, leaf_queries(small), shape, H200, 132)
     with pytest.raises(PlanTooLarge, match="257 nodes, but the planner has room for 65"):
         planner.load(StepTree(large, leaf_queries(large)))
-    planner = CudaPlanner(shape, 300, planner.capacity, "cuda", H200, 132)
+    planner = GraphPlanner(shape, 300, planner.capacity, "cuda", H200, 132)
     with pytest.raises(PlanTooLarge, match=r"narrow \(room for .*256 rows \(room for 64\)"):
         planner.load(StepTree(large, leaf_queries(large)))
 
@@ -139,7 +138,7 @@ def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     queries = leaf_queries(snapshot)
     planner = planner_of(snapshot, queries, shape, H200, 132)
     need = size_of(specified(snapshot, queries, shape, H200, 132))
-    tight = CudaPlanner(shape, 300, replace(need, **{short: getattr(need, short) - 1}), "cuda", H200, 132)
+    tight = GraphPlanner(shape, 300, replace(need, **{short: getattr(need, short) - 1}), "cuda", H200, 132)
     planner.load(StepTree(snapshot, queries))
     for ours, theirs in zip(tight._tree.tensors, planner._tree.tensors, strict=True):
         ours[: len(theirs)].copy_(theirs)
@@ -147,20 +146,12 @@ def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     assert tight.work[0].tolist() == [0, 0, 256, 0, 0, 0, 0, 1]
     with pytest.raises(PlanTooLarge, match="does not fit"):
         tight.arrays()
-    exact = CudaPlanner(shape, 300, need, "cuda", H200, 132)
+    exact = GraphPlanner(shape, 300, need, "cuda", H200, 132)
     for ours, theirs in zip(exact._tree.tensors, planner._tree.tensors, strict=True):
         ours[: len(theirs)].copy_(theirs)
     exact.plan()
     assert exact.work[0][OVERFLOW] == 0
     assert exact.arrays()[0][0] == need.wide
-
-
-def test_opcheck():
-    case = random_case(3)
-    *tensors, heads, num_sms, cost = arguments(*case, size_of(specified(*case)))
-    args = (*(part.to("cuda") for part in tensors), heads, num_sms, cost)
-    # Scratch means nothing after a call, so that of two calls may differ: outputs are not compared.
-    torch.library.opcheck(torch.ops.prefixkit.plan_tree.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_calibration_fits_what_it_measured():
@@ -176,7 +167,6 @@ def test_calibration_fits_what_it_measured():
 
 def test_the_planner_for_a_gpu_uses_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path))
-    monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
     device, shape = torch.device("cuda", 0), HeadShape(8, 2, 128, 2)
     estimated = planner_for(shape, device, torch.bfloat16).gpu
     place, cost, now = gpu_cost_cache.measure(device)

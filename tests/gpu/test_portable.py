@@ -5,15 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from prefixkit.backends.torch.gpu import NotCapturable
 
 from prefixkit.attention.queries import Queries
 from prefixkit.attention.variants import register
 from prefixkit.backends.cuda import attention as cuda_attention
 from prefixkit.backends.cuda.units import HOPPER_HEAD_DIMS, KERNEL_VARIABLE
 from prefixkit.ops import backend
-from tests.attention.forests import PAGE_SIZES, SHARE_ALL, Case, fill, gpu_plan_of, make_snapshot, random_case
-from tests.gpu.cases import on_gpu, planned
+from prefixkit.ops.backend import NotCapturable
+from tests.attention.forests import (
+    PAGE_SIZES,
+    SHARE_ALL,
+    Case,
+    fill,
+    gpu_plan_of,
+    int_tensors,
+    make_snapshot,
+    node_tensors,
+    random_case,
+)
+from tests.gpu.cases import GPU, on_gpu, planned
 from tests.gpu.oracle import Errors, dense, torch_error
 from tests.gpu.test_tree_attention import HALF_ULP, run, variants
 
@@ -32,8 +42,8 @@ def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def portable(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Every test here runs the portable kernel, on Hopper too."""
     monkeypatch.setenv(backend.VARIABLE, "cuda")
-    backend.ops_for.cache_clear()
-    request.addfinalizer(backend.ops_for.cache_clear)
+    backend.choose_again()
+    request.addfinalizer(backend.choose_again)
     choose("portable", monkeypatch)
 
 
@@ -161,3 +171,8 @@ def test_float32_runs_in_plain_torch_and_says_so_and_says_that_no_graph_takes_it
     call = on_gpu(case, planned(case, SHARE_ALL))
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(NotCapturable, match="run eagerly"):
         torch.ops.prefixkit.tree_attention(*call.arguments())
+    # A plan in a captured step's tensors has no handle; it is refused before anything is captured.
+    tensors = [tensor.to(GPU) for tensor in (*int_tensors(*gpu_plan_of(case, SHARE_ALL).arrays()), *node_tensors(case))]
+    q, k, v, positions, _, scale, key = call.arguments()
+    with pytest.raises(NotCapturable, match=r"serve neither torch\.float32 nor .*; run eagerly"):
+        torch.ops.prefixkit.tree_attention(q, k, v, positions, tensors, scale, key)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
-from prefixkit.attention import step as step_module
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.step import build_step, planner_for
-from prefixkit.cuda.launch import checked
+from prefixkit.attention.step import build_step
+from prefixkit.backends.cuda.planner import CudaPlanner, planner_for
+from prefixkit.checking import checked
 from prefixkit.tree.radix import PrefixTree
 from tests.gpu.cases import poison
 from tests.named_trees import leaf_queries, tree_of
@@ -27,12 +27,17 @@ def planners(request, monkeypatch):
     there = planner_for(HeadShape(*request.param, 128, 2), GPU, torch.bfloat16)
     if there.launch is None:
         pytest.skip("this GPU's kernel has tiles that its planner does not know")
-    return there, replace(there, launch=None)
+    return there, CudaPlanner(there.shape, there.gpu, there.num_sms)
 
 
 def make(planner, snapshot, queries):
     tokens = np.zeros(queries.num_rows, dtype=np.int64)
     return build_step(StepTree(snapshot, queries), tokens, tokens[:1], planner, GPU)
+
+
+def made_on_gpu(step):
+    """What such a plan reads is counted without it; for one that numpy made, the plan on the host is at hand."""
+    return step.planned.count_reads is not None
 
 
 def pools(shape, num_pages, page_size=16):
@@ -43,7 +48,7 @@ def pools(shape, num_pages, page_size=16):
 def attend(shape, step, pages, seed=0):
     torch.manual_seed(seed)
     q = torch.randn(step.num_rows, shape.heads, shape.head_dim, device=GPU, dtype=torch.bfloat16)
-    return torch.ops.prefixkit.tree_attention(q, *pages, step.positions, step.work, step.nodes, 0.1, "causal")
+    return torch.ops.prefixkit.tree_attention(q, *pages, step.positions, step.plan, 0.1, "causal")
 
 
 def pending(snapshot):
@@ -69,7 +74,7 @@ def test_attention_is_the_same_bit_by_bit_while_a_tree_grows_and_changes(planner
         snapshot, nodes = tree.snapshot(), tree.nodes()
         queries = pending(snapshot)
         ours, theirs = make(there, snapshot, queries), make(host, snapshot, queries)
-        assert ours.planned.made is None
+        assert made_on_gpu(ours) and not made_on_gpu(theirs)
         for a, b in zip(attend(there.shape, ours, pages), attend(there.shape, theirs, pages), strict=True):
             assert torch.equal(a, b)
         assert ours.kv_tokens_read == theirs.kv_tokens_read
@@ -100,10 +105,10 @@ def test_rows_behind_the_plan_come_out_as_zeros(planners, name):
     rows, padded = step.num_rows, torch.nn.functional.pad
     torch.manual_seed(0)  # as attend does
     q = torch.randn(rows, there.shape.heads, there.shape.head_dim, device=GPU, dtype=torch.bfloat16)
-    work = [*step.work[:4], padded(step.work[4], (0, more)), step.work[5]]
+    plan = [*step.plan[:4], padded(step.plan[4], (0, more)), *step.plan[5:]]  # merge_indptr, longer
     poison()
     out, lse = torch.ops.prefixkit.tree_attention(
-        padded(q, (0, 0, 0, 0, 0, more)), *pages, padded(step.positions, (0, more)), work, step.nodes, 0.1, "causal"
+        padded(q, (0, 0, 0, 0, 0, more)), *pages, padded(step.positions, (0, more)), plan, 0.1, "causal"
     )
     assert torch.equal(out[:rows], expected) and torch.equal(lse[:rows], expected_lse)
     assert not out[rows:].any() and bool((lse[rows:] == -torch.inf).all())
@@ -132,12 +137,11 @@ def test_replans_neither_wait_nor_take_more_memory(planners):
     assert there.plans_made == version
 
 
-def test_what_would_take_too_much_room_is_planned_by_numpy_and_said(planners, monkeypatch, caplog):
+def test_what_would_take_too_much_room_is_planned_by_numpy_and_said(planners, caplog):
     there, _ = planners
-    monkeypatch.setattr(step_module, "MOST_PARTIAL_BYTES", 1000)
-    tree = tree_of("2L b64 p1024 s16")
+    tree = tree_of("2L b131072 p4096 s16")
     with caplog.at_level(logging.DEBUG, "prefixkit"):
         step = make(there, tree, leaf_queries(tree))
-    assert step.planned.made is not None
+    assert not made_on_gpu(step)
     assert "numpy plans: room for any plan" in caplog.text
-    assert "plan 1 by the host" in caplog.text
+    assert "plan 1: " in caplog.text

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from prefixkit.attention.gpu_plan import H200_COST
 
+from prefixkit.attention.gpu_cost import H200_COST
 from prefixkit.attention.queries import Queries
 from prefixkit.ops import backend
 from prefixkit.tree.snapshot import TreeSnapshot

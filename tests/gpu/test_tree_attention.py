@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from prefixkit.backends.torch.gpu import NotCapturable
 
 from prefixkit.attention.queries import Queries
 from prefixkit.attention.variants import (
@@ -22,24 +21,25 @@ from prefixkit.attention.variants import (
 )
 from prefixkit.backends.cuda.attention import UnsupportedHeads
 from prefixkit.backends.cuda.checks import BadPlan
+from prefixkit.backends.torch.planner import NoSuchPlan
 from prefixkit.ops import backend
+from prefixkit.ops.backend import NotCapturable
 from prefixkit.ops.checks import BadDtype, BadShape
-from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, fill, gpu_plan_of, make_snapshot, random_case
+from tests.attention.forests import (
+    FOLD_ALL,
+    SHARE_ALL,
+    Case,
+    fill,
+    gpu_plan_of,
+    make_snapshot,
+    node_tensors,
+    random_case,
+)
 from tests.gpu.cases import GPU, on_gpu, planned, poison
 from tests.gpu.oracle import Errors, dense, torch_error
 
 # A rounding of the output that torch's error may happen to lack in a small case.
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
-
-
-@pytest.fixture(params=["cuda", "torch"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each test runs with both backends."""
-    monkeypatch.setenv(backend.VARIABLE, request.param)
-    backend.ops_for.cache_clear()
-    request.addfinalizer(backend.ops_for.cache_clear)
-    name: str = request.param
-    return name
 
 
 def make(seed: int, dtype: torch.dtype) -> tuple[Case, dict[str, int]]:
@@ -86,7 +86,7 @@ def variants(heads: int, rng: np.random.Generator) -> list[Variant]:
 
 
 @pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_variant_errs_no_more_than_torchs_arithmetic(implementation, number, dtype):
     errors = Errors()
     for seed in range(100, 108):
@@ -107,19 +107,18 @@ def test_one_tree_many_forms_same_bits(implementation):
     call = on_gpu(case, planned(case, SHARE_ALL, **options))
     attend = torch.ops.prefixkit.tree_attention
     expected = attend(*call.arguments())
-    q, k, v, positions, work, nodes, scale, key = call.arguments()
     if implementation == "torch":
         # A plan for the kernels cuts the work otherwise, and torch runs it as cut.
-        packed = on_gpu(case, gpu_plan_of(case, SHARE_ALL)).work
-        again = attend(q, k, v, positions, packed, nodes, scale, key)
+        packed = on_gpu(case, gpu_plan_of(case, SHARE_ALL))
+        again = attend(*packed.arguments())
         torch.testing.assert_close(again[0], expected[0], rtol=2e-2, atol=2e-2)
         with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(NotCapturable, match="run eagerly"):
-            attend(q, k, v, positions, packed, nodes, scale, key)
+            attend(*packed.arguments())
         return
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        first = attend(q, k, v, positions, work, nodes, scale, key)
-        second = attend(q, k, v, positions, work, nodes, scale, key)
+        first = attend(*call.arguments())
+        second = attend(*call.arguments())
     for _ in range(3):
         for tensor in (*first, *second):
             tensor.fill_(torch.nan)
@@ -188,6 +187,11 @@ def test_a_variant_in_python_only_runs_in_torch_and_says_so(monkeypatch, caplog)
     exact, _ = dense(case, variant)
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
     assert sum("plain torch: variant 'halved'" in record.getMessage() for record in caplog.records) == 1
+    # A plan in a captured step's tensors has no handle.
+    call = on_gpu(case, planned(case, SHARE_ALL, **options))
+    q, k, v, positions, plan, scale, key = call.arguments(register(variant))
+    with pytest.raises(NotCapturable, match="nor a variant without a CUDA body; run eagerly"):
+        torch.ops.prefixkit.tree_attention(q, k, v, positions, plan[:-1], scale, key)
 
 
 def test_a_plan_of_another_pool_is_refused_in_checked_mode(checked, monkeypatch):
@@ -208,18 +212,28 @@ def test_opcheck(implementation):
 def test_bad_arguments_are_named_before_anything_is_launched(implementation):
     case, options = make(0, torch.bfloat16)
     call = on_gpu(case, planned(case, SHARE_ALL, **options))
-    q, k, v, positions, work, nodes, scale, key = call.arguments()
+    q, k, v, positions, plan, scale, key = call.arguments()
     attend = torch.ops.prefixkit.tree_attention
     with pytest.raises(BadDtype, match=r"q must be torch.bfloat16 like the pages"):
-        attend(q.half(), k, v, positions, work, nodes, scale, key)
+        attend(q.half(), k, v, positions, plan, scale, key)
     with pytest.raises(BadShape, match="q_positions must have shape"):
-        attend(q, k, v, positions[1:], work, nodes, scale, key)
-    with pytest.raises(BadShape, match=r"work must be the \d tensors .*, got 3"):
-        attend(q, k, v, positions, work[:3], nodes, scale, key)
-    with pytest.raises(BadDtype, match=r"nodes\.pages must be torch.int32"):
-        attend(q, k, v, positions, work, [*nodes[:3], nodes[3].long(), nodes[4]], scale, key)
+        attend(q, k, v, positions[1:], plan, scale, key)
+    if implementation == "cuda":
+        with pytest.raises(BadShape, match=r"work must be the \d tensors .*, got 3"):
+            attend(q, k, v, positions, plan[:3], scale, key)
+        with pytest.raises(BadDtype, match=r"nodes\.pages must be torch.int32"):
+            attend(q, k, v, positions, [*plan[:9], plan[9].long(), *plan[10:]], scale, key)
+    else:
+        with pytest.raises(BadShape, match="plan must end with the handle"):
+            attend(q, k, v, positions, [], scale, key)
+        with pytest.raises(BadShape, match="plan must end with the handle"):  # of a captured step
+            attend(q, k, v, positions, [tensor.to(GPU) for tensor in node_tensors(case)], scale, key)
+        with pytest.raises(NoSuchPlan, match="keep the Step"):
+            attend(q, k, v, positions, [torch.tensor([0])], scale, key)
+        with pytest.raises(BadShape, match="the plan is for"):
+            attend(q[1:], k, v, positions[1:], plan, scale, key)
     with pytest.raises(ValueError, match="no variant is registered"):
-        attend(q, k, v, positions, work, nodes, scale, "unheard of")
+        attend(q, k, v, positions, plan, scale, "unheard of")
 
 
 @pytest.mark.parametrize("leaves", [1, 40], ids=["narrow", "wide"])

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import prefixkit.backends  # noqa: F401  (registers them)
-from prefixkit.attention.bsr import Queries, visible_lengths
 from prefixkit.attention.capacity import PlanCapacity, capacity_for, scratch_ints, size_of
 from prefixkit.attention.gpu_cost import GpuCost
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
 from prefixkit.tree.snapshot import TreeSnapshot
@@ -33,7 +33,7 @@ def arguments(
 ) -> list[Any]:
     """Of the op: a tree in arrays for ``NODES`` nodes, and a poisoned plan."""
     count = snapshot.num_nodes
-    arrays = snapshot.parent, snapshot.subtree_end, visible_lengths(snapshot, queries), queries.rows_per_node(count)
+    arrays = snapshot.parent, snapshot.subtree_end, StepTree(snapshot, queries).length, queries.rows_per_node(count)
     tree = [torch.full((NODES,), -12345, dtype=torch.int32) for _ in arrays]
     for there, array in zip(tree, arrays, strict=True):
         there[:count] = torch.from_numpy(array)
@@ -47,7 +47,7 @@ def arguments(
 def test_the_plan_is_the_specified_one_array_by_array(seed: int) -> None:
     snapshot, queries, shape, cost, num_sms = random_case(seed)
     plan = specified(snapshot, queries, shape, cost, num_sms)
-    for capacity in (size_of(plan), capacity_for(snapshot, queries, shape, num_sms, cost)):
+    for capacity in (size_of(plan), capacity_for(StepTree(snapshot, queries), shape, num_sms, cost)):
         args = arguments(snapshot, queries, shape, cost, num_sms, capacity)
         ops.plan_tree(*args)
         for ours, theirs in zip(args[5:11], plan.arrays(), strict=True):

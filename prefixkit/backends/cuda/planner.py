@@ -87,6 +87,8 @@ class CudaPlanner(Planner):
             there, *tensors = upload([np.concatenate(nodes).astype(np.int32), *arrays, *beside()], device)
             made = StepPlan(self.launch(capacity, there), tree, *self._on_demand(tree))
         else:
+            if self.launch is not None:
+                log.debug("numpy plans: any plan of these queries needs %d partial rows", capacity.partials)
             plan = self.specify(tree)
             tensors = upload([*plan.arrays(), *arrays, *beside()], device)
             made, tensors = StepPlan(tensors[:WORK_TENSORS], tree, lambda: plan), tensors[WORK_TENSORS:]

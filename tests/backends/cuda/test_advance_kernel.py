@@ -1,4 +1,4 @@
-"""The kernel that begins a decode step, its own source run on the CPU, launch and all: it does what torch does."""
+"""The kernel of ``advance``, its own source run on the CPU, launch and all: it does what the op does in plain torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver")
 
-from prefixkit.backends.cuda import layouts
+from prefixkit.backends.cuda import advance as by_kernel
 from prefixkit.backends.cuda.units import ADVANCE
-from prefixkit.cuda import launch as cuda_launch
+from prefixkit.backends.torch.advance import advance as by_torch
 from prefixkit.cuda.nvrtc import CSRC
-from prefixkit.runners import decode_tree
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from tests.emulation.build import write_headers
 from tests.runners.test_decode_tree import make_batch
@@ -62,19 +61,19 @@ def test_steps_are_those_of_torch(seed, page_size, library, monkeypatch):
     def launch(function, layout, values, grid, block, shared, say):
         library.advance_on_cpu(layout.packer.pack(*values), grid[0], block)
 
-    monkeypatch.setattr(cuda_launch, "launch", launch)
+    monkeypatch.setattr(by_kernel, "launch", launch)
+    unit = {ADVANCE.names[0]: SimpleNamespace(name="advance", parameter_bytes=88)}
+    monkeypatch.setattr("prefixkit.cuda.jit.load", lambda *rest: unit)
     room = DecodeCapacity(200, 128, 2048)
     theirs, ours = (DecodeTree(room, page_size, "cpu") for _ in range(2))
-    bytes_of = lambda function: setattr(function, "parameter_bytes", layouts.ADVANCE.size) or function  # noqa: E731
-    unit = {ADVANCE.names[0]: bytes_of(SimpleNamespace(name="advance"))}
-    monkeypatch.setattr("prefixkit.cuda.jit.load", lambda *rest: unit)
-    ours._kernel = decode_tree._kernel(0)
     theirs.load(batch), ours.load(batch)
     for _ in range(8):  # past the last pages
         drawn = torch.from_numpy(rng.integers(-1, 50, 200))
         theirs.drawn, ours.drawn = drawn, drawn.clone()
         rows = int(rng.integers(batch.num_rows, 201))
-        theirs.advance(rows), ours.advance(rows)
+        for tree, advance in ((theirs, by_torch), (ours, by_kernel.advance)):
+            step = (tree.drawn, tree.tokens, tree.positions, tree.slots)
+            advance(tree.leaf, *tree.nodes, *step, rows, page_size)
         for name in ("tokens", "positions", "slots"):
             assert torch.equal(getattr(ours, name)[:rows], getattr(theirs, name)[:rows]), name
         assert all(torch.equal(a, b) for a, b in zip(ours.nodes, theirs.nodes, strict=True))

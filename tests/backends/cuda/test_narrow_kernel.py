@@ -10,11 +10,12 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from prefixkit.attention.gpu_plan import GpuPlan, make_gpu_plan
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefixkit.attention.bsr import decompose
+from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.backends.cuda.layouts import ATTENTION
@@ -61,7 +62,7 @@ def fake_maps(k: Tensor, v: Tensor, boxes: bool) -> list[bytes]:
     return [*chain(*maps)] if boxes else [*none, *maps[1], *none]
 
 
-def fold(plan: GpuPlan, out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
+def fold(plan: Plan, out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
     """What the launch's end does: rows that were left in parts, in float64."""
     out, lse = out.double(), lse.double()
     for row in range(len(plan.merge_indptr) - 1):
@@ -95,13 +96,14 @@ def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tu
     kv_heads = k.shape[2]
     positions = case.positions.long()
     length = StepTree(snapshot, case.queries).length
-    plan = make_gpu_plan(
+    plan = make_plan(
         [narrowed(decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL), case.shape.group)],
         length,
         rows,
         group=case.shape.group,
         kv_heads=kv_heads,
         num_sms=blocks,
+        cost=H200,
     )
     work = [np.ascontiguousarray(x) for x in plan.arrays()]
     nodes = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)

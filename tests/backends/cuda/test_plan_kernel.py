@@ -12,8 +12,9 @@ from prefixkit.attention.capacity import capacity_for, capacity_now
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.step import Planner, build_step
+from prefixkit.attention.step import build_step
 from prefixkit.backends.cuda.layouts import PLAN_TREE
+from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.backends.cuda.units import PLAN
 from tests.attention.planning import random_cost, random_shape, random_tree, size_of, specified
 from tests.emulation.build import build
@@ -133,7 +134,7 @@ def test_a_planner_that_launches_it_makes_the_steps_of_one_that_does_not(kernel)
             arrays = launch(kernel, shape, cost, sms, capacity, [part.numpy() for part in (count, *arrays)])
             return [torch.from_numpy(array) for array in arrays]
 
-        host, there = (Planner(shape, cost.sharing, num_sms=sms, gpu=cost, launch=f) for f in (None, plan_there))
+        host, there = (CudaPlanner(shape, cost, sms, by) for by in (None, plan_there))
         for version in range(4):
             snapshot, queries = random_tree(rng, int(rng.integers(1, 60)), 400, 3, 0.6)
             snapshot = replace(snapshot, version=version)
@@ -142,14 +143,17 @@ def test_a_planner_that_launches_it_makes_the_steps_of_one_that_does_not(kernel)
                 ours, theirs = (
                     build_step(StepTree(snapshot, queries), tokens, tokens[:1], p, device) for p in (there, host)
                 )
-                assert ours.planned.made is None
+                assert ours.planned.count_reads is not None, "counted without the plan on the host"
+                assert theirs.planned.count_reads is None
                 for name in ("tokens", "positions", "slots", "logit_rows"):
                     assert torch.equal(getattr(ours, name), getattr(theirs, name))
-                assert all(torch.equal(a, b) for a, b in zip(ours.nodes, theirs.nodes, strict=True))
-                assert_same([tensor.numpy() for tensor in ours.work], theirs.plan, (seed, version))
+                nodes = slice(WORK_TENSORS, WORK_TENSORS + TREE_TENSORS)
+                assert all(torch.equal(a, b) for a, b in zip(ours.plan[nodes], theirs.plan[nodes], strict=True))
+                arrays = [tensor.numpy() for tensor in ours.plan[:WORK_TENSORS]]
+                assert_same(arrays, theirs.planned.plan, (seed, version))
                 assert ours.kv_tokens_read == theirs.kv_tokens_read
                 leaf = snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1
                 longer = ours.length + 7 * leaf
                 assert ours.planned.kv_tokens_read(longer) == theirs.planned.kv_tokens_read(longer)
-                assert_same(ours.plan.arrays(), theirs.plan, (seed, version))
+                assert_same(ours.planned.plan.arrays(), theirs.planned.plan, (seed, version))
         assert there.plans_made == host.plans_made == 4
