@@ -86,7 +86,7 @@ class FakeModel:
 
 
 def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
-    """A step's items, their segments and the tree's arrays: from the plan's tensors, or where it has none from the host's plan."""
+    """A step's items, their segments and the tree's arrays: of the plan's tensors, or where it has none of the host's plan."""
     if len(step.plan) > 1:
         counts, wide, narrow, segments, _, _, *nodes = (tensor.numpy() for tensor in step.plan[:11])
         return np.concatenate((wide[: counts[0]], narrow[: counts[1]])), segments, nodes
