@@ -48,6 +48,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'prefixkit' has no attribute {name!r}")
+    import_module("prefixkit.backends")  # registers them
     return getattr(import_module(_HOME[name]), name)
 
 

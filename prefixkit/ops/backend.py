@@ -208,11 +208,17 @@ def choose_again() -> None:
 
 @cache
 def _on_cpu() -> Backend:
-    return _registered["torch"].load()
+    return _load("torch")
 
 
 @cache
 def _on_gpu(device: torch.device) -> Backend:
     found = choose(device)
     (log.info if found.name == "cuda" else log.warning)("attention on %s runs on %s", device, found)
-    return _registered[found.name].load()
+    return _load(found.name)
+
+
+def _load(name: str) -> Backend:
+    if name not in _registered:
+        raise BackendError(f"no backend {name!r} is registered; import prefixkit.backends first")
+    return _registered[name].load()

@@ -9,9 +9,8 @@ import torch
 driver = pytest.importorskip("cuda.bindings.driver")
 
 from prefixkit.backends.cuda import attention as cuda_attention  # noqa: E402
-from prefixkit.backends.cuda.checks import CudaError  # noqa: E402
 from prefixkit.cuda import tensor_maps as cuda_maps  # noqa: E402
-from prefixkit.cuda.launch import _config  # noqa: E402
+from prefixkit.cuda.launch import CudaError, _config  # noqa: E402
 
 IDS = driver.CUlaunchAttributeID
 TOGETHER, FOLLOWS = IDS.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, IDS.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

@@ -86,7 +86,7 @@ class FakeModel:
 
 
 def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
-    """A step's items, their segments and the tree's arrays: from the plan's tensors if they are there, else from the host."""
+    """A step's items, their segments and the tree's arrays: the plan's tensors if they are there, else the host's."""
     if len(step.plan) > 1:
         counts, wide, narrow, segments, _, _, *nodes = (tensor.numpy() for tensor in step.plan[:11])
         return np.concatenate((wide[: counts[0]], narrow[: counts[1]])), segments, nodes

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
@@ -51,7 +52,7 @@ class Planning:
     def __init__(self, planner):
         self._planner = planner
 
-    def capacity_for(self, tree):
+    def capacity_for(StepTree(self, tree)):
         return PlanCapacity(99, 9, 999, tree.queries.num_rows, 999)
 
     def planner(self, nodes, capacity, device):

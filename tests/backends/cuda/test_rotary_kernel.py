@@ -14,9 +14,9 @@ pytest.importorskip("cuda.bindings.driver")
 
 
 from prefixkit.backends.cuda import append as cuda_ops
-from prefixkit.backends.cuda import checks as cuda_checks
 from prefixkit.backends.cuda import rotary as cuda_rotary
 from prefixkit.backends.cuda.units import ROTARY, rotary_name
+from prefixkit.checking import checked_mode
 from prefixkit.ops.checks import BadShape
 from tests.attention.rotations import DTYPES, bits, fresh_rng, nan_pages, random_rows, random_slots
 from tests.attention.slots import SLOTS, WRONG, Appended, rotations
@@ -346,15 +346,15 @@ def test_bad_arguments_are_named_before_anything_is_launched(gpu):
     assert not gpu.launched and not gpu.loaded and pool.isnan().all()
 
 
-def test_slots_that_do_not_exist_are_refused_in_checked_mode(gpu, monkeypatch):
-    monkeypatch.setattr(cuda_checks, "_check", True)
+def test_slots_that_do_not_exist_are_refused_in_checked_mode(gpu):
     rng = fresh_rng()
     k, v, pool = nan_pages((3, 16, 2, 64), torch.bfloat16)
     rows = random_rows(rng, torch.bfloat16, 4, 4, 2, 64)
-    with pytest.raises(IndexError, match=r"rotary_append: slots must be 0..47, got 1..48"):
+    with checked_mode(), pytest.raises(IndexError, match=r"rotary_append: slots must be 0..47, got 1..48"):
         cuda_rotary.rotary_append(*rows, k, v, torch.tensor([1, 2, 3, 48]))
-    with pytest.raises(ValueError, match="distinct"):
+    with checked_mode(), pytest.raises(ValueError, match="distinct"):
         cuda_rotary.rotary_append(*rows, k, v, torch.tensor([1, 2, -1, 1]))
     assert not gpu.launched and pool.isnan().all()
-    compare(rows, (3, 16, 2, 64), torch.tensor([-1, 5, -1, 47]))
+    with checked_mode():
+        compare(rows, (3, 16, 2, 64), torch.tensor([-1, 5, -1, 47]))
     assert len(gpu.launched) == 1

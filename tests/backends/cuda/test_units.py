@@ -14,8 +14,8 @@ from prefixkit.backends.cuda.units import ATTENTION, attention_unit, kernel_for,
 from prefixkit.cuda import nvrtc
 from prefixkit.cuda.nvrtc import NvrtcMissing
 
-ROOT = Path(__file__).parents[2]
-PORTABLE, HOPPER = "tree_attention_sm80.cu", "tree_attention_sm90.cu"
+ROOT = Path(__file__).parents[3]
+PORTABLE, HOPPER = "attention/sm80/tree_attention.cu", "attention/sm90/tree_attention.cu"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_103", "sm_120", "sm_121"])
