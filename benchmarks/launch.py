@@ -28,6 +28,7 @@ torch.zeros(1, device="cuda")
 torch.cuda.synchronize()
 ready = time.perf_counter()
 import numpy as np
+import prefixkit.backends, prefixkit.ops.library
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
 from prefixkit.ops.backend import backend_for

@@ -19,6 +19,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import prefixkit.backends  # noqa: F401  (registers them)
 from benchmarks.runner import Replay, Row, Run, arguments, in_turns, input_sets, numbers
 from benchmarks.tree_attention.workloads import PAGE, READ_TBPS
 from prefixkit.ops import library as ops
