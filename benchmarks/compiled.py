@@ -24,6 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import prefixkit
+import prefixkit.backends
 from benchmarks.runner import Row, Run, arguments, captured, replayed_ms, spread
 from benchmarks.shapes import LLAMA_8B
 from benchmarks.tree_attention.workloads import PAGE, workload

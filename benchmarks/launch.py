@@ -28,31 +28,25 @@ torch.zeros(1, device="cuda")
 torch.cuda.synchronize()
 ready = time.perf_counter()
 import numpy as np
+import prefixkit.backends, prefixkit.ops.library
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
-from prefixkit.tree.radix import PrefixTree
+from tests.named_trees import leaf_queries, tree_of
 gpu = torch.device("cuda", 0)
-tree = PrefixTree(64, 16)
-root = tree.insert(np.arange(300))
-for leaf, sequence in enumerate(tree.fork(root, 8)):
-    tree.extend(sequence, np.array([leaf]))
-nodes = tree.nodes()
-tree.mark_ready(nodes, [node.length - (not node.children) for node in nodes])
-snapshot = tree.snapshot()
-leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
-queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
+snapshot = tree_of("2L b8 p300 s1")
+queries = leaf_queries(snapshot)
 pool = KVPool(KVSpec(1, 8, 128, torch.bfloat16, gpu), 64, 16)
 planner = backend_for(gpu).planner_for(HeadShape(32, 8, 128, 2), gpu, torch.bfloat16)
-tokens = np.zeros(len(leaf), dtype=np.int64)
+tokens = np.zeros(queries.num_rows, dtype=np.int64)
 imported = time.perf_counter()
 step = build_step(StepTree(snapshot, queries), tokens, tokens, planner, gpu)
 held = torch.arange(64 * 16, device=gpu)
 kv = torch.ones(len(held), 8, 128, device=gpu, dtype=torch.bfloat16)
 pool.append(0, kv, kv, held)
-q = torch.ones(len(leaf), 32, 128, device=gpu, dtype=torch.bfloat16)
+q = torch.ones(len(tokens), 32, 128, device=gpu, dtype=torch.bfloat16)
 out, _ = torch.ops.prefixkit.tree_attention(
     q, pool.k(0), pool.v(0), step.positions, step.plan, 0.1, "causal"
 )
@@ -66,7 +60,7 @@ print(ready - began, imported - ready, done - ready)
 def starts(cache: str, processes: int) -> list[dict[str, float]]:
     """Seconds of fresh processes that start together.
 
-    To import torch and touch the GPU; from there to import prefixkit and grow a tree; and, from there too, to the first result
+    To import torch and touch the GPU; from there to import prefixkit and make a tree; and, from there too, to the first result
     of ``tree_attention``, with planning, appending and loading the kernels.
     """
     environment = {

@@ -96,7 +96,7 @@ def plans(run: Run, name: str, case: Case, repeats: int) -> None:
     snapshot, queries = case
     for heads, kv_heads in ((32, 8), (8, 1)):
         shape, length = HeadShape(heads, kv_heads, 128, 2), StepTree(snapshot, queries).length
-        rows = partial(decompose, snapshot, queries, shape, H200.sharing)
+        rows = partial(decompose, StepTree(snapshot, queries), shape, H200.sharing)
         sizes: dict[str, Any] = {"group": shape.group, "kv_heads": shape.kv_heads, "cost": H200}
         plan = partial(make_plan, [rows()], length, queries.num_rows, **sizes)
         row: Row = {"case": name, "heads": [heads, kv_heads]}

@@ -19,13 +19,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import prefixkit.backends  # noqa: F401  (registers them)
 from benchmarks.runner import Replay, Row, Run, arguments, in_turns, input_sets, numbers
 from benchmarks.tree_attention.workloads import PAGE, READ_TBPS
 from prefixkit.ops import library as ops
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As transformers writes it."""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
@@ -41,7 +42,7 @@ def measure(rows: int, heads: int, kv_heads: int, head_dim: int) -> Row:
     products = [torch.randn(rows, width, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     parts = [x.split([heads, kv_heads, kv_heads], 1) for x in products]
     torch._dynamo.reset()  # kernels of this number of rows and of these heads, as a compiled layer has them
-    compiled: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compile(turned, dynamic=False)
+    compiled: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compile(rotated, dynamic=False)
 
     def apart(layer: int) -> Tensor:
         q, k, v = parts[layer]

@@ -85,7 +85,7 @@ def plan_tree() -> None:
 
 def sample() -> None:
     """Every mix of filters; rows of one block and of a cluster, in shared memory and read again; broken and inactive rows."""
-    from prefixkit.backends.cuda.sampling import GpuSampler
+    from prefixkit.runners.sampler import Sampler
     from prefixkit.sampling.rng import uniforms
     from prefixkit.sampling.specification import draw
     from tests.engine.laws import random_laws, rows_of
@@ -100,7 +100,7 @@ def sample() -> None:
         laws, logits = random_laws(rng, rows, vocab), rows_of(rng, rows, vocab, dtype)
         histories = [rng.integers(0, vocab, 30) for _ in range(rows)]
         keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
-        sampler = GpuSampler(rows + 1, vocab, GPU)
+        sampler = Sampler(rows + 1, vocab, GPU)
         sampler.load(slice(0, rows), laws, keys, steps, histories)
         there = torch.cat((logits, logits[:1])).to(GPU)
         tokens, _ = sampler.draw(there)

@@ -87,19 +87,9 @@ def measure(options: argparse.Namespace) -> Row:
 def line(row: Row) -> str:
     """A row in one line."""
     text = f"({row['experiment']}) {row['shape']:13s} {row['name']:28s} {row.get('seconds', 0):6.1f} s"
-    if "skipped" in row:
-        return f"{text} | {row['skipped']}"
-    if "methods" in row:
-        text += f" | floor {row['floor_ms']:.2f}" + (f", aim {row['aim_ms']:.2f}" if "aim_ms" in row else "")
-        for name, found in row["methods"].items():
-            text += f" | {name} " + (f"{found['step_ms']:.2f}" if "step_ms" in found else found["skipped"])
-    elif row["kind"] == "engine" and "ours" in row:
-        text += f" | {row['ours']['tokens_per_s']:,.0f} tokens/s, {row['ours']['seconds']:.2f} s"
-    elif "step_ms" in row:
-        text += f" | step {row['step_ms']:.2f} ms"
-    elif row["kind"] == "grid":
-        text += f" | {len(row['points'])} points"
-    return text
+    shown = {name: row[name] for name in ("skipped", "floor_ms", "aim_ms", "step_ms", "ours") if name in row}
+    shown |= {name: found.get("step_ms", found.get("skipped")) for name, found in row.get("methods", {}).items()}
+    return " | ".join([text, *(f"{name} {value}" for name, value in shown.items())])
 
 
 if __name__ == "__main__":

@@ -218,27 +218,11 @@ class Parts(Core):
         return self._attend[index]
 
 
-class Flash(Parts):
-    """No sharing: each sequence's KV in full."""
-
-
-class Hydragen(Parts):
-    """One shared level."""
-
-    levels = 1
-
-
-class HydragenTwo(Parts):
-    """Two shared levels."""
-
-    levels = 2
-
-
 METHODS: dict[str, type[Core]] = {
     "none": Core,
-    "flash": Flash,
-    "hydragen": Hydragen,
-    "hydragen, two levels": HydragenTwo,
+    "flash": Parts,
+    "hydragen": type("Hydragen", (Parts,), {"levels": 1}),
+    "hydragen, two levels": type("HydragenTwo", (Parts,), {"levels": 2}),
     "ours": Tree,
 }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,31 +44,35 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     (folder / "hydragen").mkdir(parents=True, exist_ok=True)
     parts = list(_checks(result["checks"]))
     for letter, (title, picture, section, draw) in SECTIONS.items():
-        rows = [row for row in result["rows"] if row["experiment"] == letter and "skipped" not in row]
+        rows = [_flat(row) for row in result["rows"] if row["experiment"] == letter and "skipped" not in row]
         if rows:
             parts += [f"## ({letter}) {title}", *section(rows)]
         if rows and (figure := draw(rows)):
             figure.savefig(folder / "hydragen" / f"{picture}.svg", metadata={"Date": None})
             parts.append(f"![{picture}](hydragen/{picture}.svg)")
-    missing = [
-        [row[name] for name in ("experiment", "shape", "name", "skipped")] for row in result["rows"] if "skipped" in row
-    ]
-    if missing:
+    why = itemgetter("experiment", "shape", "name", "skipped")
+    if missing := [why(row) for row in result["rows"] if "skipped" in row]:
         parts += ["## Not measured", table(("experiment", "shape", "row", "why"), missing)]
     page = folder / "hydragen.md"
     page.write_text(INTRO.format(machine=_machine(result), rest="\n\n".join(parts)).strip() + "\n")
     return page
 
 
+def _flat(row: Row) -> Row:
+    """With the sizes of its case as columns."""
+    case = row.get("case", {})
+    prefix = case["levels"][0][1] if "levels" in case else case.get("prefix")
+    return row | {"batch": case.get("batch"), "prefix": prefix, "new": case.get("new")}
+
+
 def _machine(result: Row) -> str:
-    machine, ceilings = result["machine"], result.get("ceilings") or {}
+    machine = result["machine"]
     known = (f"{name} {value}" for name, value in machine.items() if name in ("torch", "cudnn", "driver", "triton"))
-    reached = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in ceilings.items())
-    took = f" It took {result['seconds']:.0f} s in all." if "seconds" in result else ""
-    took += f" Commit {result['commit']}." if "commit" in result else ""
-    return (
-        f"GPU: {machine['gpu']} ({', '.join(known)})." + (f" Reached in this run: {reached}." if reached else "") + took
-    )
+    text = f"GPU: {machine['gpu']} ({', '.join(known)})."
+    if reached := "; ".join(f"{name.replace('_', ' ')} {n}" for name, n in (result.get("ceilings") or {}).items()):
+        text += f" Reached in this run: {reached}."
+    text += f" It took {result['seconds']:.0f} s in all." if "seconds" in result else ""
+    return text + (f" Commit {result['commit']}." if "commit" in result else "")
 
 
 def _checks(checks: dict[str, Row]) -> Iterator[str]:
@@ -83,17 +88,14 @@ def number(row: Row, method: str, what: str = "step_ms") -> float | None:
     return row["methods"].get(method, {}).get(what)
 
 
-def cell(row: Row, method: str) -> str:
-    """A method's step, or why there is none, in a word or two."""
-    found = row["methods"].get(method, {})
-    if "step_ms" in found:
-        return f"{found['step_ms']:.2f}"
-    why = found.get("skipped", "-")
-    return "does not fit" if why.startswith("does not fit") else why.split(":")[0][:24]
-
-
-def cells(row: Row, methods: tuple[str, ...]) -> list[str]:
-    return [cell(row, method) for method in methods]
+def cells(row: Row, methods: tuple[str, ...], what: str = "step_ms") -> list[str]:
+    """Each method's number, or why there is none, in a word or two."""
+    found = []
+    for method in methods:
+        why = row["methods"].get(method, {}).get("skipped", "-")
+        short = "does not fit" if why.startswith("does not fit") else why.split(":")[0][:24]
+        found.append(f"{value:.2f}" if (value := number(row, method, what)) else short)
+    return found
 
 
 def ratio(above: float | None, below: float | None) -> str:
@@ -106,24 +108,17 @@ def gain(point: Row, method: str) -> float | None:
     return flash / mine if isinstance(flash, float) and isinstance(mine, float) else None
 
 
-def _batch(row: Row) -> int:
-    return int(row["case"]["batch"])
-
-
-def _prefix(row: Row) -> int:
-    return int(row["case"]["levels"][0][1])
-
-
-def _new(row: Row) -> int:
-    return int(row["case"]["new"])
+def _sorted(rows: list[Row], *names: str) -> list[Row]:
+    return sorted(rows, key=itemgetter(*names))
 
 
 def _steps(rows: list[Row]) -> dict[str, list[Row]]:
     """Rows of steps, by shape."""
-    steps = [row for row in rows if row["kind"] == "step"]
-    return {
-        shape: [row for row in steps if row["shape"] == shape] for shape in dict.fromkeys(r["shape"] for r in steps)
-    }
+    by_shape: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["kind"] == "step":
+            by_shape.setdefault(row["shape"], []).append(row)
+    return by_shape
 
 
 def _throughput(rows: list[Row]) -> Iterator[str]:
@@ -131,34 +126,30 @@ def _throughput(rows: list[Row]) -> Iterator[str]:
     head = ("batch", "prefix", "new", "floor", *STEP_COLUMNS, "aim", "ours, compiled / aim", *gains)
     for shape, steps in _steps(rows).items():
         lines = []
-        for row in sorted(steps, key=lambda row: (_prefix(row), _new(row), _batch(row))):
+        for row in _sorted(steps, "prefix", "new", "batch"):
             rates = [number(row, name, "tokens_per_s") for name in ("flash", "hydragen", "ours", "ours, compiled")]
             rates[0] = rates[0] or number(row, SMALLER_FLASH, "tokens_per_s")
-            what = _batch(row), _prefix(row), _new(row), f"{row['floor_ms']:.2f}", *cells(row, STEP_COLUMNS)
+            what = row["batch"], row["prefix"], row["new"], f"{row['floor_ms']:.2f}", *cells(row, STEP_COLUMNS)
             aim = f"{row['aim_ms']:.2f}" if "aim_ms" in row else "-"
             over_aim = ratio(number(row, "ours, compiled"), row.get("aim_ms"))
             gained = ratio(number(row, "hydragen"), number(row, "ours")), ratio(rates[2], rates[0])
             lines.append((*what, aim, over_aim, *gained, *(f"{rate:,.0f}" if rate else "-" for rate in rates)))
         yield NOTES["throughput"].format(shape=shape)
         yield table(head, lines)
-    whole = [line for row in rows if row["kind"] in ("engine", "stock") for line in _whole_runs(row)]
+    whole = []
+    for row in (row for row in rows if row["kind"] in ("engine", "stock")):
+        engine = {"ours, engine": row.get("ours"), "ours, engine, compiled": row.get("compiled")}
+        where = row["batch"], row["prefix"], f"{row['prefill_s']:.2f}"
+        for name, ran in ({row["what"]: row} if row["kind"] == "stock" else engine).items():
+            whole += [(row["shape"], name, *where, f"{ran['tokens_per_s']:,.0f}")] if ran else []
     if whole:
         yield NOTES["whole runs"]
         yield table(("shape", "what", "batch", "prompt", "prefill s", "tokens/s"), whole)
 
 
-def _whole_runs(row: Row) -> Iterator[tuple[object, ...]]:
-    """A line for each way that a whole run was done."""
-    where = row["case"]["batch"], row["case"]["prefix"], f"{row['prefill_s']:.2f}"
-    ways = {"ours, engine": row.get("ours"), "ours, engine, compiled": row.get("compiled")}
-    for name, ran in ({row["what"]: row} if row["kind"] == "stock" else ways).items():
-        if ran:
-            yield (row["shape"], name, *where, f"{ran['tokens_per_s']:,.0f}")
-
-
 def _grid(rows: list[Row]) -> Iterator[str]:
     lines = []
-    for row in sorted(rows, key=lambda row: (row["heads"], row["suffix"])):
+    for row in _sorted(rows, "heads", "suffix"):
         for method in ("hydragen", "ours"):
             gains = [gained for point in row["points"] if (gained := gain(point, method))]
             over = [point[method] / point["floor_us"] for point in row["points"] if isinstance(point[method], float)]
@@ -169,20 +160,20 @@ def _grid(rows: list[Row]) -> Iterator[str]:
 
 
 def _documents(rows: list[Row]) -> Iterator[str]:
-    names, lines, first = ("none", "flash", "hydragen", "ours"), [], rows[0]
-    for row in sorted(rows, key=_batch):
-        totals = {name: number(row, name, "total_s") for name in names}
-        shown = (f"{total:.2f}" if total else cell(row, name) for name, total in totals.items())
-        lines.append((_batch(row), *shown, f"{row['engine']['seconds']:.2f}"))
-    yield NOTES["documents"].format(**{**first, "prefix": _prefix(first), "new": _new(first)})
+    names = ("none", "flash", "hydragen", "ours")
+    yield NOTES["documents"].format(**rows[0])
+    lines = [
+        (row["batch"], *cells(row, names, "total_s"), f"{row['engine']['seconds']:.2f}")
+        for row in _sorted(rows, "batch")
+    ]
     yield table(("questions", *names, "ours, engine"), lines)
 
 
 def _problems(rows: list[Row]) -> Iterator[str]:
     lines = []
-    for row in sorted(rows, key=lambda row: (row["shape"], _batch(row))):
+    for row in _sorted(rows, "shape", "batch"):
         (_, shots), (problems, tokens) = row["case"]["levels"]
-        what = row["shape"], problems, _batch(row) // problems, shots, tokens, f"{row['floor_ms']:.2f}"
+        what = row["shape"], problems, row["batch"] // problems, shots, tokens, f"{row['floor_ms']:.2f}"
         gains = (ratio(number(row, name), number(row, "ours")) for name in PROBLEM_COLUMNS[2:4])
         lines.append((*what, *cells(row, PROBLEM_COLUMNS), *gains))
     head = ("shape", "problems", "samples", "examples", "problem", "floor", *PROBLEM_COLUMNS)
@@ -191,12 +182,12 @@ def _problems(rows: list[Row]) -> Iterator[str]:
 
 
 def _parallel(rows: list[Row]) -> Iterator[str]:
-    engine = {row["n"]: row["step_ms"] for row in rows if row["kind"] == "engine"}
-    steps, lines = sorted((row for row in rows if row["kind"] == "step"), key=lambda row: row["n"]), []
+    engine = {row["n"]: f"{row['step_ms']:.2f}" for row in rows if row["kind"] == "engine"}
+    steps, lines = _sorted([row for row in rows if row["kind"] == "step"], "n"), []
     for row in steps:
         gained = ratio(number(row, "ours, not sharing"), number(row, "ours, sharing"))
-        whole = f"{engine[row['n']]:.2f}" if row["n"] in engine else "-"
-        lines.append((row["n"], _batch(row), f"{row['floor_ms']:.2f}", *cells(row, PARALLEL_COLUMNS), gained, whole))
+        what = row["n"], row["batch"], f"{row['floor_ms']:.2f}", *cells(row, PARALLEL_COLUMNS)
+        lines.append((*what, gained, engine.get(row["n"], "-")))
     requests, prompt = steps[0]["case"]["levels"][0] if steps else ("some", "some")
     yield NOTES["parallel"].format(shape=rows[0]["shape"], requests=requests, prompt=prompt)
     yield table(("n", "batch", "floor", *PARALLEL_COLUMNS, "not sharing / sharing", "ours, engine"), lines)
@@ -225,10 +216,10 @@ def _lines(axes: Any, of: Lines, ticks: list[int], what: str, dashed: str = "", 
     axes.set_ylim(bottom=0)
 
 
-def _points(rows: list[Row], x: Callable[[Row], int], y: str) -> Lines:
+def _points(rows: list[Row], x: str, y: str) -> Lines:
     """For each method that any row has, what it reached over ``x``."""
     names = dict.fromkeys(name for row in rows for name in row["methods"])
-    return {name: [(x(row), value) for row in rows if (value := number(row, name, y)) is not None] for name in names}
+    return {name: [(row[x], value) for row in rows if (value := number(row, name, y)) is not None] for name in names}
 
 
 def _draw_throughput(rows: list[Row]) -> Any:
@@ -238,35 +229,28 @@ def _draw_throughput(rows: list[Row]) -> Any:
         return None
     figure, panels = _subplots(2, len(shapes))
     for index, (shape, steps) in enumerate(shapes.items()):
-        mine = [row for row in steps if _new(row) == _usual(steps, _new)]
-        prefix, batch = _usual(mine, _prefix), _usual([row for row in mine if _prefix(row) > 1], _batch)
-        for axes, of, fixed, what, title in (
-            (panels[2 * index], _batch, [r for r in mine if _prefix(r) == prefix], "batch", f"prefix {prefix:,}"),
-            (
-                panels[2 * index + 1],
-                _prefix,
-                [r for r in mine if _batch(r) == batch],
-                "prefix, tokens",
-                f"batch {batch:,}",
-            ),
-        ):
-            points, ticks = _points(fixed, of, "tokens_per_s"), [of(row) for row in fixed]
-            _lines(axes, points, ticks, what, ylabel="tokens/s", title=f"{shape}, {title}")
+        mine = [row for row in steps if row["new"] == _usual(steps, "new")]
+        usual = {"prefix": _usual(mine, "prefix"), "batch": _usual([row for row in mine if row["prefix"] > 1], "batch")}
+        both = (("batch", "prefix", "batch"), ("prefix", "batch", "prefix, tokens"))
+        for axes, (over, fixed, what) in zip(panels[2 * index :], both, strict=False):
+            at = [row for row in mine if row[fixed] == usual[fixed]]
+            labels = {"ylabel": "tokens/s", "title": f"{shape}, {fixed} {usual[fixed]:,}"}
+            _lines(axes, _points(at, over, "tokens_per_s"), [row[over] for row in at], what, **labels)
         panels[2 * index].legend(fontsize=8)
     return figure
 
 
-def _usual(rows: list[Row], of: Callable[[Row], int]) -> int:
+def _usual(rows: list[Row], name: str) -> int:
     """The value that most rows have."""
-    values = [of(row) for row in rows]
+    values = [row[name] for row in rows]
     return max(values, key=values.count)
 
 
 def _draw_grid(rows: list[Row]) -> Any:
     """A heat map of speed-ups for each method and suffix."""
-    rows = sorted(rows, key=lambda row: (row["heads"], row["suffix"]))
     figure, panels = _subplots(2, len(rows), width=4.6, height=3.2)
-    for axes, (row, method) in zip(panels, ((row, name) for row in rows for name in ("hydragen", "ours")), strict=True):
+    each = [(row, method) for row in _sorted(rows, "heads", "suffix") for method in ("hydragen", "ours")]
+    for axes, (row, method) in zip(panels, each, strict=True):
         batches, prefixes = (sorted({point[name] for point in row["points"]}) for name in ("batch", "prefix"))
         gains = np.full((len(batches), len(prefixes)), np.nan)
         for point in row["points"]:
@@ -284,19 +268,25 @@ def _draw_grid(rows: list[Row]) -> Any:
     return figure
 
 
-def _draw_documents(rows: list[Row]) -> Any:
+def _draw_lines(points: Lines, ticks: list[int], what: str, dashed: str = "", **labels: str) -> Any:
+    """A figure of lines alone."""
     figure, (axes,) = _subplots(1)
-    rows = sorted(rows, key=_batch)
-    points = _points(rows, _batch, "total_s") | {"ours, engine": [(_batch(r), r["engine"]["seconds"]) for r in rows]}
-    title = f"{_prefix(rows[0]):,} tokens, {rows[0]['shape']}"
-    _lines(axes, points, [_batch(row) for row in rows], "questions", ylabel="seconds", title=title)
+    _lines(axes, points, ticks, what, dashed, **labels)
     axes.legend(fontsize=8)
     return figure
 
 
+def _draw_documents(rows: list[Row]) -> Any:
+    rows = _sorted(rows, "batch")
+    engine = {"ours, engine": [(row["batch"], row["engine"]["seconds"]) for row in rows]}
+    points, ticks = _points(rows, "batch", "total_s") | engine, [row["batch"] for row in rows]
+    title = f"{rows[0]['prefix']:,} tokens, {rows[0]['shape']}"
+    return _draw_lines(points, ticks, "questions", ylabel="seconds", title=title)
+
+
 def _draw_problems(rows: list[Row]) -> Any:
     figure, (axes,) = _subplots(1, width=max(5.2, 2.6 * len(rows)))
-    rows = sorted(rows, key=lambda row: (row["shape"], _batch(row)))
+    rows = _sorted(rows, "shape", "batch")
     for index, row in enumerate(rows):
         for place, name in enumerate(PROBLEM_COLUMNS):
             seconds, at = number(row, name, "decode_s"), index + (place - 2) * 0.16
@@ -313,13 +303,10 @@ def _draw_parallel(rows: list[Row]) -> Any:
     steps = [row for row in rows if row["kind"] == "step"]
     if not steps:
         return None
-    figure, (axes,) = _subplots(1)
-    points = _points(steps, lambda row: row["n"], "step_ms")
-    points["ours, engine"] = [(row["n"], row["step_ms"]) for row in rows if row["kind"] == "engine"]
+    engine = {"ours, engine": [(row["n"], row["step_ms"]) for row in rows if row["kind"] == "engine"]}
+    points, ticks = _points(steps, "n", "step_ms") | engine, [row["n"] for row in steps]
     labels = {"ylabel": "milliseconds between tokens", "title": steps[0]["shape"]}
-    _lines(axes, points, [row["n"] for row in steps], "samples of each request", "ours, engine", **labels)
-    axes.legend(fontsize=8)
-    return figure
+    return _draw_lines(points, ticks, "samples of each request", "ours, engine", **labels)
 
 
 SECTIONS = {

@@ -14,6 +14,7 @@ from torch.nn.functional import linear, silu
 
 from benchmarks.hydragen.cases import Case, TreeState, mean
 from benchmarks.hydragen.methods import METHODS, Arena, Core, DoesNotFit, Parts, Tree
+from benchmarks.rotary import rotated
 from benchmarks.runner import Row, captured, failure, replayed_ms, wall_seconds
 from benchmarks.shapes import Shape
 from benchmarks.tree_attention.rivals import MOST_DIFFERENCE
@@ -259,26 +260,21 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
-
-
-def _products(x: Tensor, weights: _Weights) -> list[Tensor]:
-    return [part for weight, widths in weights for part in linear(x, weight).split(widths, -1)]
-
-
 def _before(
     h: Tensor, head_dim: int, eps: float, norm: Tensor, qkv: _Weights, angles: _Angles
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in _products(_norm(h, norm, eps), qkv))
-    return (q, k, v) if angles is None else (_rotate(q, *angles), _rotate(k, *angles), v)
+    x = _norm(h, norm, eps)
+    parts = (part for weight, widths in qkv for part in linear(x, weight).split(widths, -1))
+    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in parts)
+    return (q, k, v) if angles is None else (rotated(q, *angles), rotated(k, *angles), v)
 
 
-def _after(h: Tensor, out: Tensor, eps: float, wo: Tensor, norm: Tensor, gate_up: _Weights, down: Tensor) -> Tensor:
+def _after(
+    h: Tensor, out: Tensor, eps: float, wo: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
     h = h + linear(out.flatten(1), wo)
-    gate, up = _products(_norm(h, norm, eps), gate_up)
-    return h + linear(silu(gate) * up, down)
+    x = _norm(h, norm, eps)
+    return h + linear(silu(linear(x, gate)) * linear(x, up), down)
 
 
 def _between(
@@ -338,14 +334,14 @@ class CompiledStep:
 
 def _first_weights(layer: Any, rows: int | None) -> tuple[Tensor, _Weights]:
     attention = layer.self_attn
-    projections = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    return layer.input_layernorm.weight, _packed(projections, rows)
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    return layer.input_layernorm.weight, _packed([projection.weight for projection in projections], rows)
 
 
-def _other_weights(layer: Any) -> tuple[Tensor, Tensor, _Weights, Tensor]:
+def _other_weights(layer: Any) -> list[Tensor]:
     mlp = layer.mlp
-    gate_up = _packed([mlp.gate_proj.weight, mlp.up_proj.weight], None)
-    return layer.self_attn.o_proj.weight, layer.post_attention_layernorm.weight, gate_up, mlp.down_proj.weight
+    modules = layer.self_attn.o_proj, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    return [module.weight for module in modules]
 
 
 def _packed(weights: list[Tensor], rows: int | None) -> _Weights:

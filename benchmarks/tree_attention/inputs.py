@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import prefixkit.backends  # noqa: F401  (registers them)
 from benchmarks.runner import input_sets
 from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level, Workload, levels
 from prefixkit.attention.queries import Queries, StepTree

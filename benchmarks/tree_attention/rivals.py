@@ -199,14 +199,14 @@ def _sparse(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def flashinfer_cascade(inputs: Inputs) -> Run:
     """FlashInfer's MultiLevelCascadeAttentionWrapper over the same pages; planning is not timed."""
-    library, found, rows = _flashinfer(), _regular(inputs), inputs.step.num_rows
-    wrapper = library.MultiLevelCascadeAttentionWrapper(len(found), _workspace(), "HND")
+    (library, space, sizes), found, rows = _flashinfer(inputs), _regular(inputs), inputs.step.num_rows
+    wrapper = library.MultiLevelCascadeAttentionWrapper(len(found), space, "HND")
     wrapper.plan(
         [torch.arange(0, rows + 1, level.rows, dtype=torch.int32, device=GPU) for level in found],
         [_steps(*level.pages.shape) for level in found],
         [_page_table(level.pages) for level in found],
         [torch.full((len(level.pages),), PAGE, dtype=torch.int32, device=GPU) for level in found],
-        *_sizes(inputs),
+        *sizes,
         causal=False,
         sm_scale=inputs.scale,
         q_data_type=torch.bfloat16,
@@ -216,14 +216,14 @@ def flashinfer_cascade(inputs: Inputs) -> Run:
 
 def flashinfer_decode(inputs: Inputs) -> Run:
     """FlashInfer's paged decode on tensor cores, which shares pages but reads them for each sequence."""
-    library = _flashinfer()
+    library, space, sizes = _flashinfer(inputs)
     each = np.concatenate([np.repeat(level.pages, level.rows, axis=0) for level in _regular(inputs)], axis=1)
-    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(_workspace(), "HND", use_tensor_cores=True)
+    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(space, "HND", use_tensor_cores=True)
     wrapper.plan(
         _steps(*each.shape),
         _page_table(each),
         torch.full((len(each),), PAGE, dtype=torch.int32, device=GPU),
-        *_sizes(inputs),
+        *sizes,
         sm_scale=inputs.scale,
         q_data_type=torch.bfloat16,
         kv_data_type=torch.bfloat16,
@@ -231,20 +231,14 @@ def flashinfer_decode(inputs: Inputs) -> Run:
     return lambda index: wrapper.run(inputs.q[index], (inputs.k[index], inputs.v[index]))
 
 
-def _flashinfer() -> Any:
+def _flashinfer(inputs: Inputs) -> tuple[Any, Tensor, tuple[int, int, int, int]]:
+    """The library, a workspace, and the sizes that its plans take."""
     try:
         import flashinfer
     except ImportError as error:
         raise Unfit("flashinfer is not installed") from error
-    return flashinfer
-
-
-def _sizes(inputs: Inputs) -> tuple[int, int, int, int]:
-    return inputs.workload.heads, inputs.workload.kv_heads, HEAD_DIM, PAGE
-
-
-def _workspace() -> Tensor:
-    return torch.empty(512 << 20, dtype=torch.uint8, device=GPU)
+    sizes = inputs.workload.heads, inputs.workload.kv_heads, HEAD_DIM, PAGE
+    return flashinfer, torch.empty(512 << 20, dtype=torch.uint8, device=GPU), sizes
 
 
 def _page_table(pages: np.ndarray) -> Tensor:

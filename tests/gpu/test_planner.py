@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.capacity import OVERFLOW, PlanTooLarge, capacity_for, size_of
+from prefixkit.attention.capacity import OVERFLOW, PlanTooLarge, capacity_for
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
@@ -14,7 +14,7 @@ from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
 from prefixkit.backends.cuda.calibrate import calibrate
 from prefixkit.backends.cuda.plan_launch import GraphPlanner
 from prefixkit.backends.cuda.planner import planner_for
-from tests.attention.planning import random_cost, random_shape, random_tree, specified
+from tests.attention.planning import random_cost, random_shape, random_tree, size_of, specified
 from tests.named_trees import leaf_queries, tree, tree_of
 
 

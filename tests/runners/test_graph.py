@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.queries import StepTree
 from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
@@ -52,7 +51,7 @@ class Planning:
     def __init__(self, planner):
         self._planner = planner
 
-    def capacity_for(StepTree(self, tree)):
+    def capacity_for(self, tree):
         return PlanCapacity(99, 9, 999, tree.queries.num_rows, 999)
 
     def planner(self, nodes, capacity, device):
