@@ -103,12 +103,12 @@ def sample() -> None:
         sampler = Sampler(rows + 1, vocab, GPU)
         sampler.load(slice(0, rows), laws, keys, steps, histories)
         there = torch.cat((logits, logits[:1])).to(GPU)
-        tokens, _ = sampler.draw(there)
+        tokens, _ = sampler.sample(there)
         expected, _ = draw(logits.float(), laws, uniforms(keys, steps), histories)
         assert tokens[:rows].tolist() == expected.tolist()
         sampler.keep(torch.arange(rows - 1, -1, -1, device=GPU))
         there[3, 5] = torch.nan
-        sampler.draw(there)
+        sampler.sample(there)
         assert int(sampler.tokens[3]) == -1
 
 

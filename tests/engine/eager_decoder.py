@@ -53,7 +53,7 @@ class EagerDecoder:
         self._batch = batch
         self._tree = DecodeTree(DecodeCapacity.of(batch), self.page_size, self.device)
         self._tree.load(batch)
-        self.planned, _ = self.planner.plan(StepTree(batch.tree, self.device))
+        self.planned, _ = self.planner.plan(batch.tree, self.device)
         # The tree's tensors are the decode tree's own, which grow in place.
         work = upload(self.planned.plan.arrays(), self.device)
         self._step_plan = replace(self.planned, tensors=[*work, *self._tree.nodes])

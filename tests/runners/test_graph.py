@@ -34,7 +34,7 @@ class Planner:
         self.plans = 0
 
     def load(self, tree):
-        planned, _ = self._planner.plan(StepTree(tree, torch.device("cpu")))
+        planned, _ = self._planner.plan(tree, torch.device("cpu"))
         self._next = planned.plan
 
     def plan(self):
