@@ -18,7 +18,7 @@ from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.scheduler import admission_order, pages_per_unit
 from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.tree.pages import pages_for
+from prefixkit.tree.pages import check_page_size, pages_for
 from prefixkit.tree.tokens import common_prefix
 
 log = logging.getLogger("prefixkit")
@@ -79,8 +79,10 @@ def pool_pages(
         workspace: Bytes of that memory that steps need besides, on a GPU; see :func:`step_bytes`.
 
     Raises:
-        ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page.
+        ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page, or there are no pages of
+            this size.
     """
+    check_page_size(page_size)
     budget = _free_for_kv(spec.device, workspace) if kv_budget is None else parse_size(kv_budget)
     need = pages_needed(requests, page_size)
     page_bytes = page_size * spec.bytes_per_token
