@@ -15,7 +15,7 @@ from prefixkit.cli.output import LineFile
 from prefixkit.cli.progress import LiveMeter, Meter
 from prefixkit.engine.request import Sample
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.tree.radix import MAX_PAGE_SIZE
+from prefixkit.tree.pages import MAX_PAGE_SIZE
 
 
 @dataclass(frozen=True)

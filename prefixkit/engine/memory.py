@@ -18,8 +18,7 @@ from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.scheduler import admission_order, pages_per_unit
 from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.tree.pages import pages_for
-from prefixkit.tree.radix import MAX_PAGE_SIZE
+from prefixkit.tree.pages import check_page_size, pages_for
 from prefixkit.tree.tokens import common_prefix
 
 log = logging.getLogger("prefixkit")
@@ -86,10 +85,10 @@ def pool_pages(
         free: Bytes that are free on the device; None asks :func:`free_memory`.
 
     Raises:
-        ValueError: ``page_size`` is not from 1 to 128; or ``kv_budget``, or what is free, holds no page.
+        ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page, or there are no pages of
+            this size.
     """
-    if not 1 <= page_size <= MAX_PAGE_SIZE:
-        raise ValueError(f"page_size must be an integer from 1 to {MAX_PAGE_SIZE}, got {page_size!r}")
+    check_page_size(page_size)
     budget = _free_for_kv(spec.device, workspace, free) if kv_budget is None else parse_size(kv_budget)
     need = pages_needed(requests, page_size)
     page_bytes = page_size * spec.bytes_per_token

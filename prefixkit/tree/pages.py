@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+
+MAX_PAGE_SIZE = 128
+
+
+def check_page_size(page_size: Any) -> None:
+    """ValueError unless it is an integer from 1 to :data:`MAX_PAGE_SIZE`."""
+    whole = isinstance(page_size, int | np.integer) and not isinstance(page_size, bool)
+    if not whole or not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise ValueError(f"page_size must be an integer from 1 to {MAX_PAGE_SIZE}, got {page_size!r}")
 
 
 def pages_for(tokens: int, page_size: int) -> int:

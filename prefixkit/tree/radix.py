@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from prefixkit.tree import freeze, integrity
 from prefixkit.tree.match import Match, follow
 from prefixkit.tree.node import Node, Sequence
-from prefixkit.tree.pages import OutOfPages, PageAllocator, pages_for
+from prefixkit.tree.pages import OutOfPages, PageAllocator, check_page_size, pages_for
 from prefixkit.tree.snapshot import TreeSnapshot
 from prefixkit.tree.stats import TreeStats, measure
 from prefixkit.tree.tokens import as_tokens
@@ -21,7 +21,6 @@ from prefixkit.tree.tokens import as_tokens
 __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
 
 Ints = NDArray[np.int32]
-MAX_PAGE_SIZE = 128
 
 
 class PrefixTree:
@@ -46,12 +45,7 @@ class PrefixTree:
     """
 
     def __init__(self, num_pages: int, page_size: int = 16) -> None:
-        if (
-            isinstance(page_size, bool)
-            or not isinstance(page_size, int | np.integer)
-            or not 1 <= page_size <= MAX_PAGE_SIZE
-        ):
-            raise ValueError(f"page_size must be an integer from 1 to {MAX_PAGE_SIZE}, got {page_size!r}")
+        check_page_size(page_size)
         self.allocator = PageAllocator(num_pages)
         self.page_size = int(page_size)
         self._identity = object()  # of its snapshots: versions of two trees may be equal

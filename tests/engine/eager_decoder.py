@@ -13,7 +13,6 @@ from torch import Tensor
 
 from prefixkit.attention.decode_batch import DecodeBatch
 from prefixkit.attention.planner import Planner
-from prefixkit.attention.queries import StepTree
 from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree

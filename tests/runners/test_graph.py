@@ -12,7 +12,6 @@ import torch
 
 from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.attention.planner import StepPlan
-from prefixkit.attention.queries import StepTree
 from prefixkit.engine.decode_run import DecodeSettings
 from prefixkit.engine.request import Request
 from prefixkit.ops.backend import NotCapturable
