@@ -65,5 +65,5 @@ def test_a_deep_trees_plan_needs_little_room():
     snapshot, _ = make_snapshot(rng, parents, [2] * len(parents), 16, orderly=True)
     leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
     queries, shape = Queries(leaf, leaf * 0 + 1, leaf * 0 + 2), HeadShape(32, 8, 128, 2)
-    most, room = (f(snapshot, queries, shape, 132).partials for f in (capacity_for, capacity_now))
+    most, room = (f(StepTree(snapshot, queries), shape, 132).partials for f in (capacity_for, capacity_now))
     assert most > 20 * room

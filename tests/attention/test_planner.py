@@ -102,11 +102,11 @@ def test_trees_of_equal_version_have_plans_of_their_own(planner: Planner) -> Non
     below.extend_each(below.fork(below.insert([10, 11, 12]), 1), [13])
     one, other = apart.snapshot(), below.snapshot()
     assert one.version == other.version and one.length.tolist() == other.length.tolist()
-    arguments = runs((0, 0, 3), (1, 0, 1)), np.array([10, 11, 12, 20]), np.array([3])
-    first, second = (build_step(snapshot, *arguments, planner) for snapshot in (one, other))
+    trees = [StepTree(snapshot, runs((0, 0, 3), (1, 0, 1))) for snapshot in (one, other)]
+    first, second = (build_step(tree, np.array([10, 11, 12, 20]), np.array([3]), planner) for tree in trees)
     assert planner.plans_made == 2
-    for snapshot, step in ((one, first), (other, second)):
-        alone = planner.specify(StepTree(snapshot, arguments[0]))
+    for tree, step in zip(trees, (first, second), strict=True):
+        alone = planner.specify(tree)
         assert all(np.array_equal(a, b) for a, b in zip(step.planned.plan.arrays(), alone.arrays(), strict=True))
     assert first.kv_tokens_read == 4, "no leaf reads the other"
     assert second.kv_tokens_read >= 3 + 1
