@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.step import Planner, Step, build_step
+from prefixkit.attention.sharing import CPU_COST, HeadShape
+from prefixkit.attention.step import Step, build_step
+from prefixkit.backends.torch.planner import TorchPlanner
 from prefixkit.models import ModelRunner, kv_spec, patch, query_heads
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree import Node, PrefixTree
@@ -29,7 +30,8 @@ class TreeDriver:
         self.pool = KVPool(kv_spec(self.model), num_pages, page_size)
         self.runner = ModelRunner(self.model, self.pool)
         spec = self.pool.spec
-        self.planner = Planner(HeadShape(query_heads(self.model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize))
+        shape = HeadShape(query_heads(self.model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
+        self.planner = TorchPlanner(shape, CPU_COST)
         self.logits: dict[tuple[int, ...], Tensor] = {}
         self.tokens_run = 0
 
