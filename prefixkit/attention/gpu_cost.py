@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 
-from prefixkit.attention.sharing import NARROW_HEADS, TILE_HEADS, CostModel
+from prefixkit.attention.sharing import DECODE_HEADS, TILE_HEADS, CostModel
 
-# Query heads of a narrow item, and of a wide one.
-NARROW_ROWS = NARROW_HEADS
-WIDE_ROWS = TILE_HEADS
+# Query rows (query heads) of a decode item at most, and of a tile.
+DECODE_ROWS = DECODE_HEADS
+TILE_ROWS = TILE_HEADS
 # Tokens that the roles take at a time.
-WIDE_UNIT = 64
-NARROW_UNIT = 16
-NARROW_WARPS = 4
-# What one multiprocessor does: a wide tile of 128 rows at 550 TFLOP/s, and narrow items at 4 TB/s (head size 128).
-WIDE_TOKENS_PER_US = 64.0
-NARROW_TOKENS_PER_US = 59.0
+TILE_UNIT = 64
+DECODE_UNIT = 16
+DECODE_WARPS = 4
+# What one multiprocessor does: a tile of 128 rows at 550 TFLOP/s, and decode items at 4 TB/s (head size 128).
+TILE_TOKENS_PER_US = 64.0
+DECODE_TOKENS_PER_US = 59.0
 
 # Plans count time in whole numbers of this part of a unit, so that every planner reckons alike, bit by bit.
 POINT = 64
@@ -63,19 +63,19 @@ class GpuCost:
     """One GPU: which nodes are worth sharing, and what the two paths take."""
 
     sharing: CostModel
-    wide: Role
-    narrow: Role
+    tile: Role
+    decode: Role
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """:data:`COST_NUMBERS` numbers, as an op takes them: the fields of ``sharing``, ``wide`` and ``narrow``, in order."""
-        return (*astuple(self.sharing), *astuple(self.wide), *astuple(self.narrow))
+        """:data:`COST_NUMBERS` numbers, as an op takes them: the fields of ``sharing``, ``tile`` and ``decode``, in order."""
+        return (*astuple(self.sharing), *astuple(self.tile), *astuple(self.decode))
 
     @staticmethod
     def of(numbers: Sequence[float]) -> GpuCost:
         """The cost of which these are the :attr:`numbers`."""
-        item, kv_byte, partial_byte, wide_tile, narrow_tile, tile_heads = numbers[:SHARING_NUMBERS]
-        sharing = CostModel(item, kv_byte, partial_byte, wide_tile, narrow_tile, int(tile_heads))
+        item, kv_byte, partial_byte, tile_item, decode_item, tile_heads = numbers[:SHARING_NUMBERS]
+        sharing = CostModel(item, kv_byte, partial_byte, tile_item, decode_item, int(tile_heads))
         middle = SHARING_NUMBERS + ROLE_NUMBERS
         return GpuCost(sharing, _role(numbers[SHARING_NUMBERS:middle]), _role(numbers[middle:]))
 
@@ -90,9 +90,9 @@ def _role(numbers: Sequence[float]) -> Role:
 
 
 # One H200, as gpu_calibrate measures it: KV comes at 4.65 TB/s.
-H200_COST = CostModel(item=0.0, kv_byte=1 / 4.65e6, partial_byte=2.4e-7, wide_tile=0.022, narrow_tile=0.003)
+H200_COST = CostModel(item=0.0, kv_byte=1 / 4.65e6, partial_byte=2.4e-7, tile_item=0.022, decode_item=0.003)
 H200 = GpuCost(
     sharing=H200_COST,
-    wide=Role(WIDE_UNIT, 1, WIDE_TOKENS_PER_US, start=2.0, leave=1.5, fold=1.5, least=1),
-    narrow=Role(NARROW_UNIT, NARROW_WARPS, NARROW_TOKENS_PER_US, start=1.0, leave=0.5, fold=0.25, least=4),
+    tile=Role(TILE_UNIT, 1, TILE_TOKENS_PER_US, start=2.0, leave=1.5, fold=1.5, least=1),
+    decode=Role(DECODE_UNIT, DECODE_WARPS, DECODE_TOKENS_PER_US, start=1.0, leave=0.5, fold=0.25, least=4),
 )

@@ -18,7 +18,7 @@ CUTS = np.array([*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 
 CUTS_OF_MANY = np.array([*range(1, 17), 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528])
 # Lengths are told apart to a power of two of which the longest has at most so many.
 LEVELS = 128
-# Partial states of one query are folded one after another: each in 0.086 us on an H200, 0.08 units of a narrow worker.  One
+# Partial states of one query are folded one after another: each in 0.086 us on an H200, 0.08 units of a decode worker.  One
 # counts for more, in 1 / POINT unit: where few workers share a multiprocessor, each is faster than its role says.
 CHAIN = 8
 # Cuts make at most so many more entries per worker: more never pay, and buffers of plans have a size.

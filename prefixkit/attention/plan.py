@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import BSR, OPEN
-from prefixkit.attention.gpu_cost import NARROW_ROWS, GpuCost
+from prefixkit.attention.gpu_cost import DECODE_ROWS, GpuCost
 from prefixkit.attention.kv_split import choose_pieces, units_of
 from prefixkit.tree.snapshot import Ints
 
@@ -36,18 +36,18 @@ class Plan:
     """The work of one tree attention on one GPU.
 
     Attributes:
-        counts: ``[8]`` wide items, narrow items, query rows, partial rows, 1 where wide items are taken head by head, 1
-            where narrow items take by far longer than wide ones, zeros.
-        wide, narrow: ``[items, 8]`` with columns :data:`ITEM_FIELDS`; ``partial_begin = -1``: the item writes the output.
-            ``node, begin, end`` repeat the item's first segment.
+        counts: ``[8]`` tile items, decode items, query rows, partial rows, 1 where tile items are taken head by head, 1
+            where decode items take by far longer than tile items, zeros.
+        tile_items, decode_items: ``[items, 8]`` with columns :data:`ITEM_FIELDS`; ``partial_begin = -1``: the item writes the
+            output.  ``node, begin, end`` repeat the item's first segment.
         segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node; ``end`` may be ``OPEN``.
         merge_indptr: ``[rows + 1]`` bounds of each row's partials; empty where an item writes the output.
         merge_indices: Partial rows in the order of merging, root first.
     """
 
     counts: Ints
-    wide: Ints
-    narrow: Ints
+    tile_items: Ints
+    decode_items: Ints
     segments: Ints
     merge_indptr: Ints
     merge_indices: Ints
@@ -62,12 +62,12 @@ class Plan:
 
     def arrays(self) -> tuple[Ints, ...]:
         """The six arrays that the kernel takes, in their order."""
-        return self.counts, self.wide, self.narrow, self.segments, self.merge_indptr, self.merge_indices
+        return self.counts, self.tile_items, self.decode_items, self.segments, self.merge_indptr, self.merge_indices
 
     @property
     def items(self) -> Ints:
         """``[items, 8]`` all items, tile items first."""
-        return np.concatenate((self.wide, self.narrow))
+        return np.concatenate((self.tile_items, self.decode_items))
 
     def kv_tokens_read(self, length: Ints) -> int:
         """Token KVs read in a run over all heads, when node ``n`` holds ``length[n]`` tokens."""
@@ -109,15 +109,15 @@ def make_plan(
     tiles = _tile(rows, group, tile_rows)
     entries = kv_heads * -(-group // tile_rows)  # of an item: KV heads, and slices of a large group
     pieces = np.ones(len(tiles.row), dtype=np.int64)
-    for role, mine in ((cost.wide, tiles.is_wide), (cost.narrow, ~tiles.is_wide)):
+    for role, mine in ((cost.tile, tiles.on_tensor_cores), (cost.decode, ~tiles.on_tensor_cores)):
         if mine.any():
             pieces[mine] = choose_pieces(role, tiles.tokens[mine], entries, num_sms)
     tile, piece = _order_items(rows, tiles, pieces)
     items, segments, units = _cut(rows, tiles, pieces, tile, piece, cost)
-    is_wide = tiles.is_wide[tile]
-    num_wide = int(is_wide.sum())
-    hints = _goes_by_head(tiles, num_wide, kv_heads, num_sms, cost), _streams(tiles, cost)
-    return _finish(items, segments, num_rows, num_wide, _sort(units, is_wide), hints)
+    on_tensor_cores = tiles.on_tensor_cores[tile]
+    num_tile_items = int(on_tensor_cores.sum())
+    hints = _goes_by_head(tiles, num_tile_items, kv_heads, num_sms, cost), _streams(tiles, cost)
+    return _finish(items, segments, num_rows, num_tile_items, _sort(units, on_tensor_cores), hints)
 
 
 def _whole(rows: _Rows, num_rows: int) -> Plan:
@@ -128,13 +128,22 @@ def _whole(rows: _Rows, num_rows: int) -> Plan:
     return _finish(items, rows.segments, num_rows, len(items), np.arange(len(items)), (0, 0))
 
 
-def _finish(items: Longs, segments: Longs, num_rows: int, num_wide: int, order: Longs, hints: tuple[int, int]) -> Plan:
+def _finish(
+    items: Longs, segments: Longs, num_rows: int, num_tile_items: int, order: Longs, hints: tuple[int, int]
+) -> Plan:
     """Number the partial rows of items, which come root first, and list the items in ``order``."""
     items[:, 2], merge_indptr, merge_indices, partials = _number_partials(items, num_rows)
     items[:, 5:8] = segments[items[:, 3]]
     ordered = items[order].astype(np.int32)
-    counts = np.array([num_wide, len(items) - num_wide, num_rows, partials, *hints, 0, 0], dtype=np.int32)
-    return Plan(counts, ordered[:num_wide], ordered[num_wide:], segments.astype(np.int32), merge_indptr, merge_indices)
+    counts = np.array([num_tile_items, len(items) - num_tile_items, num_rows, partials, *hints, 0, 0], dtype=np.int32)
+    return Plan(
+        counts,
+        ordered[:num_tile_items],
+        ordered[num_tile_items:],
+        segments.astype(np.int32),
+        merge_indptr,
+        merge_indices,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,14 +193,14 @@ class _Tiles:
     begin: Longs
     end: Longs
     tokens: Longs
-    is_wide: NDArray[np.bool_]
+    on_tensor_cores: NDArray[np.bool_]
     first: Longs
     count: Longs
 
 
 def _tile(rows: _Rows, group: int, most: int) -> _Tiles:
     queries = rows.q_end - rows.q_begin
-    step = np.where(queries * group <= NARROW_ROWS, queries, max(1, most // group))
+    step = np.where(queries * group <= DECODE_ROWS, queries, max(1, most // group))
     count = -(-queries // step)
     first = np.cumsum(count) - count
     row = np.repeat(np.arange(len(queries)), count)
@@ -201,7 +210,7 @@ def _tile(rows: _Rows, group: int, most: int) -> _Tiles:
     is_open = rows.segments[rows.seg_begin + rows.seg_count - 1, 2] == OPEN
     hidden = np.where(rows.causal.astype(bool) & is_open, rows.q_end, 0)[row] - end
     tokens = rows.tokens()[row] - np.maximum(hidden, 0)
-    return _Tiles(row, begin, end, np.maximum(tokens, 0), (end - begin) * group > NARROW_ROWS, first, count)
+    return _Tiles(row, begin, end, np.maximum(tokens, 0), (end - begin) * group > DECODE_ROWS, first, count)
 
 
 def _order_items(rows: _Rows, tiles: _Tiles, pieces: Longs) -> tuple[Longs, Longs]:
@@ -229,9 +238,9 @@ def _cut(
 ) -> tuple[Longs, Longs, Longs]:
     """Items, all segments, and the units of each item; whole tiles share their row's segments, pieces get their own."""
     row, of, tokens = tiles.row[tile], pieces[tile], tiles.tokens[tile]
-    is_wide = tiles.is_wide[tile]
-    unit = np.where(is_wide, cost.wide.unit, cost.narrow.unit)
-    whole = np.where(is_wide, units_of(cost.wide, tokens), units_of(cost.narrow, tokens))
+    on_tensor_cores = tiles.on_tensor_cores[tile]
+    unit = np.where(on_tensor_cores, cost.tile.unit, cost.decode.unit)
+    whole = np.where(on_tensor_cores, units_of(cost.tile, tokens), units_of(cost.decode, tokens))
     low = whole * piece // of * unit
     high = np.where(piece + 1 == of, tokens, whole * (piece + 1) // of * unit)
     items = np.zeros((len(tile), 8), dtype=np.int64)
@@ -267,32 +276,32 @@ def _cut_segments(
     return begin, count, added
 
 
-def _sort(units: Longs, is_wide: NDArray[np.bool_]) -> Longs:
-    """Wide items, then narrow ones; the longest first, and among those alike in their order."""
+def _sort(units: Longs, on_tensor_cores: NDArray[np.bool_]) -> Longs:
+    """Tile items, then decode items; the longest first, and among those alike in their order."""
     key = np.zeros(len(units), dtype=np.uint16)
-    for mine, base in ((is_wide, ORDER_LEVELS - 1), (~is_wide, 2 * ORDER_LEVELS - 1)):
+    for mine, base in ((on_tensor_cores, ORDER_LEVELS - 1), (~on_tensor_cores, 2 * ORDER_LEVELS - 1)):
         if mine.any():
             key[mine] = base - units[mine] * (ORDER_LEVELS - 1) // units[mine].max()
     return np.argsort(key, kind="stable")
 
 
 def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: GpuCost) -> int:
-    """1 where all wide items of a KV head are taken before those of the next: the KV of fewer heads is in the cache then.
+    """1 where all tile items of a KV head are taken before those of the next: the KV of fewer heads is in the cache then.
 
     The list runs from the longest item to the shortest, so that workers end together; head by head that order is lost between
     heads, which is no matter where items are many, or about equally long.
     """
     if kv_heads == 1 or items * kv_heads <= num_sms:
         return 0
-    tokens = tiles.tokens[tiles.is_wide]
-    longest = int(units_of(cost.wide, tokens).max()) * cost.wide.unit
+    tokens = tiles.tokens[tiles.on_tensor_cores]
+    longest = int(units_of(cost.tile, tokens).max()) * cost.tile.unit
     return int(items >= num_sms or 4 * int(tokens.sum()) >= 3 * len(tokens) * longest)
 
 
 def _streams(tiles: _Tiles, cost: GpuCost) -> int:
-    """1 where narrow items take three times as long as wide ones, or more: then more of their KV should be under way."""
-    wide, narrow = int(tiles.tokens[tiles.is_wide].sum()), int(tiles.tokens[~tiles.is_wide].sum())
-    return int(3 * wide * cost.narrow.tokens_per_us <= narrow * cost.wide.tokens_per_us)
+    """1 where decode items take three times as long as tile items, or more: then more of their KV should be under way."""
+    tiled, decoded = int(tiles.tokens[tiles.on_tensor_cores].sum()), int(tiles.tokens[~tiles.on_tensor_cores].sum())
+    return int(3 * tiled * cost.decode.tokens_per_us <= decoded * cost.tile.tokens_per_us)
 
 
 def _number_partials(items: Longs, num_rows: int) -> tuple[Longs, Ints, Ints, int]:

@@ -274,7 +274,7 @@ def _capture_id(stream: int) -> int:
 def _say(q: Tensor, k_pages: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor], key: str) -> Callable[[], str]:
     def say() -> str:
         pages = f"pages {list(k_pages.shape)} strides {list(k_pages.stride())}"
-        plan = f"wide {list(work[1].shape)}, narrow {list(work[2].shape)}, {len(nodes[0])} nodes"
+        plan = f"tile {list(work[1].shape)}, decode {list(work[2].shape)}, {len(nodes[0])} nodes"
         if not torch.cuda.is_current_stream_capturing():
             try:
                 plan += f", counts {work[0].tolist()}"

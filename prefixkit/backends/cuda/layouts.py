@@ -29,10 +29,10 @@ _ATTENTION = define(
     (
         "const int*",
         "counts",
-        "[8] wide items, narrow items, rows, partial rows (0: nothing to merge), 1: wide items head by head, "
-        "1: narrow items are by far the longer part",
+        "[8] tile items, decode items, rows, partial rows (0: nothing to merge), 1: tile items head by head, "
+        "1: decode items are by far the longer part",
     ),
-    ("const int4*", "wide narrow", "[2 * items] see Item"),
+    ("const int4*", "tile_items decode_items", "[2 * items] see Item"),
     ("const int*", "segments", "[segments, 3] node, begin, end"),
     ("const int*", "merge_indptr", "[rows + 1]"),
     ("const int*", "merge_indices"),
@@ -43,7 +43,11 @@ _ATTENTION = define(
     ("float", "scale_log2", "times log2(e)"),
     ("const float*", "parameters", "of the variant"),
     ("int", "reach", "a query at position p sees none before p - reach + 1; 0: it sees all"),
-    ("int", "wide_room narrow_room", "items that the lists can hold: those may be read before counts are known"),
+    (
+        "int",
+        "tile_capacity decode_capacity",
+        "items that the lists can hold: those may be read before counts are known",
+    ),
     ("int", "boxes", "1: pages have 16, 32, 64... slots, so that boxes of 16 rows lie inside them"),
     ("int", "rows", "of q and out; those behind the plan's pad a captured graph's batch"),
 )
@@ -76,17 +80,17 @@ PLAN_TREE = define(
     ("const int*", "length", "visible tokens"),
     ("const int*", "own", "query rows"),
     ("int*", "counts", "the plan: see Attention"),
-    ("int4*", "wide narrow"),
+    ("int4*", "tile_items decode_items"),
     ("int*", "segments merge_indptr merge_indices"),
     ("int*", "scratch"),
-    ("double", "gain_per_token item price_wide price_narrow price_per_row", "of sharing"),
-    ("double", "wide_rate narrow_rate"),
+    ("double", "gain_per_token item price_tile price_decode price_per_row", "of sharing"),
+    ("double", "tile_rate decode_rate"),
     ("unsigned long long", "magic", "ceil(2^32 / many)"),
-    ("int", "node_room wide_room narrow_room segment_room row_room partial_room"),
+    ("int", "node_capacity tile_capacity decode_capacity segment_capacity row_capacity partial_capacity"),
     ("int", "group kv_heads num_sms"),
     ("int", "many", "queries of a full tile"),
     ("int", "shared_ints"),
-    (_ROLE_COST, "cost[2]", "wide, narrow"),
+    (_ROLE_COST, "cost[2]", "tile path, decode path"),
 )
 
 # ---- keys and values ----
@@ -128,11 +132,11 @@ ADVANCE = define(
 
 # Sampling parameters of a row, as the op takes them.
 _C_TYPES = {"f8": "double", "u8": "unsigned long long", "f4": "float", "i4": "int"}
-LAW = define("Law", *((_C_TYPES[RECORD[name].str[1:]], name) for name in RECORD.names or ()))
+SAMPLING_RECORD = define("SamplingRecord", *((_C_TYPES[RECORD[name].str[1:]], name) for name in RECORD.names or ()))
 SAMPLE = define(
     "Sample",
     ("const void*", "logits", "[rows, vocab]"),
-    ("Law*", "laws", "[rows]"),
+    ("SamplingRecord*", "records", "[rows]"),
     (
         "unsigned int*",
         "seen",

@@ -41,7 +41,7 @@ struct Item {
     int q_begin, q_end, partial, seg_begin, seg_end, node, begin, end, causal, head;
 };
 
-// Entry `e` of a walk over the wide list, as load_item numbers them: head after head where the plan says so, so that the keys and values
+// Entry `e` of a walk over the tile list, as load_item numbers them: head after head where the plan says so, so that the keys and values
 // of all heads together do not crowd the L2.
 DEVICE int walk_entry(const Attention& a, int entry) {
     const int items = a.counts[0];

@@ -38,7 +38,7 @@ DEVICE bool number_merges() {
     }
     if (threadIdx.x == 0) p.a.merge_indptr[p.queries] = low_of(total);
     __syncthreads();
-    return total <= u64(p.a.partial_room);
+    return total <= u64(p.a.partial_capacity);
 }
 
 // Items of a dense row go by piece, then by tile; all its tiles but the last have the same pieces.
@@ -110,12 +110,12 @@ DEVICE bool make_items() {
         const bool there = i < p.items;
         Tile x = {};
         Cut c = {};
-        int number = 0, piece = 0, pieces = 1, narrow = 0, rows = 0, units = 0;
+        int number = 0, piece = 0, pieces = 1, decode = 0, rows = 0, units = 0;
         if (there) {
             number = at(ITEM_PIECE)[i] >> PIECE_BITS, piece = at(ITEM_PIECE)[i] & ((1 << PIECE_BITS) - 1);
             x = tile(number);
-            pieces = at(PIECES)[number], narrow = u32(at(TILE_UNITS)[number]) >> 31;
-            const int unit = p.a.cost[narrow].unit;
+            pieces = at(PIECES)[number], decode = u32(at(TILE_UNITS)[number]) >> 31;
+            const int unit = p.a.cost[decode].unit;
             c = cut_of(x, piece, pieces, at(TILE_UNITS)[number] & 0x7fffffff, unit);
             rows = leaves(number) ? x.end - x.begin : 0;
             units = max(1, ceil_div(c.high - c.low, unit));
@@ -126,17 +126,17 @@ DEVICE bool make_items() {
             const int to = p.row_segments + low_of(before);
             at(ITEM_PARTIAL)[i] = at(PART_OF)[at(FIRST_ITEM)[number] + piece] = rows ? high_of(before) : -1;
             at(ITEM_SEGMENT)[i] = pieces > 1 ? to : c.row, at(ITEM_COUNT)[i] = segments;
-            at(ITEM_UNITS)[i] = units | narrow << 31;
-            if (pieces > 1 && to + segments <= p.a.segment_room) write_cut(c, x.node, to);
+            at(ITEM_UNITS)[i] = units | decode << 31;
+            if (pieces > 1 && to + segments <= p.a.segment_capacity) write_cut(c, x.node, to);
         }
 #pragma unroll 1
         for (int role = 0; role < 2; ++role) {
-            const u32 longest = __reduce_max_sync(~0u, there && narrow == role ? units : 0);
+            const u32 longest = __reduce_max_sync(~0u, there && decode == role ? units : 0);
             if (lane_of() == 0 && longest) atomicMax(p.units + role, int(longest));
         }
     }
     __syncthreads();
-    return p.row_segments + low_of(total) <= p.a.segment_room;
+    return p.row_segments + low_of(total) <= p.a.segment_capacity;
 }
 
 // From the end: the own node's pieces, then those of the shared ancestors.
@@ -162,7 +162,7 @@ DEVICE void write_item(int item, int place) {
     const Tile x = tile(at(ITEM_PIECE)[item] >> PIECE_BITS);
     const int segment = at(ITEM_SEGMENT)[item];
     const int* first = p.a.segments + 3 * segment;
-    int4* to = place < p.item_count[0] ? p.a.wide + 2 * place : p.a.narrow + 2 * (place - p.item_count[0]);
+    int4* to = place < p.item_count[0] ? p.a.tile_items + 2 * place : p.a.decode_items + 2 * (place - p.item_count[0]);
     to[0] = make_int4(x.begin, x.end, at(ITEM_PARTIAL)[item], segment);
     to[1] = make_int4(2 * at(ITEM_COUNT)[item] + x.causal, first[0], first[1], first[2]);
 }
@@ -181,8 +181,8 @@ DEVICE void sort_items() {
             const int i = base + lane_of();
             int key = -1;
             if (i < end) {
-                const int packed = at(ITEM_UNITS)[i], narrow = packed < 0, units = packed & 0x7fffffff;
-                key = (narrow + 1) * ORDER_LEVELS - 1 - int(divide(u32(units) * (ORDER_LEVELS - 1), p.units[narrow]));
+                const int packed = at(ITEM_UNITS)[i], decode = packed < 0, units = packed & 0x7fffffff;
+                key = (decode + 1) * ORDER_LEVELS - 1 - int(divide(u32(units) * (ORDER_LEVELS - 1), p.units[decode]));
             }
             const u32 alike = __match_any_sync(~0u, key);
             const int rank = __popc(alike & ((1u << lane_of()) - 1));

@@ -102,7 +102,7 @@ DEVICE bool choose_pieces() {
     const int items = p.item_count[0] + p.item_count[1];
     if (threadIdx.x == 0) {
         p.items = items;
-        if (p.item_count[0] <= p.a.wide_room && p.item_count[1] <= p.a.narrow_room) take(ITEM_PIECE, PART_OF, items);
+        if (p.item_count[0] <= p.a.tile_capacity && p.item_count[1] <= p.a.decode_capacity) take(ITEM_PIECE, PART_OF, items);
     }
     int turn = 0;
     u64 total = 0;
@@ -119,7 +119,7 @@ DEVICE bool choose_pieces() {
     }
     if (threadIdx.x == 0) at(FIRST_ITEM)[p.tiles] = items;
     __syncthreads();
-    return p.item_count[0] <= p.a.wide_room && p.item_count[1] <= p.a.narrow_room;
+    return p.item_count[0] <= p.a.tile_capacity && p.item_count[1] <= p.a.decode_capacity;
 }
 
 }  // namespace prefixkit

@@ -5,7 +5,7 @@
 
 namespace prefixkit {
 
-constexpr int CUTS = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8, NARROW_ROWS = 8;
+constexpr int CUTS = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8, DECODE_ROWS = 8;
 constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
 constexpr int COUNTER_INTS = (WARPS + 1) * 2 * ORDER_LEVELS;
 constexpr int OPEN_END = 0x7fffffff;
@@ -31,7 +31,7 @@ enum NodeArray {
 // Arrays of tiles, queries and items.
 enum Array {
     TILE_OF,                 // 2 * node + causal
-    TILE_UNITS,              // and the top bit: narrow
+    TILE_UNITS,              // and the top bit: decode
     PIECES, FIRST_ITEM,
     QUERY_NODE,
     ITEM_PIECE,              // tile << PIECE_BITS | piece
@@ -48,7 +48,7 @@ struct State {
     int* global;
     int shared_left;
     int nodes, queries, tiles, items, row_segments;
-    u64 tokens[2];           // wide, narrow
+    u64 tokens[2];           // tile, decode
     int longest[2], of[2], units[2], chunk[2], item_count[2];
     u64 time[2][CUTS];
     int extra[2][CUTS];
@@ -64,7 +64,7 @@ DEVICE int* at(Array which) { return p.array[which]; }
 #define PREFIXKIT_PLAN_NODES 2304
 #endif
 constexpr int NODES = PREFIXKIT_PLAN_NODES;
-DEVICE int* at(NodeArray which) { return NODES ? dynamic_shared + which * (NODES + 4) : p.a.scratch + which * (p.a.node_room + 4); }
+DEVICE int* at(NodeArray which) { return NODES ? dynamic_shared + which * (NODES + 4) : p.a.scratch + which * (p.a.node_capacity + 4); }
 
 // Room for some arrays of `count` ints; one thread does it, before the block meets.
 DEVICE void take(int from, int to, int count) {
@@ -80,7 +80,7 @@ DEVICE void take(int from, int to, int count) {
 DEVICE int below(int n) { return at(FIRST_ROW)[at(SUBTREE_END)[n]] - at(FIRST_ROW)[n + 1]; }
 DEVICE int own(int n) { return at(FIRST_ROW)[n + 1] - at(FIRST_ROW)[n]; }
 DEVICE int full_tiles(int queries) { return int(u64(queries) * p.a.magic >> 32); }  // queries / many
-DEVICE bool is_thin(int queries) { return queries * p.a.group <= NARROW_ROWS; }
+DEVICE bool is_thin(int queries) { return queries * p.a.group <= DECODE_ROWS; }
 DEVICE int tiles_of(int queries) { return is_thin(queries) ? queries > 0 : full_tiles(queries + p.a.many - 1); }
 DEVICE int dense_tiles(int n) { return at(SHARED)[n] ? tiles_of(below(n)) : 0; }
 

@@ -16,11 +16,11 @@ namespace prefixkit {
 
 DEVICE void finish(bool fits) {
     if (threadIdx.x) return;
-    // Where many wide items follow each other, or as many of one length, they go head by head.
+    // Where many tile items follow each other, or as many of one length, they go head by head.
     const int items = p.item_count[0];
     const bool alike = 4 * p.tokens[0] >= 3 * u64(p.of[0]) * u64(p.longest[0]) * u64(p.a.cost[0].unit);
     const bool by_head = p.a.kv_heads > 1 && items * p.a.kv_heads > p.a.num_sms && (items >= p.a.num_sms || alike);
-    const bool streams = __dmul_rn(double(3 * p.tokens[0]), p.a.narrow_rate) <= __dmul_rn(double(p.tokens[1]), p.a.wide_rate);
+    const bool streams = __dmul_rn(double(3 * p.tokens[0]), p.a.decode_rate) <= __dmul_rn(double(p.tokens[1]), p.a.tile_rate);
     int4* counts = (int4*)p.a.counts;
     counts[0] = fits ? make_int4(p.item_count[0], p.item_count[1], p.queries, p.a.merge_indptr[p.queries]) : make_int4(0, 0, p.queries, 0);
     counts[1] = make_int4(fits && by_head, fits && streams, 0, !fits);
@@ -37,10 +37,10 @@ DEVICE bool begin(const PlanTree& a) {
         const int taken = NODE_ARRAYS * (NODES ? NODES + 4 : 0);
         p.nodes = nodes;
         p.shared = dynamic_shared + taken, p.shared_left = a.shared_ints - taken;
-        p.global = a.scratch + (NODES ? 0 : NODE_ARRAYS * (a.node_room + 4));
+        p.global = a.scratch + (NODES ? 0 : NODE_ARRAYS * (a.node_capacity + 4));
     }
     __syncthreads();
-    return nodes <= a.node_room;
+    return nodes <= a.node_capacity;
 }
 
 __global__ void __launch_bounds__(THREADS, 1) plan_tree(const __grid_constant__ PlanTree a) {

@@ -1,7 +1,7 @@
 // Attention of many query rows to shared KV on Hopper: the matrix path.
 //
 // shapes     an item has up to 128 rows, (query, head of the group) pairs of one KV head, and any KV.
-// tiling     two warpgroups of 64 rows share units of 64 tokens, which two warps load (wide_load_sm90.cuh).  Q lives in registers:
+// tiling     two warpgroups of 64 rows share units of 64 tokens, which two warps load (tile_load.cuh).  Q lives in registers:
 //            with Q in shared memory, wgmma would read its 2 KB again with every 2 KB of K, more than shared memory gives.  S = Q K^T,
 //            P stays in registers.  Each warpgroup issues Q K^T of a unit before P V of the last, and what it needs for the next unit it
 //            looks up meanwhile; the exponents of one hide behind the products of the other, without taking turns.
@@ -11,13 +11,13 @@
 // limits     D 64 or 128; items of at most 64 rows leave the second warpgroup idle.
 #pragma once
 #include "attention/sm90/wgmma.cuh"
-#include "attention/sm90/wide_rows.cuh"
+#include "attention/sm90/tile_rows.cuh"
 
 namespace prefixkit {
 
 constexpr int TILE = 128;                        // rows: two warpgroups of 64
 
-DEVICE void scores(WideState& w, u32 tile) {
+DEVICE void scores(TileState& w, u32 tile) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) wgmma_rows(w.s, w.q + 4 * i, tile + (i / 4) * (UNIT * 8) + (i % 4) * 2, i != 0);
@@ -25,7 +25,7 @@ DEVICE void scores(WideState& w, u32 tile) {
 }
 
 // Outputs, and the sums of the weights that they are made of: a column of ones beside V.
-DEVICE void add_values(WideState& w, u32 tile, u32 ones) {
+DEVICE void add_values(TileState& w, u32 tile, u32 ones) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < UNIT / 16; ++i) {
@@ -49,7 +49,7 @@ DEVICE void write_ones(u32 at) {
 
 // The common case: no mask, no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was too
 // large: then the scores are lost, and nothing else has changed.
-DEVICE bool exponentials_at_once(const Attention& a, WideState& w) {
+DEVICE bool exponentials_at_once(const Attention& a, TileState& w) {
     float sum[2] = {};
 #pragma unroll
     for (int i = 0; i < UNIT / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]), sum[i >> 1 & 1] += w.s[i];
@@ -59,7 +59,7 @@ DEVICE bool exponentials_at_once(const Attention& a, WideState& w) {
 }
 
 // The scores that were lost, by each warp for itself: its operands of wgmma are those of mma too.
-DEVICE void scores_again(WideState& w, u32 k) {
+DEVICE void scores_again(TileState& w, u32 k) {
     const int lane = lane_anew();
 #pragma unroll
     for (int j = 0; j < UNIT / 8; ++j) {
@@ -77,7 +77,7 @@ DEVICE void scores_again(WideState& w, u32 k) {
 }
 
 // Any case.  Returns whether the base rose, the same in all lanes of a warp; then `shrink` holds the factors for outputs.
-DEVICE bool exponentials(const Attention& a, const UnitInfo& c, const WideItem& item, int row0, WideState& w, float (&shrink)[2]) {
+DEVICE bool exponentials(const Attention& a, const UnitInfo& c, const TileItem& item, int row0, TileState& w, float (&shrink)[2]) {
     const int column = 2 * (threadIdx.x & 3), group = group_of(a);
     if (MODIFIED || (c.flags & COMPARE)) {
         int head[2], q_position[2];
@@ -120,7 +120,7 @@ DEVICE bool exponentials(const Attention& a, const UnitInfo& c, const WideItem& 
     return rose;
 }
 
-DEVICE void pack_exponentials(WideState& w) {
+DEVICE void pack_exponentials(TileState& w) {
 #pragma unroll
     for (int i = 0; i < UNIT / 4; ++i) w.p[i] = pack(w.s[2 * i], w.s[2 * i + 1]);
 }
@@ -129,18 +129,18 @@ DEVICE void pack_exponentials(WideState& w) {
 struct Place {
     u32 stage = 0, phase = 0;
     u32 before = 0;          // the stage of the unit before
-    DEVICE void next(const WideShared& s) {
+    DEVICE void next(const TileShared& s) {
         before = stage;
         if (++stage == s.stages) stage = 0, phase ^= 1;
     }
 };
 
-DEVICE u32 keys_at(const WideShared& s, u32 stage) { return descriptor(s.k, 16) + stage * (UNIT_BYTES / 16); }
-DEVICE u32 values_at(const WideShared& s, u32 stage) { return descriptor(s.v, UNIT * 128) + stage * (UNIT_BYTES / 16); }
-DEVICE void wait_unit(const WideShared& s, const Place& at) { barrier_wait(s.full + 8 * at.stage, at.phase); }
-DEVICE int unit_flags(const WideShared& s, const Place& at) { return uniform(load_shared_int(s.units + 16 * at.stage)); }
+DEVICE u32 keys_at(const TileShared& s, u32 stage) { return descriptor(s.k, 16) + stage * (UNIT_BYTES / 16); }
+DEVICE u32 values_at(const TileShared& s, u32 stage) { return descriptor(s.v, UNIT * 128) + stage * (UNIT_BYTES / 16); }
+DEVICE void wait_unit(const TileShared& s, const Place& at) { barrier_wait(s.full + 8 * at.stage, at.phase); }
+DEVICE int unit_flags(const TileShared& s, const Place& at) { return uniform(load_shared_int(s.units + 16 * at.stage)); }
 
-DEVICE UnitInfo read_unit(const WideShared& s, const Place& at) {
+DEVICE UnitInfo read_unit(const TileShared& s, const Place& at) {
     const int4 x = load_shared_int4(s.units + 16 * at.stage);
     return {x.x, x.y, x.z, x.w};
 }
@@ -149,7 +149,7 @@ DEVICE UnitInfo read_unit(const WideShared& s, const Place& at) {
 DEVICE void free_stage(u32 empty, u32 stage) { barrier_arrive_warp(empty + 8 * stage); }
 
 // An item with no rows for this warpgroup: only keeps the count.
-DEVICE void wide_skip(const WideShared& s, Place& at) {
+DEVICE void tile_skip(const TileShared& s, Place& at) {
     for (bool last = false; !last; at.next(s)) {
         wait_unit(s, at);
         last = unit_flags(s, at) & LAST;
@@ -161,7 +161,7 @@ DEVICE void wide_skip(const WideShared& s, Place& at) {
 // The row of a thread's first scores; it has those of 8 rows further too.
 DEVICE int first_row(int half) { return 64 * half + 16 * (threadIdx.x >> 5 & 3) + (threadIdx.x & 31) / 4; }
 
-DEVICE WideItem read_item(const WideShared& s, int place) {
+DEVICE TileItem read_item(const TileShared& s, int place) {
     const int4 x = load_shared_int4(s.items + 16 * place);
     return {x.x, x.y, x.z, x.w};
 }
@@ -172,7 +172,7 @@ struct Coming {
     int flags;
     bool there;
 };
-DEVICE Coming look_ahead(const WideShared& s, const Place& at) {
+DEVICE Coming look_ahead(const TileShared& s, const Place& at) {
     Place next = at;
     next.next(s);
     Coming c;
@@ -185,13 +185,13 @@ DEVICE Coming look_ahead(const WideShared& s, const Place& at) {
 // Tensor cores cut their sums off where a float32 ends, always towards zero: weights, all of one sign, lose 5e-4 in 134,000 tokens, and
 // values a quarter of that.  So what weights there are is added to the rest of them every so often, rounded to nearest.
 constexpr int BRING_OVER = 32;                   // units
-DEVICE void bring_over(WideState& w) {
+DEVICE void bring_over(TileState& w) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) w.rest[i] += w.weight[2 * i], w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
 }
 
 // When the values of the unit before have been added: their stage is free, and weights can be replaced.
-DEVICE void finish_values(const WideShared& s, WideState& w, const Place& at, bool any = true) {
+DEVICE void finish_values(const TileShared& s, TileState& w, const Place& at, bool any = true) {
     wgmma_wait<0>();
     pin(w.o), pin(w.weight);
     if (any) free_stage(s.v_empty, at.before);
@@ -206,18 +206,18 @@ struct Items {
     bool asked = false;
 
     DEVICE int place() const { return number & 1; }
-    DEVICE void begin(const WideShared& s) {
+    DEVICE void begin(const TileShared& s) {
         if (!asked) barrier_wait(s.item_full + 8 * place(), number >> 1 & 1);
         rows = uniform(load_shared_int(s.items + 16 * place() + 4));
     }
-    DEVICE void ask(const WideShared& s) {
+    DEVICE void ask(const TileShared& s) {
         asked = barrier_ended(s.item_full + 8 * (place() ^ 1), number + 1 >> 1 & 1);
         if (asked) next = uniform(load_shared_int(s.items + 16 * (place() ^ 1) + 4));
     }
 };
 
 // The item is read again where it is needed: registers are short.
-DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Place& at, int half, Items& items) {
+DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Place& at, int half, Items& items) {
     const int place = items.place();
     int units = 0;                            // since weights were brought over
     float shrink[2];
@@ -267,14 +267,14 @@ DEVICE void wide_item(const Attention& a, const WideShared& s, WideState& w, Pla
     items.ask(s);
     if (items.asked && 64 * half < items.next) read_queries(a, read_item(s, place ^ 1), w, first_row(half));
     finish_values(s, w, at);
-    const WideItem item = read_item(s, place);
+    const TileItem item = read_item(s, place);
     free_stage(s.item_empty, place);
-    wide_finish(a, item, w, first_row(half));
+    tile_finish(a, item, w, first_row(half));
 }
 
 // One warpgroup: rows 64 `half`... of every item of this block.
-DEVICE void wide_role(const Attention& a, const WideShared& s, int half) {
-    WideState w;
+DEVICE void tile_role(const Attention& a, const TileShared& s, int half) {
+    TileState w;
     Place at;
     for (Items items;; ++items.number) {
         const bool asked = items.asked;
@@ -282,10 +282,10 @@ DEVICE void wide_role(const Attention& a, const WideShared& s, int half) {
         if (items.rows == 0) break;
         if (64 * half < items.rows) {
             if (!asked) read_queries(a, read_item(s, items.place()), w, first_row(half));
-            wide_begin(w);
-            wide_item(a, s, w, at, half, items);
+            tile_begin(w);
+            tile_item(a, s, w, at, half, items);
         } else {
-            wide_skip(s, at);
+            tile_skip(s, at);
             free_stage(s.item_empty, items.place());
             items.asked = false;
         }

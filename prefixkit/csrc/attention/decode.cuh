@@ -25,7 +25,7 @@ struct Chunk {  // what the computing side must know of a chunk; 32 bytes
 enum { FIRST = 1, LAST = 2, CAUSAL = 4, STOP = 8 };
 
 
-constexpr int BATCH = 8, NARROW_WARPS = 4;
+constexpr int BATCH = 8, DECODE_WARPS = 4;
 
 struct Resolved {  // an item and its first segment
     int q_begin, partial;
@@ -41,11 +41,11 @@ struct Resolved {  // an item and its first segment
 constexpr int RESOLVED_BYTES = 52;
 static_assert(sizeof(Resolved) == RESOLVED_BYTES, "what a launch reserves");
 
-// Entry `entry` of the narrow list, or STOP behind its end.
+// Entry `entry` of the decode list, or STOP behind its end.
 DEVICE Resolved resolve_item(const Attention& a, int entry) {
     Resolved r = {};
     r.flags = STOP;
-    const Item item = load_item(a.narrow, entry, a.kv_heads, a.narrow_room);  // does not wait for counts
+    const Item item = load_item(a.decode_items, entry, a.kv_heads, a.decode_capacity);  // does not wait for counts
     if (entry >= a.counts[1] * a.kv_heads) return r;
     r.q_begin = item.q_begin, r.partial = item.partial;
     r.rows_head = u32((item.q_end - item.q_begin) * group_of(a)) | u32(item.head) << 8;
@@ -64,7 +64,7 @@ DEVICE Resolved resolve_item(const Attention& a, int entry) {
 }
 
 // The state of up to 8 rows; a lane holds columns (rows of the item) 2 (lane % 4) and + 1, and dims lane / 4 (+ 8) of each 16.
-struct NarrowState {
+struct DecodeState {
     u32 q[D / 16][2];
     float o[D / 16][4];
     float base[2], sum[2], weight[2];
@@ -72,7 +72,7 @@ struct NarrowState {
 };
 
 // An item's queries, early: registers for them are free once the last item's scores are there.
-DEVICE void narrow_queries(const Attention& a, const Chunk& c, NarrowState& s) {
+DEVICE void decode_queries(const Attention& a, const Chunk& c, DecodeState& s) {
     const int lane = lane_anew(), group = group_of(a);
     const int n = lane / 4, query = divide_small(n, group);
     const u16* q = a.q + ((long long)(c.q_begin + query) * a.heads + c.head * group + n - query * group) * D + 2 * (lane & 3);
@@ -83,7 +83,7 @@ DEVICE void narrow_queries(const Attention& a, const Chunk& c, NarrowState& s) {
     }
 }
 
-DEVICE void narrow_begin(const Attention& a, const Chunk& c, NarrowState& s) {
+DEVICE void decode_begin(const Attention& a, const Chunk& c, DecodeState& s) {
     const int lane = lane_anew(), group = group_of(a);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
@@ -114,9 +114,9 @@ DEVICE void clear_absent(u32 values, int low, int high) {
     __syncwarp();
 }
 
-DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u32 stage) {
+DEVICE void decode_compute(const Attention& a, const Chunk& c, DecodeState& s, u32 stage) {
     const int lane = lane_anew();
-    float dot[4][4] = {};  // on Hopper, products that wait for each other would each wait for the wide warps' too
+    float dot[4][4] = {};  // on Hopper, products that wait for each other would each wait for the tile warps' too
     const int k_row = lane & 15, k_column = lane >> 4;
     const u32 k_base = stage + k_row * 128, k_turn = ((k_column ^ k_row) & 7) << 4;
 #pragma unroll
@@ -143,7 +143,7 @@ DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u
         if (flags & CAUSAL) visible = visible && position <= s.position[i & 1];
         x[i] = exponent((dot[0][i] + dot[1][i]) + (dot[2][i] + dot[3][i]), a.scale, visible, s.position[i & 1], position, s.q_head[i & 1], a.parameters);
     }
-    // The base rises only when a score passes it by more than HEADROOM; see wide_sm90.cuh.
+    // The base rises only when a score passes it by more than HEADROOM; see tile.cuh.
     float top[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
     if (__any_sync(~0u, top[0] > s.base[0] + HEADROOM || top[1] > s.base[1] + HEADROOM)) {
 #pragma unroll
@@ -179,7 +179,7 @@ DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u
     }
 }
 
-DEVICE void narrow_finish(const Attention& a, const Chunk& c, NarrowState& s) {
+DEVICE void decode_finish(const Attention& a, const Chunk& c, DecodeState& s) {
     const int lane = lane_anew(), group = group_of(a);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

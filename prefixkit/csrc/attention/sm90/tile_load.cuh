@@ -4,17 +4,17 @@
 // tiling     one warp loads K, one V.  A complete group inside a page is one box of the copy engine for every 64 columns, all of a unit
 //            asked for by one lane; groups that a segment cuts, and pages that hold no groups, come row by row, zeros where there
 //            is no token.
-// cost       one instruction per 2 KB; the ring holds at most WIDE_STAGES units of K and as many of V.
+// cost       one instruction per 2 KB; the ring holds at most TILE_STAGES units of K and as many of V.
 #pragma once
-#include "attention/sm90/boxes.cuh"
-#include "attention/narrow.cuh"
+#include "attention/sm90/tma.cuh"
+#include "attention/decode.cuh"
 
 namespace prefixkit {
 
 constexpr int UNIT = 64;                         // tokens
 constexpr int UNIT_BYTES = UNIT * COLUMNS * 128;
 constexpr int UNIT_GROUPS = UNIT / GROUP;
-constexpr int WIDE_STAGES = 4;                   // at most
+constexpr int TILE_STAGES = 4;                   // at most
 constexpr int MULTIPLIERS = 8;                   // warps that multiply; each frees a stage by itself
 
 struct UnitInfo {  // what the multiplying side must know of a unit; 16 bytes
@@ -24,7 +24,7 @@ struct UnitInfo {  // what the multiplying side must know of a unit; 16 bytes
 };
 enum { COMPARE = 16 };
 
-struct WideShared {
+struct TileShared {
     u32 k, v;                                    // rings
     u32 stages;                                  // of each
     u32 full, k_empty, v_empty;                  // barriers of the stages, 8 bytes apart; a unit is there with both K and V
@@ -33,17 +33,17 @@ struct WideShared {
     u32 units;                                   // UnitInfo for each stage of K
     u32 ones;                                    // descriptor of 8 rows of 8 ones
 };
-constexpr int WIDE_BARRIERS = 3 * WIDE_STAGES + 4;
+constexpr int TILE_BARRIERS = 3 * TILE_STAGES + 4;
 
-DEVICE void wide_barriers(const WideShared& s) {
-    for (int i = 0; i < WIDE_STAGES; ++i) {
+DEVICE void tile_barriers(const TileShared& s) {
+    for (int i = 0; i < TILE_STAGES; ++i) {
         barrier_init(s.full + 8 * i, 2), barrier_init(s.k_empty + 8 * i, MULTIPLIERS), barrier_init(s.v_empty + 8 * i, MULTIPLIERS);
     }
     for (int i = 0; i < 2; ++i) barrier_init(s.item_full + 8 * i, 1), barrier_init(s.item_empty + 8 * i, MULTIPLIERS);
 }
 
 // The next item, or the end (no rows), to the multiplying side.
-DEVICE void hand_over(const WideShared& s, int items, int q_begin, int rows, int partial, int head) {
+DEVICE void hand_over(const TileShared& s, int items, int q_begin, int rows, int partial, int head) {
     const int place = items & 1;
     barrier_wait(s.item_empty + 8 * place, (items >> 1 & 1) ^ 1);
     if (lane_anew() == 0) {
@@ -118,18 +118,18 @@ DEVICE void row_groups(const Attention& a, const TensorMap* map, const Ring& rin
 }
 
 // A loading warp, of K (and of what the multiplying side must know) or of V: every unit of this block's items.
-DEVICE void wide_load(const Attention& a, const WideShared& s, bool is_v) {
+DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
     const int entries = a.counts[0] * a.kv_heads;
     Ring ring;
-    ring.stages = s.stages, ring.data = is_v ? s.v : s.k, ring.full = s.full, ring.empty = s.k_empty + is_v * (8 * WIDE_STAGES);
+    ring.stages = s.stages, ring.data = is_v ? s.v : s.k, ring.full = s.full, ring.empty = s.k_empty + is_v * (8 * TILE_STAGES);
     const u64 policy = policy_keep();
     int items = 0;
     for (int round = 0; round == 0 || round * int(gridDim.x) < entries; ++round) {  // the first item comes while counts do
         const int entry = entry_of(round, blockIdx.x, gridDim.x);
-        Item item = load_item(a.wide, entry, a.kv_heads, a.wide_room);
+        Item item = load_item(a.tile_items, entry, a.kv_heads, a.tile_capacity);
         if (entry >= entries) continue;
         const int walked = walk_entry(a, entry);
-        if (walked != entry) item = load_item(a.wide, walked, a.kv_heads, a.wide_room);
+        if (walked != entry) item = load_item(a.tile_items, walked, a.kv_heads, a.tile_capacity);
         const Sight sight = sight_of(a, item.causal, first_position(a, item), item.causal ? int(a.q_positions[item.q_end - 1]) : 0);
         const int all_see = item.causal ? int(a.q_positions[item.q_begin]) : 0x7fffffff;  // up to this position
         Span span = load_span(a, item.node, item.begin, item.end, sight);

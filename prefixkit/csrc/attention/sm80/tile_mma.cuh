@@ -7,7 +7,7 @@
 // cost       4 D flops per row and token; of shared memory 512 bytes for 4 matrix instructions (2 where a tile has 64 rows).
 // limits     head sizes that 16 divides, up to 256: above 128 a tile has 64 rows, for registers are short.
 #pragma once
-#include "attention/sm80/wide_queue.cuh"
+#include "attention/sm80/tile_queue.cuh"
 
 namespace prefixkit {
 
@@ -28,7 +28,7 @@ template <int ROWS> DEVICE void copy_whole(u32 to, const u16* from, long long st
 }
 
 // This warp's part of a unit's keys, or values: tokens [low, high), the others zero.
-DEVICE void wide_copy(const Attention& a, const WideUnit& unit, const u16* base, u32 tile, bool values) {
+DEVICE void tile_copy(const Attention& a, const TileUnit& unit, const u16* base, u32 tile, bool values) {
     const int warp = threadIdx.x >> 5, part = warp % PARTS;
     // With fewer groups than warps, some copy keys and the others values.
     const bool mine = PARTS == BLOCK_WARPS || warp / PARTS % 2 == values;
@@ -47,7 +47,7 @@ DEVICE void wide_copy(const Attention& a, const WideUnit& unit, const u16* base,
 }
 
 // Query rows and their positions; rows that the item lacks keep what was there, and nobody reads their results.
-DEVICE void wide_queries(const Attention& a, const WideUnit& item, const WideShared& s) {
+DEVICE void tile_queries(const Attention& a, const TileUnit& item, const TileShared& s) {
     const int group = group_of(a), rows = item.rows(), row0 = item.row0(), head = item.head() * group;
 #pragma unroll 4
     for (int piece = threadIdx.x; piece < rows * ROW_CHUNKS; piece += 32 * BLOCK_WARPS) {
@@ -63,7 +63,7 @@ DEVICE void wide_queries(const Attention& a, const WideUnit& item, const WideSha
 // ---- computing ----
 
 // A lane has rows lane / 4 (+ 8) of its warp's 16 in each stripe, and columns 2 (lane % 4) (+ 1) of every 8.
-struct WideState {
+struct TileState {
     u32 p[STRIPES][UNIT / 16][4];                // probabilities, rounded, as operand
     float o[STRIPES][D / 8][4];
     float top[STRIPES][2], sum[STRIPES][2];      // `sum` over this lane's columns
@@ -73,7 +73,7 @@ struct WideState {
 using Scores = float[STRIPES][UNIT / 8][4];
 
 // `S`: stripes that have rows.
-template <int S> DEVICE void wide_scores(Scores& x, u32 q, u32 k) {
+template <int S> DEVICE void tile_scores(Scores& x, u32 q, u32 k) {
     const int lane = lane_anew();
     const int q_row = 16 * (threadIdx.x >> 5) + (lane & 15), k_row = (lane & 7) + (lane >> 4) * 8;
     const u32 q_base = q + q_row * 128, q_turn = (((lane >> 4) ^ q_row) & 7) << 4;
@@ -99,7 +99,7 @@ template <int S> DEVICE void wide_scores(Scores& x, u32 q, u32 k) {
     }
 }
 
-template <int S> DEVICE void wide_values(WideState& w, u32 v) {
+template <int S> DEVICE void tile_values(TileState& w, u32 v) {
     const int lane = lane_anew(), v_row = lane & 15;
     const u32 v_base = v + v_row * 128, v_turn = (((lane >> 4) ^ v_row) & 7) << 4;
     bool changed = false;
@@ -131,7 +131,7 @@ DEVICE int stripe_row(int stripe, int half) { return 64 * stripe + 16 * (threadI
 
 // Scores to exponents of 2, -inf where hidden.
 template <int S>
-DEVICE void wide_exponents(const Attention& a, const WideUnit& unit, const int* positions, Scores& x) {
+DEVICE void tile_exponents(const Attention& a, const TileUnit& unit, const int* positions, Scores& x) {
     const int column = 2 * (lane_anew() & 3), group = group_of(a);
     const int low = unit.low(), high = unit.high(), position = unit.position, rows = unit.rows(), row0 = unit.row0();
     const int first_head = unit.head() * group;
@@ -155,7 +155,7 @@ DEVICE void wide_exponents(const Attention& a, const WideUnit& unit, const int* 
 }
 
 // Exponents, or plain scores, to probabilities relative to the largest so far; says what older outputs shrink by.
-template <bool PLAIN, int S> DEVICE void wide_softmax(float scale, WideState& w, Scores& x) {
+template <bool PLAIN, int S> DEVICE void tile_softmax(float scale, TileState& w, Scores& x) {
     const float factor = PLAIN ? scale * LOG2E : 1.f;
 #pragma unroll
     for (int s = 0; s < S; ++s)
@@ -181,18 +181,18 @@ template <bool PLAIN, int S> DEVICE void wide_softmax(float scale, WideState& w,
         }
 }
 
-template <int S> DEVICE void wide_keys(const Attention& a, const WideUnit& unit, const WideShared& s, WideState& w, u32 k) {
+template <int S> DEVICE void tile_keys(const Attention& a, const TileUnit& unit, const TileShared& s, TileState& w, u32 k) {
     Scores x;
-    wide_scores<S>(x, s.q, k);
+    tile_scores<S>(x, s.q, k);
     if (MODIFIED || (unit.flags() & CAUSAL) || unit.low() > 0 || unit.high() < UNIT) {
-        wide_exponents<S>(a, unit, s.positions, x);
-        wide_softmax<false, S>(a.scale, w, x);
+        tile_exponents<S>(a, unit, s.positions, x);
+        tile_softmax<false, S>(a.scale, w, x);
     } else {
-        wide_softmax<true, S>(a.scale, w, x);
+        tile_softmax<true, S>(a.scale, w, x);
     }
 }
 
-DEVICE void wide_begin(WideState& w) {
+DEVICE void tile_begin(TileState& w) {
 #pragma unroll
     for (int s = 0; s < STRIPES; ++s) {
         w.top[s][0] = w.top[s][1] = MINUS_INFINITY, w.sum[s][0] = w.sum[s][1] = 0.f;
@@ -201,7 +201,7 @@ DEVICE void wide_begin(WideState& w) {
     }
 }
 
-DEVICE void wide_finish(const Attention& a, const WideUnit& item, WideState& w) {
+DEVICE void tile_finish(const Attention& a, const TileUnit& item, TileState& w) {
     const int group = group_of(a), rows = item.rows(), row0 = item.row0(), column = 2 * (lane_anew() & 3);
 #pragma unroll
     for (int s = 0; s < STRIPES; ++s)
@@ -234,9 +234,9 @@ DEVICE void wide_finish(const Attention& a, const WideUnit& item, WideState& w) 
         }
 }
 
-// The block's whole share of the wide list.  A step waits for its tile of the ring, sends for the tile that takes the place of the
+// The block's whole share of the tile list.  A step waits for its tile of the ring, sends for the tile that takes the place of the
 // one before, and computes.
-DEVICE void wide_role(const Attention& a, const WideShared& s) {
+DEVICE void tile_role(const Attention& a, const TileShared& s) {
     const int warp = threadIdx.x >> 5, first_row = 16 * warp;
     if (int(blockIdx.x) >= a.counts[0] * a.kv_heads * slices_of(a)) return;
     int filled = 0, at = 0, to = 0;              // units in the queue; tiles of the ring to compute and to fill
@@ -248,30 +248,30 @@ DEVICE void wide_role(const Attention& a, const WideShared& s) {
     }
     __syncthreads();
     for (int unit = 0; unit < AHEAD; ++unit) {
-        wide_copy(a, s.units[unit], a.k, s.ring + to++ * SLOT_BYTES, false);
-        wide_copy(a, s.units[unit], a.v, s.ring + to++ * SLOT_BYTES, true);
+        tile_copy(a, s.units[unit], a.k, s.ring + to++ * SLOT_BYTES, false);
+        tile_copy(a, s.units[unit], a.v, s.ring + to++ * SLOT_BYTES, true);
     }
-    WideState w = {};  // else the compiler keeps registers for it outside of this role
+    TileState w = {};  // else the compiler keeps registers for it outside of this role
     for (int number = 0;; ++number) {
-        const WideUnit& unit = s.units[number % QUEUE];
-        const WideUnit& later = s.units[(number + AHEAD) % QUEUE];
+        const TileUnit& unit = s.units[number % QUEUE];
+        const TileUnit& later = s.units[(number + AHEAD) % QUEUE];
         copy_wait<SLOTS - 2>();
         __syncthreads();
-        wide_copy(a, later, a.k, s.ring + to * SLOT_BYTES, false);
+        tile_copy(a, later, a.k, s.ring + to * SLOT_BYTES, false);
         to = to + 1 == SLOTS ? 0 : to + 1;
         if (unit.flags() & STOP) break;
         if (unit.flags() & FIRST) {
-            wide_queries(a, unit, s);
-            wide_begin(w);
+            tile_queries(a, unit, s);
+            tile_begin(w);
             __syncthreads();
         }
         u32 tile = s.ring + at * SLOT_BYTES;
-        if (STRIPES > 1 && first_row + 64 < unit.rows()) wide_keys<STRIPES>(a, unit, s, w, tile);
-        else if (first_row < unit.rows()) wide_keys<1>(a, unit, s, w, tile);
+        if (STRIPES > 1 && first_row + 64 < unit.rows()) tile_keys<STRIPES>(a, unit, s, w, tile);
+        else if (first_row < unit.rows()) tile_keys<1>(a, unit, s, w, tile);
         at = at + 1 == SLOTS ? 0 : at + 1;
         copy_wait<SLOTS - 2>();
         __syncthreads();
-        wide_copy(a, later, a.v, s.ring + to * SLOT_BYTES, true);
+        tile_copy(a, later, a.v, s.ring + to * SLOT_BYTES, true);
         to = to + 1 == SLOTS ? 0 : to + 1;
         const int need = number + AHEAD + 1;
         if (warp == 0 && filled <= need) {       // room: the units before this one are done
@@ -280,10 +280,10 @@ DEVICE void wide_role(const Attention& a, const WideShared& s) {
             filled = refill.w.filled;
         }
         tile = s.ring + at * SLOT_BYTES;
-        if (STRIPES > 1 && first_row + 64 < unit.rows()) wide_values<STRIPES>(w, tile);
-        else if (first_row < unit.rows()) wide_values<1>(w, tile);
+        if (STRIPES > 1 && first_row + 64 < unit.rows()) tile_values<STRIPES>(w, tile);
+        else if (first_row < unit.rows()) tile_values<1>(w, tile);
         at = at + 1 == SLOTS ? 0 : at + 1;
-        if ((unit.flags() & LAST) && first_row < unit.rows()) wide_finish(a, unit, w);
+        if ((unit.flags() & LAST) && first_row < unit.rows()) tile_finish(a, unit, w);
     }
     copy_wait<0>();
     __syncthreads();

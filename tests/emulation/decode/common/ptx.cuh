@@ -1,4 +1,4 @@
-// Hopper's narrow path on the CPU: shared memory as an array, barriers, products of a warp, and a copy engine whose boxes land in any order.  Takes the
+// Hopper's decode path on the CPU: shared memory as an array, barriers, products of a warp, and a copy engine whose boxes land in any order.  Takes the
 // place of csrc/common/ptx.cuh.
 #pragma once
 #define EMULATED_THREADS 192

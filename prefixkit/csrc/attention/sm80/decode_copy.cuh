@@ -2,15 +2,15 @@
 //
 // limits     rows of any page size and stride; each row's page is looked up by one lane.
 #pragma once
-#include "attention/narrow.cuh"
+#include "attention/decode.cuh"
 
 namespace prefixkit {
 
-#ifndef PREFIXKIT_NARROW_FIRST
-#define PREFIXKIT_NARROW_FIRST 0  // the first of a block's narrow warps
+#ifndef PREFIXKIT_DECODE_FIRST
+#define PREFIXKIT_DECODE_FIRST 0  // the first of a block's decode warps
 #endif
 // Neighbours in the list go to different blocks.
-DEVICE int narrow_worker() { return ((threadIdx.x >> 5) - PREFIXKIT_NARROW_FIRST) * gridDim.x + blockIdx.x; }
+DEVICE int decode_worker() { return ((threadIdx.x >> 5) - PREFIXKIT_DECODE_FIRST) * gridDim.x + blockIdx.x; }
 
 // Walks a worker's list and issues its loads.  BATCH items are resolved at once, one by each lane, into shared memory: each is
 // a chain of dependent reads.
@@ -28,7 +28,7 @@ struct Loader {
     DEVICE void resolve() {
         const int lane = lane_anew();
         __syncwarp();
-        if (lane < BATCH) batch[lane] = resolve_item(a, entry_of(taken + lane, narrow_worker(), NARROW_WARPS * gridDim.x));
+        if (lane < BATCH) batch[lane] = resolve_item(a, entry_of(taken + lane, decode_worker(), DECODE_WARPS * gridDim.x));
         __syncwarp();
     }
 
@@ -112,11 +112,11 @@ DEVICE void ring_wait(int pending) {
     }
 }
 
-// A warp's whole share of the narrow list, through a ring of `stages`: 3 or 6.
-DEVICE void narrow_role(const Attention& a, u32 ring, int stages, Chunk* infos, Resolved* batch) {
-    if (narrow_worker() >= a.counts[1] * a.kv_heads) return;
+// A warp's whole share of the decode list, through a ring of `stages`: 3 or 6.
+DEVICE void decode_role(const Attention& a, u32 ring, int stages, Chunk* infos, Resolved* batch) {
+    if (decode_worker() >= a.counts[1] * a.kv_heads) return;
     Loader loader(a, batch);
-    NarrowState state = {};  // else the compiler keeps registers for it outside of this role
+    DecodeState state = {};  // else the compiler keeps registers for it outside of this role
     for (int i = 0; i < stages; ++i) loader.issue(ring + i * STAGE_BYTES, infos + i);
     for (int stage = 0;;) {
         ring_wait(stages - 1);
@@ -124,9 +124,9 @@ DEVICE void narrow_role(const Attention& a, u32 ring, int stages, Chunk* infos, 
         const Chunk& c = infos[stage];  // read from shared memory where needed: registers are short
         const int flags = c.flags;
         if (flags & STOP) break;
-        if (flags & FIRST) narrow_queries(a, c, state), narrow_begin(a, c, state);
-        narrow_compute(a, c, state, ring + stage * STAGE_BYTES);
-        if (flags & LAST) narrow_finish(a, c, state);
+        if (flags & FIRST) decode_queries(a, c, state), decode_begin(a, c, state);
+        decode_compute(a, c, state, ring + stage * STAGE_BYTES);
+        if (flags & LAST) decode_finish(a, c, state);
         __syncwarp();
         loader.issue(ring + stage * STAGE_BYTES, infos + stage);
         if (++stage == stages) stage = 0;

@@ -5,24 +5,24 @@
 //            rings run in step.
 // cost       no instruction of the computing warps; 2 boxes, or 64 where pages hold no groups of 16.
 #pragma once
-#include "attention/sm90/boxes.cuh"
-#include "attention/narrow.cuh"
+#include "attention/sm90/tma.cuh"
+#include "attention/decode.cuh"
 
 namespace prefixkit {
 
 constexpr int RING_STAGES = D <= 64 ? 6 : 5;     // at most
 
-struct NarrowShared {
+struct DecodeShared {
     u32 rings;                  // of the computing warps, one after the other
     int stages;                 // of each ring
     u32 full, empty;            // barriers of the first warp's stages, 8 bytes apart; RING_STAGES for each warp
     Chunk* chunks;              // one for each stage; RING_STAGES for each warp
     Resolved* batches;          // BATCH for each warp
 };
-constexpr int NARROW_BARRIERS = 2 * NARROW_WARPS * RING_STAGES;
+constexpr int DECODE_BARRIERS = 2 * DECODE_WARPS * RING_STAGES;
 
-DEVICE void narrow_barriers(const NarrowShared& s) {
-    for (int i = 0; i < NARROW_WARPS * RING_STAGES; ++i) barrier_init(s.full + 8 * i, 1), barrier_init(s.empty + 8 * i, 32);
+DEVICE void decode_barriers(const DecodeShared& s) {
+    for (int i = 0; i < DECODE_WARPS * RING_STAGES; ++i) barrier_init(s.full + 8 * i, 1), barrier_init(s.empty + 8 * i, 32);
 }
 
 // Walks one worker's list; the 16 lanes of a half-warp hold the same state.
@@ -39,22 +39,22 @@ struct BoxLoader {
     Span span;
     int page = 0;                   // of the next chunk
 
-    DEVICE BoxLoader(const Attention& a, const NarrowShared& s, int pair) : a(a) {
+    DEVICE BoxLoader(const Attention& a, const DecodeShared& s, int pair) : a(a) {
         const int half = lane_anew() >> 4, mine = 2 * pair + half;
         lane = lane_anew() & 15, mask = 0xffffu << 16 * half;
         batch = s.batches + mine * BATCH, chunks = s.chunks + mine * RING_STAGES, stages = s.stages;
         ring = s.rings + mine * stages * STAGE_BYTES, full = s.full + 8 * mine * RING_STAGES, empty = s.empty + 8 * mine * RING_STAGES;
         // Neighbours in the list are heads of one item, whose keys are neighbours in memory: a block takes them together, if there is
         // enough for all blocks.
-        const bool crowded = a.counts[1] * a.kv_heads >= int(NARROW_WARPS * gridDim.x);
-        worker = crowded ? blockIdx.x * NARROW_WARPS + mine : mine * gridDim.x + blockIdx.x;
+        const bool crowded = a.counts[1] * a.kv_heads >= int(DECODE_WARPS * gridDim.x);
+        worker = crowded ? blockIdx.x * DECODE_WARPS + mine : mine * gridDim.x + blockIdx.x;
         begin_item();
     }
 
     DEVICE void begin_item() {
         if (taken % BATCH == 0) {
             __syncwarp(mask);
-            if (lane < BATCH) batch[lane] = resolve_item(a, entry_of(taken + lane, worker, NARROW_WARPS * gridDim.x));
+            if (lane < BATCH) batch[lane] = resolve_item(a, entry_of(taken + lane, worker, DECODE_WARPS * gridDim.x));
             __syncwarp(mask);
         }
         const Resolved& r = batch[taken % BATCH];
@@ -134,7 +134,7 @@ struct BoxLoader {
 };
 
 // One of two warps, `pair` 0 or 1.
-DEVICE void narrow_load(const Attention& a, const NarrowShared& s, int pair) {
+DEVICE void decode_load(const Attention& a, const DecodeShared& s, int pair) {
     BoxLoader loader(a, s, pair);
     // The vote brings the halves together again: apart, each would wait for the other's instructions.
     for (bool more = true; __any_sync(~0u, more);)
@@ -142,25 +142,25 @@ DEVICE void narrow_load(const Attention& a, const NarrowShared& s, int pair) {
 }
 
 // A computing warp.
-DEVICE void narrow_role(const Attention& a, const NarrowShared& s, int mine) {
+DEVICE void decode_role(const Attention& a, const DecodeShared& s, int mine) {
     const u32 ring = s.rings + mine * s.stages * STAGE_BYTES, full = s.full + 8 * mine * RING_STAGES, empty = s.empty + 8 * mine * RING_STAGES;
     const Chunk* chunks = s.chunks + mine * RING_STAGES;
-    NarrowState state;
+    DecodeState state;
     int stage = 0, phase = 0;
     barrier_wait(full, 0);
-    if (!(chunks->flags & STOP)) narrow_queries(a, *chunks, state);
+    if (!(chunks->flags & STOP)) decode_queries(a, *chunks, state);
     while (true) {
         const Chunk& c = chunks[stage];  // read from shared memory where needed: registers are short
         const int flags = c.flags;
         if (flags & STOP) break;
-        if (flags & FIRST) narrow_begin(a, c, state);
-        narrow_compute(a, c, state, ring + stage * STAGE_BYTES);
+        if (flags & FIRST) decode_begin(a, c, state);
+        decode_compute(a, c, state, ring + stage * STAGE_BYTES);
         const int done = stage;
         if (++stage == s.stages) stage = 0, phase ^= 1;
         barrier_wait(full + 8 * stage, phase);
         if (flags & LAST) {
-            if (!(chunks[stage].flags & STOP)) narrow_queries(a, chunks[stage], state);
-            narrow_finish(a, c, state);
+            if (!(chunks[stage].flags & STOP)) decode_queries(a, chunks[stage], state);
+            decode_finish(a, c, state);
         }
         barrier_arrive(empty + 8 * done);  // every lane has read what the stage says
     }

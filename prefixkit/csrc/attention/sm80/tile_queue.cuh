@@ -1,4 +1,4 @@
-// The units of a block's wide items in the order in which they are computed, looked up ahead of their copies.
+// The units of a block's tile items in the order in which they are computed, looked up ahead of their copies.
 //
 // shapes     an item has any number of rows, TILE of them a tile; its units of UNIT tokens begin at multiples of 16 slots.
 // tiling     an item of more rows than a tile is walked once for each slice of TILE rows: whatever tiles a plan was cut for.
@@ -9,7 +9,7 @@
 #pragma once
 #include "attention/gather.cuh"
 #include "attention/sm80/merge_rows.cuh"
-#include "attention/sm80/narrow_copy.cuh"
+#include "attention/sm80/decode_copy.cuh"
 
 namespace prefixkit {
 
@@ -26,7 +26,7 @@ constexpr int UNIT = (TILE + 3 * 64) * COLUMNS * 128 + 1024 <= PREFIXKIT_SHARED 
 constexpr int PARTS = UNIT / GROUP;              // groups of a unit, one for each warp that copies
 constexpr int Q_BYTES = TILE * COLUMNS * 128, SLOT_BYTES = UNIT * COLUMNS * 128;
 
-struct __align__(16) WideUnit {
+struct __align__(16) TileUnit {
     u32 row[4];                                  // where each group begins, in 16-byte pieces; RAGGED: its rows must be looked up
     u32 what;                                    // flags: FIRST, LAST, CAUSAL, STOP; low << 8, high << 16: tokens [low, high) count
     int position;                                // of token 0
@@ -47,7 +47,7 @@ constexpr u32 RAGGED = ~0u;
 // Tiles of the largest item that a plan may hold.  The walk goes through the first tiles of all items, then the second ones and so on.
 DEVICE int slices_of(const Attention& a) { return (max(group_of(a), PLANNED_ROWS) + TILE - 1) / TILE; }
 
-// Where a block is in its share of the wide list.
+// Where a block is in its share of the tile list.
 struct __align__(16) Walk {
     int round, filled;                           // entries begun; units in the queue so far
     int flags, seg, seg_end;                     // of the item
@@ -61,29 +61,29 @@ struct __align__(16) Walk {
 enum { CLIP = 16 };                              // a causal item: not all of its queries see all that one sees
 
 constexpr int EXTRA_BYTES = TILE * 4 + int(sizeof(Walk));  // positions of the tile's rows, and the walk
-constexpr int UNIT_INFO = int(sizeof(WideUnit));
+constexpr int UNIT_INFO = int(sizeof(TileUnit));
 constexpr int FITTING = (PREFIXKIT_SHARED - Q_BYTES - EXTRA_BYTES - 8 * UNIT_INFO) / SLOT_BYTES;
 // Odd, so that a step on keys always fetches keys.
 constexpr int SLOTS = FITTING >= 5 ? 5 : 3;
 constexpr int AHEAD = SLOTS / 2;                 // units fetched before they are computed
 constexpr int INFOS_FIT = (PREFIXKIT_SHARED - Q_BYTES - EXTRA_BYTES - SLOTS * SLOT_BYTES) / UNIT_INFO;
 constexpr int QUEUE = INFOS_FIT >= 32 ? 32 : INFOS_FIT >= 16 ? 16 : 8;
-constexpr int WIDE_BYTES = Q_BYTES + SLOTS * SLOT_BYTES + EXTRA_BYTES + QUEUE * UNIT_INFO;
+constexpr int TILE_BYTES = Q_BYTES + SLOTS * SLOT_BYTES + EXTRA_BYTES + QUEUE * UNIT_INFO;
 
-struct WideShared {
+struct TileShared {
     u32 q, ring;
     int* positions;                              // of the tile's rows
-    WideUnit* units;
+    TileUnit* units;
     Walk* walk;
 };
 
 // Fills the queue; the lanes of one warp work together.
 struct Refill {
     const Attention& a;
-    WideUnit* units;
+    TileUnit* units;
     Walk w;
 
-    DEVICE Refill(const Attention& a, const WideShared& s) : a(a), units(s.units), w(*s.walk) {}
+    DEVICE Refill(const Attention& a, const TileShared& s) : a(a), units(s.units), w(*s.walk) {}
 
     // The first item.
     DEVICE void begin() {
@@ -101,7 +101,7 @@ struct Refill {
             slice = entry / heads;
             rows = 0;  // beyond the last entry
             if (entry == entries) continue;
-            item = load_item(a.wide, walk_entry(a, entry - slice * heads), a.kv_heads, a.wide_room);
+            item = load_item(a.tile_items, walk_entry(a, entry - slice * heads), a.kv_heads, a.tile_capacity);
             rows = min(TILE, (item.q_end - item.q_begin) * group - slice * TILE);
         } while (rows <= 0);
         w.tile = u32(item.head) | u32(rows) << 16 | u32(slice) << 24;
@@ -131,7 +131,7 @@ struct Refill {
         const bool in_pages = a.page_size % GROUP == 0 && (a.page_size & (a.page_size - 1)) == 0;
         const bool whole = in_pages && mine < count && !(w.flags & STOP) && part * GROUP >= low && (part + 1) * GROUP <= high;
         const int page = whole ? a.pages[w.span.pages + page_index(a, at)] : 0;
-        WideUnit* to = units + (w.filled + mine) % QUEUE;
+        TileUnit* to = units + (w.filled + mine) % QUEUE;
         const int position = w.span.position + slot, pages = w.span.pages, flags = w.flags;
         const int head = w.tile & 65535, q_begin = w.q_begin, partial = w.partial, first = w.first;
         const u32 tile = w.tile;
