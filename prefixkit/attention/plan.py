@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import BSR, OPEN
 from prefixkit.attention.gpu_cost import DECODE_ROWS, GpuCost
-from prefixkit.attention.kv_split import choose_pieces, units_of
+from prefixkit.attention.kv_split import choose_splits, kv_tiles_of
 from prefixkit.tree.snapshot import Ints
 
 Longs = NDArray[np.int64]
@@ -108,16 +108,16 @@ def make_plan(
     tile_rows = cost.sharing.tile_heads
     tiles = _tile(rows, group, tile_rows)
     entries = kv_heads * -(-group // tile_rows)  # of an item: KV heads, and slices of a large group
-    pieces = np.ones(len(tiles.row), dtype=np.int64)
+    splits = np.ones(len(tiles.row), dtype=np.int64)
     for role, mine in ((cost.tile, tiles.on_tensor_cores), (cost.decode, ~tiles.on_tensor_cores)):
         if mine.any():
-            pieces[mine] = choose_pieces(role, tiles.tokens[mine], entries, num_sms)
-    tile, piece = _order_items(rows, tiles, pieces)
-    items, segments, units = _cut(rows, tiles, pieces, tile, piece, cost)
+            splits[mine] = choose_splits(role, tiles.tokens[mine], entries, num_sms)
+    tile, split = _order_items(rows, tiles, splits)
+    items, segments, kv_tiles = _split(rows, tiles, splits, tile, split, cost)
     on_tensor_cores = tiles.on_tensor_cores[tile]
     num_tile_items = int(on_tensor_cores.sum())
     hints = _goes_by_head(tiles, num_tile_items, kv_heads, num_sms, cost), _streams(tiles, cost)
-    return _finish(items, segments, num_rows, num_tile_items, _sort(units, on_tensor_cores), hints)
+    return _finish(items, segments, num_rows, num_tile_items, _sort(kv_tiles, on_tensor_cores), hints)
 
 
 def _whole(rows: _Rows, num_rows: int) -> Plan:
@@ -213,49 +213,49 @@ def _tile(rows: _Rows, group: int, most: int) -> _Tiles:
     return _Tiles(row, begin, end, np.maximum(tokens, 0), (end - begin) * group > DECODE_ROWS, first, count)
 
 
-def _order_items(rows: _Rows, tiles: _Tiles, pieces: Longs) -> tuple[Longs, Longs]:
-    """Tile and piece of each item.  Tiles of a dense row that read the same piece follow each other, for the cache's sake."""
-    first = np.cumsum(pieces) - pieces
-    tile = np.repeat(np.arange(len(pieces)), pieces)
-    piece = np.arange(len(tile)) - first[tile]
+def _order_items(rows: _Rows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Longs]:
+    """Tile and KV split of each item.  Shared-prefix tiles of a row that read the same split are adjacent, for the cache."""
+    first = np.cumsum(splits) - splits
+    tile = np.repeat(np.arange(len(splits)), splits)
+    split = np.arange(len(tile)) - first[tile]
     dense = (rows.causal == 0) & (tiles.count > 1)
-    if not dense.any() or int(pieces.max()) == 1:
-        return tile, piece
-    # All tiles of a dense row but the last have the same pieces.
+    if not dense.any() or int(splits.max()) == 1:
+        return tile, split
+    # All tiles of a dense row but the last have the same splits.
     row = tiles.row[tile]
     number, others = tile - tiles.first[row], tiles.count[row] - 1
-    full, last = pieces[tiles.first[row]], pieces[tiles.first[row] + others]
-    ahead = np.where(number < others, np.minimum(piece, last), 0)
-    before = np.where(number < others, piece * others + number, np.minimum(piece + 1, full) * others + piece)
+    full, last = splits[tiles.first[row]], splits[tiles.first[row] + others]
+    ahead = np.where(number < others, np.minimum(split, last), 0)
+    before = np.where(number < others, split * others + number, np.minimum(split + 1, full) * others + split)
     place = np.where(dense[row], first[tiles.first[row]] + before + ahead, np.arange(len(tile)))
     order = np.empty(len(tile), dtype=np.int64)
     order[place] = np.arange(len(tile))
-    return tile[order], piece[order]
+    return tile[order], split[order]
 
 
-def _cut(
-    rows: _Rows, tiles: _Tiles, pieces: Longs, tile: Longs, piece: Longs, cost: GpuCost
+def _split(
+    rows: _Rows, tiles: _Tiles, splits: Longs, tile: Longs, split: Longs, cost: GpuCost
 ) -> tuple[Longs, Longs, Longs]:
-    """Items, all segments, and the units of each item; whole tiles share their row's segments, pieces get their own."""
-    row, of, tokens = tiles.row[tile], pieces[tile], tiles.tokens[tile]
+    """Items, all segments, and the KV tiles of each item; whole tiles share their row's segments, KV splits get their own."""
+    row, of, tokens = tiles.row[tile], splits[tile], tiles.tokens[tile]
     on_tensor_cores = tiles.on_tensor_cores[tile]
-    unit = np.where(on_tensor_cores, cost.tile.unit, cost.decode.unit)
-    whole = np.where(on_tensor_cores, units_of(cost.tile, tokens), units_of(cost.decode, tokens))
-    low = whole * piece // of * unit
-    high = np.where(piece + 1 == of, tokens, whole * (piece + 1) // of * unit)
+    kv_tile = np.where(on_tensor_cores, cost.tile.kv_tile, cost.decode.kv_tile)
+    whole = np.where(on_tensor_cores, kv_tiles_of(cost.tile, tokens), kv_tiles_of(cost.decode, tokens))
+    low = whole * split // of * kv_tile
+    high = np.where(split + 1 == of, tokens, whole * (split + 1) // of * kv_tile)
     items = np.zeros((len(tile), 8), dtype=np.int64)
     items[:, 0], items[:, 1] = tiles.begin[tile], tiles.end[tile]
     items[:, 3], items[:, 4] = rows.seg_begin[row], 2 * rows.seg_count[row] + rows.causal[row]
     cut = np.flatnonzero(of > 1)
     segments = rows.segments
     if len(cut):
-        begin, count, added = _cut_segments(rows, row[cut], low[cut], high[cut], piece[cut] + 1 == of[cut])
+        begin, count, added = _split_segments(rows, row[cut], low[cut], high[cut], split[cut] + 1 == of[cut])
         items[cut, 3], items[cut, 4] = len(segments) + begin, 2 * count + rows.causal[row[cut]]
         segments = np.concatenate((segments, added))
-    return items, segments, np.maximum(1, -(-(high - low) // unit))
+    return items, segments, np.maximum(1, -(-(high - low) // kv_tile))
 
 
-def _cut_segments(
+def _split_segments(
     rows: _Rows, row: Longs, low: Longs, high: Longs, is_end: NDArray[np.bool_]
 ) -> tuple[Longs, Longs, Longs]:
     """Tokens ``[low, high)`` of rows as new segments: where they begin, how many, and all of them.  Row ends stay OPEN."""
@@ -276,12 +276,12 @@ def _cut_segments(
     return begin, count, added
 
 
-def _sort(units: Longs, on_tensor_cores: NDArray[np.bool_]) -> Longs:
+def _sort(kv_tiles: Longs, on_tensor_cores: NDArray[np.bool_]) -> Longs:
     """Tile items, then decode items; the longest first, and among those alike in their order."""
-    key = np.zeros(len(units), dtype=np.uint16)
+    key = np.zeros(len(kv_tiles), dtype=np.uint16)
     for mine, base in ((on_tensor_cores, ORDER_LEVELS - 1), (~on_tensor_cores, 2 * ORDER_LEVELS - 1)):
         if mine.any():
-            key[mine] = base - units[mine] * (ORDER_LEVELS - 1) // units[mine].max()
+            key[mine] = base - kv_tiles[mine] * (ORDER_LEVELS - 1) // kv_tiles[mine].max()
     return np.argsort(key, kind="stable")
 
 
@@ -294,7 +294,7 @@ def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: 
     if kv_heads == 1 or items * kv_heads <= num_sms:
         return 0
     tokens = tiles.tokens[tiles.on_tensor_cores]
-    longest = int(units_of(cost.tile, tokens).max()) * cost.tile.unit
+    longest = int(kv_tiles_of(cost.tile, tokens).max()) * cost.tile.kv_tile
     return int(items >= num_sms or 4 * int(tokens.sum()) >= 3 * len(tokens) * longest)
 
 

@@ -228,7 +228,7 @@ def gpu_plan_of(
 def random_split_plan(rng: np.random.Generator, case: Case, cost: CostModel, shared: np.ndarray | None = None) -> Plan:
     """A plan whose tiles hold few queries and whose KV is split every few tokens, as if the GPU were large."""
     roles = [
-        replace(role, unit=int(rng.integers(1, 9)), start=0.0, leave=0.0, fold=0.0, least=1)
+        replace(role, kv_tile=int(rng.integers(1, 9)), start=0.0, write=0.0, merge=0.0, least=1)
         for role in (H200.tile, H200.decode)
     ]
     gpu = replace(H200, tile=roles[0], decode=roles[1])

@@ -35,8 +35,8 @@ def random_cost(rng: np.random.Generator) -> GpuCost:
     sharing = replace(sharing, tile_heads=int(rng.choice([64, 128])))
     if rng.random() < 0.5:
         return replace(H200, sharing=sharing)
-    tile = replace(H200.tile, unit=int(rng.choice([4, 64])), start=float(rng.choice([0, 1.37])), fold=0.01)
-    decode = replace(H200.decode, unit=2, leave=0.1, fold=0.0, least=1)
+    tile = replace(H200.tile, kv_tile=int(rng.choice([4, 64])), start=float(rng.choice([0, 1.37])), merge=0.01)
+    decode = replace(H200.decode, kv_tile=2, write=0.1, merge=0.0, least=1)
     return GpuCost(sharing, tile, decode)
 
 

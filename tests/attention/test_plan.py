@@ -9,7 +9,7 @@ import pytest
 
 from prefixkit.attention.bsr import BSR, OPEN, decompose
 from prefixkit.attention.gpu_cost import H200, H200_COST, GpuCost, Role
-from prefixkit.attention.kv_split import CHAIN, LEVELS, busiest, cuts_of
+from prefixkit.attention.kv_split import CHAIN, LEVELS, busiest, candidates_of
 from prefixkit.attention.plan import make_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
@@ -21,8 +21,8 @@ SHAPES = {"one head": (1, 1), "groups of 3": (6, 2), "groups of 8": (8, 1), "gro
 # Small units, so that small trees are cut much.
 SMALL = GpuCost(
     sharing=H200_COST,
-    tile=replace(H200.tile, unit=4, start=0.1, leave=0.1, fold=0.0),
-    decode=replace(H200.decode, unit=2, start=0.1, leave=0.1, fold=0.0, least=1),
+    tile=replace(H200.tile, kv_tile=4, start=0.1, write=0.1, merge=0.0),
+    decode=replace(H200.decode, kv_tile=2, start=0.1, write=0.1, merge=0.0, least=1),
 )
 
 
@@ -200,7 +200,7 @@ def test_cuts_fall_on_whole_units_of_a_row_and_only_its_end_stays_open(seed):
         # A query meets a token in one row only; an item of a row that grew empty begins nowhere.
         begins = [tokens.index(first) for low, high, tokens in rows if low <= q_begin < high and first in tokens]
         assert len(begins) <= 1
-        assert all(begin % (SMALL.tile if tile else SMALL.decode).unit == 0 for begin in begins)
+        assert all(begin % (SMALL.tile if tile else SMALL.decode).kv_tile == 0 for begin in begins)
         assert all(end != OPEN for _, _, end in segments[:-1])
 
 
@@ -236,7 +236,7 @@ def test_a_prompts_tiles_end_at_their_last_query_and_are_dealt_evenly(tokens, ch
     snapshot, queries, _, length = case
     plan = plan_of(case, 32, 8, num_sms=132, cost=H200)
     position = queries.row_offset().tolist()
-    load = loads(plan, 8, 132, position, length, snapshot.start, H200.tile.unit)
+    load = loads(plan, 8, 132, position, length, snapshot.start, H200.tile.kv_tile)
     assert load.max() <= 1.1 * load.mean() + 2
 
 
@@ -302,27 +302,27 @@ def test_any_order_of_formats_gives_the_same_items():
 def test_the_estimate_is_the_sum_over_rounds_of_their_first_entries():
     """`busiest` adds up levels; by hand it is a sort, up to the levels' width."""
     rng = np.random.default_rng(0)
-    role = Role(16, 4, 59.0, start=1.0, leave=0.5, fold=0.25, least=4)
+    role = Role(16, 4, 59.0, start=1.0, write=0.5, merge=0.25, least=4)
     for _ in range(20):
         units = np.unique(rng.integers(1, 500, 30))
         count = rng.integers(1, 60, len(units))
-        chunk = np.maximum(4, -(-units[-1] // cuts_of(role)))
+        chunk = np.maximum(4, -(-units[-1] // candidates_of(role)))
         heads, workers = int(rng.integers(1, 9)), int(rng.integers(1, 600))
         got = busiest(role, units, count, chunk, heads, workers) / (64 * workers)
         for cut, mine in enumerate(-(-units // chunk[:, None])):
-            each = -(-units // mine) + role.start + role.leave * (mine > 1)
+            each = -(-units // mine) + role.start + role.write * (mine > 1)
             entries = np.sort(np.repeat(each, mine * count * heads))[::-1]
             left = (mine * count * heads)[mine > 1].sum()
-            exact = entries[::workers].sum() + role.fold * left / workers + CHAIN / 64 * mine.max()
-            width = 2 * (entries[0] + role.leave) / LEVELS
+            exact = entries[::workers].sum() + role.merge * left / workers + CHAIN / 64 * mine.max()
+            width = 2 * (entries[0] + role.write) / LEVELS
             assert exact - 0.1 <= got[cut] <= exact + len(entries[::workers]) * width + 0.1
 
 
 def test_costs_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="unit must be above 0"):
-        replace(H200.tile, unit=0)
+        replace(H200.tile, kv_tile=0)
     with pytest.raises(ValueError, match="fold must be a number of units"):
-        replace(H200.tile, fold=-1.0)
+        replace(H200.tile, merge=-1.0)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """A short measured run that finds what attention costs on a GPU: below two seconds, once per machine.
 
-Each path runs items of known number and length, some of them cut in two so that they leave partial states.  A worker's time is
+Each path runs items of known number and length, some of them cut in two so that they write partial states.  A worker's time is
 
-    base + unit time x (units + start x items + (leave + fold) x items that leave a state)
+    base + unit time x (units + start x items + (write + merge) x items that write a state)
 
 and least squares gives the four numbers.  What sharing costs follows from them.
 """
@@ -105,18 +105,18 @@ def fit_sharing(forests: Sequence[Shared], kv_byte: float) -> CostModel:
 
 def cost_from(decode: Fit, tile: Fit, forests: Sequence[Shared], num_sms: int, known: GpuCost = H200) -> GpuCost:
     """The costs behind all measurements; ``known`` gives the units, and how a state's cost divides into writing and folding."""
-    kv_byte = decode.unit / (known.decode.workers * num_sms * known.decode.unit * 4 * HEAD_DIM)
+    kv_byte = decode.unit / (known.decode.workers * num_sms * known.decode.kv_tile * 4 * HEAD_DIM)
     return GpuCost(fit_sharing(forests, kv_byte), _role(known.tile, tile), _role(known.decode, decode))
 
 
 def _role(known: Role, found: Fit) -> Role:
-    write = known.leave / (known.leave + known.fold)
+    share = known.write / (known.write + known.merge)
     return replace(
         known,
-        tokens_per_us=known.workers * known.unit / found.unit,
+        tokens_per_us=known.workers * known.kv_tile / found.unit,
         start=found.start,
-        leave=found.state * write,
-        fold=found.state * (1 - write),
+        write=found.state * share,
+        merge=found.state * (1 - share),
     )
 
 

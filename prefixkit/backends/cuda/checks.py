@@ -34,7 +34,7 @@ def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor]
     )
     length = _check_tree(op, pages, [t.cpu().numpy().astype(np.int64) for t in nodes])
     if counts[OVERFLOW]:
-        raise BadPlan(f"{op}: the plan did not fit its tensors, and is empty; give its planner more room")
+        raise BadPlan(f"{op}: the plan did not fit its tensors, and is empty; give its planner more capacity")
     if counts[0] > len(tile_items) or counts[1] > len(decode_items) or counts[2] != rows or counts[:4].min() < 0:
         raise BadPlan(
             f"{op}: counts say {counts[0]} tile items, {counts[1]} decode items, {counts[2]} rows; the lists hold "
@@ -70,7 +70,7 @@ def _check_tree(op: str, pages: Sequence[int], nodes: Sequence[Array]) -> Array:
     short = np.flatnonzero((length > 0) & (length > room))
     if len(short):
         node = int(short[0])
-        raise BadPlan(f"{op}: node {node} has {length[node]} tokens, but its pages have room for {room[node]}")
+        raise BadPlan(f"{op}: node {node} has {length[node]} tokens, but its pages hold {room[node]}")
     return length
 
 

@@ -42,13 +42,13 @@ _ATTENTION = define(
     ("float", "scale"),
     ("float", "scale_log2", "times log2(e)"),
     ("const float*", "parameters", "of the variant"),
-    ("int", "reach", "a query at position p sees none before p - reach + 1; 0: it sees all"),
+    ("int", "window", "a query at position p sees no key before p - window + 1; 0: it sees all"),
     (
         "int",
         "tile_capacity decode_capacity",
         "items that the lists can hold: those may be read before counts are known",
     ),
-    ("int", "boxes", "1: pages have 16, 32, 64... slots, so that boxes of 16 rows lie inside them"),
+    ("int", "tma_groups", "1: pages have 16, 32, 64... slots, so that TMA boxes of 16 rows lie inside them"),
     ("int", "rows", "of q and out; those behind the plan's pad a captured graph's batch"),
 )
 # Of keys and values each, as ``tensor_maps`` makes them.
@@ -71,8 +71,8 @@ ATTENTION = {False: _ATTENTION, True: replace(_ATTENTION, fields=_MAPS.fields + 
 
 # ---- planner ----
 
-# Of a role; ``start leave fold`` are its ``points()``.
-_ROLE_COST = define("RoleCost", ("int", "unit workers start leave fold least"))
+# Of a role; ``start write merge`` are its ``points()``.
+_ROLE_COST = define("RoleCost", ("int", "kv_tile workers start write merge least"))
 PLAN_TREE = define(
     "PlanTree",
     ("const int*", "sizes", "[1] nodes"),

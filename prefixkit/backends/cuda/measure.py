@@ -82,7 +82,7 @@ class Memory:
         position = np.repeat(parts * tokens - queries, count)[:, None] + np.arange(queries)
         us = self._time(_Rows(rows, place * tokens, length, position.ravel()), HEADS, KV_HEADS, _uncut(role))
         items = np.ceil(len(node) * KV_HEADS / workers)  # what the busiest worker does
-        return Point(items * -(-tokens // role.unit), items, items * (parts > 1), us)
+        return Point(items * -(-tokens // role.kv_tile), items, items * (parts > 1), us)
 
     def compare(self, kind: int, heads: int, kv_heads: int, roots: int, leaves: int, tokens: int, leaf: int) -> Shared:
         """Time a forest of ``roots`` with ``leaves`` each, one query at each leaf's end, shared and folded."""
@@ -160,8 +160,8 @@ def _rows(begin: Longs, end: Longs, causal: NDArray[np.bool_], indptr: Longs, no
 
 
 def _uncut(role: Role) -> GpuCost:
-    """Costs by which no item is cut."""
-    whole = replace(role, fold=1000.0)
+    """Costs by which no item is split."""
+    whole = replace(role, merge=1000.0)
     return replace(H200, decode=whole) if role == H200.decode else replace(H200, tile=whole)
 
 

@@ -49,7 +49,7 @@ def plan_tree(
     sizes = len(parent), len(tile_items), len(decode_items), len(segments), len(merge_indptr) - 1, len(merge_indices)
     addresses = (tensor.data_ptr() for tensor in (*trees, *work))
     values = *addresses, *rates, magic, *sizes, *heads_of, function.max_shared // 4, *roles
-    say = f"plan_tree on {parent.device}: room for {sizes} nodes, items, segments, rows and partials".__str__
+    say = f"plan_tree on {parent.device}: capacity for {sizes} nodes, items, segments, rows and partials".__str__
     launch(function, PLAN_TREE, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, say)
 
 
@@ -78,7 +78,9 @@ def _constants(
         gpu.tile.tokens_per_us,
         gpu.decode.tokens_per_us,
     )
-    roles = tuple(n for role in (gpu.tile, gpu.decode) for n in (role.unit, role.workers, *role.points(), role.least))
+    roles = tuple(
+        n for role in (gpu.tile, gpu.decode) for n in (role.kv_tile, role.workers, *role.points(), role.least)
+    )
     return rates, -(-(2**32) // many), (shape.group, shape.kv_heads, num_sms, many), roles
 
 

@@ -1,4 +1,4 @@
-"""Compiling ahead, so that nobody waits for the compiler later; for images, and for clusters that share a cache folder.
+"""Compiling ahead, so that no run waits for the compiler later; for images, and for clusters that share a cache folder.
 
 And measuring, so that plans know the GPU that they are for.
 """

@@ -139,21 +139,21 @@ DEVICE bool make_tiles() {
     for (int base = 0; base < p.tiles; base += THREADS) {
         const int number = base + threadIdx.x;
         const bool there = number < p.tiles;
-        int units = 0, decode = 0, seen = 0;
+        int kv_tiles = 0, decode = 0, seen = 0;
         if (there) {
             const int node = find(at(TILE_BASE), p.nodes, number);
             at(TILE_OF)[number] = 2 * node + (number - at(TILE_BASE)[node] >= dense_tiles(node));
             const Tile x = tile(number);
             decode = is_thin(x.end - x.begin);
-            seen = x.tokens, units = max(1, ceil_div(x.tokens, p.a.cost[decode].unit));
-            at(TILE_UNITS)[number] = units | decode << 31;
+            seen = x.tokens, kv_tiles = max(1, ceil_div(x.tokens, p.a.cost[decode].kv_tile));
+            at(TILE_KV_TILES)[number] = kv_tiles | decode << 31;
         }
 #pragma unroll 1
         for (int role = 0; role < 2; ++role) {
             const bool mine = there && decode == role;
             const u32 count = __popc(__ballot_sync(~0u, mine));
             if (!count) continue;
-            const u32 most = __reduce_max_sync(~0u, mine ? units : 0);
+            const u32 most = __reduce_max_sync(~0u, mine ? kv_tiles : 0);
             const u64 sum = warp_sums(mine ? seen : 0);
             if (lane_of() == 31) atomicMax(p.longest + role, int(most)), atomicAdd(p.of + role, int(count)), atomicAdd(p.tokens + role, sum);
         }

@@ -5,18 +5,18 @@
 
 namespace prefixkit {
 
-constexpr int CUTS = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8, DECODE_ROWS = 8;
+constexpr int CANDIDATES = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8, DECODE_ROWS = 8;
 constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
 constexpr int COUNTER_INTS = (WARPS + 1) * 2 * ORDER_LEVELS;
 constexpr int OPEN_END = 0x7fffffff;
-static_assert(CUTS == WARPS, "a warp per cut");
+static_assert(CANDIDATES == WARPS, "a warp per cut");
 static_assert(COUNTER_INTS >= WARPS * (LEVELS + 1) + 2 * BINS, "room to count");
 
-// Of roles with one worker on a multiprocessor, and with many: CUTS and CUTS_OF_MANY of attention/kv_split.py.
-__constant__ int CUT[2][CUTS] = {
+// Of roles with one worker on a multiprocessor, and with many: CANDIDATES and CANDIDATES_OF_MANY of attention/kv_split.py.
+__constant__ int CANDIDATE_SPLITS[2][CANDIDATES] = {
     {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132},
     {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528}};
-constexpr int PIECE_BITS = 10;  // of ITEM_PIECE
+constexpr int SPLIT_BITS = 10;  // of ITEM_SPLIT
 
 // Arrays of nodes in the making of a plan.
 enum NodeArray {
@@ -31,12 +31,12 @@ enum NodeArray {
 // Arrays of tiles, queries and items.
 enum Array {
     TILE_OF,                 // 2 * node + causal
-    TILE_UNITS,              // and the top bit: decode
-    PIECES, FIRST_ITEM,
+    TILE_KV_TILES,              // and the top bit: decode
+    SPLITS, FIRST_ITEM,
     QUERY_NODE,
-    ITEM_PIECE,              // tile << PIECE_BITS | piece
-    ITEM_SEGMENT, ITEM_COUNT, ITEM_UNITS, ITEM_PARTIAL,
-    PART_OF,                 // the same by tile and piece
+    ITEM_SPLIT,              // tile << SPLIT_BITS | split
+    ITEM_SEGMENT, ITEM_COUNT, ITEM_KV_TILES, ITEM_PARTIAL,
+    PART_OF,                 // the same by tile and split
     ARRAYS
 };
 
@@ -49,9 +49,9 @@ struct State {
     int shared_left;
     int nodes, queries, tiles, items, row_segments;
     u64 tokens[2];           // tile, decode
-    int longest[2], of[2], units[2], chunk[2], item_count[2];
-    u64 time[2][CUTS];
-    int extra[2][CUTS];
+    int longest[2], of[2], kv_tiles[2], split_size[2], item_count[2];
+    u64 time[2][CANDIDATES];
+    int extra[2][CANDIDATES];
 };
 
 __shared__ State p;

@@ -6,7 +6,7 @@
 //          One warp reckons one way to cut the tiles.  Items are sorted by counting.
 // cost     48 us for 1,024 leaves and 2,047 nodes on an H200: latency of shared memory, meetings of the block, and instructions, which
 //          all warps issue on one multiprocessor.  Chains of folded nodes are walked one node at a time: 2,000 of them take 550 us.
-// limits   what does not fit sets counts[7], with no items.  Numbers: tiles below 2^21, queries below 2^25, units of a row below 2^20, sums
+// limits   what does not fit sets counts[7], with no items.  Numbers: tiles below 2^21, queries below 2^25, kv_tiles of a row below 2^20, sums
 //          below 2^31.
 #include "planner/plan_items.cuh"
 #include "planner/plan_rows.cuh"
@@ -18,7 +18,7 @@ DEVICE void finish(bool fits) {
     if (threadIdx.x) return;
     // Where many tile items follow each other, or as many of one length, they go head by head.
     const int items = p.item_count[0];
-    const bool alike = 4 * p.tokens[0] >= 3 * u64(p.of[0]) * u64(p.longest[0]) * u64(p.a.cost[0].unit);
+    const bool alike = 4 * p.tokens[0] >= 3 * u64(p.of[0]) * u64(p.longest[0]) * u64(p.a.cost[0].kv_tile);
     const bool by_head = p.a.kv_heads > 1 && items * p.a.kv_heads > p.a.num_sms && (items >= p.a.num_sms || alike);
     const bool streams = __dmul_rn(double(3 * p.tokens[0]), p.a.decode_rate) <= __dmul_rn(double(p.tokens[1]), p.a.tile_rate);
     int4* counts = (int4*)p.a.counts;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(THREADS, 1) plan_tree(const __grid_constant__ 
     bool fits = begin(a) && count_rows();
     if (fits) {
         share();
-        fits = make_rows() && make_tiles() && choose_pieces() && number_merges();
+        fits = make_rows() && make_tiles() && choose_splits() && number_merges();
     }
     if (fits) {
         order_items();

@@ -12,7 +12,7 @@ from prefixkit.backends.cuda.measure import Point, Shared
 def points(role, shapes, base, unit, start, state, noise=0.0):
     rng = np.random.default_rng(0)
     for rounds, tokens, parts in shapes:
-        units, leaving = rounds * -(-tokens // role.unit), rounds * (parts > 1)
+        units, leaving = rounds * -(-tokens // role.kv_tile), rounds * (parts > 1)
         us = base + unit * (units + start * rounds + state * leaving)
         yield Point(units, rounds, leaving, us * (1 + noise * rng.standard_normal()))
 
@@ -59,7 +59,7 @@ def test_what_sharing_costs_is_found_behind_forests_measured_with_and_without():
 def test_costs_have_the_units_of_the_kernels_and_the_rates_that_were_measured():
     measured = list(forests(H200.sharing))
     cost = cost_from(Fit(5, 1.1, 1.0, 0.8, 0), Fit(5, 1.85, 1.5, 2.0, 0), measured, 132)
-    assert cost.decode.unit == H200.decode.unit
+    assert cost.decode.kv_tile == H200.decode.kv_tile
     assert cost.decode.tokens_per_us == pytest.approx(4 * 16 / 1.1)
-    assert cost.tile.leave + cost.tile.fold == pytest.approx(2.0)
+    assert cost.tile.write + cost.tile.merge == pytest.approx(2.0)
     assert 1 / cost.sharing.kv_byte == pytest.approx(528 * 16 * 512 / 1.1)  # bytes of K and V in a microsecond

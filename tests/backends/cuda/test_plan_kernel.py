@@ -52,7 +52,7 @@ def launch(kernel, shape, cost, num_sms, capacity, tree):
     items = capacity.tile_items + capacity.decode_items + 8
     scratch = np.full(10 * (nodes + 8) + 13 * items + capacity.rows + 256, -12345, dtype=np.int32)
     sharing, many = cost.sharing, max(1, cost.sharing.tile_heads // shape.group)
-    roles = [n for role in (cost.tile, cost.decode) for n in (role.unit, role.workers, *role.points(), role.least)]
+    roles = [n for role in (cost.tile, cost.decode) for n in (role.kv_tile, role.workers, *role.points(), role.least)]
     values = (
         *(array.ctypes.data for array in (*tree, *plan, scratch)),
         *(sharing.kv_byte * shape.kv_bytes, sharing.item),

@@ -10,7 +10,7 @@ struct alignas(1024) Shared {
     unsigned char rings[DECODE_WARPS * RING_STAGES * STAGE_BYTES];
     u64 barriers[DECODE_BARRIERS];
 };
-static Chunk chunks[DECODE_WARPS * RING_STAGES];
+static DecodeKVTile kv_tiles[DECODE_WARPS * RING_STAGES];
 static Resolved batches[DECODE_WARPS * BATCH];
 
 static DecodeShared shared() {
@@ -18,7 +18,7 @@ static DecodeShared shared() {
     Shared& s = *(Shared*)memory;
     n.rings = shared_address(s.rings), n.stages = ring_stages;
     n.full = shared_address(s.barriers), n.empty = n.full + 8 * DECODE_WARPS * RING_STAGES;
-    n.chunks = chunks, n.batches = batches;
+    n.kv_tiles = kv_tiles, n.batches = batches;
     return n;
 }
 }  // namespace prefixkit

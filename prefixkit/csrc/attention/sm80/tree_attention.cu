@@ -35,17 +35,17 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, PREFIXKIT_BLOCKS)
             unsigned char* extra = base + Q_BYTES + SLOTS * SLOT_BYTES;
             TileShared s;
             s.q = shared_address(base), s.ring = s.q + Q_BYTES;
-            s.walk = (Walk*)extra, s.units = (TileUnit*)(s.walk + 1), s.positions = (int*)(s.units + QUEUE);
+            s.walk = (Walk*)extra, s.kv_tiles = (KVTile*)(s.walk + 1), s.positions = (int*)(s.kv_tiles + QUEUE);
             tile_role(a, s);
         } else {
-            decode_role(a, shared_address(base) + warp * STAGES * STAGE_BYTES, STAGES, (Chunk*)(base + RING_BYTES) + warp * MAX_STAGES,
+            decode_role(a, shared_address(base) + warp * STAGES * STAGE_BYTES, STAGES, (DecodeKVTile*)(base + RING_BYTES) + warp * MAX_STAGES,
                         (Resolved*)(base + RING_BYTES + INFO_BYTES) + warp * BATCH);
         }
         __syncthreads();
     }
     if (a.counts[3] == 0) return;
     merge_rows(a, a.counts[2], threadIdx.x, 32 * BLOCK_WARPS, [&] {
-        if (threadIdx.x == 0) grid_meet(a.sync);
+        if (threadIdx.x == 0) grid_barrier(a.sync);
         __syncthreads();
     });
 }

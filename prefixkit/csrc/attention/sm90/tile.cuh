@@ -1,11 +1,11 @@
 // Attention of many query rows to shared KV on Hopper: the matrix path.
 //
 // shapes     an item has up to 128 rows, (query, head of the group) pairs of one KV head, and any KV.
-// tiling     two warpgroups of 64 rows share units of 64 tokens, which two warps load (tile_load.cuh).  Q lives in registers:
+// tiling     two warpgroups of 64 rows share kv_tiles of 64 tokens, which two warps load (tile_load.cuh).  Q lives in registers:
 //            with Q in shared memory, wgmma would read its 2 KB again with every 2 KB of K, more than shared memory gives.  S = Q K^T,
-//            P stays in registers.  Each warpgroup issues Q K^T of a unit before P V of the last, and what it needs for the next unit it
+//            P stays in registers.  Each warpgroup issues Q K^T of a kv_tile before P V of the last, and what it needs for the next kv_tile it
 //            looks up meanwhile; the exponents of one hide behind the products of the other, without taking turns.
-// uniform    all that says where a unit lies is in the uniform registers of a warp: descriptors from ordinary ones cost each product
+// uniform    all that says where a kv_tile lies is in the uniform registers of a warp: descriptors from ordinary ones cost each product
 //            some 30 cycles, as much as it takes.  So flags and counts that decide over branches go through `uniform`.
 // cost       4 D flops per row and token against 790 TFLOP/s (dense bf16); 4 D bytes of KV per token and tile.
 // limits     D 64 or 128; items of at most 64 rows leave the second warpgroup idle.
@@ -20,7 +20,7 @@ constexpr int TILE = 128;                        // rows: two warpgroups of 64
 DEVICE void scores(TileState& w, u32 tile) {
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i) wgmma_rows(w.s, w.q + 4 * i, tile + (i / 4) * (UNIT * 8) + (i % 4) * 2, i != 0);
+    for (int i = 0; i < D / 16; ++i) wgmma_rows(w.s, w.q + 4 * i, tile + (i / 4) * (KV_TILE * 8) + (i % 4) * 2, i != 0);
     wgmma_commit();
 }
 
@@ -28,7 +28,7 @@ DEVICE void scores(TileState& w, u32 tile) {
 DEVICE void add_values(TileState& w, u32 tile, u32 ones) {
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < UNIT / 16; ++i) {
+    for (int i = 0; i < KV_TILE / 16; ++i) {
         wgmma_columns(w.o, w.p + 4 * i, tile + i * 128, 1);
         wgmma_ones(w.weight, w.p + 4 * i, ones);
     }
@@ -52,7 +52,7 @@ DEVICE void write_ones(u32 at) {
 DEVICE bool exponentials_at_once(const Attention& a, TileState& w) {
     float sum[2] = {};
 #pragma unroll
-    for (int i = 0; i < UNIT / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]), sum[i >> 1 & 1] += w.s[i];
+    for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]), sum[i >> 1 & 1] += w.s[i];
     if (__any_sync(~0u, sum[0] > ALLOWED || sum[1] > ALLOWED)) return false;
     w.sum[0] += sum[0], w.sum[1] += sum[1];
     return true;
@@ -62,12 +62,12 @@ DEVICE bool exponentials_at_once(const Attention& a, TileState& w) {
 DEVICE void scores_again(TileState& w, u32 k) {
     const int lane = lane_anew();
 #pragma unroll
-    for (int j = 0; j < UNIT / 8; ++j) {
+    for (int j = 0; j < KV_TILE / 8; ++j) {
         float dot[4] = {};
 #pragma unroll
         for (int i = 0; i < D / 16; i += 2) {
             u32 m[4];
-            load_matrix(m, k + piece_at<UNIT>(8 * j + (lane & 7), 2 * i + (lane >> 3)));
+            load_matrix(m, k + piece_at<KV_TILE>(8 * j + (lane & 7), 2 * i + (lane >> 3)));
             mma(dot, {w.q[4 * i], w.q[4 * i + 1], w.q[4 * i + 2], w.q[4 * i + 3]}, m[0], m[1]);
             mma(dot, {w.q[4 * i + 4], w.q[4 * i + 5], w.q[4 * i + 6], w.q[4 * i + 7]}, m[2], m[3]);
         }
@@ -77,7 +77,7 @@ DEVICE void scores_again(TileState& w, u32 k) {
 }
 
 // Any case.  Returns whether the base rose, the same in all lanes of a warp; then `shrink` holds the factors for outputs.
-DEVICE bool exponentials(const Attention& a, const UnitInfo& c, const TileItem& item, int row0, TileState& w, float (&shrink)[2]) {
+DEVICE bool exponentials(const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, TileState& w, float (&shrink)[2]) {
     const int column = 2 * (threadIdx.x & 3), group = group_of(a);
     if (MODIFIED || (c.flags & COMPARE)) {
         int head[2], q_position[2];
@@ -88,18 +88,18 @@ DEVICE bool exponentials(const Attention& a, const UnitInfo& c, const TileItem& 
             q_position[i] = MODIFIED || (c.flags & CAUSAL) ? int(a.q_positions[item.q_begin + query]) : 0;
         }
 #pragma unroll
-        for (int i = 0; i < UNIT / 2; ++i) {
+        for (int i = 0; i < KV_TILE / 2; ++i) {
             const int row = i >> 1 & 1, token = 8 * (i / 4) + column + (i & 1), position = c.position + token;
             const bool visible = token >= c.low && token < c.high && (!(c.flags & CAUSAL) || position <= q_position[row]);
             w.s[i] = exponent(w.s[i], a.scale, visible, q_position[row], position, head[row], a.parameters);
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < UNIT / 2; ++i) w.s[i] *= a.scale_log2;
+        for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] *= a.scale_log2;
     }
     float top[2] = {w.s[0], w.s[2]};
 #pragma unroll
-    for (int i = 0; i < UNIT / 8; ++i) {
+    for (int i = 0; i < KV_TILE / 8; ++i) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) top[row] = fmaxf(top[row], fmaxf(w.s[4 * i + 2 * row], w.s[4 * i + 2 * row + 1]));
     }
@@ -116,32 +116,32 @@ DEVICE bool exponentials(const Attention& a, const UnitInfo& c, const TileItem& 
         }
     }
 #pragma unroll
-    for (int i = 0; i < UNIT / 2; ++i) w.s[i] = exp2_fast(w.s[i] - w.base[i >> 1 & 1]), w.sum[i >> 1 & 1] += w.s[i];
+    for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] = exp2_fast(w.s[i] - w.base[i >> 1 & 1]), w.sum[i >> 1 & 1] += w.s[i];
     return rose;
 }
 
 DEVICE void pack_exponentials(TileState& w) {
 #pragma unroll
-    for (int i = 0; i < UNIT / 4; ++i) w.p[i] = pack(w.s[2 * i], w.s[2 * i + 1]);
+    for (int i = 0; i < KV_TILE / 4; ++i) w.p[i] = pack(w.s[2 * i], w.s[2 * i + 1]);
 }
 
 // Where a warpgroup is in the rings.
 struct Place {
     u32 stage = 0, phase = 0;
-    u32 before = 0;          // the stage of the unit before
+    u32 before = 0;          // the stage of the kv_tile before
     DEVICE void next(const TileShared& s) {
         before = stage;
         if (++stage == s.stages) stage = 0, phase ^= 1;
     }
 };
 
-DEVICE u32 keys_at(const TileShared& s, u32 stage) { return descriptor(s.k, 16) + stage * (UNIT_BYTES / 16); }
-DEVICE u32 values_at(const TileShared& s, u32 stage) { return descriptor(s.v, UNIT * 128) + stage * (UNIT_BYTES / 16); }
+DEVICE u32 keys_at(const TileShared& s, u32 stage) { return descriptor(s.k, 16) + stage * (KV_TILE_BYTES / 16); }
+DEVICE u32 values_at(const TileShared& s, u32 stage) { return descriptor(s.v, KV_TILE * 128) + stage * (KV_TILE_BYTES / 16); }
 DEVICE void wait_unit(const TileShared& s, const Place& at) { barrier_wait(s.full + 8 * at.stage, at.phase); }
-DEVICE int unit_flags(const TileShared& s, const Place& at) { return uniform(load_shared_int(s.units + 16 * at.stage)); }
+DEVICE int kv_tile_flags(const TileShared& s, const Place& at) { return uniform(load_shared_int(s.kv_tiles + 16 * at.stage)); }
 
-DEVICE UnitInfo read_unit(const TileShared& s, const Place& at) {
-    const int4 x = load_shared_int4(s.units + 16 * at.stage);
+DEVICE KVTileInfo read_unit(const TileShared& s, const Place& at) {
+    const int4 x = load_shared_int4(s.kv_tiles + 16 * at.stage);
     return {x.x, x.y, x.z, x.w};
 }
 
@@ -152,7 +152,7 @@ DEVICE void free_stage(u32 empty, u32 stage) { barrier_arrive_warp(empty + 8 * s
 DEVICE void tile_skip(const TileShared& s, Place& at) {
     for (bool last = false; !last; at.next(s)) {
         wait_unit(s, at);
-        last = unit_flags(s, at) & LAST;
+        last = kv_tile_flags(s, at) & LAST;
         free_stage(s.k_empty, at.stage);
         free_stage(s.v_empty, at.stage);
     }
@@ -166,9 +166,9 @@ DEVICE TileItem read_item(const TileShared& s, int place) {
     return {x.x, x.y, x.z, x.w};
 }
 
-// What the next products need, looked up while scores are computed; `flags` only mean something if the unit is `there`.
+// What the next products need, looked up while scores are computed; `flags` only mean something if the kv_tile is `there`.
 struct Coming {
-    u32 keys, values;        // descriptors: of the next unit's keys, of this one's values
+    u32 keys, values;        // descriptors: of the next kv_tile's keys, of this one's values
     int flags;
     bool there;
 };
@@ -177,20 +177,20 @@ DEVICE Coming look_ahead(const TileShared& s, const Place& at) {
     next.next(s);
     Coming c;
     c.there = barrier_ended(s.full + 8 * next.stage, next.phase);
-    c.flags = c.there ? unit_flags(s, next) : 0;
+    c.flags = c.there ? kv_tile_flags(s, next) : 0;
     c.keys = uniform(keys_at(s, next.stage)), c.values = uniform(values_at(s, at.stage));
     return c;
 }
 
 // Tensor cores cut their sums off where a float32 ends, always towards zero: weights, all of one sign, lose 5e-4 in 134,000 tokens, and
 // values a quarter of that.  So what weights there are is added to the rest of them every so often, rounded to nearest.
-constexpr int BRING_OVER = 32;                   // units
+constexpr int BRING_OVER = 32;                   // kv_tiles
 DEVICE void bring_over(TileState& w) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) w.rest[i] += w.weight[2 * i], w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
 }
 
-// When the values of the unit before have been added: their stage is free, and weights can be replaced.
+// When the values of the kv_tile before have been added: their stage is free, and weights can be replaced.
 DEVICE void finish_values(const TileShared& s, TileState& w, const Place& at, bool any = true) {
     wgmma_wait<0>();
     pin(w.o), pin(w.weight);
@@ -219,10 +219,10 @@ struct Items {
 // The item is read again where it is needed: registers are short.
 DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Place& at, int half, Items& items) {
     const int place = items.place();
-    int units = 0;                            // since weights were brought over
+    int kv_tiles = 0;                            // since weights were brought over
     float shrink[2];
     wait_unit(s, at);
-    int flags = unit_flags(s, at) | COMPARE;  // the first unit finds a base
+    int flags = kv_tile_flags(s, at) | COMPARE;  // the first kv_tile finds a base
     scores(w, keys_at(s, at.stage));
     wgmma_wait<0>();                          // no values yet
     pin(w.s);
@@ -234,7 +234,7 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Pla
         if (!compare && exponentials_at_once(a, w)) {
             finish_values(s, w, at);
         } else {
-            if (!compare) scores_again(w, s.k + at.stage * UNIT_BYTES);
+            if (!compare) scores_again(w, s.k + at.stage * KV_TILE_BYTES);
             const bool rose = exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
             finish_values(s, w, at, !first);
             if (rose) {
@@ -246,14 +246,14 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Pla
             }
         }
         pack_exponentials(w);
-        if (++units == BRING_OVER) bring_over(w), units = 0;
+        if (++kv_tiles == BRING_OVER) bring_over(w), kv_tiles = 0;
         if (flags & LAST) break;
         at.next(s);
         if (next.there) {
             flags = next.flags;
         } else {
             wait_unit(s, at);
-            flags = unit_flags(s, at);
+            flags = kv_tile_flags(s, at);
         }
         const u32 values = next.values;
         scores(w, next.keys);

@@ -12,13 +12,13 @@ namespace prefixkit {
 
 struct TileState {
     u32 q[D / 4];         // operands: queries
-    float s[UNIT / 2];    // scores, then exponentials, of two rows
-    u32 p[UNIT / 4];      // the same, rounded, as operand
+    float s[KV_TILE / 2];    // scores, then exponentials, of two rows
+    u32 p[KV_TILE / 4];      // the same, rounded, as operand
     float o[D / 2];
     float base[2];        // of the two rows
     float sum[2];         // of this thread's exponentials
     float weight[4];      // of the row's, rounded: two of each row, the same in the four lanes that hold it
-    float rest[2];        // and those of earlier units
+    float rest[2];        // and those of earlier kv_tiles
 };
 
 struct TileItem {

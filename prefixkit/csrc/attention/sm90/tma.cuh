@@ -8,7 +8,7 @@ namespace prefixkit {
 DEVICE void copy_row(const Attention& a, const TensorMap* map, u32 to, const Span& span, int slot, bool there, int head, int column, u32 barrier, u64 policy) {
     const u32 index = there ? u32(slot) / u32(a.page_size) : 0;
     const int page = there ? a.pages[span.pages + index] : -1;
-    copy_box(to, map, column * 64, slot - index * a.page_size, head, page, barrier, policy);
+    tma_copy(to, map, column * 64, slot - index * a.page_size, head, page, barrier, policy);
 }
 
 }  // namespace prefixkit

@@ -1,8 +1,8 @@
 // Attention over a whole tree in one launch, for Hopper (sm_90a).
 //
 // shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D 64 or 128; see plan.cuh for all that a launch gets.
-// tiling     one block per multiprocessor, with roles: two warps load units for two warpgroups that multiply tiles (tile.cuh),
-//            two load chunks for four warps that stream decode items (decode_load.cuh) beside them, so that matrix-bound
+// tiling     one block per multiprocessor, with roles: two warps load kv_tiles for two warpgroups that multiply tiles (tile.cuh),
+//            two load kv_tiles for four warps that stream decode items (decode_load.cuh) beside them, so that matrix-bound
 //            prefixes and memory-bound suffixes share each multiprocessor.  At the end all blocks meet and fold partial states
 //            (merge.cuh, merge_sm90.cuh).
 // cost       floor = max(KV bytes / 4.3 TB/s, flops / 790 TFLOP/s); docs/kernels.md has predictions and measurements.
@@ -19,7 +19,7 @@ struct Room { int tile, decode; };
 constexpr Room MIXED = D <= 64 ? Room{4, 6} : Room{4, 3};
 constexpr Room STREAMS = D <= 64 ? MIXED : Room{2, 5};  // where decode items are by far the longer part
 constexpr Room ALONE = {0, 4};                          // where there are no tiles; with 6, memory gives 1% less
-DEVICE constexpr int bytes_of(Room room) { return 2 * room.tile * UNIT_BYTES + DECODE_WARPS * room.decode * STAGE_BYTES; }
+DEVICE constexpr int bytes_of(Room room) { return 2 * room.tile * KV_TILE_BYTES + DECODE_WARPS * room.decode * STAGE_BYTES; }
 constexpr int RING_BYTES = bytes_of(MIXED) > bytes_of(ALONE) ? bytes_of(MIXED) : bytes_of(ALONE);
 
 // What a block keeps in shared memory; the rings begin at multiples of 1024.
@@ -27,9 +27,9 @@ struct Shared {
     unsigned char rings[RING_BYTES];
     u64 barriers[TILE_BARRIERS + DECODE_BARRIERS];
     int4 items[2];
-    UnitInfo units[TILE_STAGES];
+    KVTileInfo kv_tiles[TILE_STAGES];
     u32 ones[32];                                // not the last: memcheck takes wgmma_ones to read 256 bytes
-    Chunk chunks[DECODE_WARPS * RING_STAGES];
+    DecodeKVTile decode_kv_tiles[DECODE_WARPS * RING_STAGES];
     Resolved batches[DECODE_WARPS * BATCH];
 };
 constexpr int SHARED_BYTES = sizeof(Shared);
@@ -45,34 +45,34 @@ constexpr int LOAD_REGISTERS = 48, DECODE_REGISTERS = 96, TILE_REGISTERS = 184;
 DEVICE TileShared tile_shared(Shared& s, Room room) {
     TileShared w;
     w.stages = room.tile;
-    w.k = kept(shared_address(s.rings)), w.v = w.k + w.stages * UNIT_BYTES;
+    w.k = kept(shared_address(s.rings)), w.v = w.k + w.stages * KV_TILE_BYTES;
     const auto at = [&](const void* p) { return w.k + u32((const unsigned char*)p - s.rings); };
     w.full = at(s.barriers), w.k_empty = w.full + 8 * TILE_STAGES, w.v_empty = w.k_empty + 8 * TILE_STAGES;
     w.item_full = w.v_empty + 8 * TILE_STAGES, w.item_empty = w.item_full + 16;
-    w.items = at(s.items), w.units = at(s.units), w.ones = descriptor(at(s.ones), 0);
+    w.items = at(s.items), w.kv_tiles = at(s.kv_tiles), w.ones = descriptor(at(s.ones), 0);
     return w;
 }
 
 // The decode rings lie behind those of the tiles, or have all the room where there are none.
 DEVICE DecodeShared decode_shared(Shared& s, Room room) {
     DecodeShared n;
-    n.rings = shared_address(s.rings) + 2 * room.tile * UNIT_BYTES;
+    n.rings = shared_address(s.rings) + 2 * room.tile * KV_TILE_BYTES;
     n.stages = room.decode;
     n.full = shared_address(s.barriers) + 8 * TILE_BARRIERS, n.empty = n.full + 8 * DECODE_WARPS * RING_STAGES;
-    n.chunks = s.chunks, n.batches = s.batches;
+    n.kv_tiles = s.decode_kv_tiles, n.batches = s.batches;
     return n;
 }
 
 // The tile warps, once all warps of all blocks are done.
 DEVICE void merge(const Attention& a, u32 rings) {
     const int thread = threadIdx.x - 256, rows = a.counts[2];
-    auto meet_block = [] { named_barrier<1, 512>(); };
-    auto meet_all = [&] {
-        if (thread == 0) grid_meet(a.sync);
+    auto block_barrier = [] { named_barrier<1, 512>(); };
+    auto all_barrier = [&] {
+        if (thread == 0) grid_barrier(a.sync);
         named_barrier<4, 256>();
     };
-    if (a.heads % 4 == 0 && !few_heads(a, rows, SLAB_WARPS)) merge_slabs(a, rows, rings, thread >> 5, meet_block, meet_all);
-    else merge_heads(a, rows, thread >> 5, SLAB_WARPS, [&] { meet_block(), meet_all(); });
+    if (a.heads % 4 == 0 && !few_heads(a, rows, SLAB_WARPS)) merge_slabs(a, rows, rings, thread >> 5, block_barrier, all_barrier);
+    else merge_heads(a, rows, thread >> 5, SLAB_WARPS, [&] { block_barrier(), all_barrier(); });
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid_constant__ Attention a) {
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    follow_kernel();
+    pdl_wait();
     const int warp = uniform(threadIdx.x >> 5), role = warp >> 2;
     const Room room = a.counts[0] == 0 ? ALONE : a.counts[5] ? STREAMS : MIXED;
     if (role == 0) {
