@@ -123,7 +123,7 @@ ADVANCE = define(
     ("const int*", "leaf start"),
     ("int*", "length"),
     ("const int*", "page_indptr pages first_slot"),
-    ("const long long*", "drawn"),
+    ("const long long*", "sampled"),
     ("long long*", "tokens positions slots"),
     ("int", "rows page_size"),
 )

@@ -1,7 +1,7 @@
 // Attention of few query rows (at most 8) to long KV: the bandwidth path.  Each warp works alone.
 //
 // shapes     an item has up to 8 rows, (query, head of the group) pairs of one KV head.
-// tiling     KV comes in chunks of 16 tokens through a warp's own ring of kv_tiles, filled by the copy engine (boxes, on Hopper) or by
+// tiling     KV comes in tiles of 16 tokens through a warp's own ring of KV tiles, filled by TMA (on Hopper) or by
 //            16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so rows cost
 //            an eighth of a tile and the output takes D / 4 registers.
 // cost       2 x 2 D bytes per token; D / 8 matrix instructions per 16 tokens.
@@ -16,7 +16,7 @@ constexpr int DECODE_KV_TILE = 16;
 constexpr int DECODE_KV_TILE_BYTES = DECODE_KV_TILE * COLUMNS * 128;  // of K, and of V
 constexpr int STAGE_BYTES = 2 * DECODE_KV_TILE_BYTES;
 
-struct DecodeKVTile {  // what the computing side must know of a kv_tile; 32 bytes
+struct DecodeKVTile {  // what the computing side must know of a KV tile; 32 bytes
     int q_begin, rows, partial, head;
     int flags;     // FIRST, LAST of its item; CAUSAL: compare positions; STOP: no more work
     int low, high; // tokens [low, high) count
@@ -102,7 +102,7 @@ DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState&
     }
 }
 
-// Zeros for the values that a kv_tile lacks: its boxes brought whatever lay there, and 0 * NaN is NaN.
+// Zeros for the values that a KV tile lacks: its boxes brought whatever lay there, and 0 * NaN is NaN.
 DEVICE void clear_absent(u32 values, int low, int high) {
     const int lane = lane_anew();
 #pragma unroll 1

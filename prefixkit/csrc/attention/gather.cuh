@@ -4,7 +4,7 @@
 // ldmatrix want: piece c (16 bytes) of row r lies at (c / 8) * ROWS * 128 + r * 128 + ((c ^ r) % 8) * 16.
 //
 // Rows come in groups of 16 tokens that begin at a multiple of 16 slots.  Where such a group lies in one page (page sizes that
-// 16 divides) and is complete, it comes as a box of the copy engine (Hopper), or its copies take one instruction and no arithmetic
+// 16 divides) and is complete, it comes as a TMA box (Hopper), or its copies take one instruction and no arithmetic
 // each; else every row is looked up.
 #pragma once
 #include "attention/plan.cuh"
@@ -19,7 +19,7 @@ template <int ROWS> DEVICE u32 piece_at(int row, int kv_tile) {
     return (kv_tile >> 3) * (ROWS * 128) + row * 128 + (((kv_tile ^ row) & 7) << 4);
 }
 
-// Whether groups of 16 come as boxes, which the host decides, or at least lie in one page each.
+// Whether groups of 16 come as TMA boxes, which the host decides, or at least lie in one page each.
 DEVICE bool by_boxes(const Attention& a) { return PREFIXKIT_MAPS && a.tma_groups; }
 DEVICE bool holds_groups(const Attention& a) {
     if (PREFIXKIT_MAPS) return a.tma_groups;
@@ -42,7 +42,7 @@ template <int ROWS> DEVICE void copy_group(u32 to, const u16* from) {
     }
 }
 
-// Any 16 rows: lane i (and i + 16) knows where row i begins, in 16-byte pieces, and whether it is there; absent rows become zero.
+// Any 16 rows: lane i (and i + 16) knows where row i begins, in 16-byte vectors, and whether it is there; absent rows become zero.
 template <int ROWS> DEVICE void copy_rows(u32 to, const u16* base, u32 row_begin, u32 present) {
     const int lane = lane_anew();
 #pragma unroll 1

@@ -1,8 +1,8 @@
-// The end of a launch: all blocks meet, then fold partial states, in the plan's order.  Here: how one head of one row is folded where there
+// The end of a launch: a grid barrier, then merging of partial states, in the plan's order.  Here: how one head of one row is merged where there
 // are few of them, by a warp.
 //
 // tiling a lane looks up one partial (its row, its log-sum-exp) and sums a few columns over all.
-// cost   reads each partial state once (4 D + 4 bytes per head) and writes each row once; the meeting costs about 1.5 us.  What a merge
+// cost   reads each partial state once (4 D + 4 bytes per head) and writes each row once; the grid barrier costs about 1.5 us.  What a merge
 //        of few heads costs is the latency of its reads, and of its instructions, each of which comes once: the code is short.
 // limits all blocks must be resident at once, which a cooperative launch sees to.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace prefixkit {
 
-// All blocks of the grid meet.  One thread of each block calls it; works for any grid size and resets itself: the top bit of
+// A barrier of the whole grid.  One thread of each block calls it; works for any grid size and resets itself: the top bit of
 // the counter flips once all have come.
 DEVICE void grid_barrier(u32* counter) {
     fence_device();
@@ -20,7 +20,7 @@ DEVICE void grid_barrier(u32* counter) {
     while (((before ^ load_acquire(counter)) & 0x80000000u) == 0) {}
 }
 
-// A head being folded, by lanes that hold some columns each.
+// A head being merged, by lanes that hold some columns each.
 template <int VECTORS> struct Merged {
     float4 sum[VECTORS];
     float top, total;
@@ -66,7 +66,7 @@ template <int LANES, int VECTORS> DEVICE void finish_head(const Attention& a, co
     if (lane == 0) a.lse[at] = lse;
 }
 
-// Whether there are so few heads to fold that each gets a warp of its own, or two share one.
+// Whether there are so few heads to merge that each gets a warp of its own, or two share one.
 DEVICE bool few_heads(const Attention& a, int rows, int warps) { return rows * a.heads <= 2 * int(gridDim.x) * warps; }
 
 // The partials of one head of one row: how many, where their list begins, and this lane's of the first 32.
@@ -134,8 +134,8 @@ DEVICE void merge_head(const Attention& a, Merged<HEAD_VECTORS>& f, int mine, in
     }
 }
 
-// `warp` of `warps` in each block: folds its share of all heads.  What it folds first, the plan says, so it looks that up before it
-// `meet`s the other blocks, whose partial states it reads.
+// `warp` of `warps` in each block: merges its share of all heads.  What it merges first, the plan says, so it looks that up before it
+// waits at `barrier` for the other blocks, whose partial states it reads.
 template <class Barrier> DEVICE void merge_heads(const Attention& a, int rows, int warp, int warps, Barrier barrier) {
     const int units = rows * a.heads, step = gridDim.x * warps;
     int unit = blockIdx.x + gridDim.x * warp;

@@ -9,14 +9,14 @@ namespace prefixkit {
 #define PREFIXKIT_HEAD_DIM 128
 #endif
 constexpr int D = PREFIXKIT_HEAD_DIM;
-constexpr int ROW_VECTORS = D / 8;                          // 16-byte pieces of a head's row
+constexpr int ROW_VECTORS = D / 8;                          // 16-byte vectors of a head's row
 static_assert(D % 16 == 0 && D <= 256, "head sizes are multiples of 16 up to 256");
 
 #ifndef PREFIXKIT_MAPS
 #define PREFIXKIT_MAPS 0  // 1: KV comes in boxes where pages allow it (Hopper); Attention begins with tensor maps
 #endif
 
-// Brings the parameter into the constant cache, a line at a time, before anyone waits for it.
+// Brings the parameter into the constant cache, a line at a time, before it is needed.
 DEVICE void hold_parameters(const Attention& a) {
     asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.tma_groups));
 }
@@ -48,7 +48,7 @@ DEVICE int walk_entry(const Attention& a, int entry) {
     return a.counts[4] ? entry % items * a.kv_heads + entry / items : entry;
 }
 
-// Entry `e` of a work list: items in order, and each for all KV heads.  Nothing that can be used where the list has no `room` for it.
+// Entry `e` of a work list: items in order, and each for all KV heads.  Nothing that can be used behind the `room` entries that it holds.
 DEVICE Item load_item(const int4* items, int entry, int kv_heads, int room) {
     const int index = entry / kv_heads;
     int4 a = {}, b = {};
@@ -83,7 +83,7 @@ DEVICE VisibleRange visible_range(const Attention& a, bool causal, int first, in
     return {a.window > 0 ? first - a.window + 1 : 0, causal ? last + 1 : 0x7fffffff};
 }
 
-// The smallest position among an item's queries; a warp works together.  Only variants with a reach need it.
+// The smallest position among an item's queries; a warp works together.  Only variants with a window need it.
 DEVICE int first_position(const Attention& a, const Item& item) {
     if (a.window == 0) return 0;
     int first = 0x7fffffff;
@@ -105,7 +105,7 @@ DEVICE Span load_span(const Attention& a, int node, int begin, int end, const Vi
     return s;
 }
 
-// Where a slot's row begins, in 16-byte pieces: 32 bits reach 64 GB.
+// Where a slot's row begins, in 16-byte vectors: 32 bits reach 64 GB.
 DEVICE u32 row_of(const Attention& a, int page, int slot_in_page, int head) {
     return u32(page) * u32(a.page_stride >> 3) + u32(head) * u32(a.head_stride >> 3) + u32(slot_in_page) * u32(a.slot_stride >> 3);
 }

@@ -1,12 +1,12 @@
-// From tiles to items: partial rows, the segments of what is cut, the order of merging, and the order of the lists.
+// From tiles to items: partial rows, the segments of what is split, the order of merging, and the order of the lists.
 //
-// _order_items, _cut, _number_partials and _sort of attention/gpu_plan.py.
+// _order_items, _cut, _number_partials and _sort of attention/plan.py.
 #pragma once
 #include "planner/plan_state.cuh"
 
 namespace prefixkit {
 
-// Who sees a shared ancestor's tile has a tile of its own too, so dense tiles always leave partial states.
+// Each query below a shared ancestor has an own-node tile too, so shared-prefix tiles always write partial states.
 DEVICE bool leaves(int number) { return !(at(TILE_OF)[number] & 1) || at(SPLITS)[number] > 1 || at(UP)[at(TILE_OF)[number] >> 1] >= 0; }
 
 // Pieces of all tiles that a query is in.
@@ -41,7 +41,7 @@ DEVICE bool number_merges() {
     return total <= u64(p.a.partial_capacity);
 }
 
-// Items of a dense row go by split, then by tile; all its tiles but the last have the same splits.
+// Items of a shared-prefix row go by split, then by tile; all its tiles but the last have the same splits.
 DEVICE int place_of(int number, int split) {
     const int key = at(TILE_OF)[number], node = key >> 1;
     if (key & 1) return at(FIRST_ITEM)[number] + split;
@@ -100,7 +100,7 @@ DEVICE void write_split(const Split& c, int node, int to) {
     }
 }
 
-// Partial rows, and the segments of what is cut.
+// Partial rows, and the segments of what is split.
 DEVICE bool make_items() {
     int turn = 0;
     u64 total = 0;

@@ -9,8 +9,8 @@ constexpr int CANDIDATES = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128,
 constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
 constexpr int COUNTER_INTS = (WARPS + 1) * 2 * ORDER_LEVELS;
 constexpr int OPEN_END = 0x7fffffff;
-static_assert(CANDIDATES == WARPS, "a warp per cut");
-static_assert(COUNTER_INTS >= WARPS * (LEVELS + 1) + 2 * BINS, "room to count");
+static_assert(CANDIDATES == WARPS, "a warp per candidate");
+static_assert(COUNTER_INTS >= WARPS * (LEVELS + 1) + 2 * BINS, "counters are too few");
 
 // Of roles with one worker on a multiprocessor, and with many: CANDIDATES and CANDIDATES_OF_MANY of attention/kv_split.py.
 __constant__ int CANDIDATE_SPLITS[2][CANDIDATES] = {
@@ -22,7 +22,7 @@ constexpr int SPLIT_BITS = 10;  // of ITEM_SPLIT
 enum NodeArray {
     PARENT, SUBTREE_END, LENGTH,
     FIRST_ROW,               // [nodes + 1] the first query of each node
-    SHARED,                  // 1: a dense row
+    SHARED,                  // 1: a shared-prefix row
     UP, INHERITED, TOKENS,   // of nodes with rows: nearest shared ancestor; folded ancestors below it; tokens with those
     SEGMENT_BASE, TILE_BASE,
     NODE_ARRAYS,
@@ -31,7 +31,7 @@ enum NodeArray {
 // Arrays of tiles, queries and items.
 enum Array {
     TILE_OF,                 // 2 * node + causal
-    TILE_KV_TILES,              // and the top bit: decode
+    TILE_KV_TILES,              // and the top bit: on the decode path
     SPLITS, FIRST_ITEM,
     QUERY_NODE,
     ITEM_SPLIT,              // tile << SPLIT_BITS | split
@@ -66,7 +66,7 @@ DEVICE int* at(Array which) { return p.array[which]; }
 constexpr int NODES = PREFIXKIT_PLAN_NODES;
 DEVICE int* at(NodeArray which) { return NODES ? dynamic_shared + which * (NODES + 4) : p.a.scratch + which * (p.a.node_capacity + 4); }
 
-// Room for some arrays of `count` ints; one thread does it, before the block meets.
+// Takes memory for some arrays of `count` ints; one thread does it, before the block's barrier.
 DEVICE void take(int from, int to, int count) {
     count = (count + 3) & ~3;
 #pragma unroll 1
@@ -96,7 +96,7 @@ DEVICE Tile tile(int number) {
     if (causal) x.tokens = max(x.tokens - (begin + queries - x.end), 0);
     return x;
 }
-// The tile of a query among those of a node's dense row, or its causal one.
+// The tile of a query among those of a node's shared-prefix tiles, or its own-node tiles.
 CALLED int tile_with(int query, int node, bool causal) {
     const int first = at(TILE_BASE)[node] + (causal ? dense_tiles(node) : 0);
     const int begin = at(FIRST_ROW)[node + 1 - causal], queries = causal ? own(node) : below(node);

@@ -1,12 +1,12 @@
-// A plan for tree_attention, made where it is used: what attention/gpu_plan.py specifies, bit by bit, in one launch.
+// A plan for tree_attention, made where it is used: what attention/plan.py specifies, bit by bit, in one launch.
 //
 // shapes   a tree of `nodes` in depth-first order with `own` query rows in each; six arrays of fixed capacity come out.
 // tiling   one block of 1,024 threads, for the work is small and its steps depend on each other: a thread per node, tile, query or
 //          item, some twenty prefix sums in between.  Sharing climbs from the lowest candidates, the last child taking its parent up.
-//          One warp reckons one way to cut the tiles.  Items are sorted by counting.
-// cost     48 us for 1,024 leaves and 2,047 nodes on an H200: latency of shared memory, meetings of the block, and instructions, which
+//          Each warp tries one candidate number of KV splits.  Items are sorted by counting.
+// cost     48 us for 1,024 leaves and 2,047 nodes on an H200: latency of shared memory, barriers of the block, and instructions, which
 //          all warps issue on one multiprocessor.  Chains of folded nodes are walked one node at a time: 2,000 of them take 550 us.
-// limits   what does not fit sets counts[7], with no items.  Numbers: tiles below 2^21, queries below 2^25, kv_tiles of a row below 2^20, sums
+// limits   what does not fit sets counts[7], with no items.  Numbers: tiles below 2^21, queries below 2^25, KV tiles of a row below 2^20, sums
 //          below 2^31.
 #include "planner/plan_items.cuh"
 #include "planner/plan_rows.cuh"

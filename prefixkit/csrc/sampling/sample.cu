@@ -1,4 +1,4 @@
-// The next token of every row: penalty, temperature, top-k, top-p, min-p, and the draw, as sampling/specification.py specifies, bit by bit.
+// The next token of every row: penalty, temperature, top-k, top-p, min-p, and the sample, as sampling/specification.py specifies, bit by bit.
 //
 // shapes   logits [rows, vocab] of float32, bfloat16 or float16, any row stride; a SamplingRecord for each row; `seen` [rows, words];
 //          tokens [rows] int64, logprobs [rows] float32.
@@ -8,8 +8,8 @@
 // passes   read; then, with top-k, list the few tokens that may be kept, and go on with these; else weigh, with top-p count and list those at its
 //          border.  Lists that overflow are replaced by counting digits, three passes.  One block finds the token in one warp's tokens.
 // cost     reads each logit once; some 31 instructions a token, with top-k 10, top-p some 20 more.  docs/kernels.md has times.
-// effects  A row whose params is not active is left alone.  Others: the token and its log-probability are written, the token's bit in `seen` is
-//          set, and the params's step goes up by 1.  A row that holds NaN or +inf, or nothing finite, or whose scores leave float32, gets
+// effects  A row whose record is not active is left alone.  Others: the token and its log-probability are written, the token's bit in `seen` is
+//          set, and the record's step goes up by 1.  A row that holds NaN or +inf, or nothing finite, or whose scores leave float32, gets
 //          token -1 and NaN, no bit, and a step more.
 // limits   vocab <= 2^20; words >= vocab / 32; segment * blocks * 8 >= vocab.
 #include "sampling/sample_nucleus.cuh"

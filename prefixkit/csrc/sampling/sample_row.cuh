@@ -1,4 +1,4 @@
-// One row of logits: what a block has of it, and who reads what.
+// One row of logits: what a block has of it, and which warp reads what.
 #pragma once
 #include "layouts/sampling_record.h"
 #include "layouts/sample.h"

@@ -1,4 +1,4 @@
-// Loading for the bandwidth path by 16-byte copies: each warp fills its own ring, a few kv_tiles ahead, across items.
+// Loading for the bandwidth path by 16-byte copies: each warp fills its own ring, a few KV tiles ahead, across items.
 //
 // limits     rows of any page size and stride; each row's page is looked up by one lane.
 #pragma once
@@ -21,7 +21,7 @@ struct Loader {
     // the current item and segment
     int seg, flags;
     Span span;
-    int page = 0;                    // of the next kv_tile
+    int page = 0;                    // of the next KV tile
 
     DEVICE Loader(const Attention& a, Resolved* batch) : a(a), batch(batch) { begin_item(); }
 
@@ -55,7 +55,7 @@ struct Loader {
         if (holds_groups(a)) page = span.slot < span.end ? a.pages[span.pages + page_index(a, span.slot)] : 0;
     }
 
-    // Fills a stage with the next kv_tile.
+    // Fills a stage with the next KV tile.
     DEVICE void issue(u32 stage, DecodeKVTile* info) {
         const int lane = lane_anew();
         if (flags & STOP) {
@@ -71,7 +71,7 @@ struct Loader {
         copy_chunk(stage, slot, low, high, head, low == 0 && span.end - slot >= DECODE_KV_TILE);
         copy_commit();
         const int position = span.position + slot;
-        if (flags & FIRST) {  // its queries are read a few kv_tiles later, from L1
+        if (flags & FIRST) {  // its queries are read a few KV tiles later, from L1
             const int group = group_of(a);
             const char* q = (const char*)(a.q + ((long long)item.q_begin * a.heads + head * group) * D);
             for (int row = 0; row < item.rows(); row += group, q += (long long)a.heads * D * 2)
@@ -102,7 +102,7 @@ struct Loader {
     }
 };
 
-// Waits until at most `pending` of the latest kv_tiles are under way.
+// Waits until at most `pending` of the latest KV tiles are under way.
 DEVICE void ring_wait(int pending) {
     switch (pending) {
         case 1: return copy_wait<1>();

@@ -1,13 +1,13 @@
-// The end of a launch where there are many rows to fold, by loads alone.
+// The end of a launch where there are many rows to merge, by loads alone.
 //
-// tiling a few lanes fold one head of one row, so that many rows are under way.
+// tiling a few lanes merge one head of one row, so that many rows are under way.
 // cost   reads each partial state once (4 D + 4 bytes per head); partials are read in one pass, two at a time.
 #pragma once
 #include "attention/merge.cuh"
 
 namespace prefixkit {
 
-// A head of a row to fold, and the first of its partials: known one unit ahead, for each is a read that waits for the last.
+// A head of a row to merge, and the first of its partials: known one unit ahead, for each is a read that waits for the last.
 template <int AT_ONCE> struct Parts {
     int begin = 0, count = 0;
     int first[AT_ONCE];
@@ -25,7 +25,7 @@ template <int AT_ONCE> DEVICE void find_first(const Attention& a, Parts<AT_ONCE>
         if (i < p.count) p.first[i] = a.merge_indices[p.begin + i];
 }
 
-// Reads `count` (at most AT_ONCE) partials of a head, then folds them in order.
+// Reads `count` (at most AT_ONCE) partials of a head, then merges them in order.
 template <int AT_ONCE, int LANES, int VECTORS>
 DEVICE void fold_some(const Attention& a, Merged<VECTORS>& f, const int (&parts)[AT_ONCE], int count, int head, int lane) {
     float lse[AT_ONCE];
@@ -41,7 +41,7 @@ DEVICE void fold_some(const Attention& a, Merged<VECTORS>& f, const int (&parts)
     merge_partials(f, lse, x, count);
 }
 
-// `thread` of `threads` in each block: folds its share of all heads, with LANES lanes each.
+// `thread` of `threads` in each block: merges its share of all heads, with LANES lanes each.
 template <int LANES, int AT_ONCE, class Barrier> DEVICE void merge_rows_by(const Attention& a, int rows, int thread, int threads, Barrier barrier) {
     static_assert(D % (4 * LANES) == 0, "a lane holds whole vectors of a head");
     constexpr int VECTORS = D / (4 * LANES);

@@ -1,8 +1,8 @@
 // Attention of many query rows to shared KV with mma.sync, for any GPU from sm_80 on: the matrix path.
 //
 // shapes     an item has up to 128 rows, or those of one query: (query, head of the group) pairs of one KV head.  A tile takes TILE.
-// tiling     a block of four warps shares kv_tiles of KV_TILE tokens.  A warp has 16 rows of each 64: scores, probabilities (rounded to the
-//            operand of the second product) and output stay in its registers, queries in shared memory.  Keys and values of the kv_tiles
+// tiling     a block of four warps shares KV tiles of KV_TILE tokens.  A warp has 16 rows of each 64: scores, probabilities (rounded to the
+//            operand of the second product) and output stay in its registers, queries in shared memory.  Keys and values of the KV tiles
 //            come alternately through a ring of SLOTS tiles, filled by 16-byte copies that run SLOTS - 1 tiles ahead, across items.
 // cost       4 D flops per row and token; of shared memory 512 bytes for 4 matrix instructions (2 where a tile has 64 rows).
 // limits     head sizes that 16 divides, up to 256: above 128 a tile has 64 rows, for registers are short.
@@ -27,7 +27,7 @@ template <int ROWS> DEVICE void copy_whole(u32 to, const u16* from, long long st
             copy16(base + (c >> 3) * (ROWS * 128) + row * 128 + (turn ^ (((row ^ c) & 7) << 4)), from + row * stride + c * 8, true);
 }
 
-// This warp's part of a kv_tile's keys, or values: tokens [low, high), the others zero.
+// This warp's part of a KV tile's keys, or values: tokens [low, high), the others zero.
 DEVICE void tile_copy(const Attention& a, const KVTile& kv_tile, const u16* base, u32 tile, bool values) {
     const int warp = threadIdx.x >> 5, part = warp % PARTS;
     // With fewer groups than warps, some copy keys and the others values.
@@ -46,7 +46,7 @@ DEVICE void tile_copy(const Attention& a, const KVTile& kv_tile, const u16* base
     copy_commit();
 }
 
-// Query rows and their positions; rows that the item lacks keep what was there, and nobody reads their results.
+// Query rows and their positions; rows that the item lacks keep what was there, and their results are not read.
 DEVICE void tile_queries(const Attention& a, const KVTile& item, const TileShared& s) {
     const int group = group_of(a), rows = item.rows(), row0 = item.row0(), head = item.head() * group;
 #pragma unroll 4
@@ -239,7 +239,7 @@ DEVICE void tile_finish(const Attention& a, const KVTile& item, TileState& w) {
 DEVICE void tile_role(const Attention& a, const TileShared& s) {
     const int warp = threadIdx.x >> 5, first_row = 16 * warp;
     if (int(blockIdx.x) >= a.counts[0] * a.kv_heads * slices_of(a)) return;
-    int filled = 0, at = 0, to = 0;              // kv_tiles in the queue; tiles of the ring to compute and to fill
+    int filled = 0, at = 0, to = 0;              // KV tiles in the queue; tiles of the ring to compute and to fill
     if (warp == 0) {
         Refill refill(a, s);
         refill.begin();
@@ -274,7 +274,7 @@ DEVICE void tile_role(const Attention& a, const TileShared& s) {
         tile_copy(a, later, a.v, s.ring + to * SLOT_BYTES, true);
         to = to + 1 == SLOTS ? 0 : to + 1;
         const int need = number + AHEAD + 1;
-        if (warp == 0 && filled <= need) {       // room: the kv_tiles before this one are done
+        if (warp == 0 && filled <= need) {       // free: the KV tiles before this one are done
             Refill refill(a, s);
             refill.until(need, number + QUEUE, s.walk);
             filled = refill.w.filled;

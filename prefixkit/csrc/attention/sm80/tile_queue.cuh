@@ -1,10 +1,10 @@
-// The kv_tiles of a block's tile items in the order in which they are computed, looked up ahead of their copies.
+// The KV tiles of a block's tile items in the order in which they are computed, looked up ahead of their copies.
 //
-// shapes     an item has any number of rows, TILE of them a tile; its kv_tiles of KV_TILE tokens begin at multiples of 16 slots.
-// tiling     an item of more rows than a tile is walked once for each slice of TILE rows: whatever tiles a plan was cut for.
-//            A queue of QUEUE kv_tiles in shared memory, which one warp refills: a lane looks up one group of 16 tokens, so that the pages
-//            of many kv_tiles cost the latency of one read.
-// cost       one refill for several kv_tiles of a long segment, and one for every short segment.
+// shapes     an item has any number of rows, TILE of them a tile; its KV tiles of KV_TILE tokens begin at multiples of 16 slots.
+// tiling     an item of more rows than a tile is walked once for each slice of TILE rows: whatever tiles a plan was made for.
+//            A queue of QUEUE KV tiles in shared memory, which one warp refills: a lane looks up one group of 16 tokens, so that the pages
+//            of many KV tiles cost the latency of one read.
+// cost       one refill for several KV tiles of a long segment, and one for every short segment.
 // limits     groups of at most 128 tiles, 65,536 KV heads.
 #pragma once
 #include "attention/gather.cuh"
@@ -21,13 +21,13 @@ constexpr int BLOCK_WARPS = 4;
 constexpr int PLANNED_ROWS = 128;                // of an item, unless one query's group has more
 constexpr int STRIPES = D <= 128 ? 2 : 1;        // of 64 rows in a tile
 constexpr int TILE = 64 * STRIPES;
-// Tokens of a kv_tile, where three tiles of so many fit beside the queries.
+// Tokens of a KV tile, where three tiles of so many fit beside the queries.
 constexpr int KV_TILE = (TILE + 3 * 64) * COLUMNS * 128 + 1024 <= PREFIXKIT_SHARED ? 64 : 32;
-constexpr int PARTS = KV_TILE / GROUP;              // groups of a kv_tile, one for each warp that copies
+constexpr int PARTS = KV_TILE / GROUP;              // groups of a KV tile, one for each warp that copies
 constexpr int Q_BYTES = TILE * COLUMNS * 128, SLOT_BYTES = KV_TILE * COLUMNS * 128;
 
 struct __align__(16) KVTile {
-    u32 row[4];                                  // where each group begins, in 16-byte pieces; RAGGED: its rows must be looked up
+    u32 row[4];                                  // where each group begins, in 16-byte vectors; RAGGED: its rows must be looked up
     u32 what;                                    // flags: FIRST, LAST, CAUSAL, STOP; low << 8, high << 16: tokens [low, high) count
     int position;                                // of token 0
     int q_begin, partial;                        // of the item
@@ -49,7 +49,7 @@ DEVICE int slices_of(const Attention& a) { return (max(group_of(a), PLANNED_ROWS
 
 // Where a block is in its share of the tile list.
 struct __align__(16) Walk {
-    int round, filled;                           // entries begun; kv_tiles in the queue so far
+    int round, filled;                           // entries begun; KV tiles in the queue so far
     int flags, seg, seg_end;                     // of the item
     int first;                                   // position of its first query
     VisibleRange range;                                 // of its queries
@@ -65,7 +65,7 @@ constexpr int KV_TILE_INFO = int(sizeof(KVTile));
 constexpr int FITTING = (PREFIXKIT_SHARED - Q_BYTES - EXTRA_BYTES - 8 * KV_TILE_INFO) / SLOT_BYTES;
 // Odd, so that a step on keys always fetches keys.
 constexpr int SLOTS = FITTING >= 5 ? 5 : 3;
-constexpr int AHEAD = SLOTS / 2;                 // kv_tiles fetched before they are computed
+constexpr int AHEAD = SLOTS / 2;                 // KV tiles fetched before they are computed
 constexpr int INFOS_FIT = (PREFIXKIT_SHARED - Q_BYTES - EXTRA_BYTES - SLOTS * SLOT_BYTES) / KV_TILE_INFO;
 constexpr int QUEUE = INFOS_FIT >= 32 ? 32 : INFOS_FIT >= 16 ? 16 : 8;
 constexpr int TILE_BYTES = Q_BYTES + SLOTS * SLOT_BYTES + EXTRA_BYTES + QUEUE * KV_TILE_INFO;
@@ -121,7 +121,7 @@ struct Refill {
         }
     }
 
-    // At most `room` kv_tiles of one segment.  An item without tokens gives one empty kv_tile.
+    // At most `room` KV tiles of one segment.  An item without tokens gives one empty KV tile.
     DEVICE void add(int room) {
         const int lane = lane_anew(), mine = lane / PARTS, part = lane % PARTS;
         const int begin = w.span.slot & ~15, left = (w.span.end - begin + KV_TILE - 1) / KV_TILE;
@@ -145,7 +145,7 @@ struct Refill {
         if (mine < count) {
             to->row[part] = whole ? row_of(a, page, place_in_page(a, at), head) : RAGGED;
             if (part == 0) {
-                // Where the first query sees the whole kv_tile, so do the others.
+                // Where the first query sees the whole KV tile, so do the others.
                 const bool compare = (flags & CLIP) && position + KV_TILE - 1 > first;
                 to->what = (flags & STOP) | (mine == 0 ? flags & FIRST : 0) | (mine == count - 1 && done ? LAST : 0) |
                            (compare ? CAUSAL : 0) | low << 8 | high << 16;
@@ -157,7 +157,7 @@ struct Refill {
         if (done) next_item();
     }
 
-    // Adds kv_tiles up to number `limit`, until number `need` is there.
+    // Adds KV tiles up to number `limit`, until number `need` is there.
     DEVICE void until(int need, int limit, Walk* keep) {
         do add(limit - w.filled); while (w.filled <= need);
         __syncwarp();

@@ -1,7 +1,7 @@
 // Loading for the bandwidth path on Hopper: two warps feed the rings of the four warps that compute.
 //
-// tiling     half a warp feeds one ring: 8 lanes resolve 8 items at once (each is a chain of dependent reads), then kv_tiles follow
-//            each other across items, two boxes of the copy engine each.  Both halves issue one kv_tile per turn, so their
+// tiling     half a warp feeds one ring: 8 lanes resolve 8 items at once (each is a chain of dependent reads), then KV tiles follow
+//            each other across items, two TMA boxes each.  Both halves issue one KV tile per turn, so their
 //            rings run in step.
 // cost       no instruction of the computing warps; 2 boxes, or 64 where pages hold no groups of 16.
 #pragma once
@@ -37,7 +37,7 @@ struct TmaLoader {
     int stage = 0, phase = 1;
     int seg, flags;
     Span span;
-    int page = 0;                   // of the next kv_tile
+    int page = 0;                   // of the next KV tile
 
     DEVICE TmaLoader(const Attention& a, const DecodeShared& s, int pair) : a(a) {
         const int half = lane_anew() >> 4, mine = 2 * pair + half;
@@ -78,7 +78,7 @@ struct TmaLoader {
         if (a.tma_groups && span.slot < span.end) page = a.pages[span.pages + page_index(a, span.slot)];
     }
 
-    // The next kv_tile, once its stage is free; returns whether there was one.
+    // The next KV tile, once its stage is free; returns whether there was one.
     DEVICE bool issue() {
         const u32 at = full + 8 * stage;
         if (flags & STOP) {
@@ -93,7 +93,7 @@ struct TmaLoader {
         const int head = item.head(), low = span.slot & 15, slot = span.slot - low, high = max(0, min(DECODE_KV_TILE, span.end - slot));
         const Span here = span;
         const int first = flags & FIRST;
-        // Where the next kv_tile is, before this one is told: whoever reads LAST must be right.
+        // Where the next KV tile is, before this one is told: LAST must be right for its reader.
         span.slot = slot + DECODE_KV_TILE;
         skip_empty();
         const bool done = span.slot >= span.end;
@@ -124,7 +124,7 @@ struct TmaLoader {
         return true;
     }
 
-    // The queries are read a few kv_tiles later, from L1.
+    // The queries are read a few KV tiles later, from L1.
     DEVICE void bring_queries(const Resolved& item) {
         const int group = group_of(a);
         const char* q = (const char*)(a.q + ((long long)item.q_begin * a.heads + item.head() * group) * D);

@@ -1,6 +1,6 @@
-// The end of a launch on Hopper where there are many rows to fold: partial states come by bulk copies.
+// The end of a launch on Hopper where there are many rows to merge: partial states come by bulk copies.
 //
-// tiling     a warp folds slabs of 8 heads of a row, 4 lanes a head.  A partial state of a slab is 8 D floats in one piece, which a ring in
+// tiling     a warp merges slabs of 8 heads of a row, 4 lanes a head.  A partial state of a slab is 8 D floats in one copy, which a ring in
 //            shared memory, free by now, holds six of: loads through L1, of which the rings leave 28 KB, would keep too few under way.
 // cost       reads each partial state once (4 D + 4 bytes per head), at what the L2 gives.
 // limits     heads are a multiple of 4: 16-byte copies of log-sum-exps.
@@ -27,7 +27,7 @@ struct SlabRing {
     }
 };
 
-// Up to 32 units (row, slab) of one warp, lane i knowing number i.
+// Up to 32 pairs (row, slab) of one warp, lane i knowing number i.
 struct SlabUnits {
     int first, step, number;        // unit i is first + i * step
     int begin, count, part0, part1; // this lane's: where its partials are listed, how many, the first two
@@ -43,7 +43,7 @@ struct SlabUnits {
     }
 };
 
-// A partial of a unit, in the order in which they are folded.
+// A partial of a pair, in the order in which they are merged.
 struct SlabPlace {
     int unit = 0, part = 0;
     // Passes over units without partials; false at the end.
@@ -91,7 +91,7 @@ DEVICE void slab_finish(const Attention& a, const Merged<SLAB_VECTORS>& f, int r
     if (lane % SLAB_LANES == 0) a.lse[at] = lse;
 }
 
-// `warp` of SLAB_WARPS in each block: folds its share of all rows.  `block_barrier` returns once no warp of the block uses the rings,
+// `warp` of SLAB_WARPS in each block: merges its share of all rows.  `block_barrier` returns once no warp of the block uses the rings,
 // `all_barrier` once all partial states are written.
 template <class BlockBarrier, class AllBarrier>
 DEVICE void merge_slabs(const Attention& a, int rows, u32 rings, int warp, BlockBarrier block_barrier, AllBarrier all_barrier) {

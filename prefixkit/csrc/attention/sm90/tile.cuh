@@ -1,11 +1,11 @@
 // Attention of many query rows to shared KV on Hopper: the matrix path.
 //
 // shapes     an item has up to 128 rows, (query, head of the group) pairs of one KV head, and any KV.
-// tiling     two warpgroups of 64 rows share kv_tiles of 64 tokens, which two warps load (tile_load.cuh).  Q lives in registers:
+// tiling     two warpgroups of 64 rows share KV tiles of 64 tokens, which two warps load (tile_load.cuh).  Q lives in registers:
 //            with Q in shared memory, wgmma would read its 2 KB again with every 2 KB of K, more than shared memory gives.  S = Q K^T,
-//            P stays in registers.  Each warpgroup issues Q K^T of a kv_tile before P V of the last, and what it needs for the next kv_tile it
+//            P stays in registers.  Each warpgroup issues Q K^T of a KV tile before P V of the last, and what it needs for the next KV tile it
 //            looks up meanwhile; the exponents of one hide behind the products of the other, without taking turns.
-// uniform    all that says where a kv_tile lies is in the uniform registers of a warp: descriptors from ordinary ones cost each product
+// uniform    all that says where a KV tile lies is in the uniform registers of a warp: descriptors from ordinary ones cost each product
 //            some 30 cycles, as much as it takes.  So flags and counts that decide over branches go through `uniform`.
 // cost       4 D flops per row and token against 790 TFLOP/s (dense bf16); 4 D bytes of KV per token and tile.
 // limits     D 64 or 128; items of at most 64 rows leave the second warpgroup idle.
@@ -128,7 +128,7 @@ DEVICE void pack_exponentials(TileState& w) {
 // Where a warpgroup is in the rings.
 struct Place {
     u32 stage = 0, phase = 0;
-    u32 before = 0;          // the stage of the kv_tile before
+    u32 before = 0;          // the stage of the KV tile before
     DEVICE void next(const TileShared& s) {
         before = stage;
         if (++stage == s.stages) stage = 0, phase ^= 1;
@@ -166,9 +166,9 @@ DEVICE TileItem read_item(const TileShared& s, int place) {
     return {x.x, x.y, x.z, x.w};
 }
 
-// What the next products need, looked up while scores are computed; `flags` only mean something if the kv_tile is `there`.
+// What the next products need, looked up while scores are computed; `flags` only mean something if the KV tile is `there`.
 struct Coming {
-    u32 keys, values;        // descriptors: of the next kv_tile's keys, of this one's values
+    u32 keys, values;        // descriptors: of the next KV tile's keys, of this one's values
     int flags;
     bool there;
 };
@@ -184,13 +184,13 @@ DEVICE Coming look_ahead(const TileShared& s, const Place& at) {
 
 // Tensor cores cut their sums off where a float32 ends, always towards zero: weights, all of one sign, lose 5e-4 in 134,000 tokens, and
 // values a quarter of that.  So what weights there are is added to the rest of them every so often, rounded to nearest.
-constexpr int BRING_OVER = 32;                   // kv_tiles
+constexpr int BRING_OVER = 32;                   // KV tiles
 DEVICE void bring_over(TileState& w) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) w.rest[i] += w.weight[2 * i], w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
 }
 
-// When the values of the kv_tile before have been added: their stage is free, and weights can be replaced.
+// When the values of the KV tile before have been added: their stage is free, and weights can be replaced.
 DEVICE void finish_values(const TileShared& s, TileState& w, const Place& at, bool any = true) {
     wgmma_wait<0>();
     pin(w.o), pin(w.weight);
@@ -222,7 +222,7 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Pla
     int kv_tiles = 0;                            // since weights were brought over
     float shrink[2];
     wait_unit(s, at);
-    int flags = kv_tile_flags(s, at) | COMPARE;  // the first kv_tile finds a base
+    int flags = kv_tile_flags(s, at) | COMPARE;  // the first KV tile finds a base
     scores(w, keys_at(s, at.stage));
     wgmma_wait<0>();                          // no values yet
     pin(w.s);

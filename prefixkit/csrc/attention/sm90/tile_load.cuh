@@ -1,10 +1,10 @@
-// Loading for the matrix path on Hopper: kv_tiles of K and of V into rings in shared memory, ahead of the warps that multiply.
+// Loading for the matrix path on Hopper: KV tiles of K and of V into rings in shared memory, ahead of the warps that multiply.
 //
-// shapes     a kv_tile is KV_TILE tokens of one KV head, in groups of 16 that begin at a multiple of 16 slots.
-// tiling     one warp loads K, one V.  A complete group inside a page is one box of the copy engine for every 64 columns, all of a kv_tile
+// shapes     a KV tile is KV_TILE tokens of one KV head, in groups of 16 that begin at a multiple of 16 slots.
+// tiling     one warp loads K, one V.  A complete group inside a page is one TMA box for every 64 columns, all of a KV tile
 //            asked for by one lane; groups that a segment cuts, and pages that hold no groups, come row by row, zeros where there
 //            is no token.
-// cost       one instruction per 2 KB; the ring holds at most TILE_STAGES kv_tiles of K and as many of V.
+// cost       one instruction per 2 KB; the ring holds at most TILE_STAGES KV tiles of K and as many of V.
 #pragma once
 #include "attention/sm90/tma.cuh"
 #include "attention/decode.cuh"
@@ -17,7 +17,7 @@ constexpr int KV_TILE_GROUPS = KV_TILE / GROUP;
 constexpr int TILE_STAGES = 4;                   // at most
 constexpr int MULTIPLIERS = 8;                   // warps that multiply; each frees a stage by itself
 
-struct KVTileInfo {  // what the multiplying side must know of a kv_tile; 16 bytes
+struct KVTileInfo {  // what the multiplying side must know of a KV tile; 16 bytes
     int flags;     // LAST of its item; CAUSAL: compare positions; COMPARE: compare something
     int low, high; // tokens [low, high) count
     int position;  // of token 0
@@ -27,7 +27,7 @@ enum { COMPARE = 16 };
 struct TileShared {
     u32 k, v;                                    // rings
     u32 stages;                                  // of each
-    u32 full, k_empty, v_empty;                  // barriers of the stages, 8 bytes apart; a kv_tile is there with both K and V
+    u32 full, k_empty, v_empty;                  // barriers of the stages, 8 bytes apart; a KV tile is there with both K and V
     u32 item_full, item_empty;                   // of the two places for items
     u32 items;                                   // int4 for each place: q_begin, rows (0: no more work), partial, head
     u32 kv_tiles;                                   // KVTileInfo for each stage of K
@@ -79,7 +79,7 @@ struct Ring {
     DEVICE void next() { if (++stage == stages) stage = 0, phase ^= 1; }
 };
 
-// Where a kv_tile's boxes lie: found before there is room for them, and known to be the same in all lanes, so that one lane can ask for
+// Where a KV tile's boxes lie: found before a stage is free for them, and known to be the same in all lanes, so that one lane can ask for
 // box after box; were each lane to ask for one, the compiler would walk through the lanes, 80 cycles a box.
 struct Boxes {
     u32 to, full;
@@ -103,7 +103,7 @@ struct Boxes {
     }
 };
 
-// A kv_tile's other groups, row by row.
+// A KV tile's other groups, row by row.
 DEVICE void row_groups(const Attention& a, const TensorMap* map, const Ring& ring, const Span& span, int slot, int low, int high, int head) {
 #pragma unroll 1
     for (int first = 0; first < KV_TILE; first += GROUP) {
@@ -117,7 +117,7 @@ DEVICE void row_groups(const Attention& a, const TensorMap* map, const Ring& rin
     }
 }
 
-// A loading warp, of K (and of what the multiplying side must know) or of V: every kv_tile of this block's items.
+// A loading warp, of K (and of what the multiplying side must know) or of V: every KV tile of this block's items.
 DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
     const int entries = a.counts[0] * a.kv_heads;
     Ring ring;
@@ -138,7 +138,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         ++items;
         const int seg_end = item.seg_end, head = uniform(item.head);
         for (bool more = true; more;) {
-            // The segments to come: whoever reads LAST must be right, so empty ones are passed over before the kv_tile that they follow.
+            // The segments to come: LAST must be right for its reader, so empty ones are passed over before the KV tile that they follow.
             Span coming = span;
             do {
                 more = seg < seg_end;

@@ -1,11 +1,11 @@
 // Attention over a whole tree in one launch, for Hopper (sm_90a).
 //
 // shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D 64 or 128; see plan.cuh for all that a launch gets.
-// tiling     one block per multiprocessor, with roles: two warps load kv_tiles for two warpgroups that multiply tiles (tile.cuh),
-//            two load kv_tiles for four warps that stream decode items (decode_load.cuh) beside them, so that matrix-bound
-//            prefixes and memory-bound suffixes share each multiprocessor.  At the end all blocks meet and fold partial states
+// tiling     one block per multiprocessor, with roles: two warps load KV tiles for two warpgroups that multiply tiles (tile.cuh),
+//            two load KV tiles for four warps that stream decode items (decode_load.cuh) beside them, so that matrix-bound
+//            prefixes and memory-bound suffixes share each multiprocessor.  At the end a grid barrier, then all merge partial states
 //            (merge.cuh, merge_sm90.cuh).
-// cost       floor = max(KV bytes / 4.3 TB/s, flops / 790 TFLOP/s); docs/kernels.md has predictions and measurements.
+// cost       floor = max(KV bytes / 4.3 TB/s, flops / 790 TFLOP/s); docs/kernel_log.md has predictions and measurements.
 // limits     the grid is one block per multiprocessor; SHARED_BYTES of dynamic shared memory, 512 threads.
 #define PREFIXKIT_MAPS 1
 #include "attention/sm90/merge.cuh"
@@ -14,7 +14,7 @@
 
 namespace prefixkit {
 
-// How the rings share the room: stages of tiles, and of each decode warp.
+// How the rings share the memory: stages of tiles, and of each decode warp.
 struct Room { int tile, decode; };
 constexpr Room MIXED = D <= 64 ? Room{4, 6} : Room{4, 3};
 constexpr Room STREAMS = D <= 64 ? MIXED : Room{2, 5};  // where decode items are by far the longer part
@@ -53,7 +53,7 @@ DEVICE TileShared tile_shared(Shared& s, Room room) {
     return w;
 }
 
-// The decode rings lie behind those of the tiles, or have all the room where there are none.
+// The decode rings lie behind those of the tiles, or have all the memory where there are none.
 DEVICE DecodeShared decode_shared(Shared& s, Room room) {
     DecodeShared n;
     n.rings = shared_address(s.rings) + 2 * room.tile * KV_TILE_BYTES;
