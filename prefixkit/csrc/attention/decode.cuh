@@ -102,7 +102,7 @@ DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState&
     }
 }
 
-// Zeros for the values that a KV tile lacks: its boxes brought whatever lay there, and 0 * NaN is NaN.
+// Zeros for the values that a KV tile lacks: TMA brought whatever lay there, and 0 * NaN is NaN.
 DEVICE void clear_absent(u32 values, int low, int high) {
     const int lane = lane_anew();
 #pragma unroll 1

@@ -9,7 +9,7 @@
 namespace prefixkit {
 struct Variant {
     static constexpr bool HAS_SCORE = false, HAS_MASK = false, HAS_SINK = false;
-    // `score` is scale * q . k, natural KV tiles; `parameters` are the variant's numbers, which are not compiled in.
+    // `score` is scale * q . k, natural units; `parameters` are the variant's numbers, which are not compiled in.
     static DEVICE float score(float score, int q_position, int kv_position, int head, const float* parameters) { return score; }
     static DEVICE bool mask(int q_position, int kv_position, int head, const float* parameters) { return true; }
     static DEVICE float sink(int head, const float* parameters) { return 0.f; }

@@ -3,7 +3,7 @@
 // shapes     as tree_attention on Hopper, with any head size up to 256 that 16 divides; see plan.cuh for all that a launch gets.
 // tiling     PREFIXKIT_BLOCKS blocks of four warps on each multiprocessor.  A block takes its tile items, four warps together
 //            (tile_mma.cuh), and its decode items, each warp its own (decode.cuh).  Half of the blocks begin with the decode items, so that
-//            matrix-bound prefixes and memory-bound suffixes share each multiprocessor.  At the end a grid barrier, then all merge
+//            matrix-bound prefixes and memory-bound suffixes share each multiprocessor.  At the end all blocks wait at a grid barrier and merge
 //            partial states (merge.cuh).
 // cost       floor = max(KV bytes / bandwidth, flops / what mma.sync reaches); docs/kernel_log.md has predictions and measurements.
 // limits     all blocks must be resident at once; PREFIXKIT_SHARED bytes of dynamic shared memory a block, 128 threads.

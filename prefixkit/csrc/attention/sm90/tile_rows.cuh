@@ -1,7 +1,7 @@
 // Rows of tile items on Hopper: queries into registers at an item's beginning, states out of them at its end.
 //
 // tiling     wgmma gives the four lanes of a quad interleaved pairs of a row's columns.  Lanes exchange what they hold, so that memory
-//            sees 64 bytes of a row in one copy: in pairs of columns it would see 8 times as many lines as there are in the rows, and
+//            sees 64 bytes of a row in one piece: in pairs of columns it would see 8 times as many lines as there are in the rows, and
 //            each costs a cycle.
 // cost       32 shuffles a warp for queries, 32 for outputs (D 128).
 #pragma once

@@ -3,7 +3,7 @@
 // shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D 64 or 128; see plan.cuh for all that a launch gets.
 // tiling     one block per multiprocessor, with roles: two warps load KV tiles for two warpgroups that multiply tiles (tile.cuh),
 //            two load KV tiles for four warps that stream decode items (decode_load.cuh) beside them, so that matrix-bound
-//            prefixes and memory-bound suffixes share each multiprocessor.  At the end a grid barrier, then all merge partial states
+//            prefixes and memory-bound suffixes share each multiprocessor.  At the end all blocks wait at a grid barrier and merge partial states
 //            (merge.cuh, merge_sm90.cuh).
 // cost       floor = max(KV bytes / 4.3 TB/s, flops / 790 TFLOP/s); docs/kernel_log.md has predictions and measurements.
 // limits     the grid is one block per multiprocessor; SHARED_BYTES of dynamic shared memory, 512 threads.
