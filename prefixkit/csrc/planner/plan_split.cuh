@@ -20,7 +20,7 @@ DEVICE void count_lengths() {
 }
 
 // This warp's candidate: when the busiest worker would end, times workers.
-CALLED void try_candidate(int role) {
+CALLED void try_cut(int role) {
     const RoleCost& cost = p.a.cost[role];
     const int* bins = bins_of(role);
     int* levels = counters + warp_of() * (LEVELS + 1);
@@ -95,7 +95,7 @@ DEVICE bool choose_splits() {
     __syncthreads();
 #pragma unroll 1
     for (int role = 0; role < 2; ++role)
-        if (p.longest[role] > p.a.cost[role].least) try_candidate(role);
+        if (p.longest[role] > p.a.cost[role].least) try_cut(role);
     __syncthreads();
     choose_candidate();
     __syncthreads();
