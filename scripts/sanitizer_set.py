@@ -32,7 +32,7 @@ def rotary_append() -> None:
 
 
 def tree_attention() -> None:
-    """A chain with a star at its end: wide and narrow items, partial states, nodes that begin inside pages, a prompt.
+    """A chain with a star at its end: tile and decode items, partial states, nodes that begin inside pages, a prompt.
 
     Then the same with rows that the plan does not have, as a captured graph pads its batch.
     """

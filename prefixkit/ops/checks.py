@@ -13,7 +13,7 @@ from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # A plan packed for the GPU's kernels, as csrc/attention/plan.cuh describes it.
-PACKED = ("counts", "wide", "narrow", "segments", "merge_indptr", "merge_indices")
+PACKED = ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices")
 NODES = ("start", "length", "page_indptr", "pages", "first_slot")
 
 
@@ -210,10 +210,10 @@ def check_packed(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> 
 
 
 def _work_shapes(op: str, work: Sequence[Tensor]) -> None:
-    counts, wide, narrow, segments, merge_indptr, merge_indices = work
+    counts, tile_items, decode_items, segments, merge_indptr, merge_indices = work
     _shape(op, "work.counts", counts, "[8]", counts.shape == (8,))
-    _shape(op, "work.wide", wide, "[items, 8]", wide.ndim == 2 and wide.shape[1] == 8)
-    _shape(op, "work.narrow", narrow, "[items, 8]", narrow.ndim == 2 and narrow.shape[1] == 8)
+    _shape(op, "work.tile_items", tile_items, "[items, 8]", tile_items.ndim == 2 and tile_items.shape[1] == 8)
+    _shape(op, "work.decode_items", decode_items, "[items, 8]", decode_items.ndim == 2 and decode_items.shape[1] == 8)
     _shape(op, "work.segments", segments, "[segments, 3]", segments.ndim == 2 and segments.shape[1] == 3)
     _shape(op, "work.merge_indptr", merge_indptr, "[rows + 1]", merge_indptr.ndim == 1 and merge_indptr.shape[0] > 0)
     _shape(op, "work.merge_indices", merge_indices, "[partial rows]", merge_indices.ndim == 1)

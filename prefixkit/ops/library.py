@@ -36,7 +36,7 @@ SCHEMAS = (
     "Tensor sampled, Tensor(b!) tokens, Tensor(c!) positions, Tensor(d!) slots, int rows, int page_size) -> ()",
     "sample(Tensor logits, Tensor(a!) records, Tensor(b!) seen, Tensor(c!) tokens, Tensor(d!) logprobs) -> ()",
     "plan_tree(Tensor num_nodes, Tensor parent, Tensor subtree_end, Tensor length, Tensor own, Tensor(a!) counts, "
-    "Tensor(b!) wide, Tensor(c!) narrow, Tensor(d!) segments, Tensor(e!) merge_indptr, Tensor(f!) merge_indices, "
+    "Tensor(b!) tile_items, Tensor(c!) decode_items, Tensor(d!) segments, Tensor(e!) merge_indptr, Tensor(f!) merge_indices, "
     "Tensor(g!) scratch, int[] heads, int num_sms, float[] cost) -> ()",
 )
 for _schema in SCHEMAS:
@@ -185,8 +185,8 @@ def _plan_tree(
     length: Tensor,
     own: Tensor,
     counts: Tensor,
-    wide: Tensor,
-    narrow: Tensor,
+    tile_items: Tensor,
+    decode_items: Tensor,
     segments: Tensor,
     merge_indptr: Tensor,
     merge_indices: Tensor,
@@ -204,8 +204,8 @@ def _plan_tree(
         parent, subtree_end: ``[nodes]`` as in the snapshot; these and the following may have more elements than nodes.
         length: ``[nodes]`` tokens of each node that are visible in the step.
         own: ``[nodes]`` query rows in each node.
-        counts, wide, narrow, segments, merge_indptr, merge_indices: The arrays of a ``Plan``, written; their sizes are the
-            plan's capacity.  A plan that does not fit is empty, and ``counts[OVERFLOW]`` is 1.
+        counts, tile_items, decode_items, segments, merge_indptr, merge_indices: The arrays of a ``Plan``, written;
+            their sizes are the plan's capacity.  A plan that does not fit is empty, and ``counts[OVERFLOW]`` is 1.
         scratch: ``[scratch_ints(...)]`` (``attention.capacity``), whose content after the call means nothing.
         heads: Query heads, KV heads, head size, bytes of an element.
         num_sms: Blocks to plan for.
@@ -216,7 +216,7 @@ def _plan_tree(
         ValueError: heads or cost are none, or no tile holds a group.
     """
     tree = num_nodes, parent, subtree_end, length, own
-    work = counts, wide, narrow, segments, merge_indptr, merge_indices
+    work = counts, tile_items, decode_items, segments, merge_indptr, merge_indices
     check_plan_tree(tree, work, scratch, heads, cost)
     backend_for(parent.device).plan_tree(*tree, *work, scratch, heads, num_sms, cost)
 
@@ -274,8 +274,8 @@ def _fake_plan_tree(
     length: Tensor,
     own: Tensor,
     counts: Tensor,
-    wide: Tensor,
-    narrow: Tensor,
+    tile_items: Tensor,
+    decode_items: Tensor,
     segments: Tensor,
     merge_indptr: Tensor,
     merge_indices: Tensor,
@@ -284,7 +284,7 @@ def _fake_plan_tree(
     num_sms: int,
     cost: Sequence[float],
 ) -> None:
-    work = counts, wide, narrow, segments, merge_indptr, merge_indices
+    work = counts, tile_items, decode_items, segments, merge_indptr, merge_indices
     check_plan_tree((num_nodes, parent, subtree_end, length, own), work, scratch, heads, cost)
 
 

@@ -120,6 +120,6 @@ def _more(n: int) -> int:
 
 def _roomy(need: PlanCapacity, rows: int) -> PlanCapacity:
     """Room for plans of other trees too."""
-    sizes = (need.wide, need.narrow, need.segments, need.partials)
-    wide, narrow, segments, partials = (_more(size * rows // max(1, need.rows)) for size in sizes)
-    return PlanCapacity(wide, narrow, segments, rows, partials)
+    sizes = (need.tile_items, need.decode_items, need.segments, need.partials)
+    tile_items, decode_items, segments, partials = (_more(size * rows // max(1, need.rows)) for size in sizes)
+    return PlanCapacity(tile_items, decode_items, segments, rows, partials)

@@ -32,7 +32,7 @@ STRUCTS = {
     **{f"ATTENTION {by_maps}": value for by_maps, value in layouts.ATTENTION.items()},
 }
 # What the headers name and do not define.
-NAMES = "struct int4;\nnamespace prefixkit { struct Law; }\n"
+NAMES = "struct int4;\nnamespace prefixkit { struct SamplingRecord; }\n"
 C_TYPES = {"i": "int", "I": "unsigned", "q": "long long", "Q": "unsigned long long", "f": "float", "d": "double"}
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -137,11 +137,11 @@ def test_padding_is_that_of_c():
 
 
 def test_records_of_a_table_are_structs():
-    table = np.zeros(3, dtype=layouts.LAW.dtype)
-    values = [value_of(number, leaf.code) for number, leaf in enumerate(layouts.LAW.leaves)]
+    table = np.zeros(3, dtype=layouts.SAMPLING_RECORD.dtype)
+    values = [value_of(number, leaf.code) for number, leaf in enumerate(layouts.SAMPLING_RECORD.leaves)]
     table[1] = tuple(values)
-    size = layouts.LAW.size
-    assert table.tobytes() == bytes(size) + layouts.LAW.packer.pack(*values) + bytes(size)
+    size = layouts.SAMPLING_RECORD.size
+    assert table.tobytes() == bytes(size) + layouts.SAMPLING_RECORD.packer.pack(*values) + bytes(size)
 
 
 def test_bad_definitions_are_refused():

@@ -88,8 +88,8 @@ class FakeModel:
 def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
     """A step's items, their segments and the tree's arrays: the plan's tensors if they are there, else the host's."""
     if len(step.plan) > 1:
-        counts, wide, narrow, segments, _, _, *nodes = (tensor.numpy() for tensor in step.plan[:11])
-        return np.concatenate((wide[: counts[0]], narrow[: counts[1]])), segments, nodes
+        counts, tile_items, decode_items, segments, _, _, *nodes = (tensor.numpy() for tensor in step.plan[:11])
+        return np.concatenate((tile_items[: counts[0]], decode_items[: counts[1]])), segments, nodes
     plan, tree = step.planned.plan, step.planned.tree.snapshot
     return plan.items, plan.segments, (tree.start, step.length, tree.page_indptr, tree.pages, tree.first_slot)
 

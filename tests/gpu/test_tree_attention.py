@@ -236,7 +236,7 @@ def test_bad_arguments_are_named_before_anything_is_launched(implementation):
         attend(q, k, v, positions, plan, scale, "unheard of")
 
 
-@pytest.mark.parametrize("leaves", [1, 40], ids=["narrow", "wide"])
+@pytest.mark.parametrize("leaves", [1, 40], ids=["decode", "tile"])
 @pytest.mark.parametrize("page", [1, 16])
 def test_what_lies_before_a_window_is_not_read(monkeypatch, leaves, page):
     """A shared node of 500 tokens below a window of 70: what no query sees may hold anything, even NaN."""

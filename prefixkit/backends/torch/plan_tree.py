@@ -24,8 +24,8 @@ def plan_tree(
     length: Tensor,
     own: Tensor,
     counts: Tensor,
-    wide: Tensor,
-    narrow: Tensor,
+    tile_items: Tensor,
+    decode_items: Tensor,
     segments: Tensor,
     merge_indptr: Tensor,
     merge_indices: Tensor,
@@ -55,7 +55,9 @@ def plan_tree(
         num_sms=num_sms,
         cost=gpu,
     )
-    made = list(zip((counts, wide, narrow, segments, merge_indptr, merge_indices), plan.arrays(), strict=True))
+    made = list(
+        zip((counts, tile_items, decode_items, segments, merge_indptr, merge_indices), plan.arrays(), strict=True)
+    )
     if all(len(array) <= len(there) for there, array in made):
         for there, array in made:
             there[: len(array)] = torch.from_numpy(array)
