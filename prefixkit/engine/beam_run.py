@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prefixkit.engine.beam import Beam, BeamSearch, advance, finished
 from prefixkit.engine.request import BeamParams, Sample
-from prefixkit.engine.scheduler import Group
+from prefixkit.engine.scheduler import RequestState
 from prefixkit.tree.radix import PrefixTree, Sequence
 
 
@@ -19,25 +19,25 @@ class BeamRun:
     """A beam search that is under way.
 
     Attributes:
-        group: Its prompt.
+        state: Its prompt.
         search: Beams and hypotheses.
         sequences: The tree's sequence of each live beam.
         logits: ``[beams, vocab]`` those after each beam's last token.
         decode: Token ids to text.
     """
 
-    group: Group
+    state: RequestState
     search: BeamSearch
     sequences: list[Sequence]
     logits: Tensor
     decode: Callable[[list[int]], str] | None
 
     @classmethod
-    def begin(cls, group: Group, sequence: Sequence, decode: Callable[[list[int]], str] | None) -> BeamRun:
+    def begin(cls, state: RequestState, sequence: Sequence, decode: Callable[[list[int]], str] | None) -> BeamRun:
         """Start the search from a prompt whose first logits are known."""
-        params, logits = group.request.params, group.first_logits
+        params, logits = state.request.params, state.first_logits
         assert isinstance(params, BeamParams) and logits is not None
-        return cls(group, BeamSearch(params), [sequence], logits[None], decode)
+        return cls(state, BeamSearch(params), [sequence], logits[None], decode)
 
     @property
     def pages_left(self) -> int:
@@ -72,7 +72,7 @@ class BeamRun:
         stopped = tokens[-1] in self.search.params.stop_token_ids
         text = "" if self.decode is None else self.decode(tokens[:-1] if stopped else tokens)
         return Sample(
-            prompt_index=self.group.request.prompt_index,
+            prompt_index=self.state.request.prompt_index,
             index=index,
             tokens=tokens,
             logprobs=list(beam.logprobs),

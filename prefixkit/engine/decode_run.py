@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from prefixkit.attention.decode_batch import DecodeBatch, decode_batch
 from prefixkit.engine.request import Sample, TokenEvent
 from prefixkit.engine.sample_run import SampleRun, broken_logits
-from prefixkit.runners.decoder import Decoder, Drawn, Laws
+from prefixkit.runners.decoder import Decoder, Sampled, SamplingBatch
 from prefixkit.tree.radix import PrefixTree
 
 
@@ -42,7 +42,7 @@ class DecodeRun:
     """Decodes samples, each with a leaf of its own whose last token is pending, until all have ended or somebody waits.
 
     The tree is not touched meanwhile but for samples that end: pages for all tokens to come are taken at the beginning, and
-    :meth:`settle` brings the tokens of those that go on into the tree.  A sample that has ended runs on, unread, until rows are
+    :meth:`commit` brings the tokens of those that go on into the tree.  A sample that has ended runs on, unread, until rows are
     closed up; it writes to pages of its own, which nobody else can get before.
 
     Args:
@@ -95,7 +95,7 @@ class DecodeRun:
         self._pages = self._take_pages()
         try:
             self._batch, self._grown = decode_batch(snapshot, leaf[order], self._pages), 0
-            decoder.begin(self._batch, self._laws())
+            decoder.begin(self._batch, self._sampling())
             self._count_batch()
         except BaseException:
             self.give_pages_back()
@@ -119,24 +119,24 @@ class DecodeRun:
         return int((~self._alive).sum())
 
     def run(self, enough: Callable[[int], bool] = lambda ended: False) -> None:
-        """Decode until every sample has ended, or ``enough`` says so of the number that have; then settle."""
+        """Decode until every sample has ended, or ``enough`` says so of the number that have; then commit."""
         try:
             while self._alive.any() and not enough(self.ended):
                 self._launch()
                 self._take(self.decoder.read())
-                self._close_up()
+                self._compact()
             while self._alive.any() and self._read < self.steps:
                 self._take(self.decoder.read())
-            self.settle()
+            self.commit()
         finally:
             self.give_pages_back()
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Bring the tokens of the samples that go on into the tree; the last of each is pending again."""
         if not self._read:
             return
         alive = np.flatnonzero(self._alive)
-        for i, drawn, logprobs in zip(alive.tolist(), *self._drawn(alive), strict=True):
+        for i, drawn, logprobs in zip(alive.tolist(), *self._sampled(alive), strict=True):
             run = self.runs[i]
             if not self._one_by_one[i]:
                 run.accept_all(drawn.tolist(), logprobs.tolist(), ends=False)
@@ -145,7 +145,7 @@ class DecodeRun:
             pages, self._pages[i] = self._pages[i][:need], self._pages[i][need:]
             self.tree.extend(run.sequence, drawn, pages)
             node = run.sequence.node
-            self.tree.mark_ready([node], [node.length - 1])
+            self.tree.mark_computed([node], [node.length - 1])
 
     def give_pages_back(self) -> None:
         """Release the pages that were taken and not needed."""
@@ -165,7 +165,7 @@ class DecodeRun:
             self._grown += 1
             self._count_step()
 
-    def _take(self, drawn: Drawn) -> None:
+    def _take(self, drawn: Sampled) -> None:
         """Look at the tokens of the oldest step that was not read."""
         rows, at = self._rows_of_steps.pop(0), self._read
         if at == len(self._tokens):
@@ -180,14 +180,14 @@ class DecodeRun:
         ends = (self._stops[rows] == tokens[:, None]).any(axis=1) | (self._last[rows] == self._read)
         one_by_one = alive & self._one_by_one[rows]
         ended = rows[alive & ends & ~one_by_one]
-        for i, all_tokens, all_logprobs in zip(ended.tolist(), *self._drawn(ended), strict=True):
+        for i, all_tokens, all_logprobs in zip(ended.tolist(), *self._sampled(ended), strict=True):
             self._end(i, self.runs[i].accept_all(all_tokens.tolist(), all_logprobs.tolist(), ends=True))
         for i in rows[one_by_one].tolist():
             self._end(i, self.runs[i].accept(int(self._tokens[at, i]), float(self._logprobs[at, i]), self.on_token))
         if self.on_step is not None:
             self.on_step(int(alive.sum()))
 
-    def _drawn(self, runs: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def _sampled(self, runs: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """``[runs, steps]`` tokens and logprobs that were read."""
         tokens, logprobs = self._tokens[: self._read, runs], self._logprobs[: self._read, runs]
         return np.ascontiguousarray(tokens.T), np.ascontiguousarray(logprobs.T)
@@ -198,7 +198,7 @@ class DecodeRun:
             self._filled += self.tree.pages_to_extend(self.runs[i].sequence, self._read - 1)
             self.give(self.runs[i], sample)
 
-    def _close_up(self) -> None:
+    def _compact(self) -> None:
         """Go on without the rows that have ended, once they are many."""
         alive = self._alive[self._rows]
         ended = len(alive) - int(alive.sum())
@@ -217,7 +217,7 @@ class DecodeRun:
 
     def _count_batch(self) -> None:
         tree, leaf = self.batch.snapshot, self.batch.leaf
-        length = tree.ready.copy()
+        length = tree.computed.copy()
         length[leaf] = tree.length[leaf]
         self._reads = self.decoder.planned.kv_tokens_read(length)
         self._alone = int((tree.start + tree.length)[leaf].sum())
@@ -239,8 +239,8 @@ class DecodeRun:
         taken = self.tree.allocator.allocate(sum(counts))
         return np.split(taken, np.cumsum(counts)[:-1])
 
-    def _laws(self) -> Laws:
-        return Laws(
+    def _sampling(self) -> SamplingBatch:
+        return SamplingBatch(
             [run.params for run in self.runs],
             np.array([run.key for run in self.runs], np.uint64),
             np.array([len(run.tokens) for run in self.runs], np.int64),

@@ -16,11 +16,11 @@ from prefixkit.attention.planner import Planner
 from prefixkit.attention.step import Step, build_step
 from prefixkit.engine.beam_run import BeamRun
 from prefixkit.engine.decode_run import DECODE_SETTINGS, DecodeRun, DecodeSettings
-from prefixkit.engine.pending import choose_queries
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample, TokenEvent
-from prefixkit.engine.sample_run import SampleRun, draw_next
-from prefixkit.engine.scheduler import Group, Scheduler, check_fits
+from prefixkit.engine.sample_run import SampleRun, sample_next
+from prefixkit.engine.scheduler import RequestState, Scheduler, check_fits
+from prefixkit.engine.uncomputed import choose_queries
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.runners.decoder import CannotDecode, Decoder
 from prefixkit.sampling.params import SamplingParams
@@ -89,10 +89,12 @@ class Engine:
         self.on_step = on_step
         self.samples: list[SampleRun] = []
         self.beams: list[BeamRun] = []
-        self._ended: list[Group] = []  # all of whose samples have finished, but which are still with the scheduler
+        self._ended: list[
+            RequestState
+        ] = []  # all of whose samples have finished, but which are still with the scheduler
         # Weakly, for else the two would hold each other, and with them the pool, until Python looks for such cycles.
-        promised, tokens_left = weakref.WeakMethod(self._promised), weakref.WeakMethod(self._tokens_left)
-        self.scheduler = Scheduler(tree, lambda: promised()(), most_running, lambda one: tokens_left()(one))  # type: ignore[misc]
+        reserved, tokens_left = weakref.WeakMethod(self._reserved_pages), weakref.WeakMethod(self._tokens_left)
+        self.scheduler = Scheduler(tree, lambda: reserved()(), most_running, lambda one: tokens_left()(one))  # type: ignore[misc]
         self.report = Report()
 
     def run(self, requests: Iterable[Request]) -> list[Sample]:
@@ -131,8 +133,8 @@ class Engine:
 
     def _hand_over(self, finished: list[Sample]) -> None:
         ended, self._ended = self._ended, []
-        for group in sorted(ended, key=lambda group: group.prompt.id):  # in order of admission
-            self.scheduler.retire(group)
+        for state in sorted(ended, key=lambda state: state.prompt.id):  # in order of admission
+            self.scheduler.retire(state)
         for sample in finished:
             if self.on_sample is not None:
                 self.on_sample(sample)
@@ -154,12 +156,12 @@ class Engine:
         """Whether all that is left to do now is to decode samples, and enough of that."""
         if self.decoder is None or self.beams or not self.samples:
             return False
-        if any(group.first_logits is None or group.granted > group.started for group in self.scheduler.groups):
+        if any(state.first_logits is None or state.granted > state.started for state in self.scheduler.in_flight):
             return False
         if max(run.params.max_new_tokens - len(run.tokens) for run in self.samples) < self.settings.fewest_steps:
             return False
         leaves = {run.sequence.node for run in self.samples}
-        return all(node in leaves and have == want - 1 for node, have, want in self.tree.pending())
+        return all(node in leaves and have == want - 1 for node, have, want in self.tree.uncomputed())
 
     def _decode(self) -> list[Sample]:
         assert self.decoder is not None, "asked before"
@@ -167,7 +169,7 @@ class Engine:
 
         def give(run: SampleRun, sample: Sample) -> None:
             self.tree.release(run.sequence)
-            self._finish(run.group, [sample], finished)
+            self._finish(run.state, [sample], finished)
             self._hand_over([sample])
             if not self.keep:
                 finished.clear()
@@ -195,10 +197,10 @@ class Engine:
 
     def _forward(self) -> None:
         """Compute pending tokens, and hand the logits to whom they belong."""
-        unprimed = [group for group in self.scheduler.groups if group.first_logits is None]
+        unprimed = [state for state in self.scheduler.in_flight if state.first_logits is None]
         drawn = [run.sequence for run in self.samples] + [beam for run in self.beams for beam in run.sequences]
         snapshot = self.tree.snapshot()
-        asking = [group.prompt.node.index for group in unprimed]
+        asking = [state.prompt.node.index for state in unprimed]
         decoding = [sequence.node.index for sequence in drawn]
         tree = choose_queries(snapshot, decoding, asking, self.prefill_chunk)
         if tree is None:
@@ -212,7 +214,7 @@ class Engine:
         wanted = wanted[wanted >= 0]
         step = build_step(tree, tokens, wanted, self.planner, self.pool.spec.device)
         logits = self.model(step)
-        self.tree.mark_ready([nodes[node] for node, _, _ in runs], queries.end.tolist())
+        self.tree.mark_computed([nodes[node] for node, _, _ in runs], queries.end.tolist())
         self._count(step, drawn)
         self._hand_out(logits, wanted, row_of, unprimed, asking, decoding)
 
@@ -221,7 +223,7 @@ class Engine:
         logits: Tensor,
         wanted: NDArray[np.int64],
         row_of: NDArray[np.int64],
-        unprimed: list[Group],
+        unprimed: list[RequestState],
         asking: list[int],
         decoding: list[int],
     ) -> None:
@@ -239,19 +241,19 @@ class Engine:
     def _start(self, beams: bool = True) -> list[SampleRun]:
         """Fork what has been promised pages from prompts whose logits are known; samples are returned."""
         begun: list[SampleRun] = []
-        for group in self.scheduler.groups:
-            count = group.granted - group.started
-            if count == 0 or group.first_logits is None:
+        for state in self.scheduler.in_flight:
+            count = state.granted - state.started
+            if count == 0 or state.first_logits is None:
                 continue
-            sampling = isinstance(group.request.params, SamplingParams)
+            sampling = isinstance(state.request.params, SamplingParams)
             if not (sampling or beams):
                 continue
-            for sequence in self.tree.fork(group.prompt, count):
+            for sequence in self.tree.fork(state.prompt, count):
                 if sampling:
-                    begun.append(SampleRun.begin(group, group.started, sequence, self.decode, self.special_tokens))
+                    begun.append(SampleRun.begin(state, state.started, sequence, self.decode, self.special_tokens))
                 else:
-                    self.beams.append(BeamRun.begin(group, sequence, self.decode))
-                group.started += 1
+                    self.beams.append(BeamRun.begin(state, sequence, self.decode))
+                state.started += 1
         return begun
 
     def _advance(self) -> list[Sample]:
@@ -263,7 +265,7 @@ class Engine:
             grow += growth
             if hypotheses is not None:
                 self.beams.remove(beam_run)
-                self._finish(beam_run.group, hypotheses, finished)
+                self._finish(beam_run.state, hypotheses, finished)
         self._grow(grow)
         return finished
 
@@ -273,14 +275,14 @@ class Engine:
         """Draw a token for each run; returns those that go on, and by what.  Others are released, and ``finished``."""
         going_on: list[SampleRun] = []
         grow: list[tuple[Sequence, int]] = []
-        for run, token, logprob in draw_next(runs, self.sampler):
+        for run, token, logprob in sample_next(runs, self.sampler):
             sample = run.accept(token, logprob, self.on_token)
             if sample is None:
                 going_on.append(run)
                 grow.append((run.sequence, token))
             else:
                 self.tree.release(run.sequence)
-                self._finish(run.group, [sample], finished)
+                self._finish(run.state, [sample], finished)
         if runs and self.on_step is not None:
             self.on_step(len(runs))
         return going_on, grow
@@ -289,19 +291,19 @@ class Engine:
         if grow:
             self.tree.extend_each([sequence for sequence, _ in grow], [token for _, token in grow])
 
-    def _finish(self, group: Group, samples: list[Sample], finished: list[Sample]) -> None:
-        group.finished += 1
-        if group.finished == group.wanted:
-            self._ended.append(group)
+    def _finish(self, state: RequestState, samples: list[Sample], finished: list[Sample]) -> None:
+        state.finished += 1
+        if state.finished == state.wanted:
+            self._ended.append(state)
         finished += samples
         self.report.samples += len(samples)
         for sample in samples:
             self.report.new_tokens += len(sample.tokens)
-            self.report.tokens_plain_batch += len(group.request.tokens) + len(sample.tokens) - 1
+            self.report.tokens_plain_batch += len(state.request.tokens) + len(sample.tokens) - 1
 
     # -- bookkeeping -----------------------------------------------------------------------------------------------------
 
-    def _promised(self) -> int:
+    def _reserved_pages(self) -> int:
         """Pages that what runs now may still take."""
         samples = sum(self.tree.pages_to_extend(run.sequence, run.tokens_left) for run in self.samples)
         return samples + sum(run.pages_left for run in self.beams)

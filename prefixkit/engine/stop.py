@@ -34,7 +34,7 @@ class StopChecker:
         offsets                       ^ _context        ^ _settled     ^ end
 
     The text of ``fresh`` is that of ``context + fresh`` less that of ``context``: a decoder sees what stands before
-    the new tokens (spaces, merged bytes), and only a few tokens are decoded at a time.  Tokens settle once their text
+    the new tokens (spaces, merged bytes), and only a few tokens are decoded at a time.  Tokens commit once their text
     no longer ends in an unfinished character.
 
     A stop string is looked for in the text.  One that holds the text of a special token, which the text leaves out, is

@@ -53,7 +53,7 @@ class DecodeTree:
         rows, nodes, pages = (max(1, n) for n in (capacity.rows, capacity.nodes, capacity.pages))
         self._staged = Staged([(nodes,), (nodes,), (nodes + 1,), (pages,), (nodes,), (rows,)], target)
         *self.nodes, self.leaf = self._staged.tensors
-        self.drawn, self.tokens, self.positions = (
+        self.sampled, self.tokens, self.positions = (
             torch.zeros(rows, dtype=torch.int64, device=target) for _ in range(3)
         )
         self.slots = torch.full((rows,), -1, dtype=torch.int64, device=target)
@@ -81,12 +81,12 @@ class DecodeTree:
     def advance(self, rows: int) -> None:
         """Begin the next step of the first ``rows`` rows, on the current stream.  Can be captured."""
         torch.ops.prefixkit.advance(
-            self.leaf, *self.nodes, self.drawn, self.tokens, self.positions, self.slots, rows, self.page_size
+            self.leaf, *self.nodes, self.sampled, self.tokens, self.positions, self.slots, rows, self.page_size
         )
 
 
 def _before(batch: DecodeBatch) -> Ints:
     """``[nodes]`` tokens with KV before the batch's step."""
-    length = batch.snapshot.ready.copy()
+    length = batch.snapshot.computed.copy()
     length[batch.leaf] = batch.snapshot.length[batch.leaf] - 1
     return length

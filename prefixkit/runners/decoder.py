@@ -16,11 +16,11 @@ from prefixkit.attention.step import Step
 from prefixkit.runners.decode_tree import DecodeTree
 from prefixkit.sampling.params import SamplingParams
 
-Drawn = tuple[NDArray[np.int64], NDArray[np.float32]]
+Sampled = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 @dataclass(frozen=True, eq=False)
-class Laws:
+class SamplingBatch:
     """How the rows of a batch are drawn.
 
     Attributes:
@@ -37,9 +37,9 @@ class Laws:
     histories: Sequence[NDArray[np.int32]]
     last: NDArray[np.int64]
 
-    def keep(self, rows: NDArray[np.intp]) -> Laws:
+    def keep(self, rows: NDArray[np.intp]) -> SamplingBatch:
         """Those of some rows."""
-        return Laws(
+        return SamplingBatch(
             [self.params[row] for row in rows],
             self.keys[rows],
             self.steps[rows],
@@ -72,7 +72,7 @@ class Decoder(Protocol):
     @property
     def stale(self) -> bool: ...
 
-    def begin(self, batch: DecodeBatch, laws: Laws) -> None:
+    def begin(self, batch: DecodeBatch, laws: SamplingBatch) -> None:
         """Take a batch in place of the last one, whose unread steps are forgotten.
 
         Raises:
@@ -85,7 +85,7 @@ class Decoder(Protocol):
     def step(self) -> None:
         """Start a step: every row's last token runs, and its next one is drawn."""
 
-    def read(self) -> Drawn:
+    def read(self) -> Sampled:
         """``[rows]`` the tokens and log-probabilities of the oldest step that was not read, of the rows it had; -1 where the
         logits were broken."""
 

@@ -25,7 +25,7 @@ from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
-from prefixkit.runners.decoder import CannotDecode, Drawn, Laws, decode_step
+from prefixkit.runners.decoder import CannotDecode, Sampled, SamplingBatch, decode_step
 from prefixkit.runners.graph_arrays import GraphArrays, bucket_of
 
 log = logging.getLogger("prefixkit")
@@ -103,7 +103,7 @@ class GraphDecoder:
 
     # -- Decoder -----------------------------------------------------------------------------------------------------------
 
-    def begin(self, batch: DecodeBatch, laws: Laws) -> None:
+    def begin(self, batch: DecodeBatch, laws: SamplingBatch) -> None:
         self._unread.clear()
         try:
             return self._begin(batch, laws)
@@ -115,7 +115,7 @@ class GraphDecoder:
         self._release()
         raise CannotDecode(f"no memory for CUDA graphs of {batch.num_rows} rows: {reason}")
 
-    def _begin(self, batch: DecodeBatch, laws: Laws) -> None:
+    def _begin(self, batch: DecodeBatch, laws: SamplingBatch) -> None:
         with self._here():
             self._forget_moved()
             arrays = self._make_room(batch)
@@ -157,7 +157,7 @@ class GraphDecoder:
             drawn = arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows]
             self._unread.append((arrays.ring.send(*drawn), self._rows))
 
-    def read(self) -> Drawn:
+    def read(self) -> Sampled:
         arrays = self._arrays
         assert arrays is not None, "begun before"
         place, rows = self._unread.popleft()

@@ -13,7 +13,7 @@ from prefixkit.attention.staging import upload
 from prefixkit.ops.backend import GraphPlanning
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
-from prefixkit.runners.decoder import CannotDecode, Laws
+from prefixkit.runners.decoder import CannotDecode, SamplingBatch
 from prefixkit.runners.sampler import Sampler
 
 # Rows of a step are rounded up to a bucket's: by less than half of them, but for the smallest.
@@ -83,9 +83,9 @@ class GraphArrays:
                 raise CannotDecode(f"the sampling kernel serves up to {MOST_VOCAB} tokens, the model has {vocab}")
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
                 self.sampler = Sampler(self.rows, vocab, self.tree.leaf.device)
-            self.tree.drawn = self.sampler.tokens
+            self.tree.sampled = self.sampler.tokens
 
-    def start(self, laws: Laws) -> None:
+    def start(self, laws: SamplingBatch) -> None:
         """Bring the laws of a batch's rows, and their last tokens."""
         sampler, count = self.sampler, len(laws.params)
         assert sampler is not None, "made before the first graph"

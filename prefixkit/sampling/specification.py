@@ -57,7 +57,7 @@ class BrokenLogits(ValueError):
     """No token can be sampled: a row holds NaN, +inf or no finite value, or its scores leave float32."""
 
 
-def draw(
+def sample_tokens(
     logits: Tensor,
     params: SamplingParams | Sequence[SamplingParams],
     uniforms: NDArray[np.float64],
@@ -92,7 +92,7 @@ def draw(
         raw = torch.log_softmax(some, dim=-1, out=room[: len(some)])
         _check_finite(raw, logits, begin)
         scores = _scores(some.numpy(), each[part], seen[part])
-        tokens[part] = torch.tensor(_draw_rows(scores, each[part], uniforms[part], scratch))
+        tokens[part] = torch.tensor(_sample_rows(scores, each[part], uniforms[part], scratch))
         logprobs[part] = raw.gather(1, tokens[part, None])[:, 0]
     return tokens.to(logits.device), logprobs.to(logits.device)
 
@@ -100,7 +100,7 @@ def draw(
 def probabilities(
     logits: Tensor, params: SamplingParams | Sequence[SamplingParams], histories: Sequence[Ids] | None = None
 ) -> Tensor:
-    """The distribution that :func:`draw` draws from: ``[rows, vocab]`` float64, each row summing to 1."""
+    """The distribution that :func:`sample_tokens` draws from: ``[rows, vocab]`` float64, each row summing to 1."""
     each, seen = _check(logits, params, np.zeros(len(logits)), histories)
     result = torch.zeros(logits.shape, dtype=torch.float64)
     for row, law in enumerate(each):
@@ -212,7 +212,7 @@ def _penalise(scores: Floats, history: Ids, penalty: float) -> None:
     scores[ids] = np.where(old < 0, old * factor, old / factor)
 
 
-def _draw_rows(
+def _sample_rows(
     scores: Floats, laws: Sequence[SamplingParams], uniforms: NDArray[np.float64], scratch: Scratch
 ) -> list[int]:
     tokens, whole = [0] * len(laws), []
@@ -222,7 +222,7 @@ def _draw_rows(
         elif (some := _candidates(scores[row], law)) is not None:
             # They hold the likeliest token, so they weigh what they weigh among all.
             (held,) = weigh(scores[row, some][None], [law.temperature])
-            tokens[row] = int(some[_draw_weighed(scores[row, some], held, None, law, float(uniforms[row]))])
+            tokens[row] = int(some[_sample_weighed(scores[row, some], held, None, law, float(uniforms[row]))])
         else:
             whole.append(row)
     if whole:
@@ -230,11 +230,11 @@ def _draw_rows(
         weights = weigh(some_scores, [laws[row].temperature for row in whole], scratch)
         sums = block_sums(weights)
         for row, score, weight, blocks in zip(whole, some_scores, weights, sums, strict=True):
-            tokens[row] = _draw_weighed(score, weight, blocks, laws[row], float(uniforms[row]))
+            tokens[row] = _sample_weighed(score, weight, blocks, laws[row], float(uniforms[row]))
     return tokens
 
 
-def _draw_weighed(
+def _sample_weighed(
     scores: Floats, weights: Floats, blocks: NDArray[np.int64] | None, law: SamplingParams, uniform: float
 ) -> int:
     """A token by its place among these; ``blocks`` are their sums, where they are known."""
@@ -302,5 +302,5 @@ def sample_on_host(
     steps: NDArray[np.int64],
     histories: Sequence[NDArray[np.int32]],
 ) -> tuple[Tensor, Tensor]:
-    """:func:`draw` with the random numbers of these keys and steps; raises as it does."""
-    return draw(logits, params, uniforms(keys, steps), histories)
+    """:func:`sample_tokens` with the random numbers of these keys and steps; raises as it does."""
+    return sample_tokens(logits, params, uniforms(keys, steps), histories)

@@ -34,7 +34,7 @@ class Node:
         sequences: the sequences that end exactly at this node's end, by id.
         start: position of the first token.
         length: number of tokens; 0 only for the root.
-        ready: how many of them, from the first, have KV in the pool.
+        computed: how many of them, from the first, have KV in the pool.
         first_slot: slots of the first page that lie before the first token.
         page_buffer: the array behind ``pages``, whose first ``num_pages`` entries count.
         index: place in the depth-first order of the tree's latest snapshot.
@@ -44,13 +44,13 @@ class Node:
         "_page_size",
         "_token_buffer",
         "branches",
+        "computed",
         "first_slot",
         "id",
         "index",
         "length",
         "page_buffer",
         "parent",
-        "ready",
         "sequences",
         "start",
     )
@@ -63,7 +63,7 @@ class Node:
         self.sequences: dict[int, Sequence] = {}
         self.start: int = 0 if parent is None else parent.start + parent.length
         self.length: int = len(tokens)
-        self.ready = 0
+        self.computed = 0
         self.first_slot = 0
         self.index = -1
         self._page_size = page_size
@@ -72,7 +72,7 @@ class Node:
 
     def __repr__(self) -> str:
         span = f"[{self.start}, {self.start + self.length})"
-        return f"Node(id={self.id}, positions={span}, ready={self.ready}, sequences={list(self.sequences)})"
+        return f"Node(id={self.id}, positions={span}, computed={self.computed}, sequences={list(self.sequences)})"
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -115,14 +115,14 @@ class Node:
     def continues(self, parent: Node) -> bool:
         """Whether this node, an only child of ``parent``, could be one node with it.
 
-        The slots must meet: in the shared page that a split cut, or at a page boundary.  And ``ready``, which counts
+        The slots must meet: in the shared page that a split cut, or at a page boundary.  And ``computed``, which counts
         from the first token, must have no gap.
         """
         if self.first_slot != parent.end_slot % self._page_size:
             return False
         if self.first_slot > 0 and self.pages[0] != parent.pages[-1]:
             return False
-        return parent.ready == parent.length or self.ready == 0
+        return parent.computed == parent.length or self.computed == 0
 
     # -- children --------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Node:
         """Keep the first ``length`` tokens (at least one); the pages that fall away are the caller's to release."""
         before = self.pages
         self.length = length
-        self.ready = min(self.ready, length)
+        self.computed = min(self.computed, length)
         return before[self.num_pages :]
 
     def split(self, cut: int, upper_id: int, allocator: PageAllocator) -> Node:
@@ -188,7 +188,7 @@ class Node:
 
         upper = Node(upper_id, self.parent, self._page_size, self._token_buffer[:cut].copy(), upper_pages)
         upper.first_slot = self.first_slot
-        upper.ready = min(self.ready, cut)
+        upper.computed = min(self.computed, cut)
         self.parent.replace_child(self, upper)
 
         self._token_buffer = self._token_buffer[cut:]
@@ -196,7 +196,7 @@ class Node:
         self.first_slot = offset
         self.start += cut
         self.length -= cut
-        self.ready = max(self.ready - cut, 0)
+        self.computed = max(self.computed - cut, 0)
         upper.adopt(self)
         return upper
 
@@ -213,7 +213,7 @@ class Node:
         self.first_slot = parent.first_slot
         self.start = parent.start
         self.length += parent.length
-        self.ready += parent.ready
+        self.computed += parent.computed
         parent.parent.replace_child(parent, self)
 
 

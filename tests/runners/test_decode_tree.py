@@ -23,7 +23,7 @@ def make_batch(
         tree.extend_each(samples, rng.integers(0, 50, len(samples)))
     own = {sample.node for sample in samples}
     nodes = tree.nodes()
-    tree.mark_ready(nodes, [node.length - (node in own) for node in nodes])
+    tree.mark_computed(nodes, [node.length - (node in own) for node in nodes])
     samples.sort(key=lambda sample: sample.node.index)
     pages = [tree.allocator.allocate(tree.pages_to_extend(sample, most_steps)) for sample in samples]
     return tree, samples, decode_batch(tree.snapshot(), np.array([s.node.index for s in samples], np.int32), pages)
@@ -32,7 +32,7 @@ def make_batch(
 def truth(batch: DecodeBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Positions, slots and visible lengths of the batch's step, from its snapshot."""
     tree, offset = batch.snapshot, batch.snapshot.length[batch.leaf] - 1
-    visible = tree.ready.copy()
+    visible = tree.computed.copy()
     visible[batch.leaf] = tree.length[batch.leaf]
     return tree.start[batch.leaf] + offset, tree.slots(batch.leaf, offset), visible
 
@@ -47,9 +47,9 @@ def test_every_step_is_that_of_the_grown_tree_and_rows_can_leave(seed: int, page
     here.load(batch)
     for step in range(most):
         batch.tree.check()
-        here.drawn = torch.from_numpy(rng.integers(-1, 50, 64))
+        here.sampled = torch.from_numpy(rng.integers(-1, 50, 64))
         here.advance(64)
-        assert here.tokens[: batch.num_rows].tolist() == here.drawn[: batch.num_rows].clamp(min=0).tolist()
+        assert here.tokens[: batch.num_rows].tolist() == here.sampled[: batch.num_rows].clamp(min=0).tolist()
         assert (here.tokens[batch.num_rows :] == 0).all()
         positions, slots, visible = truth(batch)
         assert here.positions[: batch.num_rows].tolist() == positions.tolist()

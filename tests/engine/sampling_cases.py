@@ -12,7 +12,7 @@ from torch import Tensor
 from prefixkit.sampling.params import SamplingParams
 
 
-def random_laws(rng: np.random.Generator, rows: int, vocab: int) -> list[SamplingParams]:
+def random_params(rng: np.random.Generator, rows: int, vocab: int) -> list[SamplingParams]:
     """Every mix of penalty, temperature and filters, each absent in half of the rows."""
 
     def pick(default: float, *choices: float) -> float:

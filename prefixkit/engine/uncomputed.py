@@ -27,7 +27,7 @@ def choose_queries(
     Returns:
         The tree with these queries, or None where nothing needs to run.
     """
-    begin, end = snapshot.ready.copy(), snapshot.length
+    begin, end = snapshot.computed.copy(), snapshot.length
     asked = np.asarray(asking, dtype=np.int32)
     again = asked[begin[asked] == end[asked]]
     begin[again] = end[again] - 1
