@@ -19,7 +19,8 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
     """Token ids of each prompt.
 
     Args:
-        tokenizer: Encodes text, with its special tokens, and chat messages, with its chat template and the start of an answer.
+        tokenizer: Encodes text, with its special tokens, and chat messages, with its chat template and the start of an
+            answer.
             None: all prompts are token ids.
         prompts: A list of prompts, each a string, a list (or array) of token ids, or a list of chat messages.  A single
             string counts as a list of one.

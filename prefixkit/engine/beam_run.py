@@ -43,8 +43,8 @@ class BeamRun:
     def pages_left(self) -> int:
         """Pages that the search may still take: each beam a fresh one for each token to come."""
         params = self.search.params
-        drawn = len(self.search.beams[0].tokens) if self.search.beams else 0
-        return params.num_beams * max(0, params.max_new_tokens - 1 - drawn)
+        chosen = len(self.search.beams[0].tokens) if self.search.beams else 0
+        return params.num_beams * max(0, params.max_new_tokens - 1 - chosen)
 
     def advance(self, tree: PrefixTree) -> tuple[list[tuple[Sequence, int]], list[Sample] | None]:
         """Take one step of the search, forking beams that go on in several ways and releasing those that go on in none.
@@ -53,11 +53,11 @@ class BeamRun:
             Which sequence is to be extended by which token, and the samples if the search is over.
         """
         self.search, move = advance(self.search, torch.log_softmax(self.logits, dim=-1))
-        heirs = [move.parents.count(parent) for parent in range(len(self.sequences))]
+        num_children = [move.parents.count(parent) for parent in range(len(self.sequences))]
         handles: list[list[Sequence]] = []
-        for sequence, count in zip(self.sequences, heirs, strict=True):
+        for sequence, count in zip(self.sequences, num_children, strict=True):
             handles.append([sequence, *(tree.fork(sequence, count - 1) if count > 1 else [])])
-        for sequence, count in zip(self.sequences, heirs, strict=True):
+        for sequence, count in zip(self.sequences, num_children, strict=True):
             if count == 0:
                 tree.release(sequence)
         self.sequences = [handles[parent].pop() for parent in move.parents]

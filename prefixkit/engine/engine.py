@@ -1,4 +1,4 @@
-"""The loop: admit, run the pending tokens, draw, grow or finish."""
+"""The loop: admit, run the uncomputed tokens, sample, grow or finish."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ class Engine:
     """Samples many sequences over one prefix tree.
 
     Args:
-        model: Runs a step: ``Step -> logits [len(step.logit_rows), vocab]`` in float32, after appending the step's KV to the
-            pool.
+        model: Runs a step: ``Step -> logits [len(step.logit_rows), vocab]`` in float32, after appending the step's KV
+            to the pool.
         pool: Where KV lives; its pages are those of ``tree``.
         tree: An empty tree over the pool's pages.
         planner: Plans attention for the model's heads.
         decode: Token ids to text; needed for stop strings and ``Sample.text``.
         special_tokens: The text of tokens that ``decode`` leaves out, by their ids; see ``StopChecker``.
         prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
-        decoder: Decodes samples whose prompts are computed, many steps at a time; None: every step is planned by itself.
+        decoder: Decodes samples whose prompts are computed, many steps at a time; None: every step is planned by
+            itself.
         settings: When it takes over, and how it goes on.
         sampler: Samples tokens in steps that no decoder runs.
-        most_running: Samples, or beam searches, that run at once at most; the others wait.
+        most_running: Samples, or beam searches, that run at once at most; the rest wait.
         keep: Whether ``run`` returns the samples; False holds none of them once ``on_sample`` has been called.
         on_sample: Called with each sample as it finishes.
-        on_token: Called with each token as it is drawn (sampling only).
-        on_step: Called after each step with how many tokens it drew (sampling only).
+        on_token: Called with each token as it is sampled (sampling only).
+        on_step: Called after each step with how many tokens it sampled (sampling only).
     """
 
     def __init__(
@@ -119,8 +120,8 @@ class Engine:
         return sorted(finished, key=lambda sample: (sample.prompt_index, sample.index))
 
     def step(self) -> list[Sample]:
-        """One forward pass and one token for everything that runs, or with a ``decoder`` many; returns the samples that this
-        finished."""
+        """One forward pass and one token for everything that runs, or with a ``decoder`` many; returns the samples that
+        this finished."""
         self.scheduler.admit()
         finished = self._start_at_once() if self.decoder is not None else []
         if self._can_decode():
@@ -139,14 +140,14 @@ class Engine:
             if self.on_sample is not None:
                 self.on_sample(sample)
 
-    # -- many steps --------------------------------------------------------------------------------------------------------
+    # -- many steps ----------------------------------------------------------------------------------------------------
 
     def _start_at_once(self) -> list[Sample]:
-        """Draw the first tokens of samples whose prompts are computed: no step need be run for them alone."""
+        """Sample the first tokens of samples whose prompts are computed: no step need be run for them alone."""
         finished: list[Sample] = []
         begun, running = self._start(beams=False), self.samples
-        self.samples = running + begun  # so that nothing is lost if drawing fails
-        going_on, grow = self._draw(begun, finished)
+        self.samples = running + begun  # so that nothing is lost if sampling fails
+        going_on, grow = self._sample(begun, finished)
         self.samples = running + going_on
         self._grow(grow)
         self._hand_over(finished)
@@ -193,15 +194,15 @@ class Engine:
             self._count_held(decoding.pages_held)
         return finished
 
-    # -- one step, part by part ------------------------------------------------------------------------------------------
+    # -- one step, part by part ----------------------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        """Compute pending tokens, and hand the logits to whom they belong."""
+        """Compute uncomputed tokens, and give each prompt, sample and beam search its logits."""
         unprimed = [state for state in self.scheduler.in_flight if state.first_logits is None]
-        drawn = [run.sequence for run in self.samples] + [beam for run in self.beams for beam in run.sequences]
+        growing = [run.sequence for run in self.samples] + [beam for run in self.beams for beam in run.sequences]
         snapshot = self.tree.snapshot()
         asking = [state.prompt.node.index for state in unprimed]
-        decoding = [sequence.node.index for sequence in drawn]
+        decoding = [sequence.node.index for sequence in growing]
         tree = choose_queries(snapshot, decoding, asking, self.prefill_chunk)
         if tree is None:
             return
@@ -215,7 +216,7 @@ class Engine:
         step = build_step(tree, tokens, wanted, self.planner, self.pool.spec.device)
         logits = self.model(step)
         self.tree.mark_computed([nodes[node] for node, _, _ in runs], queries.end.tolist())
-        self._count(step, drawn)
+        self._count(step, growing)
         self._hand_out(logits, wanted, row_of, unprimed, asking, decoding)
 
     def _hand_out(
@@ -239,7 +240,7 @@ class Engine:
             beam_run.logits = logits[[next(rows) for _ in beam_run.sequences]]
 
     def _start(self, beams: bool = True) -> list[SampleRun]:
-        """Fork what has been promised pages from prompts whose logits are known; samples are returned."""
+        """Fork samples and beam searches with reserved pages from prompts whose logits are known; returns the samples."""
         begun: list[SampleRun] = []
         for state in self.scheduler.in_flight:
             count = state.granted - state.started
@@ -257,9 +258,9 @@ class Engine:
         return begun
 
     def _advance(self) -> list[Sample]:
-        """Draw a token for every run, grow the sequences that go on, and take out those that are done."""
+        """Sample a token for every run, grow the sequences that go on, and take out those that are done."""
         finished: list[Sample] = []
-        self.samples, grow = self._draw(self.samples, finished)
+        self.samples, grow = self._sample(self.samples, finished)
         for beam_run in list(self.beams):
             growth, hypotheses = beam_run.advance(self.tree)
             grow += growth
@@ -269,10 +270,10 @@ class Engine:
         self._grow(grow)
         return finished
 
-    def _draw(
+    def _sample(
         self, runs: list[SampleRun], finished: list[Sample]
     ) -> tuple[list[SampleRun], list[tuple[Sequence, int]]]:
-        """Draw a token for each run; returns those that go on, and by what.  Others are released, and ``finished``."""
+        """Sample a token for each run; returns those that go on, and by what.  The rest is released, and ``finished``."""
         going_on: list[SampleRun] = []
         grow: list[tuple[Sequence, int]] = []
         for run, token, logprob in sample_next(runs, self.sampler):
@@ -301,7 +302,7 @@ class Engine:
             self.report.new_tokens += len(sample.tokens)
             self.report.tokens_plain_batch += len(state.request.tokens) + len(sample.tokens) - 1
 
-    # -- bookkeeping -----------------------------------------------------------------------------------------------------
+    # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def _reserved_pages(self) -> int:
         """Pages that what runs now may still take."""
@@ -309,10 +310,10 @@ class Engine:
         return samples + sum(run.pages_left for run in self.beams)
 
     def _tokens_left(self, sequence: Sequence) -> int:
-        """Tokens that may still join a sequence of the tree; 0 if no sample draws them."""
+        """Tokens that may still join a sequence of the tree; 0 if no sample grows it."""
         return next((run.tokens_left for run in self.samples if run.sequence is sequence), 0)
 
-    def _count(self, step: Step, drawn: list[Sequence]) -> None:
+    def _count(self, step: Step, growing: list[Sequence]) -> None:
         report, spec = self.report, self.pool.spec
         report.steps += 1
         report.plans = self.planner.plans_made
@@ -320,7 +321,7 @@ class Engine:
         report.kv_bytes_read += step.kv_tokens_read * spec.bytes_per_token
         report.kv_bytes_read_unshared += step.kv_tokens_unshared * spec.bytes_per_token
         self._count_held(self._held_pages())
-        alone = sum(sequence.length for sequence in drawn) * spec.bytes_per_token
+        alone = sum(sequence.length for sequence in growing) * spec.bytes_per_token
         report.kv_bytes_unshared_peak = max(report.kv_bytes_unshared_peak, alone)
 
     def _held_pages(self) -> int:

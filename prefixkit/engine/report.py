@@ -19,7 +19,7 @@ class Report:
     Attributes:
         prompts: Prompts sampled.
         samples: Samples finished.
-        new_tokens: Tokens drawn.
+        new_tokens: Tokens sampled.
         steps: Forward passes.
         plans: Attention plans made; the other steps reused one.
         tokens_computed: Tokens that went through the model.

@@ -1,4 +1,4 @@
-"""One sample in flight, and drawing the next token of all of them."""
+"""One sample in flight, and sampling the next token of all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefixkit.tree.radix import Sequence as TreeSequence
 
 @dataclass(eq=False)
 class SampleRun:
-    """A sample that is being drawn.
+    """A sample that is being generated.
 
     ``logits`` are those after its last token: ``[vocab]``.  ``key`` seeds its private random stream.
     """
@@ -54,17 +54,17 @@ class SampleRun:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that may still join the tree: the last one drawn never does."""
+        """Tokens that may still join the tree: the last one sampled never does."""
         return self.params.max_new_tokens - 1 - len(self.tokens)
 
     def history(self) -> NDArray[np.int32]:
-        """What the repetition penalty looks at: the prompt's tokens and those drawn."""
+        """What the repetition penalty looks at: the prompt's tokens and those sampled."""
         if self.params.repetition_penalty == 1.0:
             return self.state.request.tokens
         return np.concatenate([self.state.request.tokens, np.array(self.tokens, dtype=np.int32)])
 
     def accept(self, token: int, logprob: float, on_token: Callable[[TokenEvent], None] | None) -> Sample | None:
-        """Take a drawn token; returns the sample if this ended it."""
+        """Take a sampled token; returns the sample if this ended it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         stopped = self.stop.push(token)
@@ -103,7 +103,7 @@ class SampleRun:
 
 
 def sample_next(runs: list[SampleRun], sample: SampleRows = sample_on_host) -> Iterator[tuple[SampleRun, int, float]]:
-    """Draw one token for each run; what one draws does not depend on the others.
+    """Sample one token for each run; the token of a run does not depend on the other runs.
 
     Raises:
         ValueError: logits hold NaN, +inf or no finite value.
@@ -114,15 +114,15 @@ def sample_next(runs: list[SampleRun], sample: SampleRows = sample_on_host) -> I
     steps = np.array([len(run.tokens) for run in runs], dtype=np.int64)
     logits = torch.stack([run.logits for run in runs])
     tokens, logprobs = sample(logits, [run.params for run in runs], keys, steps, [run.history() for run in runs])
-    drawn = tokens.tolist()
-    if min(drawn) < 0:  # before anything is made of the others
-        raise broken_logits(runs[drawn.index(min(drawn))])
-    yield from zip(runs, drawn, logprobs.tolist(), strict=True)
+    sampled = tokens.tolist()
+    if min(sampled) < 0:  # before the other tokens are used
+        raise broken_logits(runs[sampled.index(min(sampled))])
+    yield from zip(runs, sampled, logprobs.tolist(), strict=True)
 
 
 def broken_logits(run: SampleRun) -> ValueError:
-    """What to raise where a device could draw nothing."""
+    """What to raise where a device could sample no token."""
     return ValueError(
-        f"the logits of sample {run.index} of prompt {run.state.request.prompt_index} hold NaN, +inf or no finite value, so no "
-        "token can be drawn; look at what the model computed"
+        f"the logits of sample {run.index} of prompt {run.state.request.prompt_index} hold NaN, +inf or no finite "
+        "value, so no token can be sampled; look at what the model computed"
     )

@@ -1,7 +1,7 @@
-"""Who may start: prompts wait until their KV, and that of all their samples, is sure to fit.
+"""Admission: prompts wait until their KV, and that of all their samples, is sure to fit.
 
-Nothing here runs a model.  A sample is admitted only when the pages it may still need are free and promised to nobody
-else, so a running sample never meets a full pool: prompts beyond the budget wait, and nothing fails.
+Nothing here runs a model.  A sample is admitted only when the pages it may still need are free and reserved for no
+other sequence, so a running sample never meets a full pool: prompts beyond the budget wait, and nothing fails.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class KVBudgetTooSmall(ValueError):
 
 @dataclass(eq=False)
 class RequestState:
-    """A prompt in flight, and how many of its samples have been promised pages, started and finished.
+    """A prompt in flight, and how many of its samples have reserved pages, have started and have finished.
 
-    ``first_logits`` are the logits after the prompt's last token: ``[vocab]``, kept while the state is in flight.
+    ``first_logits`` are the logits after the prompt's last token: ``[vocab]``, kept while the request is in flight.
     """
 
     request: Request
@@ -60,7 +60,7 @@ class _PinnedPrefix:
 def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
     """Pages that one sample, or one beam search, can come to need beyond its prompt.
 
-    The last token drawn needs no KV.  Beams fork at any token, and each fork starts a fresh page.
+    The last token sampled needs no KV.  Beams fork at any token, and each fork starts a fresh page.
     """
     tokens = params.max_new_tokens - 1
     if isinstance(params, BeamParams):
@@ -95,7 +95,8 @@ class _Budget:
     """What one round of admission may grant.
 
     Attributes:
-        reserved: Pages of the free ones that are promised: to running samples, and to granted ones that have not started.
+        reserved: Pages of the free ones that are reserved: for running samples, and for granted ones that have not
+            started.
         places: How many more samples, or beam searches, may run.
     """
 
@@ -105,10 +106,10 @@ class _Budget:
 
 @dataclass(eq=False)
 class Scheduler:
-    """The queue of prompts, the groups in flight, and the prefix kept for those that wait.
+    """The queue of prompts, the requests in flight, and the prefix kept for those that wait.
 
-    Prompts are admitted in lexicographic order of their tokens: those that share a prefix follow each other, and a prompt
-    that is another's prefix comes first.  Results are independent of this order.
+    Prompts are admitted in lexicographic order of their tokens: those that share a prefix follow each other, and a
+    prompt that is another's prefix comes first.  Results are independent of this order.
 
     Attributes:
         tree: Where prompts are inserted.
@@ -158,14 +159,15 @@ class Scheduler:
         while self.queue and self._admit_prompt(self.queue[0], budget):
             self.queue.popleft()
         if self.queue and not self._in_flight:
-            # Nothing runs, so only the pinned can be in the way: its last page may be one page more than the prompt alone.
+            # Nothing runs, so only the pinned prefix can be in the way: its last page may be one page more than the
+            # prompt alone.
             self._drop_pinned()
             admitted = self._admit_prompt(self.queue[0], budget)
             assert admitted, "a request that passed check_fits must fit an empty pool"
             self.queue.popleft()
 
     def retire(self, state: RequestState) -> None:
-        """Take a state whose samples have all finished out of the tree, but for what the next prompt in line shares."""
+        """Take a request whose samples have all finished out of the tree, but for what the next prompt in line shares."""
         del self._in_flight[state.prompt.id]
         keep = common_prefix(state.request.tokens, self.queue[0].tokens) if self.queue else 0
         if keep > (self._pinned.sequence.length if self._pinned else 0):
@@ -198,7 +200,7 @@ class Scheduler:
         return _Budget(self.reserved_pages() + unstarted, max(0, self.most_running - running))
 
     def _grant(self, state: RequestState, budget: _Budget) -> bool:
-        """Promise pages to as many of a state's waiting samples as fit; True if none is left waiting."""
+        """Reserve pages for as many of a request's waiting samples as fit; True if none is left waiting."""
         unit = pages_per_unit(state.request.params, self.tree.page_size)
         waiting = state.wanted - state.granted
         fit = waiting if unit == 0 else min(waiting, max(0, self.tree.allocator.free - budget.reserved) // unit)
@@ -209,7 +211,7 @@ class Scheduler:
         return fit == waiting
 
     def _admit_prompt(self, request: Request, budget: _Budget) -> bool:
-        """Insert a prompt and promise pages to its first samples; where that does not fit, the tree is only read."""
+        """Insert a prompt and reserve pages for its first samples; where that does not fit, the tree is only read."""
         if not budget.places:
             return False
         found = self.tree.match(request.tokens)
@@ -229,7 +231,7 @@ class Scheduler:
     def _parted(self, found: Match) -> int:
         """Pages more that running samples may take once a prompt is inserted where ``found`` ends.
 
-        A sample's leaf stops growing in place where the prompt ends with it or goes on below it: what the sample draws next
+        A sample's leaf stops growing in place where the prompt ends with it or goes on below it: its next token
         then starts a page of its own.  A split leaves that as it is.
         """
         node = found.node

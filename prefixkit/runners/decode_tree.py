@@ -36,14 +36,15 @@ class DecodeCapacity:
 class DecodeTree:
     """A :class:`DecodeBatch` where a model runs it.
 
-    :meth:`load` brings a batch; each :meth:`advance` begins a step: every row one position further, its leaf one token longer.
-    Rows beyond the batch's write nothing.
+    :meth:`load` brings a batch; each :meth:`advance` begins a step: every row one position further, its leaf one token
+    longer.  Rows beyond the batch's write nothing.
 
     Attributes:
         capacity: What a batch may hold.
         nodes: start, length, page_indptr, pages, first_slot, as ``tree_attention`` takes them.
         leaf: ``[rows]`` int32, -1 behind the batch's rows.
-        drawn: ``[rows]`` int64 the tokens that the next step runs, written by whoever draws; may be another's tensor.
+        sampled: ``[rows]`` int64 the tokens that the next step runs, written by the sampler; may be the sampler's
+            tensor.
         tokens, positions, slots: ``[rows]`` int64, of the step; token 0 for what is no token.
     """
 
@@ -60,7 +61,7 @@ class DecodeTree:
         self.leaf.fill_(-1)
 
     def load(self, batch: DecodeBatch) -> None:
-        """Bring a batch: one copy on the current stream, for which the host does not wait.  :meth:`advance` begins its step.
+        """Bring a batch: one copy on the current stream, without a wait of the host.  :meth:`advance` begins its step.
 
         Raises:
             BatchTooLarge: it does not fit; nothing has changed.

@@ -129,7 +129,7 @@ def _with_new_pages(
 
 
 def _empty(size: int) -> NDArray[np.int32]:
-    """Room for ``size`` entries, asked for in powers of two: the next step, a little longer, then gets the block that
-    the last one gave back.  A fresh megabyte costs more in page faults than the copy into it.
+    """Capacity for ``size`` entries, allocated in powers of two: the next step, a little longer, then gets the block
+    that the last one gave back.  A fresh megabyte costs more in page faults than the copy into it.
     """
     return np.empty(1 << max(size - 1, 1).bit_length(), np.int32)[:size]

@@ -21,10 +21,10 @@ class Node:
                               ^ first_slot = 2      ^ end_slot = 9, length = 7
 
     The slots before belong to the parent (a split shares the page it cuts).  Those after belong to the child it was
-    split from; to nobody where the node is a leaf, which is why only leaves grow in place.
+    split from; to no other node where the node is a leaf, which is why only leaves grow in place.
 
-    The arrays have spare room at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and ``pages``
-    return as read-only, and as valid until the tree changes.
+    The arrays have spare capacity at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and
+    ``pages`` return as read-only, and as valid until the tree changes.
 
     Attributes:
         id: unique within the tree, never reused.
@@ -56,7 +56,7 @@ class Node:
     )
 
     def __init__(self, id: int, parent: Node | None, page_size: int, tokens: Ints, pages: Ints) -> None:
-        """``tokens`` and ``pages`` become the node's own: pass arrays nobody else writes to."""
+        """``tokens`` and ``pages`` become the node's own: pass arrays that are not written elsewhere."""
         self.id = id
         self.parent = parent
         self.branches: dict[int, list[Node]] = {}
@@ -156,14 +156,14 @@ class Node:
         """Add the page that the next `push` needs.  Only for a node whose last page is full."""
         held = (self.first_slot + self.length) // self._page_size
         if held == len(self.page_buffer):
-            self.page_buffer = _with_room(self.page_buffer, held, 1)
+            self.page_buffer = _with_capacity(self.page_buffer, held, 1)
         self.page_buffer[held] = page
 
     def push(self, token: int) -> None:
         """Append one token: `grow` for the decode step, where a thousand leaves do this at once."""
         length = self.length
         if length == len(self._token_buffer):
-            self._token_buffer = _with_room(self._token_buffer, length, 1)
+            self._token_buffer = _with_capacity(self._token_buffer, length, 1)
         self._token_buffer[length] = token
         self.length = length + 1
 
@@ -218,15 +218,15 @@ class Node:
 
 
 def _append(buffer: Ints, size: int, values: Ints) -> Ints:
-    """``buffer`` with ``values`` written after its first ``size`` entries; a larger copy where there is no room."""
+    """``buffer`` with ``values`` written after its first ``size`` entries; a larger copy where there is no capacity."""
     if size + len(values) > len(buffer):
-        buffer = _with_room(buffer, size, len(values))
+        buffer = _with_capacity(buffer, size, len(values))
     buffer[size : size + len(values)] = values
     return buffer
 
 
-def _with_room(buffer: Ints, size: int, extra: int) -> Ints:
-    """A copy of ``buffer[:size]`` with room for ``extra`` more; doubling makes appending amortised O(1)."""
+def _with_capacity(buffer: Ints, size: int, extra: int) -> Ints:
+    """A copy of ``buffer[:size]`` with capacity for ``extra`` more; doubling makes appending amortised O(1)."""
     larger: Ints = np.empty(max(16, 2 * size, size + extra), np.int32)
     larger[:size] = buffer[:size]
     return larger

@@ -55,7 +55,7 @@ class PrefixTree:
         self._sequence_ids = count_up()
         self.root = self._new_node(None, np.empty(0, np.int32), np.empty(0, np.int32))
         self._frozen: freeze.Frozen | None = None
-        self._touched: set[Node] = set()  # nodes with another length or ready than the latest snapshot says
+        self._touched: set[Node] = set()  # nodes with another length or ``computed`` than the latest snapshot says
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,8 @@ class PrefixTree:
 
         Args:
             tokens: ``[length]`` token ids.
-            found: What `match` has just returned for them, so that the tree is not searched twice; None: it is searched.
+            found: What `match` has just returned for them, so that the tree is not searched twice; None: it is
+                searched.
 
         Raises:
             ValueError, TypeError: ``tokens`` is empty or not token ids.
@@ -145,12 +146,12 @@ class PrefixTree:
 
         Args:
             sequence, tokens: What grows, and by what.
-            pages: The `pages_to_extend` pages to use, where the caller has already taken them from `allocator`: they become
-                the tree's.  None: they are taken now.
+            pages: The `pages_to_extend` pages to use, where the caller has already taken them from `allocator`: they
+                become the tree's.  None: they are taken now.
 
         Raises:
-            ValueError, TypeError: ``tokens`` is empty or not token ids, ``sequence`` is not live in this tree, or ``pages`` are
-                not as many as needed.
+            ValueError, TypeError: ``tokens`` is empty or not token ids, ``sequence`` is not live in this tree, or
+                ``pages`` are not as many as needed.
             OutOfPages: not enough free pages; nothing has changed.
         """
         values = as_tokens(tokens)
@@ -193,7 +194,7 @@ class PrefixTree:
                     self._move(sequence, self._add_leaf(sequence.node, tail, page))
 
     def trim(self, sequence: Sequence, length: int) -> None:
-        """Shorten to the first ``length`` tokens.  What nobody else needs is released, as by `release`.
+        """Shorten to the first ``length`` tokens.  What no other sequence needs is released, as by `release`.
 
         Raises:
             ValueError: ``length`` outside ``[0, sequence.length]``, or ``sequence`` is not live in this tree.

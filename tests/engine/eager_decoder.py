@@ -39,9 +39,9 @@ class EagerDecoder:
         self.captures, self.seconds_capturing, self.graph_bytes, self.stale = 0, 0.0, 0, False
         self._sampled: deque[Sampled] = deque()
 
-    def begin(self, batch: DecodeBatch, laws: SamplingBatch) -> None:
+    def begin(self, batch: DecodeBatch, sampling: SamplingBatch) -> None:
         self._sampled.clear()
-        self._sampling = laws
+        self._sampling = sampling
         self._load(batch)
 
     def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
@@ -58,15 +58,17 @@ class EagerDecoder:
         self._step_plan = replace(self.planned, tensors=[*work, *self._tree.nodes])
 
     def step(self) -> None:
-        laws, tree, rows = self._sampling, self._tree, self._batch.num_rows
-        tree.sampled = torch.from_numpy(laws.last).to(self.device)
+        sampling, tree, rows = self._sampling, self._tree, self._batch.num_rows
+        tree.sampled = torch.from_numpy(sampling.last).to(self.device)
         tree.advance(rows)
         wanted = torch.arange(rows, device=self.device)
         logits = self.model(decode_step(self._batch, tree, wanted, self._step_plan))
-        drawn, logprobs = sample_tokens(logits, laws.params, uniforms(laws.keys, laws.steps), laws.histories)
-        last = drawn.cpu().numpy()
-        histories = [np.append(old, np.int32(token)) for old, token in zip(laws.histories, last, strict=True)]
-        self._sampling = replace(laws, steps=laws.steps + 1, histories=histories, last=last)
+        sampled, logprobs = sample_tokens(
+            logits, sampling.params, uniforms(sampling.keys, sampling.steps), sampling.histories
+        )
+        last = sampled.cpu().numpy()
+        histories = [np.append(old, np.int32(token)) for old, token in zip(sampling.histories, last, strict=True)]
+        self._sampling = replace(sampling, steps=sampling.steps + 1, histories=histories, last=last)
         self._sampled.append((last, logprobs.cpu().numpy()))
 
     def read(self) -> Sampled:

@@ -10,7 +10,7 @@ from tests.engine.fake_model import VOCAB, logits_after
 
 
 def alone(prompt, params, index):
-    """What sample ``index`` must be, drawn token by token with nothing else in the world."""
+    """What sample ``index`` must be, sampled token by token, alone."""
     tokens = list(prompt)
     for step in range(params.max_new_tokens):
         u = uniforms(np.array([sample_key(params.seed, index, prompt)]), np.array([step]))

@@ -70,8 +70,9 @@ NASTY: dict[str, Callable[[int], Tensor]] = {
 def logprob_bound(exact: np.ndarray, vocab: int) -> np.ndarray:
     """How far a log-softmax in float32 may be from that of float64.
 
-    In units of 2**-24, relative to the sum: each exponential has errors of its difference, product and constant (3 times the
-    difference, whose mean over the distribution is at most ln V, plus 4 for the function); a thread of the smallest cluster,
-    one block, adds up V / 1,024 groups of four, and a warp its lanes (7 more).  The result rounds once.
+    In units of 2**-24, relative to the sum: each exponential has errors of its difference, product and constant (3
+    times the difference, whose mean over the distribution is at most ln V, plus 4 for the function); a thread of the
+    smallest cluster, one block, adds up V / 1,024 groups of four, and a warp its lanes (7 more).  The result rounds
+    once.
     """
     return 2**-24 * (3 * math.log(vocab) + 4 + vocab / 1024 + 1 + 7 + np.abs(exact))

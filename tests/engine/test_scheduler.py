@@ -1,4 +1,4 @@
-"""Admission: a promise of pages is always kept, and shared prefixes outlive the prompts that brought them."""
+"""Admission: reserved pages stay available, and shared prefixes outlive the prompts that brought them."""
 
 import sys
 
@@ -16,8 +16,8 @@ def request(index, tokens, **params):
     return Request(index, np.array(tokens), SamplingParams(**params))
 
 
-def scheduler_over(num_pages, page_size=4, promised=0):
-    return Scheduler(PrefixTree(num_pages, page_size), lambda: promised)
+def scheduler_over(num_pages, page_size=4, reserved=0):
+    return Scheduler(PrefixTree(num_pages, page_size), lambda: reserved)
 
 
 def test_pages_of_a_sample_leave_out_the_last_token_which_needs_no_kv():
@@ -41,8 +41,8 @@ def test_samples_are_granted_as_far_as_pages_reach_and_the_rest_wait():
     assert len(scheduler.queue) == 1
 
 
-def test_pages_promised_to_running_samples_are_not_granted_again():
-    scheduler = scheduler_over(num_pages=8, promised=5)
+def test_pages_reserved_to_running_samples_are_not_granted_again():
+    scheduler = scheduler_over(num_pages=8, reserved=5)
     scheduler.submit([request(0, range(4), n=9, max_new_tokens=5)])
     scheduler.admit()
     assert scheduler.in_flight[0].granted == 2
@@ -124,7 +124,7 @@ class TestWaiting:
         assert scheduler.tree.snapshot() is snapshot
 
     def test_steps_while_a_prompt_waits_are_not_planned_anew(self):
-        """A plan for the prompt and one for its samples, each time, and as many where there is room for both at once."""
+        """A plan for the prompt and one for its samples, each time, and as many where the pool holds both at once."""
         prompts = [[*range(8), 40 + index] for index in range(2)]
         plans = {}
         for num_pages in (16, 4096):
@@ -135,7 +135,7 @@ class TestWaiting:
 
     @pytest.mark.parametrize("goes_on", [[], [7], [7, 8, 9]])
     @pytest.mark.parametrize("left", [0, 1, 3, 4, 9])
-    def test_a_promise_is_kept_where_a_prompt_ends_with_a_sample_s_leaf_or_goes_on_below_it(self, goes_on, left):
+    def test_reserved_pages_suffice_where_a_prompt_ends_with_a_sample_s_leaf_or_goes_on_below_it(self, goes_on, left):
         """Such a leaf stops growing in place, so its sample may need a page more than before."""
         tree = PrefixTree(64, 4)
         sample = tree.insert(range(5))

@@ -19,7 +19,7 @@ def runs(tree):
     return list(zip(queries.node.tolist(), queries.begin.tolist(), queries.end.tolist(), strict=True))
 
 
-def test_everything_pending_runs_when_it_fits():
+def test_all_uncomputed_tokens_run_when_it_fits():
     snapshot = tree_of_three().snapshot()
     step = choose_queries(snapshot, [], [1, 2, 3], prefill_budget=100)
     assert runs(step) == [(0, 0, 10), (1, 0, 4), (2, 0, 4), (3, 0, 4)]
@@ -36,7 +36,7 @@ def test_a_budget_is_spent_depth_first_and_nothing_runs_below_an_incomplete_node
     assert step.last_rows().tolist() == [3, -1, -1, -1]
 
 
-def test_drawn_tokens_run_beside_the_budget():
+def test_sampled_tokens_run_beside_the_budget():
     tree = tree_of_three()
     nodes = tree.nodes()
     tree.mark_computed([nodes[0], nodes[1]], [10, 3])
@@ -64,7 +64,7 @@ def test_a_thousand_leaves_run_as_a_thousand_rows():
     assert step.last_rows().tolist() == [-1, *range(1000)]
 
 
-def test_drawn_tokens_run_below_a_prompt_whose_last_token_must_wait_to_run_again():
+def test_sampled_tokens_run_below_a_prompt_whose_last_token_must_wait_to_run_again():
     """A prompt that ends where a sample's tokens go on has its KV already, and takes its turn behind other prompts."""
     tree = PrefixTree(64, page_size=4)
     for tokens in ([9] * 4, range(10), [*range(10), 20]):

@@ -12,7 +12,7 @@ from prefixkit.tree.radix import PrefixTree, Sequence
 def make_batch(
     rng: np.random.Generator, page_size: int, most_steps: int
 ) -> tuple[PrefixTree, list[Sequence], DecodeBatch]:
-    """Some prompts, each with samples that have drawn a few tokens, the last of them pending; pages for ``most_steps`` more."""
+    """Some prompts, each with samples of a few tokens, the last of them uncomputed; pages for ``most_steps`` more."""
     tree = PrefixTree(4096, page_size)
     head = rng.integers(0, 50, rng.integers(1, 40))
     samples: list[Sequence] = []
@@ -99,9 +99,9 @@ def test_a_row_without_a_page_for_its_token_stands_still() -> None:
         here.advance(batch.num_rows)
         batch = batch.grown(1)
     assert (here.slots == -1).all()
-    room = np.diff(batch.snapshot.page_indptr)[batch.leaf] * 4
-    assert here.nodes[1][batch.leaf].tolist() == room.tolist() == batch.snapshot.length[batch.leaf].tolist()
-    assert (here.positions.numpy() == (batch.snapshot.start[batch.leaf] + room - 1)).all()
+    capacity = np.diff(batch.snapshot.page_indptr)[batch.leaf] * 4
+    assert here.nodes[1][batch.leaf].tolist() == capacity.tolist() == batch.snapshot.length[batch.leaf].tolist()
+    assert (here.positions.numpy() == (batch.snapshot.start[batch.leaf] + capacity - 1)).all()
 
 
 def test_a_batch_that_does_not_fit_is_refused_by_name() -> None:

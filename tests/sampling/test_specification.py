@@ -1,4 +1,4 @@
-"""Rows are drawn from the distribution that transformers' processors leave, each row for itself."""
+"""Rows are sampled from the distribution that transformers' processors leave, each row for itself."""
 
 from __future__ import annotations
 
@@ -89,8 +89,9 @@ def test_the_distribution_is_that_of_transformers(params, vocab, spread):
     weighty = exact >= 2**-38 * most
     assert torch.equal(ours[weighty] > 0, exact[weighty] > 0)
     assert (exact[ours > 0] > 0).all()
-    # In units of 2**-24: their scores are rounded once more (half a unit of score and top each); of ours the difference, the
-    # rate and the product, which the exponential makes relative errors; its polynomial has 2.8; so has the sum, on average.
+    # In units of 2**-24: their scores are rounded once more (half a unit of score and top each); of ours the
+    # difference, the rate and the product, which the exponential makes relative errors; its polynomial has 2.8; so has
+    # the sum, on average.
     top = theirs.max(-1, keepdim=True).values
     score = torch.where(theirs > -torch.inf, theirs, top)
     relative = (3.3 * (top - score) + score.abs() + top.abs() + 3).double() * 2**-24
@@ -144,12 +145,12 @@ def test_a_kept_set_ignores_masked_tokens():
 @pytest.mark.parametrize("params", [FILTERS[1], FILTERS[7], FILTERS[14], FILTERS[17]], ids=label)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_frequencies_are_the_distribution(params, seed):
-    draws, vocab = 10_000, 60
+    count, vocab = 10_000, 60
     logits = normal(seed, 1, vocab, 1.5)
     history = np.arange(0, vocab, 3)
-    expected = probabilities(logits, params, [history])[0].numpy() * draws
-    u = np.random.default_rng(seed).random(draws)
-    tokens, _ = sample_tokens(logits.expand(draws, -1), params, u, [history] * draws)
+    expected = probabilities(logits, params, [history])[0].numpy() * count
+    u = np.random.default_rng(seed).random(count)
+    tokens, _ = sample_tokens(logits.expand(count, -1), params, u, [history] * count)
     counts = np.bincount(tokens.numpy(), minlength=vocab)
     assert (counts[expected == 0] == 0).all()
     likely = expected >= 5
@@ -173,18 +174,18 @@ def test_the_token_is_the_inverse_of_the_cumulative_distribution(params, vocab):
 def test_a_row_is_the_same_bits_alone_and_in_any_batch():
     vocab = 30_011  # not a multiple of any vector or block
     logits = normal(3, 70, vocab, 3.0)
-    laws = list(itertools.islice(itertools.cycle([*FILTERS, SamplingParams(temperature=0)]), 70))
+    each = list(itertools.islice(itertools.cycle([*FILTERS, SamplingParams(temperature=0)]), 70))
     histories = [np.random.default_rng(row).integers(0, vocab, 500) for row in range(70)]
     u = np.random.default_rng(0).random(70)
-    tokens, logprobs = sample_tokens(logits, laws, u, histories)
+    tokens, logprobs = sample_tokens(logits, each, u, histories)
     shuffled = np.random.default_rng(1).permutation(70)
     again, logprobs_again = sample_tokens(
-        logits[shuffled], [laws[row] for row in shuffled], u[shuffled], [histories[row] for row in shuffled]
+        logits[shuffled], [each[row] for row in shuffled], u[shuffled], [histories[row] for row in shuffled]
     )
     assert torch.equal(again, tokens[shuffled])
     assert torch.equal(logprobs_again, logprobs[shuffled])
     for row in range(70):
-        token, logprob = sample_tokens(logits[row : row + 1], laws[row], u[row : row + 1], histories[row : row + 1])
+        token, logprob = sample_tokens(logits[row : row + 1], each[row], u[row : row + 1], histories[row : row + 1])
         assert (token.item(), logprob.item()) == (tokens[row].item(), logprobs[row].item())
 
 
@@ -230,7 +231,7 @@ def test_the_callers_logits_are_left_alone(params):
     "params", [*FILTERS[:3], SamplingParams(top_k=2000), SamplingParams(top_p=0.9999999)], ids=label
 )
 @pytest.mark.parametrize("u", [0.0, 5e-324, 0.5, ALMOST_1])
-def test_a_token_without_weight_is_never_drawn(params, u):
+def test_a_token_without_weight_is_never_sampled(params, u):
     logits = torch.full((1, 3001), -500.0)  # weight 0 in float32
     for places in ([0], [3000], [1234], [255, 256], [10, 2999]):
         row = logits.clone()
@@ -238,7 +239,7 @@ def test_a_token_without_weight_is_never_drawn(params, u):
         assert sample_tokens(row, params, np.array([u]))[0].item() in places
 
 
-def test_almost_1_draws_the_last_token_with_weight():
+def test_almost_1_samples_the_last_token_with_weight():
     logits = torch.zeros(1, 100_003)
     assert sample_tokens(logits, SamplingParams(), np.array([ALMOST_1]))[0].item() == 100_002
     assert sample_tokens(logits, SamplingParams(), np.array([0.0]))[0].item() == 0
@@ -264,7 +265,7 @@ def test_noise_of_1e_6_moves_only_tokens_that_lie_at_a_boundary():
 @pytest.mark.parametrize(
     "params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.9)], ids=label
 )
-def test_logits_that_cannot_be_drawn_from_name_their_row(value, message, params):
+def test_logits_that_cannot_be_sampled_from_name_their_row(value, message, params):
     logits = normal(0, 40, 20_000, 1.0)
     if value == -float("inf"):
         logits[37] = value
@@ -292,6 +293,6 @@ def test_arguments_that_do_not_fit_say_so():
         sample_tokens(logits + 1e35, SamplingParams(temperature=1e-6), u)
 
 
-def test_no_rows_draw_nothing():
+def test_no_rows_sample_nothing():
     tokens, logprobs = sample_tokens(torch.zeros(0, 50), SamplingParams(), np.zeros(0))
     assert tokens.shape == logprobs.shape == (0,)

@@ -64,7 +64,7 @@ class RememberingPool:
         self.slots = np.full(tree.allocator.num_pages * tree.page_size, -1, np.int64)
 
     def compute(self, budget: int | None = None) -> None:
-        """Write up to ``budget`` pending tokens, ancestors first, as a step of the engine does."""
+        """Write up to ``budget`` uncomputed tokens, ancestors first, as a step of the engine does."""
         nodes, counts = [], []
         for node, computed, length in self.tree.uncomputed():
             end = length if budget is None else min(length, computed + budget)

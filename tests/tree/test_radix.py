@@ -125,7 +125,7 @@ class TestReadiness:
         assert (sequence.node.length, sequence.node.computed) == (5, 3)
         tree.check()
 
-    def test_only_tokens_of_living_nodes_can_be_ready(self) -> None:
+    def test_only_tokens_of_living_nodes_can_be_computed(self) -> None:
         tree = PrefixTree(8)
         sequence, gone = tree.insert([1, 2]), tree.insert([3])
         dead = gone.node
@@ -166,7 +166,7 @@ class TestForkAndExtend:
         assert tokens_of(tree) == [([1, 2], [0], 0), ([3, 4], [1], 0), ([3, 5], [2], 0), ([6], [3], 0)]
         tree.check()
 
-    def test_match_follows_the_first_of_equal_siblings_and_its_heir(self) -> None:
+    def test_match_follows_the_first_of_equal_siblings_and_its_successor(self) -> None:
         tree = PrefixTree(8, page_size=4)
         first = tree.insert([1])
         second = tree.fork(first)[0]
@@ -257,10 +257,10 @@ class TestRelease:
     def test_a_sequence_that_ends_between_keeps_the_split(self) -> None:
         tree = PrefixTree(8, page_size=4)
         tree.insert([1, 2, 3])
-        twins = [tree.insert([1, 2]) for _ in range(2)]
-        tree.release(twins[0])
+        equal = [tree.insert([1, 2]) for _ in range(2)]
+        tree.release(equal[0])
         assert len(tree.nodes()) == 2
-        tree.release(twins[1])
+        tree.release(equal[1])
         assert len(tree.nodes()) == 1
 
     def test_the_upper_half_that_is_left_grows_on_in_the_page_it_shared(self) -> None:
