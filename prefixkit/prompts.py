@@ -81,7 +81,8 @@ def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:
     array = np.asarray(tokens)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise TypeError(
-            f"prompt {index} must be a string, a list of token ids or a list of chat messages, got {type(prompt).__name__}"
+            f"prompt {index} must be a string, a list of token ids or a list of chat messages, "
+            f"got {type(prompt).__name__}"
             f" of shape {list(array.shape)}"
         )
     if array.size == 0:

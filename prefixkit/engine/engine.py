@@ -95,7 +95,12 @@ class Engine:
         ] = []  # all of whose samples have finished, but which are still with the scheduler
         # Weakly, for else the two would hold each other, and with them the pool, until Python looks for such cycles.
         reserved, tokens_left = weakref.WeakMethod(self._reserved_pages), weakref.WeakMethod(self._tokens_left)
-        self.scheduler = Scheduler(tree, lambda: reserved()(), most_running, lambda one: tokens_left()(one))  # type: ignore[misc]
+        self.scheduler = Scheduler(
+            tree,
+            lambda: reserved()(),  # type: ignore[misc]
+            most_running,
+            lambda one: tokens_left()(one),  # type: ignore[misc]
+        )
         self.report = Report()
 
     def run(self, requests: Iterable[Request]) -> list[Sample]:
@@ -240,7 +245,7 @@ class Engine:
             beam_run.logits = logits[[next(rows) for _ in beam_run.sequences]]
 
     def _start(self, beams: bool = True) -> list[SampleRun]:
-        """Fork samples and beam searches with reserved pages from prompts whose logits are known; returns the samples."""
+        """Fork samples and beam searches with reserved pages from prompts with known logits; returns the samples."""
         begun: list[SampleRun] = []
         for state in self.scheduler.in_flight:
             count = state.granted - state.started
@@ -273,7 +278,7 @@ class Engine:
     def _sample(
         self, runs: list[SampleRun], finished: list[Sample]
     ) -> tuple[list[SampleRun], list[tuple[Sequence, int]]]:
-        """Sample a token for each run; returns those that go on, and by what.  The rest is released, and ``finished``."""
+        """Sample a token for each run; returns those that go on, and by what.  Others are released and ``finished``."""
         going_on: list[SampleRun] = []
         grow: list[tuple[Sequence, int]] = []
         for run, token, logprob in sample_next(runs, self.sampler):

@@ -100,7 +100,8 @@ def pool_pages(
             raise ValueError(f"kv_budget={budget} bytes holds no page; {page}; raise kv_budget")
         raise ValueError(
             f"the memory left for KV ({budget} bytes) holds no page; {page}, "
-            f"and a step {workspace / 2**20:.0f} MiB besides; free some memory, ask for fewer samples, or lower prefill_chunk"
+            f"and a step {workspace / 2**20:.0f} MiB besides; "
+            "free some memory, ask for fewer samples, or lower prefill_chunk"
         )
     pages = min(need, int(budget // page_bytes))
     if pages < need:

@@ -148,7 +148,7 @@ class Scheduler:
         return bool(self.queue or self._short)
 
     def admit(self) -> None:
-        """Grant pages to waiting samples of prompts in flight, then to waiting prompts, until something does not fit."""
+        """Grant pages to waiting samples of prompts in flight, then to waiting prompts, until one does not fit."""
         if not self.waits:
             return
         budget = self._budget()
@@ -167,7 +167,7 @@ class Scheduler:
             self.queue.popleft()
 
     def retire(self, state: RequestState) -> None:
-        """Take a request whose samples have all finished out of the tree, but for what the next prompt in line shares."""
+        """Take a request whose samples have all finished out of the tree, but for what the next prompt shares."""
         del self._in_flight[state.prompt.id]
         keep = common_prefix(state.request.tokens, self.queue[0].tokens) if self.queue else 0
         if keep > (self._pinned.sequence.length if self._pinned else 0):

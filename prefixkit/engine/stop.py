@@ -91,7 +91,7 @@ class StopChecker:
         return self._stopped_by_string
 
     def push_all(self, tokens: list[int]) -> bool:
-        """Take tokens of which none but the last can end the sample, where there are no stop strings; True if it does."""
+        """Take tokens of which only the last can end the sample, where there are no stop strings; True if it does."""
         assert tokens and not self._stop, "strings are looked for token by token"
         self._tokens += tokens[:-1]
         return self.push(tokens[-1])
@@ -165,7 +165,7 @@ class StopChecker:
         return self._stopped_by_string
 
     def _with_special(self, text: str, begin: int) -> tuple[str, list[int]]:
-        """``text``, which begins at ``begin``, with its special tokens put in, and where each character stands in it."""
+        """``text``, which begins at ``begin``, with its special tokens put in, and the place of each character in it."""
         seen, place, at, end = "", list[int](), begin, begin + len(text)
         if len(self._inserted) > self._longest:  # earlier ones may have been dropped
             at = max(at, self._inserted[0][0])

@@ -17,7 +17,7 @@ _CAPTURE = range(900, 909)  # cudaErrorStreamCaptureUnsupported to cudaErrorStre
 
 
 def reason_of(error: BaseException) -> BaseException:
-    """What has to be reported of an error that ended a capture: a fault that it followed, else a lack of memory, else itself.
+    """What to report of an error that ended a capture: a fault that it followed, else a lack of memory, else itself.
 
     The end of a failed capture raises an error of its own, so the reason may lie behind it.
     """

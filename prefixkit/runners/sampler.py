@@ -134,7 +134,7 @@ class Sampler:
         self.active[count:] = 0
 
     def sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample a token for every active row of the first ``n``, on the current stream; can be captured in a CUDA graph.
+        """Sample a token for every active row of the first ``n``, on the current stream; a CUDA graph can capture it.
 
         Args:
             logits: ``[n, vocab]`` float32, bfloat16 or float16, n at most ``rows``; stride 1 over the vocabulary.

@@ -189,7 +189,7 @@ def _check_finite(log_softmax: Tensor, logits: Tensor, first_row: int) -> None:
 
 
 def _scores(logits: Floats, params: Sequence[SamplingParams], histories: Sequence[Ids | None]) -> Floats:
-    """Penalised logits of rows, the rows themselves where there is no penalty; what cannot be sampled from is an error."""
+    """Penalised logits of rows, the rows themselves without a penalty; an error where no token can be sampled."""
     scores = logits
     with np.errstate(all="ignore"):
         if any(own.repetition_penalty != 1 for own in params):

@@ -77,7 +77,7 @@ def weigh(scores: Floats, temperatures: Sequence[float], scratch: Scratch | None
 
 
 def block_sums(weights: Floats) -> NDArray[np.int64]:
-    """``[rows, blocks]`` of weights ``[rows, tokens]``: the sum of each block and of those before it; at least one token."""
+    """``[rows, blocks]`` of weights ``[rows, tokens]``: sums of each block and those before it; at least one token."""
     rows, tokens = weights.shape
     blocks = np.empty((rows, -(-tokens // _BLOCK)))
     inside = tokens // _BLOCK * _BLOCK
@@ -107,7 +107,7 @@ def invert(weights: Floats, blocks: NDArray[np.int64], uniform: float) -> int:
 
 
 def share(total: int, top_p: float) -> int:
-    """The weight that top-p keeps at least, of ``total``: ``ceil(top_p * total)`` in float64, at least 1, at most ``total``."""
+    """The least weight that top-p keeps of ``total``: ``ceil(top_p * total)`` in float64, at least 1, at most ``total``."""
     return max(1, min(math.ceil(top_p * float(total)), total))
 
 

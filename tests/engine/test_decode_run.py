@@ -145,10 +145,10 @@ def test_where_a_decoder_cannot_run_the_model_steps_go_one_by_one(decoding, capl
 
 def test_logits_that_are_broken_name_the_sample(decoding):
     made, model = decoding()
-    read = made.decoder.read
+    whole_step = made.decoder.read
 
     def read():
-        tokens, logprobs = read()
+        tokens, logprobs = whole_step()
         tokens[1:2] = -1
         return tokens, logprobs
 
