@@ -165,7 +165,7 @@ class StopChecker:
         return self._stopped_by_string
 
     def _with_special(self, text: str, begin: int) -> tuple[str, list[int]]:
-        """``text``, which begins at ``begin``, with its special tokens put in, and the place of each character in it."""
+        """``text``, which begins at ``begin``, with its special tokens put in, and each character's place in it."""
         seen, place, at, end = "", list[int](), begin, begin + len(text)
         if len(self._inserted) > self._longest:  # earlier ones may have been dropped
             at = max(at, self._inserted[0][0])

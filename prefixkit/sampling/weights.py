@@ -107,7 +107,7 @@ def invert(weights: Floats, blocks: NDArray[np.int64], uniform: float) -> int:
 
 
 def share(total: int, top_p: float) -> int:
-    """The least weight that top-p keeps of ``total``: ``ceil(top_p * total)`` in float64, at least 1, at most ``total``."""
+    """The least weight that top-p keeps: ``ceil(top_p * total)`` in float64, at least 1, at most ``total``."""
     return max(1, min(math.ceil(top_p * float(total)), total))
 
 
