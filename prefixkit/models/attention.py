@@ -164,7 +164,7 @@ def tree_attention_forward(
         ``[1, T, heads, head_dim]`` in the query's dtype, and None in place of the weights.
 
     Raises:
-        ValueError: an argument asks for something that attention over a tree would not do.
+        ValueError: an argument needs something that attention over a tree does not do.
     """
     layer: Layer | None = module.__dict__.get(_LAYER)
     if layer is None:

@@ -120,7 +120,7 @@ def make_snapshot(
         subtree_end=subtree_end,
         start=start,
         length=length,
-        ready=length.copy(),
+        computed=length.copy(),
         first_slot=first_slot,
         page_indptr=np.cumsum([0, *map(len, pages)]).astype(np.int32),
         pages=flat,
@@ -146,7 +146,7 @@ def random_queries(rng: np.random.Generator, snapshot: TreeSnapshot) -> Queries:
             begin = int(rng.integers(length))
             end = int(rng.integers(begin + 1, length + 1))
         if leaf[node]:
-            snapshot.ready[node] = rng.integers(begin, length + 1)
+            snapshot.computed[node] = rng.integers(begin, length + 1)
         runs.append((node, begin, end))
     return Queries(*(np.array(column, dtype=np.int32) for column in zip(*runs, strict=True)))
 

@@ -58,7 +58,7 @@ def forest(rng):
     chosen = np.flatnonzero((lengths > 0) & (rng.random(len(parents)) < rng.choice([0.2, 0.7, 1.0])))
     if not len(chosen):
         lengths[-1], chosen = lengths[-1] + 1, np.array([len(parents) - 1])
-    snapshot.length[:], snapshot.ready[:] = lengths, lengths
+    snapshot.length[:], snapshot.computed[:] = lengths, lengths
     begin = rng.integers(0, lengths[chosen])
     end = rng.integers(begin, lengths[chosen]) + 1
     return snapshot, Queries(chosen.astype(np.int32), begin.astype(np.int32), end.astype(np.int32))
@@ -185,7 +185,7 @@ class TestRefusals:
         tree, prompt = self.tree()
         with pytest.raises(ValueError, match="compute ancestors first"):
             decompose(StepTree(tree.snapshot(), self.queries((0, 0, 3), (1, 0, 2))), SHAPE, CPU_COST)
-        tree.mark_ready([prompt.node], [3])
+        tree.mark_computed([prompt.node], [3])
         decompose(StepTree(tree.snapshot(), self.queries((0, 3, 4), (1, 0, 2))), SHAPE, CPU_COST)
 
 

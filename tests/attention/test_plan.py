@@ -153,7 +153,7 @@ def test_partials_merge_from_the_root_down():
     children = grown.fork(prompt, 2)
     for child in children:
         grown.extend(child, np.arange(64))
-    grown.mark_ready([prompt.node], [64])
+    grown.mark_computed([prompt.node], [64])
     snapshot = grown.snapshot()
     queries = Queries(*(np.array(c, dtype=np.int32) for c in ([1, 2], [0, 0], [64, 64])))
     shape = HeadShape(heads=6, kv_heads=2, head_dim=8, itemsize=4)
@@ -174,7 +174,7 @@ def test_kv_tokens_read_counts_a_shared_node_once():
     prompt = grown.insert(np.arange(1000))
     for fork in grown.fork(prompt, 32):
         grown.extend(fork, [1, 2])
-    grown.mark_ready([prompt.node], [1000])
+    grown.mark_computed([prompt.node], [1000])
     snapshot = grown.snapshot()
     leaves = np.arange(1, 33, dtype=np.int32)
     queries = Queries(leaves, np.zeros(32, dtype=np.int32), np.full(32, 2, dtype=np.int32))
@@ -208,7 +208,7 @@ def prompt(tokens, heads=32, kv_heads=8, chunk=None):
     """A prompt of which the last ``chunk`` tokens run."""
     snapshot = tree([-1], [tokens])
     begin = tokens - (chunk or tokens)
-    snapshot.ready[:] = begin
+    snapshot.computed[:] = begin
     queries = Queries(*(np.array([x], dtype=np.int32) for x in (0, begin, tokens)))
     formats = [decompose(StepTree(snapshot, queries), HeadShape(heads, kv_heads, 128, 2), H200_COST)]
     return snapshot, queries, formats, StepTree(snapshot, queries).length

@@ -76,7 +76,7 @@ def test_named_trees(name, heads):
 
 def test_a_long_prompt():
     snapshot = tree([-1], [65536])
-    snapshot.ready[:] = 0
+    snapshot.computed[:] = 0
     queries = Queries(*(np.array([x], dtype=np.int32) for x in (0, 0, 65536)))
     shape = HeadShape(32, 8, 128, 2)
     planner = planner_of(snapshot, queries, shape, H200, 132)

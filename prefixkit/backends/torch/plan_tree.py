@@ -73,7 +73,7 @@ def _tree(parent: Ints, subtree_end: Ints, length: Ints) -> TreeSnapshot:
         subtree_end=subtree_end,
         start=nothing[1:],
         length=length,
-        ready=length,
+        computed=length,
         first_slot=nothing[1:],
         page_indptr=nothing,
         pages=nothing[:0],
