@@ -96,32 +96,14 @@ def check_rotary(
         _device(op, name, tensor, k_pages.device)
 
 
-def check_advance(
-    leaf: Tensor,
-    start: Tensor,
-    length: Tensor,
-    page_indptr: Tensor,
-    pages: Tensor,
-    first_slot: Tensor,
-    sampled: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rows: int,
-) -> None:
-    """Arguments of ``advance``."""
-    op = "advance"
-    _nodes(op, (start, length, page_indptr, pages, first_slot), leaf.device)
-    for name, tensor in (("sampled", sampled), ("tokens", tokens), ("positions", positions), ("slots", slots)):
+def check_advance(leaf: Tensor, nodes: Sequence[Tensor], step: Sequence[Tensor], rows: int) -> None:
+    """Arguments of ``advance``: ``nodes`` are the tree, ``step`` is sampled, tokens, positions and slots."""
+    op, names = "advance", ("sampled", "tokens", "positions", "slots")
+    _nodes(op, nodes, leaf.device)
+    for name, tensor in zip(names, step, strict=True):
         check_slots(op, name, tensor, leaf.device)
     _dtype(op, "leaf", leaf, (torch.int32,))
-    for name, tensor in (
-        ("leaf", leaf),
-        ("sampled", sampled),
-        ("tokens", tokens),
-        ("positions", positions),
-        ("slots", slots),
-    ):
+    for name, tensor in zip(("leaf", *names), (leaf, *step), strict=True):
         _shape(op, name, tensor, f"[at least {rows}]", tensor.ndim == 1 and tensor.shape[0] >= rows)
 
 
