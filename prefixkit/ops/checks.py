@@ -96,32 +96,14 @@ def check_rotary(
         _device(op, name, tensor, k_pages.device)
 
 
-def check_advance(
-    leaf: Tensor,
-    start: Tensor,
-    length: Tensor,
-    page_indptr: Tensor,
-    pages: Tensor,
-    first_slot: Tensor,
-    sampled: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rows: int,
-) -> None:
-    """Arguments of ``advance``."""
-    op = "advance"
-    _nodes(op, (start, length, page_indptr, pages, first_slot), leaf.device)
-    for name, tensor in (("sampled", sampled), ("tokens", tokens), ("positions", positions), ("slots", slots)):
+def check_advance(leaf: Tensor, nodes: Sequence[Tensor], step: Sequence[Tensor], rows: int) -> None:
+    """Arguments of ``advance``: ``nodes`` are the tree, ``step`` is sampled, tokens, positions and slots."""
+    op, names = "advance", ("sampled", "tokens", "positions", "slots")
+    _nodes(op, nodes, leaf.device)
+    for name, tensor in zip(names, step, strict=True):
         check_slots(op, name, tensor, leaf.device)
     _dtype(op, "leaf", leaf, (torch.int32,))
-    for name, tensor in (
-        ("leaf", leaf),
-        ("sampled", sampled),
-        ("tokens", tokens),
-        ("positions", positions),
-        ("slots", slots),
-    ):
+    for name, tensor in zip(("leaf", *names), (leaf, *step), strict=True):
         _shape(op, name, tensor, f"[at least {rows}]", tensor.ndim == 1 and tensor.shape[0] >= rows)
 
 
@@ -241,20 +223,15 @@ def _nodes(op: str, nodes: Sequence[Tensor], device: torch.device) -> None:
 
 def check_append_slots(op: str, slots: Tensor, pages: Tensor) -> None:
     """IndexError: a slot neither exists nor is -1, which writes nothing.  ValueError: one is written twice."""
-    if not _capturing(slots):
-        check_slot_numbers(op, "slots", slots[slots != -1], pages.shape[0] * pages.shape[1], distinct=True)
-
-
-def check_slot_numbers(op: str, name: str, slots: Tensor, num_slots: int, distinct: bool) -> None:
-    """IndexError: a slot does not exist.  ValueError: one is written twice."""
-    if _capturing(slots) or not len(slots):
+    if capturing(slots) or not len(slots := slots[slots != -1]):
         return
-    low, high = int(slots.min()), int(slots.max())
+    low, high, num_slots = int(slots.min()), int(slots.max()), pages.shape[0] * pages.shape[1]
     if low < 0 or high >= num_slots:
-        raise IndexError(f"{op}: {name} must be 0..{num_slots - 1}, got {low}..{high}")
-    if distinct and len(torch.unique(slots)) < len(slots):
-        raise ValueError(f"{op}: {name} must be distinct, for two tokens cannot share a slot")
+        raise IndexError(f"{op}: slots must be 0..{num_slots - 1}, got {low}..{high}")
+    if len(torch.unique(slots)) < len(slots):
+        raise ValueError(f"{op}: slots must be distinct, for two tokens cannot share a slot")
 
 
-def _capturing(tensor: Tensor) -> bool:
+def capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph captures what is done with this tensor."""
     return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -13,6 +13,7 @@ import pytest
 from prefixkit.backends.cuda import layouts
 from prefixkit.cuda.nvrtc import CompileError, NvrtcMissing, Unit, compile_unit, nvrtc_version
 from prefixkit.cuda.struct_layout import Opaque, Struct, define
+from prefixkit.ops.sampling_records import RECORD
 
 INNER = define("Inner", ("int", "a"), ("double", "b"), ("float", "c"))
 PADDED = define(
@@ -136,8 +137,9 @@ def test_padding_is_that_of_c():
     assert layout.packer.pack(1, 2, 3, 4, 0.5) == struct.pack("@PiiPfxxxx", 1, 2, 3, 4, 0.5)
 
 
-def test_records_of_a_table_are_structs():
-    table = np.zeros(3, dtype=layouts.SAMPLING_RECORD.dtype)
+def test_the_kernels_read_the_records_that_the_host_writes():
+    """What packs the struct writes the bytes of a record of a table."""
+    table = np.zeros(3, dtype=RECORD)
     values = [value_of(number, leaf.code) for number, leaf in enumerate(layouts.SAMPLING_RECORD.leaves)]
     table[1] = tuple(values)
     size = layouts.SAMPLING_RECORD.size

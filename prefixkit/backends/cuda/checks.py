@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.bsr import OPEN
 from prefixkit.attention.capacity import OVERFLOW
+from prefixkit.ops.checks import capturing
 from prefixkit.tree.ragged import ranges
 
 Array = NDArray[np.int64]
@@ -26,7 +26,7 @@ class BadPlan(ValueError):
 
 def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
     """BadPlan: an item, a segment, a node or a page points outside.  ``pages`` is (number of pages, page size)."""
-    if _capturing(work[0]):
+    if capturing(work[0]):
         return
     op = "tree_attention"
     counts, tile_items, decode_items, segments, merge_indptr, merge_indices = (
@@ -97,7 +97,3 @@ def _partition(op: str, name: str, bounds: Array, count: int, what: str) -> None
     # Buffers of a captured graph are larger than what they hold, so bounds may end early.
     if bounds[0] != 0 or bounds[-1] > count or np.any(np.diff(bounds) < 0):
         raise BadPlan(f"{op}: {name} must rise from 0 to at most {count} {what}, got {bounds[:6].tolist()}...")
-
-
-def _capturing(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
