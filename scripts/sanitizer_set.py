@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+import prefixkit.backends  # noqa: F401  (registers them)
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.ops import library as ops
 
