@@ -124,7 +124,7 @@ def test_a_tree_that_may_not_fit_is_refused_before_anything_is_launched():
     small, large = tree_of("2L b64 p1024 s16"), tree_of("2L b256 p1024 s16")
     shape = HeadShape(8, 1, 128, 2)
     planner = planner_of(small, leaf_queries(small), shape, H200, 132)
-    with pytest.raises(PlanTooLarge, match="257 nodes, but the planner has room for 65"):
+    with pytest.raises(PlanTooLarge, match="257 nodes, but the planner has capacity for 65"):
         planner.load(StepTree(large, leaf_queries(large)))
     planner = GraphPlanner(shape, 300, planner.capacity, "cuda", H200, 132)
     with pytest.raises(PlanTooLarge, match=r"narrow \(room for .*256 rows \(room for 64\)"):
