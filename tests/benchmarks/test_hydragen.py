@@ -19,7 +19,7 @@ from benchmarks.shapes import LLAMA_8B, TINY
 from benchmarks.tree_attention.workloads import workload
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.backends.cuda.planner import CudaPlanner, tree_arrays
+from prefixkit.backends.cuda.planner import CudaPlanner
 from prefixkit.models.layer import CacheLayer
 
 CPU = torch.device("cpu")
@@ -188,6 +188,6 @@ def test_a_gpus_plan_of_any_length_is_in_tensors_that_stay():
         state.at(new)
         assert [tensor.data_ptr() for tensor in state.step.plan] == addresses
         planned = state.step.planned
-        arrays = (*planned.plan.arrays(), *tree_arrays(planned.snapshot, planned.queries))
+        arrays = (*planned.plan.arrays(), *planned.tree.arrays())
         for ours, expected in zip(state.step.plan, arrays, strict=True):
             assert np.array_equal(ours[: len(expected)].numpy(), expected)

@@ -38,7 +38,7 @@ class StaticStep:
         room = [start.clone(), length.clone(), indptr.clone(), pages.new_zeros(PAGES), first_slot.clone()]
         names = ("tokens", "positions", "slots", "logit_rows")
         work = [torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in capacity.shapes()]
-        planned = planner.step_plan(work, room, StepTree(first.planned.snapshot, first.planned.queries))
+        planned = planner.step_plan(work, room, first.planned.tree)
         same = {name: getattr(first, name).clone() for name in names}
         self.step = replace(first, planned=planned, **same)
         self.names = names

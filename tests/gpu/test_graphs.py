@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from prefixkit.api import make_engine
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant, register
 from prefixkit.backends.cuda import attention as cuda_attention
-from prefixkit.engine import decode_run
 from prefixkit.engine.request import Request, Sample
 from prefixkit.runners import graph as graphs
 from prefixkit.sampling.params import SamplingParams
@@ -78,16 +78,14 @@ def test_planning_anew_changes_nothing_but_rounding(model: torch.nn.Module, monk
     assert sum(same) >= len(same) - 2, "pieces are cut elsewhere, so a near-tie may fall to the other side, but seldom"
 
 
-def test_rows_that_end_leave_and_waiting_prompts_come_in(
-    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_end_leave_and_waiting_prompts_come_in(model: torch.nn.Module) -> None:
     """Samples end at random; half of the pages they would need together: pages go from hand to hand, and all come back."""
-    monkeypatch.setattr(decode_run, "SLACK", 4)
     ids = tuple(range(0, 256, 16))
     asked = requests(14, n=12, temperature=1.2, max_new_tokens=96, seed=3, stop_token_ids=ids)
     free = make_engine(model, asked)
     budget = free.pool.bytes // 2
     tight = make_engine(model, asked, kv_budget=budget)
+    tight.settings = replace(tight.settings, slack=4)
     samples = tight.run(asked)
     assert len(samples) == 72
     assert tight.report.kv_bytes_held_peak <= budget

@@ -221,14 +221,16 @@ def test_a_token_without_a_slot_is_skipped():
 
 
 def test_a_cuda_error_names_the_op_and_the_shapes():
-    from prefixkit.backends.cuda import append as cuda_ops
+    from prefixkit.backends.cuda.append import say
+    from prefixkit.backends.cuda.layouts import MOVE
+    from prefixkit.backends.cuda.units import APPEND
     from prefixkit.cuda import jit
     from prefixkit.cuda.launch import launch
 
-    function = jit.load(cuda_ops.APPEND, 0)["prefixkit::kv_append<16>"]
+    function = jit.load(APPEND, 0)["prefixkit::kv_append<16>"]
     key, value, k_pages, v_pages, _ = small()
     with pytest.raises(CudaError, match=r"kv_append<16>.*CUDA_ERROR_INVALID_VALUE.*kv_append on cuda:0: \[4, 2, 64\]"):
-        launch(function, cuda_ops._MOVE, (0,) * 20, (1, 1, 1), 4096, 0, cuda_ops.say("kv_append", key, k_pages))
+        launch(function, MOVE, (0,) * 20, (1, 1, 1), 4096, 0, say("kv_append", key, k_pages))
 
 
 def test_ops_replay_in_a_graph_on_changed_inputs():

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import prefixkit.backends  # noqa: F401  (registers them)
-from prefixkit.attention.capacity import PlanCapacity, capacity_for, scratch_ints, size_of
+from prefixkit.attention.capacity import PlanCapacity, capacity_for, scratch_ints
 from prefixkit.attention.gpu_cost import GpuCost
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
 from prefixkit.tree.snapshot import TreeSnapshot
-from tests.attention.planning import random_cost, random_shape, random_tree, specified
+from tests.attention.planning import random_cost, random_shape, random_tree, size_of, specified
 
 ops = torch.ops.prefixkit
 NODES = 40
@@ -33,7 +33,8 @@ def arguments(
 ) -> list[Any]:
     """Of the op: a tree in arrays for ``NODES`` nodes, and a poisoned plan."""
     count = snapshot.num_nodes
-    arrays = snapshot.parent, snapshot.subtree_end, StepTree(snapshot, queries).length, queries.rows_per_node(count)
+    step = StepTree(snapshot, queries)
+    arrays = snapshot.parent, snapshot.subtree_end, step.length, step.own
     tree = [torch.full((NODES,), -12345, dtype=torch.int32) for _ in arrays]
     for there, array in zip(tree, arrays, strict=True):
         there[:count] = torch.from_numpy(array)
