@@ -319,9 +319,9 @@ def test_the_estimate_is_the_sum_over_rounds_of_their_first_entries():
 
 
 def test_costs_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="unit must be above 0"):
+    with pytest.raises(ValueError, match="kv_tile must be above 0"):
         replace(H200.tile, kv_tile=0)
-    with pytest.raises(ValueError, match="fold must be a number of units"):
+    with pytest.raises(ValueError, match="merge must be a number of KV tiles"):
         replace(H200.tile, merge=-1.0)
 
 
