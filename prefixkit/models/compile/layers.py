@@ -3,7 +3,7 @@
 Norms, rotary embedding, residual adds and activations become a few kernels.  The original decoder layer is compiled,
 on a shallow copy as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the
 layer's pages are inputs of the graph, so layers of a kind share one graph for each number of rows, and a new step needs
-no new graph.  The q, k and v projections become one product over packed weights (see ``fused.py``), rotary embedding
+no new graph.  The q, k and v projections become one product over packed weights (see ``packing.py``), rotary embedding
 and appending one op (see ``rotary.py``).
 """
 
