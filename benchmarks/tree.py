@@ -6,7 +6,7 @@ Four questions, each with a target:
 - linearity: time per token from 1e5 to 1e7 tokens; the slope of log(time) over log(tokens) should be 1.
 - admission: 500 to 10,000 prompts of some 100 tokens, 70 of them shared by 50 prompts: sizing the pool, queueing, admitting and
   retiring; 10,000 below 0.5 s, and linear.
-- decode: `extend_each` for 1,024 leaves, `mark_ready` and `snapshot()`; below 2 ms at the median, steps that take new
+- decode: `extend_each` for 1,024 leaves, `mark_computed` and `snapshot()`; below 2 ms at the median, steps that take new
   pages included.  Beside it, the same with beams that fork and die at every step, where the snapshot is rebuilt.
 
     OMP_NUM_THREADS=1 python benchmarks/tree.py --out benchmarks/results/tree.json
@@ -57,8 +57,8 @@ def insert_all(sequences: list[Any], page_size: int) -> PrefixTree:
 
 def mark_all(tree: PrefixTree) -> None:
     """All of the tree's uncomputed tokens are computed."""
-    nodes = tree.pending()
-    tree.mark_ready([node for node, _, _ in nodes], [length for _, _, length in nodes])
+    nodes = tree.uncomputed()
+    tree.mark_computed([node for node, _, _ in nodes], [length for _, _, length in nodes])
 
 
 def measure_build(run: Run, rng: np.random.Generator, repeats: int) -> None:
@@ -107,7 +107,7 @@ def measure_admission(run: Run, rng: np.random.Generator, repeats: int) -> None:
                 "size": partial(pages_needed, requests, 16),
                 "submit": partial(scheduler.submit, requests),
                 "admit": scheduler.admit,
-                "retire": lambda to=scheduler: [to.retire(group) for group in to.groups],
+                "retire": lambda to=scheduler: [to.retire(state) for state in to.in_flight],
             }
             times.append([wall_seconds(part)[0] for part in parts.values()])
             assert scheduler.idle
@@ -132,13 +132,13 @@ def binary_tree(rng: np.random.Generator, page_size: int, prefix: int) -> tuple[
 
 def measure_decode(run: Run, rng: np.random.Generator, page_size: int, prefix: int, steps: int) -> None:
     tree, handles = binary_tree(rng, page_size, prefix)
-    parts: dict[str, list[float]] = {"extend_each": [], "mark_ready": [], "snapshot": [], "step": []}
+    parts: dict[str, list[float]] = {"extend_each": [], "mark_computed": [], "snapshot": [], "step": []}
     for _ in range(steps):
         tokens = rng.integers(0, VOCABULARY, len(handles)).tolist()
         extend = wall_seconds(lambda t=tokens: tree.extend_each(handles, t))[0]
         nodes = [handle.node for handle in handles]
         ready = [node.length for node in nodes]
-        mark = wall_seconds(lambda n=nodes, r=ready: tree.mark_ready(n, r))[0]
+        mark = wall_seconds(lambda n=nodes, r=ready: tree.mark_computed(n, r))[0]
         freeze = wall_seconds(tree.snapshot)[0]
         for name, value in zip(parts, (extend, mark, freeze, extend + mark + freeze), strict=True):
             parts[name].append(1e3 * value)

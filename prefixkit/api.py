@@ -78,12 +78,12 @@ def generate(
     on_token: Callable[[TokenEvent], None] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> Result:
-    """Draw ``n`` continuations of each prompt.
+    """Sample ``n`` continuations of each prompt.
 
     What the prompts share is found token by token, computed once, stored once and read once per step.
 
     A sample's random numbers depend on four things only: the tokens of its prompt, how many equal prompts stand before
-    that one in ``prompts`` (its occurrence, so that equal prompts draw different samples), its seed, and its index.
+    that one in ``prompts`` (its occurrence, so that equal prompts get different samples), its seed, and its index.
     They do not depend on the other prompts, ``kv_budget``, ``page_size`` or ``prefill_chunk``.  Its logits do, by
     rounding: matrix products of other shapes add in another order.  In float32 a token changes only if its random
     number lies within that rounding, about 1e-6, of the boundary between two tokens.  In bfloat16 and float16 that is
@@ -101,8 +101,8 @@ def generate(
         top_k: 0 keeps all tokens.
         top_p: In (0, 1].
         min_p: In [0, 1).
-        repetition_penalty: Over prompt and drawn tokens; 1 is none.
-        max_new_tokens: Tokens drawn per sample at most.
+        repetition_penalty: Over prompt and sampled tokens; 1 is none.
+        max_new_tokens: Tokens sampled per sample at most.
         seed: One seed, or one per prompt; 0 to 2**64 - 1.
         stop: Strings that end a sample, left out of its text.  They may be or hold special tokens of the tokenizer,
             such as ``"<|im_end|>"``, which texts leave out.  None: none.
@@ -117,8 +117,8 @@ def generate(
         keep: Whether the result holds the samples.  False gives them to ``on_sample`` only, so that memory does not
             grow with what has finished.
         on_sample: Called with each sample as it finishes.
-        on_token: Called with each token as it is drawn, which takes the host some time for each.
-        on_step: Called after each step with how many tokens it drew: for progress, at next to no cost.
+        on_token: Called with each token as it is sampled, which takes the host some time for each.
+        on_step: Called after each step with how many tokens it sampled: for progress, at next to no cost.
 
     Returns:
         The samples, if they are kept, and a report.  Each sample's ``logprobs`` are those of the model itself, before
@@ -190,8 +190,8 @@ def beam_search(
         num_beams: Beams per prompt.
         num_return_sequences: Sequences to return per prompt, best first.
         length_penalty: Scores are divided by ``length ** length_penalty``.
-        early_stopping: True stops at ``num_beams`` finished sequences, False when better ones are unlikely, "never" when they
-            are impossible.
+        early_stopping: True stops at ``num_beams`` finished sequences, False when better ones are unlikely, "never"
+            when they are impossible.
         max_new_tokens: Tokens per sequence at most.
         stop_token_ids: Tokens that end a sequence; None takes the model's end-of-sequence tokens.
         kv_budget: KV to hold at most, as for :func:`generate`.

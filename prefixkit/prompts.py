@@ -19,7 +19,8 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
     """Token ids of each prompt.
 
     Args:
-        tokenizer: Encodes text, with its special tokens, and chat messages, with its chat template and the start of an answer.
+        tokenizer: Encodes text, with its special tokens, and chat messages, with its chat template and the start of an
+            answer.
             None: all prompts are token ids.
         prompts: A list of prompts, each a string, a list (or array) of token ids, or a list of chat messages.  A single
             string counts as a list of one.
@@ -80,7 +81,8 @@ def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:
     array = np.asarray(tokens)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise TypeError(
-            f"prompt {index} must be a string, a list of token ids or a list of chat messages, got {type(prompt).__name__}"
+            f"prompt {index} must be a string, a list of token ids or a list of chat messages, "
+            f"got {type(prompt).__name__}"
             f" of shape {list(array.shape)}"
         )
     if array.size == 0:

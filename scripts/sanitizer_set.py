@@ -33,7 +33,7 @@ def rotary_append() -> None:
 
 
 def tree_attention() -> None:
-    """A chain with a star at its end: wide and narrow items, partial states, nodes that begin inside pages, a prompt.
+    """A chain with a star at its end: tile and decode items, partial states, nodes that begin inside pages, a prompt.
 
     Then the same with rows that the plan does not have, as a captured graph pads its batch.
     """
@@ -52,7 +52,7 @@ def tree_attention() -> None:
         last = np.array([2, 3, 4, 5], dtype=np.int32)
         begin = snapshot.length[last] - np.array([1, 1, 1, snapshot.length[5]], dtype=np.int32)
         queries = Queries(last, begin, snapshot.length[last])
-        snapshot.ready[last] = begin
+        snapshot.computed[last] = begin
         case = fill(rng, snapshot, num_pages, queries, heads, dtype, GPU)
         step = step_of(case, cost, multiprocessors)
         out, lse = attend(case, step)
@@ -88,8 +88,8 @@ def sample() -> None:
     """Every mix of filters; rows of one block and of a cluster, in shared memory and read again; broken and inactive rows."""
     from prefixkit.runners.sampler import Sampler
     from prefixkit.sampling.rng import uniforms
-    from prefixkit.sampling.specification import draw
-    from tests.engine.laws import random_laws, rows_of
+    from prefixkit.sampling.specification import sample_tokens
+    from tests.engine.sampling_cases import random_params, rows_of
 
     for vocab, dtype in (
         (17, torch.float32),
@@ -98,14 +98,14 @@ def sample() -> None:
         (128_256, torch.float32),
     ):
         rng, rows = np.random.default_rng(vocab), 8
-        laws, logits = random_laws(rng, rows, vocab), rows_of(rng, rows, vocab, dtype)
+        laws, logits = random_params(rng, rows, vocab), rows_of(rng, rows, vocab, dtype)
         histories = [rng.integers(0, vocab, 30) for _ in range(rows)]
         keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
         sampler = Sampler(rows + 1, vocab, GPU)
         sampler.load(slice(0, rows), laws, keys, steps, histories)
         there = torch.cat((logits, logits[:1])).to(GPU)
         tokens, _ = sampler.sample(there)
-        expected, _ = draw(logits.float(), laws, uniforms(keys, steps), histories)
+        expected, _ = sample_tokens(logits.float(), laws, uniforms(keys, steps), histories)
         assert tokens[:rows].tolist() == expected.tolist()
         sampler.keep(torch.arange(rows - 1, -1, -1, device=GPU))
         there[3, 5] = torch.nan

@@ -28,7 +28,7 @@ def tree(parent: list[int], length: list[int]) -> TreeSnapshot:
         subtree_end=(np.arange(nodes) + size).astype(np.int32),
         start=start,
         length=tokens,
-        ready=tokens.copy(),
+        computed=tokens.copy(),
         first_slot=np.zeros(nodes, np.int32),
         page_indptr=indptr,
         pages=np.arange(indptr[-1], dtype=np.int32),
@@ -107,5 +107,5 @@ def prompts(
         first, begin, end = 0, [0, *begin], [prefix, *end]
     node = np.arange(first, first + len(begin), dtype=np.int32)
     queries = Queries(node, np.array(begin, np.int32), np.array(end, np.int32))
-    snapshot.ready[queries.node] = queries.begin
+    snapshot.computed[queries.node] = queries.begin
     return snapshot, queries

@@ -140,10 +140,10 @@ class TreeState:
         full, leaf = self.snapshot, self.nodes[-1]
         length = full.length.copy()
         length[leaf] = self.case.private + new
-        ready = length.copy()
-        ready[leaf] -= 1
+        computed = length.copy()
+        computed[leaf] -= 1
         # Another version for each length: plans are made anew.
-        snapshot = replace(full, version=new, length=length, ready=ready)
+        snapshot = replace(full, version=new, length=length, computed=computed)
         return snapshot, Queries(leaf, length[leaf] - 1, length[leaf])
 
     def _build(self, snapshot: TreeSnapshot, queries: Queries) -> Step:

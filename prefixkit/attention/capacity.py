@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
+from prefixkit.attention.gpu_cost import DECODE_ROWS, H200, GpuCost
 from prefixkit.attention.kv_split import EXTRA
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape, may_share
@@ -28,22 +28,24 @@ class PlanCapacity:
     """How much a plan may hold.
 
     Attributes:
-        wide, narrow: Items.
+        tile_items, decode_items: Items.
         segments: Segments of all items.
         rows: Query rows.
         partials: Partial rows; the op keeps ``partials * heads * (head_dim + 1)`` floats for them.
     """
 
-    wide: int
-    narrow: int
+    tile_items: int
+    decode_items: int
     segments: int
     rows: int
     partials: int
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the six arrays, in the order of ``Plan.arrays``; none is empty, so that all have an address."""
-        wide, narrow, segments, partials = (max(n, 1) for n in (self.wide, self.narrow, self.segments, self.partials))
-        return (8,), (wide, 8), (narrow, 8), (segments, 3), (self.rows + 1,), (partials,)
+        tile, decode, segments, partials = (
+            max(n, 1) for n in (self.tile_items, self.decode_items, self.segments, self.partials)
+        )
+        return (8,), (tile, 8), (decode, 8), (segments, 3), (self.rows + 1,), (partials,)
 
     def holds(self, need: PlanCapacity) -> bool:
         """Whether a plan that needs so much fits."""
@@ -52,7 +54,7 @@ class PlanCapacity:
     def check(self, need: PlanCapacity, what: str = "the plan") -> None:
         """Raise PlanTooLarge, naming all that ``need`` has more of."""
         short = [
-            f"{getattr(need, field.name)} {field.name} (room for {getattr(self, field.name)})"
+            f"{getattr(need, field.name)} {field.name} (capacity {getattr(self, field.name)})"
             for field in fields(self)
             if getattr(need, field.name) > getattr(self, field.name)
         ]
@@ -60,9 +62,9 @@ class PlanCapacity:
             raise PlanTooLarge(f"{what} needs {', '.join(short)}; make larger buffers, and capture graphs anew")
 
 
-def scratch_ints(nodes: int, wide: int, narrow: int, rows: int) -> int:
+def scratch_ints(nodes: int, tile: int, decode: int, rows: int) -> int:
     """Int32 elements that the op ``plan_tree`` needs beside a plan, for trees of so many nodes and plans of this capacity."""
-    items = wide + narrow + 8
+    items = tile + decode + 8
     return NODE_INTS * (nodes + 8) + (_TILE_INTS + _ITEM_INTS) * items + rows + _SPARE_INTS
 
 
@@ -90,18 +92,18 @@ def _capacity(tree: StepTree, shared: NDArray[np.bool_], shape: HeadShape, num_s
     queries_of = np.concatenate((tree.own[asking], tree.below[above]))
     # Segments of a row that folds all above it.
     reads = tree.snapshot.depth()[np.concatenate((asking, above))].astype(np.int64) + 1
-    thin, most = queries_of * group <= NARROW_ROWS, max(1, tile_rows // group)
+    thin, most = queries_of * group <= DECODE_ROWS, max(1, tile_rows // group)
     tiles = np.where(thin, 1, -(-queries_of // most))
-    # A row's last tile may be a narrow one.
-    ends_thin = ~thin & ((queries_of - (tiles - 1) * most) * group <= NARROW_ROWS)
-    narrow = int(thin.sum() + ends_thin.sum())
-    extra_wide, extra_narrow = (EXTRA * role.workers * num_sms // shape.kv_heads for role in (cost.wide, cost.narrow))
-    extra_narrow = extra_narrow if narrow else 0
-    cuts = extra_wide * max(1, tile_rows // group) + extra_narrow * max(1, NARROW_ROWS // group)
+    # A row's last tile may be a decode item.
+    ends_thin = ~thin & ((queries_of - (tiles - 1) * most) * group <= DECODE_ROWS)
+    decode = int(thin.sum() + ends_thin.sum())
+    extra_tiles, extra_decodes = (EXTRA * role.workers * num_sms // shape.kv_heads for role in (cost.tile, cost.decode))
+    extra_decodes = extra_decodes if decode else 0
+    cuts = extra_tiles * max(1, tile_rows // group) + extra_decodes * max(1, DECODE_ROWS // group)
     return PlanCapacity(
-        wide=int(tiles[~thin].sum()) + extra_wide,
-        narrow=narrow + extra_narrow,
-        segments=int((reads * (1 + tiles)).sum()) + extra_wide + extra_narrow,
+        tile_items=int(tiles[~thin].sum()) + extra_tiles,
+        decode_items=decode + extra_decodes,
+        segments=int((reads * (1 + tiles)).sum()) + extra_tiles + extra_decodes,
         rows=int(tree.own.sum()),
         partials=int(queries_of.sum()) + cuts,
     )

@@ -23,7 +23,7 @@ class DecodeBatch:
 
     Attributes:
         snapshot: A tree whose leaves have the pages of their tokens to come behind those of their tokens.  ``length`` counts
-            the tokens of the step, ``ready`` those before.  It names no sequences.
+            the tokens of the step, ``computed`` those before.  It names no sequences.
         leaf: ``[rows]`` the node that each row appends to, ascending.
     """
 
@@ -44,10 +44,10 @@ class DecodeBatch:
         """The batch ``steps`` steps later; leaves whose pages are full stay as they are."""
         tree = self.snapshot
         room = np.diff(tree.page_indptr)[self.leaf] * tree.page_size - tree.first_slot[self.leaf]
-        length, ready = tree.length.copy(), tree.ready.copy()
+        length, computed = tree.length.copy(), tree.computed.copy()
         length[self.leaf] = np.minimum(length[self.leaf] + steps, room)
-        ready[self.leaf] = np.minimum(ready[self.leaf] + steps, room)
-        return replace(self, snapshot=replace(tree, length=length, ready=ready))
+        computed[self.leaf] = np.minimum(computed[self.leaf] + steps, room)
+        return replace(self, snapshot=replace(tree, length=length, computed=computed))
 
     def keep(self, rows: NDArray[np.intp]) -> DecodeBatch:
         """The batch without the leaves of all other rows; ``rows`` ascend."""
@@ -66,7 +66,7 @@ class DecodeBatch:
             pages=old.pages[np.repeat(stays, held)],
             start=old.start[stays],
             length=old.length[stays],
-            ready=old.ready[stays],
+            computed=old.computed[stays],
             first_slot=old.first_slot[stays],
         )
         return DecodeBatch(snapshot, before[self.leaf[rows]])

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 
-from prefixkit.attention.sharing import NARROW_HEADS, TILE_HEADS, CostModel
+from prefixkit.attention.sharing import DECODE_HEADS, TILE_HEADS, CostModel
 
-# Query heads of a narrow item, and of a wide one.
-NARROW_ROWS = NARROW_HEADS
-WIDE_ROWS = TILE_HEADS
-# Tokens that the roles take at a time.
-WIDE_UNIT = 64
-NARROW_UNIT = 16
-NARROW_WARPS = 4
-# What one multiprocessor does: a wide tile of 128 rows at 550 TFLOP/s, and narrow items at 4 TB/s (head size 128).
-WIDE_TOKENS_PER_US = 64.0
-NARROW_TOKENS_PER_US = 59.0
+# Query rows (query heads) of a decode item at most, and of a tile.
+DECODE_ROWS = DECODE_HEADS
+TILE_ROWS = TILE_HEADS
+# Tokens of a KV tile on each path.
+KV_TILE = 64
+DECODE_KV_TILE = 16
+DECODE_WARPS = 4
+# What one multiprocessor does: a tile of 128 rows at 550 TFLOP/s, and decode items at 4 TB/s (head size 128).
+TILE_TOKENS_PER_US = 64.0
+DECODE_TOKENS_PER_US = 59.0
 
-# Plans count time in whole numbers of this part of a unit, so that every planner reckons alike, bit by bit.
+# Plans count time in whole numbers of this part of a KV tile, so that all planners agree bit by bit.
 POINT = 64
 
 
@@ -28,34 +28,36 @@ class Role:
     """What the items of one path cost.
 
     Attributes:
-        unit: KV tokens taken at a time; items are cut at multiples of it.
+        kv_tile: Tokens of a KV tile; items are split at multiples of it.
         workers: Items under way on one multiprocessor.
         tokens_per_us: KV tokens of one head that one multiprocessor takes in a microsecond, all its workers together.
-        start: Beginning and ending an item, in units of work.
-        leave: Writing a partial state, in units.
-        fold: Folding one partial state, in units of one worker.
-        least: Units below which no item is cut.
+        start: Beginning and ending an item, in time per KV tile.
+        write: Writing a partial state, in KV tiles.
+        merge: Merging one partial state, in KV tiles of one worker.
+        least: KV tiles below which no item is split.
     """
 
-    unit: int
+    kv_tile: int
     workers: int
     tokens_per_us: float
     start: float
-    leave: float
-    fold: float
+    write: float
+    merge: float
     least: int
 
     def __post_init__(self) -> None:
-        for name in ("unit", "workers", "tokens_per_us", "least"):
+        for name in ("kv_tile", "workers", "tokens_per_us", "least"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Role: {name} must be above 0, got {getattr(self, name)!r}")
-        for name in ("start", "leave", "fold"):
+        for name in ("start", "write", "merge"):
             if not 0 <= getattr(self, name) < 2**16:
-                raise ValueError(f"Role: {name} must be a number of units of at least 0, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"Role: {name} must be a number of KV tiles of at least 0, got {getattr(self, name)!r}"
+                )
 
     def points(self) -> tuple[int, int, int]:
-        """``start``, ``leave`` and ``fold`` in whole numbers of 1 / :data:`POINT` unit."""
-        return round(self.start * POINT), round(self.leave * POINT), round(self.fold * POINT)
+        """``start``, ``write`` and ``merge`` in whole numbers of 1 / :data:`POINT` KV tile."""
+        return round(self.start * POINT), round(self.write * POINT), round(self.merge * POINT)
 
 
 @dataclass(frozen=True)
@@ -63,19 +65,19 @@ class GpuCost:
     """One GPU: which nodes are worth sharing, and what the two paths take."""
 
     sharing: CostModel
-    wide: Role
-    narrow: Role
+    tile: Role
+    decode: Role
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """:data:`COST_NUMBERS` numbers, as an op takes them: the fields of ``sharing``, ``wide`` and ``narrow``, in order."""
-        return (*astuple(self.sharing), *astuple(self.wide), *astuple(self.narrow))
+        """:data:`COST_NUMBERS` numbers, as an op takes them: the fields of ``sharing``, ``tile`` and ``decode``, in order."""
+        return (*astuple(self.sharing), *astuple(self.tile), *astuple(self.decode))
 
     @staticmethod
     def of(numbers: Sequence[float]) -> GpuCost:
         """The cost of which these are the :attr:`numbers`."""
-        item, kv_byte, partial_byte, wide_tile, narrow_tile, tile_heads = numbers[:SHARING_NUMBERS]
-        sharing = CostModel(item, kv_byte, partial_byte, wide_tile, narrow_tile, int(tile_heads))
+        item, kv_byte, partial_byte, tile_item, decode_item, tile_heads = numbers[:SHARING_NUMBERS]
+        sharing = CostModel(item, kv_byte, partial_byte, tile_item, decode_item, int(tile_heads))
         middle = SHARING_NUMBERS + ROLE_NUMBERS
         return GpuCost(sharing, _role(numbers[SHARING_NUMBERS:middle]), _role(numbers[middle:]))
 
@@ -85,14 +87,14 @@ COST_NUMBERS = SHARING_NUMBERS + 2 * ROLE_NUMBERS
 
 
 def _role(numbers: Sequence[float]) -> Role:
-    unit, workers, tokens_per_us, start, leave, fold, least = numbers
-    return Role(int(unit), int(workers), tokens_per_us, start, leave, fold, int(least))
+    kv_tile, workers, tokens_per_us, start, write, merge, least = numbers
+    return Role(int(kv_tile), int(workers), tokens_per_us, start, write, merge, int(least))
 
 
 # One H200, as gpu_calibrate measures it: KV comes at 4.65 TB/s.
-H200_COST = CostModel(item=0.0, kv_byte=1 / 4.65e6, partial_byte=2.4e-7, wide_tile=0.022, narrow_tile=0.003)
+H200_COST = CostModel(item=0.0, kv_byte=1 / 4.65e6, partial_byte=2.4e-7, tile_item=0.022, decode_item=0.003)
 H200 = GpuCost(
     sharing=H200_COST,
-    wide=Role(WIDE_UNIT, 1, WIDE_TOKENS_PER_US, start=2.0, leave=1.5, fold=1.5, least=1),
-    narrow=Role(NARROW_UNIT, NARROW_WARPS, NARROW_TOKENS_PER_US, start=1.0, leave=0.5, fold=0.25, least=4),
+    tile=Role(KV_TILE, 1, TILE_TOKENS_PER_US, start=2.0, write=1.5, merge=1.5, least=1),
+    decode=Role(DECODE_KV_TILE, DECODE_WARPS, DECODE_TOKENS_PER_US, start=1.0, write=0.5, merge=0.25, least=4),
 )

@@ -1,6 +1,6 @@
-"""Into how many pieces the KV of each tile is cut, so that the multiprocessors of a GPU end together.
+"""How many KV splits each tile gets, so that the multiprocessors of a GPU end together.
 
-All in whole numbers and sums, whose order does not matter: a planner on the GPU finds the same pieces.
+All in whole numbers and sums, whose order does not matter: a planner on the GPU finds the same splits.
 """
 
 from __future__ import annotations
@@ -12,66 +12,66 @@ from prefixkit.attention.gpu_cost import POINT, Role
 
 Longs = NDArray[np.int64]
 
-# The longest tile is cut into about so many pieces, and shorter ones into pieces as long: the candidates, one per warp of a
+# The longest tile gets about so many KV splits, and shorter ones splits as long: the candidates, one per warp of a
 # block on the GPU.  Where a multiprocessor has many workers, a lone tile can feed four times as many of them.
-CUTS = np.array([*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132])
-CUTS_OF_MANY = np.array([*range(1, 17), 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528])
+CANDIDATES = np.array([*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132])
+CANDIDATES_OF_MANY = np.array([*range(1, 17), 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528])
 # Lengths are told apart to a power of two of which the longest has at most so many.
 LEVELS = 128
-# Partial states of one query are folded one after another: each in 0.086 us on an H200, 0.08 units of a narrow worker.  One
+# Partial states of one query are merged one after another: each in 0.086 us on an H200, 0.08 KV tiles of a decode worker.  One
 # counts for more, in 1 / POINT unit: where few workers share a multiprocessor, each is faster than its role says.
 CHAIN = 8
 # Cuts make at most so many more entries per worker: more never pay, and buffers of plans have a size.
 EXTRA = 4
 
 
-def units_of(role: Role, tokens: Longs) -> Longs:
-    """Units that a worker takes for so many tokens; nothing takes less than one."""
-    return np.maximum(1, -(-tokens // role.unit))
+def kv_tiles_of(role: Role, tokens: Longs) -> Longs:
+    """KV tiles that a worker takes for so many tokens; at least one."""
+    return np.maximum(1, -(-tokens // role.kv_tile))
 
 
-def cuts_of(role: Role) -> Longs:
+def candidates_of(role: Role) -> Longs:
     """``[32]`` the candidates of a role."""
-    return CUTS_OF_MANY if role.workers > 1 else CUTS
+    return CANDIDATES_OF_MANY if role.workers > 1 else CANDIDATES
 
 
-def choose_pieces(role: Role, tokens: Longs, kv_heads: int, num_sms: int) -> Longs:
-    """``[tiles]`` pieces of each tile of ``tokens``: the fewest that end within 2% of the soonest."""
-    units = units_of(role, tokens)
-    count = np.bincount(units)
+def choose_splits(role: Role, tokens: Longs, kv_heads: int, num_sms: int) -> Longs:
+    """``[tiles]`` splits of each tile of ``tokens``: the fewest that end within 2% of the soonest."""
+    kv_tiles = kv_tiles_of(role, tokens)
+    count = np.bincount(kv_tiles)
     distinct = np.flatnonzero(count)
     count = count[distinct]
-    chunk = np.maximum(role.least, -(-distinct[-1] // cuts_of(role)))
-    pieces = -(-distinct // chunk[:, None])
+    split_size = np.maximum(role.least, -(-distinct[-1] // candidates_of(role)))
+    splits = -(-distinct // split_size[:, None])
     workers = role.workers * num_sms
-    time = busiest(role, distinct, count, chunk, kv_heads, workers).tolist()
-    fits = ((pieces - 1) @ count * kv_heads <= EXTRA * workers).tolist()
+    time = busiest(role, distinct, count, split_size, kv_heads, workers).tolist()
+    fits = ((splits - 1) @ count * kv_heads <= EXTRA * workers).tolist()
     fits[0] = True
-    soonest = min(end for end, room in zip(time, fits, strict=True) if room)
-    best = next(cut for cut in range(len(chunk)) if fits[cut] and 50 * time[cut] <= 51 * soonest)
-    chosen: Longs = -(-units // chunk[best])
+    soonest = min(end for end, fit in zip(time, fits, strict=True) if fit)
+    best = next(index for index in range(len(split_size)) if fits[index] and 50 * time[index] <= 51 * soonest)
+    chosen: Longs = -(-kv_tiles // split_size[best])
     return chosen
 
 
-def busiest(role: Role, units: Longs, count: Longs, chunk: Longs, kv_heads: int, workers: int) -> Longs:
-    """``[cuts]`` when the busiest worker ends, if ``count`` tiles of ``units`` are cut into even pieces of at most ``chunk``.
+def busiest(role: Role, kv_tiles: Longs, count: Longs, split_size: Longs, kv_heads: int, workers: int) -> Longs:
+    """``[candidates]`` when the busiest worker ends, if ``count`` tiles of ``kv_tiles`` are split evenly by ``split_size``.
 
     Workers take one entry each per round, the longest first, so a round lasts as long as its first entry.  Summed by level
     instead of by round: as many rounds reach a length as entries of that length fill.  In 1 / (POINT x workers) unit.
     """
-    start, leave, fold = role.points()
-    pieces = -(-units // chunk[:, None])
-    size = -(-units // pieces) * POINT + start + np.where(pieces > 1, leave, 0)
-    entries = pieces * count
-    most = np.minimum(chunk, units.max()) * POINT + start + leave
+    start, write, merge = role.points()
+    splits = -(-kv_tiles // split_size[:, None])
+    size = -(-kv_tiles // splits) * POINT + start + np.where(splits > 1, write, 0)
+    entries = splits * count
+    most = np.minimum(split_size, kv_tiles.max()) * POINT + start + write
     shift = np.maximum(np.frexp(most)[1].astype(np.int64) - (LEVELS.bit_length() - 1), 0)
     level = -(-size >> shift[:, None])
-    cell = level + (LEVELS + 1) * np.arange(len(pieces))[:, None]
-    reach = np.bincount(cell.ravel(), entries.ravel(), len(pieces) * (LEVELS + 1)).reshape(len(pieces), LEVELS + 1)
+    cell = level + (LEVELS + 1) * np.arange(len(splits))[:, None]
+    at_least = np.bincount(cell.ravel(), entries.ravel(), len(splits) * (LEVELS + 1)).reshape(len(splits), LEVELS + 1)
     # Entries of each level from 1, and above.
-    reach = np.cumsum(reach[:, ::-1], axis=1)[:, LEVELS - 1 :: -1].astype(np.int64) * kv_heads
-    left = np.where(pieces > 1, entries, 0).sum(axis=1) * kv_heads
-    ends: Longs = ((-(-reach // workers)).sum(axis=1) << shift) * workers + fold * left
+    at_least = np.cumsum(at_least[:, ::-1], axis=1)[:, LEVELS - 1 :: -1].astype(np.int64) * kv_heads
+    left = np.where(splits > 1, entries, 0).sum(axis=1) * kv_heads
+    ends: Longs = ((-(-at_least // workers)).sum(axis=1) << shift) * workers + merge * left
     if role.workers > 1:
-        ends += CHAIN * workers * pieces.max(axis=1)
+        ends += CHAIN * workers * splits.max(axis=1)
     return ends

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import BSR, OPEN
-from prefixkit.attention.gpu_cost import NARROW_ROWS, GpuCost
-from prefixkit.attention.kv_split import choose_pieces, units_of
+from prefixkit.attention.gpu_cost import DECODE_ROWS, GpuCost
+from prefixkit.attention.kv_split import choose_splits, kv_tiles_of
 from prefixkit.tree.snapshot import Ints
 
 Longs = NDArray[np.int64]
@@ -36,18 +36,18 @@ class Plan:
     """The work of one tree attention on one GPU.
 
     Attributes:
-        counts: ``[8]`` wide items, narrow items, query rows, partial rows, 1 where wide items are taken head by head, 1
-            where narrow items take by far longer than wide ones, zeros.
-        wide, narrow: ``[items, 8]`` with columns :data:`ITEM_FIELDS`; ``partial_begin = -1``: the item writes the output.
-            ``node, begin, end`` repeat the item's first segment.
+        counts: ``[8]`` tile items, decode items, query rows, partial rows, 1 where tile items are taken head by head, 1
+            where decode items take by far longer than tile items, zeros.
+        tile_items, decode_items: ``[items, 8]`` with columns :data:`ITEM_FIELDS`; ``partial_begin = -1``: the item writes the
+            output.  ``node, begin, end`` repeat the item's first segment.
         segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node; ``end`` may be ``OPEN``.
         merge_indptr: ``[rows + 1]`` bounds of each row's partials; empty where an item writes the output.
         merge_indices: Partial rows in the order of merging, root first.
     """
 
     counts: Ints
-    wide: Ints
-    narrow: Ints
+    tile_items: Ints
+    decode_items: Ints
     segments: Ints
     merge_indptr: Ints
     merge_indices: Ints
@@ -62,12 +62,12 @@ class Plan:
 
     def arrays(self) -> tuple[Ints, ...]:
         """The six arrays that the kernel takes, in their order."""
-        return self.counts, self.wide, self.narrow, self.segments, self.merge_indptr, self.merge_indices
+        return self.counts, self.tile_items, self.decode_items, self.segments, self.merge_indptr, self.merge_indices
 
     @property
     def items(self) -> Ints:
         """``[items, 8]`` all items, tile items first."""
-        return np.concatenate((self.wide, self.narrow))
+        return np.concatenate((self.tile_items, self.decode_items))
 
     def kv_tokens_read(self, length: Ints) -> int:
         """Token KVs read in a run over all heads, when node ``n`` holds ``length[n]`` tokens."""
@@ -108,16 +108,16 @@ def make_plan(
     tile_rows = cost.sharing.tile_heads
     tiles = _tile(rows, group, tile_rows)
     entries = kv_heads * -(-group // tile_rows)  # of an item: KV heads, and slices of a large group
-    pieces = np.ones(len(tiles.row), dtype=np.int64)
-    for role, mine in ((cost.wide, tiles.is_wide), (cost.narrow, ~tiles.is_wide)):
+    splits = np.ones(len(tiles.row), dtype=np.int64)
+    for role, mine in ((cost.tile, tiles.on_tensor_cores), (cost.decode, ~tiles.on_tensor_cores)):
         if mine.any():
-            pieces[mine] = choose_pieces(role, tiles.tokens[mine], entries, num_sms)
-    tile, piece = _order_items(rows, tiles, pieces)
-    items, segments, units = _cut(rows, tiles, pieces, tile, piece, cost)
-    is_wide = tiles.is_wide[tile]
-    num_wide = int(is_wide.sum())
-    hints = _goes_by_head(tiles, num_wide, kv_heads, num_sms, cost), _streams(tiles, cost)
-    return _finish(items, segments, num_rows, num_wide, _sort(units, is_wide), hints)
+            splits[mine] = choose_splits(role, tiles.tokens[mine], entries, num_sms)
+    tile, split = _order_items(rows, tiles, splits)
+    items, segments, kv_tiles = _split(rows, tiles, splits, tile, split, cost)
+    on_tensor_cores = tiles.on_tensor_cores[tile]
+    num_tile_items = int(on_tensor_cores.sum())
+    hints = _goes_by_head(tiles, num_tile_items, kv_heads, num_sms, cost), _streams(tiles, cost)
+    return _finish(items, segments, num_rows, num_tile_items, _sort(kv_tiles, on_tensor_cores), hints)
 
 
 def _whole(rows: _Rows, num_rows: int) -> Plan:
@@ -128,13 +128,22 @@ def _whole(rows: _Rows, num_rows: int) -> Plan:
     return _finish(items, rows.segments, num_rows, len(items), np.arange(len(items)), (0, 0))
 
 
-def _finish(items: Longs, segments: Longs, num_rows: int, num_wide: int, order: Longs, hints: tuple[int, int]) -> Plan:
+def _finish(
+    items: Longs, segments: Longs, num_rows: int, num_tile_items: int, order: Longs, hints: tuple[int, int]
+) -> Plan:
     """Number the partial rows of items, which come root first, and list the items in ``order``."""
     items[:, 2], merge_indptr, merge_indices, partials = _number_partials(items, num_rows)
     items[:, 5:8] = segments[items[:, 3]]
     ordered = items[order].astype(np.int32)
-    counts = np.array([num_wide, len(items) - num_wide, num_rows, partials, *hints, 0, 0], dtype=np.int32)
-    return Plan(counts, ordered[:num_wide], ordered[num_wide:], segments.astype(np.int32), merge_indptr, merge_indices)
+    counts = np.array([num_tile_items, len(items) - num_tile_items, num_rows, partials, *hints, 0, 0], dtype=np.int32)
+    return Plan(
+        counts,
+        ordered[:num_tile_items],
+        ordered[num_tile_items:],
+        segments.astype(np.int32),
+        merge_indptr,
+        merge_indices,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,14 +193,14 @@ class _Tiles:
     begin: Longs
     end: Longs
     tokens: Longs
-    is_wide: NDArray[np.bool_]
+    on_tensor_cores: NDArray[np.bool_]
     first: Longs
     count: Longs
 
 
 def _tile(rows: _Rows, group: int, most: int) -> _Tiles:
     queries = rows.q_end - rows.q_begin
-    step = np.where(queries * group <= NARROW_ROWS, queries, max(1, most // group))
+    step = np.where(queries * group <= DECODE_ROWS, queries, max(1, most // group))
     count = -(-queries // step)
     first = np.cumsum(count) - count
     row = np.repeat(np.arange(len(queries)), count)
@@ -201,52 +210,52 @@ def _tile(rows: _Rows, group: int, most: int) -> _Tiles:
     is_open = rows.segments[rows.seg_begin + rows.seg_count - 1, 2] == OPEN
     hidden = np.where(rows.causal.astype(bool) & is_open, rows.q_end, 0)[row] - end
     tokens = rows.tokens()[row] - np.maximum(hidden, 0)
-    return _Tiles(row, begin, end, np.maximum(tokens, 0), (end - begin) * group > NARROW_ROWS, first, count)
+    return _Tiles(row, begin, end, np.maximum(tokens, 0), (end - begin) * group > DECODE_ROWS, first, count)
 
 
-def _order_items(rows: _Rows, tiles: _Tiles, pieces: Longs) -> tuple[Longs, Longs]:
-    """Tile and piece of each item.  Tiles of a dense row that read the same piece follow each other, for the cache's sake."""
-    first = np.cumsum(pieces) - pieces
-    tile = np.repeat(np.arange(len(pieces)), pieces)
-    piece = np.arange(len(tile)) - first[tile]
+def _order_items(rows: _Rows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Longs]:
+    """Tile and KV split of each item.  Shared-prefix tiles of a row that read the same split are adjacent, for the cache."""
+    first = np.cumsum(splits) - splits
+    tile = np.repeat(np.arange(len(splits)), splits)
+    split = np.arange(len(tile)) - first[tile]
     dense = (rows.causal == 0) & (tiles.count > 1)
-    if not dense.any() or int(pieces.max()) == 1:
-        return tile, piece
-    # All tiles of a dense row but the last have the same pieces.
+    if not dense.any() or int(splits.max()) == 1:
+        return tile, split
+    # All tiles of a dense row but the last have the same splits.
     row = tiles.row[tile]
     number, others = tile - tiles.first[row], tiles.count[row] - 1
-    full, last = pieces[tiles.first[row]], pieces[tiles.first[row] + others]
-    ahead = np.where(number < others, np.minimum(piece, last), 0)
-    before = np.where(number < others, piece * others + number, np.minimum(piece + 1, full) * others + piece)
+    full, last = splits[tiles.first[row]], splits[tiles.first[row] + others]
+    ahead = np.where(number < others, np.minimum(split, last), 0)
+    before = np.where(number < others, split * others + number, np.minimum(split + 1, full) * others + split)
     place = np.where(dense[row], first[tiles.first[row]] + before + ahead, np.arange(len(tile)))
     order = np.empty(len(tile), dtype=np.int64)
     order[place] = np.arange(len(tile))
-    return tile[order], piece[order]
+    return tile[order], split[order]
 
 
-def _cut(
-    rows: _Rows, tiles: _Tiles, pieces: Longs, tile: Longs, piece: Longs, cost: GpuCost
+def _split(
+    rows: _Rows, tiles: _Tiles, splits: Longs, tile: Longs, split: Longs, cost: GpuCost
 ) -> tuple[Longs, Longs, Longs]:
-    """Items, all segments, and the units of each item; whole tiles share their row's segments, pieces get their own."""
-    row, of, tokens = tiles.row[tile], pieces[tile], tiles.tokens[tile]
-    is_wide = tiles.is_wide[tile]
-    unit = np.where(is_wide, cost.wide.unit, cost.narrow.unit)
-    whole = np.where(is_wide, units_of(cost.wide, tokens), units_of(cost.narrow, tokens))
-    low = whole * piece // of * unit
-    high = np.where(piece + 1 == of, tokens, whole * (piece + 1) // of * unit)
+    """Items, all segments, and the KV tiles of each item; whole tiles share their row's segments, KV splits get their own."""
+    row, of, tokens = tiles.row[tile], splits[tile], tiles.tokens[tile]
+    on_tensor_cores = tiles.on_tensor_cores[tile]
+    kv_tile = np.where(on_tensor_cores, cost.tile.kv_tile, cost.decode.kv_tile)
+    whole = np.where(on_tensor_cores, kv_tiles_of(cost.tile, tokens), kv_tiles_of(cost.decode, tokens))
+    low = whole * split // of * kv_tile
+    high = np.where(split + 1 == of, tokens, whole * (split + 1) // of * kv_tile)
     items = np.zeros((len(tile), 8), dtype=np.int64)
     items[:, 0], items[:, 1] = tiles.begin[tile], tiles.end[tile]
     items[:, 3], items[:, 4] = rows.seg_begin[row], 2 * rows.seg_count[row] + rows.causal[row]
     cut = np.flatnonzero(of > 1)
     segments = rows.segments
     if len(cut):
-        begin, count, added = _cut_segments(rows, row[cut], low[cut], high[cut], piece[cut] + 1 == of[cut])
+        begin, count, added = _split_segments(rows, row[cut], low[cut], high[cut], split[cut] + 1 == of[cut])
         items[cut, 3], items[cut, 4] = len(segments) + begin, 2 * count + rows.causal[row[cut]]
         segments = np.concatenate((segments, added))
-    return items, segments, np.maximum(1, -(-(high - low) // unit))
+    return items, segments, np.maximum(1, -(-(high - low) // kv_tile))
 
 
-def _cut_segments(
+def _split_segments(
     rows: _Rows, row: Longs, low: Longs, high: Longs, is_end: NDArray[np.bool_]
 ) -> tuple[Longs, Longs, Longs]:
     """Tokens ``[low, high)`` of rows as new segments: where they begin, how many, and all of them.  Row ends stay OPEN."""
@@ -267,32 +276,32 @@ def _cut_segments(
     return begin, count, added
 
 
-def _sort(units: Longs, is_wide: NDArray[np.bool_]) -> Longs:
-    """Wide items, then narrow ones; the longest first, and among those alike in their order."""
-    key = np.zeros(len(units), dtype=np.uint16)
-    for mine, base in ((is_wide, ORDER_LEVELS - 1), (~is_wide, 2 * ORDER_LEVELS - 1)):
+def _sort(kv_tiles: Longs, on_tensor_cores: NDArray[np.bool_]) -> Longs:
+    """Tile items, then decode items; the longest first, and among those alike in their order."""
+    key = np.zeros(len(kv_tiles), dtype=np.uint16)
+    for mine, base in ((on_tensor_cores, ORDER_LEVELS - 1), (~on_tensor_cores, 2 * ORDER_LEVELS - 1)):
         if mine.any():
-            key[mine] = base - units[mine] * (ORDER_LEVELS - 1) // units[mine].max()
+            key[mine] = base - kv_tiles[mine] * (ORDER_LEVELS - 1) // kv_tiles[mine].max()
     return np.argsort(key, kind="stable")
 
 
 def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: GpuCost) -> int:
-    """1 where all wide items of a KV head are taken before those of the next: the KV of fewer heads is in the cache then.
+    """1 where all tile items of a KV head are taken before those of the next: the KV of fewer heads is in the cache then.
 
     The list runs from the longest item to the shortest, so that workers end together; head by head that order is lost between
     heads, which is no matter where items are many, or about equally long.
     """
     if kv_heads == 1 or items * kv_heads <= num_sms:
         return 0
-    tokens = tiles.tokens[tiles.is_wide]
-    longest = int(units_of(cost.wide, tokens).max()) * cost.wide.unit
+    tokens = tiles.tokens[tiles.on_tensor_cores]
+    longest = int(kv_tiles_of(cost.tile, tokens).max()) * cost.tile.kv_tile
     return int(items >= num_sms or 4 * int(tokens.sum()) >= 3 * len(tokens) * longest)
 
 
 def _streams(tiles: _Tiles, cost: GpuCost) -> int:
-    """1 where narrow items take three times as long as wide ones, or more: then more of their KV should be under way."""
-    wide, narrow = int(tiles.tokens[tiles.is_wide].sum()), int(tiles.tokens[~tiles.is_wide].sum())
-    return int(3 * wide * cost.narrow.tokens_per_us <= narrow * cost.wide.tokens_per_us)
+    """1 where decode items take three times as long as tile items, or more: then more of their KV should be under way."""
+    tiled, decoded = int(tiles.tokens[tiles.on_tensor_cores].sum()), int(tiles.tokens[~tiles.on_tensor_cores].sum())
+    return int(3 * tiled * cost.decode.tokens_per_us <= decoded * cost.tile.tokens_per_us)
 
 
 def _number_partials(items: Longs, num_rows: int) -> tuple[Longs, Ints, Ints, int]:

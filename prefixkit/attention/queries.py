@@ -66,7 +66,7 @@ class StepTree:
     @cached_property
     def length(self) -> Ints:
         """``[nodes]`` tokens of each node whose KV exists once the step has appended its own."""
-        visible = self.snapshot.ready.copy()
+        visible = self.snapshot.computed.copy()
         visible[self.queries.node] = np.maximum(visible[self.queries.node], self.queries.end)
         return visible
 
@@ -98,10 +98,10 @@ class StepTree:
             )
         if np.any(begin < 0) or np.any(begin >= end) or np.any(end > snapshot.length[node]):
             raise ValueError("each query run must be a non-empty slice of its node's tokens")
-        if np.any(begin > snapshot.ready[node]):
-            bad = int(node[np.argmax(begin > snapshot.ready[node])])
+        if np.any(begin > snapshot.computed[node]):
+            bad = int(node[np.argmax(begin > snapshot.computed[node])])
             raise ValueError(
-                f"node {bad}: a query run must begin where the KV is complete, at {snapshot.ready[bad]} or before"
+                f"node {bad}: a query run must begin where the KV is complete, at {snapshot.computed[bad]} or before"
             )
         incomplete = (self.length < snapshot.length) & (self.below > 0)
         if np.any(incomplete):

@@ -11,8 +11,8 @@ from prefixkit.attention.ancestry import Longs, mark
 from prefixkit.attention.queries import StepTree
 from prefixkit.tree.snapshot import Ints
 
-# Query heads (queries x group) of a narrow row at most, and of the largest tile where nobody says.
-NARROW_HEADS, TILE_HEADS = 8, 128
+# Query heads (queries x group) of a decode row at most, and of the largest tile by default.
+DECODE_HEADS, TILE_HEADS = 8, 128
 
 
 @dataclass(frozen=True)
@@ -23,25 +23,25 @@ class CostModel:
         item: A work item of its own: launching it, or one more library call.
         kv_byte: Reading one byte of K or V.
         partial_byte: Writing one byte of a partial state and reading it back to merge it.
-        wide_tile, narrow_tile: Beside ``item``, for each KV head and each tile that reads a shared node: of ``tile_heads``
-            query heads, or of :data:`NARROW_HEADS` where these hold them all.
+        tile_item, decode_item: Beside ``item``, for each KV head and each tile that reads a shared node: of ``tile_heads``
+            query heads, or of :data:`DECODE_HEADS` where these hold them all.
         tile_heads: Query heads of the kernels' largest tile.
     """
 
     item: float
     kv_byte: float
     partial_byte: float
-    wide_tile: float = 0.0
-    narrow_tile: float = 0.0
+    tile_item: float = 0.0
+    decode_item: float = 0.0
     tile_heads: int = TILE_HEADS
 
     def __post_init__(self) -> None:
-        for name in ("item", "kv_byte", "partial_byte", "wide_tile", "narrow_tile"):
+        for name in ("item", "kv_byte", "partial_byte", "tile_item", "decode_item"):
             value = getattr(self, name)
             if not value >= 0:
                 raise ValueError(f"CostModel: {name} must be a time of at least 0 us, got {value!r}")
-        if self.tile_heads <= NARROW_HEADS:
-            raise ValueError(f"CostModel: tile_heads must be above {NARROW_HEADS}, got {self.tile_heads!r}")
+        if self.tile_heads <= DECODE_HEADS:
+            raise ValueError(f"CostModel: tile_heads must be above {DECODE_HEADS}, got {self.tile_heads!r}")
 
 
 # One thread of a 2.6 GHz x86 server core, float32: gathering and reading a private token of 1.5 KB takes 0.1 us, an extra
@@ -126,8 +126,8 @@ def _candidates(
 
 def _tiles(rows_below: Ints, shape: HeadShape, cost: CostModel) -> NDArray[np.float64]:
     """``[nodes]`` what the tiles of a dense row cost."""
-    wide = -(-rows_below // max(1, cost.tile_heads // shape.group)) * np.float64(cost.wide_tile * shape.kv_heads)
-    return np.where(rows_below * shape.group <= NARROW_HEADS, cost.narrow_tile * shape.kv_heads, wide)
+    tile = -(-rows_below // max(1, cost.tile_heads // shape.group)) * np.float64(cost.tile_item * shape.kv_heads)
+    return np.where(rows_below * shape.group <= DECODE_HEADS, cost.decode_item * shape.kv_heads, tile)
 
 
 @dataclass(frozen=True, eq=False)

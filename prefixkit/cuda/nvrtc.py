@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from io import StringIO
@@ -169,8 +168,11 @@ def compile_unit(unit: Unit, arch: str) -> Binary:
     """
     nvrtc_version()
     text = sources(unit)[unit.file]
-    with _folders(unit) as folders:
-        code, log = _compile(unit, text, arch, folders)
+    with TemporaryDirectory() as made:
+        for name, header in unit.headers:
+            (Path(made) / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(made) / name).write_text(header)
+        code, log = _compile(unit, text, arch, [str(unit.root), made])
     symbols = {name: _text(code.symbol_mapping[name]) for name in unit.names}
     said = dict(_reports(log))
     return Binary(
@@ -179,19 +181,6 @@ def compile_unit(unit: Unit, arch: str) -> Binary:
         resources={name: said[symbol] for name, symbol in symbols.items() if symbol in said},
         warnings=complaints(log),
     )
-
-
-@contextmanager
-def _folders(unit: Unit) -> Iterator[list[str]]:
-    """Where NVRTC looks for headers."""
-    if not unit.headers:
-        yield [str(unit.root)]
-        return
-    with TemporaryDirectory() as made:
-        for name, text in unit.headers:
-            (Path(made) / name).parent.mkdir(parents=True, exist_ok=True)
-            (Path(made) / name).write_text(text)
-        yield [str(unit.root), made]
 
 
 def _compile(unit: Unit, text: str, arch: str, folders: list[str]) -> tuple[Any, str]:

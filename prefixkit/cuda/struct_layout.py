@@ -1,4 +1,4 @@
-"""Structs that Python and kernels share: one definition gives the packer, the C++ header, and the dtype of a table.
+"""Structs that Python and kernels share: one definition gives the packer and the C++ header.
 
 The header asserts where the compiler places every field: a kernel whose struct differs from the packer's does not
 compile.
@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from prefixkit.cuda.jit import Function
 
-# C types and their codes in the module ``struct``, which numpy shares.  Each has one size on every host of CUDA.
+# C types and their codes in the module ``struct``.  Each has one size on every host of CUDA.
 _CODES = {
     "int": "i",
     "unsigned int": "I",
@@ -79,7 +77,7 @@ class Leaf:
 
     Attributes:
         path: Where it is in the struct, such as ``cost[1].unit``.
-        code: Its type, for the module ``struct`` and for numpy.
+        code: Its type, for the module ``struct``.
         offset: In bytes.
     """
 
@@ -126,12 +124,6 @@ class Struct:
         return struct.Struct(text + "x" * (self.size - end))
 
     @cached_property
-    def dtype(self) -> np.dtype[np.void]:
-        """Of an array of such structs, which hold numbers only."""
-        names, formats, offsets = zip(*((leaf.path, leaf.code, leaf.offset) for leaf in self.leaves), strict=True)
-        return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": self.size})
-
-    @cached_property
     def header(self) -> tuple[str, str]:
         """Name and text of the C++ header that defines this struct and those in it, for ``Unit.headers``."""
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
@@ -149,10 +141,6 @@ class Struct:
         ]
         lines.append(_assertion(f"sizeof({self.name})", self.size, f"size of {self.name}"))
         return "\n".join(lines) + "\n"
-
-    def offset(self, path: str) -> int:
-        """Where a leaf lies, in bytes."""
-        return next(leaf.offset for leaf in self.leaves if leaf.path == path)
 
     def check(self, function: Function) -> None:
         """AssertionError unless the kernel's parameter has this struct's size."""

@@ -25,7 +25,7 @@ log = logging.getLogger("prefixkit")
 
 @dataclass(frozen=True)
 class Beam:
-    """A drawn sequence.
+    """A sequence of chosen tokens.
 
     Attributes:
         tokens: The tokens after the prompt; a finished one includes its stop token.
@@ -99,7 +99,7 @@ def advance(state: BeamSearch, log_probs: Tensor) -> tuple[BeamSearch, BeamMove]
 
     found = [_extended(state, one, one.score) for one in ended]
     hypotheses = tuple(sorted((*state.hypotheses, *found), key=lambda beam: -beam.score)[: params.num_beams])
-    if not goes_on or _settled(params, hypotheses, goes_on[0].total, length):
+    if not goes_on or _decided(params, hypotheses, goes_on[0].total, length):
         goes_on = []
     beams = tuple(_extended(state, one, one.total) for one in goes_on)
     move = BeamMove(tuple(one.parent for one in goes_on), tuple(one.token for one in goes_on))
@@ -129,7 +129,7 @@ def finished(state: BeamSearch, num_return_sequences: int | None = None) -> list
 
 
 def _length(state: BeamSearch) -> int:
-    """Tokens drawn so far."""
+    """Tokens chosen so far."""
     return len(state.beams[0].tokens) if state.beams else 0
 
 
@@ -166,7 +166,7 @@ def _extended(state: BeamSearch, candidate: _Candidate, score: float) -> Beam:
     return Beam((*parent.tokens, candidate.token), (*parent.logprobs, candidate.logprob), score)
 
 
-def _settled(params: BeamParams, hypotheses: tuple[Beam, ...], best_live: float, length: int) -> bool:
+def _decided(params: BeamParams, hypotheses: tuple[Beam, ...], best_live: float, length: int) -> bool:
     """Whether the search may stop although beams could go on.
 
     Args:

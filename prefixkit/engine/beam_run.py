@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prefixkit.engine.beam import Beam, BeamSearch, advance, finished
 from prefixkit.engine.request import BeamParams, Sample
-from prefixkit.engine.scheduler import Group
+from prefixkit.engine.scheduler import RequestState
 from prefixkit.tree.radix import PrefixTree, Sequence
 
 
@@ -19,32 +19,32 @@ class BeamRun:
     """A beam search that is under way.
 
     Attributes:
-        group: Its prompt.
+        state: Its prompt.
         search: Beams and hypotheses.
         sequences: The tree's sequence of each live beam.
         logits: ``[beams, vocab]`` those after each beam's last token.
         decode: Token ids to text.
     """
 
-    group: Group
+    state: RequestState
     search: BeamSearch
     sequences: list[Sequence]
     logits: Tensor
     decode: Callable[[list[int]], str] | None
 
     @classmethod
-    def begin(cls, group: Group, sequence: Sequence, decode: Callable[[list[int]], str] | None) -> BeamRun:
+    def begin(cls, state: RequestState, sequence: Sequence, decode: Callable[[list[int]], str] | None) -> BeamRun:
         """Start the search from a prompt whose first logits are known."""
-        params, logits = group.request.params, group.first_logits
+        params, logits = state.request.params, state.first_logits
         assert isinstance(params, BeamParams) and logits is not None
-        return cls(group, BeamSearch(params), [sequence], logits[None], decode)
+        return cls(state, BeamSearch(params), [sequence], logits[None], decode)
 
     @property
     def pages_left(self) -> int:
         """Pages that the search may still take: each beam a fresh one for each token to come."""
         params = self.search.params
-        drawn = len(self.search.beams[0].tokens) if self.search.beams else 0
-        return params.num_beams * max(0, params.max_new_tokens - 1 - drawn)
+        chosen = len(self.search.beams[0].tokens) if self.search.beams else 0
+        return params.num_beams * max(0, params.max_new_tokens - 1 - chosen)
 
     def advance(self, tree: PrefixTree) -> tuple[list[tuple[Sequence, int]], list[Sample] | None]:
         """Take one step of the search, forking beams that go on in several ways and releasing those that go on in none.
@@ -53,11 +53,11 @@ class BeamRun:
             Which sequence is to be extended by which token, and the samples if the search is over.
         """
         self.search, move = advance(self.search, torch.log_softmax(self.logits, dim=-1))
-        heirs = [move.parents.count(parent) for parent in range(len(self.sequences))]
+        num_children = [move.parents.count(parent) for parent in range(len(self.sequences))]
         handles: list[list[Sequence]] = []
-        for sequence, count in zip(self.sequences, heirs, strict=True):
+        for sequence, count in zip(self.sequences, num_children, strict=True):
             handles.append([sequence, *(tree.fork(sequence, count - 1) if count > 1 else [])])
-        for sequence, count in zip(self.sequences, heirs, strict=True):
+        for sequence, count in zip(self.sequences, num_children, strict=True):
             if count == 0:
                 tree.release(sequence)
         self.sequences = [handles[parent].pop() for parent in move.parents]
@@ -72,7 +72,7 @@ class BeamRun:
         stopped = tokens[-1] in self.search.params.stop_token_ids
         text = "" if self.decode is None else self.decode(tokens[:-1] if stopped else tokens)
         return Sample(
-            prompt_index=self.group.request.prompt_index,
+            prompt_index=self.state.request.prompt_index,
             index=index,
             tokens=tokens,
             logprobs=list(beam.logprobs),

@@ -1,4 +1,4 @@
-"""Samples that decode together while the tree stands still: steps are started ahead of the tokens that the host has read."""
+"""Samples that decode together while the tree does not change: steps are started ahead of the tokens read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from prefixkit.attention.decode_batch import DecodeBatch, decode_batch
 from prefixkit.engine.request import Sample, TokenEvent
 from prefixkit.engine.sample_run import SampleRun, broken_logits
-from prefixkit.runners.decoder import Decoder, Drawn, Laws
+from prefixkit.runners.decoder import Decoder, Sampled, SamplingBatch
 from prefixkit.tree.radix import PrefixTree
 
 
@@ -21,11 +21,11 @@ class DecodeSettings:
     """When many steps are decoded at a time, and how.
 
     Attributes:
-        fewest_steps: A decoder takes over where some sample has so many tokens to draw: to begin with it costs more than a
-            step.
+        fewest_steps: A decoder takes over where some sample has so many tokens to sample: beginning it costs more than
+            a step.
         ahead: Steps that may be under way while the host looks at the tokens of the one before.
-        slack: Rows that have ended stay until they are one in so many: closing up costs the host a little.
-        waited_for: Where others wait for pages, decoding goes on until one sample in so many has ended.
+        slack: Rows that have ended stay until they are one in so many: compacting costs the host a little.
+        waited_for: Where other requests wait for pages, decoding goes on until one sample in so many has ended.
     """
 
     fewest_steps: int = 4
@@ -39,25 +39,27 @@ Give = Callable[[SampleRun, Sample], None]
 
 
 class DecodeRun:
-    """Decodes samples, each with a leaf of its own whose last token is pending, until all have ended or somebody waits.
+    """Decodes samples, each with a leaf of its own whose last token is uncomputed, until all have ended
+    or a request waits for pages.
 
-    The tree is not touched meanwhile but for samples that end: pages for all tokens to come are taken at the beginning, and
-    :meth:`settle` brings the tokens of those that go on into the tree.  A sample that has ended runs on, unread, until rows are
-    closed up; it writes to pages of its own, which nobody else can get before.
+    The tree is not touched meanwhile but for samples that end: pages for all tokens to come are taken at the beginning,
+    and :meth:`commit` brings the tokens of those that go on into the tree.  A sample that has ended runs on, unread,
+    until rows are compacted; it writes to pages of its own, which are not given to another sequence before.
 
     Args:
         tree: Where the samples' sequences live.
         decoder: Runs the steps.
         runs: The samples; at least one.
         give: Called with each sample that ends: releases its sequence.
-        settings: How far the host runs ahead, and when rows are closed up.
+        settings: How far the host runs ahead, and when rows are compacted.
         on_token: Called with each token as it is read.
         on_step: Called after each step that was read with how many tokens counted.
 
     Attributes:
         steps: Steps that were started.
         rows_run: Rows of all of them.
-        kv_tokens_read, kv_tokens_unshared: Token KVs that one layer read in them, and would have read for each row apart.
+        kv_tokens_read, kv_tokens_unshared: Token KVs that one layer read in them, and would have read for each row
+            apart.
         tokens_alone: What the samples would have held unshared when they were longest.
     """
 
@@ -95,7 +97,7 @@ class DecodeRun:
         self._pages = self._take_pages()
         try:
             self._batch, self._grown = decode_batch(snapshot, leaf[order], self._pages), 0
-            decoder.begin(self._batch, self._laws())
+            decoder.begin(self._batch, self._sampling())
             self._count_batch()
         except BaseException:
             self.give_pages_back()
@@ -110,7 +112,7 @@ class DecodeRun:
 
     @property
     def pages_held(self) -> int:
-        """Pages of the tree and of all tokens that were drawn, as if no sample had ended."""
+        """Pages of the tree and of all tokens that were sampled, as if no sample had ended."""
         return self._held + self._filled
 
     @property
@@ -119,33 +121,33 @@ class DecodeRun:
         return int((~self._alive).sum())
 
     def run(self, enough: Callable[[int], bool] = lambda ended: False) -> None:
-        """Decode until every sample has ended, or ``enough`` says so of the number that have; then settle."""
+        """Decode until every sample has ended, or ``enough`` says so of the number that have; then commit."""
         try:
             while self._alive.any() and not enough(self.ended):
                 self._launch()
                 self._take(self.decoder.read())
-                self._close_up()
+                self._compact()
             while self._alive.any() and self._read < self.steps:
                 self._take(self.decoder.read())
-            self.settle()
+            self.commit()
         finally:
             self.give_pages_back()
 
-    def settle(self) -> None:
-        """Bring the tokens of the samples that go on into the tree; the last of each is pending again."""
+    def commit(self) -> None:
+        """Bring the tokens of the samples that go on into the tree; the last of each is uncomputed again."""
         if not self._read:
             return
         alive = np.flatnonzero(self._alive)
-        for i, drawn, logprobs in zip(alive.tolist(), *self._drawn(alive), strict=True):
+        for i, tokens, logprobs in zip(alive.tolist(), *self._sampled(alive), strict=True):
             run = self.runs[i]
             if not self._one_by_one[i]:
-                run.accept_all(drawn.tolist(), logprobs.tolist(), ends=False)
+                run.accept_all(tokens.tolist(), logprobs.tolist(), ends=False)
             need = self.tree.pages_to_extend(run.sequence, self._read)
             self._filled += need
             pages, self._pages[i] = self._pages[i][:need], self._pages[i][need:]
-            self.tree.extend(run.sequence, drawn, pages)
+            self.tree.extend(run.sequence, tokens, pages)
             node = run.sequence.node
-            self.tree.mark_ready([node], [node.length - 1])
+            self.tree.mark_computed([node], [node.length - 1])
 
     def give_pages_back(self) -> None:
         """Release the pages that were taken and not needed."""
@@ -153,7 +155,7 @@ class DecodeRun:
             self.tree.allocator.release(np.concatenate(self._pages))
         self._pages = []
 
-    # -- one step, part by part ------------------------------------------------------------------------------------------
+    # -- one step, part by part ----------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
         last = int(self._last[self._alive].max())
@@ -165,13 +167,13 @@ class DecodeRun:
             self._grown += 1
             self._count_step()
 
-    def _take(self, drawn: Drawn) -> None:
+    def _take(self, sampled: Sampled) -> None:
         """Look at the tokens of the oldest step that was not read."""
         rows, at = self._rows_of_steps.pop(0), self._read
         if at == len(self._tokens):
             self._tokens = np.vstack((self._tokens, np.zeros_like(self._tokens)))
             self._logprobs = np.vstack((self._logprobs, np.zeros_like(self._logprobs)))
-        tokens, logprobs = drawn
+        tokens, logprobs = sampled
         self._tokens[at, rows], self._logprobs[at, rows] = tokens, logprobs
         self._read += 1
         alive = self._alive[rows]
@@ -180,14 +182,14 @@ class DecodeRun:
         ends = (self._stops[rows] == tokens[:, None]).any(axis=1) | (self._last[rows] == self._read)
         one_by_one = alive & self._one_by_one[rows]
         ended = rows[alive & ends & ~one_by_one]
-        for i, all_tokens, all_logprobs in zip(ended.tolist(), *self._drawn(ended), strict=True):
+        for i, all_tokens, all_logprobs in zip(ended.tolist(), *self._sampled(ended), strict=True):
             self._end(i, self.runs[i].accept_all(all_tokens.tolist(), all_logprobs.tolist(), ends=True))
         for i in rows[one_by_one].tolist():
             self._end(i, self.runs[i].accept(int(self._tokens[at, i]), float(self._logprobs[at, i]), self.on_token))
         if self.on_step is not None:
             self.on_step(int(alive.sum()))
 
-    def _drawn(self, runs: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def _sampled(self, runs: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """``[runs, steps]`` tokens and logprobs that were read."""
         tokens, logprobs = self._tokens[: self._read, runs], self._logprobs[: self._read, runs]
         return np.ascontiguousarray(tokens.T), np.ascontiguousarray(logprobs.T)
@@ -198,7 +200,7 @@ class DecodeRun:
             self._filled += self.tree.pages_to_extend(self.runs[i].sequence, self._read - 1)
             self.give(self.runs[i], sample)
 
-    def _close_up(self) -> None:
+    def _compact(self) -> None:
         """Go on without the rows that have ended, once they are many."""
         alive = self._alive[self._rows]
         ended = len(alive) - int(alive.sum())
@@ -213,11 +215,11 @@ class DecodeRun:
         self.decoder.keep(self._batch, rows)
         self._count_batch()
 
-    # -- counting ----------------------------------------------------------------------------------------------------------
+    # -- counting ------------------------------------------------------------------------------------------------------
 
     def _count_batch(self) -> None:
         tree, leaf = self.batch.snapshot, self.batch.leaf
-        length = tree.ready.copy()
+        length = tree.computed.copy()
         length[leaf] = tree.length[leaf]
         self._reads = self.decoder.planned.kv_tokens_read(length)
         self._alone = int((tree.start + tree.length)[leaf].sum())
@@ -231,16 +233,16 @@ class DecodeRun:
         self.tokens_alone = max(self.tokens_alone, self._alone)
         self._reads, self._alone = self._reads + rows, self._alone + rows  # each row's leaf grows
 
-    # -- beginning -------------------------------------------------------------------------------------------------------
+    # -- beginning -----------------------------------------------------------------------------------------------------
 
     def _take_pages(self) -> list[NDArray[np.int32]]:
-        """For each sample the pages that it may still need: they are promised to it, so they are free."""
+        """For each sample the pages that it may still need: they are reserved for it, so they are free."""
         counts = [self.tree.pages_to_extend(run.sequence, run.tokens_left) for run in self.runs]
         taken = self.tree.allocator.allocate(sum(counts))
         return np.split(taken, np.cumsum(counts)[:-1])
 
-    def _laws(self) -> Laws:
-        return Laws(
+    def _sampling(self) -> SamplingBatch:
+        return SamplingBatch(
             [run.params for run in self.runs],
             np.array([run.key for run in self.runs], np.uint64),
             np.array([len(run.tokens) for run in self.runs], np.int64),

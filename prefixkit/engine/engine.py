@@ -1,4 +1,4 @@
-"""The loop: admit, run the pending tokens, draw, grow or finish."""
+"""The loop: admit, run the uncomputed tokens, sample, grow or finish."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from prefixkit.attention.planner import Planner
 from prefixkit.attention.step import Step, build_step
 from prefixkit.engine.beam_run import BeamRun
 from prefixkit.engine.decode_run import DECODE_SETTINGS, DecodeRun, DecodeSettings
-from prefixkit.engine.pending import choose_queries
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample, TokenEvent
-from prefixkit.engine.sample_run import SampleRun, draw_next
-from prefixkit.engine.scheduler import Group, Scheduler, check_fits
+from prefixkit.engine.sample_run import SampleRun, sample_next
+from prefixkit.engine.scheduler import RequestState, Scheduler, check_fits
+from prefixkit.engine.uncomputed import choose_queries
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.runners.decoder import CannotDecode, Decoder
 from prefixkit.sampling.params import SamplingParams
@@ -34,22 +34,23 @@ class Engine:
     """Samples many sequences over one prefix tree.
 
     Args:
-        model: Runs a step: ``Step -> logits [len(step.logit_rows), vocab]`` in float32, after appending the step's KV to the
-            pool.
+        model: Runs a step: ``Step -> logits [len(step.logit_rows), vocab]`` in float32, after appending the step's KV
+            to the pool.
         pool: Where KV lives; its pages are those of ``tree``.
         tree: An empty tree over the pool's pages.
         planner: Plans attention for the model's heads.
         decode: Token ids to text; needed for stop strings and ``Sample.text``.
         special_tokens: The text of tokens that ``decode`` leaves out, by their ids; see ``StopChecker``.
         prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
-        decoder: Decodes samples whose prompts are computed, many steps at a time; None: every step is planned by itself.
+        decoder: Decodes samples whose prompts are computed, many steps at a time; None: every step is planned by
+            itself.
         settings: When it takes over, and how it goes on.
         sampler: Samples tokens in steps that no decoder runs.
-        most_running: Samples, or beam searches, that run at once at most; the others wait.
+        most_running: Samples, or beam searches, that run at once at most; the rest wait.
         keep: Whether ``run`` returns the samples; False holds none of them once ``on_sample`` has been called.
         on_sample: Called with each sample as it finishes.
-        on_token: Called with each token as it is drawn (sampling only).
-        on_step: Called after each step with how many tokens it drew (sampling only).
+        on_token: Called with each token as it is sampled (sampling only).
+        on_step: Called after each step with how many tokens it sampled (sampling only).
     """
 
     def __init__(
@@ -89,10 +90,17 @@ class Engine:
         self.on_step = on_step
         self.samples: list[SampleRun] = []
         self.beams: list[BeamRun] = []
-        self._ended: list[Group] = []  # all of whose samples have finished, but which are still with the scheduler
+        self._ended: list[
+            RequestState
+        ] = []  # all of whose samples have finished, but which are still with the scheduler
         # Weakly, for else the two would hold each other, and with them the pool, until Python looks for such cycles.
-        promised, tokens_left = weakref.WeakMethod(self._promised), weakref.WeakMethod(self._tokens_left)
-        self.scheduler = Scheduler(tree, lambda: promised()(), most_running, lambda one: tokens_left()(one))  # type: ignore[misc]
+        reserved, tokens_left = weakref.WeakMethod(self._reserved_pages), weakref.WeakMethod(self._tokens_left)
+        self.scheduler = Scheduler(
+            tree,
+            lambda: reserved()(),  # type: ignore[misc]
+            most_running,
+            lambda one: tokens_left()(one),  # type: ignore[misc]
+        )
         self.report = Report()
 
     def run(self, requests: Iterable[Request]) -> list[Sample]:
@@ -117,8 +125,8 @@ class Engine:
         return sorted(finished, key=lambda sample: (sample.prompt_index, sample.index))
 
     def step(self) -> list[Sample]:
-        """One forward pass and one token for everything that runs, or with a ``decoder`` many; returns the samples that this
-        finished."""
+        """One forward pass and one token for everything that runs, or with a ``decoder`` many; returns the samples that
+        this finished."""
         self.scheduler.admit()
         finished = self._start_at_once() if self.decoder is not None else []
         if self._can_decode():
@@ -131,20 +139,20 @@ class Engine:
 
     def _hand_over(self, finished: list[Sample]) -> None:
         ended, self._ended = self._ended, []
-        for group in sorted(ended, key=lambda group: group.prompt.id):  # in order of admission
-            self.scheduler.retire(group)
+        for state in sorted(ended, key=lambda state: state.prompt.id):  # in order of admission
+            self.scheduler.retire(state)
         for sample in finished:
             if self.on_sample is not None:
                 self.on_sample(sample)
 
-    # -- many steps --------------------------------------------------------------------------------------------------------
+    # -- many steps ----------------------------------------------------------------------------------------------------
 
     def _start_at_once(self) -> list[Sample]:
-        """Draw the first tokens of samples whose prompts are computed: no step need be run for them alone."""
+        """Sample the first tokens of samples whose prompts are computed: no step need be run for them alone."""
         finished: list[Sample] = []
         begun, running = self._start(beams=False), self.samples
-        self.samples = running + begun  # so that nothing is lost if drawing fails
-        going_on, grow = self._draw(begun, finished)
+        self.samples = running + begun  # so that nothing is lost if sampling fails
+        going_on, grow = self._sample(begun, finished)
         self.samples = running + going_on
         self._grow(grow)
         self._hand_over(finished)
@@ -154,12 +162,12 @@ class Engine:
         """Whether all that is left to do now is to decode samples, and enough of that."""
         if self.decoder is None or self.beams or not self.samples:
             return False
-        if any(group.first_logits is None or group.granted > group.started for group in self.scheduler.groups):
+        if any(state.first_logits is None or state.granted > state.started for state in self.scheduler.in_flight):
             return False
         if max(run.params.max_new_tokens - len(run.tokens) for run in self.samples) < self.settings.fewest_steps:
             return False
         leaves = {run.sequence.node for run in self.samples}
-        return all(node in leaves and have == want - 1 for node, have, want in self.tree.pending())
+        return all(node in leaves and have == want - 1 for node, have, want in self.tree.uncomputed())
 
     def _decode(self) -> list[Sample]:
         assert self.decoder is not None, "asked before"
@@ -167,7 +175,7 @@ class Engine:
 
         def give(run: SampleRun, sample: Sample) -> None:
             self.tree.release(run.sequence)
-            self._finish(run.group, [sample], finished)
+            self._finish(run.state, [sample], finished)
             self._hand_over([sample])
             if not self.keep:
                 finished.clear()
@@ -191,15 +199,15 @@ class Engine:
             self._count_held(decoding.pages_held)
         return finished
 
-    # -- one step, part by part ------------------------------------------------------------------------------------------
+    # -- one step, part by part ----------------------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        """Compute pending tokens, and hand the logits to whom they belong."""
-        unprimed = [group for group in self.scheduler.groups if group.first_logits is None]
-        drawn = [run.sequence for run in self.samples] + [beam for run in self.beams for beam in run.sequences]
+        """Compute uncomputed tokens, and give each prompt, sample and beam search its logits."""
+        unprimed = [state for state in self.scheduler.in_flight if state.first_logits is None]
+        growing = [run.sequence for run in self.samples] + [beam for run in self.beams for beam in run.sequences]
         snapshot = self.tree.snapshot()
-        asking = [group.prompt.node.index for group in unprimed]
-        decoding = [sequence.node.index for sequence in drawn]
+        asking = [state.prompt.node.index for state in unprimed]
+        decoding = [sequence.node.index for sequence in growing]
         tree = choose_queries(snapshot, decoding, asking, self.prefill_chunk)
         if tree is None:
             return
@@ -212,8 +220,8 @@ class Engine:
         wanted = wanted[wanted >= 0]
         step = build_step(tree, tokens, wanted, self.planner, self.pool.spec.device)
         logits = self.model(step)
-        self.tree.mark_ready([nodes[node] for node, _, _ in runs], queries.end.tolist())
-        self._count(step, drawn)
+        self.tree.mark_computed([nodes[node] for node, _, _ in runs], queries.end.tolist())
+        self._count(step, growing)
         self._hand_out(logits, wanted, row_of, unprimed, asking, decoding)
 
     def _hand_out(
@@ -221,7 +229,7 @@ class Engine:
         logits: Tensor,
         wanted: NDArray[np.int64],
         row_of: NDArray[np.int64],
-        unprimed: list[Group],
+        unprimed: list[RequestState],
         asking: list[int],
         decoding: list[int],
     ) -> None:
@@ -237,50 +245,50 @@ class Engine:
             beam_run.logits = logits[[next(rows) for _ in beam_run.sequences]]
 
     def _start(self, beams: bool = True) -> list[SampleRun]:
-        """Fork what has been promised pages from prompts whose logits are known; samples are returned."""
+        """Fork samples and beam searches with reserved pages from prompts with known logits; returns the samples."""
         begun: list[SampleRun] = []
-        for group in self.scheduler.groups:
-            count = group.granted - group.started
-            if count == 0 or group.first_logits is None:
+        for state in self.scheduler.in_flight:
+            count = state.granted - state.started
+            if count == 0 or state.first_logits is None:
                 continue
-            sampling = isinstance(group.request.params, SamplingParams)
+            sampling = isinstance(state.request.params, SamplingParams)
             if not (sampling or beams):
                 continue
-            for sequence in self.tree.fork(group.prompt, count):
+            for sequence in self.tree.fork(state.prompt, count):
                 if sampling:
-                    begun.append(SampleRun.begin(group, group.started, sequence, self.decode, self.special_tokens))
+                    begun.append(SampleRun.begin(state, state.started, sequence, self.decode, self.special_tokens))
                 else:
-                    self.beams.append(BeamRun.begin(group, sequence, self.decode))
-                group.started += 1
+                    self.beams.append(BeamRun.begin(state, sequence, self.decode))
+                state.started += 1
         return begun
 
     def _advance(self) -> list[Sample]:
-        """Draw a token for every run, grow the sequences that go on, and take out those that are done."""
+        """Sample a token for every run, grow the sequences that go on, and take out those that are done."""
         finished: list[Sample] = []
-        self.samples, grow = self._draw(self.samples, finished)
+        self.samples, grow = self._sample(self.samples, finished)
         for beam_run in list(self.beams):
             growth, hypotheses = beam_run.advance(self.tree)
             grow += growth
             if hypotheses is not None:
                 self.beams.remove(beam_run)
-                self._finish(beam_run.group, hypotheses, finished)
+                self._finish(beam_run.state, hypotheses, finished)
         self._grow(grow)
         return finished
 
-    def _draw(
+    def _sample(
         self, runs: list[SampleRun], finished: list[Sample]
     ) -> tuple[list[SampleRun], list[tuple[Sequence, int]]]:
-        """Draw a token for each run; returns those that go on, and by what.  Others are released, and ``finished``."""
+        """Sample a token for each run; returns those that go on, and by what.  Others are released and ``finished``."""
         going_on: list[SampleRun] = []
         grow: list[tuple[Sequence, int]] = []
-        for run, token, logprob in draw_next(runs, self.sampler):
+        for run, token, logprob in sample_next(runs, self.sampler):
             sample = run.accept(token, logprob, self.on_token)
             if sample is None:
                 going_on.append(run)
                 grow.append((run.sequence, token))
             else:
                 self.tree.release(run.sequence)
-                self._finish(run.group, [sample], finished)
+                self._finish(run.state, [sample], finished)
         if runs and self.on_step is not None:
             self.on_step(len(runs))
         return going_on, grow
@@ -289,28 +297,28 @@ class Engine:
         if grow:
             self.tree.extend_each([sequence for sequence, _ in grow], [token for _, token in grow])
 
-    def _finish(self, group: Group, samples: list[Sample], finished: list[Sample]) -> None:
-        group.finished += 1
-        if group.finished == group.wanted:
-            self._ended.append(group)
+    def _finish(self, state: RequestState, samples: list[Sample], finished: list[Sample]) -> None:
+        state.finished += 1
+        if state.finished == state.wanted:
+            self._ended.append(state)
         finished += samples
         self.report.samples += len(samples)
         for sample in samples:
             self.report.new_tokens += len(sample.tokens)
-            self.report.tokens_plain_batch += len(group.request.tokens) + len(sample.tokens) - 1
+            self.report.tokens_plain_batch += len(state.request.tokens) + len(sample.tokens) - 1
 
-    # -- bookkeeping -----------------------------------------------------------------------------------------------------
+    # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
-    def _promised(self) -> int:
+    def _reserved_pages(self) -> int:
         """Pages that what runs now may still take."""
         samples = sum(self.tree.pages_to_extend(run.sequence, run.tokens_left) for run in self.samples)
         return samples + sum(run.pages_left for run in self.beams)
 
     def _tokens_left(self, sequence: Sequence) -> int:
-        """Tokens that may still join a sequence of the tree; 0 if no sample draws them."""
+        """Tokens that may still join a sequence of the tree; 0 if no sample grows it."""
         return next((run.tokens_left for run in self.samples if run.sequence is sequence), 0)
 
-    def _count(self, step: Step, drawn: list[Sequence]) -> None:
+    def _count(self, step: Step, growing: list[Sequence]) -> None:
         report, spec = self.report, self.pool.spec
         report.steps += 1
         report.plans = self.planner.plans_made
@@ -318,7 +326,7 @@ class Engine:
         report.kv_bytes_read += step.kv_tokens_read * spec.bytes_per_token
         report.kv_bytes_read_unshared += step.kv_tokens_unshared * spec.bytes_per_token
         self._count_held(self._held_pages())
-        alone = sum(sequence.length for sequence in drawn) * spec.bytes_per_token
+        alone = sum(sequence.length for sequence in growing) * spec.bytes_per_token
         report.kv_bytes_unshared_peak = max(report.kv_bytes_unshared_peak, alone)
 
     def _held_pages(self) -> int:

@@ -1,4 +1,4 @@
-"""How large the KV pool is: what the requests need, within the memory that is left beside everything else a step takes."""
+"""How large the KV pool is: what the requests need, within the memory that is left beside what a step takes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from prefixkit.tree.tokens import common_prefix
 
 log = logging.getLogger("prefixkit")
 
-# Of the memory that is free, without kv_budget: on the CPU, where others need some too; and on a GPU, of what steps leave.
+# Of the memory that is free, without kv_budget: on the CPU, where other processes need some too; and on a GPU, of what
+# steps leave.
 FREE_MEMORY_SHARE = 0.5
 GPU_MEMORY_SHARE = 0.95
-# Prompt tokens of a step, where nobody says: on a GPU a step should be long enough to fill it.
+# Prompt tokens of a step, without prefill_chunk: on a GPU a step should be long enough to fill it.
 CPU_CHUNK, GPU_CHUNK = 1024, 8192
-# Samples that run at once: more make steps longer, not more tokens a second, and their logits take half a megabyte each.
+# Samples that run at once: more make steps longer, not more tokens a second, and their logits take half a megabyte
+# each.
 MOST_RUNNING = 4096
 
 
@@ -62,7 +64,7 @@ def parse_size(size: float | str, name: str = "kv_budget") -> int:
 
 
 def prefill_chunk_for(device: torch.device) -> int:
-    """Prompt tokens that a step computes, where nobody says."""
+    """Prompt tokens that a step computes by default."""
     return GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 
@@ -82,11 +84,11 @@ def pool_pages(
         kv_budget: KV to hold at most, see :func:`parse_size`; None takes a share of the memory that is free.
         page_size: Tokens per page.
         workspace: Bytes of that memory that steps need besides, on a GPU; see :func:`step_bytes`.
-        free: Bytes that are free on the device; None asks :func:`free_memory`.
+        free: Bytes that are free on the device; None: :func:`free_memory` of it.
 
     Raises:
-        ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page, or there are no pages of
-            this size.
+        ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page, or there are no
+            pages of this size.
     """
     check_page_size(page_size)
     budget = _free_for_kv(spec.device, workspace, free) if kv_budget is None else parse_size(kv_budget)
@@ -97,12 +99,13 @@ def pool_pages(
         if kv_budget is not None:
             raise ValueError(f"kv_budget={budget} bytes holds no page; {page}; raise kv_budget")
         raise ValueError(
-            f"the memory left for KV ({budget} bytes) holds no page; {page}, and a step {workspace / 2**20:.0f} MiB besides; "
+            f"the memory left for KV ({budget} bytes) holds no page; {page}, "
+            f"and a step {workspace / 2**20:.0f} MiB besides; "
             "free some memory, ask for fewer samples, or lower prefill_chunk"
         )
     pages = min(need, int(budget // page_bytes))
     if pages < need:
-        log.info("KV pool: %d of the %d pages that all requests need at once; the others wait", pages, need)
+        log.info("KV pool: %d of the %d pages that all requests need at once; the rest waits", pages, need)
     return max(pages, pages_for(1, page_size))
 
 
@@ -134,7 +137,7 @@ def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_c
     size = spec.dtype.itemsize
     # Of a layer: residual, norm, queries, keys and values, output; gate, up and their product.
     activations = (prefill_chunk + samples) * size * (4 * hidden + 4 * heads + 3 * inner)
-    # As computed, in float32, and those from which first tokens are drawn; a graph's are its own.
+    # As computed, in float32, and those from which first tokens are sampled; a graph's are its own.
     logits = samples * int(config.vocab_size) * (2 * (size + 4) + 4)
     # Partial states of one attention call, which torch gets back when it returns, and of one in the graphs' memory.
     return activations + logits + 2 * MOST_PARTIAL_BYTES

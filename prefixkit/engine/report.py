@@ -19,7 +19,7 @@ class Report:
     Attributes:
         prompts: Prompts sampled.
         samples: Samples finished.
-        new_tokens: Tokens drawn.
+        new_tokens: Tokens sampled.
         steps: Forward passes.
         plans: Attention plans made; the other steps reused one.
         tokens_computed: Tokens that went through the model.
@@ -90,7 +90,8 @@ class Report:
         ]
         if self.captures:
             lines.append(
-                f"{self.decode_steps} steps by {self.captures} CUDA graphs, captured in {self.seconds_capturing:.1f} s, "
+                f"{self.decode_steps} steps by {self.captures} CUDA graphs, captured in "
+                f"{self.seconds_capturing:.1f} s, "
                 f"which share {self.graph_bytes / 2**20:,.0f} MiB"
             )
         lines += [f"{what:24}{ours:>14}{plain:>14}{ratio:>10}" for what, ours, plain, ratio in self.rows()]

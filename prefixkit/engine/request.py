@@ -22,11 +22,11 @@ class BeamParams:
         num_beams: Sequences kept alive at every step, and finished sequences kept.
         num_return_sequences: How many finished sequences to return, best first; at most ``num_beams``.
         length_penalty: A finished sequence scores ``sum of log-probabilities / length ** length_penalty``; above 0
-            favours long ones, below 0 short ones.  Length counts drawn tokens, the stop token included.
+            favours long ones, below 0 short ones.  Length counts generated tokens, the stop token included.
         early_stopping: ``True`` stops once ``num_beams`` sequences are finished.  ``False`` goes on while the best live
             beam, scored at its present length, beats the worst finished one.  ``"never"`` scores it at
             the length most favourable to it, so that nothing better can be missed.
-        max_new_tokens: Most tokens to draw.
+        max_new_tokens: Most tokens to generate.
         stop_token_ids: Tokens that finish a sequence.
     """
 
@@ -73,7 +73,7 @@ class Request:
         tokens: ``[length]`` int32, at least one; kept as a read-only copy.
         params: ``SamplingParams`` or ``BeamParams``.
         occurrence: How many requests before this one have the same tokens; it enters the random stream, so that equal
-            prompts draw different samples.
+            prompts get different samples.
     """
 
     prompt_index: int
@@ -109,12 +109,12 @@ class Sample:
     Attributes:
         prompt_index: Which prompt it continues.
         index: Which of the prompt's samples it is, from 0; for beams its rank, 0 the best.
-        tokens: The drawn tokens, a final stop token included: a list made anew at each access from an int32 array.
+        tokens: The sampled tokens, a final stop token included: a list made anew at each access from an int32 array.
         logprobs: The model's own log-probability of each: natural logarithm, before any penalty, temperature or filter;
             likewise, from a float32 array.
-        text: The drawn text, without the stop token, cut before the stop string.
+        text: The sampled text, without the stop token, cut before the stop string.
         finish_reason: ``"stop"`` for a stop token or string, ``"length"`` after ``max_new_tokens``.
-        score: A beam's length-normalised log-probability; ``None`` for a drawn sample.
+        score: A beam's length-normalised log-probability; ``None`` unless it is a beam.
     """
 
     prompt_index: int
@@ -147,7 +147,7 @@ for _name, _dtype in (("tokens", np.int32), ("logprobs", np.float32)):
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One token, the moment it is drawn.
+    """One token, the moment it is sampled.
 
     Attributes:
         prompt_index: Which prompt it continues.

@@ -1,4 +1,4 @@
-"""One sample in flight, and drawing the next token of all of them."""
+"""One sample in flight, and sampling the next token of all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.engine.request import FinishReason, Sample, TokenEvent
-from prefixkit.engine.scheduler import Group
+from prefixkit.engine.scheduler import RequestState
 from prefixkit.engine.stop import StopChecker
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import sample_key
@@ -21,12 +21,12 @@ from prefixkit.tree.radix import Sequence as TreeSequence
 
 @dataclass(eq=False)
 class SampleRun:
-    """A sample that is being drawn.
+    """A sample that is being generated.
 
     ``logits`` are those after its last token: ``[vocab]``.  ``key`` seeds its private random stream.
     """
 
-    group: Group
+    state: RequestState
     index: int
     key: np.uint64
     sequence: TreeSequence
@@ -39,32 +39,32 @@ class SampleRun:
     @classmethod
     def begin(
         cls,
-        group: Group,
+        state: RequestState,
         index: int,
         sequence: TreeSequence,
         decode: Callable[[list[int]], str] | None,
         special_tokens: Mapping[int, str],
     ) -> SampleRun:
         """Start sample ``index`` of a prompt whose first logits are known."""
-        params, logits = group.request.params, group.first_logits
+        params, logits = state.request.params, state.first_logits
         assert isinstance(params, SamplingParams) and logits is not None
-        key = sample_key(params.seed, index, group.request.tokens, group.request.occurrence)
+        key = sample_key(params.seed, index, state.request.tokens, state.request.occurrence)
         stop = StopChecker(params.stop_token_ids, params.stop, decode, special_tokens)
-        return cls(group, index, key, sequence, params, stop, logits)
+        return cls(state, index, key, sequence, params, stop, logits)
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that may still join the tree: the last one drawn never does."""
+        """Tokens that may still join the tree: the last one sampled never does."""
         return self.params.max_new_tokens - 1 - len(self.tokens)
 
     def history(self) -> NDArray[np.int32]:
-        """What the repetition penalty looks at: the prompt's tokens and those drawn."""
+        """What the repetition penalty looks at: the prompt's tokens and those sampled."""
         if self.params.repetition_penalty == 1.0:
-            return self.group.request.tokens
-        return np.concatenate([self.group.request.tokens, np.array(self.tokens, dtype=np.int32)])
+            return self.state.request.tokens
+        return np.concatenate([self.state.request.tokens, np.array(self.tokens, dtype=np.int32)])
 
     def accept(self, token: int, logprob: float, on_token: Callable[[TokenEvent], None] | None) -> Sample | None:
-        """Take a drawn token; returns the sample if this ended it."""
+        """Take a sampled token; returns the sample if this ended it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         stopped = self.stop.push(token)
@@ -73,7 +73,7 @@ class SampleRun:
             reason = "stop" if stopped else "length"
         if on_token is not None:
             text = self.stop.delta() + (self.stop.rest() if reason == "length" else "")
-            on_token(TokenEvent(self.group.request.prompt_index, self.index, token, logprob, text, reason))
+            on_token(TokenEvent(self.state.request.prompt_index, self.index, token, logprob, text, reason))
         return None if reason is None else self._sample(reason)
 
     @property
@@ -91,7 +91,7 @@ class SampleRun:
     def _sample(self, reason: FinishReason) -> Sample:
         """The finished sample; from now on it alone holds the tokens, as arrays: a run may stay in a batch for long."""
         sample = Sample(
-            prompt_index=self.group.request.prompt_index,
+            prompt_index=self.state.request.prompt_index,
             index=self.index,
             tokens=self.tokens,
             logprobs=self.logprobs,
@@ -102,8 +102,8 @@ class SampleRun:
         return sample
 
 
-def draw_next(runs: list[SampleRun], sample: SampleRows = sample_on_host) -> Iterator[tuple[SampleRun, int, float]]:
-    """Draw one token for each run; what one draws does not depend on the others.
+def sample_next(runs: list[SampleRun], sample: SampleRows = sample_on_host) -> Iterator[tuple[SampleRun, int, float]]:
+    """Sample one token for each run; the token of a run does not depend on the other runs.
 
     Raises:
         ValueError: logits hold NaN, +inf or no finite value.
@@ -114,15 +114,15 @@ def draw_next(runs: list[SampleRun], sample: SampleRows = sample_on_host) -> Ite
     steps = np.array([len(run.tokens) for run in runs], dtype=np.int64)
     logits = torch.stack([run.logits for run in runs])
     tokens, logprobs = sample(logits, [run.params for run in runs], keys, steps, [run.history() for run in runs])
-    drawn = tokens.tolist()
-    if min(drawn) < 0:  # before anything is made of the others
-        raise broken_logits(runs[drawn.index(min(drawn))])
-    yield from zip(runs, drawn, logprobs.tolist(), strict=True)
+    sampled = tokens.tolist()
+    if min(sampled) < 0:  # before the other tokens are used
+        raise broken_logits(runs[sampled.index(min(sampled))])
+    yield from zip(runs, sampled, logprobs.tolist(), strict=True)
 
 
 def broken_logits(run: SampleRun) -> ValueError:
-    """What to raise where a device could draw nothing."""
+    """What to raise where a device could sample no token."""
     return ValueError(
-        f"the logits of sample {run.index} of prompt {run.group.request.prompt_index} hold NaN, +inf or no finite value, so no "
-        "token can be drawn; look at what the model computed"
+        f"the logits of sample {run.index} of prompt {run.state.request.prompt_index} hold NaN, +inf or no finite "
+        "value, so no token can be sampled; look at what the model computed"
     )

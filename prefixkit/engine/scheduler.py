@@ -1,7 +1,7 @@
-"""Who may start: prompts wait until their KV, and that of all their samples, is sure to fit.
+"""Admission: prompts wait until their KV, and that of all their samples, is sure to fit.
 
-Nothing here runs a model.  A sample is admitted only when the pages it may still need are free and promised to nobody
-else, so a running sample never meets a full pool: prompts beyond the budget wait, and nothing fails.
+Nothing here runs a model.  A sample is admitted only when the pages it may still need are free and reserved for no
+other sequence, so a running sample never meets a full pool: prompts beyond the budget wait, and nothing fails.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class KVBudgetTooSmall(ValueError):
 
 
 @dataclass(eq=False)
-class Group:
-    """A prompt in flight, and how many of its samples have been promised pages, started and finished.
+class RequestState:
+    """A prompt in flight, and how many of its samples have reserved pages, have started and have finished.
 
-    ``first_logits`` are the logits after the prompt's last token: ``[vocab]``, kept while the group is in flight.
+    ``first_logits`` are the logits after the prompt's last token: ``[vocab]``, kept while the request is in flight.
     """
 
     request: Request
@@ -50,7 +50,7 @@ class Group:
 
 
 @dataclass(eq=False)
-class _Anchor:
+class _PinnedPrefix:
     """A finished prompt's prefix that a waiting prompt shares, kept so that no token is computed twice."""
 
     sequence: Sequence
@@ -60,7 +60,7 @@ class _Anchor:
 def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
     """Pages that one sample, or one beam search, can come to need beyond its prompt.
 
-    The last token drawn needs no KV.  Beams fork at any token, and each fork starts a fresh page.
+    The last token sampled needs no KV.  Beams fork at any token, and each fork starts a fresh page.
     """
     tokens = params.max_new_tokens - 1
     if isinstance(params, BeamParams):
@@ -95,41 +95,44 @@ class _Budget:
     """What one round of admission may grant.
 
     Attributes:
-        promised: Pages of the free ones that are promised: to running samples, and to granted ones that have not started.
+        reserved: Pages of the free ones that are reserved: for running samples, and for granted ones that have not
+            started.
         places: How many more samples, or beam searches, may run.
     """
 
-    promised: int
+    reserved: int
     places: int
 
 
 @dataclass(eq=False)
 class Scheduler:
-    """The queue of prompts, the groups in flight, and the prefix kept for those that wait.
+    """The queue of prompts, the requests in flight, and the prefix kept for those that wait.
 
-    Prompts are admitted in lexicographic order of their tokens: those that share a prefix follow each other, and a prompt
-    that is another's prefix comes first.  Results are independent of this order.
+    Prompts are admitted in lexicographic order of their tokens: those that share a prefix follow each other, and a
+    prompt that is another's prefix comes first.  Results are independent of this order.
 
     Attributes:
         tree: Where prompts are inserted.
-        promised: Returns the pages that running samples may still take.
+        reserved_pages: Returns the pages that running samples may still take.
         most_running: Samples, or beam searches, that run at once at most.
         tokens_left: Returns how many tokens a sequence of the tree may still grow by: 0 for prompts and beams.
     """
 
     tree: PrefixTree
-    promised: Callable[[], int]
+    reserved_pages: Callable[[], int]
     most_running: int = sys.maxsize
     tokens_left: Callable[[Sequence], int] = lambda sequence: 0
     queue: deque[Request] = field(default_factory=deque)
-    _groups: dict[int, Group] = field(default_factory=dict)  # by the id of the prompt's sequence, in order of admission
-    _short: deque[Group] = field(default_factory=deque)  # those of which samples wait, in order of admission
-    _anchor: _Anchor | None = None
+    _in_flight: dict[int, RequestState] = field(
+        default_factory=dict
+    )  # by the id of the prompt's sequence, in order of admission
+    _short: deque[RequestState] = field(default_factory=deque)  # those of which samples wait, in order of admission
+    _pinned: _PinnedPrefix | None = None
 
     @property
-    def groups(self) -> list[Group]:
+    def in_flight(self) -> list[RequestState]:
         """The prompts in flight, in order of admission."""
-        return list(self._groups.values())
+        return list(self._in_flight.values())
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests that :func:`check_fits` has passed."""
@@ -137,7 +140,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.queue and not self._groups
+        return not self.queue and not self._in_flight
 
     @property
     def waits(self) -> bool:
@@ -145,7 +148,7 @@ class Scheduler:
         return bool(self.queue or self._short)
 
     def admit(self) -> None:
-        """Grant pages to waiting samples of prompts in flight, then to waiting prompts, until something does not fit."""
+        """Grant pages to waiting samples of prompts in flight, then to waiting prompts, until one does not fit."""
         if not self.waits:
             return
         budget = self._budget()
@@ -155,79 +158,80 @@ class Scheduler:
             self._short.popleft()
         while self.queue and self._admit_prompt(self.queue[0], budget):
             self.queue.popleft()
-        if self.queue and not self._groups:
-            # Nothing runs, so only the anchor can be in the way: its last page may be one page more than the prompt alone.
-            self._drop_anchor()
+        if self.queue and not self._in_flight:
+            # Nothing runs, so only the pinned prefix can be in the way: its last page may be one page more than the
+            # prompt alone.
+            self._drop_pinned()
             admitted = self._admit_prompt(self.queue[0], budget)
             assert admitted, "a request that passed check_fits must fit an empty pool"
             self.queue.popleft()
 
-    def retire(self, group: Group) -> None:
-        """Take a group whose samples have all finished out of the tree, but for what the next prompt in line shares."""
-        del self._groups[group.prompt.id]
-        keep = common_prefix(group.request.tokens, self.queue[0].tokens) if self.queue else 0
-        if keep > (self._anchor.sequence.length if self._anchor else 0):
-            self._drop_anchor()
-            whole = keep == len(group.request.tokens)
+    def retire(self, state: RequestState) -> None:
+        """Take a request whose samples have all finished out of the tree, but for what the next prompt shares."""
+        del self._in_flight[state.prompt.id]
+        keep = common_prefix(state.request.tokens, self.queue[0].tokens) if self.queue else 0
+        if keep > (self._pinned.sequence.length if self._pinned else 0):
+            self._drop_pinned()
+            whole = keep == len(state.request.tokens)
             if not whole:
-                self.tree.trim(group.prompt, keep)
-            self._anchor = _Anchor(group.prompt, group.first_logits if whole else None)
+                self.tree.trim(state.prompt, keep)
+            self._pinned = _PinnedPrefix(state.prompt, state.first_logits if whole else None)
         else:
-            self.tree.release(group.prompt)
+            self.tree.release(state.prompt)
 
     def close(self) -> None:
         """Release every prompt; what ran is the engine's to release."""
-        self._drop_anchor()
-        for group in self._groups.values():
-            self.tree.release(group.prompt)
-        self._groups.clear()
+        self._drop_pinned()
+        for state in self._in_flight.values():
+            self.tree.release(state.prompt)
+        self._in_flight.clear()
         self._short.clear()
         self.queue.clear()
 
     def _budget(self) -> _Budget:
         """What may be granted now."""
-        groups, page_size = self._groups.values(), self.tree.page_size
+        states, page_size = self._in_flight.values(), self.tree.page_size
         unstarted = sum(
-            (group.granted - group.started) * pages_per_unit(group.request.params, page_size)
-            for group in groups
-            if group.granted > group.started
+            (state.granted - state.started) * pages_per_unit(state.request.params, page_size)
+            for state in states
+            if state.granted > state.started
         )
-        running = sum(group.granted - group.finished for group in groups)
-        return _Budget(self.promised() + unstarted, max(0, self.most_running - running))
+        running = sum(state.granted - state.finished for state in states)
+        return _Budget(self.reserved_pages() + unstarted, max(0, self.most_running - running))
 
-    def _grant(self, group: Group, budget: _Budget) -> bool:
-        """Promise pages to as many of a group's waiting samples as fit; True if none is left waiting."""
-        unit = pages_per_unit(group.request.params, self.tree.page_size)
-        waiting = group.wanted - group.granted
-        fit = waiting if unit == 0 else min(waiting, max(0, self.tree.allocator.free - budget.promised) // unit)
+    def _grant(self, state: RequestState, budget: _Budget) -> bool:
+        """Reserve pages for as many of a request's waiting samples as fit; True if none is left waiting."""
+        unit = pages_per_unit(state.request.params, self.tree.page_size)
+        waiting = state.wanted - state.granted
+        fit = waiting if unit == 0 else min(waiting, max(0, self.tree.allocator.free - budget.reserved) // unit)
         fit = min(fit, budget.places)
-        group.granted += fit
-        budget.promised += fit * unit
+        state.granted += fit
+        budget.reserved += fit * unit
         budget.places -= fit
         return fit == waiting
 
     def _admit_prompt(self, request: Request, budget: _Budget) -> bool:
-        """Insert a prompt and promise pages to its first samples; where that does not fit, the tree is only read."""
+        """Insert a prompt and reserve pages for its first samples; where that does not fit, the tree is only read."""
         if not budget.places:
             return False
         found = self.tree.match(request.tokens)
         missing = pages_for(len(request.tokens) - found.length, self.tree.page_size)
         more, unit = self._parted(found), pages_per_unit(request.params, self.tree.page_size)
-        if self.tree.allocator.free - missing < budget.promised + more + unit:
+        if self.tree.allocator.free - missing < budget.reserved + more + unit:
             return False
-        budget.promised += more
+        budget.reserved += more
         prompt = self.tree.insert(request.tokens, found)
-        group = Group(request, prompt, first_logits=self._known_logits(prompt))
-        self._groups[prompt.id] = group
-        if not self._grant(group, budget):
-            self._short.append(group)
-        self._drop_anchor()  # the new prompt begins with all of it
+        state = RequestState(request, prompt, first_logits=self._known_logits(prompt))
+        self._in_flight[prompt.id] = state
+        if not self._grant(state, budget):
+            self._short.append(state)
+        self._drop_pinned()  # the new prompt begins with all of it
         return True
 
     def _parted(self, found: Match) -> int:
         """Pages more that running samples may take once a prompt is inserted where ``found`` ends.
 
-        A sample's leaf stops growing in place where the prompt ends with it or goes on below it: what the sample draws next
+        A sample's leaf stops growing in place where the prompt ends with it or goes on below it: its next token
         then starts a page of its own.  A split leaves that as it is.
         """
         node = found.node
@@ -241,12 +245,12 @@ class Scheduler:
         """The first logits of an equal prompt, if one has been computed and is still at hand."""
         # Equal prompts end at one node, and either all those in flight have their logits or none has: so any will do.
         for id in prompt.node.sequences:
-            if id in self._groups:
-                return self._groups[id].first_logits
-        anchor = self._anchor
-        return anchor.first_logits if anchor is not None and anchor.sequence.node is prompt.node else None
+            if id in self._in_flight:
+                return self._in_flight[id].first_logits
+        pinned = self._pinned
+        return pinned.first_logits if pinned is not None and pinned.sequence.node is prompt.node else None
 
-    def _drop_anchor(self) -> None:
-        if self._anchor is not None:
-            self.tree.release(self._anchor.sequence)
-            self._anchor = None
+    def _drop_pinned(self) -> None:
+        if self._pinned is not None:
+            self.tree.release(self._pinned.sequence)
+            self._pinned = None

@@ -8,7 +8,7 @@ from typing import Any
 Decode = Callable[[list[int]], str]
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
-_MOST_PENDING = 3  # tokens: a UTF-8 character has at most 4 bytes, so at most 3 tokens can wait for its last one
+_MOST_INCOMPLETE = 3  # tokens: a UTF-8 character has at most 4 bytes, so at most 3 tokens can wait for its last one
 
 
 def special_tokens(tokenizer: Any, decode: Decode) -> dict[int, str]:
@@ -30,12 +30,12 @@ class StopChecker:
 
     Tokens become text with two offsets into the list::
 
-        tokens   | settled .......... | context ....... | fresh ...... |
-        offsets                       ^ _context        ^ _settled     ^ end
+        tokens   | committed ........ | context ....... | fresh ...... |
+        offsets                       ^ _context        ^ _committed   ^ end
 
     The text of ``fresh`` is that of ``context + fresh`` less that of ``context``: a decoder sees what stands before
-    the new tokens (spaces, merged bytes), and only a few tokens are decoded at a time.  Tokens settle once their text
-    no longer ends in an unfinished character.
+    the new tokens (spaces, merged bytes), and only a few tokens are decoded at a time.  Tokens are committed once their
+    text no longer ends in an unfinished character.
 
     A stop string is looked for in the text.  One that holds the text of a special token, which the text leaves out, is
     looked for in the text with the special tokens put in where they were sampled; the text then ends where it begins.
@@ -72,9 +72,9 @@ class StopChecker:
         self._longest = max(map(len, self._stop), default=0)
         self._decode: Decode = decode or (lambda tokens: "")
         self._tokens: list[int] = []  # without a stop token
-        self._context = self._settled = 0
+        self._context = self._committed = 0
         self._context_text = ""
-        self._text = ""  # of the settled tokens, and after a stop string: the whole text
+        self._text = ""  # of the committed tokens, and after a stop string: the whole text
         self._taken = 0  # characters that delta() has handed out
         self._stopped_by_token = self._stopped_by_string = False
 
@@ -87,11 +87,11 @@ class StopChecker:
             return True
         self._tokens.append(token)
         if self._stop:
-            self._settle(self._special.get(token, ""))
+            self._commit(self._special.get(token, ""))
         return self._stopped_by_string
 
     def push_all(self, tokens: list[int]) -> bool:
-        """Take tokens of which none but the last can end the sample, where there are no stop strings; True if it does."""
+        """Take tokens of which only the last can end the sample, where there are no stop strings; True if it does."""
         assert tokens and not self._stop, "strings are looked for token by token"
         self._tokens += tokens[:-1]
         return self.push(tokens[-1])
@@ -105,7 +105,7 @@ class StopChecker:
         if self._stopped_by_token:
             return self.rest()
         if not self._stop:
-            self._settle()
+            self._commit()
         sure = len(self._text) if self._stopped_by_string else len(self._text) - self._possible_stop()
         fresh = self._text[self._taken : sure]
         self._taken = max(self._taken, sure)
@@ -122,7 +122,7 @@ class StopChecker:
         """The sample's text: all its tokens decoded at once, or what stands before the stop string."""
         return self._text if self._stopped_by_string else self._decode(self._tokens)
 
-    def _settle(self, special: str = "") -> None:
+    def _commit(self, special: str = "") -> None:
         """Decode the fresh tokens, look for stop strings, and move the offsets over what is finished.
 
         Args:
@@ -139,20 +139,20 @@ class StopChecker:
         end = len(self._tokens)
         if text.endswith(_UNFINISHED):
             # Older than the last three tokens, it is no unfinished character but bytes that never were one.
-            end -= _MOST_PENDING
-            if end <= self._settled:
+            end -= _MOST_INCOMPLETE
+            if end <= self._committed:
                 return
             text = self._fresh_text(end)
         if text:  # tokens without text, such as special ones, stay fresh, so that context always holds some text
             self._text += text
-            self._context, self._settled = self._settled, end
-            self._context_text = self._decode(self._tokens[self._context : self._settled])
+            self._context, self._committed = self._committed, end
+            self._context_text = self._decode(self._tokens[self._context : self._committed])
 
     def _fresh_text(self, end: int) -> str:
         return self._decode(self._tokens[self._context : end])[len(self._context_text) :]
 
     def _cut_at_stop(self, fresh: str) -> bool:
-        # No stop string lies within the settled text, so a new one begins at most its length before the fresh text.
+        # No stop string lies within the committed text, so a new one begins at most its length before the fresh text.
         begin = max(0, len(self._text) - self._longest + 1) if self._stop else 0
         window = self._text[begin:] + fresh
         found = [begin + at for at in map(window.find, self._plain_stop) if at >= 0]
@@ -165,7 +165,7 @@ class StopChecker:
         return self._stopped_by_string
 
     def _with_special(self, text: str, begin: int) -> tuple[str, list[int]]:
-        """``text``, which begins at ``begin``, with its special tokens put in, and where each character stands in it."""
+        """``text``, which begins at ``begin``, with its special tokens put in, and each character's place in it."""
         seen, place, at, end = "", list[int](), begin, begin + len(text)
         if len(self._inserted) > self._longest:  # earlier ones may have been dropped
             at = max(at, self._inserted[0][0])
@@ -177,7 +177,7 @@ class StopChecker:
         return seen + text[at - begin :], place + list(range(at, end))
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the settled text that a stop string begins with."""
+        """Length of the longest end of the committed text that a stop string begins with."""
         most = min(self._longest - 1, len(self._text))
         held = _beginning(self._text, self._plain_stop, most)
         if self._special_stop:

@@ -38,21 +38,15 @@ _NEUTRAL = frozenset(
 )
 _AGREED = {"is_causal": True, "output_attentions": False}
 
-_made: dict[type[nn.Module], type[nn.Module]] = {}
 
-
+@functools.cache
 def tree_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of an attention class that also understands :class:`TreeCache`; always the same for one original.
 
     It has the original's name and module, because transformers searches the source of a class's module, and users read
     class names in ``print(model)``.
     """
-    if original not in _made:
-        _made[original] = _make(original)
-    return _made[original]
 
-
-def _make(original: type[nn.Module]) -> type[nn.Module]:
     # The original forward is looked up at each call: a forward that the class is given later takes effect, as it does
     # on a model that is not patched.
     @functools.wraps(original.forward)
@@ -98,7 +92,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = tree_class(original)
+    cls = tree_class(original)  # type: ignore[arg-type]  # classes hash
     return cls.__new__(cls)
 
 
@@ -164,7 +158,7 @@ def tree_attention_forward(
         ``[1, T, heads, head_dim]`` in the query's dtype, and None in place of the weights.
 
     Raises:
-        ValueError: an argument asks for something that attention over a tree would not do.
+        ValueError: an argument needs something that attention over a tree does not do.
     """
     layer: Layer | None = module.__dict__.get(_LAYER)
     if layer is None:

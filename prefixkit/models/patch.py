@@ -35,7 +35,7 @@ def patch(model: Model) -> Model:
     done: list[nn.Module] = []
     try:
         for layer in todo:
-            _become(layer.module, tree_class(layer.original))
+            _become(layer.module, tree_class(layer.original))  # type: ignore[arg-type]
             done.append(layer.module)
     except BaseException:
         for module in done:

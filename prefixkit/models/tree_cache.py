@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -163,37 +164,23 @@ class TreeCache(Cache):
         """Windows are the attention variants' business; every layer keeps all its KV."""
         return [False] * self.pool.spec.num_layers
 
-    @property
-    def is_linear(self) -> list[bool]:
-        return [False] * self.pool.spec.num_layers
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        return [False] * self.pool.spec.num_layers
+    is_linear = is_dummy = is_sliding
 
     @property
     def batch_size(self) -> int:
         """One row of tokens, whatever the number of sequences."""
         return 1
 
-    # What would change which KV is kept.  The base class, which sees no layers, would silently do nothing.
 
-    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        self._refuse("reorder_cache")
-
-    def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("crop")
-
-    def reset(self) -> NoReturn:
-        self._refuse("reset")
-
-    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        self._refuse("batch_repeat_interleave")
-
-    def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        self._refuse("batch_select_indices")
-
-    def _refuse(self, method: str) -> NoReturn:
+def _refused(method: str) -> Callable[..., NoReturn]:
+    def refuse(self: TreeCache, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
             f"TreeCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release"
         )
+
+    return refuse
+
+
+# What would change which KV is kept.  The base class, which sees no layers, would silently do nothing.
+for _method in ("reorder_cache", "crop", "reset", "batch_repeat_interleave", "batch_select_indices"):
+    setattr(TreeCache, _method, _refused(_method))

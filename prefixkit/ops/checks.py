@@ -13,7 +13,7 @@ from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # A plan packed for the GPU's kernels, as csrc/attention/plan.cuh describes it.
-PACKED = ("counts", "wide", "narrow", "segments", "merge_indptr", "merge_indices")
+PACKED = ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices")
 NODES = ("start", "length", "page_indptr", "pages", "first_slot")
 
 
@@ -96,32 +96,14 @@ def check_rotary(
         _device(op, name, tensor, k_pages.device)
 
 
-def check_advance(
-    leaf: Tensor,
-    start: Tensor,
-    length: Tensor,
-    page_indptr: Tensor,
-    pages: Tensor,
-    first_slot: Tensor,
-    sampled: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rows: int,
-) -> None:
-    """Arguments of ``advance``."""
-    op = "advance"
-    _nodes(op, (start, length, page_indptr, pages, first_slot), leaf.device)
-    for name, tensor in (("sampled", sampled), ("tokens", tokens), ("positions", positions), ("slots", slots)):
+def check_advance(leaf: Tensor, nodes: Sequence[Tensor], step: Sequence[Tensor], rows: int) -> None:
+    """Arguments of ``advance``: ``nodes`` are the tree, ``step`` is sampled, tokens, positions and slots."""
+    op, names = "advance", ("sampled", "tokens", "positions", "slots")
+    _nodes(op, nodes, leaf.device)
+    for name, tensor in zip(names, step, strict=True):
         check_slots(op, name, tensor, leaf.device)
     _dtype(op, "leaf", leaf, (torch.int32,))
-    for name, tensor in (
-        ("leaf", leaf),
-        ("sampled", sampled),
-        ("tokens", tokens),
-        ("positions", positions),
-        ("slots", slots),
-    ):
+    for name, tensor in zip(("leaf", *names), (leaf, *step), strict=True):
         _shape(op, name, tensor, f"[at least {rows}]", tensor.ndim == 1 and tensor.shape[0] >= rows)
 
 
@@ -210,10 +192,10 @@ def check_packed(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> 
 
 
 def _work_shapes(op: str, work: Sequence[Tensor]) -> None:
-    counts, wide, narrow, segments, merge_indptr, merge_indices = work
+    counts, tile_items, decode_items, segments, merge_indptr, merge_indices = work
     _shape(op, "work.counts", counts, "[8]", counts.shape == (8,))
-    _shape(op, "work.wide", wide, "[items, 8]", wide.ndim == 2 and wide.shape[1] == 8)
-    _shape(op, "work.narrow", narrow, "[items, 8]", narrow.ndim == 2 and narrow.shape[1] == 8)
+    _shape(op, "work.tile_items", tile_items, "[items, 8]", tile_items.ndim == 2 and tile_items.shape[1] == 8)
+    _shape(op, "work.decode_items", decode_items, "[items, 8]", decode_items.ndim == 2 and decode_items.shape[1] == 8)
     _shape(op, "work.segments", segments, "[segments, 3]", segments.ndim == 2 and segments.shape[1] == 3)
     _shape(op, "work.merge_indptr", merge_indptr, "[rows + 1]", merge_indptr.ndim == 1 and merge_indptr.shape[0] > 0)
     _shape(op, "work.merge_indices", merge_indices, "[partial rows]", merge_indices.ndim == 1)
@@ -241,20 +223,15 @@ def _nodes(op: str, nodes: Sequence[Tensor], device: torch.device) -> None:
 
 def check_append_slots(op: str, slots: Tensor, pages: Tensor) -> None:
     """IndexError: a slot neither exists nor is -1, which writes nothing.  ValueError: one is written twice."""
-    if not _capturing(slots):
-        check_slot_numbers(op, "slots", slots[slots != -1], pages.shape[0] * pages.shape[1], distinct=True)
-
-
-def check_slot_numbers(op: str, name: str, slots: Tensor, num_slots: int, distinct: bool) -> None:
-    """IndexError: a slot does not exist.  ValueError: one is written twice."""
-    if _capturing(slots) or not len(slots):
+    if capturing(slots) or not len(slots := slots[slots != -1]):
         return
-    low, high = int(slots.min()), int(slots.max())
+    low, high, num_slots = int(slots.min()), int(slots.max()), pages.shape[0] * pages.shape[1]
     if low < 0 or high >= num_slots:
-        raise IndexError(f"{op}: {name} must be 0..{num_slots - 1}, got {low}..{high}")
-    if distinct and len(torch.unique(slots)) < len(slots):
-        raise ValueError(f"{op}: {name} must be distinct, for two tokens cannot share a slot")
+        raise IndexError(f"{op}: slots must be 0..{num_slots - 1}, got {low}..{high}")
+    if len(torch.unique(slots)) < len(slots):
+        raise ValueError(f"{op}: slots must be distinct, for two tokens cannot share a slot")
 
 
-def _capturing(tensor: Tensor) -> bool:
+def capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph captures what is done with this tensor."""
     return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,7 @@
-"""Every op of prefixkit: its schema, its fake, its contract, and its way to the backend that runs it (see ``backend``).
+"""Every op of prefixkit: its contract, and its way to the backend that runs it (see ``backend``).
+
+A contract is a function by the op's name: its signature gives the schema, and it checks the arguments and returns empty
+results, so it is the op's fake too.
 
 ``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of variants
 stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs under autograd, but
@@ -7,7 +10,7 @@ its backward raises :class:`NoBackward`; ``rotary_append`` raises it at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 from prefixkit.attention.variants import lookup
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.checks import (
+    PACKED,
     check_advance,
     check_append,
     check_attention,
@@ -24,30 +28,12 @@ from prefixkit.ops.checks import (
     check_sample,
 )
 
-_library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-call]
-
-SCHEMAS = (
-    "kv_append(Tensor key, Tensor value, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots) -> ()",
-    "rotary_append(Tensor q, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(a!) k_pages, Tensor(b!) v_pages, "
-    "Tensor slots) -> Tensor",
-    "tree_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor q_positions, Tensor[] plan, float scale, str variant) "
-    "-> (Tensor out, Tensor lse)",
-    "advance(Tensor leaf, Tensor start, Tensor(a!) length, Tensor page_indptr, Tensor pages, Tensor first_slot, "
-    "Tensor sampled, Tensor(b!) tokens, Tensor(c!) positions, Tensor(d!) slots, int rows, int page_size) -> ()",
-    "sample(Tensor logits, Tensor(a!) records, Tensor(b!) seen, Tensor(c!) tokens, Tensor(d!) logprobs) -> ()",
-    "plan_tree(Tensor num_nodes, Tensor parent, Tensor subtree_end, Tensor length, Tensor own, Tensor(a!) counts, "
-    "Tensor(b!) wide, Tensor(c!) narrow, Tensor(d!) segments, Tensor(e!) merge_indptr, Tensor(f!) merge_indices, "
-    "Tensor(g!) scratch, int[] heads, int num_sms, float[] cost) -> ()",
-)
-for _schema in SCHEMAS:
-    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
-
 
 class NoBackward(NotImplementedError):
     """A gradient was asked of an op that has none."""
 
 
-def _kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Write keys and values to pages.
 
     One contract for every op that appends, on every backend: a row whose slot is -1 writes nothing, as rows do that pad a
@@ -64,10 +50,10 @@ def _kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slo
         BadShape, BadDtype, BadDevice: an argument does not fit the others.
         IndexError: a slot does not exist; see above for GPUs.
     """
-    backend_for(k_pages.device).kv_append(key, value, k_pages, v_pages, slots)
+    check_append(key, value, k_pages, v_pages, slots)
 
 
-def _rotary_append(
+def rotary_append(
     q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
 ) -> Tensor:
     """Rotary embedding of queries and keys, and ``kv_append`` of these keys: a decode step's way to attention.
@@ -85,13 +71,11 @@ def _rotary_append(
         BadShape, BadDtype, BadDevice, IndexError: as ``kv_append``.
         NoBackward: a gradient is recorded.
     """
-    # torch.library takes no backward of an op that writes to its arguments.
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, key, value)):
-        _no_backward(None)
-    return backend_for(k_pages.device).rotary_append(q, key, value, cos, sin, k_pages, v_pages, slots)
+    check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
+    return q.new_empty(q.shape)
 
 
-def _tree_attention(
+def tree_attention(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
@@ -118,10 +102,12 @@ def _tree_attention(
     Raises:
         BadShape, BadDtype, BadDevice, UnknownVariant: an argument does not fit the others.
     """
-    return backend_for(k_pages.device).tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant)
+    check_attention(q, k_pages, v_pages, q_positions)
+    lookup(variant)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _advance(
+def advance(
     leaf: Tensor,
     start: Tensor,
     length: Tensor,
@@ -149,13 +135,10 @@ def _advance(
     Raises:
         BadShape, BadDtype, BadDevice: an argument does not fit the others.
     """
-    check_advance(leaf, start, length, page_indptr, pages, first_slot, sampled, tokens, positions, slots, rows)
-    backend_for(leaf.device).advance(
-        leaf, start, length, page_indptr, pages, first_slot, sampled, tokens, positions, slots, rows, page_size
-    )
+    check_advance(leaf, (start, length, page_indptr, pages, first_slot), (sampled, tokens, positions, slots), rows)
 
 
-def _sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
     """Sample a token for every active row, by the specification of ``sampling.specification``, bit by bit.
 
     A row that is not active is left alone.  Of each other row the token and its log-probability are written, the token's bit in
@@ -175,18 +158,17 @@ def _sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logpr
         BadShape, BadDtype, BadDevice: an argument does not fit the others.
     """
     check_sample(logits, records, seen, tokens, logprobs)
-    backend_for(logits.device).sample(logits, records, seen, tokens, logprobs)
 
 
-def _plan_tree(
+def plan_tree(
     num_nodes: Tensor,
     parent: Tensor,
     subtree_end: Tensor,
     length: Tensor,
     own: Tensor,
     counts: Tensor,
-    wide: Tensor,
-    narrow: Tensor,
+    tile_items: Tensor,
+    decode_items: Tensor,
     segments: Tensor,
     merge_indptr: Tensor,
     merge_indices: Tensor,
@@ -204,8 +186,8 @@ def _plan_tree(
         parent, subtree_end: ``[nodes]`` as in the snapshot; these and the following may have more elements than nodes.
         length: ``[nodes]`` tokens of each node that are visible in the step.
         own: ``[nodes]`` query rows in each node.
-        counts, wide, narrow, segments, merge_indptr, merge_indices: The arrays of a ``Plan``, written; their sizes are the
-            plan's capacity.  A plan that does not fit is empty, and ``counts[OVERFLOW]`` is 1.
+        counts, tile_items, decode_items, segments, merge_indptr, merge_indices: The arrays of a ``Plan``, written;
+            their sizes are the plan's capacity.  A plan that does not fit is empty, and ``counts[OVERFLOW]`` is 1.
         scratch: ``[scratch_ints(...)]`` (``attention.capacity``), whose content after the call means nothing.
         heads: Query heads, KV heads, head size, bytes of an element.
         num_sms: Blocks to plan for.
@@ -215,76 +197,7 @@ def _plan_tree(
         BadShape, BadDtype, BadDevice: an argument does not fit the others.
         ValueError: heads or cost are none, or no tile holds a group.
     """
-    tree = num_nodes, parent, subtree_end, length, own
-    work = counts, wide, narrow, segments, merge_indptr, merge_indices
-    check_plan_tree(tree, work, scratch, heads, cost)
-    backend_for(parent.device).plan_tree(*tree, *work, scratch, heads, num_sms, cost)
-
-
-def _fake_kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    check_append(key, value, k_pages, v_pages, slots)
-
-
-def _fake_rotary_append(
-    q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
-) -> Tensor:
-    check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
-    return q.new_empty(q.shape)
-
-
-def _fake_tree_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    q_positions: Tensor,
-    plan: Sequence[Tensor],
-    scale: float,
-    variant: str,
-) -> tuple[Tensor, Tensor]:
-    check_attention(q, k_pages, v_pages, q_positions)
-    lookup(variant)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-def _fake_advance(
-    leaf: Tensor,
-    start: Tensor,
-    length: Tensor,
-    page_indptr: Tensor,
-    pages: Tensor,
-    first_slot: Tensor,
-    sampled: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rows: int,
-    page_size: int,
-) -> None:
-    check_advance(leaf, start, length, page_indptr, pages, first_slot, sampled, tokens, positions, slots, rows)
-
-
-def _fake_sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-    check_sample(logits, records, seen, tokens, logprobs)
-
-
-def _fake_plan_tree(
-    num_nodes: Tensor,
-    parent: Tensor,
-    subtree_end: Tensor,
-    length: Tensor,
-    own: Tensor,
-    counts: Tensor,
-    wide: Tensor,
-    narrow: Tensor,
-    segments: Tensor,
-    merge_indptr: Tensor,
-    merge_indices: Tensor,
-    scratch: Tensor,
-    heads: Sequence[int],
-    num_sms: int,
-    cost: Sequence[float],
-) -> None:
-    work = counts, wide, narrow, segments, merge_indptr, merge_indices
+    work = counts, tile_items, decode_items, segments, merge_indptr, merge_indices
     check_plan_tree((num_nodes, parent, subtree_end, length, own), work, scratch, heads, cost)
 
 
@@ -295,15 +208,39 @@ def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
     )
 
 
-for _name, _run, _fake in (
-    ("kv_append", _kv_append, _fake_kv_append),
-    ("rotary_append", _rotary_append, _fake_rotary_append),
-    ("tree_attention", _tree_attention, _fake_tree_attention),
-    ("advance", _advance, _fake_advance),
-    ("sample", _sample, _fake_sample),
-    ("plan_tree", _plan_tree, _fake_plan_tree),
-):
+def _refuse_gradients(q: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> None:
+    # torch.library takes no backward of an op that writes to its arguments.
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, key, value)):
+        _no_backward(None)
+
+
+def _trust(*arguments: Any) -> None:
+    """The backend checks: ours on GPUs remember which shapes they have checked."""
+
+
+def _runs(name: str, check: Callable[..., object]) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        check(*arguments)
+        return getattr(backend_for(arguments[0].device), name)(*arguments)
+
+    return run
+
+
+_library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-call]
+# Contract, the arguments that the op writes to, and what is checked before the backend is asked.
+_OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object]], ...] = (
+    (kv_append, ("k_pages", "v_pages"), _trust),
+    (rotary_append, ("k_pages", "v_pages"), _refuse_gradients),
+    (tree_attention, (), _trust),
+    (advance, ("length", "tokens", "positions", "slots"), advance),
+    (sample, ("records", "seen", "tokens", "logprobs"), sample),
+    (plan_tree, (*PACKED, "scratch"), plan_tree),
+)
+SCHEMAS = tuple(op.__name__ + torch.library.infer_schema(op, mutates_args=writes) for op, writes, _ in _OPS)
+
+for _schema, (_op, _, _check) in zip(SCHEMAS, _OPS, strict=True):
+    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
     for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _run, _key)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"prefixkit::{_name}", _fake, lib=_library)
+        _library.impl(_op.__name__, _runs(_op.__name__, _check), _key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"prefixkit::{_op.__name__}", _op, lib=_library)
 torch.library.register_autograd("prefixkit::tree_attention", _no_backward, lib=_library)

@@ -1,7 +1,7 @@
-"""What an error says that was raised while a CUDA graph was captured: that a step cannot be captured, or that something broke.
+"""What an error of a CUDA graph capture says: that a step cannot be captured, or that something broke.
 
-A step that cannot be captured runs without a graph.  A fault of the GPU (an illegal address, a failed launch, a device-side
-assert) leaves the GPU unusable for the process, so it has to be reported as what it is.
+A step that cannot be captured runs without a graph.  A fault of the GPU (an illegal address, a failed launch, a
+device-side assert) leaves the GPU unusable for the process, so it has to be reported as what it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CAPTURE = range(900, 909)  # cudaErrorStreamCaptureUnsupported to cudaErrorStre
 
 
 def reason_of(error: BaseException) -> BaseException:
-    """What has to be reported of an error that ended a capture: a fault that it followed, else a lack of memory, else itself.
+    """What to report of an error that ended a capture: a fault that it followed, else a lack of memory, else itself.
 
     The end of a failed capture raises an error of its own, so the reason may lie behind it.
     """

@@ -36,14 +36,15 @@ class DecodeCapacity:
 class DecodeTree:
     """A :class:`DecodeBatch` where a model runs it.
 
-    :meth:`load` brings a batch; each :meth:`advance` begins a step: every row one position further, its leaf one token longer.
-    Rows beyond the batch's write nothing.
+    :meth:`load` brings a batch; each :meth:`advance` begins a step: every row one position further, its leaf one token
+    longer.  Rows beyond the batch's write nothing.
 
     Attributes:
         capacity: What a batch may hold.
         nodes: start, length, page_indptr, pages, first_slot, as ``tree_attention`` takes them.
         leaf: ``[rows]`` int32, -1 behind the batch's rows.
-        drawn: ``[rows]`` int64 the tokens that the next step runs, written by whoever draws; may be another's tensor.
+        sampled: ``[rows]`` int64 the tokens that the next step runs, written by the sampler; may be the sampler's
+            tensor.
         tokens, positions, slots: ``[rows]`` int64, of the step; token 0 for what is no token.
     """
 
@@ -53,14 +54,14 @@ class DecodeTree:
         rows, nodes, pages = (max(1, n) for n in (capacity.rows, capacity.nodes, capacity.pages))
         self._staged = Staged([(nodes,), (nodes,), (nodes + 1,), (pages,), (nodes,), (rows,)], target)
         *self.nodes, self.leaf = self._staged.tensors
-        self.drawn, self.tokens, self.positions = (
+        self.sampled, self.tokens, self.positions = (
             torch.zeros(rows, dtype=torch.int64, device=target) for _ in range(3)
         )
         self.slots = torch.full((rows,), -1, dtype=torch.int64, device=target)
         self.leaf.fill_(-1)
 
     def load(self, batch: DecodeBatch) -> None:
-        """Bring a batch: one copy on the current stream, for which the host does not wait.  :meth:`advance` begins its step.
+        """Bring a batch: one copy on the current stream, without a wait of the host.  :meth:`advance` begins its step.
 
         Raises:
             BatchTooLarge: it does not fit; nothing has changed.
@@ -81,12 +82,12 @@ class DecodeTree:
     def advance(self, rows: int) -> None:
         """Begin the next step of the first ``rows`` rows, on the current stream.  Can be captured."""
         torch.ops.prefixkit.advance(
-            self.leaf, *self.nodes, self.drawn, self.tokens, self.positions, self.slots, rows, self.page_size
+            self.leaf, *self.nodes, self.sampled, self.tokens, self.positions, self.slots, rows, self.page_size
         )
 
 
 def _before(batch: DecodeBatch) -> Ints:
     """``[nodes]`` tokens with KV before the batch's step."""
-    length = batch.snapshot.ready.copy()
+    length = batch.snapshot.computed.copy()
     length[batch.leaf] = batch.snapshot.length[batch.leaf] - 1
     return length

@@ -1,4 +1,4 @@
-"""Decode steps of many rows, one after the other, over arrays that stay: what a loop asks of whoever runs them."""
+"""Decode steps of many rows, one after the other, over arrays that stay: what a loop needs of a decoder."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from prefixkit.attention.step import Step
 from prefixkit.runners.decode_tree import DecodeTree
 from prefixkit.sampling.params import SamplingParams
 
-Drawn = tuple[NDArray[np.int64], NDArray[np.float32]]
+Sampled = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 @dataclass(frozen=True, eq=False)
-class Laws:
-    """How the rows of a batch are drawn.
+class SamplingBatch:
+    """How the rows of a batch are sampled.
 
     Attributes:
         params: ``[rows]`` of each.
         keys: ``[rows]`` uint64, see ``rng.sample_key``.
-        steps: ``[rows]`` int64 tokens that each has drawn.
+        steps: ``[rows]`` int64 tokens that each has sampled.
         histories: Of each all its tokens, the prompt's too.
         last: ``[rows]`` int64 the last of them, whose KV is yet to be computed.
     """
@@ -37,9 +37,9 @@ class Laws:
     histories: Sequence[NDArray[np.int32]]
     last: NDArray[np.int64]
 
-    def keep(self, rows: NDArray[np.intp]) -> Laws:
+    def keep(self, rows: NDArray[np.intp]) -> SamplingBatch:
         """Those of some rows."""
-        return Laws(
+        return SamplingBatch(
             [self.params[row] for row in rows],
             self.keys[rows],
             self.steps[rows],
@@ -57,9 +57,10 @@ class Decoder(Protocol):
 
     Attributes:
         planned: The plan of the batch at hand.
-        captures, seconds_capturing, graph_bytes: CUDA graphs captured so far, what that took, and GPU memory that they share.
-        stale: Whether what steps read lies elsewhere by now; then ``keep`` all rows before the next one.  Reading it changes
-            nothing.
+        captures, seconds_capturing, graph_bytes: CUDA graphs captured so far, what that took, and GPU memory that they
+            share.
+        stale: Whether what steps read lies elsewhere by now; then ``keep`` all rows before the next one.  Reading it
+            changes nothing.
     """
 
     planned: StepPlan
@@ -72,7 +73,7 @@ class Decoder(Protocol):
     @property
     def stale(self) -> bool: ...
 
-    def begin(self, batch: DecodeBatch, laws: Laws) -> None:
+    def begin(self, batch: DecodeBatch, sampling: SamplingBatch) -> None:
         """Take a batch in place of the last one, whose unread steps are forgotten.
 
         Raises:
@@ -83,11 +84,11 @@ class Decoder(Protocol):
         """Go on with ``rows`` of the batch, ascending; ``batch`` is what they are by now."""
 
     def step(self) -> None:
-        """Start a step: every row's last token runs, and its next one is drawn."""
+        """Start a step: every row's last token runs, and its next one is sampled."""
 
-    def read(self) -> Drawn:
-        """``[rows]`` the tokens and log-probabilities of the oldest step that was not read, of the rows it had; -1 where the
-        logits were broken."""
+    def read(self) -> Sampled:
+        """``[rows]`` the tokens and log-probabilities of the oldest step that was not read, of the rows it had; -1
+        where the logits were broken."""
 
 
 def decode_step(batch: DecodeBatch, tree: DecodeTree, wanted: Tensor, planned: StepPlan) -> Step:

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one for each bucket of batch sizes, over arrays whose addresses stay.
 
-A graph holds a whole step: the tree grows by a token per row, the model runs, the next tokens are drawn.  What changes between
-steps is in tensors that the graph only reads: the tree, the plan, the laws of drawing.  So a graph outlives every tree, and the
-host's part of a step is to launch it and to read, some steps later, what it drew.
+A graph holds a whole step: the tree grows by a token per row, the model runs, the next tokens are sampled.  What
+changes between steps is in tensors that the graph only reads: the tree, the plan, the sampling parameters.  So a graph
+outlives every tree, and the host's part of a step is to launch it and to read, some steps later, what it sampled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
-from prefixkit.runners.decoder import CannotDecode, Drawn, Laws, decode_step
+from prefixkit.runners.decoder import CannotDecode, Sampled, SamplingBatch, decode_step
 from prefixkit.runners.graph_arrays import GraphArrays, bucket_of
 
 log = logging.getLogger("prefixkit")
@@ -50,12 +50,13 @@ class GraphDecoder:
         planning: How steps in graphs are planned, for the model's heads.
         page_size: Of the pool.
         device: The GPU.
-        shrink: A graph for fewer rows is captured where it has at most this part of the rows of the smallest there is that
-            would do.  Lower where capturing takes long.
-        weights: Says where what the model reads lies; asked once for each batch.  Graphs are captured again once that is
-            elsewhere.  None: it never is.
+        shrink: A graph for fewer rows is captured where it has at most this part of the rows of the smallest there is
+            that would do.  Lower where capturing takes long.
+        weights: Says where what the model reads lies; asked once for each batch.  Graphs are captured again once that
+            is elsewhere.  None: it never is.
         moves: Counts what may have moved it; asked before each step, and ``weights`` again when it has changed.
-        capture: Makes a graph of the work that its first argument does when called, in the memory pool that is the second.
+        capture: Makes a graph of the work that its first argument does when called, in the memory pool that is the
+            second.
 
     Attributes:
         planned: The plan of the batch at hand.
@@ -101,12 +102,12 @@ class GraphDecoder:
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
 
-    # -- Decoder -----------------------------------------------------------------------------------------------------------
+    # -- Decoder -------------------------------------------------------------------------------------------------------
 
-    def begin(self, batch: DecodeBatch, laws: Laws) -> None:
+    def begin(self, batch: DecodeBatch, sampling: SamplingBatch) -> None:
         self._unread.clear()
         try:
-            return self._begin(batch, laws)
+            return self._begin(batch, sampling)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -115,13 +116,13 @@ class GraphDecoder:
         self._release()
         raise CannotDecode(f"no memory for CUDA graphs of {batch.num_rows} rows: {reason}")
 
-    def _begin(self, batch: DecodeBatch, laws: Laws) -> None:
+    def _begin(self, batch: DecodeBatch, sampling: SamplingBatch) -> None:
         with self._here():
             self._forget_moved()
-            arrays = self._make_room(batch)
+            arrays = self._reserve(batch)
             bucket = self._bucket(batch.num_rows)
             self._graph(arrays, bucket)
-            arrays.start(laws)
+            arrays.start(sampling)
             self._take(arrays, batch, bucket)
 
     def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
@@ -154,10 +155,10 @@ class GraphDecoder:
                 arrays.replan()
             self._steps += 1
             self._graphs[self._running].replay()
-            drawn = arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows]
-            self._unread.append((arrays.ring.send(*drawn), self._rows))
+            sampled = arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows]
+            self._unread.append((arrays.ring.send(*sampled), self._rows))
 
-    def read(self) -> Drawn:
+    def read(self) -> Sampled:
         arrays = self._arrays
         assert arrays is not None, "begun before"
         place, rows = self._unread.popleft()
@@ -168,14 +169,14 @@ class GraphDecoder:
         """The GPU as the current device: captures and events go by that."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    # -- arrays and graphs -------------------------------------------------------------------------------------------------
+    # -- arrays and graphs ---------------------------------------------------------------------------------------------
 
     def _take(self, arrays: GraphArrays, batch: DecodeBatch, bucket: int) -> None:
         arrays.load(batch)
         self.planned = self._plan_of(arrays, batch)
         self._running, self._rows, self._steps = bucket, batch.num_rows, 0
 
-    def _make_room(self, batch: DecodeBatch) -> GraphArrays:
+    def _reserve(self, batch: DecodeBatch) -> GraphArrays:
         """The arrays, if they hold the batch; else larger ones, for which graphs must be captured anew."""
         if self._arrays is None or not self._arrays.holds(batch):
             if self._graphs:
@@ -187,7 +188,7 @@ class GraphDecoder:
         return self._arrays
 
     def _forget_moved(self) -> None:
-        """Drop graphs that read weights where they no longer are: that memory may be another's by now."""
+        """Drop graphs that read weights where they no longer are: that memory may have been reused by now."""
         there = None if self.weights is None else self.weights()
         if self._graphs and there != self._read_from:
             log.info("the model's weights have moved: CUDA graphs are captured again")
@@ -197,7 +198,7 @@ class GraphDecoder:
         self._see_moves()
 
     def _see_moves(self) -> None:
-        """Note that whatever has moved weights so far has not moved those that graphs read."""
+        """Note that the moves of weights so far have left those that graphs read where they were."""
         self._moves = self.moves() if self.moves is not None else 0
 
     def _release(self) -> None:
@@ -276,8 +277,8 @@ def capture_graph(work: Callable[[], None], pool: object) -> Graph:
 def _no_waiting() -> Iterator[None]:
     """CannotDecode if the host waits for the device: a capture would fail, and not as cleanly.
 
-    Mixtures of experts do that whose layers ask which experts have tokens, and rotary embeddings that ask for the longest
-    position.
+    Mixtures of experts do that whose layers ask which experts have tokens, and rotary embeddings that ask for the
+    longest position.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

@@ -13,7 +13,7 @@ from prefixkit.attention.staging import upload
 from prefixkit.ops.backend import GraphPlanning
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
-from prefixkit.runners.decoder import CannotDecode, Laws
+from prefixkit.runners.decoder import CannotDecode, SamplingBatch
 from prefixkit.runners.sampler import Sampler
 
 # Rows of a step are rounded up to a bucket's: by less than half of them, but for the smallest.
@@ -33,7 +33,7 @@ def bucket_of(rows: int) -> int:
 
 @dataclass(eq=False)
 class Ring:
-    """Pinned memory for what recent steps drew, and when it is there."""
+    """Pinned memory for what recent steps sampled, and when it is there."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -66,7 +66,7 @@ class GraphArrays:
         capacity = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, _more(need.pages))
         self.tree = DecodeTree(capacity, page_size, device)
         plan = planning.capacity_for(batch.tree)
-        self.planner = planning.planner(capacity.nodes, _roomy(plan, rows), device)
+        self.planner = planning.planner(capacity.nodes, _with_slack(plan, rows), device)
         self.wanted = torch.arange(rows, device=device)
         self.ring = Ring.of(rows)
         self.sampler: Sampler | None = None
@@ -83,15 +83,15 @@ class GraphArrays:
                 raise CannotDecode(f"the sampling kernel serves up to {MOST_VOCAB} tokens, the model has {vocab}")
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
                 self.sampler = Sampler(self.rows, vocab, self.tree.leaf.device)
-            self.tree.drawn = self.sampler.tokens
+            self.tree.sampled = self.sampler.tokens
 
-    def start(self, laws: Laws) -> None:
-        """Bring the laws of a batch's rows, and their last tokens."""
-        sampler, count = self.sampler, len(laws.params)
+    def start(self, sampling: SamplingBatch) -> None:
+        """Bring the sampling parameters of a batch's rows, and their last tokens."""
+        sampler, count = self.sampler, len(sampling.params)
         assert sampler is not None, "made before the first graph"
         sampler.active.zero_()
-        sampler.load(slice(0, count), laws.params, laws.keys, laws.steps, laws.histories)
-        sampler.tokens[:count] = upload([laws.last], self.tree.leaf.device)[0]
+        sampler.load(slice(0, count), sampling.params, sampling.keys, sampling.steps, sampling.histories)
+        sampler.tokens[:count] = upload([sampling.last], self.tree.leaf.device)[0]
 
     def load(self, batch: DecodeBatch) -> None:
         """Bring a batch and plan it, on the current stream."""
@@ -118,8 +118,8 @@ def _more(n: int) -> int:
     return n + n // 4 + 64
 
 
-def _roomy(need: PlanCapacity, rows: int) -> PlanCapacity:
-    """Room for plans of other trees too."""
-    sizes = (need.wide, need.narrow, need.segments, need.partials)
-    wide, narrow, segments, partials = (_more(size * rows // max(1, need.rows)) for size in sizes)
-    return PlanCapacity(wide, narrow, segments, rows, partials)
+def _with_slack(need: PlanCapacity, rows: int) -> PlanCapacity:
+    """Capacity for plans of other trees too."""
+    sizes = (need.tile_items, need.decode_items, need.segments, need.partials)
+    tile_items, decode_items, segments, partials = (_more(size * rows // max(1, need.rows)) for size in sizes)
+    return PlanCapacity(tile_items, decode_items, segments, rows, partials)

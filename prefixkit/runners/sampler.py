@@ -25,17 +25,18 @@ Ids = NDArray[np.integer[Any]]
 class Sampler:
     """Parameters and state of up to ``rows`` sequences that are sampled together; rows are inactive until loaded.
 
-    A row that holds NaN or +inf, or no finite logit, or whose scores leave float32, gets token -1 and log-probability NaN,
-    where the specification raises.
+    A row that holds NaN or +inf, or no finite logit, or whose scores leave float32, gets token -1 and log-probability
+    NaN, where the specification raises.
 
     Attributes:
         rows, vocab: Most rows, and the length of each.
         tokens: ``[rows]`` int64, what was sampled last; rows that are not active keep theirs.
         logprobs: ``[rows]`` float32, the log-softmax of the untouched logits at the token.
-        steps: ``[rows]`` int32 view, how many tokens a row has sampled: the counter of its random stream.  A step adds 1.
+        steps: ``[rows]`` int32 view, how many tokens a row has sampled: the counter of its random stream.  A step adds
+            1.
         active: ``[rows]`` int32 view, 0 for rows that are left alone; kernels may write it.
-        seen: ``[rows, ceil(vocab / 32)]`` int32, bit ``t % 32`` of word ``t // 32`` says that the sequence holds token ``t``.
-            Kept for every row, read where there is a repetition penalty.
+        seen: ``[rows, ceil(vocab / 32)]`` int32, bit ``t % 32`` of word ``t // 32`` says that the sequence holds token
+            ``t``.  Kept for every row, read where there is a repetition penalty.
 
     Raises:
         ValueError: a size below 1, or a vocabulary above 2**20.
@@ -45,7 +46,7 @@ class Sampler:
         if rows < 1 or not 1 <= vocab <= MOST_VOCAB:
             raise ValueError(
                 f"a sampler needs at least 1 row and 1 to {MOST_VOCAB} tokens, got {rows} rows of {vocab}; "
-                "sample from larger ones with sampling.draw"
+                "sample from larger ones with sampling.specification.sample_tokens"
             )
         self.rows, self.vocab = rows, vocab
         self._records = torch.zeros(rows, RECORD_INTS, dtype=torch.int32, device=device)
@@ -63,7 +64,7 @@ class Sampler:
         steps: Ids,
         histories: Sequence[Ids] | None = None,
     ) -> None:
-        """Give rows their parameters and make them active: one copy on the current stream, for which the host does not wait.
+        """Give rows their parameters and make them active: one copy on the current stream, without a wait of the host.
 
         Args:
             rows: Which, each once.
@@ -112,8 +113,8 @@ class Sampler:
             for row, each in zip(rows, params, strict=True):
                 if each.repetition_penalty != 1:
                     raise ValueError(
-                        f"row {row} asks for repetition_penalty={each.repetition_penalty}, which needs the tokens of its "
-                        "sequence; pass histories, or use repetition_penalty=1.0"
+                        f"row {row} asks for repetition_penalty={each.repetition_penalty}, which needs the tokens of "
+                        "its sequence; pass histories, or use repetition_penalty=1.0"
                     )
 
     def keep(self, index: Tensor) -> None:
@@ -133,7 +134,7 @@ class Sampler:
         self.active[count:] = 0
 
     def sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample a token for every active row of the first ``n``, on the current stream; can be captured in a CUDA graph.
+        """Sample a token for every active row of the first ``n``, on the current stream; a CUDA graph can capture it.
 
         Args:
             logits: ``[n, vocab]`` float32, bfloat16 or float16, n at most ``rows``; stride 1 over the vocabulary.
@@ -154,7 +155,7 @@ class Sampler:
 
 
 def sampler_of(device: torch.device) -> SampleRows:
-    """What samples rows of logits on a device; on a CPU the specification itself, which says what is wrong with a row."""
+    """The sampler of a device; on a CPU the specification itself, which says what is wrong with a row."""
     return sample_on_host if device.type == "cpu" else DeviceSampler()
 
 

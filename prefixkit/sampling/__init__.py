@@ -1,1 +1,1 @@
-"""Sampling: parameters, the specification of a draw, counter-based random numbers."""
+"""Sampling: parameters, the specification of sampling, counter-based random numbers."""

@@ -13,9 +13,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw ``n`` independent continuations of one prompt.
+    """How to sample ``n`` independent continuations of one prompt.
 
-    The filters act in the order of the fields below, on the model's float32 logits (see ``sampling.draw``).
+    The filters act in the order of the fields below, on the model's float32 logits (see ``sampling.specification``).
 
     Attributes:
         n: Samples of the prompt; sample ``i`` is the same whether 1 or 1,000 are asked for.
@@ -25,10 +25,10 @@ class SamplingParams:
         top_k: Keep the ``top_k`` likeliest tokens; 0 is off.
         top_p: Keep the fewest likeliest tokens that hold this probability; 1.0 is off (Holtzman et al. 2020).
         min_p: Keep tokens at least ``min_p`` times as likely as the likeliest; 0.0 is off (Nguyen et al. 2024).
-        max_new_tokens: Most tokens to draw for one sample.
-        seed: 0 to 2**64 - 1.  Equal seed, sample index, prompt and occurrence (see ``Request``) draw from equal random
+        max_new_tokens: Most tokens to sample for one sample.
+        seed: 0 to 2**64 - 1.  Equal seed, sample index, prompt and occurrence (see ``Request``) use equal random
             numbers.
-        stop_token_ids: Tokens that end a sample; the one drawn is its last token and not in its text.
+        stop_token_ids: Tokens that end a sample; the one sampled is its last token and not in its text.
         stop: Strings that end a sample; its text ends before the first of them.  They may be or hold special tokens:
             see ``StopChecker``.
     """

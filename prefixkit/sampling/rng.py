@@ -5,7 +5,7 @@ comes from its seed, its index, its prompt, and how many equal prompts stand bef
 So a sample's numbers are the same alone or in a batch, on any device, and a sample resumed at a later step goes on as
 if it had never stopped.
 
-A uniform's exact bits, for whoever implements it elsewhere: with the 64-bit ``key`` and ``step``,
+A uniform's exact bits, for other implementations: with the 64-bit ``key`` and ``step``,
 
     key words      k0 = key & 0xffffffff,   k1 = key >> 32
     counter words  c0 = step & 0xffffffff,  c1 = step >> 32,  c2 = c3 = 0
@@ -79,7 +79,7 @@ def uniforms(keys: NDArray[np.uint64], steps: NDArray[np.integer[Any]]) -> NDArr
 
     Args:
         keys: ``[rows]`` from :func:`sample_key`.
-        steps: ``[rows]`` how many tokens the sample has drawn before; at least 0.
+        steps: ``[rows]`` how many tokens the sample has sampled before; at least 0.
 
     Returns:
         ``[rows]`` float64 with 53 random bits.

@@ -1,12 +1,12 @@
-"""Drawing the next token: penalty, temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution.
+"""Sampling the next token: penalty, temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution.
 
-Each row is drawn from its own logits, parameters and uniform number alone, so a row's token is the same whatever else is
-in the batch, and the same on a CPU (here) and on a GPU (``csrc/sampling``): what follows is the specification of both,
-bit by bit.  The vocabulary is never sorted.
+Each row is sampled from its own logits, parameters and uniform number alone, so a row's token is the same whatever else
+is in the batch, and the same on a CPU (here) and on a GPU (``csrc/sampling``): what follows is the specification of
+both, bit by bit.  The vocabulary is never sorted.
 
-1. **Scores.**  Logits in float32; those of bfloat16 and float16 are converted exactly.  Where the penalty is not 1, each
-   token that the sequence holds has ``score < 0 ? score * penalty : score / penalty``, rounded once, with the penalty
-   in float32.  Greedy rows take the first of the largest scores.
+1. **Scores.**  Logits in float32; those of bfloat16 and float16 are converted exactly.  Where the penalty is not 1,
+   each token that the sequence holds has ``score < 0 ? score * penalty : score / penalty``, rounded once, with the
+   penalty in float32.  Greedy rows take the first of the largest scores.
 2. **Weights.**  With ``top`` the largest score and ``rate = max(float32(log2(e)) / float32(temperature), 2**-126)``::
 
        power  = max((score - top) * rate, -64)      each operation rounded to float32, as all below
@@ -20,10 +20,11 @@ bit by bit.  The vocabulary is never sorted.
 3. **Filters.**  Top-k keeps the tokens whose score is at least the k-th largest.  Top-p keeps, of these, the fewest
    largest weights that hold ``max(1, min(ceil(top_p * float64(total)), total))``, product rounded to float64; of
    equal weights at its border those with the higher ids.  Min-p keeps weights of at least ``ceil(min_p * 2**39)``.
-4. **Draw.**  The uniform is ``u / 2**53`` with a whole ``u`` (``rng``).  The token is the first, by id, at which the
+4. **Sample.**  The uniform is ``u / 2**53`` with a whole ``u`` (``rng``).  The token is the first, by id, at which the
    cumulative sum of kept weights exceeds ``floor(u * total / 2**53)``, in whole numbers of 128 bits.
 
-The log-probability is the log-softmax of the untouched logits, and equal on two devices to some units in the last place.
+The log-probability is the log-softmax of the untouched logits, and equal on two devices to some units in the last
+place.
 
 Top-p ranks only the tokens that may belong to the nucleus: those below (1 - p) / V together hold less than 1 - p, so
 they lie outside it.  Top-k keeps every token as likely as the k-th, so it can keep more than k.  So do transformers'
@@ -57,13 +58,13 @@ class BrokenLogits(ValueError):
     """No token can be sampled: a row holds NaN, +inf or no finite value, or its scores leave float32."""
 
 
-def draw(
+def sample_tokens(
     logits: Tensor,
     params: SamplingParams | Sequence[SamplingParams],
     uniforms: NDArray[np.float64],
     histories: Sequence[Ids] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token for every row.
+    """Sample one token for every row.
 
     Args:
         logits: ``[rows, vocab]`` float32, read only.  ``-inf`` masks a token.
@@ -85,14 +86,14 @@ def draw(
     rows, vocab = logits.shape
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     at_once = max(1, min(_ELEMENTS_AT_ONCE // max(vocab, 1), rows))
-    scratch, room = Scratch(at_once, vocab), torch.empty(at_once, vocab)
+    scratch, log_softmax = Scratch(at_once, vocab), torch.empty(at_once, vocab)
     for begin in range(0, rows, at_once):
         part = slice(begin, begin + at_once)
         some = logits[part].detach().cpu()
-        raw = torch.log_softmax(some, dim=-1, out=room[: len(some)])
+        raw = torch.log_softmax(some, dim=-1, out=log_softmax[: len(some)])
         _check_finite(raw, logits, begin)
         scores = _scores(some.numpy(), each[part], seen[part])
-        tokens[part] = torch.tensor(_draw_rows(scores, each[part], uniforms[part], scratch))
+        tokens[part] = torch.tensor(_sample_rows(scores, each[part], uniforms[part], scratch))
         logprobs[part] = raw.gather(1, tokens[part, None])[:, 0]
     return tokens.to(logits.device), logprobs.to(logits.device)
 
@@ -100,18 +101,18 @@ def draw(
 def probabilities(
     logits: Tensor, params: SamplingParams | Sequence[SamplingParams], histories: Sequence[Ids] | None = None
 ) -> Tensor:
-    """The distribution that :func:`draw` draws from: ``[rows, vocab]`` float64, each row summing to 1."""
+    """The distribution that :func:`sample_tokens` samples from: ``[rows, vocab]`` float64, each row summing to 1."""
     each, seen = _check(logits, params, np.zeros(len(logits)), histories)
     result = torch.zeros(logits.shape, dtype=torch.float64)
-    for row, law in enumerate(each):
+    for row, own in enumerate(each):
         one = logits[row : row + 1].detach().cpu()
         _check_finite(torch.log_softmax(one, dim=-1), logits, row)
-        (scores,) = _scores(one.numpy(), [law], seen[row : row + 1])
-        if law.greedy:
+        (scores,) = _scores(one.numpy(), [own], seen[row : row + 1])
+        if own.greedy:
             result[row, int(np.argmax(scores))] = 1
         else:
-            (weights,) = weigh(scores[None], [law.temperature])
-            kept = kept_tokens(scores, weights, law)
+            (weights,) = weigh(scores[None], [own.temperature])
+            kept = kept_tokens(scores, weights, own)
             kept = np.arange(len(weights)) if kept is None else kept
             held = weights[kept].astype(np.float64)
             result[row, torch.from_numpy(kept)] = torch.from_numpy(held / held.sum())
@@ -162,7 +163,7 @@ def _check(
         if size != rows:
             raise ValueError(f"{name} must have one entry for each of the {rows} rows of logits, got {size}")
     if histories is None:
-        penalised = [row for row, law in enumerate(each) if law.repetition_penalty != 1]
+        penalised = [row for row, own in enumerate(each) if own.repetition_penalty != 1]
         if penalised:
             raise ValueError(
                 f"row {penalised[0]} asks for repetition_penalty={each[penalised[0]].repetition_penalty}, "
@@ -175,7 +176,7 @@ def _check(
 
 
 def _check_finite(log_softmax: Tensor, logits: Tensor, first_row: int) -> None:
-    """Name the first row that cannot be drawn from."""
+    """Name the first row that cannot be sampled from."""
     # A single NaN or +inf, or nothing but -inf, turns every entry of a row's log-softmax into NaN: one column tells.
     broken = torch.isnan(log_softmax[:, 0])
     if bool(broken.any()):
@@ -183,20 +184,20 @@ def _check_finite(log_softmax: Tensor, logits: Tensor, first_row: int) -> None:
         values = logits[row]
         what = "NaN" if values.isnan().any() else "+inf" if values.isposinf().any() else "no finite value"
         raise BrokenLogits(
-            f"row {row} of the logits holds {what}, so no token can be drawn; look at what the model computed"
+            f"row {row} of the logits holds {what}, so no token can be sampled; look at what the model computed"
         )
 
 
-def _scores(logits: Floats, laws: Sequence[SamplingParams], histories: Sequence[Ids | None]) -> Floats:
-    """Penalised logits of rows, the rows themselves where there is no penalty; what cannot be drawn from is an error."""
+def _scores(logits: Floats, params: Sequence[SamplingParams], histories: Sequence[Ids | None]) -> Floats:
+    """Penalised logits of rows, the rows themselves without a penalty; an error where no token can be sampled."""
     scores = logits
     with np.errstate(all="ignore"):
-        if any(law.repetition_penalty != 1 for law in laws):
+        if any(own.repetition_penalty != 1 for own in params):
             scores = logits.copy()
-            for row, law, history in zip(scores, laws, histories, strict=True):
-                if law.repetition_penalty != 1 and history is not None:
-                    _penalise(row, history, law.repetition_penalty)
-        divided = scores.max(1) / np.array([1 if law.greedy else law.temperature for law in laws], dtype=np.float32)
+            for row, own, history in zip(scores, params, histories, strict=True):
+                if own.repetition_penalty != 1 and history is not None:
+                    _penalise(row, history, own.repetition_penalty)
+        divided = scores.max(1) / np.array([1 if own.greedy else own.temperature for own in params], dtype=np.float32)
     if not np.isfinite(divided).all():
         raise BrokenLogits(
             "logits over temperature, or under the repetition penalty, leave float32; use values nearer to 1"
@@ -207,38 +208,38 @@ def _scores(logits: Floats, laws: Sequence[SamplingParams], histories: Sequence[
 def _penalise(scores: Floats, history: Ids, penalty: float) -> None:
     """Make the tokens of a sequence less likely, in place and each once, however often they occur."""
     ids = np.asarray(history, dtype=np.int64)
-    ids = ids[ids < len(scores)]  # an embedding can be larger than the head: its last tokens are never drawn
+    ids = ids[ids < len(scores)]  # an embedding can be larger than the head: its last tokens are never sampled
     old, factor = scores[ids], np.float32(penalty)
     scores[ids] = np.where(old < 0, old * factor, old / factor)
 
 
-def _draw_rows(
-    scores: Floats, laws: Sequence[SamplingParams], uniforms: NDArray[np.float64], scratch: Scratch
+def _sample_rows(
+    scores: Floats, params: Sequence[SamplingParams], uniforms: NDArray[np.float64], scratch: Scratch
 ) -> list[int]:
-    tokens, whole = [0] * len(laws), []
-    for row, law in enumerate(laws):
-        if law.greedy:
+    tokens, whole = [0] * len(params), []
+    for row, own in enumerate(params):
+        if own.greedy:
             tokens[row] = int(np.argmax(scores[row]))  # the first of equals
-        elif (some := _candidates(scores[row], law)) is not None:
+        elif (some := _candidates(scores[row], own)) is not None:
             # They hold the likeliest token, so they weigh what they weigh among all.
-            (held,) = weigh(scores[row, some][None], [law.temperature])
-            tokens[row] = int(some[_draw_weighed(scores[row, some], held, None, law, float(uniforms[row]))])
+            (held,) = weigh(scores[row, some][None], [own.temperature])
+            tokens[row] = int(some[_sample_weighed(scores[row, some], held, None, own, float(uniforms[row]))])
         else:
             whole.append(row)
     if whole:
-        some_scores = scores if len(whole) == len(laws) else scores[whole]
-        weights = weigh(some_scores, [laws[row].temperature for row in whole], scratch)
+        some_scores = scores if len(whole) == len(params) else scores[whole]
+        weights = weigh(some_scores, [params[row].temperature for row in whole], scratch)
         sums = block_sums(weights)
         for row, score, weight, blocks in zip(whole, some_scores, weights, sums, strict=True):
-            tokens[row] = _draw_weighed(score, weight, blocks, laws[row], float(uniforms[row]))
+            tokens[row] = _sample_weighed(score, weight, blocks, params[row], float(uniforms[row]))
     return tokens
 
 
-def _draw_weighed(
-    scores: Floats, weights: Floats, blocks: NDArray[np.int64] | None, law: SamplingParams, uniform: float
+def _sample_weighed(
+    scores: Floats, weights: Floats, blocks: NDArray[np.int64] | None, params: SamplingParams, uniform: float
 ) -> int:
     """A token by its place among these; ``blocks`` are their sums, where they are known."""
-    kept = kept_tokens(scores, weights, law, None if blocks is None else int(blocks[-1]))
+    kept = kept_tokens(scores, weights, params, None if blocks is None else int(blocks[-1]))
     if kept is None:
         return invert(weights, block_sums(weights[None])[0] if blocks is None else blocks, uniform)
     held = weights[kept]
@@ -270,7 +271,7 @@ def _kth_largest(scores: Floats, k: int) -> np.float32:
 def _nucleus(weights: Floats, top_p: float, total: int) -> Positions:
     """Ascending positions of the fewest largest weights that hold ``top_p`` of the sum."""
     need = share(total, top_p)
-    # At least 1, for who has no weight is never drawn.
+    # At least 1, for a token without weight is never sampled.
     likely = np.flatnonzero(weights >= np.float32(max((total - need) // len(weights) * _SHRINK, 1)))
     held = weights[likely]
     # Positive floats are ordered as their bits are, so a histogram over the upper bits ranks everything but one bin.
@@ -302,5 +303,5 @@ def sample_on_host(
     steps: NDArray[np.int64],
     histories: Sequence[NDArray[np.int32]],
 ) -> tuple[Tensor, Tensor]:
-    """:func:`draw` with the random numbers of these keys and steps; raises as it does."""
-    return draw(logits, params, uniforms(keys, steps), histories)
+    """:func:`sample_tokens` with the random numbers of these keys and steps; raises as it does."""
+    return sample_tokens(logits, params, uniforms(keys, steps), histories)

@@ -1,4 +1,4 @@
-"""How likely tokens are, in whole numbers: sums are exact in any order, so every device draws the same token.
+"""How likely tokens are, in whole numbers: sums are exact in any order, so every device samples the same token.
 
 The arithmetic is part of the specification in ``sampling``; ``csrc/sampling/sample_weight.cuh`` repeats it bit by bit.
 """
@@ -18,7 +18,8 @@ TOP_BITS = 39
 # Weights are float32 that hold whole numbers; the likeliest token's is 2**39.
 TOP = float(2**TOP_BITS)
 LOG2E = np.float32(1.4426950408889634)
-# 2**f for 0 <= f <= 1, from the highest power down: within 1.7e-7, rising, and exact at both ends, as tests try on all f.
+# 2**f for 0 <= f <= 1, from the highest power down: within 1.7e-7, rising, and exact at both ends, as tests try on all
+# f.
 EXP2 = tuple(
     np.float32(float.fromhex(text))
     for text in ("0x1.eca6e2p-10", "0x1.269dfcp-7", "0x1.c9442ap-5", "0x1.ebd8a8p-3", "0x1.62e4c8p-1", "0x1p+0")
@@ -35,7 +36,7 @@ def rate(temperature: float) -> np.float32:
 
 
 class Scratch:
-    """Room for the weights of some rows: fresh pages each time would take as long as the arithmetic."""
+    """Workspace for the weights of some rows: fresh pages each time would take as long as the arithmetic."""
 
     def __init__(self, rows: int, vocab: int) -> None:
         self.power, self.whole, self.weights = (np.empty((rows, vocab), dtype=np.float32) for _ in range(3))
@@ -53,8 +54,8 @@ def weigh(scores: Floats, temperatures: Sequence[float], scratch: Scratch | None
         ``[rows, vocab]`` float32 that hold whole numbers from 0 to 2**39.
     """
     rows = len(scores)
-    room = scratch or Scratch(*scores.shape)
-    power, whole, weights = room.power[:rows], room.whole[:rows], room.weights[:rows]
+    space = scratch or Scratch(*scores.shape)
+    power, whole, weights = space.power[:rows], space.whole[:rows], space.weights[:rows]
     with np.errstate(over="ignore"):  # to -inf, which has no weight
         np.subtract(scores, scores.max(1, keepdims=True), out=power)
         power *= np.array([rate(temperature) for temperature in temperatures])[:, None]
@@ -76,7 +77,7 @@ def weigh(scores: Floats, temperatures: Sequence[float], scratch: Scratch | None
 
 
 def block_sums(weights: Floats) -> NDArray[np.int64]:
-    """``[rows, blocks]`` of weights ``[rows, tokens]``: the sum of each block and of those before it; at least one token."""
+    """``[rows, blocks]`` of weights ``[rows, tokens]``: sums of each block and those before it; at least one token."""
     rows, tokens = weights.shape
     blocks = np.empty((rows, -(-tokens // _BLOCK)))
     inside = tokens // _BLOCK * _BLOCK
@@ -106,7 +107,7 @@ def invert(weights: Floats, blocks: NDArray[np.int64], uniform: float) -> int:
 
 
 def share(total: int, top_p: float) -> int:
-    """How much weight top-p asks for, of ``total``: ``ceil(top_p * total)`` in float64, at least 1, at most ``total``."""
+    """The least weight that top-p keeps: ``ceil(top_p * total)`` in float64, at least 1, at most ``total``."""
     return max(1, min(math.ceil(top_p * float(total)), total))
 
 

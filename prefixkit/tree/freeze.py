@@ -40,7 +40,7 @@ def rebuild(root: Node, page_size: int, version: int, sequences_version: int, tr
         subtree_end=np.array(_subtree_ends(parent), np.int32),
         start=np.array([node.start for node in nodes], np.int32),
         length=length,
-        ready=np.array([node.ready for node in nodes], np.int32),
+        computed=np.array([node.computed for node in nodes], np.int32),
         first_slot=first_slot,
         page_indptr=indptr_of(num_pages),
         pages=np.concatenate(pages) if pages else np.empty(0, np.int32),
@@ -52,7 +52,7 @@ def rebuild(root: Node, page_size: int, version: int, sequences_version: int, tr
 
 
 def refresh(frozen: Frozen, touched: Collection[Node]) -> Frozen:
-    """``frozen`` with the present ``length``, ``ready`` and pages of the nodes in ``touched``; the rest is shared.
+    """``frozen`` with the present ``length``, ``computed`` and pages of the nodes in ``touched``; the rest is shared.
 
     Between two versions nodes only grow (shortening is a change of version), so pages are only ever appended.
     """
@@ -60,9 +60,9 @@ def refresh(frozen: Frozen, touched: Collection[Node]) -> Frozen:
         return frozen
     old = frozen.snapshot
     index = np.array([node.index for node in touched])
-    length, ready = old.length.copy(), old.ready.copy()
+    length, computed = old.length.copy(), old.computed.copy()
     length[index] = [node.length for node in touched]
-    ready[index] = [node.ready for node in touched]
+    computed[index] = [node.computed for node in touched]
 
     page_indptr, pages = old.page_indptr, old.pages
     num_pages = -(-(old.first_slot + length) // old.page_size)
@@ -70,7 +70,7 @@ def refresh(frozen: Frozen, touched: Collection[Node]) -> Frozen:
     if len(grown):
         page_indptr = indptr_of(num_pages)
         pages = _with_new_pages(old, frozen.nodes, grown, num_pages)
-    snapshot = replace(old, length=length, ready=ready, page_indptr=page_indptr, pages=pages)
+    snapshot = replace(old, length=length, computed=computed, page_indptr=page_indptr, pages=pages)
     return Frozen(snapshot, frozen.nodes, frozen.sequences_version)
 
 
@@ -129,7 +129,7 @@ def _with_new_pages(
 
 
 def _empty(size: int) -> NDArray[np.int32]:
-    """Room for ``size`` entries, asked for in powers of two: the next step, a little longer, then gets the block that
-    the last one gave back.  A fresh megabyte costs more in page faults than the copy into it.
+    """Capacity for ``size`` entries, allocated in powers of two: the next step, a little longer, then gets the block
+    that the last one gave back.  A fresh megabyte costs more in page faults than the copy into it.
     """
     return np.empty(1 << max(size - 1, 1).bit_length(), np.int32)[:size]

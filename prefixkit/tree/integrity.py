@@ -71,8 +71,8 @@ def _check_node(node: Node, page_size: int) -> None:
     _require(node.length > 0, "a node holds tokens", node)
     _require(0 <= node.first_slot < page_size, "a node begins in its first page", node)
     _require(len(node.tokens) == node.length and len(node.pages) == node.num_pages, "arrays match the length", node)
-    _require(0 <= node.ready <= node.length, "0 <= ready <= length", node)
-    _require(node.ready == 0 or parent.ready == parent.length, "ready tokens have ready ancestors", node)
+    _require(0 <= node.computed <= node.length, "0 <= computed <= length", node)
+    _require(node.computed == 0 or parent.computed == parent.length, "computed tokens have computed ancestors", node)
     _require(bool(node.branches or node.sequences), "a node leads to a sequence", node)
     if not node.sequences and len(node.children) == 1:
         _require(not node.children[0].continues(node), "an only child that continues its parent is merged", node)

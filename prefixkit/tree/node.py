@@ -21,10 +21,10 @@ class Node:
                               ^ first_slot = 2      ^ end_slot = 9, length = 7
 
     The slots before belong to the parent (a split shares the page it cuts).  Those after belong to the child it was
-    split from; to nobody where the node is a leaf, which is why only leaves grow in place.
+    split from; to no other node where the node is a leaf, which is why only leaves grow in place.
 
-    The arrays have spare room at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and ``pages``
-    return as read-only, and as valid until the tree changes.
+    The arrays have spare capacity at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and
+    ``pages`` return as read-only, and as valid until the tree changes.
 
     Attributes:
         id: unique within the tree, never reused.
@@ -34,7 +34,7 @@ class Node:
         sequences: the sequences that end exactly at this node's end, by id.
         start: position of the first token.
         length: number of tokens; 0 only for the root.
-        ready: how many of them, from the first, have KV in the pool.
+        computed: how many of them, from the first, have KV in the pool.
         first_slot: slots of the first page that lie before the first token.
         page_buffer: the array behind ``pages``, whose first ``num_pages`` entries count.
         index: place in the depth-first order of the tree's latest snapshot.
@@ -44,26 +44,26 @@ class Node:
         "_page_size",
         "_token_buffer",
         "branches",
+        "computed",
         "first_slot",
         "id",
         "index",
         "length",
         "page_buffer",
         "parent",
-        "ready",
         "sequences",
         "start",
     )
 
     def __init__(self, id: int, parent: Node | None, page_size: int, tokens: Ints, pages: Ints) -> None:
-        """``tokens`` and ``pages`` become the node's own: pass arrays nobody else writes to."""
+        """``tokens`` and ``pages`` become the node's own: pass arrays that are not written elsewhere."""
         self.id = id
         self.parent = parent
         self.branches: dict[int, list[Node]] = {}
         self.sequences: dict[int, Sequence] = {}
         self.start: int = 0 if parent is None else parent.start + parent.length
         self.length: int = len(tokens)
-        self.ready = 0
+        self.computed = 0
         self.first_slot = 0
         self.index = -1
         self._page_size = page_size
@@ -72,7 +72,7 @@ class Node:
 
     def __repr__(self) -> str:
         span = f"[{self.start}, {self.start + self.length})"
-        return f"Node(id={self.id}, positions={span}, ready={self.ready}, sequences={list(self.sequences)})"
+        return f"Node(id={self.id}, positions={span}, computed={self.computed}, sequences={list(self.sequences)})"
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -115,14 +115,14 @@ class Node:
     def continues(self, parent: Node) -> bool:
         """Whether this node, an only child of ``parent``, could be one node with it.
 
-        The slots must meet: in the shared page that a split cut, or at a page boundary.  And ``ready``, which counts
+        The slots must meet: in the shared page that a split cut, or at a page boundary.  And ``computed``, which counts
         from the first token, must have no gap.
         """
         if self.first_slot != parent.end_slot % self._page_size:
             return False
         if self.first_slot > 0 and self.pages[0] != parent.pages[-1]:
             return False
-        return parent.ready == parent.length or self.ready == 0
+        return parent.computed == parent.length or self.computed == 0
 
     # -- children --------------------------------------------------------------------------------------------------
 
@@ -156,14 +156,14 @@ class Node:
         """Add the page that the next `push` needs.  Only for a node whose last page is full."""
         held = (self.first_slot + self.length) // self._page_size
         if held == len(self.page_buffer):
-            self.page_buffer = _with_room(self.page_buffer, held, 1)
+            self.page_buffer = _with_capacity(self.page_buffer, held, 1)
         self.page_buffer[held] = page
 
     def push(self, token: int) -> None:
         """Append one token: `grow` for the decode step, where a thousand leaves do this at once."""
         length = self.length
         if length == len(self._token_buffer):
-            self._token_buffer = _with_room(self._token_buffer, length, 1)
+            self._token_buffer = _with_capacity(self._token_buffer, length, 1)
         self._token_buffer[length] = token
         self.length = length + 1
 
@@ -171,7 +171,7 @@ class Node:
         """Keep the first ``length`` tokens (at least one); the pages that fall away are the caller's to release."""
         before = self.pages
         self.length = length
-        self.ready = min(self.ready, length)
+        self.computed = min(self.computed, length)
         return before[self.num_pages :]
 
     def split(self, cut: int, upper_id: int, allocator: PageAllocator) -> Node:
@@ -188,7 +188,7 @@ class Node:
 
         upper = Node(upper_id, self.parent, self._page_size, self._token_buffer[:cut].copy(), upper_pages)
         upper.first_slot = self.first_slot
-        upper.ready = min(self.ready, cut)
+        upper.computed = min(self.computed, cut)
         self.parent.replace_child(self, upper)
 
         self._token_buffer = self._token_buffer[cut:]
@@ -196,7 +196,7 @@ class Node:
         self.first_slot = offset
         self.start += cut
         self.length -= cut
-        self.ready = max(self.ready - cut, 0)
+        self.computed = max(self.computed - cut, 0)
         upper.adopt(self)
         return upper
 
@@ -213,20 +213,20 @@ class Node:
         self.first_slot = parent.first_slot
         self.start = parent.start
         self.length += parent.length
-        self.ready += parent.ready
+        self.computed += parent.computed
         parent.parent.replace_child(parent, self)
 
 
 def _append(buffer: Ints, size: int, values: Ints) -> Ints:
-    """``buffer`` with ``values`` written after its first ``size`` entries; a larger copy where there is no room."""
+    """``buffer`` with ``values`` written after its first ``size`` entries; a larger copy where there is no capacity."""
     if size + len(values) > len(buffer):
-        buffer = _with_room(buffer, size, len(values))
+        buffer = _with_capacity(buffer, size, len(values))
     buffer[size : size + len(values)] = values
     return buffer
 
 
-def _with_room(buffer: Ints, size: int, extra: int) -> Ints:
-    """A copy of ``buffer[:size]`` with room for ``extra`` more; doubling makes appending amortised O(1)."""
+def _with_capacity(buffer: Ints, size: int, extra: int) -> Ints:
+    """A copy of ``buffer[:size]`` with capacity for ``extra`` more; doubling makes appending amortised O(1)."""
     larger: Ints = np.empty(max(16, 2 * size, size + extra), np.int32)
     larger[:size] = buffer[:size]
     return larger

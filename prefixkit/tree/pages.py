@@ -1,4 +1,4 @@
-"""Who holds which page: reference counts and a lowest-first free list.  The KV itself lives elsewhere."""
+"""Which pages are held: reference counts and a lowest-first free list.  The KV itself lives elsewhere."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PageAllocator:
 
     @property
     def free(self) -> int:
-        """Pages nobody holds."""
+        """Pages that are not held."""
         return self._free
 
     @property
@@ -87,7 +87,7 @@ class PageAllocator:
         """One more holder for each of ``pages`` (distinct).
 
         Raises:
-            ValueError: nobody holds one of them; nothing has changed.
+            ValueError: one of them is not held; nothing has changed.
         """
         if len(pages):
             self._refcounts[pages] = self._held(pages, "share") + 1
@@ -96,7 +96,7 @@ class PageAllocator:
         """One holder less for each of ``pages`` (distinct); a page without holders is free again.
 
         Raises:
-            ValueError: nobody holds one of them; nothing has changed.
+            ValueError: one of them is not held; nothing has changed.
         """
         if len(pages) == 0:
             return
@@ -126,5 +126,5 @@ class PageAllocator:
         """The reference counts of ``pages``, none of them 0."""
         counts = self._refcounts[pages]
         if counts.min() < 1:
-            raise ValueError(f"cannot {verb} page {int(pages[counts.argmin()])}: nobody holds it")
+            raise ValueError(f"cannot {verb} page {int(pages[counts.argmin()])}: it is not held")
         return counts

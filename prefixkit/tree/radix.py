@@ -55,7 +55,7 @@ class PrefixTree:
         self._sequence_ids = count_up()
         self.root = self._new_node(None, np.empty(0, np.int32), np.empty(0, np.int32))
         self._frozen: freeze.Frozen | None = None
-        self._touched: set[Node] = set()  # nodes with another length or ready than the latest snapshot says
+        self._touched: set[Node] = set()  # nodes with another length or ``computed`` than the latest snapshot says
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -81,15 +81,15 @@ class PrefixTree:
         """The nodes in the snapshot's order, without the root."""
         return list(self._freeze().nodes)
 
-    def pending(self) -> list[tuple[Node, int, int]]:
-        """``(node, ready, length)`` of the nodes that have tokens without KV, depth first: ancestors come first."""
+    def uncomputed(self) -> list[tuple[Node, int, int]]:
+        """``(node, computed, length)`` of the nodes that have tokens without KV, depth first: ancestors come first."""
         frozen = self._freeze()
-        ready, length = frozen.snapshot.ready, frozen.snapshot.length
-        waiting = np.flatnonzero(ready < length)
+        computed, length = frozen.snapshot.computed, frozen.snapshot.length
+        waiting = np.flatnonzero(computed < length)
         return [
             (frozen.nodes[index], have, want)
             for index, have, want in zip(
-                waiting.tolist(), ready[waiting].tolist(), length[waiting].tolist(), strict=True
+                waiting.tolist(), computed[waiting].tolist(), length[waiting].tolist(), strict=True
             )
         ]
 
@@ -111,7 +111,8 @@ class PrefixTree:
 
         Args:
             tokens: ``[length]`` token ids.
-            found: What `match` has just returned for them, so that the tree is not searched twice; None: it is searched.
+            found: What `match` has just returned for them, so that the tree is not searched twice; None: it is
+                searched.
 
         Raises:
             ValueError, TypeError: ``tokens`` is empty or not token ids.
@@ -145,12 +146,12 @@ class PrefixTree:
 
         Args:
             sequence, tokens: What grows, and by what.
-            pages: The `pages_to_extend` pages to use, where the caller has already taken them from `allocator`: they become
-                the tree's.  None: they are taken now.
+            pages: The `pages_to_extend` pages to use, where the caller has already taken them from `allocator`: they
+                become the tree's.  None: they are taken now.
 
         Raises:
-            ValueError, TypeError: ``tokens`` is empty or not token ids, ``sequence`` is not live in this tree, or ``pages`` are
-                not as many as needed.
+            ValueError, TypeError: ``tokens`` is empty or not token ids, ``sequence`` is not live in this tree, or
+                ``pages`` are not as many as needed.
             OutOfPages: not enough free pages; nothing has changed.
         """
         values = as_tokens(tokens)
@@ -193,7 +194,7 @@ class PrefixTree:
                     self._move(sequence, self._add_leaf(sequence.node, tail, page))
 
     def trim(self, sequence: Sequence, length: int) -> None:
-        """Shorten to the first ``length`` tokens.  What nobody else needs is released, as by `release`.
+        """Shorten to the first ``length`` tokens.  What no other sequence needs is released, as by `release`.
 
         Raises:
             ValueError: ``length`` outside ``[0, sequence.length]``, or ``sequence`` is not live in this tree.
@@ -228,21 +229,21 @@ class PrefixTree:
         self.sequences_version += 1
         self._prune(node)
 
-    def mark_ready(self, nodes: Iterable[Node], ready: ArrayLike) -> None:
-        """Declare that the first ``ready[i]`` tokens of ``nodes[i]`` have KV in the pool.
+    def mark_computed(self, nodes: Iterable[Node], computed: ArrayLike) -> None:
+        """Declare that the first ``computed[i]`` tokens of ``nodes[i]`` have KV in the pool.
 
         Raises:
             ValueError: lengths differ, a value lies outside ``[0, node.length]``, or a node has left the tree.
         """
         nodes = list(nodes)
-        values: list[int] = np.asarray(ready, np.int64).tolist()
+        values: list[int] = np.asarray(computed, np.int64).tolist()
         if len(values) != len(nodes):
             raise ValueError(f"one count for each node: got {len(values)} counts for {len(nodes)} nodes")
         for node, value in zip(nodes, values, strict=True):
             if not 0 <= value <= node.length or node.parent is None:
-                raise ValueError(f"cannot mark {value} tokens of {node} ready: it has left the tree or has fewer")
+                raise ValueError(f"cannot mark {value} tokens of {node} computed: it has left the tree or has fewer")
         for node, value in zip(nodes, values, strict=True):
-            node.ready = value
+            node.computed = value
         self._touched.update(nodes)
 
     # -- steps of the above ----------------------------------------------------------------------------------------

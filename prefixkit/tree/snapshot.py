@@ -21,13 +21,13 @@ class TreeSnapshot:
     Attributes:
         version: The tree's structure version.  Two snapshots of one tree and equal version have the same nodes,
             parents, starts and order.  The later one may have a larger ``length`` and more ``pages`` in leaves that
-            grew, never a smaller one; ``ready`` and the sequences may differ.
+            grew, never a smaller one; ``computed`` and the sequences may differ.
         page_size: Tokens per page.
         parent: ``[nodes]`` index of the parent, -1 for a root.
         subtree_end: ``[nodes]`` one past the last node of the subtree.
         start: ``[nodes]`` position of the node's first token.
         length: ``[nodes]`` tokens in the node.
-        ready: ``[nodes]`` how many of them, from the first, have KV in the pool.
+        computed: ``[nodes]`` how many of them, from the first, have KV in the pool.
         first_slot: ``[nodes]`` offset of the first token in the node's first page.
         page_indptr: ``[nodes + 1]`` bounds of each node's pages in ``pages``.
         pages: page numbers, node after node.
@@ -44,7 +44,7 @@ class TreeSnapshot:
     subtree_end: Ints
     start: Ints
     length: Ints
-    ready: Ints
+    computed: Ints
     first_slot: Ints
     page_indptr: Ints
     pages: Ints

@@ -120,7 +120,7 @@ def make_snapshot(
         subtree_end=subtree_end,
         start=start,
         length=length,
-        ready=length.copy(),
+        computed=length.copy(),
         first_slot=first_slot,
         page_indptr=np.cumsum([0, *map(len, pages)]).astype(np.int32),
         pages=flat,
@@ -146,7 +146,7 @@ def random_queries(rng: np.random.Generator, snapshot: TreeSnapshot) -> Queries:
             begin = int(rng.integers(length))
             end = int(rng.integers(begin + 1, length + 1))
         if leaf[node]:
-            snapshot.ready[node] = rng.integers(begin, length + 1)
+            snapshot.computed[node] = rng.integers(begin, length + 1)
         runs.append((node, begin, end))
     return Queries(*(np.array(column, dtype=np.int32) for column in zip(*runs, strict=True)))
 
@@ -208,12 +208,12 @@ def gpu_plan_of(
     case: Case,
     cost: CostModel,
     num_sms: int = 3,
-    wide_rows: int = H200.sharing.tile_heads,
+    tile_rows: int = H200.sharing.tile_heads,
     *,
     shared: np.ndarray | None = None,
     gpu: GpuCost = H200,
 ) -> Plan:
-    """The case's plan for kernels with so many blocks and rows of a wide tile: rows cut into tiles, and their KV split."""
+    """The case's plan for kernels with so many blocks and rows of a tile: rows cut into tiles, and their KV split."""
     return make_plan(
         [decompose(StepTree(case.snapshot, case.queries), case.shape, cost, shared)],
         StepTree(case.snapshot, case.queries).length,
@@ -221,19 +221,19 @@ def gpu_plan_of(
         group=case.shape.group,
         kv_heads=case.shape.kv_heads,
         num_sms=num_sms,
-        cost=replace(gpu, sharing=replace(gpu.sharing, tile_heads=wide_rows)),
+        cost=replace(gpu, sharing=replace(gpu.sharing, tile_heads=tile_rows)),
     )
 
 
 def random_split_plan(rng: np.random.Generator, case: Case, cost: CostModel, shared: np.ndarray | None = None) -> Plan:
     """A plan whose tiles hold few queries and whose KV is split every few tokens, as if the GPU were large."""
     roles = [
-        replace(role, unit=int(rng.integers(1, 9)), start=0.0, leave=0.0, fold=0.0, least=1)
-        for role in (H200.wide, H200.narrow)
+        replace(role, kv_tile=int(rng.integers(1, 9)), start=0.0, write=0.0, merge=0.0, least=1)
+        for role in (H200.tile, H200.decode)
     ]
-    gpu = replace(H200, wide=roles[0], narrow=roles[1])
-    wide_rows = int(rng.choice([16, 128]))
-    return gpu_plan_of(case, cost, int(rng.choice([1, 3, 40])), wide_rows, shared=shared, gpu=gpu)
+    gpu = replace(H200, tile=roles[0], decode=roles[1])
+    tile_rows = int(rng.choice([16, 128]))
+    return gpu_plan_of(case, cost, int(rng.choice([1, 3, 40])), tile_rows, shared=shared, gpu=gpu)
 
 
 def int_tensors(*arrays: np.ndarray | list[int]) -> list[Tensor]:

@@ -38,5 +38,5 @@ def grown_tree() -> tuple[PrefixTree, list[Sequence]]:
     prompt = tree.insert([10, 11, 12, 13, 14])
     forks = tree.fork(prompt, 2)
     tree.extend_each(forks, [20, 30])
-    tree.mark_ready([prompt.node], [5])
+    tree.mark_computed([prompt.node], [5])
     return tree, forks

@@ -8,7 +8,7 @@ import numpy as np
 
 from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.capacity import PlanCapacity
-from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
+from prefixkit.attention.gpu_cost import DECODE_ROWS, H200, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
@@ -31,13 +31,13 @@ def random_shape(rng: np.random.Generator) -> HeadShape:
 def random_cost(rng: np.random.Generator) -> GpuCost:
     """The H200's, or one that shares and cuts much in small trees."""
     sharing = CostModel(float(rng.choice([0, 0.02, 2])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
-    sharing = replace(sharing, wide_tile=float(rng.choice([0, 0.022])), narrow_tile=float(rng.choice([0, 0.003])))
+    sharing = replace(sharing, tile_item=float(rng.choice([0, 0.022])), decode_item=float(rng.choice([0, 0.003])))
     sharing = replace(sharing, tile_heads=int(rng.choice([64, 128])))
     if rng.random() < 0.5:
         return replace(H200, sharing=sharing)
-    wide = replace(H200.wide, unit=int(rng.choice([4, 64])), start=float(rng.choice([0, 1.37])), fold=0.01)
-    narrow = replace(H200.narrow, unit=2, leave=0.1, fold=0.0, least=1)
-    return GpuCost(sharing, wide, narrow)
+    tile = replace(H200.tile, kv_tile=int(rng.choice([4, 64])), start=float(rng.choice([0, 1.37])), merge=0.01)
+    decode = replace(H200.decode, kv_tile=2, write=0.1, merge=0.0, least=1)
+    return GpuCost(sharing, tile, decode)
 
 
 def random_tree(
@@ -69,8 +69,8 @@ def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: 
 
 
 def narrowed(rows: BSR, group: int) -> BSR:
-    """The same rows cut to so few queries that every item is a narrow one; groups are at most ``NARROW_ROWS``."""
-    step, queries = NARROW_ROWS // group, rows.q_end - rows.q_begin
+    """The same rows cut to so few queries that every item is a decode item; groups are at most ``DECODE_ROWS``."""
+    step, queries = DECODE_ROWS // group, rows.q_end - rows.q_begin
     count = -(-queries // step)
     row = np.repeat(np.arange(rows.num_rows), count)
     begin = (rows.q_begin[row] + step * ranges(np.zeros_like(count), count)).astype(np.int32)
@@ -90,4 +90,6 @@ def narrowed(rows: BSR, group: int) -> BSR:
 
 def size_of(plan: Plan) -> PlanCapacity:
     """What this plan needs."""
-    return PlanCapacity(len(plan.wide), len(plan.narrow), len(plan.segments), plan.num_rows, plan.num_partial_rows)
+    return PlanCapacity(
+        len(plan.tile_items), len(plan.decode_items), len(plan.segments), plan.num_rows, plan.num_partial_rows
+    )

@@ -11,9 +11,9 @@ from prefixkit.attention.queries import Queries
 def decide_sharing(snapshot, own, below, shape, cost):
     """Bottom-up: a node is shared where reading it once saves more than its item, tiles and partial states cost."""
     gain_per_token, price_per_row = cost.kv_byte * shape.kv_bytes, cost.partial_byte * shape.partial_bytes
-    narrow, wide, rows_per_tile = (
-        cost.narrow_tile * shape.kv_heads,
-        cost.wide_tile * shape.kv_heads,
+    decode, tile, rows_per_tile = (
+        cost.decode_item * shape.kv_heads,
+        cost.tile_item * shape.kv_heads,
         max(1, 128 // shape.group),
     )
     parent, length, own, below = (a.tolist() for a in (snapshot.parent, snapshot.length, own, below))
@@ -21,7 +21,7 @@ def decide_sharing(snapshot, own, below, shape, cost):
     shared = np.zeros(len(parent), dtype=bool)
     for node in range(len(parent) - 1, -1, -1):
         gain = (consumers[node] - 1) * length[node] * gain_per_token
-        tiles = narrow if below[node] * shape.group <= 8 else -(-below[node] // rows_per_tile) * wide
+        tiles = decode if below[node] * shape.group <= 8 else -(-below[node] // rows_per_tile) * tile
         price = cost.item + tiles + below[node] * price_per_row
         if below[node] and gain > price:
             shared[node] = True

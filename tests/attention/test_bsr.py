@@ -58,7 +58,7 @@ def forest(rng):
     chosen = np.flatnonzero((lengths > 0) & (rng.random(len(parents)) < rng.choice([0.2, 0.7, 1.0])))
     if not len(chosen):
         lengths[-1], chosen = lengths[-1] + 1, np.array([len(parents) - 1])
-    snapshot.length[:], snapshot.ready[:] = lengths, lengths
+    snapshot.length[:], snapshot.computed[:] = lengths, lengths
     begin = rng.integers(0, lengths[chosen])
     end = rng.integers(begin, lengths[chosen]) + 1
     return snapshot, Queries(chosen.astype(np.int32), begin.astype(np.int32), end.astype(np.int32))
@@ -72,7 +72,7 @@ def test_formats_and_sharing_equal_those_made_node_by_node(block):
         snapshot, queries = forest(rng)
         shape = HeadShape(*[(4, 2), (8, 1), (6, 6), (32, 8)][rng.integers(4)], 128, 2)
         cost = CostModel(float(rng.choice([0, 0.02, 5])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
-        cost = replace(cost, wide_tile=float(rng.choice([0, 0.022])), narrow_tile=float(rng.choice([0, 0.003])))
+        cost = replace(cost, tile_item=float(rng.choice([0, 0.022])), decode_item=float(rng.choice([0, 0.003])))
         shared = rng.random(snapshot.num_nodes) < 0.5 if rng.random() < 0.2 else None
         ours = decompose(StepTree(snapshot, queries), shape, cost, shared)
         slow = slow_formats.decompose(snapshot, queries, shape, cost, shared)
@@ -185,7 +185,7 @@ class TestRefusals:
         tree, prompt = self.tree()
         with pytest.raises(ValueError, match="compute ancestors first"):
             decompose(StepTree(tree.snapshot(), self.queries((0, 0, 3), (1, 0, 2))), SHAPE, CPU_COST)
-        tree.mark_ready([prompt.node], [3])
+        tree.mark_computed([prompt.node], [3])
         decompose(StepTree(tree.snapshot(), self.queries((0, 3, 4), (1, 0, 2))), SHAPE, CPU_COST)
 
 
@@ -207,7 +207,7 @@ def test_what_is_decided_is_never_slower_by_the_model_than_sharing_nothing(seed)
             reads = 1 if shared[node] else consumers[node]
             spent += reads * snapshot.length[node] * shape.kv_bytes * cost.kv_byte
             if shared[node]:
-                tiles = cost.narrow_tile if below[node] * 4 <= 8 else -(-below[node] // 32) * cost.wide_tile
+                tiles = cost.decode_item if below[node] * 4 <= 8 else -(-below[node] // 32) * cost.tile_item
                 spent += cost.item + tiles * shape.kv_heads + below[node] * shape.partial_bytes * cost.partial_byte
             consumers[snapshot.parent[node]] += reads + (own[node] > 0)
         return spent

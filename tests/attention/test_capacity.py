@@ -15,7 +15,9 @@ from tests.attention.planning import random_cost, random_shape, random_tree, siz
 
 def test_what_does_not_fit_is_named():
     small, large = PlanCapacity(3, 64, 200, 64, 128), PlanCapacity(3, 65, 100, 256, 128)
-    with pytest.raises(PlanTooLarge, match=r"a plan needs 65 narrow \(room for 64\), 256 rows \(room for 64\); make"):
+    with pytest.raises(
+        PlanTooLarge, match=r"a plan needs 65 decode_items \(capacity 64\), 256 rows \(capacity 64\); make"
+    ):
         small.check(large, "a plan")
     small.check(small)
 

@@ -278,7 +278,7 @@ def test_the_order_of_items_does_not_change_a_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
     plan = plan_of(case, SHARE_ALL)
-    shuffled = replace(plan, wide=rng.permutation(plan.wide))
+    shuffled = replace(plan, tile_items=rng.permutation(plan.tile_items))
     assert all(map(torch.equal, attend(case, plan), attend(case, shuffled)))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from prefixkit.attention.bsr import BSR, OPEN, decompose
 from prefixkit.attention.gpu_cost import H200, H200_COST, GpuCost, Role
-from prefixkit.attention.kv_split import CHAIN, LEVELS, busiest, cuts_of
+from prefixkit.attention.kv_split import CHAIN, LEVELS, busiest, candidates_of
 from prefixkit.attention.plan import make_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
@@ -21,8 +21,8 @@ SHAPES = {"one head": (1, 1), "groups of 3": (6, 2), "groups of 8": (8, 1), "gro
 # Small units, so that small trees are cut much.
 SMALL = GpuCost(
     sharing=H200_COST,
-    wide=replace(H200.wide, unit=4, start=0.1, leave=0.1, fold=0.0),
-    narrow=replace(H200.narrow, unit=2, start=0.1, leave=0.1, fold=0.0, least=1),
+    tile=replace(H200.tile, kv_tile=4, start=0.1, write=0.1, merge=0.0),
+    decode=replace(H200.decode, kv_tile=2, start=0.1, write=0.1, merge=0.0, least=1),
 )
 
 
@@ -42,12 +42,12 @@ def plan_of(case, heads, kv_heads, **options):
 
 
 def items_of(plan):
-    """Items as (is wide, q_begin, q_end, partial_begin, causal, segments)."""
-    for wide, items in ((True, plan.wide), (False, plan.narrow)):
+    """Items as (is tile, q_begin, q_end, partial_begin, causal, segments)."""
+    for tile, items in ((True, plan.tile_items), (False, plan.decode_items)):
         for q_begin, q_end, partial, seg, packed, *first in items.tolist():
             segments = plan.segments[seg : seg + packed // 2].tolist()
             assert segments[0] == first
-            yield wide, q_begin, q_end, partial, packed % 2, segments
+            yield tile, q_begin, q_end, partial, packed % 2, segments
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -131,7 +131,7 @@ def test_without_a_gpu_each_row_is_one_item_and_keeps_its_order(seed):
     case = random_case(seed, 6, 2)
     _, _, (rows,), _ = case
     plan = plan_of(case, 6, 2, cost=None)
-    assert len(plan.narrow) == 0
+    assert len(plan.decode_items) == 0
     expected = [
         (True, rows.q_begin[row], rows.q_end[row], rows.causal[row], rows.row_segments(row))
         for row in range(rows.num_rows)
@@ -153,7 +153,7 @@ def test_partials_merge_from_the_root_down():
     children = grown.fork(prompt, 2)
     for child in children:
         grown.extend(child, np.arange(64))
-    grown.mark_ready([prompt.node], [64])
+    grown.mark_computed([prompt.node], [64])
     snapshot = grown.snapshot()
     queries = Queries(*(np.array(c, dtype=np.int32) for c in ([1, 2], [0, 0], [64, 64])))
     shape = HeadShape(heads=6, kv_heads=2, head_dim=8, itemsize=4)
@@ -174,7 +174,7 @@ def test_kv_tokens_read_counts_a_shared_node_once():
     prompt = grown.insert(np.arange(1000))
     for fork in grown.fork(prompt, 32):
         grown.extend(fork, [1, 2])
-    grown.mark_ready([prompt.node], [1000])
+    grown.mark_computed([prompt.node], [1000])
     snapshot = grown.snapshot()
     leaves = np.arange(1, 33, dtype=np.int32)
     queries = Queries(leaves, np.zeros(32, dtype=np.int32), np.full(32, 2, dtype=np.int32))
@@ -195,12 +195,12 @@ def test_cuts_fall_on_whole_units_of_a_row_and_only_its_end_stays_open(seed):
             spans = [(node, begin, min(end, int(length[node]))) for node, begin, end in bsr.row_segments(row)]
             tokens = [(node, offset) for node, begin, end in spans for offset in range(begin, end)]
             rows.append((int(bsr.q_begin[row]), int(bsr.q_end[row]), tokens))
-    for wide, q_begin, _, _, _, segments in items_of(plan):
+    for tile, q_begin, _, _, _, segments in items_of(plan):
         first = tuple(segments[0][:2])
         # A query meets a token in one row only; an item of a row that grew empty begins nowhere.
         begins = [tokens.index(first) for low, high, tokens in rows if low <= q_begin < high and first in tokens]
         assert len(begins) <= 1
-        assert all(begin % (SMALL.wide if wide else SMALL.narrow).unit == 0 for begin in begins)
+        assert all(begin % (SMALL.tile if tile else SMALL.decode).kv_tile == 0 for begin in begins)
         assert all(end != OPEN for _, _, end in segments[:-1])
 
 
@@ -208,16 +208,16 @@ def prompt(tokens, heads=32, kv_heads=8, chunk=None):
     """A prompt of which the last ``chunk`` tokens run."""
     snapshot = tree([-1], [tokens])
     begin = tokens - (chunk or tokens)
-    snapshot.ready[:] = begin
+    snapshot.computed[:] = begin
     queries = Queries(*(np.array([x], dtype=np.int32) for x in (0, begin, tokens)))
     formats = [decompose(StepTree(snapshot, queries), HeadShape(heads, kv_heads, 128, 2), H200_COST)]
     return snapshot, queries, formats, StepTree(snapshot, queries).length
 
 
 def loads(plan, kv_heads, workers, position, length, start, unit):
-    """Units of each worker as the kernels deal the wide items: rounds that change direction."""
+    """Units of each worker as the kernels deal the tile items: rounds that change direction."""
     load = np.zeros(workers)
-    for place, (q_end, seg, packed) in enumerate(plan.wide[:, [1, 3, 4]].tolist()):
+    for place, (q_end, seg, packed) in enumerate(plan.tile_items[:, [1, 3, 4]].tolist()):
         last = position[q_end - 1]
         units = 0
         for node, begin, end in plan.segments[seg : seg + packed // 2].tolist():
@@ -236,26 +236,26 @@ def test_a_prompts_tiles_end_at_their_last_query_and_are_dealt_evenly(tokens, ch
     snapshot, queries, _, length = case
     plan = plan_of(case, 32, 8, num_sms=132, cost=H200)
     position = queries.row_offset().tolist()
-    load = loads(plan, 8, 132, position, length, snapshot.start, H200.wide.unit)
+    load = loads(plan, 8, 132, position, length, snapshot.start, H200.tile.kv_tile)
     assert load.max() <= 1.1 * load.mean() + 2
 
 
 def test_a_long_prompt_is_not_cut_where_its_tiles_fill_the_gpu():
     plan = plan_of(prompt(32768), 32, 8, num_sms=132, cost=H200)
     assert plan.num_partial_rows == 0
-    assert len(plan.wide) == 32768 * 4 // 128
+    assert len(plan.tile_items) == 32768 * 4 // 128
 
 
 def test_a_lone_long_sequence_is_spread_over_the_gpu():
     plan = plan_of(prompt(131072, chunk=1), 32, 8, num_sms=132, cost=H200)
-    assert len(plan.narrow) * 8 >= 3 * 132
+    assert len(plan.decode_items) * 8 >= 3 * 132
     assert plan.segments[-1].tolist()[2] == OPEN or OPEN in plan.segments[:, 2]
 
 
 def test_where_one_head_reads_alone_every_worker_gets_a_part():
     plan = plan_of(prompt(2**20, chunk=1), 8, 1, num_sms=132, cost=H200)
-    assert 500 <= len(plan.narrow) <= 528
-    assert plan.num_partial_rows == len(plan.narrow)
+    assert 500 <= len(plan.decode_items) <= 528
+    assert plan.num_partial_rows == len(plan.decode_items)
 
 
 def test_tiles_of_a_shared_node_that_read_the_same_piece_follow_each_other():
@@ -265,7 +265,7 @@ def test_tiles_of_a_shared_node_that_read_the_same_piece_follow_each_other():
     queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
     formats = [decompose(StepTree(snapshot, queries), HeadShape(8, 1, 128, 2), H200_COST)]
     plan = make_plan(formats, StepTree(snapshot, queries).length, 256, group=8, kv_heads=1, cost=H200)
-    begins = plan.wide[:, 6].tolist()
+    begins = plan.tile_items[:, 6].tolist()
     runs = 1 + sum(a != b for a, b in pairwise(begins))
     pieces = len(set(begins))
     assert pieces > 4
@@ -302,27 +302,27 @@ def test_any_order_of_formats_gives_the_same_items():
 def test_the_estimate_is_the_sum_over_rounds_of_their_first_entries():
     """`busiest` adds up levels; by hand it is a sort, up to the levels' width."""
     rng = np.random.default_rng(0)
-    role = Role(16, 4, 59.0, start=1.0, leave=0.5, fold=0.25, least=4)
+    role = Role(16, 4, 59.0, start=1.0, write=0.5, merge=0.25, least=4)
     for _ in range(20):
         units = np.unique(rng.integers(1, 500, 30))
         count = rng.integers(1, 60, len(units))
-        chunk = np.maximum(4, -(-units[-1] // cuts_of(role)))
+        chunk = np.maximum(4, -(-units[-1] // candidates_of(role)))
         heads, workers = int(rng.integers(1, 9)), int(rng.integers(1, 600))
         got = busiest(role, units, count, chunk, heads, workers) / (64 * workers)
         for cut, mine in enumerate(-(-units // chunk[:, None])):
-            each = -(-units // mine) + role.start + role.leave * (mine > 1)
+            each = -(-units // mine) + role.start + role.write * (mine > 1)
             entries = np.sort(np.repeat(each, mine * count * heads))[::-1]
             left = (mine * count * heads)[mine > 1].sum()
-            exact = entries[::workers].sum() + role.fold * left / workers + CHAIN / 64 * mine.max()
-            width = 2 * (entries[0] + role.leave) / LEVELS
+            exact = entries[::workers].sum() + role.merge * left / workers + CHAIN / 64 * mine.max()
+            width = 2 * (entries[0] + role.write) / LEVELS
             assert exact - 0.1 <= got[cut] <= exact + len(entries[::workers]) * width + 0.1
 
 
 def test_costs_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="unit must be above 0"):
-        replace(H200.wide, unit=0)
-    with pytest.raises(ValueError, match="fold must be a number of units"):
-        replace(H200.wide, fold=-1.0)
+    with pytest.raises(ValueError, match="kv_tile must be above 0"):
+        replace(H200.tile, kv_tile=0)
+    with pytest.raises(ValueError, match="merge must be a number of KV tiles"):
+        replace(H200.tile, merge=-1.0)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_costs_that_cannot_be_are_refused():
         ([20_000] + [500] * 16, 2048, 2, 0),  # long and short: the order matters more
     ],
 )
-def test_many_wide_items_or_equal_ones_go_head_by_head(lengths, leaves, kv_heads, by_head):
+def test_many_tile_items_or_equal_ones_go_head_by_head(lengths, leaves, kv_heads, by_head):
     """Roots of these lengths share the leaves evenly."""
     parents, sizes = [], []
     for length in lengths:
@@ -354,7 +354,7 @@ def test_many_wide_items_or_equal_ones_go_head_by_head(lengths, leaves, kv_heads
 
 
 @pytest.mark.parametrize(("prefix", "own", "streams"), [(4096, 16, 0), (64, 512, 1), (0, 64, 1)])
-def test_a_plan_says_whether_its_narrow_items_take_longer(prefix, own, streams):
+def test_a_plan_says_whether_its_decode_items_take_longer(prefix, own, streams):
     leaves = 256
     snapshot = tree([-1] + [0] * leaves, [prefix] + [own] * leaves)
     queries = Queries(np.arange(1, leaves + 1), np.full(leaves, own - 1), np.full(leaves, own))

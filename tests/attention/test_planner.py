@@ -49,7 +49,7 @@ def attention(step: Step, rows: int | None = None, pages: int = 64) -> tuple[Ten
 
 def grow(tree: PrefixTree, forks: list[object]) -> None:
     nodes = tree.nodes()[1:]
-    tree.mark_ready(nodes, [node.length for node in nodes])
+    tree.mark_computed(nodes, [node.length for node in nodes])
     tree.extend_each(forks, [21, 31])
 
 

@@ -39,7 +39,7 @@ def test_a_steps_tensors_do_not_follow_the_tree(make):
     tree, forks = grown_tree()
     step = build_step(StepTree(tree.snapshot(), runs((1, 0, 1))), np.array([20]), np.array([0]), make())
     before, length = [tensor.clone() for tensor in step.plan], step.length.copy()
-    tree.mark_ready(tree.nodes()[1:], [1, 1])
+    tree.mark_computed(tree.nodes()[1:], [1, 1])
     tree.extend_each(forks, [21, 31])
     tree.snapshot()
     assert all(torch.equal(a, b) for a, b in zip(before, step.plan, strict=True))

@@ -22,9 +22,9 @@ def random_tree(rng: np.random.Generator, page_size: int, sequences: int = 12) -
         alive.append(sequence)
     nodes = tree.nodes()
     inner = [node for node in nodes if node.children]
-    tree.mark_ready(inner, [node.length for node in inner])
+    tree.mark_computed(inner, [node.length for node in inner])
     leaves = [node for node in nodes if not node.children]
-    tree.mark_ready(leaves, [int(rng.integers(0, node.length + 1)) for node in leaves])
+    tree.mark_computed(leaves, [int(rng.integers(0, node.length + 1)) for node in leaves])
     return tree
 
 
@@ -33,7 +33,7 @@ def random_queries(rng: np.random.Generator, snapshot: TreeSnapshot) -> Queries:
     runs = []
     for node in range(snapshot.num_nodes):
         if rng.random() < 0.6:
-            begin = int(rng.integers(0, min(snapshot.ready[node], snapshot.length[node] - 1) + 1))
+            begin = int(rng.integers(0, min(snapshot.computed[node], snapshot.length[node] - 1) + 1))
             end = int(rng.integers(begin + 1, snapshot.length[node] + 1))
             runs.append((node, begin, end))
     runs = runs or [(snapshot.num_nodes - 1, 0, 1)]

@@ -13,6 +13,7 @@ import pytest
 from prefixkit.backends.cuda import layouts
 from prefixkit.cuda.nvrtc import CompileError, NvrtcMissing, Unit, compile_unit, nvrtc_version
 from prefixkit.cuda.struct_layout import Opaque, Struct, define
+from prefixkit.ops.sampling_records import RECORD
 
 INNER = define("Inner", ("int", "a"), ("double", "b"), ("float", "c"))
 PADDED = define(
@@ -32,7 +33,7 @@ STRUCTS = {
     **{f"ATTENTION {by_maps}": value for by_maps, value in layouts.ATTENTION.items()},
 }
 # What the headers name and do not define.
-NAMES = "struct int4;\nnamespace prefixkit { struct Law; }\n"
+NAMES = "struct int4;\nnamespace prefixkit { struct SamplingRecord; }\n"
 C_TYPES = {"i": "int", "I": "unsigned", "q": "long long", "Q": "unsigned long long", "f": "float", "d": "double"}
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -136,12 +137,13 @@ def test_padding_is_that_of_c():
     assert layout.packer.pack(1, 2, 3, 4, 0.5) == struct.pack("@PiiPfxxxx", 1, 2, 3, 4, 0.5)
 
 
-def test_records_of_a_table_are_structs():
-    table = np.zeros(3, dtype=layouts.LAW.dtype)
-    values = [value_of(number, leaf.code) for number, leaf in enumerate(layouts.LAW.leaves)]
+def test_the_kernels_read_the_records_that_the_host_writes():
+    """What packs the struct writes the bytes of a record of a table."""
+    table = np.zeros(3, dtype=RECORD)
+    values = [value_of(number, leaf.code) for number, leaf in enumerate(layouts.SAMPLING_RECORD.leaves)]
     table[1] = tuple(values)
-    size = layouts.LAW.size
-    assert table.tobytes() == bytes(size) + layouts.LAW.packer.pack(*values) + bytes(size)
+    size = layouts.SAMPLING_RECORD.size
+    assert table.tobytes() == bytes(size) + layouts.SAMPLING_RECORD.packer.pack(*values) + bytes(size)
 
 
 def test_bad_definitions_are_refused():

@@ -16,9 +16,9 @@ from prefixkit.attention.planner import Planner
 from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
-from prefixkit.runners.decoder import Drawn, Laws, decode_step
+from prefixkit.runners.decoder import Sampled, SamplingBatch, decode_step
 from prefixkit.sampling.rng import uniforms
-from prefixkit.sampling.specification import draw
+from prefixkit.sampling.specification import sample_tokens
 
 
 class EagerDecoder:
@@ -37,15 +37,15 @@ class EagerDecoder:
         self.model, self.planner, self.page_size = model, planner, page_size
         self.device = torch.device(device)
         self.captures, self.seconds_capturing, self.graph_bytes, self.stale = 0, 0.0, 0, False
-        self._drawn: deque[Drawn] = deque()
+        self._sampled: deque[Sampled] = deque()
 
-    def begin(self, batch: DecodeBatch, laws: Laws) -> None:
-        self._drawn.clear()
-        self._laws = laws
+    def begin(self, batch: DecodeBatch, sampling: SamplingBatch) -> None:
+        self._sampled.clear()
+        self._sampling = sampling
         self._load(batch)
 
     def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
-        self._laws = self._laws.keep(rows)
+        self._sampling = self._sampling.keep(rows)
         self._load(batch)
 
     def _load(self, batch: DecodeBatch) -> None:
@@ -58,16 +58,18 @@ class EagerDecoder:
         self._step_plan = replace(self.planned, tensors=[*work, *self._tree.nodes])
 
     def step(self) -> None:
-        laws, tree, rows = self._laws, self._tree, self._batch.num_rows
-        tree.drawn = torch.from_numpy(laws.last).to(self.device)
+        sampling, tree, rows = self._sampling, self._tree, self._batch.num_rows
+        tree.sampled = torch.from_numpy(sampling.last).to(self.device)
         tree.advance(rows)
         wanted = torch.arange(rows, device=self.device)
         logits = self.model(decode_step(self._batch, tree, wanted, self._step_plan))
-        drawn, logprobs = draw(logits, laws.params, uniforms(laws.keys, laws.steps), laws.histories)
-        last = drawn.cpu().numpy()
-        histories = [np.append(old, np.int32(token)) for old, token in zip(laws.histories, last, strict=True)]
-        self._laws = replace(laws, steps=laws.steps + 1, histories=histories, last=last)
-        self._drawn.append((last, logprobs.cpu().numpy()))
+        sampled, logprobs = sample_tokens(
+            logits, sampling.params, uniforms(sampling.keys, sampling.steps), sampling.histories
+        )
+        last = sampled.cpu().numpy()
+        histories = [np.append(old, np.int32(token)) for old, token in zip(sampling.histories, last, strict=True)]
+        self._sampling = replace(sampling, steps=sampling.steps + 1, histories=histories, last=last)
+        self._sampled.append((last, logprobs.cpu().numpy()))
 
-    def read(self) -> Drawn:
-        return self._drawn.popleft()
+    def read(self) -> Sampled:
+        return self._sampled.popleft()

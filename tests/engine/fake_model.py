@@ -1,8 +1,8 @@
 """A language model without weights: its logits are a hash of all the tokens that a query can see through the plan.
 
-It keeps the token of each slot where a real model keeps KV, and reads them only as the step's plan says: the plan on the host,
-or the tensors that kernels take, where a decoder grows the tree in them.  So it finds a query that sees too little, too much or
-the wrong branch, and counts how often each token was computed.
+It keeps the token of each slot where a real model keeps KV, and reads them only as the step's plan says: the plan on
+the host, or the tensors that kernels take, where a decoder grows the tree in them.  So it finds a query that sees too
+little, too much or the wrong branch, and counts how often each token was computed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FakeModel:
         """The tokens that each row sees, by position; asserts that none is missing, stale or seen twice."""
         items, segments, (start, length, page_indptr, pages, first_slot) = work_of(step)
         held = self.pages[0].numpy()
-        sight: list[dict[int, int]] = [{} for _ in range(step.num_rows)]
+        visible: list[dict[int, int]] = [{} for _ in range(step.num_rows)]
         for q_begin, q_end, _, seg_begin, coded, *_ in items.tolist():
             count, causal = divmod(coded, 2)
             for node, begin, end in segments[seg_begin : seg_begin + count].tolist():
@@ -77,19 +77,19 @@ class FakeModel:
                     position = int(start[node]) + offset
                     for row in range(q_begin, q_end):
                         if not causal or position <= int(step.positions[row]):
-                            assert position not in sight[row], "a token seen twice"
-                            sight[row][position] = token
-        for row, tokens in enumerate(sight):
+                            assert position not in visible[row], "a token seen twice"
+                            visible[row][position] = token
+        for row, tokens in enumerate(visible):
             if tokens or step.slots[row] >= 0:  # else it pads a graph's rows
                 assert sorted(tokens) == list(range(int(step.positions[row]) + 1)), "a token missing"
-        return [[tokens[position] for position in sorted(tokens)] for tokens in sight]
+        return [[tokens[position] for position in sorted(tokens)] for tokens in visible]
 
 
 def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
     """A step's items, their segments and the tree's arrays: the plan's tensors if they are there, else the host's."""
     if len(step.plan) > 1:
-        counts, wide, narrow, segments, _, _, *nodes = (tensor.numpy() for tensor in step.plan[:11])
-        return np.concatenate((wide[: counts[0]], narrow[: counts[1]])), segments, nodes
+        counts, tile_items, decode_items, segments, _, _, *nodes = (tensor.numpy() for tensor in step.plan[:11])
+        return np.concatenate((tile_items[: counts[0]], decode_items[: counts[1]])), segments, nodes
     plan, tree = step.planned.plan, step.planned.tree.snapshot
     return plan.items, plan.segments, (tree.start, step.length, tree.page_indptr, tree.pages, tree.first_slot)
 

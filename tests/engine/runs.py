@@ -5,16 +5,16 @@ import torch
 
 from prefixkit.engine.request import Request
 from prefixkit.sampling.rng import sample_key, uniforms
-from prefixkit.sampling.specification import draw
+from prefixkit.sampling.specification import sample_tokens
 from tests.engine.fake_model import VOCAB, logits_after
 
 
 def alone(prompt, params, index):
-    """What sample ``index`` must be, drawn token by token with nothing else in the world."""
+    """What sample ``index`` must be, sampled token by token, alone."""
     tokens = list(prompt)
     for step in range(params.max_new_tokens):
         u = uniforms(np.array([sample_key(params.seed, index, prompt)]), np.array([step]))
-        token = int(draw(torch.from_numpy(logits_after(tokens))[None], params, u, [np.array(tokens)])[0])
+        token = int(sample_tokens(torch.from_numpy(logits_after(tokens))[None], params, u, [np.array(tokens)])[0])
         tokens.append(token)
         if token in params.stop_token_ids:
             break

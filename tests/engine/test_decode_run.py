@@ -1,4 +1,4 @@
-"""Decoding many steps at a time over a tree that stands still: the same samples as step by step, and every page given back."""
+"""Decoding many steps at a time over a constant tree: the same samples as step by step, and every page given back."""
 
 import numpy as np
 import pytest
@@ -96,7 +96,7 @@ def test_stop_strings_end_samples_and_tokens_stream_in_order(decoding):
 
 
 def test_parameters_may_differ_and_beams_run_beside(decoding):
-    laws = [
+    params = [
         SamplingParams(n=2, temperature=0, max_new_tokens=4),
         SamplingParams(n=1, top_k=5, max_new_tokens=70, seed=4),
         SamplingParams(n=3, repetition_penalty=1.5, max_new_tokens=9),
@@ -104,11 +104,11 @@ def test_parameters_may_differ_and_beams_run_beside(decoding):
     ]
     prompts = [np.arange(9), np.arange(9), np.arange(12), np.arange(3)]
     made, _ = decoding()
-    samples = made.run(Request(i, p, law) for i, (p, law) in enumerate(zip(prompts, laws, strict=True)))
+    samples = made.run(Request(i, p, own) for i, (p, own) in enumerate(zip(prompts, params, strict=True)))
     for sample in samples:
-        law = laws[sample.prompt_index]
-        if isinstance(law, SamplingParams):
-            assert sample.tokens == alone(prompts[sample.prompt_index], law, sample.index)
+        own = params[sample.prompt_index]
+        if isinstance(own, SamplingParams):
+            assert sample.tokens == alone(prompts[sample.prompt_index], own, sample.index)
     assert_all_given_back(made)
 
 
@@ -131,7 +131,7 @@ def test_a_model_that_fails_loses_no_page(decoding, fails_at):
 def test_where_a_decoder_cannot_run_the_model_steps_go_one_by_one(decoding, caplog):
     made, _ = decoding()
 
-    def cannot(batch, laws):
+    def cannot(batch, params):
         raise CannotDecode("its experts wait")
 
     made.decoder.begin = cannot
@@ -145,10 +145,10 @@ def test_where_a_decoder_cannot_run_the_model_steps_go_one_by_one(decoding, capl
 
 def test_logits_that_are_broken_name_the_sample(decoding):
     made, model = decoding()
-    drawn = made.decoder.read
+    whole_step = made.decoder.read
 
     def read():
-        tokens, logprobs = drawn()
+        tokens, logprobs = whole_step()
         tokens[1:2] = -1
         return tokens, logprobs
 
@@ -168,22 +168,22 @@ def test_samples_that_come_in_later_need_no_step_of_their_own(decoding):
     assert_all_given_back(made)
 
 
-def test_steps_tell_how_many_tokens_they_drew(decoding):
-    drawn = []
-    made, _ = decoding(on_step=drawn.append)
+def test_steps_tell_how_many_tokens_they_sampled(decoding):
+    sampled = []
+    made, _ = decoding(on_step=sampled.append)
     params = SamplingParams(n=7, max_new_tokens=11, seed=8, stop_token_ids=(1, 2, 3, 4, 5, 6))
     samples = run(made, [np.arange(20), np.arange(5)], params)
-    assert sum(drawn) == sum(len(sample.tokens) for sample in samples)
+    assert sum(sampled) == sum(len(sample.tokens) for sample in samples)
     lengths = [len(sample.tokens) for sample in samples]
-    assert drawn == [sum(n > step for n in lengths) for step in range(max(lengths))]
+    assert sampled == [sum(n > step for n in lengths) for step in range(max(lengths))]
 
 
-def test_first_tokens_that_cannot_be_drawn_lose_no_page(decoding):
+def test_first_tokens_that_cannot_be_sampled_lose_no_page(decoding):
     made, _ = decoding(most_running=2)
-    drawer, calls = made.sampler, iter(range(100))
+    sampler, calls = made.sampler, iter(range(100))
 
     def broken(*arguments):
-        tokens, logprobs = drawer(*arguments)
+        tokens, logprobs = sampler(*arguments)
         if next(calls) == 1:
             tokens[-1] = -1
         return tokens, logprobs

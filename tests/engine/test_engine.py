@@ -92,16 +92,16 @@ def test_one_new_token_needs_no_page_of_its_own():
 
 
 def test_parameters_may_differ_between_prompts():
-    laws = [
+    params = [
         SamplingParams(n=2, temperature=0, max_new_tokens=4),
         SamplingParams(n=1, top_k=5, max_new_tokens=7, seed=4),
     ]
-    laws += [SamplingParams(n=1, repetition_penalty=1.5, max_new_tokens=5)]
+    params += [SamplingParams(n=1, repetition_penalty=1.5, max_new_tokens=5)]
     prompts = [np.arange(9), np.arange(9), np.arange(12)]
     engine, _ = make_engine()
-    samples = engine.run(Request(i, p, law) for i, (p, law) in enumerate(zip(prompts, laws, strict=True)))
+    samples = engine.run(Request(i, p, own) for i, (p, own) in enumerate(zip(prompts, params, strict=True)))
     for sample in samples:
-        assert sample.tokens == alone(prompts[sample.prompt_index], laws[sample.prompt_index], sample.index)
+        assert sample.tokens == alone(prompts[sample.prompt_index], params[sample.prompt_index], sample.index)
 
 
 class TestBeams:

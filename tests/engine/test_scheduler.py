@@ -1,4 +1,4 @@
-"""Admission: a promise of pages is always kept, and shared prefixes outlive the prompts that brought them."""
+"""Admission: reserved pages stay available, and shared prefixes outlive the prompts that brought them."""
 
 import sys
 
@@ -16,8 +16,8 @@ def request(index, tokens, **params):
     return Request(index, np.array(tokens), SamplingParams(**params))
 
 
-def scheduler_over(num_pages, page_size=4, promised=0):
-    return Scheduler(PrefixTree(num_pages, page_size), lambda: promised)
+def scheduler_over(num_pages, page_size=4, reserved=0):
+    return Scheduler(PrefixTree(num_pages, page_size), lambda: reserved)
 
 
 def test_pages_of_a_sample_leave_out_the_last_token_which_needs_no_kv():
@@ -29,30 +29,30 @@ def test_prompts_that_share_are_admitted_one_after_the_other():
     scheduler = scheduler_over(1000)
     scheduler.submit([request(0, [5, 1]), request(1, [300, 2]), request(2, [5, 1, 7]), request(3, [5])])
     scheduler.admit()
-    assert [group.request.prompt_index for group in scheduler.groups] == [3, 0, 2, 1]
+    assert [state.request.prompt_index for state in scheduler.in_flight] == [3, 0, 2, 1]
 
 
 def test_samples_are_granted_as_far_as_pages_reach_and_the_rest_wait():
     scheduler = scheduler_over(num_pages=8)
     scheduler.submit([request(0, range(8), n=5, max_new_tokens=9), request(1, range(8), n=1, max_new_tokens=9)])
     scheduler.admit()
-    (group,) = scheduler.groups
-    assert (group.granted, group.wanted) == (3, 5)  # 2 pages of prompt and 3 samples of 2 pages
+    (state,) = scheduler.in_flight
+    assert (state.granted, state.wanted) == (3, 5)  # 2 pages of prompt and 3 samples of 2 pages
     assert len(scheduler.queue) == 1
 
 
-def test_pages_promised_to_running_samples_are_not_granted_again():
-    scheduler = scheduler_over(num_pages=8, promised=5)
+def test_pages_reserved_to_running_samples_are_not_granted_again():
+    scheduler = scheduler_over(num_pages=8, reserved=5)
     scheduler.submit([request(0, range(4), n=9, max_new_tokens=5)])
     scheduler.admit()
-    assert scheduler.groups[0].granted == 2
+    assert scheduler.in_flight[0].granted == 2
 
 
 def test_a_prompt_that_does_not_fit_leaves_no_trace():
     scheduler = scheduler_over(num_pages=5)
     scheduler.submit([request(0, range(8), max_new_tokens=9), request(1, [*range(6), 99], max_new_tokens=9)])
     scheduler.admit()
-    assert len(scheduler.groups) == 1
+    assert len(scheduler.in_flight) == 1
     assert scheduler.tree.snapshot().num_nodes == 1
     scheduler.tree.check()
 
@@ -61,14 +61,14 @@ def test_what_the_next_prompt_shares_stays_when_a_prompt_retires():
     scheduler = scheduler_over(num_pages=6)
     scheduler.submit([request(0, [*range(10), 50], max_new_tokens=9), request(1, [*range(10), 60], max_new_tokens=9)])
     scheduler.admit()
-    first = scheduler.groups[0]
-    scheduler.tree.mark_ready([first.prompt.node], [11])
+    first = scheduler.in_flight[0]
+    scheduler.tree.mark_computed([first.prompt.node], [11])
     first.started = first.finished = 1
     scheduler.retire(first)
     assert scheduler.tree.match([*range(10), 60]).length == 10
-    assert scheduler.tree.snapshot().ready.tolist() == [10]
+    assert scheduler.tree.snapshot().computed.tolist() == [10]
     scheduler.admit()
-    assert [group.request.prompt_index for group in scheduler.groups] == [1]
+    assert [state.request.prompt_index for state in scheduler.in_flight] == [1]
     scheduler.close()
     scheduler.tree.check()
     assert scheduler.tree.allocator.free == 6
@@ -78,13 +78,13 @@ def test_an_equal_prompt_inherits_the_logits():
     scheduler = scheduler_over(num_pages=4)
     scheduler.submit([request(0, range(8), max_new_tokens=9), request(1, range(8), max_new_tokens=9)])
     scheduler.admit()
-    first = scheduler.groups[0]
+    first = scheduler.in_flight[0]
     first.first_logits = "logits"
     first.started = first.finished = 1
     scheduler.retire(first)
     scheduler.admit()
-    assert scheduler.groups[0].request.prompt_index == 1
-    assert scheduler.groups[0].first_logits == "logits"
+    assert scheduler.in_flight[0].request.prompt_index == 1
+    assert scheduler.in_flight[0].first_logits == "logits"
 
 
 def test_the_refusal_names_the_need_in_mib_and_tokens():
@@ -124,7 +124,7 @@ class TestWaiting:
         assert scheduler.tree.snapshot() is snapshot
 
     def test_steps_while_a_prompt_waits_are_not_planned_anew(self):
-        """A plan for the prompt and one for its samples, each time, and as many where there is room for both at once."""
+        """A plan for the prompt and one for its samples, each time, and as many where the pool holds both at once."""
         prompts = [[*range(8), 40 + index] for index in range(2)]
         plans = {}
         for num_pages in (16, 4096):
@@ -135,7 +135,7 @@ class TestWaiting:
 
     @pytest.mark.parametrize("goes_on", [[], [7], [7, 8, 9]])
     @pytest.mark.parametrize("left", [0, 1, 3, 4, 9])
-    def test_a_promise_is_kept_where_a_prompt_ends_with_a_sample_s_leaf_or_goes_on_below_it(self, goes_on, left):
+    def test_reserved_pages_suffice_where_a_prompt_ends_with_a_sample_s_leaf_or_goes_on_below_it(self, goes_on, left):
         """Such a leaf stops growing in place, so its sample may need a page more than before."""
         tree = PrefixTree(64, 4)
         sample = tree.insert(range(5))
@@ -149,10 +149,10 @@ class TestWaiting:
         taken = tree.allocator.allocate(tree.allocator.free - needed + 1)
         scheduler.submit([request(1, [*range(5), *goes_on], max_new_tokens=5)])
         scheduler.admit()
-        assert len(scheduler.groups) == 1
+        assert len(scheduler.in_flight) == 1
         tree.allocator.release(taken[:1])
         scheduler.admit()
-        assert len(scheduler.groups) == 2
+        assert len(scheduler.in_flight) == 2
         assert tree.allocator.free == pages_left() + 1
 
 
@@ -164,7 +164,7 @@ class TestManyPrompts:
         scheduler = Scheduler(PrefixTree(10_000, 4), lambda: asked.append(1) or 0)
         scheduler.submit(request(index, [*range(9), index], n=2, max_new_tokens=9) for index in range(200))
         scheduler.admit()
-        assert len(scheduler.groups) == 200
+        assert len(scheduler.in_flight) == 200
         assert len(asked) == 1
 
     def test_what_runs_is_not_asked_for_when_nothing_waits(self):
@@ -182,7 +182,7 @@ class TestManyPrompts:
             scheduler = Scheduler(PrefixTree(20 * count, 4), lambda: 0)
             scheduler.submit(request(index, [*range(9), index % 50, index], max_new_tokens=9) for index in range(count))
             return count_calls(scheduler.admit) + count_calls(
-                lambda: [scheduler.retire(one) for one in scheduler.groups]
+                lambda: [scheduler.retire(one) for one in scheduler.in_flight]
             )
 
         assert calls(800) < 4.5 * calls(200)

@@ -151,14 +151,14 @@ def _queries(rng: np.random.Generator, snapshot: TreeSnapshot, is_leaf: np.ndarr
             begin[run], end[run] = low, high
             room -= high - low
     leaf = is_leaf[chosen]
-    snapshot.ready[chosen[leaf]] = rng.integers(begin[leaf], length[leaf] + 1)
+    snapshot.computed[chosen[leaf]] = rng.integers(begin[leaf], length[leaf] + 1)
     return Queries(chosen.astype(np.int32), begin.astype(np.int32), end.astype(np.int32))
 
 
 def _growing_queries(snapshot: TreeSnapshot, is_leaf: np.ndarray, growing: int) -> Queries:
     leaf = np.flatnonzero(is_leaf & (snapshot.length > growing)).astype(np.int32)
     begin = snapshot.length[leaf] - growing - 1
-    snapshot.ready[is_leaf] = np.maximum(snapshot.length[is_leaf] - growing - 1, 0)
+    snapshot.computed[is_leaf] = np.maximum(snapshot.length[is_leaf] - growing - 1, 0)
     if not len(leaf):  # every leaf is as short as can be: its first token asks
         leaf = np.flatnonzero(is_leaf).astype(np.int32)
         begin = np.zeros(len(leaf), dtype=np.int32)

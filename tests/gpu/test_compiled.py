@@ -71,14 +71,14 @@ class Decode:
         tokens = np.concatenate([nodes[n].tokens[b:e] for n, b, e in zip(runs.node, runs.begin, runs.end, strict=True)])
         step = build_step(StepTree(snapshot, runs), tokens, np.array(ends), self.planner, "cuda")
         logits = self.eager(step)
-        self.tree.mark_ready([nodes[n] for n in runs.node], runs.end.tolist())
+        self.tree.mark_computed([nodes[n] for n in runs.node], runs.end.tolist())
         leaf = {nodes[n].id: row for row, n in enumerate(runs.node)}
         self.next = [int(logits[leaf[sequence.node.id]].argmax()) for sequence in self.sequences]
 
     def pending(self) -> Queries:
         snapshot = self.tree.snapshot()
-        node = np.flatnonzero(snapshot.ready < snapshot.length).astype(np.int32)
-        return Queries(node, snapshot.ready[node], snapshot.length[node])
+        node = np.flatnonzero(snapshot.computed < snapshot.length).astype(np.int32)
+        return Queries(node, snapshot.computed[node], snapshot.length[node])
 
     def step(self, planner: CudaPlanner) -> Step:
         """Append the next tokens; the step that runs them, in the order of the tree."""
@@ -92,7 +92,7 @@ class Decode:
     def choose(self, logits: Tensor) -> None:
         best = logits.argmax(-1).tolist()
         self.next = [best[self.rows[sequence.node.id]] for sequence in self.sequences]
-        self.tree.mark_ready(*self.ran)
+        self.tree.mark_computed(*self.ran)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -44,7 +44,7 @@ def test_logits_err_no_more_than_the_unpatched_models(head_dim: int) -> None:
         engine = make_engine(model, requests)
         engine.scheduler.submit(requests)
         engine.scheduler.admit()
-        groups = list(engine.scheduler.groups)
+        groups = list(engine.scheduler.in_flight)
         while any(group.first_logits is None for group in groups):
             engine.step()
     logits = {tuple(group.request.tokens.tolist()): group.first_logits for group in groups}

@@ -299,8 +299,8 @@ def test_advance_begins_the_steps_that_it_does_on_the_cpu(implementation, page_s
     here, there = DecodeTree(room, page_size, "cpu"), DecodeTree(room, page_size, GPU)
     here.load(batch), there.load(batch)
     for _ in range(8):
-        here.drawn = torch.from_numpy(rng.integers(-1, 50, 200))
-        there.drawn = here.drawn.to(GPU)
+        here.sampled = torch.from_numpy(rng.integers(-1, 50, 200))
+        there.sampled = here.sampled.to(GPU)
         rows = int(rng.integers(batch.num_rows, 201))
         here.advance(rows), there.advance(rows)
         for name in ("tokens", "positions", "slots"):
@@ -312,7 +312,7 @@ def test_opcheck_of_advance(implementation):
     _, _, batch = make_batch(np.random.default_rng(4), 4, 3)
     tree = DecodeTree(DecodeCapacity.of(batch), 4, GPU)
     tree.load(batch)
-    tensors = (tree.leaf, *tree.nodes, tree.drawn, tree.tokens, tree.positions, tree.slots)
+    tensors = (tree.leaf, *tree.nodes, tree.sampled, tree.tokens, tree.positions, tree.slots)
     args = (*(tensor.clone() for tensor in tensors), batch.num_rows, 4)
     torch.library.opcheck(torch.ops.prefixkit.advance.default, args)
 

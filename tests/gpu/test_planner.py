@@ -25,7 +25,7 @@ def planner_of(snapshot, queries, shape, cost, num_sms, spare=0):
 
 def assert_same(planner, plan, case=""):
     for name, ours, theirs in zip(
-        ("counts", "wide", "narrow", "segments", "merge_indptr", "merge_indices"),
+        ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices"),
         planner.arrays(),
         plan.arrays(),
         strict=True,
@@ -76,7 +76,7 @@ def test_named_trees(name, heads):
 
 def test_a_long_prompt():
     snapshot = tree([-1], [65536])
-    snapshot.ready[:] = 0
+    snapshot.computed[:] = 0
     queries = Queries(*(np.array([x], dtype=np.int32) for x in (0, 0, 65536)))
     shape = HeadShape(32, 8, 128, 2)
     planner = planner_of(snapshot, queries, shape, H200, 132)
@@ -90,7 +90,7 @@ def test_a_lone_long_sequence_in_hundreds_of_pieces(heads):
     snapshot, shape = tree_of("2L b1 p1048576 s128"), HeadShape(*heads, 128, 2)
     queries = leaf_queries(snapshot)
     plan = specified(snapshot, queries, shape, H200, 132)
-    assert len(plan.narrow) * shape.kv_heads >= 500
+    assert len(plan.decode_items) * shape.kv_heads >= 500
     planner = planner_of(snapshot, queries, shape, H200, 132)
     planner.load(StepTree(snapshot, queries))
     planner.plan()
@@ -127,11 +127,11 @@ def test_a_tree_that_may_not_fit_is_refused_before_anything_is_launched():
     with pytest.raises(PlanTooLarge, match="257 nodes, but the planner has capacity for 65"):
         planner.load(StepTree(large, leaf_queries(large)))
     planner = GraphPlanner(shape, 300, planner.capacity, "cuda", H200, 132)
-    with pytest.raises(PlanTooLarge, match=r"narrow \(room for .*256 rows \(room for 64\)"):
+    with pytest.raises(PlanTooLarge, match=r"decode_items \(capacity .*256 rows \(capacity 64\)"):
         planner.load(StepTree(large, leaf_queries(large)))
 
 
-@pytest.mark.parametrize("short", ["wide", "narrow", "segments", "rows", "partials"])
+@pytest.mark.parametrize("short", ["tile_items", "decode_items", "segments", "rows", "partials"])
 def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     """A tree that kernels wrote was never checked; nothing is written outside."""
     snapshot, shape = tree_of("2L b256 p16384 s128"), HeadShape(8, 1, 128, 2)
@@ -151,16 +151,16 @@ def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
         ours[: len(theirs)].copy_(theirs)
     exact.plan()
     assert exact.work[0][OVERFLOW] == 0
-    assert exact.arrays()[0][0] == need.wide
+    assert exact.arrays()[0][0] == need.tile_items
 
 
 def test_calibration_fits_what_it_measured():
     cost = calibrate("cuda")
-    assert cost.narrow.tokens_per_us > 0
-    assert 0.2 < cost.wide.tokens_per_us / cost.narrow.tokens_per_us < 20
+    assert cost.decode.tokens_per_us > 0
+    assert 0.2 < cost.tile.tokens_per_us / cost.decode.tokens_per_us < 20
     assert 0 < cost.sharing.kv_byte < 1e-4
     snapshot, shape = tree_of("2L b64 p4096 s128"), HeadShape(32, 8, 128, 2)
-    assert len(specified(snapshot, leaf_queries(snapshot), shape, cost, 132).wide) > 0, (
+    assert len(specified(snapshot, leaf_queries(snapshot), shape, cost, 132).tile_items) > 0, (
         "a long prefix of many is shared"
     )
 

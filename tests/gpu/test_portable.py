@@ -153,8 +153,8 @@ def test_any_plan_runs_whatever_tiles_it_was_cut_for(head_dim):
     case = deep_case(3, torch.bfloat16, 4, head_dim)
     exact, _ = dense(case)
     bound = 1.5 * torch_error(case, exact) + HALF_ULP[torch.bfloat16] * float(exact.abs().max())
-    for wide_rows, blocks in ((64, 7), (128, 1000), (32, 264)):
-        call = on_gpu(case, gpu_plan_of(case, SHARE_ALL, blocks, wide_rows))
+    for tile_rows, blocks in ((64, 7), (128, 1000), (32, 264)):
+        call = on_gpu(case, gpu_plan_of(case, SHARE_ALL, blocks, tile_rows))
         out, _ = torch.ops.prefixkit.tree_attention(*call.arguments())
         assert float((out.double() - exact).abs().max()) <= bound
 

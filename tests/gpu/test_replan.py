@@ -52,8 +52,8 @@ def attend(shape, step, pages, seed=0):
 
 
 def pending(snapshot):
-    node = np.flatnonzero(snapshot.ready < snapshot.length).astype(np.int32)
-    return Queries(node, snapshot.ready[node], snapshot.length[node])
+    node = np.flatnonzero(snapshot.computed < snapshot.length).astype(np.int32)
+    return Queries(node, snapshot.computed[node], snapshot.length[node])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -78,7 +78,7 @@ def test_attention_is_the_same_bit_by_bit_while_a_tree_grows_and_changes(planner
         for a, b in zip(attend(there.shape, ours, pages), attend(there.shape, theirs, pages), strict=True):
             assert torch.equal(a, b)
         assert ours.kv_tokens_read == theirs.kv_tokens_read
-        tree.mark_ready([nodes[node] for node in queries.node.tolist()], queries.end.tolist())
+        tree.mark_computed([nodes[node] for node in queries.node.tolist()], queries.end.tolist())
     assert there.plans_made == host.plans_made < 40
 
 

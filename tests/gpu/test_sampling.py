@@ -10,8 +10,8 @@ from prefixkit.ops.sampling_records import mask
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
-from prefixkit.sampling.specification import draw
-from tests.engine.laws import NASTY, logprob_bound, random_laws, rows_of
+from prefixkit.sampling.specification import sample_tokens
+from tests.engine.sampling_cases import NASTY, logprob_bound, random_params, rows_of
 from tests.gpu.cases import GPU
 from tests.ops.test_sample import arguments
 
@@ -35,7 +35,7 @@ def poisoned(rows, vocab):
 
 def case(seed, rows, vocab, dtype):
     rng = np.random.default_rng(seed)
-    logits, laws = rows_of(rng, rows, vocab, dtype), random_laws(rng, rows, vocab)
+    logits, laws = rows_of(rng, rows, vocab, dtype), random_params(rng, rows, vocab)
     histories = [rng.integers(0, vocab + 9, int(rng.integers(0, 300))) for _ in range(rows)]
     keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 2**20, rows)
     return logits, laws, keys, steps, histories
@@ -50,7 +50,7 @@ def on_gpu(logits):
 
 
 def assert_drawn(tokens, logprobs, logits, laws, keys, steps, histories):
-    expected, _ = draw(logits.float(), laws, uniforms(keys, steps), histories)
+    expected, _ = sample_tokens(logits.float(), laws, uniforms(keys, steps), histories)
     wrong = [(row, laws[row]) for row in (tokens.cpu() != expected).nonzero()[:, 0].tolist()]
     assert not wrong, wrong[:3]
     exact = torch.log_softmax(logits.double(), -1).gather(1, expected[:, None])[:, 0].numpy()
@@ -104,7 +104,7 @@ def test_extreme_rows(way, name, vocab):
     sampler = poisoned(len(laws), vocab)
     sampler.load(slice(None), laws, keys, steps)
     tokens, _ = sampler.sample(on_gpu(logits))
-    assert tokens.tolist() == draw(logits, laws, uniforms(keys, steps))[0].tolist()
+    assert tokens.tolist() == sample_tokens(logits, laws, uniforms(keys, steps))[0].tolist()
 
 
 def test_a_captured_graph_goes_on_with_what_it_drew(way):
@@ -173,7 +173,7 @@ def test_rows_leave_the_batch_on_the_device(way):
     # Newcomers take the rows that are free.
     sampler.load([25, 24], laws[:2], keys[:2], steps[:2], histories[:2])
     sampler.sample(logits.to(GPU))
-    expected = draw(logits[[25, 24]], laws[:2], uniforms(keys[:2], steps[:2]), histories[:2])[0]
+    expected = sample_tokens(logits[[25, 24]], laws[:2], uniforms(keys[:2], steps[:2]), histories[:2])[0]
     assert sampler.tokens[[25, 24]].tolist() == expected.tolist()
 
 

@@ -133,7 +133,7 @@ def test_a_leaf_grows_under_a_captured_graph(monkeypatch):
     monkeypatch.setenv(backend.VARIABLE, "cuda")
     snapshot, num_pages = make_snapshot(np.random.default_rng(0), [-1, 0, 0], [40, 9, 30], 16, orderly=True)
     leaves = Queries(*(np.array(column, dtype=np.int32) for column in ((1, 2), (5, 20), (6, 21))))
-    snapshot.ready[1:] = (5, 20)
+    snapshot.computed[1:] = (5, 20)
     case = fill(np.random.default_rng(1), snapshot, num_pages, leaves, (8, 2, 64), torch.bfloat16)
     call = on_gpu(case, planned(case, SHARE_ALL))
     torch.ops.prefixkit.tree_attention(*call.arguments())
@@ -236,7 +236,7 @@ def test_bad_arguments_are_named_before_anything_is_launched(implementation):
         attend(q, k, v, positions, plan, scale, "unheard of")
 
 
-@pytest.mark.parametrize("leaves", [1, 40], ids=["narrow", "wide"])
+@pytest.mark.parametrize("leaves", [1, 40], ids=["decode", "tile"])
 @pytest.mark.parametrize("page", [1, 16])
 def test_what_lies_before_a_window_is_not_read(monkeypatch, leaves, page):
     """A shared node of 500 tokens below a window of 70: what no query sees may hold anything, even NaN."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.step import Planner, Step, build_step
+from prefixkit.attention.sharing import CPU_COST, HeadShape
+from prefixkit.attention.step import Step, build_step
+from prefixkit.backends.torch.planner import TorchPlanner
 from prefixkit.models import ModelRunner, kv_spec, patch, query_heads
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree import Node, PrefixTree
@@ -29,17 +30,18 @@ class TreeDriver:
         self.pool = KVPool(kv_spec(self.model), num_pages, page_size)
         self.runner = ModelRunner(self.model, self.pool)
         spec = self.pool.spec
-        self.planner = Planner(HeadShape(query_heads(self.model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize))
+        shape = HeadShape(query_heads(self.model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
+        self.planner = TorchPlanner(shape, CPU_COST)
         self.logits: dict[tuple[int, ...], Tensor] = {}
         self.tokens_run = 0
 
     def step(self, budget: int = 10**6, logit_rows: list[int] | None = None) -> Step | None:
         """The step for the first ``budget`` uncomputed tokens, with every row's logits unless told otherwise."""
         self.runs: list[tuple[Node, int, int]] = []
-        for node, ready, length in self.tree.pending():
+        for node, computed, length in self.tree.uncomputed():
             if budget and self._has_all_above(node):
-                self.runs.append((node, ready, min(length, ready + budget)))
-                budget -= self.runs[-1][2] - ready
+                self.runs.append((node, computed, min(length, computed + budget)))
+                budget -= self.runs[-1][2] - computed
         if not self.runs:
             return None
         index = {node.id: i for i, node in enumerate(self.tree.nodes())}
@@ -56,7 +58,7 @@ class TreeDriver:
             rows = [(node, at) for node, begin, end in self.runs for at in range(begin, end)]
             for (node, at), row in zip(rows, logits, strict=True):
                 self.logits[(*_tokens_above(node), *node.tokens[: at + 1].tolist())] = row
-            self.tree.mark_ready([node for node, _, _ in self.runs], [end for _, _, end in self.runs])
+            self.tree.mark_computed([node for node, _, _ in self.runs], [end for _, _, end in self.runs])
             self.tokens_run += len(rows)
 
     def logits_of(self, tokens: list[int]) -> Tensor:
@@ -66,7 +68,9 @@ class TreeDriver:
     def _has_all_above(self, node: Node) -> bool:
         above = node.parent
         return (
-            above is None or above.ready == above.length or any(n is above and e == n.length for n, _, e in self.runs)
+            above is None
+            or above.computed == above.length
+            or any(n is above and e == n.length for n, _, e in self.runs)
         )
 
 

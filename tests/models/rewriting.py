@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CPU_COST
+from prefixkit.backends.torch.planner import bind
 from prefixkit.models.compile.rotary import with_rotary_append
-from tests.attention.forests import int_tensors, node_tensors, plan_of, random_case
+from tests.attention.forests import plan_of, random_case
 
 ops = torch.ops.prefixkit
 APPEND, BOTH = "prefixkit.kv_append", "prefixkit.rotary_append"
@@ -54,8 +56,8 @@ class Layer:
         self.k, self.v = normal(1, rows, kv_heads, dim).transpose(1, 2), normal(1, rows, kv_heads, dim).transpose(1, 2)
         self.cos, self.sin = normal(1, rows, dim), normal(1, rows, dim)
         self.slots = torch.from_numpy(case.snapshot.slots(case.row_node, case.queries.row_offset()))
-        work = int_tensors(*plan_of(case, CPU_COST).arrays())
-        self.attention = case.positions, work, node_tensors(case), case.scale, "causal"
+        self.step = bind(plan_of(case, CPU_COST), StepTree(case.snapshot, case.queries))  # a handle lives as long
+        self.attention = case.positions, self.step.tensors, case.scale, "causal"
 
     def arguments(self):
         """The same again, with memory of their own for what may be written."""

@@ -36,7 +36,7 @@ def test_a_step_without_logits_skips_the_head(run):
     run.model.lm_head.register_forward_hook(lambda module, args, out: sizes.append(args[0].numel()))
     assert run.runner(run.step(logit_rows=[])).shape == (0, 128)
     assert sizes == [0]
-    run.tree.mark_ready([node for node, _, _ in run.runs], [end for _, _, end in run.runs])
+    run.tree.mark_computed([node for node, _, _ in run.runs], [end for _, _, end in run.runs])
     assert run.step() is None, "its KV is complete all the same"
 
 

@@ -55,7 +55,7 @@ def test_the_plan_is_the_specified_one_array_by_array(seed: int) -> None:
             assert np.array_equal(ours[: len(theirs)].numpy(), theirs)
 
 
-@pytest.mark.parametrize("short", ["wide", "narrow", "segments", "rows", "partials"])
+@pytest.mark.parametrize("short", ["tile_items", "decode_items", "segments", "rows", "partials"])
 def test_a_plan_that_does_not_fit_is_empty_and_says_so(short: str) -> None:
     fitted = 0
     for seed in range(12):
@@ -96,10 +96,10 @@ WRONG = {
     "nodes": (0, lambda x: x.repeat(2), BadShape, r"num_nodes must have shape \[1\]"),
     "length": (3, lambda x: x[1:], BadShape, r"length must have shape \[40\], contiguous"),
     "counts": (5, lambda x: x[:7], BadShape, r"work.counts must have shape \[8\]"),
-    "wide": (6, lambda x: x[:, :7], BadShape, r"work.wide must have shape \[items, 8\]"),
+    "tile_items": (6, lambda x: x[:, :7], BadShape, r"work.tile_items must have shape \[items, 8\]"),
     "strides": (8, lambda x: x.T.contiguous().T, BadShape, "must be contiguous"),
     "scratch": (11, lambda x: x[1:], BadShape, r"scratch must have shape \[at least \d+\]"),
-    "device": (7, lambda x: x.to("meta"), BadDevice, "work.narrow is on meta"),
+    "device": (7, lambda x: x.to("meta"), BadDevice, "work.decode_items is on meta"),
     "heads": (12, lambda _: (6, 4, 64, 2), ValueError, "heads must be query heads, KV heads"),
     "group": (12, lambda _: (200, 1, 64, 2), ValueError, "a tile must hold a GQA group of 200 heads"),
     "cost": (14, lambda x: x[1:], ValueError, "cost must be the 20 numbers of a GpuCost, got 19"),

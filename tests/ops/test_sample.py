@@ -16,8 +16,8 @@ from prefixkit.ops.sampling_records import ACTIVE, RECORD, STEP, mask, params_of
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
-from prefixkit.sampling.specification import draw
-from tests.engine.laws import NASTY, random_laws, rows_of
+from prefixkit.sampling.specification import sample_tokens
+from tests.engine.sampling_cases import NASTY, random_params, rows_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ops = torch.ops.prefixkit
@@ -25,7 +25,7 @@ ops = torch.ops.prefixkit
 
 def case(seed: int, rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     rng = np.random.default_rng(seed)
-    logits, params = rows_of(rng, rows, vocab, dtype), random_laws(rng, rows, vocab)
+    logits, params = rows_of(rng, rows, vocab, dtype), random_params(rng, rows, vocab)
     histories = [rng.integers(0, vocab + 9, int(rng.integers(0, 100))) for _ in range(rows)]
     return logits, params, rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 2**20, rows), histories
 
@@ -49,7 +49,7 @@ def test_tokens_are_those_of_the_specification_step_after_step(vocab: int, dtype
     for step in range(4):
         logits = rows_of(np.random.default_rng(step), rows, vocab, dtype)
         tokens, logprobs = sampler.sample(logits)
-        expected = draw(logits.float(), params, uniforms(keys, steps + step), histories)
+        expected = sample_tokens(logits.float(), params, uniforms(keys, steps + step), histories)
         assert torch.equal(tokens, expected[0])
         assert torch.equal(logprobs, expected[1])
         histories = [np.append(held, token) for held, token in zip(histories, tokens.tolist(), strict=True)]
@@ -80,7 +80,7 @@ def test_extreme_rows_and_extreme_parameters(name: str) -> None:
 
 def _or_minus_1(row: Tensor, params: SamplingParams, uniform: float) -> int:
     try:
-        return int(draw(row[None], params, np.array([uniform]))[0])
+        return int(sample_tokens(row[None], params, np.array([uniform]))[0])
     except ValueError:
         return -1
 
@@ -106,7 +106,7 @@ def test_inactive_rows_are_left_alone_and_broken_ones_say_so() -> None:
     whole = [row for row in range(9) if row not in broken and row != 2]
     found = before[1].numpy().view(RECORD)[whole, 0]
     histories = [tokens_of(bits) for bits in before[2][whole].numpy()]
-    expected = draw(before[0][whole], params_of(found), uniforms(found["key"], found["step"]), histories)
+    expected = sample_tokens(before[0][whole], params_of(found), uniforms(found["key"], found["step"]), histories)
     assert torch.equal(tokens[whole], expected[0])
 
 
@@ -123,9 +123,11 @@ def test_rows_are_kept_and_newcomers_take_what_is_free() -> None:
     sampler.load([5], params[:1], keys[:1], steps[:1], histories[:1])
     sampler.sample(logits)
     held = [np.append(histories[row], first[row]) for row in index]
-    expected = draw(logits[:4], [params[row] for row in index], uniforms(keys[index], steps[index] + 1), held)[0]
+    expected = sample_tokens(logits[:4], [params[row] for row in index], uniforms(keys[index], steps[index] + 1), held)[
+        0
+    ]
     assert sampler.tokens[:4].tolist() == expected.tolist()
-    expected = draw(logits[5:6], params[:1], uniforms(keys[:1], steps[:1]), histories[:1])[0]
+    expected = sample_tokens(logits[5:6], params[:1], uniforms(keys[:1], steps[:1]), histories[:1])[0]
     assert sampler.tokens[5] == expected[0]
 
 

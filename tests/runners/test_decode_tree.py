@@ -12,7 +12,7 @@ from prefixkit.tree.radix import PrefixTree, Sequence
 def make_batch(
     rng: np.random.Generator, page_size: int, most_steps: int
 ) -> tuple[PrefixTree, list[Sequence], DecodeBatch]:
-    """Some prompts, each with samples that have drawn a few tokens, the last of them pending; pages for ``most_steps`` more."""
+    """Some prompts, each with samples of a few tokens, the last of them uncomputed; pages for ``most_steps`` more."""
     tree = PrefixTree(4096, page_size)
     head = rng.integers(0, 50, rng.integers(1, 40))
     samples: list[Sequence] = []
@@ -23,7 +23,7 @@ def make_batch(
         tree.extend_each(samples, rng.integers(0, 50, len(samples)))
     own = {sample.node for sample in samples}
     nodes = tree.nodes()
-    tree.mark_ready(nodes, [node.length - (node in own) for node in nodes])
+    tree.mark_computed(nodes, [node.length - (node in own) for node in nodes])
     samples.sort(key=lambda sample: sample.node.index)
     pages = [tree.allocator.allocate(tree.pages_to_extend(sample, most_steps)) for sample in samples]
     return tree, samples, decode_batch(tree.snapshot(), np.array([s.node.index for s in samples], np.int32), pages)
@@ -32,7 +32,7 @@ def make_batch(
 def truth(batch: DecodeBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Positions, slots and visible lengths of the batch's step, from its snapshot."""
     tree, offset = batch.snapshot, batch.snapshot.length[batch.leaf] - 1
-    visible = tree.ready.copy()
+    visible = tree.computed.copy()
     visible[batch.leaf] = tree.length[batch.leaf]
     return tree.start[batch.leaf] + offset, tree.slots(batch.leaf, offset), visible
 
@@ -47,9 +47,9 @@ def test_every_step_is_that_of_the_grown_tree_and_rows_can_leave(seed: int, page
     here.load(batch)
     for step in range(most):
         batch.tree.check()
-        here.drawn = torch.from_numpy(rng.integers(-1, 50, 64))
+        here.sampled = torch.from_numpy(rng.integers(-1, 50, 64))
         here.advance(64)
-        assert here.tokens[: batch.num_rows].tolist() == here.drawn[: batch.num_rows].clamp(min=0).tolist()
+        assert here.tokens[: batch.num_rows].tolist() == here.sampled[: batch.num_rows].clamp(min=0).tolist()
         assert (here.tokens[batch.num_rows :] == 0).all()
         positions, slots, visible = truth(batch)
         assert here.positions[: batch.num_rows].tolist() == positions.tolist()
@@ -99,9 +99,9 @@ def test_a_row_without_a_page_for_its_token_stands_still() -> None:
         here.advance(batch.num_rows)
         batch = batch.grown(1)
     assert (here.slots == -1).all()
-    room = np.diff(batch.snapshot.page_indptr)[batch.leaf] * 4
-    assert here.nodes[1][batch.leaf].tolist() == room.tolist() == batch.snapshot.length[batch.leaf].tolist()
-    assert (here.positions.numpy() == (batch.snapshot.start[batch.leaf] + room - 1)).all()
+    capacity = np.diff(batch.snapshot.page_indptr)[batch.leaf] * 4
+    assert here.nodes[1][batch.leaf].tolist() == capacity.tolist() == batch.snapshot.length[batch.leaf].tolist()
+    assert (here.positions.numpy() == (batch.snapshot.start[batch.leaf] + capacity - 1)).all()
 
 
 def test_a_batch_that_does_not_fit_is_refused_by_name() -> None:

@@ -1,4 +1,4 @@
-"""How steps are kept as graphs, with stand-ins for what needs a GPU: a graph is what it would do, done again at each replay."""
+"""How steps are kept as graphs, with stand-ins for what needs a GPU: each replay of a graph does its work again."""
 
 from __future__ import annotations
 
@@ -198,13 +198,13 @@ def test_weights_that_a_first_step_moves_take_older_graphs_with_them(decoding):
 
 @pytest.mark.parametrize(("shrink", "buckets"), [(1.0, {8, 5, 2, 1}), (0.5, {8, 2, 1}), (0.2, {8, 1})])
 def test_graphs_for_fewer_rows_are_captured_where_they_are_few_enough(shrink, buckets, decoding):
-    """Eight samples that end one after the other; rows are closed up late, so 3 of them are never alone."""
+    """Eight samples that end one after the other; rows are compacted late, so 3 of them are never alone."""
     made, model = decoding()
     made.decoder.shrink = shrink
-    laws = [SamplingParams(max_new_tokens=20 - 2 * index, seed=1) for index in range(8)]
-    samples = made.run(Request(index, np.arange(9), law) for index, law in enumerate(laws))
-    for sample, law in zip(samples, laws, strict=True):
-        assert sample.tokens == alone(np.arange(9), law, 0)
+    params = [SamplingParams(max_new_tokens=20 - 2 * index, seed=1) for index in range(8)]
+    samples = made.run(Request(index, np.arange(9), own) for index, own in enumerate(params))
+    for sample, own in zip(samples, params, strict=True):
+        assert sample.tokens == alone(np.arange(9), own, 0)
     assert set(made.decoder._graphs) == buckets
     assert made.decoder.captures == len(buckets)
 
@@ -235,7 +235,7 @@ def test_rows_that_cannot_have_a_graph_of_their_own_stay_in_the_one_they_have(de
     assert_all_given_back(made)
 
 
-def test_nobody_goes_on_with_a_graph_whose_weights_a_failed_capture_has_moved(decoding):
+def test_no_run_goes_on_with_a_graph_whose_weights_a_failed_capture_has_moved(decoding):
     """A graph for fewer rows may move weights in its first step, and fail then: the running one is captured again."""
     made, model = decoding()
     where, sizes = [0], []
@@ -365,12 +365,12 @@ class TestWhatACaptureRaises:
         made, model = decoding()
         kept = []
 
-        def no_room(step):
+        def no_memory(step):
             kept.append(weakref.ref(decoder._arrays))
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         decoder = with_capture(made, Capturing())
-        decoder.model = no_room
+        decoder.model = no_memory
         samples = run(made, [np.arange(9)], PARAMS)
         assert [s.tokens for s in samples] == [alone(np.arange(9), PARAMS, s.index) for s in samples]
         assert "decoding step by step: no memory for CUDA graphs of 2 rows" in caplog.text

@@ -85,4 +85,4 @@ def test_keys_do_not_depend_on_how_the_prompt_is_held():
     strided = np.array([5, 0, 70_000, 0, 3, 0])[::2]
     for same in (np.array(tokens, dtype=np.int32), np.array(tokens), strided, tuple(tokens)):
         assert sample_key(1, 2, same) == expected
-    assert sample_key(0, 0, [0]) == 8367686147607930370  # what a published seed drew must not change
+    assert sample_key(0, 0, [0]) == 8367686147607930370  # what a published seed sampled must not change

@@ -1,4 +1,4 @@
-"""Rows are drawn from the distribution that transformers' processors leave, each row for itself."""
+"""Rows are sampled from the distribution that transformers' processors leave, each row for itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.sampling.specification import draw, probabilities
+from prefixkit.sampling.specification import probabilities, sample_tokens
 
 ALMOST_1 = 1 - 2**-53
 
@@ -89,8 +89,9 @@ def test_the_distribution_is_that_of_transformers(params, vocab, spread):
     weighty = exact >= 2**-38 * most
     assert torch.equal(ours[weighty] > 0, exact[weighty] > 0)
     assert (exact[ours > 0] > 0).all()
-    # In units of 2**-24: their scores are rounded once more (half a unit of score and top each); of ours the difference, the
-    # rate and the product, which the exponential makes relative errors; its polynomial has 2.8; so has the sum, on average.
+    # In units of 2**-24: their scores are rounded once more (half a unit of score and top each); of ours the
+    # difference, the rate and the product, which the exponential makes relative errors; its polynomial has 2.8; so has
+    # the sum, on average.
     top = theirs.max(-1, keepdim=True).values
     score = torch.where(theirs > -torch.inf, theirs, top)
     relative = (3.3 * (top - score) + score.abs() + top.abs() + 3).double() * 2**-24
@@ -138,18 +139,18 @@ def test_a_kept_set_ignores_masked_tokens():
     for params in (SamplingParams(top_k=900), SamplingParams(top_p=0.999999), SamplingParams()):
         assert (probabilities(logits, params)[:, ::2] == 0).all()
         for u in (0.0, 0.5, ALMOST_1):
-            assert (draw(logits, params, np.full(3, u))[0] % 2 == 1).all()
+            assert (sample_tokens(logits, params, np.full(3, u))[0] % 2 == 1).all()
 
 
 @pytest.mark.parametrize("params", [FILTERS[1], FILTERS[7], FILTERS[14], FILTERS[17]], ids=label)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_frequencies_are_the_distribution(params, seed):
-    draws, vocab = 10_000, 60
+    count, vocab = 10_000, 60
     logits = normal(seed, 1, vocab, 1.5)
     history = np.arange(0, vocab, 3)
-    expected = probabilities(logits, params, [history])[0].numpy() * draws
-    u = np.random.default_rng(seed).random(draws)
-    tokens, _ = draw(logits.expand(draws, -1), params, u, [history] * draws)
+    expected = probabilities(logits, params, [history])[0].numpy() * count
+    u = np.random.default_rng(seed).random(count)
+    tokens, _ = sample_tokens(logits.expand(count, -1), params, u, [history] * count)
     counts = np.bincount(tokens.numpy(), minlength=vocab)
     assert (counts[expected == 0] == 0).all()
     likely = expected >= 5
@@ -164,7 +165,7 @@ def test_the_token_is_the_inverse_of_the_cumulative_distribution(params, vocab):
     logits = normal(vocab, 1, vocab, 2.0)
     cumulative = probabilities(logits, params)[0].cumsum(0).numpy()
     u = np.random.default_rng(vocab).random(400)
-    tokens, _ = draw(logits.expand(400, -1), params, u)
+    tokens, _ = sample_tokens(logits.expand(400, -1), params, u)
     clear = np.abs(cumulative[:, None] - u).min(0) > 1e-6  # elsewhere float32 weights may decide either way
     assert clear.mean() > 0.95
     np.testing.assert_array_equal(tokens.numpy()[clear], np.searchsorted(cumulative, u, side="right")[clear])
@@ -173,18 +174,18 @@ def test_the_token_is_the_inverse_of_the_cumulative_distribution(params, vocab):
 def test_a_row_is_the_same_bits_alone_and_in_any_batch():
     vocab = 30_011  # not a multiple of any vector or block
     logits = normal(3, 70, vocab, 3.0)
-    laws = list(itertools.islice(itertools.cycle([*FILTERS, SamplingParams(temperature=0)]), 70))
+    each = list(itertools.islice(itertools.cycle([*FILTERS, SamplingParams(temperature=0)]), 70))
     histories = [np.random.default_rng(row).integers(0, vocab, 500) for row in range(70)]
     u = np.random.default_rng(0).random(70)
-    tokens, logprobs = draw(logits, laws, u, histories)
+    tokens, logprobs = sample_tokens(logits, each, u, histories)
     shuffled = np.random.default_rng(1).permutation(70)
-    again, logprobs_again = draw(
-        logits[shuffled], [laws[row] for row in shuffled], u[shuffled], [histories[row] for row in shuffled]
+    again, logprobs_again = sample_tokens(
+        logits[shuffled], [each[row] for row in shuffled], u[shuffled], [histories[row] for row in shuffled]
     )
     assert torch.equal(again, tokens[shuffled])
     assert torch.equal(logprobs_again, logprobs[shuffled])
     for row in range(70):
-        token, logprob = draw(logits[row : row + 1], laws[row], u[row : row + 1], histories[row : row + 1])
+        token, logprob = sample_tokens(logits[row : row + 1], each[row], u[row : row + 1], histories[row : row + 1])
         assert (token.item(), logprob.item()) == (tokens[row].item(), logprobs[row].item())
 
 
@@ -192,7 +193,7 @@ def test_greedy_takes_the_lowest_of_equals_and_ignores_the_filters():
     logits = normal(4, 5, 5000, 1.0)
     logits[:, [77, 78, 4000]] = 9.0
     params = SamplingParams(temperature=0, top_k=5, top_p=0.1, min_p=0.5)
-    tokens, logprobs = draw(logits, params, np.full(5, 0.999))
+    tokens, logprobs = sample_tokens(logits, params, np.full(5, 0.999))
     assert tokens.tolist() == [77] * 5
     assert torch.equal(logprobs, torch.log_softmax(logits, -1)[:, 77])
     assert torch.equal(probabilities(logits, params).argmax(-1), tokens)
@@ -201,14 +202,17 @@ def test_greedy_takes_the_lowest_of_equals_and_ignores_the_filters():
 def test_greedy_with_a_penalty_avoids_what_was_said():
     logits = torch.tensor([[2.0, 1.9, -1.0], [-1.0, -1.05, -9.0]])
     params = SamplingParams(temperature=0, repetition_penalty=1.2)
-    assert draw(logits, params, np.zeros(2), [[0, 0, 0], [0]])[0].tolist() == [1, 1]
-    assert draw(logits, params, np.zeros(2), [[], [7]])[0].tolist() == [0, 0]  # ids beyond the head do not count
+    assert sample_tokens(logits, params, np.zeros(2), [[0, 0, 0], [0]])[0].tolist() == [1, 1]
+    assert sample_tokens(logits, params, np.zeros(2), [[], [7]])[0].tolist() == [
+        0,
+        0,
+    ]  # ids beyond the head do not count
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=label)
 def test_log_probabilities_are_the_models_own(params):
     logits = normal(6, 4, 2000, 4.0)
-    tokens, logprobs = draw(logits, params, np.array([0.1, 0.4, 0.7, 0.99]), [[1, 2, 3]] * 4)
+    tokens, logprobs = sample_tokens(logits, params, np.array([0.1, 0.4, 0.7, 0.99]), [[1, 2, 3]] * 4)
     assert tokens.dtype == torch.int64
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0], rtol=0, atol=0)
@@ -218,7 +222,7 @@ def test_log_probabilities_are_the_models_own(params):
 def test_the_callers_logits_are_left_alone(params):
     logits = normal(7, 3, 500, 2.0)
     before = logits.clone()
-    draw(logits, params, np.array([0.2, 0.5, 0.8]), [[1, 2, 3]] * 3)
+    sample_tokens(logits, params, np.array([0.2, 0.5, 0.8]), [[1, 2, 3]] * 3)
     probabilities(logits, params, [[1, 2, 3]] * 3)
     assert torch.equal(logits, before)
 
@@ -227,18 +231,18 @@ def test_the_callers_logits_are_left_alone(params):
     "params", [*FILTERS[:3], SamplingParams(top_k=2000), SamplingParams(top_p=0.9999999)], ids=label
 )
 @pytest.mark.parametrize("u", [0.0, 5e-324, 0.5, ALMOST_1])
-def test_a_token_without_weight_is_never_drawn(params, u):
+def test_a_token_without_weight_is_never_sampled(params, u):
     logits = torch.full((1, 3001), -500.0)  # weight 0 in float32
     for places in ([0], [3000], [1234], [255, 256], [10, 2999]):
         row = logits.clone()
         row[0, places] = torch.tensor([1.0, 0.5])[: len(places)]
-        assert draw(row, params, np.array([u]))[0].item() in places
+        assert sample_tokens(row, params, np.array([u]))[0].item() in places
 
 
-def test_almost_1_draws_the_last_token_with_weight():
+def test_almost_1_samples_the_last_token_with_weight():
     logits = torch.zeros(1, 100_003)
-    assert draw(logits, SamplingParams(), np.array([ALMOST_1]))[0].item() == 100_002
-    assert draw(logits, SamplingParams(), np.array([0.0]))[0].item() == 0
+    assert sample_tokens(logits, SamplingParams(), np.array([ALMOST_1]))[0].item() == 100_002
+    assert sample_tokens(logits, SamplingParams(), np.array([0.0]))[0].item() == 0
 
 
 def test_noise_of_1e_6_moves_only_tokens_that_lie_at_a_boundary():
@@ -246,7 +250,7 @@ def test_noise_of_1e_6_moves_only_tokens_that_lie_at_a_boundary():
     noisy = logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)) * 1e-6
     u = np.random.default_rng(2).random(200)
     for params in (SamplingParams(temperature=0.8), SamplingParams(top_p=0.95, temperature=0.8)):
-        same = draw(logits, params, u)[0] == draw(noisy, params, u)[0]
+        same = sample_tokens(logits, params, u)[0] == sample_tokens(noisy, params, u)[0]
         assert same.float().mean() > 0.98
 
 
@@ -261,34 +265,34 @@ def test_noise_of_1e_6_moves_only_tokens_that_lie_at_a_boundary():
 @pytest.mark.parametrize(
     "params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.9)], ids=label
 )
-def test_logits_that_cannot_be_drawn_from_name_their_row(value, message, params):
+def test_logits_that_cannot_be_sampled_from_name_their_row(value, message, params):
     logits = normal(0, 40, 20_000, 1.0)
     if value == -float("inf"):
         logits[37] = value
     else:
         logits[37, 11_111] = value
     with pytest.raises(ValueError, match=message):
-        draw(logits, params, np.full(40, 0.5))
+        sample_tokens(logits, params, np.full(40, 0.5))
 
 
 def test_arguments_that_do_not_fit_say_so():
     logits, u = torch.zeros(2, 5), np.zeros(2)
     with pytest.raises(TypeError, match=r"float32, got torch.bfloat16; convert them with .float"):
-        draw(logits.bfloat16(), SamplingParams(), u)
+        sample_tokens(logits.bfloat16(), SamplingParams(), u)
     with pytest.raises(ValueError, match=r"\[rows, vocab\], got \[5\]"):
-        draw(logits[0], SamplingParams(), u)
+        sample_tokens(logits[0], SamplingParams(), u)
     with pytest.raises(ValueError, match="uniforms must have one entry for each of the 2 rows of logits, got 3"):
-        draw(logits, SamplingParams(), np.zeros(3))
+        sample_tokens(logits, SamplingParams(), np.zeros(3))
     with pytest.raises(ValueError, match="params must have one entry for each of the 2 rows"):
-        draw(logits, [SamplingParams()], u)
+        sample_tokens(logits, [SamplingParams()], u)
     with pytest.raises(ValueError, match="histories must have one entry for each of the 2 rows"):
-        draw(logits, SamplingParams(), u, [[1]])
+        sample_tokens(logits, SamplingParams(), u, [[1]])
     with pytest.raises(ValueError, match=r"row 1 asks for repetition_penalty=1\.1, .* pass histories"):
-        draw(logits, [SamplingParams(), SamplingParams(repetition_penalty=1.1)], u)
+        sample_tokens(logits, [SamplingParams(), SamplingParams(repetition_penalty=1.1)], u)
     with pytest.raises(ValueError, match="leave float32"):
-        draw(logits + 1e35, SamplingParams(temperature=1e-6), u)
+        sample_tokens(logits + 1e35, SamplingParams(temperature=1e-6), u)
 
 
-def test_no_rows_draw_nothing():
-    tokens, logprobs = draw(torch.zeros(0, 50), SamplingParams(), np.zeros(0))
+def test_no_rows_sample_nothing():
+    tokens, logprobs = sample_tokens(torch.zeros(0, 50), SamplingParams(), np.zeros(0))
     assert tokens.shape == logprobs.shape == (0,)

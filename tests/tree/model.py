@@ -39,7 +39,7 @@ def fingerprint(tree: PrefixTree) -> Any:
         [
             (
                 (node.id, node.parent.id if node.parent else None, [child.id for child in node.children]),
-                (node.start, node.length, node.ready, node.first_slot),
+                (node.start, node.length, node.computed, node.first_slot),
                 (node.tokens.tobytes(), node.pages.tobytes()),
                 {id: sequence.node.id for id, sequence in node.sequences.items()},
             )
@@ -64,21 +64,21 @@ class RememberingPool:
         self.slots = np.full(tree.allocator.num_pages * tree.page_size, -1, np.int64)
 
     def compute(self, budget: int | None = None) -> None:
-        """Write up to ``budget`` pending tokens, ancestors first, as a step of the engine does."""
+        """Write up to ``budget`` uncomputed tokens, ancestors first, as a step of the engine does."""
         nodes, counts = [], []
-        for node, ready, length in self.tree.pending():
-            end = length if budget is None else min(length, ready + budget)
+        for node, computed, length in self.tree.uncomputed():
+            end = length if budget is None else min(length, computed + budget)
             if budget is not None:
-                budget -= end - ready
-            index = np.full(end - ready, node.index)
-            self.slots[self.tree.snapshot().slots(index, np.arange(ready, end))] = hashes(path(node))[
-                node.start + ready : node.start + end
+                budget -= end - computed
+            index = np.full(end - computed, node.index)
+            self.slots[self.tree.snapshot().slots(index, np.arange(computed, end))] = hashes(path(node))[
+                node.start + computed : node.start + end
             ]
             nodes.append(node)
             counts.append(end)
             if budget == 0:
                 break
-        self.tree.mark_ready(nodes, counts)
+        self.tree.mark_computed(nodes, counts)
 
     def assert_holds(self, sequence_id: int, tokens: list[int]) -> None:
         """The sequence, read through the snapshot, gives back the KV of precisely its own tokens, in order."""
@@ -87,11 +87,11 @@ class RememberingPool:
         read: list[NDArray[np.int64]] = []
         length = 0
         while node >= 0:
-            ready = int(snapshot.ready[node])
-            complete = ready == snapshot.length[node]
-            assert complete or not read, "an ancestor of ready tokens is not ready"
-            if ready:
-                read.insert(0, self.slots[snapshot.slots(np.full(ready, node), np.arange(ready))])
+            computed = int(snapshot.computed[node])
+            complete = computed == snapshot.length[node]
+            assert complete or not read, "an ancestor of computed tokens is not computed"
+            if computed:
+                read.insert(0, self.slots[snapshot.slots(np.full(computed, node), np.arange(computed))])
             length += int(snapshot.length[node])
             node = int(snapshot.parent[node])
         assert length == len(tokens)

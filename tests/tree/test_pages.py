@@ -1,4 +1,4 @@
-"""PageAllocator: who holds which page."""
+"""PageAllocator: which pages are held."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_asking_for_too_many_says_so_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("verb", ["share", "release"])
-def test_a_page_that_nobody_holds_cannot_be_shared_or_released(verb: str) -> None:
+def test_a_page_that_is_not_held_cannot_be_shared_or_released(verb: str) -> None:
     pages = PageAllocator(4)
     pages.allocate(1)
     with pytest.raises(ValueError, match=f"cannot {verb} page 2"):

@@ -103,11 +103,15 @@ class TestReadiness:
     def test_a_split_divides_it(self) -> None:
         tree = PrefixTree(8, page_size=4)
         sequence = tree.insert([1, 2, 3, 4, 5])
-        tree.mark_ready([sequence.node], [4])
+        tree.mark_computed([sequence.node], [4])
         tree.insert([1, 2, 9])
-        assert [(node.tokens.tolist(), node.ready) for node in tree.nodes()] == [([1, 2], 2), ([3, 4, 5], 2), ([9], 0)]
+        assert [(node.tokens.tolist(), node.computed) for node in tree.nodes()] == [
+            ([1, 2], 2),
+            ([3, 4, 5], 2),
+            ([9], 0),
+        ]
         tree.insert([1, 2, 3, 4, 5, 6])
-        assert [(node.tokens.tolist(), ready, length) for node, ready, length in tree.pending()] == [
+        assert [(node.tokens.tolist(), computed, length) for node, computed, length in tree.uncomputed()] == [
             ([3, 4, 5], 2, 3),
             ([6], 0, 1),
             ([9], 0, 1),
@@ -116,22 +120,22 @@ class TestReadiness:
     def test_a_merge_adds_it(self) -> None:
         tree = PrefixTree(8, page_size=4)
         sequence, other = tree.insert([1, 2, 3, 4, 5]), tree.insert([1, 2, 9])
-        tree.mark_ready(tree.nodes()[:2], [2, 1])
+        tree.mark_computed(tree.nodes()[:2], [2, 1])
         tree.release(other)
-        assert (sequence.node.length, sequence.node.ready) == (5, 3)
+        assert (sequence.node.length, sequence.node.computed) == (5, 3)
         tree.check()
 
-    def test_only_tokens_of_living_nodes_can_be_ready(self) -> None:
+    def test_only_tokens_of_living_nodes_can_be_computed(self) -> None:
         tree = PrefixTree(8)
         sequence, gone = tree.insert([1, 2]), tree.insert([3])
         dead = gone.node
         tree.release(gone)
-        for nodes, ready in (([sequence.node], [3]), ([sequence.node], [-1]), ([sequence.node, dead], [1, 1])):
+        for nodes, computed in (([sequence.node], [3]), ([sequence.node], [-1]), ([sequence.node, dead], [1, 1])):
             with pytest.raises(ValueError, match="cannot mark"):
-                tree.mark_ready(nodes, ready)
+                tree.mark_computed(nodes, computed)
         with pytest.raises(ValueError, match="2 counts for 1 nodes"):
-            tree.mark_ready([sequence.node], [1, 1])
-        assert sequence.node.ready == 0
+            tree.mark_computed([sequence.node], [1, 1])
+        assert sequence.node.computed == 0
 
 
 class TestForkAndExtend:
@@ -162,7 +166,7 @@ class TestForkAndExtend:
         assert tokens_of(tree) == [([1, 2], [0], 0), ([3, 4], [1], 0), ([3, 5], [2], 0), ([6], [3], 0)]
         tree.check()
 
-    def test_match_follows_the_first_of_equal_siblings_and_its_heir(self) -> None:
+    def test_match_follows_the_first_of_equal_siblings_and_its_successor(self) -> None:
         tree = PrefixTree(8, page_size=4)
         first = tree.insert([1])
         second = tree.fork(first)[0]
@@ -253,10 +257,10 @@ class TestRelease:
     def test_a_sequence_that_ends_between_keeps_the_split(self) -> None:
         tree = PrefixTree(8, page_size=4)
         tree.insert([1, 2, 3])
-        twins = [tree.insert([1, 2]) for _ in range(2)]
-        tree.release(twins[0])
+        equal = [tree.insert([1, 2]) for _ in range(2)]
+        tree.release(equal[0])
         assert len(tree.nodes()) == 2
-        tree.release(twins[1])
+        tree.release(equal[1])
         assert len(tree.nodes()) == 1
 
     def test_the_upper_half_that_is_left_grows_on_in_the_page_it_shared(self) -> None:
@@ -283,14 +287,14 @@ class TestTrim:
     def test_a_lone_leaf_shrinks_in_place(self) -> None:
         tree = PrefixTree(8, page_size=2)
         sequence = tree.insert([1, 2, 3, 4, 5])
-        tree.mark_ready([sequence.node], [4])
+        tree.mark_computed([sequence.node], [4])
         version = tree.version
         tree.trim(sequence, 2)
-        assert (sequence.tokens().tolist(), sequence.node.ready, tree.allocator.free) == ([1, 2], 2, 7)
+        assert (sequence.tokens().tolist(), sequence.node.computed, tree.allocator.free) == ([1, 2], 2, 7)
         assert tree.version > version  # a plan may rely on lengths that only grow
         tree.extend(sequence, [6])
         assert sequence.tokens().tolist() == [1, 2, 6]
-        assert tree.pending() == [(sequence.node, 2, 3)]
+        assert tree.uncomputed() == [(sequence.node, 2, 3)]
         tree.check()
 
     @pytest.mark.parametrize("page_size", PAGE_SIZES)

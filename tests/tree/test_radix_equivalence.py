@@ -49,7 +49,7 @@ class TestSnapshotCache:
         sequence = tree.insert([1, 2])
         snapshot = tree.snapshot()
         assert tree.snapshot() is snapshot
-        tree.mark_ready([sequence.node], [1])
+        tree.mark_computed([sequence.node], [1])
         assert tree.snapshot() is not snapshot
 
     def test_growth_leaves_an_earlier_snapshot_as_it_was(self) -> None:
@@ -57,11 +57,11 @@ class TestSnapshotCache:
         first, second = tree.insert([1, 2]), tree.insert([3])
         before = tree.snapshot()
         tree.extend_each([first, second], [4, 5])
-        tree.mark_ready(tree.nodes(), [3, 1])
+        tree.mark_computed(tree.nodes(), [3, 1])
         after = tree.snapshot()
         assert before.version == after.version
-        assert (before.length.tolist(), before.pages.tolist(), before.ready.tolist()) == ([2, 1], [0, 1], [0, 0])
-        assert (after.length.tolist(), after.pages.tolist(), after.ready.tolist()) == ([3, 2], [0, 2, 1], [3, 1])
+        assert (before.length.tolist(), before.pages.tolist(), before.computed.tolist()) == ([2, 1], [0, 1], [0, 0])
+        assert (after.length.tolist(), after.pages.tolist(), after.computed.tolist()) == ([3, 2], [0, 2, 1], [3, 1])
 
     def test_a_fork_shows_without_a_new_structure(self) -> None:
         tree = PrefixTree(8)
@@ -83,8 +83,8 @@ class TestSnapshotCache:
             if rng.random() < 0.2:
                 tree.extend(handles[0], rng.integers(0, 9, rng.integers(1, 300 // page_size + 3)))
             if rng.random() < 0.5:
-                pending = tree.pending()
-                tree.mark_ready([node for node, _, _ in pending], [length for _, _, length in pending])
+                uncomputed = tree.uncomputed()
+                tree.mark_computed([node for node, _, _ in uncomputed], [length for _, _, length in uncomputed])
             assert_snapshot_is_fresh(tree)
 
 

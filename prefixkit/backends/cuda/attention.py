@@ -28,7 +28,7 @@ from prefixkit.ops.checks import BadDevice, BadShape, check_attention, check_pac
 
 log = logging.getLogger("prefixkit")
 
-# Counters at which the blocks of a launch meet: one per stream, and one per captured graph.
+# Counters for the grid barrier of a launch: one per stream, and one per captured graph.
 _COUNTERS = 4096
 # Left for graphs whenever something runs without one: so many may be captured in between.
 _SPARE_COUNTERS = 2048
@@ -229,7 +229,7 @@ def _plan_pointers(q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes
         check_positions(q, q_positions)
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise BadShape("tree_attention: q_positions, work and nodes must be contiguous; use .contiguous()")
-        # The tensors are kept, so that their ids are nobody else's.
+        # The tensors are kept, so that no other tensor gets their ids.
         last = _last = ids, tuple(tensor.data_ptr() for tensor in (*work, *nodes)), tensors
     return last[1]
 
@@ -274,7 +274,7 @@ def _capture_id(stream: int) -> int:
 def _say(q: Tensor, k_pages: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor], key: str) -> Callable[[], str]:
     def say() -> str:
         pages = f"pages {list(k_pages.shape)} strides {list(k_pages.stride())}"
-        plan = f"wide {list(work[1].shape)}, narrow {list(work[2].shape)}, {len(nodes[0])} nodes"
+        plan = f"tile {list(work[1].shape)}, decode {list(work[2].shape)}, {len(nodes[0])} nodes"
         if not torch.cuda.is_current_stream_capturing():
             try:
                 plan += f", counts {work[0].tolist()}"

@@ -1,8 +1,8 @@
 """A short measured run that finds what attention costs on a GPU: below two seconds, once per machine.
 
-Each path runs items of known number and length, some of them cut in two so that they leave partial states.  A worker's time is
+Each path runs items of known number and length, some of them cut in two so that they write partial states.  A worker's time is
 
-    base + unit time x (units + start x items + (leave + fold) x items that leave a state)
+    base + unit time x (units + start x items + (write + merge) x items that write a state)
 
 and least squares gives the four numbers.  What sharing costs follows from them.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from prefixkit.attention.gpu_cost import H200, WIDE_ROWS, GpuCost, Role
+from prefixkit.attention.gpu_cost import H200, TILE_ROWS, GpuCost, Role
 from prefixkit.attention.sharing import CostModel
 from prefixkit.backends.cuda.measure import GROUP, HEAD_DIM, Memory, Point, Shared
 
@@ -26,7 +26,7 @@ Doubles = NDArray[np.float64]
 log = logging.getLogger("prefixkit")
 
 # (rounds, tokens of an item, items that a row is cut into): each worker takes one item per round.
-NARROW_POINTS = (
+DECODE_POINTS = (
     (1, 1024, 1),
     (2, 1024, 1),
     (4, 256, 1),
@@ -36,7 +36,7 @@ NARROW_POINTS = (
     (16, 32, 2),
     (32, 16, 2),
 )
-WIDE_POINTS = ((1, 4096, 1), (2, 2048, 1), (4, 1024, 1), (8, 256, 1), (4, 512, 2), (8, 128, 2), (12, 64, 2))
+TILE_POINTS = ((1, 4096, 1), (2, 2048, 1), (4, 1024, 1), (8, 256, 1), (4, 512, 2), (8, 128, 2), (12, 64, 2))
 # Forests that are measured with their roots shared and not: (roots, leaves of each, tokens of a root); leaves of 32 tokens.
 FORESTS = (
     (64, 4, 32),
@@ -50,7 +50,7 @@ FORESTS = (
     (32, 32, 32),
 )
 LEAF = 32
-THIN = ((128, 2, 64), (128, 2, 128))  # their roots are narrow if heads share KV heads by fours
+THIN = ((128, 2, 64), (128, 2, 128))  # their roots make decode items if heads share KV heads by fours
 SHAPES = (((8, 1), FORESTS), ((32, 8), FORESTS + THIN))
 
 
@@ -96,27 +96,27 @@ def _least_squares(columns: Doubles, values: Doubles, weight: Doubles) -> Double
 def fit_sharing(forests: Sequence[Shared], kv_byte: float) -> CostModel:
     """Least squares of what shared forests took longer for all that they were spared; each kind pays for merging at all."""
     kinds = np.eye(max(f.kind for f in forests) + 1)
-    columns = np.array([[*kinds[f.kind], f.wide, f.narrow, f.partial_bytes] for f in forests])
+    columns = np.array([[*kinds[f.kind], f.tile, f.decode, f.partial_bytes] for f in forests])
     us = np.array([f.shared_us - f.folded_us + f.spared_bytes * kv_byte for f in forests])
     weight = 1 / np.array([f.shared_us for f in forests])
-    wide, narrow, partial_byte = _least_squares(columns, us, weight)[-3:].tolist()
-    return CostModel(item=0.0, kv_byte=kv_byte, partial_byte=partial_byte, wide_tile=wide, narrow_tile=narrow)
+    tile, decode, partial_byte = _least_squares(columns, us, weight)[-3:].tolist()
+    return CostModel(item=0.0, kv_byte=kv_byte, partial_byte=partial_byte, tile_item=tile, decode_item=decode)
 
 
-def cost_from(narrow: Fit, wide: Fit, forests: Sequence[Shared], num_sms: int, known: GpuCost = H200) -> GpuCost:
+def cost_from(decode: Fit, tile: Fit, forests: Sequence[Shared], num_sms: int, known: GpuCost = H200) -> GpuCost:
     """The costs behind all measurements; ``known`` gives the units, and how a state's cost divides into writing and folding."""
-    kv_byte = narrow.unit / (known.narrow.workers * num_sms * known.narrow.unit * 4 * HEAD_DIM)
-    return GpuCost(fit_sharing(forests, kv_byte), _role(known.wide, wide), _role(known.narrow, narrow))
+    kv_byte = decode.unit / (known.decode.workers * num_sms * known.decode.kv_tile * 4 * HEAD_DIM)
+    return GpuCost(fit_sharing(forests, kv_byte), _role(known.tile, tile), _role(known.decode, decode))
 
 
 def _role(known: Role, found: Fit) -> Role:
-    write = known.leave / (known.leave + known.fold)
+    share = known.write / (known.write + known.merge)
     return replace(
         known,
-        tokens_per_us=known.workers * known.unit / found.unit,
+        tokens_per_us=known.workers * known.kv_tile / found.unit,
         start=found.start,
-        leave=found.state * write,
-        fold=found.state * (1 - write),
+        write=found.state * share,
+        merge=found.state * (1 - share),
     )
 
 
@@ -130,15 +130,15 @@ def calibrate(device: torch.device | str) -> GpuCost:
     num_sms = torch.cuda.get_device_properties(target).multi_processor_count
     with torch.cuda.device(target):
         memory = Memory(target, num_sms)
-        narrow, wide = (
+        decode, tile = (
             fit([memory.measure(role, queries, *point) for point in points])
-            for role, queries, points in ((H200.narrow, 1, NARROW_POINTS), (H200.wide, WIDE_ROWS // GROUP, WIDE_POINTS))
+            for role, queries, points in ((H200.decode, 1, DECODE_POINTS), (H200.tile, TILE_ROWS // GROUP, TILE_POINTS))
         )
         forests = [
             memory.compare(kind, *heads, *forest, LEAF)
             for kind, (heads, those) in enumerate(SHAPES)
             for forest in those
         ]
-    cost = cost_from(narrow, wide, forests, num_sms)
-    log.debug("calibrated %s: narrow %s, wide %s, %s", target, narrow, wide, cost)
+    cost = cost_from(decode, tile, forests, num_sms)
+    log.debug("calibrated %s: decode %s, tile %s, %s", target, decode, tile, cost)
     return cost

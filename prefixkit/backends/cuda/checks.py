@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.bsr import OPEN
 from prefixkit.attention.capacity import OVERFLOW
+from prefixkit.ops.checks import capturing
 from prefixkit.tree.ragged import ranges
 
 Array = NDArray[np.int64]
@@ -26,19 +26,21 @@ class BadPlan(ValueError):
 
 def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
     """BadPlan: an item, a segment, a node or a page points outside.  ``pages`` is (number of pages, page size)."""
-    if _capturing(work[0]):
+    if capturing(work[0]):
         return
     op = "tree_attention"
-    counts, wide, narrow, segments, merge_indptr, merge_indices = (t.cpu().numpy().astype(np.int64) for t in work)
+    counts, tile_items, decode_items, segments, merge_indptr, merge_indices = (
+        t.cpu().numpy().astype(np.int64) for t in work
+    )
     length = _check_tree(op, pages, [t.cpu().numpy().astype(np.int64) for t in nodes])
     if counts[OVERFLOW]:
-        raise BadPlan(f"{op}: the plan did not fit its tensors, and is empty; give its planner more room")
-    if counts[0] > len(wide) or counts[1] > len(narrow) or counts[2] != rows or counts[:4].min() < 0:
+        raise BadPlan(f"{op}: the plan did not fit its tensors, and is empty; give its planner more capacity")
+    if counts[0] > len(tile_items) or counts[1] > len(decode_items) or counts[2] != rows or counts[:4].min() < 0:
         raise BadPlan(
-            f"{op}: counts say {counts[0]} wide items, {counts[1]} narrow ones, {counts[2]} rows; the lists hold "
-            f"{len(wide)} and {len(narrow)}, and q has {rows} rows"
+            f"{op}: counts say {counts[0]} tile items, {counts[1]} decode items, {counts[2]} rows; the lists hold "
+            f"{len(tile_items)} and {len(decode_items)}, and q has {rows} rows"
         )
-    items = np.concatenate((wide[: counts[0]], narrow[: counts[1]]))
+    items = np.concatenate((tile_items[: counts[0]], decode_items[: counts[1]]))
     q_begin, q_end, partial, first = items.T[:4]
     count = items[:, 4] >> 1
     if len(items) and (q_begin.min() < 0 or q_end.max() > rows or np.any(q_begin > q_end)):
@@ -68,7 +70,7 @@ def _check_tree(op: str, pages: Sequence[int], nodes: Sequence[Array]) -> Array:
     short = np.flatnonzero((length > 0) & (length > room))
     if len(short):
         node = int(short[0])
-        raise BadPlan(f"{op}: node {node} has {length[node]} tokens, but its pages have room for {room[node]}")
+        raise BadPlan(f"{op}: node {node} has {length[node]} tokens, but its pages hold {room[node]}")
     return length
 
 
@@ -95,7 +97,3 @@ def _partition(op: str, name: str, bounds: Array, count: int, what: str) -> None
     # Buffers of a captured graph are larger than what they hold, so bounds may end early.
     if bounds[0] != 0 or bounds[-1] > count or np.any(np.diff(bounds) < 0):
         raise BadPlan(f"{op}: {name} must rise from 0 to at most {count} {what}, got {bounds[:6].tolist()}...")
-
-
-def _capturing(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -66,10 +66,10 @@ def estimate(num_sms: int, tbps: float) -> GpuCost:
         item=H200.sharing.item * H200_SMS / num_sms,
         kv_byte=H200.sharing.kv_byte / faster,
         partial_byte=H200.sharing.partial_byte / faster,
-        wide_tile=H200.sharing.wide_tile * H200_SMS / num_sms,
-        narrow_tile=H200.sharing.narrow_tile / faster,
+        tile_item=H200.sharing.tile_item * H200_SMS / num_sms,
+        decode_item=H200.sharing.decode_item / faster,
     )
-    return GpuCost(sharing, H200.wide, replace(H200.narrow, tokens_per_us=H200.narrow.tokens_per_us * each))
+    return GpuCost(sharing, H200.tile, replace(H200.decode, tokens_per_us=H200.decode.tokens_per_us * each))
 
 
 def bandwidth_tbps(device: torch.device) -> float:
@@ -111,7 +111,7 @@ def read(place: Path) -> GpuCost | None:
     """Costs from a file, or None if there is none or it is damaged."""
     try:
         facts = json.loads(place.read_text())
-        return GpuCost(CostModel(**facts["sharing"]), Role(**facts["wide"]), Role(**facts["narrow"]))
+        return GpuCost(CostModel(**facts["sharing"]), Role(**facts["tile"]), Role(**facts["decode"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -29,10 +29,10 @@ _ATTENTION = define(
     (
         "const int*",
         "counts",
-        "[8] wide items, narrow items, rows, partial rows (0: nothing to merge), 1: wide items head by head, "
-        "1: narrow items are by far the longer part",
+        "[8] tile items, decode items, rows, partial rows (0: nothing to merge), 1: tile items head by head, "
+        "1: decode items are by far the longer part",
     ),
-    ("const int4*", "wide narrow", "[2 * items] see Item"),
+    ("const int4*", "tile_items decode_items", "[2 * items] see Item"),
     ("const int*", "segments", "[segments, 3] node, begin, end"),
     ("const int*", "merge_indptr", "[rows + 1]"),
     ("const int*", "merge_indices"),
@@ -42,9 +42,13 @@ _ATTENTION = define(
     ("float", "scale"),
     ("float", "scale_log2", "times log2(e)"),
     ("const float*", "parameters", "of the variant"),
-    ("int", "reach", "a query at position p sees none before p - reach + 1; 0: it sees all"),
-    ("int", "wide_room narrow_room", "items that the lists can hold: those may be read before counts are known"),
-    ("int", "boxes", "1: pages have 16, 32, 64... slots, so that boxes of 16 rows lie inside them"),
+    ("int", "window", "a query at position p sees no key before p - window + 1; 0: it sees all"),
+    (
+        "int",
+        "tile_capacity decode_capacity",
+        "items that the lists can hold: those may be read before counts are known",
+    ),
+    ("int", "tma_groups", "1: pages have 16, 32, 64... slots, so that TMA boxes of 16 rows lie inside them"),
     ("int", "rows", "of q and out; those behind the plan's pad a captured graph's batch"),
 )
 # Of keys and values each, as ``tensor_maps`` makes them.
@@ -67,8 +71,8 @@ ATTENTION = {False: _ATTENTION, True: replace(_ATTENTION, fields=_MAPS.fields + 
 
 # ---- planner ----
 
-# Of a role; ``start leave fold`` are its ``points()``.
-_ROLE_COST = define("RoleCost", ("int", "unit workers start leave fold least"))
+# Of a role; ``start write merge`` are its ``points()``.
+_ROLE_COST = define("RoleCost", ("int", "kv_tile workers start write merge least"))
 PLAN_TREE = define(
     "PlanTree",
     ("const int*", "sizes", "[1] nodes"),
@@ -76,17 +80,17 @@ PLAN_TREE = define(
     ("const int*", "length", "visible tokens"),
     ("const int*", "own", "query rows"),
     ("int*", "counts", "the plan: see Attention"),
-    ("int4*", "wide narrow"),
+    ("int4*", "tile_items decode_items"),
     ("int*", "segments merge_indptr merge_indices"),
     ("int*", "scratch"),
-    ("double", "gain_per_token item price_wide price_narrow price_per_row", "of sharing"),
-    ("double", "wide_rate narrow_rate"),
+    ("double", "gain_per_token item price_tile price_decode price_per_row", "of sharing"),
+    ("double", "tile_rate decode_rate"),
     ("unsigned long long", "magic", "ceil(2^32 / many)"),
-    ("int", "node_room wide_room narrow_room segment_room row_room partial_room"),
+    ("int", "node_capacity tile_capacity decode_capacity segment_capacity row_capacity partial_capacity"),
     ("int", "group kv_heads num_sms"),
     ("int", "many", "queries of a full tile"),
     ("int", "shared_ints"),
-    (_ROLE_COST, "cost[2]", "wide, narrow"),
+    (_ROLE_COST, "cost[2]", "tile path, decode path"),
 )
 
 # ---- keys and values ----
@@ -119,7 +123,7 @@ ADVANCE = define(
     ("const int*", "leaf start"),
     ("int*", "length"),
     ("const int*", "page_indptr pages first_slot"),
-    ("const long long*", "drawn"),
+    ("const long long*", "sampled"),
     ("long long*", "tokens positions slots"),
     ("int", "rows page_size"),
 )
@@ -128,11 +132,11 @@ ADVANCE = define(
 
 # Sampling parameters of a row, as the op takes them.
 _C_TYPES = {"f8": "double", "u8": "unsigned long long", "f4": "float", "i4": "int"}
-LAW = define("Law", *((_C_TYPES[RECORD[name].str[1:]], name) for name in RECORD.names or ()))
+SAMPLING_RECORD = define("SamplingRecord", *((_C_TYPES[RECORD[name].str[1:]], name) for name in RECORD.names or ()))
 SAMPLE = define(
     "Sample",
     ("const void*", "logits", "[rows, vocab]"),
-    ("Law*", "laws", "[rows]"),
+    ("SamplingRecord*", "records", "[rows]"),
     (
         "unsigned int*",
         "seen",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, OPEN
-from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, WIDE_ROWS, GpuCost, Role
+from prefixkit.attention.gpu_cost import DECODE_ROWS, H200, TILE_ROWS, GpuCost, Role
 from prefixkit.attention.plan import make_plan
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 
@@ -37,14 +37,14 @@ class Shared:
 
     Attributes:
         kind: Forests of a kind have as many heads.
-        wide, narrow: Tiles of all shared roots, for each KV head.
+        tile, decode: Tiles of all shared roots, for each KV head.
         partial_bytes: Of the partial states that they leave.
         spared_bytes: Bytes of KV that are not read again.
     """
 
     kind: int
-    wide: float
-    narrow: float
+    tile: float
+    decode: float
     partial_bytes: float
     spared_bytes: float
     shared_us: float
@@ -66,7 +66,7 @@ class Memory:
 
     def __init__(self, device: torch.device, num_sms: int, tokens_per_worker: int = 256) -> None:
         self.device, self.num_sms = device, num_sms
-        tokens = tokens_per_worker * H200.narrow.workers * num_sms
+        tokens = tokens_per_worker * H200.decode.workers * num_sms
         self.pages = tokens // PAGE
         shape = (self.pages, KV_HEADS, PAGE, HEAD_DIM)
         self.k, self.v = (torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
@@ -82,7 +82,7 @@ class Memory:
         position = np.repeat(parts * tokens - queries, count)[:, None] + np.arange(queries)
         us = self._time(_Rows(rows, place * tokens, length, position.ravel()), HEADS, KV_HEADS, _uncut(role))
         items = np.ceil(len(node) * KV_HEADS / workers)  # what the busiest worker does
-        return Point(items * -(-tokens // role.unit), items, items * (parts > 1), us)
+        return Point(items * -(-tokens // role.kv_tile), items, items * (parts > 1), us)
 
     def compare(self, kind: int, heads: int, kv_heads: int, roots: int, leaves: int, tokens: int, leaf: int) -> Shared:
         """Time a forest of ``roots`` with ``leaves`` each, one query at each leaf's end, shared and folded."""
@@ -111,11 +111,11 @@ class Memory:
             length,
         )
         times = [self._time(_Rows(rows, start, length, positions), heads, kv_heads, H200) for rows in (shared, folded)]
-        tiles = -(-leaves // (WIDE_ROWS * kv_heads // heads)) * roots * kv_heads
+        tiles = -(-leaves // (TILE_ROWS * kv_heads // heads)) * roots * kv_heads
         spared = roots * (leaves - 1) * tokens * kv_heads * HEAD_DIM * 4
         # The roots' states, and those of the leaves, which would have none if nothing were shared.
         states = 2 * count * 4 * heads * (HEAD_DIM + 1)
-        is_thin = leaves * heads <= NARROW_ROWS * kv_heads
+        is_thin = leaves * heads <= DECODE_ROWS * kv_heads
         return Shared(kind, 0 if is_thin else tiles, tiles if is_thin else 0, states, spared, *times)
 
     def _time(self, rows: _Rows, heads: int, kv_heads: int, cost: GpuCost) -> float:
@@ -160,9 +160,9 @@ def _rows(begin: Longs, end: Longs, causal: NDArray[np.bool_], indptr: Longs, no
 
 
 def _uncut(role: Role) -> GpuCost:
-    """Costs by which no item is cut."""
-    whole = replace(role, fold=1000.0)
-    return replace(H200, narrow=whole) if role == H200.narrow else replace(H200, wide=whole)
+    """Costs by which no item is split."""
+    whole = replace(role, merge=1000.0)
+    return replace(H200, decode=whole) if role == H200.decode else replace(H200, tile=whole)
 
 
 def _graph_us(call: Callable[[int], None]) -> float:

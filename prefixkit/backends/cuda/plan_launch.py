@@ -31,8 +31,8 @@ def plan_tree(
     length: Tensor,
     own: Tensor,
     counts: Tensor,
-    wide: Tensor,
-    narrow: Tensor,
+    tile_items: Tensor,
+    decode_items: Tensor,
     segments: Tensor,
     merge_indptr: Tensor,
     merge_indices: Tensor,
@@ -45,11 +45,11 @@ def plan_tree(
     function = _function(len(parent) > PLAN_NODES, parent.device.index)
     rates, magic, heads_of, roles = _constants(tuple(heads), num_sms, tuple(cost))
     trees = num_nodes, parent, subtree_end, length, own
-    work = counts, wide, narrow, segments, merge_indptr, merge_indices, scratch
-    sizes = len(parent), len(wide), len(narrow), len(segments), len(merge_indptr) - 1, len(merge_indices)
+    work = counts, tile_items, decode_items, segments, merge_indptr, merge_indices, scratch
+    sizes = len(parent), len(tile_items), len(decode_items), len(segments), len(merge_indptr) - 1, len(merge_indices)
     addresses = (tensor.data_ptr() for tensor in (*trees, *work))
     values = *addresses, *rates, magic, *sizes, *heads_of, function.max_shared // 4, *roles
-    say = f"plan_tree on {parent.device}: room for {sizes} nodes, items, segments, rows and partials".__str__
+    say = f"plan_tree on {parent.device}: capacity for {sizes} nodes, items, segments, rows and partials".__str__
     launch(function, PLAN_TREE, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, say)
 
 
@@ -72,13 +72,15 @@ def _constants(
     rates = (
         sharing.kv_byte * shape.kv_bytes,
         sharing.item,
-        sharing.wide_tile * shape.kv_heads,
-        sharing.narrow_tile * shape.kv_heads,
+        sharing.tile_item * shape.kv_heads,
+        sharing.decode_item * shape.kv_heads,
         sharing.partial_byte * shape.partial_bytes,
-        gpu.wide.tokens_per_us,
-        gpu.narrow.tokens_per_us,
+        gpu.tile.tokens_per_us,
+        gpu.decode.tokens_per_us,
     )
-    roles = tuple(n for role in (gpu.wide, gpu.narrow) for n in (role.unit, role.workers, *role.points(), role.least))
+    roles = tuple(
+        n for role in (gpu.tile, gpu.decode) for n in (role.kv_tile, role.workers, *role.points(), role.least)
+    )
     return rates, -(-(2**32) // many), (shape.group, shape.kv_heads, num_sms, many), roles
 
 
@@ -103,8 +105,8 @@ def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapa
 
 
 def _scratch(nodes: int, work: Sequence[Tensor], device: torch.device) -> Tensor:
-    _, wide, narrow, _, merge_indptr, _ = work
-    size = scratch_ints(nodes, len(wide), len(narrow), len(merge_indptr) - 1)
+    _, tile_items, decode_items, _, merge_indptr, _ = work
+    size = scratch_ints(nodes, len(tile_items), len(decode_items), len(merge_indptr) - 1)
     return torch.empty(size, dtype=torch.int32, device=device)
 
 
@@ -182,15 +184,17 @@ class GraphPlanner:
         Raises:
             PlanTooLarge: the plan did not fit.
         """
-        counts, wide, narrow, segments, merge_indptr, merge_indices = (tensor.cpu().numpy() for tensor in self.work)
+        counts, tile_items, decode_items, segments, merge_indptr, merge_indices = (
+            tensor.cpu().numpy() for tensor in self.work
+        )
         if counts[OVERFLOW]:
             raise PlanTooLarge(f"the tree's plan does not fit {self.capacity}, {self.nodes} nodes")
-        items = np.concatenate((wide[: counts[0]], narrow[: counts[1]]))
+        items = np.concatenate((tile_items[: counts[0]], decode_items[: counts[1]]))
         used = int((items[:, 3] + items[:, 4] // 2).max(initial=0))
         return [
             counts,
-            wide[: counts[0]],
-            narrow[: counts[1]],
+            tile_items[: counts[0]],
+            decode_items[: counts[1]],
             segments[:used],
             merge_indptr[: counts[2] + 1],
             merge_indices[: counts[3]],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.capacity import MOST_PARTIAL_BYTES, PlanCapacity, capacity_for, capacity_now
-from prefixkit.attention.gpu_cost import H200, NARROW_ROWS, GpuCost
+from prefixkit.attention.gpu_cost import DECODE_ROWS, H200, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.planner import Beside, Planner, StepPlan
 from prefixkit.attention.queries import StepTree
@@ -124,7 +124,7 @@ def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> i
     tokens = np.add.reduceat(np.minimum(rows.end, length[rows.node]) - rows.begin, rows.indptr[:-1], dtype=np.int64)
     queries = rows.q_end - rows.q_begin
     tiles = -(-queries // max(1, cost.tile_heads // shape.group))
-    return int((np.where(queries * shape.group <= NARROW_ROWS, 1, tiles) * tokens).sum())
+    return int((np.where(queries * shape.group <= DECODE_ROWS, 1, tiles) * tokens).sum())
 
 
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Planner:
@@ -136,10 +136,10 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> P
     if kernel is None:
         return TorchPlanner(shape, H200.sharing)
     gpu = gpu_cost(device) if kernel.by_maps else H200  # measured with Hopper's kernel where that is the one
-    gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.wide_rows))
+    gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.tile_rows))
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
-    if shape.group > kernel.wide_rows:
-        log.debug("numpy plans: the GPU's planner knows no groups above a tile's %d rows", kernel.wide_rows)
+    if shape.group > kernel.tile_rows:
+        log.debug("numpy plans: the GPU's planner knows no groups above a tile's %d rows", kernel.tile_rows)
         return CudaPlanner(shape, gpu, blocks)
     return CudaPlanner(shape, gpu, blocks, lambda capacity, tree: plan_on_gpu(shape, gpu, blocks, capacity, tree))
 

@@ -46,7 +46,7 @@ def sample_name(dtype: str, cached: bool) -> str:
 SAMPLE = Unit(
     "sampling/sample.cu",
     tuple(sample_name(dtype, cached) for dtype in FLOATS for cached in (True, False)),
-    headers=(layouts.LAW.header, layouts.SAMPLE.header),
+    headers=(layouts.SAMPLING_RECORD.header, layouts.SAMPLE.header),
 )
 
 ATTENTION = "prefixkit::tree_attention"
@@ -65,7 +65,7 @@ class Kernel:
 
     Attributes:
         file: Its source.
-        wide_rows: Query heads of a wide tile.
+        tile_rows: Query heads of a tile.
         threads: Of a block.
         blocks_per_sm: Blocks on a multiprocessor.
         shared: Dynamic shared memory of a block in bytes; None for all that a block can have.
@@ -73,7 +73,7 @@ class Kernel:
     """
 
     file: str
-    wide_rows: int
+    tile_rows: int
     threads: int
     blocks_per_sm: int
     shared: int | None

@@ -1,4 +1,4 @@
-"""Compiling ahead, so that nobody waits for the compiler later; for images, and for clusters that share a cache folder.
+"""Compiling ahead, so that no run waits for the compiler later; for images, and for clusters that share a cache folder.
 
 And measuring, so that plans know the GPU that they are for.
 """
@@ -80,5 +80,5 @@ def measure_costs() -> Iterator[str]:
         except ValueError as error:
             yield f"{name}: costs are estimated, for {error}"
             continue
-        rates = f"narrow {cost.narrow.tokens_per_us:.0f}, wide {cost.wide.tokens_per_us:.0f} tokens per us and SM"
+        rates = f"decode {cost.decode.tokens_per_us:.0f}, tile {cost.tile.tokens_per_us:.0f} tokens per us and SM"
         yield f"{name}: {'measured' if now else 'was measured'}, {rates}; kept in {place}"

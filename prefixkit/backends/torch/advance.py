@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
 
 
-def advance(
-    leaf: Tensor,
-    start: Tensor,
-    length: Tensor,
-    page_indptr: Tensor,
-    pages: Tensor,
-    first_slot: Tensor,
-    sampled: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rows: int,
-    page_size: int,
-) -> None:
+def advance(*arguments: Any) -> None:
     """``advance``."""
+    leaf, start, length, page_indptr, pages, first_slot, sampled, tokens, positions, slots, rows, page_size = arguments
     leaf = leaf[:rows].long()
     padding, node = leaf < 0, leaf.clamp(min=0)
     offset = length[node].long()

@@ -17,7 +17,7 @@ from prefixkit.backends.torch.planner import TorchPlanner, find_plan
 from prefixkit.backends.torch.run import run_program
 from prefixkit.backends.torch.sampling import sample
 from prefixkit.ops.backend import Backend, NotCapturable
-from prefixkit.ops.checks import BadShape, check_attention
+from prefixkit.ops.checks import BadShape, capturing, check_attention
 
 
 def tree_attention(
@@ -25,7 +25,7 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor]:
     """``tree_attention``; ``plan`` ends with the handle of a :class:`~prefixkit.backends.torch.planner.BoundPlan`."""
     check_attention(q, k_pages, v_pages, q_positions)
-    if q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(q):
         raise NotCapturable(
             "tree_attention: the torch backend lists its calls on the host for each step, which a CUDA graph cannot "
             "capture; run eagerly, or use the CUDA kernels (`prefixkit env` says why they are not in use)"

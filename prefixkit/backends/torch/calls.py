@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -59,26 +59,6 @@ class Call:
     mask: Tensor | None = None
     empty: Tensor | None = None
     scoring: Scoring | None = None
-
-    def to(self, device: torch.device) -> Call:
-        """The call with its tensors on a device."""
-        scoring = self.scoring
-        if scoring is not None:
-            scoring = Scoring(
-                scoring.q_position.to(device), scoring.kv_position.to(device), _to(scoring.visible, device)
-            )
-        return replace(
-            self,
-            row_index=_to(self.row_index, device),
-            slot_index=_to(self.slot_index, device),
-            mask=_to(self.mask, device),
-            empty=_to(self.empty, device),
-            scoring=scoring,
-        )
-
-
-def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
 
 
 def make_call(

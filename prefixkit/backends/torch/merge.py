@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,13 +52,6 @@ class Merge:
     joined: tuple[int, ...]
     place: Tensor | None
     filled: int
-
-    def to(self, device: torch.device) -> Merge:
-        """The merge with its tensors on a device."""
-        levels = tuple(
-            level if level.index is None else replace(level, index=level.index.to(device)) for level in self.levels
-        )
-        return replace(self, levels=levels, place=None if self.place is None else self.place.to(device))
 
 
 def plan_merge(num_rows: int, row: Array, block: Array, index: Array, heights: Array) -> Merge:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from prefixkit.attention.bsr import decompose
 from prefixkit.attention.capacity import OVERFLOW
@@ -17,24 +16,10 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 
-def plan_tree(
-    num_nodes: Tensor,
-    parent: Tensor,
-    subtree_end: Tensor,
-    length: Tensor,
-    own: Tensor,
-    counts: Tensor,
-    wide: Tensor,
-    narrow: Tensor,
-    segments: Tensor,
-    merge_indptr: Tensor,
-    merge_indices: Tensor,
-    scratch: Tensor,
-    heads: Sequence[int],
-    num_sms: int,
-    cost: Sequence[float],
-) -> None:
+def plan_tree(*arguments: Any) -> None:
     """``plan_tree``."""
+    num_nodes, parent, subtree_end, length, own, *work, _, heads, num_sms, cost = arguments
+    counts = work[0]
     nodes = int(num_nodes)
     counts.zero_()
     counts[OVERFLOW] = 1
@@ -55,7 +40,7 @@ def plan_tree(
         num_sms=num_sms,
         cost=gpu,
     )
-    made = list(zip((counts, wide, narrow, segments, merge_indptr, merge_indices), plan.arrays(), strict=True))
+    made = list(zip(work, plan.arrays(), strict=True))
     if all(len(array) <= len(there) for there, array in made):
         for there, array in made:
             there[: len(array)] = torch.from_numpy(array)
@@ -71,7 +56,7 @@ def _tree(parent: Ints, subtree_end: Ints, length: Ints) -> TreeSnapshot:
         subtree_end=subtree_end,
         start=nothing[1:],
         length=length,
-        ready=length,
+        computed=length,
         first_slot=nothing[1:],
         page_indptr=nothing,
         pages=nothing[:0],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from prefixkit.attention.variants import Variant
 from prefixkit.backends.torch.batches import Heads, batches
@@ -37,7 +39,18 @@ class Program:
 
     def to(self, device: torch.device) -> Program:
         """The program with its tensors on a device."""
-        return replace(self, calls=tuple(call.to(device) for call in self.calls), merge=self.merge.to(device))
+        return replace(self, calls=_moved(self.calls, device), merge=_moved(self.merge, device))
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    """A part of a program with all tensors in it on a device."""
+    if isinstance(part, Tensor):
+        return part.to(device)
+    if isinstance(part, tuple):
+        return tuple(_moved(each, device) for each in part)
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{field.name: _moved(getattr(part, field.name), device) for field in fields(part)})
+    return part
 
 
 def compile_program(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from prefixkit.ops.sampling_records import RECORD, STEP, params_of, tokens_of
 from prefixkit.sampling.rng import uniforms
-from prefixkit.sampling.specification import BrokenLogits, draw
+from prefixkit.sampling.specification import BrokenLogits, sample_tokens
 
 
 def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
@@ -36,7 +36,7 @@ def _sample_rows(logits: Tensor, table: np.ndarray, seen: Tensor) -> tuple[Tenso
     masks = iter(seen[torch.from_numpy(penalised).to(seen.device)].cpu().numpy())
     histories = [tokens_of(next(masks)) if held else none for held in penalised]
     try:
-        tokens, logprobs = draw(logits, params, numbers, histories)
+        tokens, logprobs = sample_tokens(logits, params, numbers, histories)
         return tokens.cpu(), logprobs.cpu()
     except BrokenLogits:  # of some row
         pass
@@ -44,7 +44,7 @@ def _sample_rows(logits: Tensor, table: np.ndarray, seen: Tensor) -> tuple[Tenso
     for row in range(len(params)):
         one = slice(row, row + 1)
         try:
-            tokens[one], logprobs[one] = draw(logits[one], params[one], numbers[one], histories[one])
+            tokens[one], logprobs[one] = sample_tokens(logits[one], params[one], numbers[one], histories[one])
         except BrokenLogits:
             continue
     return tokens, logprobs

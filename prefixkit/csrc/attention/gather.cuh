@@ -4,7 +4,7 @@
 // ldmatrix want: piece c (16 bytes) of row r lies at (c / 8) * ROWS * 128 + r * 128 + ((c ^ r) % 8) * 16.
 //
 // Rows come in groups of 16 tokens that begin at a multiple of 16 slots.  Where such a group lies in one page (page sizes that
-// 16 divides) and is complete, it comes as a box of the copy engine (Hopper), or its copies take one instruction and no arithmetic
+// 16 divides) and is complete, it comes as a TMA box (Hopper), or its copies take one instruction and no arithmetic
 // each; else every row is looked up.
 #pragma once
 #include "attention/plan.cuh"
@@ -13,16 +13,16 @@ namespace prefixkit {
 
 constexpr int GROUP = 16;
 constexpr int COLUMNS = (D + 63) / 64;
-constexpr bool EVEN = 32 % ROW_CHUNKS == 0;      // a warp copies whole rows
+constexpr bool EVEN = 32 % ROW_VECTORS == 0;      // a warp copies whole rows
 
-template <int ROWS> DEVICE u32 piece_at(int row, int chunk) {
-    return (chunk >> 3) * (ROWS * 128) + row * 128 + (((chunk ^ row) & 7) << 4);
+template <int ROWS> DEVICE u32 piece_at(int row, int kv_tile) {
+    return (kv_tile >> 3) * (ROWS * 128) + row * 128 + (((kv_tile ^ row) & 7) << 4);
 }
 
-// Whether groups of 16 come as boxes, which the host decides, or at least lie in one page each.
-DEVICE bool by_boxes(const Attention& a) { return PREFIXKIT_MAPS && a.boxes; }
+// Whether groups of 16 come as TMA boxes, which the host decides, or at least lie in one page each.
+DEVICE bool by_boxes(const Attention& a) { return PREFIXKIT_MAPS && a.tma_groups; }
 DEVICE bool holds_groups(const Attention& a) {
-    if (PREFIXKIT_MAPS) return a.boxes;
+    if (PREFIXKIT_MAPS) return a.tma_groups;
     return EVEN && a.page_size % GROUP == 0 && (a.page_size & (a.page_size - 1)) == 0 && a.slot_stride == D;
 }
 // The page of a slot, and its place there; page sizes are powers of two here.
@@ -31,8 +31,8 @@ DEVICE int place_in_page(const Attention& a, int slot) { return slot & (a.page_s
 
 // A complete group, whose row 0 begins at `from`.  `to`: row 0 of the group in the tile.
 template <int ROWS> DEVICE void copy_group(u32 to, const u16* from) {
-    constexpr int STEP = EVEN ? 32 / ROW_CHUNKS : 1;  // rows at a time
-    const int lane = lane_anew(), column = lane % ROW_CHUNKS, sub = lane / ROW_CHUNKS;
+    constexpr int STEP = EVEN ? 32 / ROW_VECTORS : 1;  // rows at a time
+    const int lane = lane_anew(), column = lane % ROW_VECTORS, sub = lane / ROW_VECTORS;
     const u32 base = to + (column >> 3) * (ROWS * 128) + sub * 128, turn = ((column ^ sub) & 7) << 4;
     from += sub * D + column * 8;
 #pragma unroll
@@ -42,12 +42,12 @@ template <int ROWS> DEVICE void copy_group(u32 to, const u16* from) {
     }
 }
 
-// Any 16 rows: lane i (and i + 16) knows where row i begins, in 16-byte pieces, and whether it is there; absent rows become zero.
+// Any 16 rows: lane i (and i + 16) knows where row i begins, in 16-byte vectors, and whether it is there; absent rows become zero.
 template <int ROWS> DEVICE void copy_rows(u32 to, const u16* base, u32 row_begin, u32 present) {
     const int lane = lane_anew();
 #pragma unroll 1
-    for (int piece = lane; piece < GROUP * ROW_CHUNKS; piece += 32) {
-        const int row = piece / ROW_CHUNKS, column = piece % ROW_CHUNKS;
+    for (int piece = lane; piece < GROUP * ROW_VECTORS; piece += 32) {
+        const int row = piece / ROW_VECTORS, column = piece % ROW_VECTORS;
         const u32 begin = __shfl_sync(~0u, row_begin, row);
         copy16(to + piece_at<ROWS>(row, column), base + (long long)begin * 8 + column * 8, present >> row & 1);
     }

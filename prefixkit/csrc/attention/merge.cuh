@@ -1,8 +1,8 @@
-// The end of a launch: all blocks meet, then fold partial states, in the plan's order.  Here: how one head of one row is folded where there
+// The end of a launch: a grid barrier, then merging of partial states, in the plan's order.  Here: how one head of one row is merged where there
 // are few of them, by a warp.
 //
 // tiling a lane looks up one partial (its row, its log-sum-exp) and sums a few columns over all.
-// cost   reads each partial state once (4 D + 4 bytes per head) and writes each row once; the meeting costs about 1.5 us.  What a merge
+// cost   reads each partial state once (4 D + 4 bytes per head) and writes each row once; the grid barrier costs about 1.5 us.  What a merge
 //        of few heads costs is the latency of its reads, and of its instructions, each of which comes once: the code is short.
 // limits all blocks must be resident at once, which a cooperative launch sees to.
 #pragma once
@@ -11,17 +11,17 @@
 
 namespace prefixkit {
 
-// All blocks of the grid meet.  One thread of each block calls it; works for any grid size and resets itself: the top bit of
+// A barrier of the whole grid.  One thread of each block calls it; works for any grid size and resets itself: the top bit of
 // the counter flips once all have come.
-DEVICE void grid_meet(u32* counter) {
+DEVICE void grid_barrier(u32* counter) {
     fence_device();
     const u32 mine = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
     const u32 before = atomicAdd(counter, mine);
     while (((before ^ load_acquire(counter)) & 0x80000000u) == 0) {}
 }
 
-// A head being folded, by lanes that hold some columns each.
-template <int VECTORS> struct Folded {
+// A head being merged, by lanes that hold some columns each.
+template <int VECTORS> struct Merged {
     float4 sum[VECTORS];
     float top, total;
 };
@@ -32,7 +32,7 @@ DEVICE void add(float4& sum, float weight, const float4& x) {
 }
 
 // The next `count` (at most N) partials, which join in order: all weights first, for they need not wait for each other.
-template <int N, int VECTORS> DEVICE void fold(Folded<VECTORS>& f, const float (&lse)[N], const float4 (&x)[N][VECTORS], int count) {
+template <int N, int VECTORS> DEVICE void merge_partials(Merged<VECTORS>& f, const float (&lse)[N], const float4 (&x)[N][VECTORS], int count) {
     float top = f.top, weight[N];
 #pragma unroll
     for (int i = 0; i < N; ++i)
@@ -55,7 +55,7 @@ template <int N, int VECTORS> DEVICE void fold(Folded<VECTORS>& f, const float (
 }
 
 // Writes a head; this is `lane` of LANES that hold it.
-template <int LANES, int VECTORS> DEVICE void finish_head(const Attention& a, const Folded<VECTORS>& f, int row, int head, int lane) {
+template <int LANES, int VECTORS> DEVICE void finish_head(const Attention& a, const Merged<VECTORS>& f, int row, int head, int lane) {
     float lse = f.total > 0.f ? f.top + LN2 * log2_fast(f.total) : MINUS_INFINITY;
     const float factor = (f.total > 0.f ? reciprocal(f.total) : 0.f) * join_sink(lse, head, a.parameters);
     const long long at = (long long)row * a.heads + head;
@@ -66,7 +66,7 @@ template <int LANES, int VECTORS> DEVICE void finish_head(const Attention& a, co
     if (lane == 0) a.lse[at] = lse;
 }
 
-// Whether there are so few heads to fold that each gets a warp of its own, or two share one.
+// Whether there are so few heads to merge that each gets a warp of its own, or two share one.
 DEVICE bool few_heads(const Attention& a, int rows, int warps) { return rows * a.heads <= 2 * int(gridDim.x) * warps; }
 
 // The partials of one head of one row: how many, where their list begins, and this lane's of the first 32.
@@ -90,7 +90,7 @@ constexpr int HEAD_VECTORS = (D + 127) / 128, HEAD_LANES = D / 4 / HEAD_VECTORS,
 static_assert(HEAD_LANES * HEAD_VECTORS * 4 == D, "lanes hold a head together");
 
 // Partials [first, first + 32) of a head, of which this lane knows one.
-DEVICE void fold_head(const Attention& a, Folded<HEAD_VECTORS>& f, int mine, int count, int head) {
+DEVICE void merge_head(const Attention& a, Merged<HEAD_VECTORS>& f, int mine, int count, int head) {
     const int lane = lane_anew();
     float lse = lane < count ? load_global1(a.partial_lse + (long long)mine * a.heads + head) : MINUS_INFINITY, weight = 0.f;
 #pragma unroll 1
@@ -134,23 +134,23 @@ DEVICE void fold_head(const Attention& a, Folded<HEAD_VECTORS>& f, int mine, int
     }
 }
 
-// `warp` of `warps` in each block: folds its share of all heads.  What it folds first, the plan says, so it looks that up before it
-// `meet`s the other blocks, whose partial states it reads.
-template <class Meet> DEVICE void merge_heads(const Attention& a, int rows, int warp, int warps, Meet meet) {
+// `warp` of `warps` in each block: merges its share of all heads.  What it merges first, the plan says, so it looks that up before it
+// waits at `barrier` for the other blocks, whose partial states it reads.
+template <class Barrier> DEVICE void merge_heads(const Attention& a, int rows, int warp, int warps, Barrier barrier) {
     const int units = rows * a.heads, step = gridDim.x * warps;
     int unit = blockIdx.x + gridDim.x * warp;
     HeadParts now(a, unit, units);
-    meet();
+    barrier();
 #pragma unroll 1
     for (; unit < units; unit += step) {
         const HeadParts next(a, unit + step, units);
         if (now.count > 0) {
             const int row = unit / a.heads, head = unit - row * a.heads;
-            Folded<HEAD_VECTORS> f = {};
+            Merged<HEAD_VECTORS> f = {};
             f.top = MINUS_INFINITY;
 #pragma unroll 1
             for (int first = 0; first < now.count; first += 32)
-                fold_head(a, f, first ? now.look_up(a, first) : now.mine, min(32, now.count - first), head);
+                merge_head(a, f, first ? now.look_up(a, first) : now.mine, min(32, now.count - first), head);
             if (lane_anew() < HEAD_LANES) finish_head<HEAD_LANES>(a, f, row, head, lane_anew());
         }
         now = next;

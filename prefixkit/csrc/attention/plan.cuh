@@ -9,16 +9,16 @@ namespace prefixkit {
 #define PREFIXKIT_HEAD_DIM 128
 #endif
 constexpr int D = PREFIXKIT_HEAD_DIM;
-constexpr int ROW_CHUNKS = D / 8;                          // 16-byte pieces of a head's row
+constexpr int ROW_VECTORS = D / 8;                          // 16-byte vectors of a head's row
 static_assert(D % 16 == 0 && D <= 256, "head sizes are multiples of 16 up to 256");
 
 #ifndef PREFIXKIT_MAPS
 #define PREFIXKIT_MAPS 0  // 1: KV comes in boxes where pages allow it (Hopper); Attention begins with tensor maps
 #endif
 
-// Brings the parameter into the constant cache, a line at a time, before anyone waits for it.
+// Brings the parameter into the constant cache, a line at a time, before it is needed.
 DEVICE void hold_parameters(const Attention& a) {
-    asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.boxes));
+    asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.tma_groups));
 }
 
 // `thread` of `threads` in each block: rows that pad a batch see no key, so they come out as 0, like rows of that kind anywhere.  What
@@ -41,14 +41,14 @@ struct Item {
     int q_begin, q_end, partial, seg_begin, seg_end, node, begin, end, causal, head;
 };
 
-// Entry `e` of a walk over the wide list, as load_item numbers them: head after head where the plan says so, so that the keys and values
+// Entry `e` of a walk over the tile list, as load_item numbers them: head after head where the plan says so, so that the keys and values
 // of all heads together do not crowd the L2.
 DEVICE int walk_entry(const Attention& a, int entry) {
     const int items = a.counts[0];
     return a.counts[4] ? entry % items * a.kv_heads + entry / items : entry;
 }
 
-// Entry `e` of a work list: items in order, and each for all KV heads.  Nothing that can be used where the list has no `room` for it.
+// Entry `e` of a work list: items in order, and each for all KV heads.  Nothing that can be used behind the `room` entries that it holds.
 DEVICE Item load_item(const int4* items, int entry, int kv_heads, int room) {
     const int index = entry / kv_heads;
     int4 a = {}, b = {};
@@ -74,18 +74,18 @@ struct Span {
 };
 
 // Positions that an item's queries can see.
-struct Sight {
+struct VisibleRange {
     int low, high;  // [low, high)
 };
 
 // `last` and `first`: the largest and smallest position among the item's queries.
-DEVICE Sight sight_of(const Attention& a, bool causal, int first, int last) {
-    return {a.reach > 0 ? first - a.reach + 1 : 0, causal ? last + 1 : 0x7fffffff};
+DEVICE VisibleRange visible_range(const Attention& a, bool causal, int first, int last) {
+    return {a.window > 0 ? first - a.window + 1 : 0, causal ? last + 1 : 0x7fffffff};
 }
 
-// The smallest position among an item's queries; a warp works together.  Only variants with a reach need it.
+// The smallest position among an item's queries; a warp works together.  Only variants with a window need it.
 DEVICE int first_position(const Attention& a, const Item& item) {
-    if (a.reach == 0) return 0;
+    if (a.window == 0) return 0;
     int first = 0x7fffffff;
     for (int i = item.q_begin + lane_anew(); i < item.q_end; i += 32) first = min(first, int(a.q_positions[i]));
 #pragma unroll
@@ -93,19 +93,19 @@ DEVICE int first_position(const Attention& a, const Item& item) {
     return first;
 }
 
-DEVICE Span load_span(const Attention& a, int node, int begin, int end, const Sight& sight) {
+DEVICE Span load_span(const Attention& a, int node, int begin, int end, const VisibleRange& range) {
     Span s;
     const int first = a.first_slot[node], start = a.node_start[node], length = a.node_length[node];
     s.pages = a.page_indptr[node];
-    end = min(min(end, length), sight.high - start);
-    begin = max(begin, sight.low - start);
+    end = min(min(end, length), range.high - start);
+    begin = max(begin, range.low - start);
     s.slot = first + begin;
     s.end = first + end;
     s.position = start - first;
     return s;
 }
 
-// Where a slot's row begins, in 16-byte pieces: 32 bits reach 64 GB.
+// Where a slot's row begins, in 16-byte vectors: 32 bits reach 64 GB.
 DEVICE u32 row_of(const Attention& a, int page, int slot_in_page, int head) {
     return u32(page) * u32(a.page_stride >> 3) + u32(head) * u32(a.head_stride >> 3) + u32(slot_in_page) * u32(a.slot_stride >> 3);
 }

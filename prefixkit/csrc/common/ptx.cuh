@@ -28,18 +28,18 @@ template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_gro
 DEVICE void store_shared16(u32 to, int4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
-// A box of a tensor from global to shared memory, by the copy engine; `map` describes tensor, box and swizzle, x... are the box's
+// A TMA box of a tensor, from global to shared memory; `map` describes tensor, box and swizzle, x... are the box's
 // first coordinates, innermost first.  Its bytes count towards `barrier`.  `policy`: what L2 should do with the lines.
-DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, u32 barrier, u64 policy) {
+DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, u32 barrier, u64 policy) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(policy) : "memory");
 }
-DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, int v, u32 barrier, u64 policy) {
+DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, int v, u32 barrier, u64 policy) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
                  ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "l"(policy) : "memory");
 }
-// `bytes` in one piece, a multiple of 16 as both addresses are.
+// `bytes` in one copy, a multiple of 16 as both addresses are.
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
@@ -61,7 +61,7 @@ DEVICE float4 load_shared(u32 from) {
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
     return x;
 }
-// Orders ordinary accesses to memory before those of the copy engine and the warpgroup instructions (sm_90).
+// Orders ordinary accesses to memory before those of TMA and the warpgroup instructions (sm_90).
 DEVICE void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void async_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
@@ -175,7 +175,7 @@ DEVICE bool barrier_ended(u32 barrier, u32 parity) {
 }
 // Where a kernel may begin before the one ahead of it in the stream has ended (programmatic dependent launch): lets the next begin, and
 // waits for the end of the last, whose results are read from here on.  Nothing elsewhere.
-DEVICE void follow_kernel() {
+DEVICE void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory");
 #endif

@@ -1,11 +1,11 @@
 // The next decode step of rows that append to leaves of their own: positions, slots, and leaves one token longer.
 //
 // shapes     leaf [rows], of each row its node, or -1 for a row that pads; nodes as tree_attention takes them, but with the tokens that
-//            have KV as their length, which grows here; drawn, tokens, positions, slots [rows] int64.
+//            have KV as their length, which grows here; sampled, tokens, positions, slots [rows] int64.
 // tiling     a thread per row; no two rows have one leaf.
 // cost       some tens of bytes per row: a launch.
 // limits     a row without a page for its token gets slot -1 and does not grow, so a graph may run on when a row has ended; what could not
-//            be drawn (-1) runs as token 0.
+//            be sampled (-1) runs as token 0.
 #include "layouts/advance.h"
 
 namespace prefixkit {
@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(128) advance(const __grid_constant_
         position = a.start[node] + offset - !there;
         if (there) slot = (long long)a.pages[page] * a.page_size + within % a.page_size, a.length[node] = offset + 1;
     }
-    a.tokens[row] = node >= 0 ? max(a.drawn[row], 0ll) : 0;
+    a.tokens[row] = node >= 0 ? max(a.sampled[row], 0ll) : 0;
     a.positions[row] = position, a.slots[row] = slot;
 }
 

@@ -1,4 +1,4 @@
-// What a block of 1,024 threads needs to plan: prefix sums, searches, and memory that is shared while there is room.
+// What a block of 1,024 threads needs to plan: prefix sums, searches, and memory that is shared while it lasts.
 //
 // The code runs once, so it must be small before it is anything else: most of its time it waits for instructions.  Hence the calls.
 #pragma once
@@ -43,7 +43,7 @@ struct Scan {
 };
 
 // The sum of the values before this thread's, of `total` and this call; adds the block's to `total`.  `turn` alternates: who is
-// ahead writes the other cells, and meets all in between.
+// ahead writes the other cells, and waits at a barrier in between.
 CALLED u64 scan(Scan& s, int& turn, u64& total, u64 value) {
     const u64 sum = warp_sums(value);
     if (lane_of() == 31) s.cells[turn][warp_of()] = sum;

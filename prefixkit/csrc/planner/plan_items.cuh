@@ -1,21 +1,21 @@
-// From tiles to items: partial rows, the segments of what is cut, the order of merging, and the order of the lists.
+// From tiles to items: partial rows, the segments of what is split, the order of merging, and the order of the lists.
 //
-// _order_items, _cut, _number_partials and _sort of attention/gpu_plan.py.
+// _order_items, _split, _number_partials and _sort of attention/plan.py.
 #pragma once
 #include "planner/plan_state.cuh"
 
 namespace prefixkit {
 
-// Who sees a shared ancestor's tile has a tile of its own too, so dense tiles always leave partial states.
-DEVICE bool leaves(int number) { return !(at(TILE_OF)[number] & 1) || at(PIECES)[number] > 1 || at(UP)[at(TILE_OF)[number] >> 1] >= 0; }
+// Each query below a shared ancestor has an own-node tile too, so shared-prefix tiles always write partial states.
+DEVICE bool leaves(int number) { return !(at(TILE_OF)[number] & 1) || at(SPLITS)[number] > 1 || at(UP)[at(TILE_OF)[number] >> 1] >= 0; }
 
 // Pieces of all tiles that a query is in.
-DEVICE int pieces_of(int query, int node) {
+DEVICE int splits_of(int query, int node) {
     int sum = 0;
 #pragma unroll 1
     for (bool causal = true; node >= 0; causal = false) {
         const int next = at(UP)[node];
-        sum += at(PIECES)[tile_with(query, node, causal)];
+        sum += at(SPLITS)[tile_with(query, node, causal)];
         node = next;
     }
     return sum;
@@ -28,39 +28,39 @@ DEVICE bool number_merges() {
 #pragma unroll 1
     for (int base = 0; base < p.queries; base += THREADS) {
         const int q = base + threadIdx.x;
-        int pieces = 0;
+        int splits = 0;
         if (q < p.queries) {
             const int node = at(QUERY_NODE)[q] = find(at(FIRST_ROW), p.nodes, q);
-            pieces = pieces_of(q, node);
+            splits = splits_of(q, node);
         }
-        const u64 before = scan(p.sums, turn, total, pieces > 1 ? pieces : 0);
+        const u64 before = scan(p.sums, turn, total, splits > 1 ? splits : 0);
         if (q < p.queries) p.a.merge_indptr[q] = low_of(before);
     }
     if (threadIdx.x == 0) p.a.merge_indptr[p.queries] = low_of(total);
     __syncthreads();
-    return total <= u64(p.a.partial_room);
+    return total <= u64(p.a.partial_capacity);
 }
 
-// Items of a dense row go by piece, then by tile; all its tiles but the last have the same pieces.
-DEVICE int place_of(int number, int piece) {
+// Items of a shared-prefix row go by split, then by tile; all its tiles but the last have the same splits.
+DEVICE int place_of(int number, int split) {
     const int key = at(TILE_OF)[number], node = key >> 1;
-    if (key & 1) return at(FIRST_ITEM)[number] + piece;
+    if (key & 1) return at(FIRST_ITEM)[number] + split;
     const int first = at(TILE_BASE)[node], others = dense_tiles(node) - 1, mine = number - first;
-    const int full = at(PIECES)[first], last = at(PIECES)[first + others];
-    if (mine == others) return at(FIRST_ITEM)[first] + min(piece + 1, full) * others + piece;
-    return at(FIRST_ITEM)[first] + piece * others + mine + min(piece, last);
+    const int full = at(SPLITS)[first], last = at(SPLITS)[first + others];
+    if (mine == others) return at(FIRST_ITEM)[first] + min(split + 1, full) * others + split;
+    return at(FIRST_ITEM)[first] + split * others + mine + min(split, last);
 }
 
 DEVICE void order_items() {
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.items; i += THREADS) {
-        const int number = find(at(FIRST_ITEM), p.tiles, i), piece = i - at(FIRST_ITEM)[number];
-        at(ITEM_PIECE)[place_of(number, piece)] = number << PIECE_BITS | piece;
+        const int number = find(at(FIRST_ITEM), p.tiles, i), split = i - at(FIRST_ITEM)[number];
+        at(ITEM_SPLIT)[place_of(number, split)] = number << SPLIT_BITS | split;
     }
     __syncthreads();
 }
 
-struct Cut {
+struct Split {
     int low, high;           // tokens of the row
     int row;                 // its first segment
     int first, last, token;  // segments taken, counted in the row; tokens before the first
@@ -68,14 +68,14 @@ struct Cut {
 };
 
 // Which of its row's segments an item takes.
-DEVICE Cut cut_of(const Tile& x, int piece, int pieces, int units, int unit) {
-    Cut c;
-    c.low = int(divide(units * piece, pieces)) * unit;
-    c.high = piece + 1 == pieces ? x.tokens : int(divide(units * (piece + 1), pieces)) * unit;
+DEVICE Split split_of(const Tile& x, int split, int splits, int kv_tiles, int kv_tile) {
+    Split c;
+    c.low = int(divide(kv_tiles * split, splits)) * kv_tile;
+    c.high = split + 1 == splits ? x.tokens : int(divide(kv_tiles * (split + 1), splits)) * kv_tile;
     c.row = at(SEGMENT_BASE)[x.node] + (x.causal && at(SHARED)[x.node] ? at(INHERITED)[x.node] + 1 : 0);
     c.first = 0, c.last = at(INHERITED)[x.node], c.token = 0;
-    c.open = x.causal && piece + 1 == pieces;
-    if (pieces == 1 || !c.last) return c;
+    c.open = x.causal && split + 1 == splits;
+    if (splits == 1 || !c.last) return c;
     const int end = c.last;
     int before = 0;
 #pragma unroll 1
@@ -87,7 +87,7 @@ DEVICE Cut cut_of(const Tile& x, int piece, int pieces, int units, int unit) {
     return c;
 }
 
-DEVICE void write_cut(const Cut& c, int node, int to) {
+DEVICE void write_split(const Split& c, int node, int to) {
     int token = c.token;
     const int end = at(INHERITED)[node];
 #pragma unroll 1
@@ -100,7 +100,7 @@ DEVICE void write_cut(const Cut& c, int node, int to) {
     }
 }
 
-// Partial rows, and the segments of what is cut.
+// Partial rows, and the segments of what is split.
 DEVICE bool make_items() {
     int turn = 0;
     u64 total = 0;
@@ -109,37 +109,37 @@ DEVICE bool make_items() {
         const int i = base + threadIdx.x;
         const bool there = i < p.items;
         Tile x = {};
-        Cut c = {};
-        int number = 0, piece = 0, pieces = 1, narrow = 0, rows = 0, units = 0;
+        Split c = {};
+        int number = 0, split = 0, splits = 1, decode = 0, rows = 0, kv_tiles = 0;
         if (there) {
-            number = at(ITEM_PIECE)[i] >> PIECE_BITS, piece = at(ITEM_PIECE)[i] & ((1 << PIECE_BITS) - 1);
+            number = at(ITEM_SPLIT)[i] >> SPLIT_BITS, split = at(ITEM_SPLIT)[i] & ((1 << SPLIT_BITS) - 1);
             x = tile(number);
-            pieces = at(PIECES)[number], narrow = u32(at(TILE_UNITS)[number]) >> 31;
-            const int unit = p.a.cost[narrow].unit;
-            c = cut_of(x, piece, pieces, at(TILE_UNITS)[number] & 0x7fffffff, unit);
+            splits = at(SPLITS)[number], decode = u32(at(TILE_KV_TILES)[number]) >> 31;
+            const int kv_tile = p.a.cost[decode].kv_tile;
+            c = split_of(x, split, splits, at(TILE_KV_TILES)[number] & 0x7fffffff, kv_tile);
             rows = leaves(number) ? x.end - x.begin : 0;
-            units = max(1, ceil_div(c.high - c.low, unit));
+            kv_tiles = max(1, ceil_div(c.high - c.low, kv_tile));
         }
         const int segments = c.last - c.first + 1;
-        const u64 before = scan(p.sums, turn, total, join(rows, pieces > 1 ? segments : 0));
+        const u64 before = scan(p.sums, turn, total, join(rows, splits > 1 ? segments : 0));
         if (there) {
             const int to = p.row_segments + low_of(before);
-            at(ITEM_PARTIAL)[i] = at(PART_OF)[at(FIRST_ITEM)[number] + piece] = rows ? high_of(before) : -1;
-            at(ITEM_SEGMENT)[i] = pieces > 1 ? to : c.row, at(ITEM_COUNT)[i] = segments;
-            at(ITEM_UNITS)[i] = units | narrow << 31;
-            if (pieces > 1 && to + segments <= p.a.segment_room) write_cut(c, x.node, to);
+            at(ITEM_PARTIAL)[i] = at(PART_OF)[at(FIRST_ITEM)[number] + split] = rows ? high_of(before) : -1;
+            at(ITEM_SEGMENT)[i] = splits > 1 ? to : c.row, at(ITEM_COUNT)[i] = segments;
+            at(ITEM_KV_TILES)[i] = kv_tiles | decode << 31;
+            if (splits > 1 && to + segments <= p.a.segment_capacity) write_split(c, x.node, to);
         }
 #pragma unroll 1
         for (int role = 0; role < 2; ++role) {
-            const u32 longest = __reduce_max_sync(~0u, there && narrow == role ? units : 0);
-            if (lane_of() == 0 && longest) atomicMax(p.units + role, int(longest));
+            const u32 longest = __reduce_max_sync(~0u, there && decode == role ? kv_tiles : 0);
+            if (lane_of() == 0 && longest) atomicMax(p.kv_tiles + role, int(longest));
         }
     }
     __syncthreads();
-    return p.row_segments + low_of(total) <= p.a.segment_room;
+    return p.row_segments + low_of(total) <= p.a.segment_capacity;
 }
 
-// From the end: the own node's pieces, then those of the shared ancestors.
+// From the end: the own node's splits, then those of the shared ancestors.
 DEVICE void fill_merges() {
 #pragma unroll 1
     for (int q = threadIdx.x; q < p.queries; q += THREADS) {
@@ -150,7 +150,7 @@ DEVICE void fill_merges() {
             const int number = tile_with(q, node, causal), offset = q - tile(number).begin;
             const int* parts = at(PART_OF) + at(FIRST_ITEM)[number];
 #pragma unroll 4
-            for (int piece = at(PIECES)[number] - 1; piece >= 0; --piece) p.a.merge_indices[--to] = parts[piece] + offset;
+            for (int split = at(SPLITS)[number] - 1; split >= 0; --split) p.a.merge_indices[--to] = parts[split] + offset;
             node = at(UP)[node];
         }
     }
@@ -159,10 +159,10 @@ DEVICE void fill_merges() {
 // ---- order: by counting, each warp a range of items ----
 
 DEVICE void write_item(int item, int place) {
-    const Tile x = tile(at(ITEM_PIECE)[item] >> PIECE_BITS);
+    const Tile x = tile(at(ITEM_SPLIT)[item] >> SPLIT_BITS);
     const int segment = at(ITEM_SEGMENT)[item];
     const int* first = p.a.segments + 3 * segment;
-    int4* to = place < p.item_count[0] ? p.a.wide + 2 * place : p.a.narrow + 2 * (place - p.item_count[0]);
+    int4* to = place < p.item_count[0] ? p.a.tile_items + 2 * place : p.a.decode_items + 2 * (place - p.item_count[0]);
     to[0] = make_int4(x.begin, x.end, at(ITEM_PARTIAL)[item], segment);
     to[1] = make_int4(2 * at(ITEM_COUNT)[item] + x.causal, first[0], first[1], first[2]);
 }
@@ -181,8 +181,8 @@ DEVICE void sort_items() {
             const int i = base + lane_of();
             int key = -1;
             if (i < end) {
-                const int packed = at(ITEM_UNITS)[i], narrow = packed < 0, units = packed & 0x7fffffff;
-                key = (narrow + 1) * ORDER_LEVELS - 1 - int(divide(u32(units) * (ORDER_LEVELS - 1), p.units[narrow]));
+                const int packed = at(ITEM_KV_TILES)[i], decode = packed < 0, kv_tiles = packed & 0x7fffffff;
+                key = (decode + 1) * ORDER_LEVELS - 1 - int(divide(u32(kv_tiles) * (ORDER_LEVELS - 1), p.kv_tiles[decode]));
             }
             const u32 alike = __match_any_sync(~0u, key);
             const int rank = __popc(alike & ((1u << lane_of()) - 1));

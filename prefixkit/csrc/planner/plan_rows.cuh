@@ -22,15 +22,15 @@ DEVICE bool count_rows() {
     }
     if (threadIdx.x == 0) at(FIRST_ROW)[p.nodes] = p.queries = high_of(total), at(UP)[p.nodes] = low_of(total);
     __syncthreads();
-    return p.queries <= p.a.row_room;
+    return p.queries <= p.a.row_capacity;
 }
 
 // decide_sharing of attention/sharing.py; the same operations in the same order.
 CALLED bool gains(int most, int spared, int n) {
     const double gain = __dmul_rn(double((long long)(most - spared - 1) * at(LENGTH)[n]), p.a.gain_per_token);
     const int rows = below(n);
-    const double wide = __dmul_rn(double(full_tiles(rows + p.a.many - 1)), p.a.price_wide);
-    const double item = __dadd_rn(p.a.item, is_thin(rows) ? p.a.price_narrow : wide);
+    const double tiled = __dmul_rn(double(full_tiles(rows + p.a.many - 1)), p.a.price_tile);
+    const double item = __dadd_rn(p.a.item, is_thin(rows) ? p.a.price_decode : tiled);
     return gain > __dadd_rn(item, __dmul_rn(double(rows), p.a.price_per_row));
 }
 
@@ -89,7 +89,7 @@ CALLED void write_row(int base, int node, int folded, bool causal) {
         const int length = at(LENGTH)[n];
         next = at(PARENT)[n];
         if (n != node && !length) continue;
-        if (to < p.a.segment_room) {
+        if (to < p.a.segment_capacity) {
             int* s = p.a.segments + 3 * to;
             s[0] = n, s[1] = 0, s[2] = n == node && causal ? OPEN_END : length;
         }
@@ -128,10 +128,10 @@ DEVICE bool make_rows() {
     }
     if (threadIdx.x == 0) {
         p.row_segments = high_of(total), at(TILE_BASE)[p.nodes] = p.tiles = low_of(total);
-        if (p.tiles <= p.a.wide_room + p.a.narrow_room) take(TILE_OF, FIRST_ITEM, p.tiles + 1), take(QUERY_NODE, QUERY_NODE, p.queries);
+        if (p.tiles <= p.a.tile_capacity + p.a.decode_capacity) take(TILE_OF, FIRST_ITEM, p.tiles + 1), take(QUERY_NODE, QUERY_NODE, p.queries);
     }
     __syncthreads();
-    return p.row_segments <= p.a.segment_room && p.tiles <= p.a.wide_room + p.a.narrow_room;
+    return p.row_segments <= p.a.segment_capacity && p.tiles <= p.a.tile_capacity + p.a.decode_capacity;
 }
 
 DEVICE bool make_tiles() {
@@ -139,27 +139,27 @@ DEVICE bool make_tiles() {
     for (int base = 0; base < p.tiles; base += THREADS) {
         const int number = base + threadIdx.x;
         const bool there = number < p.tiles;
-        int units = 0, narrow = 0, seen = 0;
+        int kv_tiles = 0, decode = 0, seen = 0;
         if (there) {
             const int node = find(at(TILE_BASE), p.nodes, number);
             at(TILE_OF)[number] = 2 * node + (number - at(TILE_BASE)[node] >= dense_tiles(node));
             const Tile x = tile(number);
-            narrow = is_thin(x.end - x.begin);
-            seen = x.tokens, units = max(1, ceil_div(x.tokens, p.a.cost[narrow].unit));
-            at(TILE_UNITS)[number] = units | narrow << 31;
+            decode = is_thin(x.end - x.begin);
+            seen = x.tokens, kv_tiles = max(1, ceil_div(x.tokens, p.a.cost[decode].kv_tile));
+            at(TILE_KV_TILES)[number] = kv_tiles | decode << 31;
         }
 #pragma unroll 1
         for (int role = 0; role < 2; ++role) {
-            const bool mine = there && narrow == role;
+            const bool mine = there && decode == role;
             const u32 count = __popc(__ballot_sync(~0u, mine));
             if (!count) continue;
-            const u32 most = __reduce_max_sync(~0u, mine ? units : 0);
+            const u32 most = __reduce_max_sync(~0u, mine ? kv_tiles : 0);
             const u64 sum = warp_sums(mine ? seen : 0);
             if (lane_of() == 31) atomicMax(p.longest + role, int(most)), atomicAdd(p.of + role, int(count)), atomicAdd(p.tokens + role, sum);
         }
     }
     __syncthreads();
-    return p.of[0] <= p.a.wide_room && p.of[1] <= p.a.narrow_room;
+    return p.of[0] <= p.a.tile_capacity && p.of[1] <= p.a.decode_capacity;
 }
 
 }  // namespace prefixkit

@@ -1,4 +1,4 @@
-// Into how many pieces each tile is cut: choose_pieces and busiest of attention/kv_split.py, a warp for each candidate.
+// Into how many splits each tile is candidate: choose_splits and busiest of attention/kv_split.py, a warp for each candidate.
 #pragma once
 #include "planner/plan_state.cuh"
 
@@ -11,7 +11,7 @@ DEVICE void count_lengths() {
 #pragma unroll 1
     for (int base = 0; base < p.tiles; base += THREADS) {
         const int number = base + threadIdx.x;
-        const int packed = number < p.tiles ? at(TILE_UNITS)[number] : 0;
+        const int packed = number < p.tiles ? at(TILE_KV_TILES)[number] : 0;
         const u32 alike = __match_any_sync(~0u, packed);
         if (!packed || lane_of() != __ffs(alike) - 1) continue;
         int* bins = bins_of(packed < 0);
@@ -19,14 +19,14 @@ DEVICE void count_lengths() {
     }
 }
 
-// This warp's cut: when the busiest worker would end, times workers.
+// This warp's candidate: when the busiest worker would end, times workers.
 CALLED void try_cut(int role) {
     const RoleCost& cost = p.a.cost[role];
     const int* bins = bins_of(role);
     int* levels = counters + warp_of() * (LEVELS + 1);
-    const int cut = warp_of(), longest = p.longest[role], workers = cost.workers * p.a.num_sms;
-    const int chunk = max(cost.least, ceil_div(longest, CUT[cost.workers > 1][cut]));
-    const int shift = max(0, 32 - __clz(min(chunk, longest) * POINT + cost.start + cost.leave) - LEVEL_BITS);
+    const int candidate = warp_of(), longest = p.longest[role], workers = cost.workers * p.a.num_sms;
+    const int split_size = max(cost.least, ceil_div(longest, CANDIDATE_SPLITS[cost.workers > 1][candidate]));
+    const int shift = max(0, 32 - __clz(min(split_size, longest) * POINT + cost.start + cost.write) - LEVEL_BITS);
     __syncwarp();  // the other role's levels have been read
 #pragma unroll 1
     for (int i = lane_of(); i <= LEVELS; i += 32) levels[i] = 0;
@@ -35,22 +35,22 @@ CALLED void try_cut(int role) {
     const int count = bins ? longest : p.tiles;
 #pragma unroll 1
     for (int i = lane_of(); i < count; i += 32) {
-        const int packed = bins ? i + 1 : at(TILE_UNITS)[i], units = packed & 0x7fffffff;
+        const int packed = bins ? i + 1 : at(TILE_KV_TILES)[i], kv_tiles = packed & 0x7fffffff;
         const int alike = bins ? bins[i] : (packed < 0) == role;
         if (!alike) continue;
-        const int pieces = ceil_div(units, chunk);
-        const int size = ceil_div(units, pieces) * POINT + cost.start + (pieces > 1 ? cost.leave : 0);
-        atomicAdd(levels + ((size + (1 << shift) - 1) >> shift), pieces * alike);
-        extra += (pieces - 1) * alike, left += pieces > 1 ? pieces * alike : 0;
+        const int splits = ceil_div(kv_tiles, split_size);
+        const int size = ceil_div(kv_tiles, splits) * POINT + cost.start + (splits > 1 ? cost.write : 0);
+        atomicAdd(levels + ((size + (1 << shift) - 1) >> shift), splits * alike);
+        extra += (splits - 1) * alike, left += splits > 1 ? splits * alike : 0;
     }
     __syncwarp();
     // Entries of each level and above: a lane has 8 levels, the highest lanes first.
     constexpr int MINE = LEVELS / 32;
     const int* top = levels + LEVELS - MINE * lane_of();
-    int reach = 0;
+    int at_least = 0;
 #pragma unroll
-    for (int i = 0; i < MINE; ++i) reach += top[-i];
-    int above = int(warp_sums(reach)) - reach;
+    for (int i = 0; i < MINE; ++i) at_least += top[-i];
+    int above = int(warp_sums(at_least)) - at_least;
     int rounds = 0;
 #pragma unroll 1
     for (int i = 0; i < MINE; ++i) {
@@ -59,18 +59,18 @@ CALLED void try_cut(int role) {
     }
     rounds = __reduce_add_sync(~0u, rounds), extra = __reduce_add_sync(~0u, extra), left = __reduce_add_sync(~0u, left);
     if (lane_of() == 0) {
-        const int chain = cost.workers > 1 ? CHAIN * ceil_div(longest, chunk) : 0;
-        p.time[role][cut] = ((u64(rounds) << shift) + chain) * u64(workers) + u64(cost.fold) * u64(left) * u64(p.a.kv_heads);
-        p.extra[role][cut] = extra;
+        const int chain = cost.workers > 1 ? CHAIN * ceil_div(longest, split_size) : 0;
+        p.time[role][candidate] = ((u64(rounds) << shift) + chain) * u64(workers) + u64(cost.merge) * u64(left) * u64(p.a.kv_heads);
+        p.extra[role][candidate] = extra;
     }
 }
 
-// The fewest pieces that end within 2% of the soonest.  One warp per role.
-DEVICE void choose_cut() {
+// The fewest splits that end within 2% of the soonest.  One warp per role.
+DEVICE void choose_candidate() {
     const int role = warp_of();
     if (role > 1 || !p.of[role]) return;
     const RoleCost& cost = p.a.cost[role];
-    // What is not tried stays zero: no cut is possible then, and the first one is as good as any.
+    // What is not tried stays zero: no candidate is possible then, and the first one is as good as any.
     const int extra = p.extra[role][lane_of()];
     const bool fits = !lane_of() || extra * p.a.kv_heads <= EXTRA * cost.workers * p.a.num_sms;
     const u64 time = fits ? p.time[role][lane_of()] : ~0ull >> 8;
@@ -82,11 +82,11 @@ DEVICE void choose_cut() {
     }
     const u32 good = __ballot_sync(~0u, 50 * time <= 51 * least);
     if (lane_of() != __ffs(good) - 1) return;
-    p.chunk[role] = max(cost.least, ceil_div(p.longest[role], CUT[cost.workers > 1][lane_of()]));
+    p.split_size[role] = max(cost.least, ceil_div(p.longest[role], CANDIDATE_SPLITS[cost.workers > 1][lane_of()]));
     p.item_count[role] = p.of[role] + extra;
 }
 
-DEVICE bool choose_pieces() {
+DEVICE bool choose_splits() {
     int* bins = counters + WARPS * (LEVELS + 1);
 #pragma unroll 1
     for (int i = threadIdx.x; i < 2 * BINS; i += THREADS) bins[i] = 0;
@@ -97,29 +97,29 @@ DEVICE bool choose_pieces() {
     for (int role = 0; role < 2; ++role)
         if (p.longest[role] > p.a.cost[role].least) try_cut(role);
     __syncthreads();
-    choose_cut();
+    choose_candidate();
     __syncthreads();
     const int items = p.item_count[0] + p.item_count[1];
     if (threadIdx.x == 0) {
         p.items = items;
-        if (p.item_count[0] <= p.a.wide_room && p.item_count[1] <= p.a.narrow_room) take(ITEM_PIECE, PART_OF, items);
+        if (p.item_count[0] <= p.a.tile_capacity && p.item_count[1] <= p.a.decode_capacity) take(ITEM_SPLIT, PART_OF, items);
     }
     int turn = 0;
     u64 total = 0;
 #pragma unroll 1
     for (int base = 0; base < p.tiles; base += THREADS) {
         const int number = base + threadIdx.x;
-        int pieces = 0;
+        int splits = 0;
         if (number < p.tiles) {
-            const int packed = at(TILE_UNITS)[number];
-            pieces = at(PIECES)[number] = ceil_div(packed & 0x7fffffff, p.chunk[packed < 0]);
+            const int packed = at(TILE_KV_TILES)[number];
+            splits = at(SPLITS)[number] = ceil_div(packed & 0x7fffffff, p.split_size[packed < 0]);
         }
-        const u64 before = scan(p.sums, turn, total, pieces);
+        const u64 before = scan(p.sums, turn, total, splits);
         if (number < p.tiles) at(FIRST_ITEM)[number] = low_of(before);
     }
     if (threadIdx.x == 0) at(FIRST_ITEM)[p.tiles] = items;
     __syncthreads();
-    return p.item_count[0] <= p.a.wide_room && p.item_count[1] <= p.a.narrow_room;
+    return p.item_count[0] <= p.a.tile_capacity && p.item_count[1] <= p.a.decode_capacity;
 }
 
 }  // namespace prefixkit

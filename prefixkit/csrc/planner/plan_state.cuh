@@ -5,24 +5,24 @@
 
 namespace prefixkit {
 
-constexpr int CUTS = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8, NARROW_ROWS = 8;
+constexpr int CANDIDATES = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8, DECODE_ROWS = 8;
 constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
 constexpr int COUNTER_INTS = (WARPS + 1) * 2 * ORDER_LEVELS;
 constexpr int OPEN_END = 0x7fffffff;
-static_assert(CUTS == WARPS, "a warp per cut");
-static_assert(COUNTER_INTS >= WARPS * (LEVELS + 1) + 2 * BINS, "room to count");
+static_assert(CANDIDATES == WARPS, "a warp per candidate");
+static_assert(COUNTER_INTS >= WARPS * (LEVELS + 1) + 2 * BINS, "counters are too few");
 
-// Of roles with one worker on a multiprocessor, and with many: CUTS and CUTS_OF_MANY of attention/kv_split.py.
-__constant__ int CUT[2][CUTS] = {
+// Of roles with one worker on a multiprocessor, and with many: CANDIDATES and CANDIDATES_OF_MANY of attention/kv_split.py.
+__constant__ int CANDIDATE_SPLITS[2][CANDIDATES] = {
     {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132},
     {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528}};
-constexpr int PIECE_BITS = 10;  // of ITEM_PIECE
+constexpr int SPLIT_BITS = 10;  // of ITEM_SPLIT
 
 // Arrays of nodes in the making of a plan.
 enum NodeArray {
     PARENT, SUBTREE_END, LENGTH,
     FIRST_ROW,               // [nodes + 1] the first query of each node
-    SHARED,                  // 1: a dense row
+    SHARED,                  // 1: a shared-prefix row
     UP, INHERITED, TOKENS,   // of nodes with rows: nearest shared ancestor; folded ancestors below it; tokens with those
     SEGMENT_BASE, TILE_BASE,
     NODE_ARRAYS,
@@ -31,12 +31,12 @@ enum NodeArray {
 // Arrays of tiles, queries and items.
 enum Array {
     TILE_OF,                 // 2 * node + causal
-    TILE_UNITS,              // and the top bit: narrow
-    PIECES, FIRST_ITEM,
+    TILE_KV_TILES,              // and the top bit: on the decode path
+    SPLITS, FIRST_ITEM,
     QUERY_NODE,
-    ITEM_PIECE,              // tile << PIECE_BITS | piece
-    ITEM_SEGMENT, ITEM_COUNT, ITEM_UNITS, ITEM_PARTIAL,
-    PART_OF,                 // the same by tile and piece
+    ITEM_SPLIT,              // tile << SPLIT_BITS | split
+    ITEM_SEGMENT, ITEM_COUNT, ITEM_KV_TILES, ITEM_PARTIAL,
+    PART_OF,                 // the same by tile and split
     ARRAYS
 };
 
@@ -48,10 +48,10 @@ struct State {
     int* global;
     int shared_left;
     int nodes, queries, tiles, items, row_segments;
-    u64 tokens[2];           // wide, narrow
-    int longest[2], of[2], units[2], chunk[2], item_count[2];
-    u64 time[2][CUTS];
-    int extra[2][CUTS];
+    u64 tokens[2];           // tile, decode
+    int longest[2], of[2], kv_tiles[2], split_size[2], item_count[2];
+    u64 time[2][CANDIDATES];
+    int extra[2][CANDIDATES];
 };
 
 __shared__ State p;
@@ -64,9 +64,9 @@ DEVICE int* at(Array which) { return p.array[which]; }
 #define PREFIXKIT_PLAN_NODES 2304
 #endif
 constexpr int NODES = PREFIXKIT_PLAN_NODES;
-DEVICE int* at(NodeArray which) { return NODES ? dynamic_shared + which * (NODES + 4) : p.a.scratch + which * (p.a.node_room + 4); }
+DEVICE int* at(NodeArray which) { return NODES ? dynamic_shared + which * (NODES + 4) : p.a.scratch + which * (p.a.node_capacity + 4); }
 
-// Room for some arrays of `count` ints; one thread does it, before the block meets.
+// Takes memory for some arrays of `count` ints; one thread does it, before the block's barrier.
 DEVICE void take(int from, int to, int count) {
     count = (count + 3) & ~3;
 #pragma unroll 1
@@ -80,7 +80,7 @@ DEVICE void take(int from, int to, int count) {
 DEVICE int below(int n) { return at(FIRST_ROW)[at(SUBTREE_END)[n]] - at(FIRST_ROW)[n + 1]; }
 DEVICE int own(int n) { return at(FIRST_ROW)[n + 1] - at(FIRST_ROW)[n]; }
 DEVICE int full_tiles(int queries) { return int(u64(queries) * p.a.magic >> 32); }  // queries / many
-DEVICE bool is_thin(int queries) { return queries * p.a.group <= NARROW_ROWS; }
+DEVICE bool is_thin(int queries) { return queries * p.a.group <= DECODE_ROWS; }
 DEVICE int tiles_of(int queries) { return is_thin(queries) ? queries > 0 : full_tiles(queries + p.a.many - 1); }
 DEVICE int dense_tiles(int n) { return at(SHARED)[n] ? tiles_of(below(n)) : 0; }
 
@@ -96,7 +96,7 @@ DEVICE Tile tile(int number) {
     if (causal) x.tokens = max(x.tokens - (begin + queries - x.end), 0);
     return x;
 }
-// The tile of a query among those of a node's dense row, or its causal one.
+// The tile of a query among those of a node's shared-prefix tiles, or its own-node tiles.
 CALLED int tile_with(int query, int node, bool causal) {
     const int first = at(TILE_BASE)[node] + (causal ? dense_tiles(node) : 0);
     const int begin = at(FIRST_ROW)[node + 1 - causal], queries = causal ? own(node) : below(node);

@@ -1,12 +1,12 @@
-// A plan for tree_attention, made where it is used: what attention/gpu_plan.py specifies, bit by bit, in one launch.
+// A plan for tree_attention, made where it is used: what attention/plan.py specifies, bit by bit, in one launch.
 //
 // shapes   a tree of `nodes` in depth-first order with `own` query rows in each; six arrays of fixed capacity come out.
 // tiling   one block of 1,024 threads, for the work is small and its steps depend on each other: a thread per node, tile, query or
 //          item, some twenty prefix sums in between.  Sharing climbs from the lowest candidates, the last child taking its parent up.
-//          One warp reckons one way to cut the tiles.  Items are sorted by counting.
-// cost     48 us for 1,024 leaves and 2,047 nodes on an H200: latency of shared memory, meetings of the block, and instructions, which
+//          Each warp tries one candidate number of KV splits.  Items are sorted by counting.
+// cost     48 us for 1,024 leaves and 2,047 nodes on an H200: latency of shared memory, barriers of the block, and instructions, which
 //          all warps issue on one multiprocessor.  Chains of folded nodes are walked one node at a time: 2,000 of them take 550 us.
-// limits   what does not fit sets counts[7], with no items.  Numbers: tiles below 2^21, queries below 2^25, units of a row below 2^20, sums
+// limits   what does not fit sets counts[7], with no items.  Numbers: tiles below 2^21, queries below 2^25, KV tiles of a row below 2^20, sums
 //          below 2^31.
 #include "planner/plan_items.cuh"
 #include "planner/plan_rows.cuh"
@@ -16,11 +16,11 @@ namespace prefixkit {
 
 DEVICE void finish(bool fits) {
     if (threadIdx.x) return;
-    // Where many wide items follow each other, or as many of one length, they go head by head.
+    // Where many tile items follow each other, or as many of one length, they go head by head.
     const int items = p.item_count[0];
-    const bool alike = 4 * p.tokens[0] >= 3 * u64(p.of[0]) * u64(p.longest[0]) * u64(p.a.cost[0].unit);
+    const bool alike = 4 * p.tokens[0] >= 3 * u64(p.of[0]) * u64(p.longest[0]) * u64(p.a.cost[0].kv_tile);
     const bool by_head = p.a.kv_heads > 1 && items * p.a.kv_heads > p.a.num_sms && (items >= p.a.num_sms || alike);
-    const bool streams = __dmul_rn(double(3 * p.tokens[0]), p.a.narrow_rate) <= __dmul_rn(double(p.tokens[1]), p.a.wide_rate);
+    const bool streams = __dmul_rn(double(3 * p.tokens[0]), p.a.decode_rate) <= __dmul_rn(double(p.tokens[1]), p.a.tile_rate);
     int4* counts = (int4*)p.a.counts;
     counts[0] = fits ? make_int4(p.item_count[0], p.item_count[1], p.queries, p.a.merge_indptr[p.queries]) : make_int4(0, 0, p.queries, 0);
     counts[1] = make_int4(fits && by_head, fits && streams, 0, !fits);
@@ -37,17 +37,17 @@ DEVICE bool begin(const PlanTree& a) {
         const int taken = NODE_ARRAYS * (NODES ? NODES + 4 : 0);
         p.nodes = nodes;
         p.shared = dynamic_shared + taken, p.shared_left = a.shared_ints - taken;
-        p.global = a.scratch + (NODES ? 0 : NODE_ARRAYS * (a.node_room + 4));
+        p.global = a.scratch + (NODES ? 0 : NODE_ARRAYS * (a.node_capacity + 4));
     }
     __syncthreads();
-    return nodes <= a.node_room;
+    return nodes <= a.node_capacity;
 }
 
 __global__ void __launch_bounds__(THREADS, 1) plan_tree(const __grid_constant__ PlanTree a) {
     bool fits = begin(a) && count_rows();
     if (fits) {
         share();
-        fits = make_rows() && make_tiles() && choose_pieces() && number_merges();
+        fits = make_rows() && make_tiles() && choose_splits() && number_merges();
     }
     if (fits) {
         order_items();

@@ -1,6 +1,6 @@
-// The next token of every row: penalty, temperature, top-k, top-p, min-p, and the draw, as sampling/specification.py specifies, bit by bit.
+// The next token of every row: penalty, temperature, top-k, top-p, min-p, and the sample, as sampling/specification.py specifies, bit by bit.
 //
-// shapes   logits [rows, vocab] of float32, bfloat16 or float16, any row stride; a Law for each row; `seen` [rows, words];
+// shapes   logits [rows, vocab] of float32, bfloat16 or float16, any row stride; a SamplingRecord for each row; `seen` [rows, words];
 //          tokens [rows] int64, logprobs [rows] float32.
 // tiling   a cluster of 1 to 8 blocks of 256 threads takes a row and keeps it in shared memory as float32, so that logits are read once.
 //          Where a row does not fit (CACHED false) every pass reads it again.  Warps own consecutive tokens, so that sums of
@@ -8,8 +8,8 @@
 // passes   read; then, with top-k, list the few tokens that may be kept, and go on with these; else weigh, with top-p count and list those at its
 //          border.  Lists that overflow are replaced by counting digits, three passes.  One block finds the token in one warp's tokens.
 // cost     reads each logit once; some 31 instructions a token, with top-k 10, top-p some 20 more.  docs/kernels.md has times.
-// effects  A row whose law is not active is left alone.  Others: the token and its log-probability are written, the token's bit in `seen` is
-//          set, and the law's step goes up by 1.  A row that holds NaN or +inf, or nothing finite, or whose scores leave float32, gets
+// effects  A row whose record is not active is left alone.  Others: the token and its log-probability are written, the token's bit in `seen` is
+//          set, and the record's step goes up by 1.  A row that holds NaN or +inf, or nothing finite, or whose scores leave float32, gets
 //          token -1 and NaN, no bit, and a step more.
 // limits   vocab <= 2^20; words >= vocab / 32; segment * blocks * 8 >= vocab.
 #include "sampling/sample_nucleus.cuh"
@@ -22,7 +22,7 @@ template <class T> DEVICE void finish(const Sample& a, int row, int step, int to
     a.tokens[row] = token;
     a.logprobs[row] = float((double(logit) - double(top)) - log_exact(sum));
     atomicOr(a.seen + ((long long)row * a.words + (token >> 5)), 1u << (token & 31));  // not waited for
-    a.laws[row].step = step + 1;
+    a.records[row].step = step + 1;
 }
 
 // The sum over the vocabulary of exp(logit - top), by a warp.
@@ -50,17 +50,17 @@ template <class T, bool CACHED> DEVICE void take_top(const Sample& a, int number
 }
 
 template <class T, bool CACHED>
-DEVICE void draw(const Sample& a, int number, const Row<T, CACHED>& row, const Law& law, float top, float raw) {
+DEVICE void draw(const Sample& a, int number, const Row<T, CACHED>& row, const SamplingRecord& params, float top, float raw) {
     Shared& s = shared();
     Filter filter;
     filter.top = top;
-    filter.rate = fmaxf(__fdiv_rn(LOG2E, law.temperature), SMALLEST_NORMAL);
-    const bool top_k = law.top_k > 0 && law.top_k < a.vocab, top_p = law.top_p < 1, min_p = law.min_p > 0;
+    filter.rate = fmaxf(__fdiv_rn(LOG2E, params.temperature), SMALLEST_NORMAL);
+    const bool top_k = params.top_k > 0 && params.top_k < a.vocab, top_p = params.top_p < 1, min_p = params.min_p > 0;
     filter.any = top_k || top_p || min_p;
-    const float least = min_p ? least_weight(law.min_p) : 0;
+    const float least = min_p ? least_weight(params.min_p) : 0;
     if (!top_p) filter.least = least;
     // Weights without temperature, penalty and filters are the exponentials.
-    const bool alike = law.temperature == 1.0f && !row.penalised && !filter.any;
+    const bool alike = params.temperature == 1.0f && !row.penalised && !filter.any;
     bool sums = !alike && !row.penalised;
     float exps = 0;
     if (row.penalised) exps = exps_of_raw(row, raw);
@@ -68,18 +68,18 @@ DEVICE void draw(const Sample& a, int number, const Row<T, CACHED>& row, const L
     u32 count = 0;
     if (top_k) {
         float low = MINUS_INFINITY;
-        if (law.top_k <= warps() * 32) {
-            low = bound(law.top_k);
+        if (params.top_k <= warps() * 32) {
+            low = bound(params.top_k);
             count = list_scores(row, low, top, sums, exps);
             sums = false;
             all = gather_lists(count);
         }
         const auto one = [](u32) { return 1u; };
-        filter.lowest = all >= 0 ? of_key(least_chosen<u32>(all, law.top_k, one).key) : kth_largest(row, law.top_k, low);
+        filter.lowest = all >= 0 ? of_key(least_chosen<u32>(all, params.top_k, one).key) : kth_largest(row, params.top_k, low);
     }
     Nucleus n = {0, 0, 0};
     if (all >= 0) {
-        if (top_p) n = nucleus_of_chosen(filter, all, count, law.top_p, least);
+        if (top_p) n = nucleus_of_chosen(filter, all, count, params.top_p, least);
         u64 weight = 0;
         if (!top_p) each_listed(count, [&](float y) { weight += u64(filter.weight(y)); });
         if (!top_p) tell(s.sums, warp_sum(weight));
@@ -90,7 +90,7 @@ DEVICE void draw(const Sample& a, int number, const Row<T, CACHED>& row, const L
     cluster_sync();
     if (top_p && all < 0) {
         const u64 total = table_sum(s.sums);
-        n = nucleus_of_row(row, filter, share(total, law.top_p), total, least);
+        n = nucleus_of_row(row, filter, share(total, params.top_p), total, least);
     }
     const u64 total = table_sum(s.sums);
     const u64 low_half = s.uniform * total, high_half = __umul64hi(s.uniform, total);
@@ -100,7 +100,7 @@ DEVICE void draw(const Sample& a, int number, const Row<T, CACHED>& row, const L
     const double sum = alike ? double(total) / double(TOP) : exps_total();
     const bool stored = top_p && all < 0;
     const int token = find_token(row, filter, at.index, target - at.before, top_p, stored, n, top_p ? s.ties[at.index] : 0);
-    if (token >= 0) finish<T>(a, number, law.step, token, raw, sum);
+    if (token >= 0) finish<T>(a, number, params.step, token, raw, sum);
 }
 
 template <class T, bool CACHED> __global__ void __launch_bounds__(THREADS, 3) sample(const __grid_constant__ Sample a) {
@@ -108,29 +108,29 @@ template <class T, bool CACHED> __global__ void __launch_bounds__(THREADS, 3) sa
     Shared& s = shared();
     Row<T, CACHED> row(a, number, (float*)(&s + 1));
     if (CACHED) row.fetch();
-    const Law law = a.laws[number];
-    if (!law.active) return;
+    const SamplingRecord params = a.records[number];
+    if (!params.active) return;
     cluster_begin();
-    row.obey(law);
-    if (thread_of() == 0) s.uniform = uniform53(law.key, law.step);
+    row.obey(params);
+    if (thread_of() == 0) s.uniform = uniform53(params.key, params.step);
     const Tops mine = read_row(row);
     cluster_wait();  // the others have begun, so their memory is there
     tell(s.tops, warp_max(mine.score));
     tell(s.raws, warp_max(mine.raw));
-    if (law.top_k > 0) chosen()[thread_of()] = key_of(mine.score);
+    if (params.top_k > 0) chosen()[thread_of()] = key_of(mine.score);
     cluster_sync();
     const float top = table_max(s.tops), raw = table_max(s.raws);
-    const bool greedy = law.temperature == 0;
-    const float divided = greedy ? top : __fdiv_rn(top, law.temperature);
+    const bool greedy = params.temperature == 0;
+    const float divided = greedy ? top : __fdiv_rn(top, params.temperature);
     if (!(fabsf(divided) < -MINUS_INFINITY) || !(fabsf(top) < -MINUS_INFINITY)) {
         if (my_number() == 0 && lane_of() == 0) {
             a.tokens[number] = -1, a.logprobs[number] = not_a_number();
-            a.laws[number].step = law.step + 1;
+            a.records[number].step = params.step + 1;
         }
         return;
     }
-    if (greedy) return take_top(a, number, row, law.step, top, raw);
-    draw(a, number, row, law, top, raw);
+    if (greedy) return take_top(a, number, row, params.step, top, raw);
+    draw(a, number, row, params, top, raw);
 }
 
 }  // namespace prefixkit

@@ -19,7 +19,7 @@ DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.alig
 // With nothing written before that the others must see: no fence, which costs a warp 0.5 us.
 DEVICE void cluster_begin() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// All threads of all blocks meet, and see what the others wrote into shared memory.
+// A barrier of all threads of all blocks, which then see what the others wrote into shared memory.
 DEVICE void cluster_sync() {
     cluster_arrive();
     cluster_wait();

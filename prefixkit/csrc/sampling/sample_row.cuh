@@ -1,6 +1,6 @@
-// One row of logits: what a block has of it, and who reads what.
+// One row of logits: what a block has of it, and which warp reads what.
 #pragma once
-#include "layouts/law.h"
+#include "layouts/sampling_record.h"
 #include "layouts/sample.h"
 #include "sampling/sample_weight.cuh"
 
@@ -32,7 +32,7 @@ template <class T, bool CACHED> struct Row {
         first = cluster_rank() * WARPS * segment;
         aligned = a.aligned;
     }
-    DEVICE void obey(const Law& law) { penalty = law.penalty, penalised = law.penalty != 1.0f; }
+    DEVICE void obey(const SamplingRecord& params) { penalty = params.penalty, penalised = params.penalty != 1.0f; }
     DEVICE int begin(int warp) const { return first + warp * segment; }
     // Steps of 128 tokens.
     DEVICE int steps(int warp) const { return min(segment, max(vocab - begin(warp), 0) + 127) >> 7; }

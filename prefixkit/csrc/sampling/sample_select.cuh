@@ -31,7 +31,7 @@ struct Masses {
     static DEVICE float float_of(u32 key) { return __int_as_float(int(key + (126u << 23))); }
     static DEVICE int shift(int turn) { return turn == 0 ? 19 : turn == 1 ? 9 : 0; }
     static DEVICE int bits(int turn) { return turn == 2 ? 9 : 10; }
-    // In two halves of 12 bits, so that neither sum of 2^20 of them overflows, and nobody waits for what was there before.
+    // In two halves of 12 bits, so that neither sum of 2^20 of them overflows, and no thread waits for what was there before.
     static DEVICE void add(u32* bins, int bin, float x) {
         const u32 mantissa = (u32(__float_as_int(x)) & 0x7fffffu) | 0x800000u;
         atomicAdd(bins + bin, mantissa & 0xfffu);
@@ -69,7 +69,7 @@ template <class K, class F> DEVICE Border next_digit(Border b, int turn, F count
     clear_bins();
     count(s.bins, turn, b.key);
     cluster_sync();
-    // Each warp adds up its bins of all blocks, and keeps the sums in their place: nobody else reads these.
+    // Each warp adds up its bins of all blocks, and keeps the sums in their place: no other warp reads these.
     const int begin = cluster_rank() * mine + warp_of() * part, used = 1 << bits;
     u64 sum = 0;
     for (int bin = begin + lane_of(); bin < min(begin + part, used); bin += 32) {

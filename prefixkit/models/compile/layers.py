@@ -35,7 +35,6 @@ from prefixkit.models.tree_cache import TreeCache
 log = logging.getLogger("prefixkit")
 
 OPS = ("kv_append", "tree_attention")
-_made: dict[type[nn.Module], type[nn.Module]] = {}
 Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 _Key = tuple[int, int, bool, tuple[Callable[..., Any], ...]]
 
@@ -110,7 +109,7 @@ class CompiledLayers:
         except NotCompilable as error:
             self._give_up(str(error))
             return
-        classes = [layer_class(original_class(layer)) for layer, _ in layers]
+        classes = [layer_class(original_class(layer)) for layer, _ in layers]  # type: ignore[arg-type]
         self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
         for index, (layer, child) in enumerate(layers):
             self._copies[layer] = _LayerCopy(
@@ -251,14 +250,10 @@ class _LayerCopy:
             raise IncompleteStep(f"TreeCache: layer {self.index} ran twice in one step; each must run once")
 
 
+@functools.cache
 def layer_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a decoder layer's class that runs compiled where its cache says so; one for each original."""
-    if original not in _made:
-        _made[original] = _make(original)
-    return _made[original]
 
-
-def _make(original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cache = cache_among(args, kwargs)

@@ -16,8 +16,7 @@ class TracedStep:
 
     slots: Tensor
     positions: Tensor
-    work: list[Tensor]
-    nodes: list[Tensor]
+    plan: list[Tensor]
 
     def load(self, step: Step) -> None:
         """Take a step's tensors."""

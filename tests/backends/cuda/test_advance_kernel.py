@@ -69,10 +69,10 @@ def test_steps_are_those_of_torch(seed, page_size, library, monkeypatch):
     theirs.load(batch), ours.load(batch)
     for _ in range(8):  # past the last pages
         drawn = torch.from_numpy(rng.integers(-1, 50, 200))
-        theirs.drawn, ours.drawn = drawn, drawn.clone()
+        theirs.sampled, ours.sampled = drawn, drawn.clone()
         rows = int(rng.integers(batch.num_rows, 201))
         for tree, advance in ((theirs, by_torch), (ours, by_kernel.advance)):
-            step = (tree.drawn, tree.tokens, tree.positions, tree.slots)
+            step = (tree.sampled, tree.tokens, tree.positions, tree.slots)
             advance(tree.leaf, *tree.nodes, *step, rows, page_size)
         for name in ("tokens", "positions", "slots"):
             assert torch.equal(getattr(ours, name)[:rows], getattr(theirs, name)[:rows]), name

@@ -5,19 +5,19 @@ import pytest
 
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.sharing import CostModel
-from prefixkit.backends.cuda.calibrate import NARROW_POINTS, SHAPES, WIDE_POINTS, Fit, cost_from, fit, fit_sharing
+from prefixkit.backends.cuda.calibrate import DECODE_POINTS, SHAPES, TILE_POINTS, Fit, cost_from, fit, fit_sharing
 from prefixkit.backends.cuda.measure import Point, Shared
 
 
 def points(role, shapes, base, unit, start, state, noise=0.0):
     rng = np.random.default_rng(0)
     for rounds, tokens, parts in shapes:
-        units, leaving = rounds * -(-tokens // role.unit), rounds * (parts > 1)
+        units, leaving = rounds * -(-tokens // role.kv_tile), rounds * (parts > 1)
         us = base + unit * (units + start * rounds + state * leaving)
         yield Point(units, rounds, leaving, us * (1 + noise * rng.standard_normal()))
 
 
-@pytest.mark.parametrize(("role", "shapes"), [(H200.narrow, NARROW_POINTS), (H200.wide, WIDE_POINTS)])
+@pytest.mark.parametrize(("role", "shapes"), [(H200.decode, DECODE_POINTS), (H200.tile, TILE_POINTS)])
 def test_a_fit_finds_the_costs_behind_the_times(role, shapes):
     found = fit(list(points(role, shapes, base=6.0, unit=1.3, start=1.5, state=2.0)))
     assert [found.base, found.unit, found.start, found.state] == pytest.approx([6.0, 1.3, 1.5, 2.0])
@@ -28,7 +28,7 @@ def test_a_fit_finds_the_costs_behind_the_times(role, shapes):
 
 
 def test_no_part_costs_less_than_nothing():
-    found = fit(list(points(H200.narrow, NARROW_POINTS, base=20.0, unit=1.0, start=-0.5, state=0.0)))
+    found = fit(list(points(H200.decode, DECODE_POINTS, base=20.0, unit=1.0, start=-0.5, state=0.0)))
     assert min(found.base, found.start, found.state) >= 0
     assert found.unit > 0
 
@@ -42,24 +42,24 @@ def forests(sharing):
     for kind, ((heads, kv_heads), those) in enumerate(SHAPES):
         for roots, leaves, tokens in those:
             thin = leaves * heads <= 8 * kv_heads
-            wide, narrow = (0, roots * kv_heads) if thin else (roots * kv_heads, 0)
+            tile, decode = (0, roots * kv_heads) if thin else (roots * kv_heads, 0)
             states, spared = roots * leaves * heads * 1032, roots * leaves * tokens * 512 * kv_heads
             folded = 30.0 + spared * sharing.kv_byte
-            priced = wide * sharing.wide_tile + narrow * sharing.narrow_tile + states * sharing.partial_byte
-            yield Shared(kind, wide, narrow, states, spared, 34.0 + 2 * kind + priced, folded)
+            priced = tile * sharing.tile_item + decode * sharing.decode_item + states * sharing.partial_byte
+            yield Shared(kind, tile, decode, states, spared, 34.0 + 2 * kind + priced, folded)
 
 
 def test_what_sharing_costs_is_found_behind_forests_measured_with_and_without():
     behind = CostModel(0.0, 2.2e-7, 3.5e-7, 0.0145, 0.003)
     found = fit_sharing(list(forests(behind)), behind.kv_byte)
-    for name in ("item", "kv_byte", "partial_byte", "wide_tile", "narrow_tile"):
+    for name in ("item", "kv_byte", "partial_byte", "tile_item", "decode_item"):
         assert getattr(found, name) == pytest.approx(getattr(behind, name)), name
 
 
 def test_costs_have_the_units_of_the_kernels_and_the_rates_that_were_measured():
     measured = list(forests(H200.sharing))
     cost = cost_from(Fit(5, 1.1, 1.0, 0.8, 0), Fit(5, 1.85, 1.5, 2.0, 0), measured, 132)
-    assert cost.narrow.unit == H200.narrow.unit
-    assert cost.narrow.tokens_per_us == pytest.approx(4 * 16 / 1.1)
-    assert cost.wide.leave + cost.wide.fold == pytest.approx(2.0)
+    assert cost.decode.kv_tile == H200.decode.kv_tile
+    assert cost.decode.tokens_per_us == pytest.approx(4 * 16 / 1.1)
+    assert cost.tile.write + cost.tile.merge == pytest.approx(2.0)
     assert 1 / cost.sharing.kv_byte == pytest.approx(528 * 16 * 512 / 1.1)  # bytes of K and V in a microsecond

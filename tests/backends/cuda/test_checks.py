@@ -42,7 +42,7 @@ def change_segments(work, nodes):
     ("change", "words"),
     [
         (change_pages, "of another pool"),
-        (change_length, "but its pages have room for"),
+        (change_length, "but its pages hold"),
         (change_node, "of another tree"),
         (change_end, "of an older tree"),
         (change_rows, "and q has"),

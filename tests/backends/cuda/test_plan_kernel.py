@@ -49,17 +49,17 @@ def launch(kernel, shape, cost, num_sms, capacity, tree):
     """The same from the tree's five arrays."""
     nodes = len(tree[1])
     plan = [np.full(shape_, -12345, dtype=np.int32) for shape_ in capacity.shapes()]
-    items = capacity.wide + capacity.narrow + 8
+    items = capacity.tile_items + capacity.decode_items + 8
     scratch = np.full(10 * (nodes + 8) + 13 * items + capacity.rows + 256, -12345, dtype=np.int32)
     sharing, many = cost.sharing, max(1, cost.sharing.tile_heads // shape.group)
-    roles = [n for role in (cost.wide, cost.narrow) for n in (role.unit, role.workers, *role.points(), role.least)]
+    roles = [n for role in (cost.tile, cost.decode) for n in (role.kv_tile, role.workers, *role.points(), role.least)]
     values = (
         *(array.ctypes.data for array in (*tree, *plan, scratch)),
         *(sharing.kv_byte * shape.kv_bytes, sharing.item),
-        *(sharing.wide_tile * shape.kv_heads, sharing.narrow_tile * shape.kv_heads),
-        *(sharing.partial_byte * shape.partial_bytes, cost.wide.tokens_per_us, cost.narrow.tokens_per_us),
+        *(sharing.tile_item * shape.kv_heads, sharing.decode_item * shape.kv_heads),
+        *(sharing.partial_byte * shape.partial_bytes, cost.tile.tokens_per_us, cost.decode.tokens_per_us),
         -(-(2**32) // many),
-        *(nodes, capacity.wide, capacity.narrow, capacity.segments, capacity.rows, capacity.partials),
+        *(nodes, capacity.tile_items, capacity.decode_items, capacity.segments, capacity.rows, capacity.partials),
         *(shape.group, shape.kv_heads, num_sms, many, 48 * 1024),
         *roles,
     )
@@ -69,7 +69,7 @@ def launch(kernel, shape, cost, num_sms, capacity, tree):
 
 def assert_same(arrays, plan, case):
     for name, ours, theirs in zip(
-        ("counts", "wide", "narrow", "segments", "indptr", "indices"), arrays, plan.arrays(), strict=True
+        ("counts", "tile_items", "decode_items", "segments", "indptr", "indices"), arrays, plan.arrays(), strict=True
     ):
         assert np.array_equal(ours[: len(theirs)], theirs), (case, name)
 
@@ -114,7 +114,7 @@ def test_long_nodes_in_hundreds_of_pieces(kernel, leaves):
     queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
     for shape in (HeadShape(8, 1, 128, 2), HeadShape(2, 1, 128, 2), HeadShape(16, 2, 128, 2)):
         plan = specified(snapshot, queries, shape, H200, 132)
-        assert shape.group * leaves > 8 or len(plan.narrow) > 255, "more than eight bits can number"
+        assert shape.group * leaves > 8 or len(plan.decode_items) > 255, "more than eight bits can number"
         assert_same(
             run(kernel, snapshot, queries, shape, H200, 132, capacity_now(StepTree(snapshot, queries), shape, 132)),
             plan,

@@ -16,10 +16,10 @@ from prefixkit.cuda.nvrtc import CSRC
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD, mask, records, words
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
-from prefixkit.sampling.specification import draw
+from prefixkit.sampling.specification import sample_tokens
 from prefixkit.sampling.weights import EXP2, rate, weigh
 from tests.emulation.build import build
-from tests.engine.laws import NASTY, logprob_bound, random_laws, rows_of
+from tests.engine.sampling_cases import NASTY, logprob_bound, random_params, rows_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,11 +63,11 @@ def test_tokens_are_those_of_the_specification(library, tiling, dtype, vocab):
     rng = np.random.default_rng(vocab)
     rows = 24
     logits = rows_of(rng, rows, vocab, dtype)
-    laws = random_laws(rng, rows, vocab)
+    laws = random_params(rng, rows, vocab)
     histories = [rng.integers(0, vocab + 5, int(rng.integers(0, 200))) for _ in range(rows)]
     keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 10**6, rows)
     tokens, logprobs, after, seen = run(library, logits, laws, keys, steps, histories, TILINGS[tiling](vocab))
-    expected, _ = draw(logits.float(), laws, uniforms(keys, steps), histories)
+    expected, _ = sample_tokens(logits.float(), laws, uniforms(keys, steps), histories)
     for row in range(rows):
         assert tokens[row] == expected[row], (row, laws[row])
         assert np.array_equal(seen[row], mask(np.append(histories[row], tokens[row]), vocab))
@@ -79,12 +79,12 @@ def test_tokens_are_those_of_the_specification(library, tiling, dtype, vocab):
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_larger_clusters(library, blocks):
     rng, vocab, rows = np.random.default_rng(blocks), 9001, 6
-    logits, laws = rows_of(rng, rows, vocab, torch.float32), random_laws(rng, rows, vocab)
+    logits, laws = rows_of(rng, rows, vocab, torch.float32), random_params(rng, rows, vocab)
     histories = [rng.integers(0, vocab, 50) for _ in range(rows)]
     keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
     tiling = Tiling(blocks, -(-vocab // (1024 * blocks)) * 128, True)
     tokens, *_ = run(library, logits, laws, keys, steps, histories, tiling)
-    assert tokens.tolist() == draw(logits, laws, uniforms(keys, steps), histories)[0].tolist()
+    assert tokens.tolist() == sample_tokens(logits, laws, uniforms(keys, steps), histories)[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_larger_clusters(library, blocks):
 )
 def test_vocabularies_of_models_as_gpus_deal_them_out(library, vocab, max_shared, clusters):
     rng, rows = np.random.default_rng(vocab), 16
-    logits, laws = rows_of(rng, rows, vocab, torch.float32), random_laws(rng, rows, vocab)
+    logits, laws = rows_of(rng, rows, vocab, torch.float32), random_params(rng, rows, vocab)
     logits[0], laws[0] = 0.0, SamplingParams(top_p=0.9)  # the heaviest row there is
     histories = [rng.integers(0, vocab, 500) for _ in range(rows)]
     keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 10**6, rows)
     tiling = tile(vocab, max_shared, clusters)
     tokens, logprobs, *_ = run(library, logits, laws, keys, steps, histories, tiling)
-    expected, _ = draw(logits, laws, uniforms(keys, steps), histories)
+    expected, _ = sample_tokens(logits, laws, uniforms(keys, steps), histories)
     assert tokens.tolist() == expected.tolist()
     exact = torch.log_softmax(logits.double(), -1).gather(1, expected[:, None])[:, 0].numpy()
     assert (np.abs(logprobs - exact) <= logprob_bound(exact, vocab)).all()
@@ -128,7 +128,7 @@ def test_extreme_rows(library, name):
     keys, steps = np.arange(len(laws), dtype=np.uint64), np.zeros(len(laws), dtype=np.int64)
     histories = [np.array([], dtype=np.int64)] * len(laws)
     tokens, *_ = run(library, logits, laws, keys, steps, histories, Tiling(1, 128, True))
-    assert tokens.tolist() == draw(logits, laws, uniforms(keys, steps))[0].tolist()
+    assert tokens.tolist() == sample_tokens(logits, laws, uniforms(keys, steps))[0].tolist()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

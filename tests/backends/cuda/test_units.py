@@ -47,7 +47,7 @@ def test_the_blocks_of_a_multiprocessor_fit_in_its_shared_memory(arch, head_dim)
     kernel = kernel_for(arch, head_dim, 1)
     room = {"sm_80": 164, "sm_90a": 228}.get(arch, 100) * 1024
     assert kernel.blocks_per_sm * (kernel.shared + 1024) <= room
-    assert kernel.wide_rows == (64 if head_dim > 128 else 128)
+    assert kernel.tile_rows == (64 if head_dim > 128 else 128)
 
 
 def test_units_differ_by_all_that_the_source_asks_of_the_preprocessor():

@@ -120,8 +120,8 @@ def test_a_causal_item_may_span_positions_with_gaps() -> None:
     # One item of both leaves' queries over the root and, as they stand at the same positions, the first leaf.
     plan = Plan(
         counts=np.array([1, 0, 4, 0, 0, 0, 0, 0], dtype=np.int32),
-        wide=np.array([[0, 4, -1, 0, 2 * 2 + 1, 0, 0, 3]], dtype=np.int32),
-        narrow=np.zeros((0, 8), dtype=np.int32),
+        tile_items=np.array([[0, 4, -1, 0, 2 * 2 + 1, 0, 0, 3]], dtype=np.int32),
+        decode_items=np.zeros((0, 8), dtype=np.int32),
         segments=np.array([[0, 0, 3], [1, 0, OPEN]], dtype=np.int32),
         merge_indptr=np.zeros(5, dtype=np.int32),
         merge_indices=np.zeros(0, dtype=np.int32),
@@ -222,8 +222,8 @@ def test_gathers_are_bounded() -> None:
 def test_rows_that_no_item_mentions_come_out_empty() -> None:
     case = decode_case(20, [5, 6, 7])
     plan = plan_of(case, FOLD_ALL)
-    rest = plan.wide[plan.wide[:, 0] != 1]
-    partial = replace(plan, counts=np.array([len(rest), *plan.counts[1:]], dtype=np.int32), wide=rest)
+    rest = plan.tile_items[plan.tile_items[:, 0] != 1]
+    partial = replace(plan, counts=np.array([len(rest), *plan.counts[1:]], dtype=np.int32), tile_items=rest)
     (whole, _), (out, lse) = attend(case, plan), attend(case, partial)
     assert torch.equal(out[[0, 2]], whole[[0, 2]])
     assert torch.equal(out[1], torch.zeros(6, 32))
@@ -261,8 +261,10 @@ def test_a_row_that_no_item_mentions_has_its_sinks_only() -> None:
     variant = attention_sinks(sinks)
     case = decode_case(20, [5, 6, 7])
     plan = plan_of(case, FOLD_ALL)
-    for mentioned in (plan.wide[plan.wide[:, 0] != 1], plan.wide[:0]):
-        partial = replace(plan, counts=np.array([len(mentioned), *plan.counts[1:]], dtype=np.int32), wide=mentioned)
+    for mentioned in (plan.tile_items[plan.tile_items[:, 0] != 1], plan.tile_items[:0]):
+        partial = replace(
+            plan, counts=np.array([len(mentioned), *plan.counts[1:]], dtype=np.int32), tile_items=mentioned
+        )
         out, lse = attend(case, partial, register(variant))
         assert torch.equal(out[1], torch.zeros(6, 32))
         assert torch.equal(lse[1], sinks)
@@ -309,7 +311,7 @@ def test_a_bound_plan_does_not_follow_its_arrays() -> None:
         return torch.ops.prefixkit.tree_attention(*args)[0]  # type: ignore[no-any-return]
 
     before = out()
-    case.snapshot.length[0], case.snapshot.pages[0], step.plan.wide[:] = 30, 1, 0
+    case.snapshot.length[0], case.snapshot.pages[0], step.plan.tile_items[:] = 30, 1, 0
     assert torch.equal(out(), before)
 
 

@@ -42,4 +42,4 @@ class Decode:
 
     def done(self):
         runs = self.driver.runs
-        self.driver.tree.mark_ready([node for node, _, _ in runs], [end for _, _, end in runs])
+        self.driver.tree.mark_computed([node for node, _, _ in runs], [end for _, _, end in runs])

@@ -1,6 +1,6 @@
-// The end of a launch on Hopper where there are many rows to fold: partial states come by bulk copies.
+// The end of a launch on Hopper where there are many rows to merge: partial states come by bulk copies.
 //
-// tiling     a warp folds slabs of 8 heads of a row, 4 lanes a head.  A partial state of a slab is 8 D floats in one piece, which a ring in
+// tiling     a warp merges slabs of 8 heads of a row, 4 lanes a head.  A partial state of a slab is 8 D floats in one copy, which a ring in
 //            shared memory, free by now, holds six of: loads through L1, of which the rings leave 28 KB, would keep too few under way.
 // cost       reads each partial state once (4 D + 4 bytes per head), at what the L2 gives.
 // limits     heads are a multiple of 4: 16-byte copies of log-sum-exps.
@@ -27,7 +27,7 @@ struct SlabRing {
     }
 };
 
-// Up to 32 units (row, slab) of one warp, lane i knowing number i.
+// Up to 32 pairs (row, slab) of one warp, lane i knowing number i.
 struct SlabUnits {
     int first, step, number;        // unit i is first + i * step
     int begin, count, part0, part1; // this lane's: where its partials are listed, how many, the first two
@@ -43,7 +43,7 @@ struct SlabUnits {
     }
 };
 
-// A partial of a unit, in the order in which they are folded.
+// A partial of a pair, in the order in which they are merged.
 struct SlabPlace {
     int unit = 0, part = 0;
     // Passes over units without partials; false at the end.
@@ -69,16 +69,16 @@ DEVICE void slab_issue(const Attention& a, const SlabRing& ring, const SlabUnits
 // Vector j of a lane: heads begin at different ones, so that the 8 lanes that read together find different banks.
 DEVICE int slab_column(int lane, int j) { return 4 * (lane % SLAB_LANES + SLAB_LANES * ((j + lane / SLAB_LANES) % SLAB_VECTORS)); }
 
-DEVICE void slab_fold(const SlabRing& ring, int stage, Folded<SLAB_VECTORS>& f) {
+DEVICE void slab_merge(const SlabRing& ring, int stage, Merged<SLAB_VECTORS>& f) {
     const int lane = lane_anew(), head = lane / SLAB_LANES;
     float lse[1] = {load_shared1(ring.lse + stage * (SLAB * 4) + 4 * head)};
     float4 x[1][SLAB_VECTORS];
 #pragma unroll
     for (int j = 0; j < SLAB_VECTORS; ++j) x[0][j] = load_shared(ring.data + stage * SLAB_BYTES + 4 * (head * D + slab_column(lane, j)));
-    fold<1>(f, lse, x, 1);
+    merge_partials<1>(f, lse, x, 1);
 }
 
-DEVICE void slab_finish(const Attention& a, const Folded<SLAB_VECTORS>& f, int row, int slab) {
+DEVICE void slab_finish(const Attention& a, const Merged<SLAB_VECTORS>& f, int row, int slab) {
     const int lane = lane_anew(), head = slab * SLAB + lane / SLAB_LANES;
     if (head >= a.heads) return;
     float lse = f.total > 0.f ? f.top + LN2 * log2_fast(f.total) : MINUS_INFINITY;
@@ -91,30 +91,30 @@ DEVICE void slab_finish(const Attention& a, const Folded<SLAB_VECTORS>& f, int r
     if (lane % SLAB_LANES == 0) a.lse[at] = lse;
 }
 
-// `warp` of SLAB_WARPS in each block: folds its share of all rows.  `meet_block` returns once no warp of the block uses the rings,
-// `meet_all` once all partial states are written.
-template <class MeetBlock, class MeetAll>
-DEVICE void merge_slabs(const Attention& a, int rows, u32 rings, int warp, MeetBlock meet_block, MeetAll meet_all) {
+// `warp` of SLAB_WARPS in each block: merges its share of all rows.  `block_barrier` returns once no warp of the block uses the rings,
+// `all_barrier` once all partial states are written.
+template <class BlockBarrier, class AllBarrier>
+DEVICE void merge_slabs(const Attention& a, int rows, u32 rings, int warp, BlockBarrier block_barrier, AllBarrier all_barrier) {
     const int slabs = (a.heads + SLAB - 1) / SLAB, units = rows * slabs, step = gridDim.x * SLAB_WARPS;
     const SlabRing ring(rings, warp);
     int first = blockIdx.x + gridDim.x * warp, stage = 0, phase = 0;
     SlabUnits u(a, first, step, units, slabs);
-    meet_block();
+    block_barrier();
     if (lane_anew() == 0) ring.begin();
-    meet_all();
+    all_barrier();
     async_fence_global();  // partial states were written by ordinary stores
     while (u.number > 0) {
         SlabPlace ahead, here;
 #pragma unroll 1
         for (int i = 0; i < SLAB_STAGES; ++i) slab_issue(a, ring, u, ahead, slabs, (stage + i) % SLAB_STAGES);
         while (here.settle(u)) {
-            Folded<SLAB_VECTORS> f = {};
+            Merged<SLAB_VECTORS> f = {};
             f.top = MINUS_INFINITY;
             const int count = __shfl_sync(~0u, u.count, here.unit), unit = u.first + here.unit * step;
 #pragma unroll 1
             for (; here.part < count; ++here.part) {
                 barrier_wait(ring.full + 8 * stage, phase);
-                slab_fold(ring, stage, f);
+                slab_merge(ring, stage, f);
                 __syncwarp();
                 slab_issue(a, ring, u, ahead, slabs, stage);
                 if (++stage == SLAB_STAGES) stage = 0, phase ^= 1;

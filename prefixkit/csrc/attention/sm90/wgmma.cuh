@@ -1,4 +1,4 @@
-// Hopper's warpgroup matrix instructions (sm_90a), one function each shape that the wide role uses.
+// Hopper's warpgroup matrix instructions (sm_90a), one function each shape that the tile role uses.
 //
 // d[64 x N] += a[64 x 16] b[16 x N].  A warpgroup's thread t holds rows 16 (t / 32) + t % 32 / 4 (+ 8) and columns 2 (t % 4) (+ 1) of
 // every 8: d[4 j + 0, 1] of the first row, d[4 j + 2, 3] of the second, columns 8 j.  a comes from registers, packed pairs in the

@@ -1,16 +1,16 @@
-// Loading for the bandwidth path by 16-byte copies: each warp fills its own ring, a few chunks ahead, across items.
+// Loading for the bandwidth path by 16-byte copies: each warp fills its own ring, a few KV tiles ahead, across items.
 //
 // limits     rows of any page size and stride; each row's page is looked up by one lane.
 #pragma once
-#include "attention/narrow.cuh"
+#include "attention/decode.cuh"
 
 namespace prefixkit {
 
-#ifndef PREFIXKIT_NARROW_FIRST
-#define PREFIXKIT_NARROW_FIRST 0  // the first of a block's narrow warps
+#ifndef PREFIXKIT_DECODE_FIRST
+#define PREFIXKIT_DECODE_FIRST 0  // the first of a block's decode warps
 #endif
 // Neighbours in the list go to different blocks.
-DEVICE int narrow_worker() { return ((threadIdx.x >> 5) - PREFIXKIT_NARROW_FIRST) * gridDim.x + blockIdx.x; }
+DEVICE int decode_worker() { return ((threadIdx.x >> 5) - PREFIXKIT_DECODE_FIRST) * gridDim.x + blockIdx.x; }
 
 // Walks a worker's list and issues its loads.  BATCH items are resolved at once, one by each lane, into shared memory: each is
 // a chain of dependent reads.
@@ -21,14 +21,14 @@ struct Loader {
     // the current item and segment
     int seg, flags;
     Span span;
-    int page = 0;                    // of the next chunk
+    int page = 0;                    // of the next KV tile
 
     DEVICE Loader(const Attention& a, Resolved* batch) : a(a), batch(batch) { begin_item(); }
 
     DEVICE void resolve() {
         const int lane = lane_anew();
         __syncwarp();
-        if (lane < BATCH) batch[lane] = resolve_item(a, entry_of(taken + lane, narrow_worker(), NARROW_WARPS * gridDim.x));
+        if (lane < BATCH) batch[lane] = resolve_item(a, entry_of(taken + lane, decode_worker(), DECODE_WARPS * gridDim.x));
         __syncwarp();
     }
 
@@ -46,7 +46,7 @@ struct Loader {
 
     DEVICE void skip_empty() {
         while (span.slot >= span.end && seg < current().seg_end) {
-            span = load_span(a, a.segments[3 * seg], a.segments[3 * seg + 1], a.segments[3 * seg + 2], current().sight);
+            span = load_span(a, a.segments[3 * seg], a.segments[3 * seg + 1], a.segments[3 * seg + 2], current().range);
             ++seg;
         }
     }
@@ -55,8 +55,8 @@ struct Loader {
         if (holds_groups(a)) page = span.slot < span.end ? a.pages[span.pages + page_index(a, span.slot)] : 0;
     }
 
-    // Fills a stage with the next chunk.
-    DEVICE void issue(u32 stage, Chunk* info) {
+    // Fills a stage with the next KV tile.
+    DEVICE void issue(u32 stage, DecodeKVTile* info) {
         const int lane = lane_anew();
         if (flags & STOP) {
             if (lane == 0) info->flags = STOP;
@@ -66,18 +66,18 @@ struct Loader {
         const Resolved& item = current();
         const int head = item.head();
         const int low = span.slot & 15, slot = span.slot - low;
-        const int high = max(0, min(CHUNK, span.end - slot));
+        const int high = max(0, min(DECODE_KV_TILE, span.end - slot));
         // Asked of what is left, not of `high`: NVRTC 13.0 gets "clamped to 16, is 16" wrong.
-        copy_chunk(stage, slot, low, high, head, low == 0 && span.end - slot >= CHUNK);
+        copy_chunk(stage, slot, low, high, head, low == 0 && span.end - slot >= DECODE_KV_TILE);
         copy_commit();
         const int position = span.position + slot;
-        if (flags & FIRST) {  // its queries are read a few chunks later, from L1
+        if (flags & FIRST) {  // its queries are read a few KV tiles later, from L1
             const int group = group_of(a);
             const char* q = (const char*)(a.q + ((long long)item.q_begin * a.heads + head * group) * D);
             for (int row = 0; row < item.rows(); row += group, q += (long long)a.heads * D * 2)
                 for (int at = lane * 32; at < group * D * 2; at += 32 * 32) touch(q + at);
         }
-        span.slot = slot + CHUNK;
+        span.slot = slot + DECODE_KV_TILE;
         skip_empty();
         const bool done = span.slot >= span.end;
         if (lane == 0) {
@@ -93,16 +93,16 @@ struct Loader {
     DEVICE void copy_chunk(u32 stage, int slot, int low, int high, int head, bool whole) {
         if (holds_groups(a) && whole) {
             const long long from = (long long)row_of(a, page, place_in_page(a, slot), head) * 8;
-            copy_group<CHUNK>(stage, a.k + from);
-            copy_group<CHUNK>(stage + CHUNK_BYTES, a.v + from);
+            copy_group<DECODE_KV_TILE>(stage, a.k + from);
+            copy_group<DECODE_KV_TILE>(stage + DECODE_KV_TILE_BYTES, a.v + from);
         } else {
-            gather_rows<CHUNK>(a, a.k, stage, span, slot, low, high, head);
-            gather_rows<CHUNK>(a, a.v, stage + CHUNK_BYTES, span, slot, low, high, head);
+            gather_rows<DECODE_KV_TILE>(a, a.k, stage, span, slot, low, high, head);
+            gather_rows<DECODE_KV_TILE>(a, a.v, stage + DECODE_KV_TILE_BYTES, span, slot, low, high, head);
         }
     }
 };
 
-// Waits until at most `pending` of the latest chunks are under way.
+// Waits until at most `pending` of the latest KV tiles are under way.
 DEVICE void ring_wait(int pending) {
     switch (pending) {
         case 1: return copy_wait<1>();
@@ -112,21 +112,21 @@ DEVICE void ring_wait(int pending) {
     }
 }
 
-// A warp's whole share of the narrow list, through a ring of `stages`: 3 or 6.
-DEVICE void narrow_role(const Attention& a, u32 ring, int stages, Chunk* infos, Resolved* batch) {
-    if (narrow_worker() >= a.counts[1] * a.kv_heads) return;
+// A warp's whole share of the decode list, through a ring of `stages`: 3 or 6.
+DEVICE void decode_role(const Attention& a, u32 ring, int stages, DecodeKVTile* infos, Resolved* batch) {
+    if (decode_worker() >= a.counts[1] * a.kv_heads) return;
     Loader loader(a, batch);
-    NarrowState state = {};  // else the compiler keeps registers for it outside of this role
+    DecodeState state = {};  // else the compiler keeps registers for it outside of this role
     for (int i = 0; i < stages; ++i) loader.issue(ring + i * STAGE_BYTES, infos + i);
     for (int stage = 0;;) {
         ring_wait(stages - 1);
         __syncwarp();
-        const Chunk& c = infos[stage];  // read from shared memory where needed: registers are short
+        const DecodeKVTile& c = infos[stage];  // read from shared memory where needed: registers are short
         const int flags = c.flags;
         if (flags & STOP) break;
-        if (flags & FIRST) narrow_queries(a, c, state), narrow_begin(a, c, state);
-        narrow_compute(a, c, state, ring + stage * STAGE_BYTES);
-        if (flags & LAST) narrow_finish(a, c, state);
+        if (flags & FIRST) decode_queries(a, c, state), decode_begin(a, c, state);
+        decode_compute(a, c, state, ring + stage * STAGE_BYTES);
+        if (flags & LAST) decode_finish(a, c, state);
         __syncwarp();
         loader.issue(ring + stage * STAGE_BYTES, infos + stage);
         if (++stage == stages) stage = 0;

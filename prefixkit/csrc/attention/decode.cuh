@@ -1,7 +1,7 @@
 // Attention of few query rows (at most 8) to long KV: the bandwidth path.  Each warp works alone.
 //
 // shapes     an item has up to 8 rows, (query, head of the group) pairs of one KV head.
-// tiling     KV comes in chunks of 16 tokens through a warp's own ring of chunks, filled by the copy engine (boxes, on Hopper) or by
+// tiling     KV comes in tiles of 16 tokens through a warp's own ring of KV tiles, filled by TMA (on Hopper) or by
 //            16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so rows cost
 //            an eighth of a tile and the output takes D / 4 registers.
 // cost       2 x 2 D bytes per token; D / 8 matrix instructions per 16 tokens.
@@ -12,11 +12,11 @@
 
 namespace prefixkit {
 
-constexpr int CHUNK = 16;
-constexpr int CHUNK_BYTES = CHUNK * COLUMNS * 128;  // of K, and of V
-constexpr int STAGE_BYTES = 2 * CHUNK_BYTES;
+constexpr int DECODE_KV_TILE = 16;
+constexpr int DECODE_KV_TILE_BYTES = DECODE_KV_TILE * COLUMNS * 128;  // of K, and of V
+constexpr int STAGE_BYTES = 2 * DECODE_KV_TILE_BYTES;
 
-struct Chunk {  // what the computing side must know of a chunk; 32 bytes
+struct DecodeKVTile {  // what the computing side must know of a KV tile; 32 bytes
     int q_begin, rows, partial, head;
     int flags;     // FIRST, LAST of its item; CAUSAL: compare positions; STOP: no more work
     int low, high; // tokens [low, high) count
@@ -25,13 +25,13 @@ struct Chunk {  // what the computing side must know of a chunk; 32 bytes
 enum { FIRST = 1, LAST = 2, CAUSAL = 4, STOP = 8 };
 
 
-constexpr int BATCH = 8, NARROW_WARPS = 4;
+constexpr int BATCH = 8, DECODE_WARPS = 4;
 
 struct Resolved {  // an item and its first segment
     int q_begin, partial;
     u32 rows_head;            // rows, and KV head << 8
     int flags, seg, seg_end;  // segments after the first
-    Sight sight;
+    VisibleRange range;
     Span span;
     int page;                 // of the segment's first group, where pages hold groups
 
@@ -41,30 +41,30 @@ struct Resolved {  // an item and its first segment
 constexpr int RESOLVED_BYTES = 52;
 static_assert(sizeof(Resolved) == RESOLVED_BYTES, "what a launch reserves");
 
-// Entry `entry` of the narrow list, or STOP behind its end.
+// Entry `entry` of the decode list, or STOP behind its end.
 DEVICE Resolved resolve_item(const Attention& a, int entry) {
     Resolved r = {};
     r.flags = STOP;
-    const Item item = load_item(a.narrow, entry, a.kv_heads, a.narrow_room);  // does not wait for counts
+    const Item item = load_item(a.decode_items, entry, a.kv_heads, a.decode_capacity);  // does not wait for counts
     if (entry >= a.counts[1] * a.kv_heads) return r;
     r.q_begin = item.q_begin, r.partial = item.partial;
     r.rows_head = u32((item.q_end - item.q_begin) * group_of(a)) | u32(item.head) << 8;
     int first = 0x7fffffff;
-    if (a.reach > 0) {
+    if (a.window > 0) {
 #pragma unroll 1
         for (int i = item.q_begin; i < item.q_end; ++i) first = min(first, int(a.q_positions[i]));
     }
-    r.sight = sight_of(a, item.causal, first, item.causal ? int(a.q_positions[item.q_end - 1]) : 0);
+    r.range = visible_range(a, item.causal, first, item.causal ? int(a.q_positions[item.q_end - 1]) : 0);
     // A single query needs no comparison: the segment's end says it all.
     r.flags = FIRST | (item.causal && item.q_end - item.q_begin > 1 ? CAUSAL : 0);
     r.seg = item.seg_begin + 1, r.seg_end = item.seg_end;
-    r.span = load_span(a, item.node, item.begin, item.end, r.sight);
+    r.span = load_span(a, item.node, item.begin, item.end, r.range);
     if (holds_groups(a) && r.span.slot < r.span.end) r.page = a.pages[r.span.pages + page_index(a, r.span.slot)];
     return r;
 }
 
 // The state of up to 8 rows; a lane holds columns (rows of the item) 2 (lane % 4) and + 1, and dims lane / 4 (+ 8) of each 16.
-struct NarrowState {
+struct DecodeState {
     u32 q[D / 16][2];
     float o[D / 16][4];
     float base[2], sum[2], weight[2];
@@ -72,7 +72,7 @@ struct NarrowState {
 };
 
 // An item's queries, early: registers for them are free once the last item's scores are there.
-DEVICE void narrow_queries(const Attention& a, const Chunk& c, NarrowState& s) {
+DEVICE void decode_queries(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
     const int lane = lane_anew(), group = group_of(a);
     const int n = lane / 4, query = divide_small(n, group);
     const u16* q = a.q + ((long long)(c.q_begin + query) * a.heads + c.head * group + n - query * group) * D + 2 * (lane & 3);
@@ -83,7 +83,7 @@ DEVICE void narrow_queries(const Attention& a, const Chunk& c, NarrowState& s) {
     }
 }
 
-DEVICE void narrow_begin(const Attention& a, const Chunk& c, NarrowState& s) {
+DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
     const int lane = lane_anew(), group = group_of(a);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
@@ -102,21 +102,21 @@ DEVICE void narrow_begin(const Attention& a, const Chunk& c, NarrowState& s) {
     }
 }
 
-// Zeros for the values that a chunk lacks: its boxes brought whatever lay there, and 0 * NaN is NaN.
+// Zeros for the values that a KV tile lacks: TMA brought whatever lay there, and 0 * NaN is NaN.
 DEVICE void clear_absent(u32 values, int low, int high) {
     const int lane = lane_anew();
 #pragma unroll 1
-    for (int piece = lane; piece < CHUNK * ROW_CHUNKS; piece += 32) {
-        const int row = piece / ROW_CHUNKS;
-        if (row < low || row >= high) store_zeros(values + piece_at<CHUNK>(row, piece % ROW_CHUNKS));
+    for (int piece = lane; piece < DECODE_KV_TILE * ROW_VECTORS; piece += 32) {
+        const int row = piece / ROW_VECTORS;
+        if (row < low || row >= high) store_zeros(values + piece_at<DECODE_KV_TILE>(row, piece % ROW_VECTORS));
     }
     async_fence();  // the copy engine writes here next
     __syncwarp();
 }
 
-DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u32 stage) {
+DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeState& s, u32 stage) {
     const int lane = lane_anew();
-    float dot[4][4] = {};  // on Hopper, products that wait for each other would each wait for the wide warps' too
+    float dot[4][4] = {};  // on Hopper, products that wait for each other would each wait for the tile warps' too
     const int k_row = lane & 15, k_column = lane >> 4;
     const u32 k_base = stage + k_row * 128, k_turn = ((k_column ^ k_row) & 7) << 4;
 #pragma unroll
@@ -124,14 +124,14 @@ DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u
         u32 m[4][4];
 #pragma unroll
         for (int k = first; k < first + 4 && k < D / 16; ++k)
-            load_matrix(m[k - first], k_base + (k / 4) * (CHUNK * 128) + (k_turn ^ ((2 * k & 7) << 4)));
+            load_matrix(m[k - first], k_base + (k / 4) * (DECODE_KV_TILE * 128) + (k_turn ^ ((2 * k & 7) << 4)));
 #pragma unroll
         for (int k = first; k < first + 4 && k < D / 16; ++k) mma(dot[k & 3], m[k - first], s.q[k][0], s.q[k][1]);
     }
     const int low = c.low, high = c.high, flags = c.flags;
-    if (by_boxes(a) && (low > 0 || high < CHUNK)) clear_absent(stage + CHUNK_BYTES, low, high);
+    if (by_boxes(a) && (low > 0 || high < DECODE_KV_TILE)) clear_absent(stage + DECODE_KV_TILE_BYTES, low, high);
     const int v_row = (lane & 7) + 8 * (lane >> 4), v_column = (lane >> 3) & 1;
-    const u32 v_base = stage + CHUNK_BYTES + v_row * 128, v_turn = ((v_column ^ v_row) & 7) << 4;
+    const u32 v_base = stage + DECODE_KV_TILE_BYTES + v_row * 128, v_turn = ((v_column ^ v_row) & 7) << 4;
     u32 v[4][4];  // the first of them while exponentials are taken
 #pragma unroll
     for (int k = 0; k < 4 && k < D / 16; ++k) load_matrix_transposed(v[k], v_base + (v_turn ^ ((2 * k & 7) << 4)));
@@ -143,7 +143,7 @@ DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u
         if (flags & CAUSAL) visible = visible && position <= s.position[i & 1];
         x[i] = exponent((dot[0][i] + dot[1][i]) + (dot[2][i] + dot[3][i]), a.scale, visible, s.position[i & 1], position, s.q_head[i & 1], a.parameters);
     }
-    // The base rises only when a score passes it by more than HEADROOM; see wide_sm90.cuh.
+    // The base rises only when a score passes it by more than HEADROOM; see tile.cuh.
     float top[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
     if (__any_sync(~0u, top[0] > s.base[0] + HEADROOM || top[1] > s.base[1] + HEADROOM)) {
 #pragma unroll
@@ -172,14 +172,14 @@ DEVICE void narrow_compute(const Attention& a, const Chunk& c, NarrowState& s, u
     for (int first = 0; first < D / 16; first += 4) {
 #pragma unroll
         for (int k = first; k < first + 4 && k < D / 16; ++k) {
-            if (first > 0) load_matrix_transposed(v[k - first], v_base + (k / 4) * (CHUNK * 128) + (v_turn ^ ((2 * k & 7) << 4)));
+            if (first > 0) load_matrix_transposed(v[k - first], v_base + (k / 4) * (DECODE_KV_TILE * 128) + (v_turn ^ ((2 * k & 7) << 4)));
         }
 #pragma unroll
         for (int k = first; k < first + 4 && k < D / 16; ++k) mma(s.o[k], v[k - first], p0, p1);
     }
 }
 
-DEVICE void narrow_finish(const Attention& a, const Chunk& c, NarrowState& s) {
+DEVICE void decode_finish(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
     const int lane = lane_anew(), group = group_of(a);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

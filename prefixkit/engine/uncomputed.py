@@ -1,4 +1,4 @@
-"""Which tokens run next: those whose KV is pending, ancestors first."""
+"""Which tokens run next: those whose KV is uncomputed, ancestors first."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from prefixkit.tree.snapshot import TreeSnapshot
 def choose_queries(
     snapshot: TreeSnapshot, decoding: Collection[int], asking: Collection[int], prefill_budget: int
 ) -> StepTree | None:
-    """Pick the pending tokens of one step.
+    """Pick the uncomputed tokens of one step.
 
-    Tokens that sequences drew last always run; prompt tokens run up to a budget, in depth-first order, so that the
+    Tokens that sequences sampled last always run; prompt tokens run up to a budget, in depth-first order, so that the
     samples of the first prompts can go on while later prompts are still being computed.
 
     Args:
         snapshot: The tree.
-        decoding: Nodes whose pending tokens were drawn by a sample or beam: outside the budget.
-        asking: Nodes after whose last token logits are wanted; where nothing is pending, that token runs once more.
+        decoding: Nodes whose uncomputed tokens were sampled by a sample or chosen by a beam: outside the budget.
+        asking: Nodes after whose last token logits are wanted; where no token is uncomputed, that token runs once more.
         prefill_budget: How many prompt tokens may run.
 
     Returns:
         The tree with these queries, or None where nothing needs to run.
     """
-    begin, end = snapshot.ready.copy(), snapshot.length
+    begin, end = snapshot.computed.copy(), snapshot.length
     asked = np.asarray(asking, dtype=np.int32)
     again = asked[begin[asked] == end[asked]]
     begin[again] = end[again] - 1
@@ -37,8 +37,8 @@ def choose_queries(
     is_prompt = np.ones(snapshot.num_nodes, dtype=bool)
     is_prompt[np.asarray(decoding, dtype=np.int32)] = False
     first, want = begin[nodes], (end - begin)[nodes]
-    # Ancestors come first, so where the budget ends within a node, nothing below it is taken.  What was drawn has no pending
-    # ancestors: prompts are computed before their samples start.
+    # Ancestors come first, so where the budget ends within a node, nothing below it is taken.  Sampled tokens have no
+    # uncomputed ancestors: prompts are computed before their samples start.
     spent = np.cumsum(np.where(is_prompt[nodes], want, 0))
     take = np.where(is_prompt[nodes], np.clip(want - (spent - prefill_budget), 0, want), want)
     runs = np.flatnonzero(take)

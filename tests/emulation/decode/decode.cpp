@@ -1,42 +1,42 @@
-// One block of Hopper's narrow path after the other on the CPU: two loading warps, and the four that compute.
+// One block of Hopper's decode path after the other on the CPU: two loading warps, and the four that compute.
 #define PREFIXKIT_MAPS 1
 #include "common/ptx.cuh"
-#include "attention/sm90/narrow_load.cuh"
+#include "attention/sm90/decode_load.cuh"
 
 namespace prefixkit {
 static Attention arguments;
 static int ring_stages;
 struct alignas(1024) Shared {
-    unsigned char rings[NARROW_WARPS * RING_STAGES * STAGE_BYTES];
-    u64 barriers[NARROW_BARRIERS];
+    unsigned char rings[DECODE_WARPS * RING_STAGES * STAGE_BYTES];
+    u64 barriers[DECODE_BARRIERS];
 };
-static Chunk chunks[NARROW_WARPS * RING_STAGES];
-static Resolved batches[NARROW_WARPS * BATCH];
+static DecodeKVTile kv_tiles[DECODE_WARPS * RING_STAGES];
+static Resolved batches[DECODE_WARPS * BATCH];
 
-static NarrowShared shared() {
-    NarrowShared n;
+static DecodeShared shared() {
+    DecodeShared n;
     Shared& s = *(Shared*)memory;
     n.rings = shared_address(s.rings), n.stages = ring_stages;
-    n.full = shared_address(s.barriers), n.empty = n.full + 8 * NARROW_WARPS * RING_STAGES;
-    n.chunks = chunks, n.batches = batches;
+    n.full = shared_address(s.barriers), n.empty = n.full + 8 * DECODE_WARPS * RING_STAGES;
+    n.kv_tiles = kv_tiles, n.batches = batches;
     return n;
 }
 }  // namespace prefixkit
 
 // stages: of each ring.
-extern "C" int narrow_on_cpu(const prefixkit::Attention* a, int blocks, int stages) {
+extern "C" int decode_on_cpu(const prefixkit::Attention* a, int blocks, int stages) {
     using namespace prefixkit;
     arguments = *a, ring_stages = stages, gridDim.x = blocks;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
         std::memset(memory, 0xff, sizeof(memory));  // NaN
         barriers.clear(), flying.clear(), spins = 0;
-        narrow_barriers(shared());
+        decode_barriers(shared());
         emulation::run(1, [] {
             const int warp = emulation::current / 32;
-            if (warp < 2) narrow_load(arguments, shared(), warp);
+            if (warp < 2) decode_load(arguments, shared(), warp);
             else {
                 clear_padding(arguments, emulation::current - 64, 128);
-                narrow_role(arguments, shared(), warp - 2);
+                decode_role(arguments, shared(), warp - 2);
             }
         });
     }

@@ -1,4 +1,4 @@
-// Hopper's narrow path on the CPU: shared memory as an array, barriers, products of a warp, and a copy engine whose boxes land in any order.  Takes the
+// Hopper's decode path on the CPU: shared memory as an array, barriers, products of a warp, and a copy engine whose boxes land in any order.  Takes the
 // place of csrc/common/ptx.cuh.
 #pragma once
 #define EMULATED_THREADS 192
@@ -82,13 +82,13 @@ inline void land_one() {
     flying.erase(flying.begin() + one);
     land(f);
 }
-DEVICE void copy_box_of(u32 to, const void* map, const int (&at)[5], u32 barrier) {
+DEVICE void tma_copy_of(u32 to, const void* map, const int (&at)[5], u32 barrier) {
     Flying f{to, {}, {at[0], at[1], at[2], at[3], at[4]}, barrier};
     std::memcpy(&f.map, map, sizeof(f.map));
     flying.push_back(f);
 }
-DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, u32 barrier, u64) { copy_box_of(to, map, {x, y, z, w, 0}, barrier); }
-DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, int v, u32 barrier, u64) { copy_box_of(to, map, {x, y, z, w, v}, barrier); }
+DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, u32 barrier, u64) { tma_copy_of(to, map, {x, y, z, w, 0}, barrier); }
+DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, int v, u32 barrier, u64) { tma_copy_of(to, map, {x, y, z, w, v}, barrier); }
 DEVICE void copy16(u32, const void*, bool) { std::abort(); }
 DEVICE u64 policy_stream() { return 0; }
 DEVICE void touch(const void* p) { volatile char x = *(const char*)p; (void)x; }

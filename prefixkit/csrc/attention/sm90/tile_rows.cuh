@@ -1,4 +1,4 @@
-// Rows of wide items on Hopper: queries into registers at an item's beginning, states out of them at its end.
+// Rows of tile items on Hopper: queries into registers at an item's beginning, states out of them at its end.
 //
 // tiling     wgmma gives the four lanes of a quad interleaved pairs of a row's columns.  Lanes exchange what they hold, so that memory
 //            sees 64 bytes of a row in one piece: in pairs of columns it would see 8 times as many lines as there are in the rows, and
@@ -6,22 +6,22 @@
 // cost       32 shuffles a warp for queries, 32 for outputs (D 128).
 #pragma once
 #include "attention/variant.cuh"
-#include "attention/sm90/wide_load.cuh"
+#include "attention/sm90/tile_load.cuh"
 
 namespace prefixkit {
 
-struct WideState {
+struct TileState {
     u32 q[D / 4];         // operands: queries
-    float s[UNIT / 2];    // scores, then exponentials, of two rows
-    u32 p[UNIT / 4];      // the same, rounded, as operand
+    float s[KV_TILE / 2];    // scores, then exponentials, of two rows
+    u32 p[KV_TILE / 4];      // the same, rounded, as operand
     float o[D / 2];
     float base[2];        // of the two rows
     float sum[2];         // of this thread's exponentials
     float weight[4];      // of the row's, rounded: two of each row, the same in the four lanes that hold it
-    float rest[2];        // and those of earlier units
+    float rest[2];        // and those of earlier KV tiles
 };
 
-struct WideItem {
+struct TileItem {
     int q_begin, rows, partial, head;
 };
 
@@ -49,7 +49,7 @@ DEVICE void transpose_quad(u32 (&x)[4]) {
 }
 
 // Reads queries, rows row0 and row0 + 8, as they lie in memory; rows that the item lacks repeat its last.
-DEVICE void read_queries(const Attention& a, const WideItem& item, WideState& w, int row0) {
+DEVICE void read_queries(const Attention& a, const TileItem& item, TileState& w, int row0) {
     const int group = group_of(a);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -64,7 +64,7 @@ DEVICE void read_queries(const Attention& a, const WideItem& item, WideState& w,
 }
 
 // Queries that were read become operands; nothing is summed yet.
-DEVICE void wide_begin(WideState& w) {
+DEVICE void tile_begin(TileState& w) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         w.base[i] = LOWEST, w.sum[i] = w.rest[i] = w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
@@ -80,7 +80,7 @@ DEVICE void wide_begin(WideState& w) {
 }
 
 // A row of float32, by its quad; `there` is the same in all its lanes.
-DEVICE void store_floats(float* to, const WideState& w, int i, float factor, bool there) {
+DEVICE void store_floats(float* to, const TileState& w, int i, float factor, bool there) {
     const bool odd = threadIdx.x & 1;
     to += 2 * (threadIdx.x & 2) + 8 * odd;
 #pragma unroll
@@ -93,7 +93,7 @@ DEVICE void store_floats(float* to, const WideState& w, int i, float factor, boo
 }
 
 // A row of the storage type.
-DEVICE void store_halves(u16* to, const WideState& w, int i, float factor, bool there) {
+DEVICE void store_halves(u16* to, const TileState& w, int i, float factor, bool there) {
     to += 8 * (threadIdx.x & 3);
 #pragma unroll
     for (int j = 0; j < D / 8; j += 4) {
@@ -105,7 +105,7 @@ DEVICE void store_halves(u16* to, const WideState& w, int i, float factor, bool 
     }
 }
 
-DEVICE void wide_finish(const Attention& a, const WideItem& item, WideState& w, int row0) {
+DEVICE void tile_finish(const Attention& a, const TileItem& item, TileState& w, int row0) {
     const int group = group_of(a);
     const bool partial = item.partial >= 0;
     float factor[2];

@@ -12,7 +12,7 @@ from torch import Tensor
 from prefixkit.sampling.params import SamplingParams
 
 
-def random_laws(rng: np.random.Generator, rows: int, vocab: int) -> list[SamplingParams]:
+def random_params(rng: np.random.Generator, rows: int, vocab: int) -> list[SamplingParams]:
     """Every mix of penalty, temperature and filters, each absent in half of the rows."""
 
     def pick(default: float, *choices: float) -> float:
@@ -70,8 +70,9 @@ NASTY: dict[str, Callable[[int], Tensor]] = {
 def logprob_bound(exact: np.ndarray, vocab: int) -> np.ndarray:
     """How far a log-softmax in float32 may be from that of float64.
 
-    In units of 2**-24, relative to the sum: each exponential has errors of its difference, product and constant (3 times the
-    difference, whose mean over the distribution is at most ln V, plus 4 for the function); a thread of the smallest cluster,
-    one block, adds up V / 1,024 groups of four, and a warp its lanes (7 more).  The result rounds once.
+    In units of 2**-24, relative to the sum: each exponential has errors of its difference, product and constant (3
+    times the difference, whose mean over the distribution is at most ln V, plus 4 for the function); a thread of the
+    smallest cluster, one block, adds up V / 1,024 groups of four, and a warp its lanes (7 more).  The result rounds
+    once.
     """
     return 2**-24 * (3 * math.log(vocab) + 4 + vocab / 1024 + 1 + 7 + np.abs(exact))

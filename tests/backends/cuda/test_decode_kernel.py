@@ -1,4 +1,4 @@
-"""The narrow path's own source for Hopper, run on the CPU thread by thread: against float64, without a GPU."""
+"""The decode path's own source for Hopper, run on the CPU thread by thread: against float64, without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.attention.planning import narrowed
 from tests.emulation.build import build
 
 HOLDING = (
-    'asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.boxes));',
+    'asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.tma_groups));',
     "",
 )
 MAP = struct.Struct("@P5q5q5i")
@@ -36,14 +36,14 @@ if shutil.which("g++") is None:
 @pytest.fixture(scope="module", params=[64, 128])
 def kernel(request, tmp_path_factory):
     """Head size, and the source with a block's instructions on the CPU in place of the GPU's."""
-    folder, dim = tmp_path_factory.mktemp("narrow"), f"-DPREFIXKIT_HEAD_DIM={request.param}"
-    function = build(folder, "narrow", {"attention/plan.cuh": HOLDING}, (ATTENTION[True].header,), dim).narrow_on_cpu
+    folder, dim = tmp_path_factory.mktemp("decode"), f"-DPREFIXKIT_HEAD_DIM={request.param}"
+    function = build(folder, "decode", {"attention/plan.cuh": HOLDING}, (ATTENTION[True].header,), dim).decode_on_cpu
     function.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
     return request.param, function
 
 
 def fake_map(pages: Tensor, sizes: list[int], strides: list[int], box: list[int]) -> bytes:
-    """struct FakeMap of narrow_emulation/ptx.cuh."""
+    """struct FakeMap of emulation/decode/common/ptx.cuh."""
     more = 5 - len(sizes)
     return MAP.pack(pages.data_ptr(), *sizes, *[1] * more, 1, *strides, *[0] * more, *box, *[1] * more).ljust(
         128, b"\0"
@@ -120,7 +120,7 @@ def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tu
         0,
         *(x.ctypes.data for x in (*work, *tree)),
         *(page, head, slot, heads, kv_heads, snapshot.page_size, case.scale, case.scale * np.log2(np.e), 0, 0),
-        *(len(plan.wide), len(plan.narrow), int(boxes), rows + padding),
+        *(len(plan.tile_items), len(plan.decode_items), int(boxes), rows + padding),
     )
     assert kernel(given, blocks, stages) == len(given)
     return fold(plan, out, lse, partial_out, partial_lse)
