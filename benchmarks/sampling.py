@@ -18,6 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import prefixkit.backends  # noqa: F401  (registers them)
 from benchmarks.runner import Row, Run, arguments, input_sets, replay_us, wall_seconds
 from benchmarks.tree_attention.workloads import READ_TBPS
 from prefixkit.runners.sampler import Sampler

@@ -152,7 +152,8 @@ def choose(device: torch.device, probe: Callable[[torch.device], Choice] | None 
         probe: Tells what a GPU can run; None asks the registered backend.
 
     Raises:
-        BackendError: the device is no CPU or CUDA device, or cannot run what ``PREFIXKIT_BACKEND`` says.
+        BackendError: the device is no CPU or CUDA device, or cannot run what ``PREFIXKIT_BACKEND`` says, or no
+            backend is registered for it.
     """
     name = wanted()
     if device.type == "cpu":
@@ -165,7 +166,7 @@ def choose(device: torch.device, probe: Callable[[torch.device], Choice] | None 
         )
     if name == "torch":
         return Choice("torch", f"{VARIABLE}=torch", f"unset {VARIABLE} for the fast kernels")
-    probe = probe or _registered["cuda"].probe
+    probe = probe or _registration("cuda").probe
     assert probe is not None, "registered with one"
     found = probe(device)
     if name == "cuda" and found.name != "cuda":
@@ -219,6 +220,10 @@ def _on_gpu(device: torch.device) -> Backend:
 
 
 def _load(name: str) -> Backend:
+    return _registration(name).load()
+
+
+def _registration(name: str) -> _Registered:
     if name not in _registered:
         raise BackendError(f"no backend {name!r} is registered; import prefixkit.backends first")
-    return _registered[name].load()
+    return _registered[name]

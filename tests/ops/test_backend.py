@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -94,6 +96,14 @@ def test_without_a_gpu_asking_for_one_is_an_error(monkeypatch):
 def test_devices_of_other_kinds_are_refused():
     with pytest.raises(BackendError, match="runs on CPUs and CUDA devices, not on meta; move the model"):
         choose(torch.device("meta"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_device_is_refused_by_name_where_no_backend_is_registered(device):
+    """In a process of its own, that imports the ops alone."""
+    run = f"from prefixkit.ops.backend import backend_for; import torch; backend_for(torch.device({device!r}, 0))"
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False)
+    assert "BackendError: no backend" in done.stderr and "import prefixkit.backends first" in done.stderr
 
 
 def test_a_choice_reads_as_one_line():

@@ -2,8 +2,8 @@
 
 With few rows each of the three is too small to fill a GPU; one that is large enough stays as it is, because packing it
 gains nothing.  A graph as dynamo traced it gets one product in their place, whose weight and bias are graph inputs: the
-packed weights (see ``packed_weights.py``), packed once for each layer, when the layer is first called.  Weights that cannot be
-moved stay as they are.
+packed weights (see ``packed_weights.py``), packed once for each layer, when the layer is first called.  Weights that
+cannot be moved stay as they are.
 """
 
 from __future__ import annotations
