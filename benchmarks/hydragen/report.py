@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
@@ -29,6 +30,7 @@ COLOURS = {
     "ours, not sharing": "tab:red",
     "ours, engine": "tab:cyan",
 }
+WIDTH = 120  # columns of the page's prose; tables are wider
 # For each name its points.
 Lines = dict[str, list[tuple[int, float]]]
 INTRO, *_named = Path(__file__).with_name("page.md").read_text().split("\n=== ")
@@ -58,6 +60,15 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     return page
 
 
+def _note(name: str, /, **values: Any) -> str:
+    """A note of ``page.md`` with its values filled in, in lines of the page's width."""
+    return _wrapped(NOTES[name].format(**values))
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
 def _flat(row: Row) -> Row:
     """With the sizes of its case as columns."""
     case = row.get("case", {})
@@ -72,13 +83,13 @@ def _machine(result: Row) -> str:
     if reached := "; ".join(f"{name.replace('_', ' ')} {n}" for name, n in (result.get("ceilings") or {}).items()):
         text += f" Reached in this run: {reached}."
     text += f" It took {result['seconds']:.0f} s in all." if "seconds" in result else ""
-    return text + (f" Commit {result['commit']}." if "commit" in result else "")
+    return _wrapped(text + (f" Commit {result['commit']}." if "commit" in result else ""))
 
 
 def _checks(checks: dict[str, Row]) -> Iterator[str]:
     methods = list(dict.fromkeys(name for found in checks.values() for name in found))
     if checks:
-        yield NOTES["checks"]
+        yield _note("checks")
         rows = [(shape, *(found.get(name, "-") for name in methods)) for shape, found in checks.items()]
         yield table(("shape", *methods), rows)
 
@@ -134,7 +145,7 @@ def _throughput(rows: list[Row]) -> Iterator[str]:
             over_aim = ratio(number(row, "ours, compiled"), row.get("aim_ms"))
             gained = ratio(number(row, "hydragen"), number(row, "ours")), ratio(rates[2], rates[0])
             lines.append((*what, aim, over_aim, *gained, *(f"{rate:,.0f}" if rate else "-" for rate in rates)))
-        yield NOTES["throughput"].format(shape=shape)
+        yield _note("throughput", shape=shape)
         yield table(head, lines)
     whole = []
     for row in (row for row in rows if row["kind"] in ("engine", "stock")):
@@ -143,7 +154,7 @@ def _throughput(rows: list[Row]) -> Iterator[str]:
         for name, ran in ({row["what"]: row} if row["kind"] == "stock" else engine).items():
             whole += [(row["shape"], name, *where, f"{ran['tokens_per_s']:,.0f}")] if ran else []
     if whole:
-        yield NOTES["whole runs"]
+        yield _note("whole runs")
         yield table(("shape", "what", "batch", "prompt", "prefill s", "tokens/s"), whole)
 
 
@@ -155,13 +166,13 @@ def _grid(rows: list[Row]) -> Iterator[str]:
             over = [point[method] / point["floor_us"] for point in row["points"] if isinstance(point[method], float)]
             numbers = f"{geomean(gains):.2f}x", f"{max(gains, default=float('nan')):.1f}x", f"{geomean(over):.2f}"
             lines.append((f"{row['heads'][0]}/{row['heads'][1]}", row["suffix"], method, len(gains), *numbers))
-    yield NOTES["grid"]
+    yield _note("grid")
     yield table(("heads", "suffix", "method", "points", "speed-up, geometric mean", "most", "time / floor"), lines)
 
 
 def _documents(rows: list[Row]) -> Iterator[str]:
     names = ("none", "flash", "hydragen", "ours")
-    yield NOTES["documents"].format(**rows[0])
+    yield _note("documents", **rows[0])
     lines = [
         (row["batch"], *cells(row, names, "total_s"), f"{row['engine']['seconds']:.2f}")
         for row in _sorted(rows, "batch")
@@ -177,7 +188,7 @@ def _problems(rows: list[Row]) -> Iterator[str]:
         gains = (ratio(number(row, name), number(row, "ours")) for name in PROBLEM_COLUMNS[2:4])
         lines.append((*what, *cells(row, PROBLEM_COLUMNS), *gains))
     head = ("shape", "problems", "samples", "examples", "problem", "floor", *PROBLEM_COLUMNS)
-    yield NOTES["problems"]
+    yield _note("problems")
     yield table((*head, "one level / ours", "two levels / ours"), lines)
 
 
@@ -189,7 +200,7 @@ def _parallel(rows: list[Row]) -> Iterator[str]:
         what = row["n"], row["batch"], f"{row['floor_ms']:.2f}", *cells(row, PARALLEL_COLUMNS)
         lines.append((*what, gained, engine.get(row["n"], "-")))
     requests, prompt = steps[0]["case"]["levels"][0] if steps else ("some", "some")
-    yield NOTES["parallel"].format(shape=rows[0]["shape"], requests=requests, prompt=prompt)
+    yield _note("parallel", shape=rows[0]["shape"], requests=requests, prompt=prompt)
     yield table(("n", "batch", "floor", *PARALLEL_COLUMNS, "not sharing / sharing", "ours, engine"), lines)
 
 
