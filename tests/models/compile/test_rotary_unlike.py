@@ -182,7 +182,7 @@ def arguments_by_name(append_too):
             ops.kv_append(key=rows(k), value=rows(v), k_pages=pages[0], v_pages=pages[1], slots=slots)
         else:
             append(k, v, pages, slots)
-        names = ("q_positions", "work", "nodes", "scale", "variant")
+        names = ("q_positions", "plan", "scale", "variant")
         named = dict(zip(names, attention, strict=True))
         return ops.tree_attention(q=rows(q), k_pages=pages[0], v_pages=pages[1], **named)[0]
 
