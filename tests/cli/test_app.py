@@ -236,7 +236,7 @@ class TestDemo:
         assert "identical to the unpatched model's" in shown
 
     def test_says_so_when_tokens_differ(self, folder, tmp_path):
-        """transformers obeys these two lines of the model's settings, prefixkit its own parameters."""
+        """transformers applies these two settings of the model, prefixkit its own parameters."""
         settings = json.loads((folder / "generation_config.json").read_text())
         settings |= {"suppress_tokens": list(range(1, 256)), "do_sample": False}
         (folder / "generation_config.json").write_text(json.dumps(settings))
