@@ -23,6 +23,7 @@ from benchmarks.runner import Row, Run, arguments, input_sets, replay_us, wall_s
 from benchmarks.tree_attention.workloads import READ_TBPS
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.sampling.specification import SamplingBatch
 
 SPREAD, SEED, TEMPERATURE, TOP_P, TOP_K = 3.0, 0, 0.8, 0.95, 50
 PARAMS = {
@@ -61,7 +62,8 @@ def sampler_for(rows: int, vocab: int, params: list[SamplingParams]) -> Sampler:
     sampler = Sampler(rows, vocab, "cuda")
     each = [params[row % len(params)] for row in range(rows)]
     histories = [rng.integers(0, vocab, 1000) for _ in range(rows)]
-    sampler.load(slice(None), each, rng.integers(0, 2**64, rows, dtype=np.uint64), np.zeros(rows, dtype=int), histories)
+    keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.zeros(rows, dtype=int)
+    sampler.load(slice(None), SamplingBatch(each, keys, steps, histories))
     return sampler
 
 

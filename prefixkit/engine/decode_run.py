@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.decode_batch import DecodeBatch, decode_batch
 from prefixkit.engine.request import Sample, TokenEvent
-from prefixkit.engine.sample_run import SampleRun, broken_logits
-from prefixkit.runners.decoder import Decoder, Sampled, SamplingBatch
+from prefixkit.engine.sample_run import SampleRun, broken_logits, sampling_batch
+from prefixkit.runners.decoder import Decoder, Sampled
 from prefixkit.tree.radix import PrefixTree
 
 
@@ -97,7 +97,8 @@ class DecodeRun:
         self._pages = self._take_pages()
         try:
             self._batch, self._grown = decode_batch(snapshot, leaf[order], self._pages), 0
-            decoder.begin(self._batch, self._sampling())
+            last = np.array([run.tokens[-1] for run in self.runs], np.int64)
+            decoder.begin(self._batch, sampling_batch(self.runs), last)
             self._count_batch()
         except BaseException:
             self.give_pages_back()
@@ -240,15 +241,6 @@ class DecodeRun:
         counts = [self.tree.pages_to_extend(run.sequence, run.tokens_left) for run in self.runs]
         taken = self.tree.allocator.allocate(sum(counts))
         return np.split(taken, np.cumsum(counts)[:-1])
-
-    def _sampling(self) -> SamplingBatch:
-        return SamplingBatch(
-            [run.params for run in self.runs],
-            np.array([run.key for run in self.runs], np.uint64),
-            np.array([len(run.tokens) for run in self.runs], np.int64),
-            [run.history() for run in self.runs],
-            np.array([run.tokens[-1] for run in self.runs], np.int64),
-        )
 
 
 def _stop_table(runs: list[SampleRun]) -> NDArray[Any]:

@@ -15,7 +15,7 @@ from prefixkit.engine.scheduler import RequestState
 from prefixkit.engine.stop import StopChecker
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import sample_key
-from prefixkit.sampling.specification import SampleRows, sample_on_host
+from prefixkit.sampling.specification import SampleRows, SamplingBatch, sample_on_host
 from prefixkit.tree.radix import Sequence as TreeSequence
 
 
@@ -110,14 +110,18 @@ def sample_next(runs: list[SampleRun], sample: SampleRows = sample_on_host) -> I
     """
     if not runs:
         return
-    keys = np.array([run.key for run in runs], dtype=np.uint64)
-    steps = np.array([len(run.tokens) for run in runs], dtype=np.int64)
-    logits = torch.stack([run.logits for run in runs])
-    tokens, logprobs = sample(logits, [run.params for run in runs], keys, steps, [run.history() for run in runs])
+    tokens, logprobs = sample(torch.stack([run.logits for run in runs]), sampling_batch(runs))
     sampled = tokens.tolist()
     if min(sampled) < 0:  # before the other tokens are used
         raise broken_logits(runs[sampled.index(min(sampled))])
     yield from zip(runs, sampled, logprobs.tolist(), strict=True)
+
+
+def sampling_batch(runs: list[SampleRun]) -> SamplingBatch:
+    """How the next token of each run is sampled."""
+    keys = np.array([run.key for run in runs], np.uint64)
+    steps = np.array([len(run.tokens) for run in runs], np.int64)
+    return SamplingBatch([run.params for run in runs], keys, steps, [run.history() for run in runs])
 
 
 def broken_logits(run: SampleRun) -> ValueError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,38 +12,9 @@ from prefixkit.attention.decode_batch import DecodeBatch
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.step import Step
 from prefixkit.runners.decode_tree import DecodeTree
-from prefixkit.sampling.params import SamplingParams
+from prefixkit.sampling.specification import SamplingBatch
 
 Sampled = tuple[NDArray[np.int64], NDArray[np.float32]]
-
-
-@dataclass(frozen=True, eq=False)
-class SamplingBatch:
-    """How the rows of a batch are sampled.
-
-    Attributes:
-        params: ``[rows]`` of each.
-        keys: ``[rows]`` uint64, see ``rng.sample_key``.
-        steps: ``[rows]`` int64 tokens that each has sampled.
-        histories: Of each all its tokens, the prompt's too.
-        last: ``[rows]`` int64 the last of them, whose KV is yet to be computed.
-    """
-
-    params: Sequence[SamplingParams]
-    keys: NDArray[np.uint64]
-    steps: NDArray[np.int64]
-    histories: Sequence[NDArray[np.int32]]
-    last: NDArray[np.int64]
-
-    def keep(self, rows: NDArray[np.intp]) -> SamplingBatch:
-        """Those of some rows."""
-        return SamplingBatch(
-            [self.params[row] for row in rows],
-            self.keys[rows],
-            self.steps[rows],
-            [self.histories[row] for row in rows],
-            self.last[rows],
-        )
 
 
 class CannotDecode(RuntimeError):
@@ -73,8 +42,13 @@ class Decoder(Protocol):
     @property
     def stale(self) -> bool: ...
 
-    def begin(self, batch: DecodeBatch, sampling: SamplingBatch) -> None:
+    def begin(self, batch: DecodeBatch, sampling: SamplingBatch, last: NDArray[np.int64]) -> None:
         """Take a batch in place of the last one, whose unread steps are forgotten.
+
+        Args:
+            batch: The tree and its leaves.
+            sampling: How their rows are sampled.
+            last: ``[rows]`` the last token of each, whose KV is yet to be computed.
 
         Raises:
             CannotDecode: the model's steps cannot be run like this.

@@ -25,8 +25,9 @@ from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
-from prefixkit.runners.decoder import CannotDecode, Sampled, SamplingBatch, decode_step
+from prefixkit.runners.decoder import CannotDecode, Sampled, decode_step
 from prefixkit.runners.graph_arrays import GraphArrays, bucket_of
+from prefixkit.sampling.specification import SamplingBatch
 
 log = logging.getLogger("prefixkit")
 
@@ -104,10 +105,10 @@ class GraphDecoder:
 
     # -- Decoder -------------------------------------------------------------------------------------------------------
 
-    def begin(self, batch: DecodeBatch, sampling: SamplingBatch) -> None:
+    def begin(self, batch: DecodeBatch, sampling: SamplingBatch, last: NDArray[np.int64]) -> None:
         self._unread.clear()
         try:
-            return self._begin(batch, sampling)
+            return self._begin(batch, sampling, last)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -116,13 +117,13 @@ class GraphDecoder:
         self._release()
         raise CannotDecode(f"no memory for CUDA graphs of {batch.num_rows} rows: {reason}")
 
-    def _begin(self, batch: DecodeBatch, sampling: SamplingBatch) -> None:
+    def _begin(self, batch: DecodeBatch, sampling: SamplingBatch, last: NDArray[np.int64]) -> None:
         with self._here():
             self._forget_moved()
             arrays = self._reserve(batch)
             bucket = self._bucket(batch.num_rows)
             self._graph(arrays, bucket)
-            arrays.start(sampling)
+            arrays.start(sampling, last)
             self._take(arrays, batch, bucket)
 
     def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:

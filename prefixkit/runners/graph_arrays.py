@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.capacity import PlanCapacity
@@ -13,8 +15,9 @@ from prefixkit.attention.staging import upload
 from prefixkit.ops.backend import GraphPlanning
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
-from prefixkit.runners.decoder import CannotDecode, SamplingBatch
+from prefixkit.runners.decoder import CannotDecode
 from prefixkit.runners.sampler import Sampler
+from prefixkit.sampling.specification import SamplingBatch
 
 # Rows of a step are rounded up to a bucket's: by less than half of them, but for the smallest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
@@ -85,13 +88,13 @@ class GraphArrays:
                 self.sampler = Sampler(self.rows, vocab, self.tree.leaf.device)
             self.tree.sampled = self.sampler.tokens
 
-    def start(self, sampling: SamplingBatch) -> None:
+    def start(self, sampling: SamplingBatch, last: NDArray[np.int64]) -> None:
         """Bring the sampling parameters of a batch's rows, and their last tokens."""
-        sampler, count = self.sampler, len(sampling.params)
+        sampler, count = self.sampler, len(last)
         assert sampler is not None, "made before the first graph"
         sampler.active.zero_()
-        sampler.load(slice(0, count), sampling.params, sampling.keys, sampling.steps, sampling.histories)
-        sampler.tokens[:count] = upload([sampling.last], self.tree.leaf.device)[0]
+        sampler.load(slice(0, count), sampling)
+        sampler.tokens[:count] = upload([last], self.tree.leaf.device)[0]
 
     def load(self, batch: DecodeBatch) -> None:
         """Bring a batch and plan it, on the current stream."""

@@ -6,7 +6,6 @@ Nothing waits for the device, and sampling allocates nothing there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +15,7 @@ from torch import Tensor
 from prefixkit.attention.staging import upload
 from prefixkit.ops import library  # noqa: F401  defines the op
 from prefixkit.ops.sampling_records import ACTIVE, MOST_VOCAB, RECORD_INTS, STEP, mask, records, words
-from prefixkit.sampling.params import SamplingParams
-from prefixkit.sampling.specification import SampleRows, sample_on_host
-
-Ids = NDArray[np.integer[Any]]
+from prefixkit.sampling.specification import Ids, SampleRows, SamplingBatch, sample_on_host
 
 
 class Sampler:
@@ -56,66 +52,29 @@ class Sampler:
         self.tokens = torch.full((rows,), -1, dtype=torch.int64, device=self.device)
         self.logprobs = torch.full((rows,), torch.nan, device=self.device)
 
-    def load(
-        self,
-        rows: slice | Sequence[int] | Ids,
-        params: Sequence[SamplingParams],
-        keys: NDArray[np.uint64],
-        steps: Ids,
-        histories: Sequence[Ids] | None = None,
-    ) -> None:
+    def load(self, rows: slice | Sequence[int] | Ids, batch: SamplingBatch) -> None:
         """Give rows their parameters and make them active: one copy on the current stream, without a wait of the host.
 
         Args:
             rows: Which, each once.
-            params: One for each of them.
-            keys: ``[n]`` from ``rng.sample_key``.
-            steps: ``[n]`` how many tokens each has sampled before, from 0 to 2**31 - 1.
-            histories: For each the tokens its sequence holds, prompt included; only the repetition penalty needs them.
+            batch: How each of them is sampled.
 
         Raises:
-            ValueError: lengths disagree, a row does not exist, or a penalised row has no history.
+            ValueError: a row does not exist, or there are more or fewer of them than in the batch.
         """
         number = np.arange(self.rows)[rows] if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64).ravel()
-        self._check(number, params, keys, steps, histories)
-        if not len(number):
-            return
-        penalised = [i for i, each in enumerate(params) if each.repetition_penalty != 1]
-        masks = [mask(histories[i], self.vocab) for i in penalised] if histories is not None else []
-        arrays: list[NDArray[np.signedinteger]] = [
-            number,
-            records(params, np.asarray(keys, dtype=np.uint64), np.asarray(steps)),
-        ]
-        if masks:
-            arrays += [number[penalised], np.stack(masks)]
+        if len(number) != len(batch.params):
+            raise ValueError(f"a batch of {len(batch.params)} rows cannot be loaded into {len(number)}")
+        if len(number) and not (0 <= number.min() <= number.max() < self.rows and len(set(number)) == len(number)):
+            raise ValueError(f"rows must be different and from 0 to {self.rows - 1}, got {number.tolist()}")
+        penalised = [i for i, each in enumerate(batch.params) if each.repetition_penalty != 1]
+        arrays: list[NDArray[np.signedinteger]] = [number, records(batch.params, batch.keys, batch.steps)]
+        if penalised:
+            arrays += [number[penalised], np.stack([mask(batch.histories[i], self.vocab) for i in penalised])]
         there = upload(arrays, self.device)
         self._records.index_copy_(0, there[0], there[1])
-        if masks:
+        if penalised:
             self.seen.index_copy_(0, there[2], there[3])
-
-    def _check(
-        self,
-        rows: Ids,
-        params: Sequence[SamplingParams],
-        keys: NDArray[np.uint64],
-        steps: Ids,
-        histories: Sequence[Ids] | None,
-    ) -> None:
-        if len(rows) and not (rows.min() >= 0 and rows.max() < self.rows and len(np.unique(rows)) == len(rows)):
-            raise ValueError(f"rows must be different and from 0 to {self.rows - 1}, got {rows.tolist()}")
-        sizes = {"params": len(params), "keys": len(keys), "steps": len(steps)}
-        if histories is not None:
-            sizes["histories"] = len(histories)
-        for name, size in sizes.items():
-            if size != len(rows):
-                raise ValueError(f"{name} must have one entry for each of the {len(rows)} rows, got {size}")
-        if histories is None:
-            for row, each in zip(rows, params, strict=True):
-                if each.repetition_penalty != 1:
-                    raise ValueError(
-                        f"row {row} asks for repetition_penalty={each.repetition_penalty}, which needs the tokens of "
-                        "its sequence; pass histories, or use repetition_penalty=1.0"
-                    )
 
     def keep(self, index: Tensor) -> None:
         """Move rows to the front: row ``i`` becomes what row ``index[i]`` was; those behind become inactive.
@@ -168,22 +127,15 @@ class DeviceSampler:
     def __init__(self) -> None:
         self._sampler: Sampler | None = None
 
-    def __call__(
-        self,
-        logits: Tensor,
-        params: Sequence[SamplingParams],
-        keys: NDArray[np.uint64],
-        steps: NDArray[np.int64],
-        histories: Sequence[NDArray[np.int32]],
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """As ``specification.sample_on_host``, but token -1 where nothing can be sampled."""
         rows, vocab = logits.shape
         if vocab > MOST_VOCAB:
-            return sample_on_host(logits, params, keys, steps, histories)
+            return sample_on_host(logits, batch)
         sampler = self._sampler
         if sampler is None or sampler.rows < rows or sampler.vocab != vocab or sampler.device != logits.device:
             with torch.inference_mode(False):
                 sampler = self._sampler = Sampler(rows, vocab, logits.device)
-        sampler.load(slice(0, rows), params, keys, steps, histories)
+        sampler.load(slice(0, rows), batch)
         tokens, logprobs = sampler.sample(logits)
         return tokens.cpu(), logprobs.cpu()

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -289,19 +290,28 @@ def _nucleus(weights: Floats, top_p: float, total: int) -> Positions:
     return np.delete(kept, np.flatnonzero(weights[kept] == border)[:surplus]) if surplus else kept
 
 
-# Samples a token for each row: logits ``[rows, vocab]``, parameters, keys, tokens sampled so far, histories.
-SampleRows = Callable[
-    [Tensor, Sequence[SamplingParams], NDArray[np.uint64], NDArray[np.int64], Sequence[NDArray[np.int32]]],
-    tuple[Tensor, Tensor],
-]
+@dataclass(frozen=True, eq=False)
+class SamplingBatch:
+    """How the rows of a batch are sampled.
+
+    Attributes:
+        params: ``[rows]`` of each.
+        keys: ``[rows]`` uint64 from ``rng.sample_key``.
+        steps: ``[rows]`` how many tokens each has sampled, from 0 to 2**31 - 1.
+        histories: For each the tokens that its sequence holds, prompt included; read where there is a repetition
+            penalty.
+    """
+
+    params: Sequence[SamplingParams]
+    keys: NDArray[np.uint64]
+    steps: Ids
+    histories: Sequence[Ids]
 
 
-def sample_on_host(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    keys: NDArray[np.uint64],
-    steps: NDArray[np.int64],
-    histories: Sequence[NDArray[np.int32]],
-) -> tuple[Tensor, Tensor]:
-    """:func:`sample_tokens` with the random numbers of these keys and steps; raises as it does."""
-    return sample_tokens(logits, params, uniforms(keys, steps), histories)
+# Samples a token for each row of logits ``[rows, vocab]``; returns tokens and log-probabilities.
+SampleRows = Callable[[Tensor, SamplingBatch], tuple[Tensor, Tensor]]
+
+
+def sample_on_host(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """:func:`sample_tokens` with the random numbers of a batch's keys and steps; raises as it does."""
+    return sample_tokens(logits, batch.params, uniforms(batch.keys, batch.steps), batch.histories)

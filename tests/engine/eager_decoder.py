@@ -16,9 +16,8 @@ from prefixkit.attention.planner import Planner
 from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
-from prefixkit.runners.decoder import Sampled, SamplingBatch, decode_step
-from prefixkit.sampling.rng import uniforms
-from prefixkit.sampling.specification import sample_tokens
+from prefixkit.runners.decoder import Sampled, decode_step
+from prefixkit.sampling.specification import SamplingBatch, sample_on_host
 
 
 class EagerDecoder:
@@ -39,13 +38,15 @@ class EagerDecoder:
         self.captures, self.seconds_capturing, self.graph_bytes, self.stale = 0, 0.0, 0, False
         self._sampled: deque[Sampled] = deque()
 
-    def begin(self, batch: DecodeBatch, sampling: SamplingBatch) -> None:
+    def begin(self, batch: DecodeBatch, sampling: SamplingBatch, last: NDArray[np.int64]) -> None:
         self._sampled.clear()
-        self._sampling = sampling
+        self._sampling, self._last = sampling, last
         self._load(batch)
 
     def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
-        self._sampling = self._sampling.keep(rows)
+        old, self._last = self._sampling, self._last[rows]
+        params, histories = [old.params[row] for row in rows], [old.histories[row] for row in rows]
+        self._sampling = SamplingBatch(params, old.keys[rows], old.steps[rows], histories)
         self._load(batch)
 
     def _load(self, batch: DecodeBatch) -> None:
@@ -59,17 +60,15 @@ class EagerDecoder:
 
     def step(self) -> None:
         sampling, tree, rows = self._sampling, self._tree, self._batch.num_rows
-        tree.sampled = torch.from_numpy(sampling.last).to(self.device)
+        tree.sampled = torch.from_numpy(self._last).to(self.device)
         tree.advance(rows)
         wanted = torch.arange(rows, device=self.device)
         logits = self.model(decode_step(self._batch, tree, wanted, self._step_plan))
-        sampled, logprobs = sample_tokens(
-            logits, sampling.params, uniforms(sampling.keys, sampling.steps), sampling.histories
-        )
-        last = sampled.cpu().numpy()
-        histories = [np.append(old, np.int32(token)) for old, token in zip(sampling.histories, last, strict=True)]
-        self._sampling = replace(sampling, steps=sampling.steps + 1, histories=histories, last=last)
-        self._sampled.append((last, logprobs.cpu().numpy()))
+        sampled, logprobs = sample_on_host(logits, sampling)
+        self._last = sampled.cpu().numpy()
+        histories = [np.append(old, token) for old, token in zip(sampling.histories, self._last, strict=True)]
+        self._sampling = replace(sampling, steps=sampling.steps + 1, histories=histories)
+        self._sampled.append((self._last, logprobs.cpu().numpy()))
 
     def read(self) -> Sampled:
         return self._sampled.popleft()

@@ -131,7 +131,7 @@ def test_a_model_that_fails_loses_no_page(decoding, fails_at):
 def test_where_a_decoder_cannot_run_the_model_steps_go_one_by_one(decoding, caplog):
     made, _ = decoding()
 
-    def cannot(batch, params):
+    def cannot(batch, sampling, last):
         raise CannotDecode("its experts wait")
 
     made.decoder.begin = cannot

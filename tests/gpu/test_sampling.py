@@ -1,4 +1,4 @@
-"""Drawing on the GPU: the CPU's tokens for all parameters, dtypes and sizes; graphs; state that stays on the device."""
+"""Sampling on the GPU: the CPU's tokens for all parameters, dtypes and sizes; graphs; state that stays on the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prefixkit.ops.sampling_records import mask
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
-from prefixkit.sampling.specification import sample_tokens
+from prefixkit.sampling.specification import SamplingBatch, sample_tokens
 from tests.engine.sampling_cases import NASTY, logprob_bound, random_params, rows_of
 from tests.gpu.cases import GPU
 from tests.ops.test_sample import arguments
@@ -29,29 +29,34 @@ def poisoned(rows, vocab):
     sampler = Sampler(rows, vocab, "cuda")
     sampler.tokens.fill_(-12345)
     sampler.logprobs.fill_(torch.nan)
-    sampler.seen.fill_(-1)  # of rows without a penalty nobody looks
+    sampler.seen.fill_(-1)  # rows without a penalty do not read it
     return sampler
 
 
 def case(seed, rows, vocab, dtype):
     rng = np.random.default_rng(seed)
-    logits, laws = rows_of(rng, rows, vocab, dtype), random_params(rng, rows, vocab)
+    logits, params = rows_of(rng, rows, vocab, dtype), random_params(rng, rows, vocab)
     histories = [rng.integers(0, vocab + 9, int(rng.integers(0, 300))) for _ in range(rows)]
     keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 2**20, rows)
-    return logits, laws, keys, steps, histories
+    return logits, params, keys, steps, histories
 
 
 def on_gpu(logits):
     """Among NaN: reading beyond the rows shows."""
     rows, vocab = logits.shape
-    room = torch.full((rows + 2, vocab), torch.nan, dtype=logits.dtype, device=GPU)
-    room[1:-1] = logits
-    return room[1:-1]
+    around = torch.full((rows + 2, vocab), torch.nan, dtype=logits.dtype, device=GPU)
+    around[1:-1] = logits
+    return around[1:-1]
 
 
-def assert_drawn(tokens, logprobs, logits, laws, keys, steps, histories):
-    expected, _ = sample_tokens(logits.float(), laws, uniforms(keys, steps), histories)
-    wrong = [(row, laws[row]) for row in (tokens.cpu() != expected).nonzero()[:, 0].tolist()]
+def none(rows):
+    """A history for each row, where nothing is penalised."""
+    return [np.zeros(0, dtype=np.int64)] * len(rows)
+
+
+def assert_sampled(tokens, logprobs, logits, params, keys, steps, histories):
+    expected, _ = sample_tokens(logits.float(), params, uniforms(keys, steps), histories)
+    wrong = [(row, params[row]) for row in (tokens.cpu() != expected).nonzero()[:, 0].tolist()]
     assert not wrong, wrong[:3]
     exact = torch.log_softmax(logits.double(), -1).gather(1, expected[:, None])[:, 0].numpy()
     error = np.abs(logprobs.cpu().numpy() - exact)
@@ -62,14 +67,14 @@ def assert_drawn(tokens, logprobs, logits, laws, keys, steps, histories):
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_tokens_are_those_of_the_cpu(way, vocab, dtype):
     rows = 400 if vocab <= 1000 else 120
-    logits, laws, keys, steps, histories = case(vocab, rows, vocab, dtype)
+    logits, params, keys, steps, histories = case(vocab, rows, vocab, dtype)
     sampler = poisoned(rows, vocab)
-    sampler.load(slice(0, rows), laws, keys, steps, histories)
+    sampler.load(slice(0, rows), SamplingBatch(params, keys, steps, histories))
     tokens, logprobs = sampler.sample(on_gpu(logits))
-    assert_drawn(tokens, logprobs, logits, laws, keys, steps, histories)
+    assert_sampled(tokens, logprobs, logits, params, keys, steps, histories)
     assert sampler.steps.tolist() == (steps + 1).tolist()
-    for row, law in enumerate(laws):
-        if law.repetition_penalty != 1:
+    for row, each in enumerate(params):
+        if each.repetition_penalty != 1:
             held = mask(np.append(histories[row], int(tokens[row])), vocab)
             assert np.array_equal(sampler.seen[row].cpu().numpy(), held)
 
@@ -77,19 +82,19 @@ def test_tokens_are_those_of_the_cpu(way, vocab, dtype):
 @pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 8191, 8193, 50_257, 151_936, 262_144, 500_000])
 def test_other_sizes_and_rows_apart(way, vocab):
     rows = 24
-    logits, laws, keys, steps, histories = case(vocab, rows, vocab, torch.float32)
+    logits, params, keys, steps, histories = case(vocab, rows, vocab, torch.float32)
     sampler = poisoned(rows, vocab)
-    sampler.load(range(rows), laws, keys, steps, histories)
+    sampler.load(range(rows), SamplingBatch(params, keys, steps, histories))
     wide = torch.full((rows, vocab + 3), torch.nan, device=GPU)  # as a head padded to some multiple gives
     wide[:, 1 : vocab + 1] = logits.to(GPU)
     tokens, logprobs = sampler.sample(wide[:, 1 : vocab + 1])
-    assert_drawn(tokens, logprobs, logits, laws, keys, steps, histories)
+    assert_sampled(tokens, logprobs, logits, params, keys, steps, histories)
 
 
 @pytest.mark.parametrize("name", NASTY)
 @pytest.mark.parametrize("vocab", [1000, 128_256])
 def test_extreme_rows(way, name, vocab):
-    laws = [
+    params = [
         SamplingParams(temperature=0),
         SamplingParams(),
         SamplingParams(temperature=0.9, top_k=1),
@@ -99,30 +104,30 @@ def test_extreme_rows(way, name, vocab):
         SamplingParams(min_p=0.99),
         SamplingParams(temperature=1e30, top_p=0.7),
     ]
-    logits = NASTY[name](vocab).repeat(len(laws), 1)
-    keys, steps = np.arange(len(laws), dtype=np.uint64), np.zeros(len(laws), dtype=np.int64)
-    sampler = poisoned(len(laws), vocab)
-    sampler.load(slice(None), laws, keys, steps)
+    logits = NASTY[name](vocab).repeat(len(params), 1)
+    keys, steps = np.arange(len(params), dtype=np.uint64), np.zeros(len(params), dtype=np.int64)
+    sampler = poisoned(len(params), vocab)
+    sampler.load(slice(None), SamplingBatch(params, keys, steps, none(params)))
     tokens, _ = sampler.sample(on_gpu(logits))
-    assert tokens.tolist() == sample_tokens(logits, laws, uniforms(keys, steps))[0].tolist()
+    assert tokens.tolist() == sample_tokens(logits, params, uniforms(keys, steps))[0].tolist()
 
 
-def test_a_captured_graph_goes_on_with_what_it_drew(way):
-    rows, vocab, draws = 60, 32_000, 5
-    logits, laws, keys, steps, histories = case(3, rows, vocab, torch.bfloat16)
+def test_a_captured_graph_goes_on_with_what_it_sampled(way):
+    rows, vocab, count = 60, 32_000, 5
+    logits, params, keys, steps, histories = case(3, rows, vocab, torch.bfloat16)
     sampler = poisoned(rows, vocab)
     there = on_gpu(logits)
-    sampler.sample(there)  # nobody is active
+    sampler.sample(there)  # no row is active
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tokens, logprobs = sampler.sample(there)
     addresses = tokens.data_ptr(), logprobs.data_ptr(), sampler.seen.data_ptr()
-    sampler.load(slice(None), laws, keys, steps, histories)
-    for step in range(draws):
+    sampler.load(slice(None), SamplingBatch(params, keys, steps, histories))
+    for step in range(count):
         logits = rows_of(np.random.default_rng(100 + step), rows, vocab, torch.bfloat16)
         there.copy_(logits)
         graph.replay()
-        assert_drawn(tokens, logprobs, logits, laws, keys, steps + step, histories)
+        assert_sampled(tokens, logprobs, logits, params, keys, steps + step, histories)
         histories = [np.append(held, token) for held, token in zip(histories, tokens.tolist(), strict=True)]
     assert addresses == (sampler.tokens.data_ptr(), sampler.logprobs.data_ptr(), sampler.seen.data_ptr())
 
@@ -130,13 +135,13 @@ def test_a_captured_graph_goes_on_with_what_it_drew(way):
 def test_inactive_rows_are_left_alone_and_broken_ones_say_so(way):
     rows, vocab = 12, 5000
     logits, _, keys, steps, _ = case(0, rows, vocab, torch.float32)
-    laws = [SamplingParams(top_p=0.9), SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=5)] * 3
+    params = [SamplingParams(top_p=0.9), SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=5)] * 3
     broken = {0: torch.nan, 5: torch.inf, 6: -torch.inf, 11: torch.nan}
     for row, value in broken.items():
         logits[row, 4321] = value
     logits[6] = -torch.inf
     sampler = poisoned(rows, vocab)
-    sampler.load(slice(None), laws, keys, steps)
+    sampler.load(slice(None), SamplingBatch(params, keys, steps, none(params)))
     sampler.active[2] = 0
     seen = sampler.seen.clone()
     tokens, logprobs = sampler.sample(on_gpu(logits))
@@ -148,16 +153,16 @@ def test_inactive_rows_are_left_alone_and_broken_ones_say_so(way):
     assert logprobs[2].isnan()
     assert sampler.steps.tolist() == [step + (row != 2) for row, step in enumerate(steps.tolist())]
     assert torch.equal(sampler.seen, seen), "all bits were set before"
-    assert_drawn(
-        tokens[whole], logprobs[whole], logits[whole], [laws[row] for row in whole], keys[whole], steps[whole], None
+    assert_sampled(
+        tokens[whole], logprobs[whole], logits[whole], [params[row] for row in whole], keys[whole], steps[whole], None
     )
 
 
 def test_rows_leave_the_batch_on_the_device(way):
     rows, vocab = 40, 9001
-    logits, laws, keys, steps, histories = case(5, rows, vocab, torch.float32)
+    logits, params, keys, steps, histories = case(5, rows, vocab, torch.float32)
     sampler = poisoned(rows + 7, vocab)
-    sampler.load(slice(0, rows), laws, keys, steps, histories)
+    sampler.load(slice(0, rows), SamplingBatch(params, keys, steps, histories))
     tokens = sampler.sample(logits.to(GPU))[0].tolist()
     histories = [np.append(held, token) for held, token in zip(histories, tokens, strict=True)]
     index = np.random.default_rng(1).permutation(rows)[:23]
@@ -166,24 +171,24 @@ def test_rows_leave_the_batch_on_the_device(way):
     assert sampler.active.tolist() == [1] * 23 + [0] * (rows + 7 - 23)
     sampler.tokens[23:] = -5
     sampler.sample(logits.to(GPU))
-    some, found = [laws[row] for row in index], sampler.tokens[:23]
+    some, found = [params[row] for row in index], sampler.tokens[:23]
     held = [histories[row] for row in index]
-    assert_drawn(found, sampler.logprobs[:23], logits[:23], some, keys[index], steps[index] + 1, held)
+    assert_sampled(found, sampler.logprobs[:23], logits[:23], some, keys[index], steps[index] + 1, held)
     assert sampler.tokens[23:].tolist() == [-5] * (rows + 7 - 23)
     # Newcomers take the rows that are free.
-    sampler.load([25, 24], laws[:2], keys[:2], steps[:2], histories[:2])
+    sampler.load([25, 24], SamplingBatch(params[:2], keys[:2], steps[:2], histories[:2]))
     sampler.sample(logits.to(GPU))
-    expected = sample_tokens(logits[[25, 24]], laws[:2], uniforms(keys[:2], steps[:2]), histories[:2])[0]
+    expected = sample_tokens(logits[[25, 24]], params[:2], uniforms(keys[:2], steps[:2]), histories[:2])[0]
     assert sampler.tokens[[25, 24]].tolist() == expected.tolist()
 
 
 def test_the_same_bits_in_every_run_and_any_batch(way):
     rows, vocab = 64, 128_256
-    logits, laws, keys, steps, histories = case(9, rows, vocab, torch.bfloat16)
+    logits, params, keys, steps, histories = case(9, rows, vocab, torch.bfloat16)
     there, found = logits.to(GPU), []
     for order in (np.arange(rows), np.arange(rows), np.random.default_rng(0).permutation(rows)):
         sampler = poisoned(rows, vocab)
-        sampler.load(order, laws, keys, steps, histories)
+        sampler.load(order, SamplingBatch(params, keys, steps, histories))
         moved = torch.empty_like(there)
         moved[torch.from_numpy(order)] = there
         tokens, logprobs = sampler.sample(moved)
@@ -205,11 +210,9 @@ def test_arguments_that_do_not_fit_say_so():
     sampler = Sampler(4, 50, "cuda")
     zero, keys = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint64)
     with pytest.raises(ValueError, match="rows must be different and from 0 to 3"):
-        sampler.load([4], [SamplingParams()], keys, zero)
-    with pytest.raises(ValueError, match="params must have one entry for each of the 1 rows, got 2"):
-        sampler.load([1], [SamplingParams()] * 2, keys, zero)
-    with pytest.raises(ValueError, match=r"row 1 asks for repetition_penalty=1\.1, .* pass histories"):
-        sampler.load([1], [SamplingParams(repetition_penalty=1.1)], keys, zero)
+        sampler.load([4], SamplingBatch([SamplingParams()], keys, zero, [zero]))
+    with pytest.raises(ValueError, match="a batch of 1 rows cannot be loaded into 2"):
+        sampler.load([1, 2], SamplingBatch([SamplingParams()], keys, zero, [zero]))
     with pytest.raises(ValueError, match=r"\[at most 4, 50\], got \[4, 51\]"):
         sampler.sample(torch.zeros(4, 51, device=GPU))
     with pytest.raises(TypeError, match=r"torch\.float16, got torch\.float64"):
