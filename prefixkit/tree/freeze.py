@@ -30,8 +30,7 @@ def rebuild(root: Node, page_size: int, version: int, sequences_version: int, tr
     parent = [node.parent.index for node in nodes if node.parent is not None]
     length = np.array([node.length for node in nodes], np.int32)
     first_slot = np.array([node.first_slot for node in nodes], np.int32)
-    num_pages = -(-(first_slot + length) // page_size)
-    pages = [node.page_buffer[:held] for node, held in zip(nodes, num_pages.tolist(), strict=True)]
+    pages = [node.pages for node in nodes]
     sequence_node, sequence_id = _sequence_ends(root, nodes)
     snapshot = TreeSnapshot(
         version=version,
@@ -42,7 +41,7 @@ def rebuild(root: Node, page_size: int, version: int, sequences_version: int, tr
         length=length,
         computed=np.array([node.computed for node in nodes], np.int32),
         first_slot=first_slot,
-        page_indptr=indptr_of(num_pages),
+        page_indptr=indptr_of(np.array([len(each) for each in pages], np.int32)),
         pages=np.concatenate(pages) if pages else np.empty(0, np.int32),
         sequence_node=sequence_node,
         sequence_id=sequence_id,
@@ -65,7 +64,8 @@ def refresh(frozen: Frozen, touched: Collection[Node]) -> Frozen:
     computed[index] = [node.computed for node in touched]
 
     page_indptr, pages = old.page_indptr, old.pages
-    num_pages = -(-(old.first_slot + length) // old.page_size)
+    num_pages = np.diff(page_indptr)
+    num_pages[index] = [node.num_pages + node.reserved for node in touched]
     grown = np.flatnonzero(num_pages > np.diff(page_indptr))
     if len(grown):
         page_indptr = indptr_of(num_pages)

@@ -70,8 +70,13 @@ def _check_node(node: Node, page_size: int) -> None:
     assert parent is not None
     _require(node.length > 0, "a node holds tokens", node)
     _require(0 <= node.first_slot < page_size, "a node begins in its first page", node)
-    _require(len(node.tokens) == node.length and len(node.pages) == node.num_pages, "arrays match the length", node)
+    _require(len(node.tokens) == node.length and len(node.page_buffer) >= node.num_pages, "arrays match the length", node)
+    _require(node.reserved == 0 or not node.branches, "only leaves have reserved pages", node)
     _require(0 <= node.computed <= node.length, "0 <= computed <= length", node)
+    _require(node.continuation is None or node.continuation.parent is node, "a continuation is a child", node)
+    if node.first_slot:
+        met = parent.continuation is node and node.pages[0] == parent.pages[-1]
+        _require(met and node.first_slot == parent.end_slot % page_size, "within a page a node continues its parent", node)
     _require(node.computed == 0 or parent.computed == parent.length, "computed tokens have computed ancestors", node)
     _require(bool(node.branches or node.sequences), "a node leads to a sequence", node)
     if not node.sequences and len(node.children) == 1:
@@ -94,9 +99,10 @@ def _check_slots(nodes: list[Node], page_size: int) -> None:
     _require(len(twice) == 0, "a slot has one owner", twice)
     for node in nodes:
         if not node.branches and node.length:
-            end = int(node.pages[-1]) * page_size + (node.end_slot - 1) % page_size + 1
+            last = int(node.pages[node.num_pages - 1])
+            end = last * page_size + (node.end_slot - 1) % page_size + 1
             following = int(np.searchsorted(taken, end))
-            page_end = (int(node.pages[-1]) + 1) * page_size
+            page_end = (last + 1) * page_size
             alone = following == len(taken) or taken[following] >= page_end
             _require(bool(alone), "a leaf holds the highest slots of its last page", node)
 

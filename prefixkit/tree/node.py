@@ -20,8 +20,9 @@ class Node:
                        | .  .  a  b| c  d  e  f| g  .  .  .|
                               ^ first_slot = 2      ^ end_slot = 9, length = 7
 
-    The slots before belong to the parent (a split shares the page it cuts).  Those after belong to the child it was
-    split from; to no other node where the node is a leaf, which is why only leaves grow in place.
+    The slots before belong to the parent.  Those after belong to one child at most, the ``continuation``: the lower half
+    of a split, or the first child that a leaf got.  Other children begin on pages of their own.  So the slots after a leaf
+    are free, which is why leaves grow in place.  A leaf may hold reserved pages behind the page of its last token.
 
     The arrays have spare capacity at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and
     ``pages`` return as read-only, and as valid until the tree changes.
@@ -31,12 +32,14 @@ class Node:
         parent: None for the root, and for a node that has left the tree.
         branches: children by first token, in order of arrival.  Siblings may begin with the same token (forks do);
             `PrefixTree.match` follows the first of them.
+        continuation: the child that holds the slots after this node's end in its last page; None while they are free.
         sequences: the sequences that end exactly at this node's end, by id.
         start: position of the first token.
         length: number of tokens; 0 only for the root.
         computed: how many of them, from the first, have KV in the pool.
         first_slot: slots of the first page that lie before the first token.
-        page_buffer: the array behind ``pages``, whose first ``num_pages`` entries count.
+        reserved: pages held behind those of the tokens, for tokens to come; 0 where there are children.
+        page_buffer: the array behind ``pages``, whose first ``num_pages + reserved`` entries count.
         index: place in the depth-first order of the tree's latest snapshot.
     """
 
@@ -45,17 +48,21 @@ class Node:
         "_token_buffer",
         "branches",
         "computed",
+        "continuation",
         "first_slot",
         "id",
         "index",
         "length",
         "page_buffer",
         "parent",
+        "reserved",
         "sequences",
         "start",
     )
 
-    def __init__(self, id: int, parent: Node | None, page_size: int, tokens: Ints, pages: Ints) -> None:
+    def __init__(
+        self, id: int, parent: Node | None, page_size: int, tokens: Ints, pages: Ints, first_slot: int = 0
+    ) -> None:
         """``tokens`` and ``pages`` become the node's own: pass arrays that are not written elsewhere."""
         self.id = id
         self.parent = parent
@@ -64,11 +71,13 @@ class Node:
         self.start: int = 0 if parent is None else parent.start + parent.length
         self.length: int = len(tokens)
         self.computed = 0
-        self.first_slot = 0
+        self.continuation: Node | None = None
+        self.first_slot = first_slot
         self.index = -1
         self._page_size = page_size
         self._token_buffer = tokens
         self.page_buffer = pages
+        self.reserved: int = len(pages) - self.num_pages
 
     def __repr__(self) -> str:
         span = f"[{self.start}, {self.start + self.length})"
@@ -83,8 +92,8 @@ class Node:
 
     @property
     def pages(self) -> Ints:
-        """``[num_pages]`` page numbers; a view."""
-        return self.page_buffer[: self.num_pages]
+        """``[num_pages + reserved]`` page numbers; a view."""
+        return self.page_buffer[: self.num_pages + self.reserved]
 
     @property
     def children(self) -> list[Node]:
@@ -97,32 +106,31 @@ class Node:
 
     @property
     def num_pages(self) -> int:
+        """Pages that hold tokens."""
         return -(-(self.first_slot + self.length) // self._page_size)
 
     @property
     def grows_in_place(self) -> bool:
-        """Whether the one sequence that ends here may append to this node rather than start a child.
-
-        The nodes that hold parts of one page always form a chain of parents and children, the deepest with the highest
-        slots: only splits share pages.  A leaf is the deepest of its chain, so the slots after its end are free.
-        """
+        """Whether the one sequence that ends here may append to this node rather than start a child."""
         return not self.branches and len(self.sequences) == 1 and self.parent is not None
 
+    @property
+    def free_slots(self) -> int:
+        """Slots after this node's end in its last page that no node holds."""
+        return 0 if self.continuation is not None else -self.end_slot % self._page_size
+
     def pages_to_add(self, count: int) -> int:
-        """New pages needed to append ``count`` tokens."""
-        return -(-(self.end_slot + count) // self._page_size) - self.num_pages
+        """New pages needed to append ``count`` tokens, to this node or as a child of it."""
+        return max(0, -(-(count - self.free_slots) // self._page_size) - self.reserved)
 
     def continues(self, parent: Node) -> bool:
         """Whether this node, an only child of ``parent``, could be one node with it.
 
-        The slots must meet: in the shared page that a split cut, or at a page boundary.  And ``computed``, which counts
-        from the first token, must have no gap.
+        The slots must meet, in a page that both hold or at a page boundary.  And ``computed``, which counts from the first
+        token, must have no gap.
         """
-        if self.first_slot != parent.end_slot % self._page_size:
-            return False
-        if self.first_slot > 0 and self.pages[0] != parent.pages[-1]:
-            return False
-        return parent.computed == parent.length or self.computed == 0
+        meets = self is parent.continuation or parent.end_slot % self._page_size == self.first_slot == 0
+        return meets and (parent.computed == parent.length or self.computed == 0)
 
     # -- children --------------------------------------------------------------------------------------------------
 
@@ -136,24 +144,41 @@ class Node:
         group.remove(child)
         if not group:
             del self.branches[first]
+        if self.continuation is child:
+            self.continuation = None
         child.parent = None
 
     def replace_child(self, old: Node, new: Node) -> None:
         """Put ``new``, which begins with the same token, in the place of ``old`` among the children."""
         group = self.branches[int(old._token_buffer[0])]
         group[group.index(old)] = new
+        if self.continuation is old:
+            self.continuation = new
         old.parent, new.parent = None, self
 
     # -- changing --------------------------------------------------------------------------------------------------
 
     def grow(self, tokens: Ints, pages: Ints) -> None:
         """Append ``tokens``; ``pages`` are the `pages_to_add` they need."""
-        self.page_buffer = _append(self.page_buffer, self.num_pages, pages)
+        self.reserve(pages)
+        before = self.num_pages
         self._token_buffer = _append(self._token_buffer, self.length, tokens)
         self.length += len(tokens)
+        self.reserved -= self.num_pages - before
+
+    def reserve(self, pages: Ints) -> None:
+        """Hold ``pages`` for tokens to come."""
+        self.page_buffer = _append(self.page_buffer, self.num_pages + self.reserved, pages)
+        self.reserved += len(pages)
+
+    def give_back(self, keep: int = 0) -> Ints:
+        """The reserved pages but for the first ``keep``, which are the caller's to release."""
+        pages = self.pages[self.num_pages + keep :]
+        self.reserved = keep
+        return pages
 
     def push_page(self, page: int) -> None:
-        """Add the page that the next `push` needs.  Only for a node whose last page is full."""
+        """Add the page that the next `push` needs.  Only for a node whose last page is full and that has none reserved."""
         held = (self.first_slot + self.length) // self._page_size
         if held == len(self.page_buffer):
             self.page_buffer = _with_capacity(self.page_buffer, held, 1)
@@ -168,8 +193,8 @@ class Node:
         self.length = length + 1
 
     def shorten(self, length: int) -> Ints:
-        """Keep the first ``length`` tokens (at least one); the pages that fall away are the caller's to release."""
-        before = self.pages
+        """Keep the first ``length`` tokens (at least one); the pages behind them are the caller's to release."""
+        before, self.reserved = self.pages, 0
         self.length = length
         self.computed = min(self.computed, length)
         return before[self.num_pages :]
@@ -186,8 +211,9 @@ class Node:
         upper_pages = self.page_buffer[: page + (offset > 0)].copy()
         allocator.share(upper_pages[page:])  # the cut page, if any
 
-        upper = Node(upper_id, self.parent, self._page_size, self._token_buffer[:cut].copy(), upper_pages)
-        upper.first_slot = self.first_slot
+        tokens = self._token_buffer[:cut].copy()
+        upper = Node(upper_id, self.parent, self._page_size, tokens, upper_pages, self.first_slot)
+        upper.continuation = self if offset else None
         upper.computed = min(self.computed, cut)
         self.parent.replace_child(self, upper)
 

@@ -26,14 +26,15 @@ Ints = NDArray[np.int32]
 class PrefixTree:
     """A radix tree of token sequences whose nodes own slices of ref-counted pages.
 
-    A node ends where sequences part or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.  A
-    node's KV is never moved: a split shares the page it cuts, and what branches off starts on a fresh page.
+    A node ends where sequences part or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.  KV is
+    never moved: a split shares the page it cuts, the first child of a leaf continues in the leaf's last page, and further
+    children begin on pages of their own.
 
     Every method checks before it changes: one that raises has changed nothing.
 
     Args:
         num_pages: pages in the pool.
-        page_size: tokens per page, 1 to 128.  1 suits beams that fork at every step, 16 or more long nodes.
+        page_size: tokens per page, 1 to 128.
 
     Attributes:
         root: holds no tokens; its children are the roots of the forest.
@@ -53,7 +54,7 @@ class PrefixTree:
         self.sequences_version = 0
         self._node_ids = count_up()
         self._sequence_ids = count_up()
-        self.root = self._new_node(None, np.empty(0, np.int32), np.empty(0, np.int32))
+        self.root = Node(next(self._node_ids), None, self.page_size, np.empty(0, np.int32), np.empty(0, np.int32))
         self._frozen: freeze.Frozen | None = None
         self._touched: set[Node] = set()  # nodes with another length or ``computed`` than the latest snapshot says
 
@@ -66,10 +67,13 @@ class PrefixTree:
     def missing_pages(self, tokens: ArrayLike) -> int:
         """Pages that `insert` would take for ``tokens`` now.  Changes nothing."""
         values = as_tokens(tokens)
-        return pages_for(len(values) - follow(self.root, values).length, self.page_size)
+        return self._pages_below(follow(self.root, values), len(values))
 
     def pages_to_extend(self, sequence: Sequence, count: int) -> int:
-        """Pages that `extend` would take for ``count`` more tokens of ``sequence`` now.  Changes nothing."""
+        """Pages that `extend` takes at most for ``count`` more tokens of ``sequence``, whatever grows beside it.
+
+        Of several sequences that end at one node, the first to grow may take fewer: it continues in the node's last page.
+        """
         node = self._node_of(sequence)
         return node.pages_to_add(count) if node.grows_in_place else pages_for(count, self.page_size)
 
@@ -106,8 +110,8 @@ class PrefixTree:
     def insert(self, tokens: ArrayLike, found: Match | None = None) -> Sequence:
         """Add a sequence, sharing whatever the tree holds of it.
 
-        Only the tokens that are new take pages, from a fresh page on.  Where the sequence leaves a node before the
-        node's end, the node is split, and no KV is copied.
+        Only the tokens that are new take pages.  Where the sequence leaves a node before the node's end, the node is
+        split, and no KV is copied.
 
         Args:
             tokens: ``[length]`` token ids.
@@ -121,7 +125,7 @@ class PrefixTree:
         values = as_tokens(tokens) if found is None else np.asarray(tokens, np.int32)  # `match` has checked them
         found = follow(self.root, values) if found is None else found
         rest = values[found.length :]
-        pages = self.allocator.allocate(pages_for(len(rest), self.page_size))  # the last step that can fail
+        pages = self.allocator.allocate(self._pages_below(found, len(values)))  # the last step that can fail
 
         node = found.node
         if found.offset < node.length:
@@ -146,8 +150,8 @@ class PrefixTree:
 
         Args:
             sequence, tokens: What grows, and by what.
-            pages: The `pages_to_extend` pages to use, where the caller has already taken them from `allocator`: they
-                become the tree's.  None: they are taken now.
+            pages: The pages to use where the sequence has a leaf of its own and the caller has taken `pages_to_extend`
+                from `allocator`: they become the tree's.  None: they are taken now.
 
         Raises:
             ValueError, TypeError: ``tokens`` is empty or not token ids, ``sequence`` is not live in this tree, or
@@ -156,7 +160,7 @@ class PrefixTree:
         """
         values = as_tokens(tokens)
         node = self._node_of(sequence)
-        need = self.pages_to_extend(sequence, len(values))
+        need = node.pages_to_add(len(values))
         if pages is not None and len(pages) != need:
             raise ValueError(f"{len(values)} tokens of sequence {sequence.id} need {need} pages, got {len(pages)}")
         pages = self.allocator.allocate(need) if pages is None else pages
@@ -164,7 +168,27 @@ class PrefixTree:
             node.grow(values, pages)
             self._touched.add(node)
         else:
-            self._move(sequence, self._add_leaf(node, values.copy(), pages.copy()))
+            self._move(sequence, self._add_leaf(node, values.copy(), pages))
+
+    def reserve(self, sequences: Iterable[Sequence], tokens: Iterable[int]) -> None:
+        """Let the leaf of each sequence hold the pages of so many tokens to come: no more, and no fewer.
+
+        Raises:
+            ValueError: a sequence has no leaf of its own, or is not live in this tree.
+            OutOfPages: not enough free pages for all of them; nothing has changed.
+        """
+        nodes = [self._node_of(sequence) for sequence in sequences]
+        if not all(node.grows_in_place for node in nodes):
+            raise ValueError("a sequence that shares its last node has no pages of its own; extend it first")
+        missing = [(node, node.pages_to_add(count), count) for node, count in zip(nodes, tokens, strict=True)]
+        pages = self.allocator.allocate(sum(more for _, more, _ in missing))
+        for node, more, count in missing:
+            before, pages = pages[:more], pages[more:]
+            node.reserve(before)
+            surplus = node.give_back(-(-max(0, count - node.free_slots) // self.page_size))
+            self.allocator.release(surplus)
+            self.version += len(surplus) > 0  # of one version a later snapshot has no fewer pages
+        self._touched.update(nodes)
 
     def extend_each(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> None:
         """Append ``tokens[i]`` to ``sequences[i]``: the decode step.
@@ -178,20 +202,28 @@ class PrefixTree:
         nodes = [sequence.node for sequence in sequences]
         in_place = [node.grows_in_place for node in nodes]
         growing = list(compress(nodes, in_place))
-        full = [node for node in growing if (node.first_slot + node.length) % self.page_size == 0]
+        crossing = [node for node in growing if (node.first_slot + node.length) % self.page_size == 0]
+        full = [node for node in crossing if not node.reserved]
+        branching = [] if len(growing) == len(nodes) else [node for node in nodes if not node.grows_in_place]
+        # The first child of a leaf takes no page where the last one has free slots, or where there are reserved ones.
+        continued = len({node for node in branching if node.free_slots or node.reserved})
         # The last step that can fail.  Reversed, so that pop() deals the pages in the order of the sequences.
-        pages = self.allocator.allocate(len(full) + len(nodes) - len(growing))[::-1].tolist()
+        pages = self.allocator.allocate(len(full) + len(branching) - continued)[::-1].tolist()
 
-        for node in full:
-            node.push_page(pages.pop())
+        for node in crossing:
+            if node.reserved:
+                node.reserved -= 1
+            else:
+                node.push_page(pages.pop())
         for node, token in zip(growing, compress(values, in_place), strict=True):
             node.push(token)
         self._touched.update(growing)
-        if len(growing) < len(nodes):
+        if branching:
             for sequence, token, grows in zip(sequences, values, in_place, strict=True):
                 if not grows:
-                    tail, page = np.array([token], np.int32), np.array([pages.pop()], np.int32)
-                    self._move(sequence, self._add_leaf(sequence.node, tail, page))
+                    page = [] if sequence.node.free_slots or sequence.node.reserved else [pages.pop()]
+                    leaf = self._add_leaf(sequence.node, np.array([token], np.int32), np.array(page, np.int32))
+                    self._move(sequence, leaf)
 
     def trim(self, sequence: Sequence, length: int) -> None:
         """Shorten to the first ``length`` tokens.  What no other sequence needs is released, as by `release`.
@@ -267,8 +299,11 @@ class PrefixTree:
         what = "has been released" if sequence.tree is None else "belongs to another tree"
         raise ValueError(f"sequence {sequence.id} {what}; use a live sequence of this tree")
 
-    def _new_node(self, parent: Node | None, tokens: Ints, pages: Ints) -> Node:
-        return Node(next(self._node_ids), parent, self.page_size, tokens, pages)
+    def _pages_below(self, found: Match, length: int) -> int:
+        """Pages that the tokens after ``found`` take, of a sequence of ``length`` tokens."""
+        splits = found.offset < found.node.length  # and then the lower half holds the slots behind the upper one
+        rest = length - found.length
+        return pages_for(rest, self.page_size) if splits else found.node.pages_to_add(rest)
 
     def _new_sequence(self, node: Node) -> Sequence:
         sequence = Sequence(next(self._sequence_ids), node, self)
@@ -283,8 +318,18 @@ class PrefixTree:
         self.sequences_version += 1
 
     def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints) -> Node:
-        leaf = self._new_node(parent, tokens, pages)
+        """A new child, in the free slots of the parent's last page, then on its reserved pages, then on ``pages``."""
+        continues = parent.free_slots > 0
+        pages = np.concatenate([parent.give_back(), pages])
+        if continues:
+            last = parent.pages[-1:]
+            self.allocator.share(last)
+            pages = np.concatenate([last, pages])
+        first_slot = parent.end_slot % self.page_size if continues else 0
+        leaf = Node(next(self._node_ids), parent, self.page_size, tokens, pages, first_slot)
         parent.adopt(leaf)
+        if continues:
+            parent.continuation = leaf
         self.version += 1
         return leaf
 

@@ -39,7 +39,8 @@ def fingerprint(tree: PrefixTree) -> Any:
         [
             (
                 (node.id, node.parent.id if node.parent else None, [child.id for child in node.children]),
-                (node.start, node.length, node.computed, node.first_slot),
+                (node.start, node.length, node.computed, node.first_slot, node.reserved),
+                node.continuation.id if node.continuation else None,
                 (node.tokens.tobytes(), node.pages.tobytes()),
                 {id: sequence.node.id for id, sequence in node.sequences.items()},
             )

@@ -48,8 +48,8 @@ def forget_to_merge(tree: PrefixTree, a: Sequence, b: Sequence) -> None:
         (lambda tree, a, b: setattr(a, "node", b.node), "knows where it ends"),
         (lambda tree, a, b: setattr(a.node, "first_slot", 4), "begins in its first page"),
         (lambda tree, a, b: setattr(tree.root, "start", 1), "the root is empty|starts where"),
-        (steal_slots, "one owner|highest slots"),
-        (crowd_the_page, "highest slots"),
+        (steal_slots, "one owner|continues its parent"),
+        (crowd_the_page, "continues its parent"),
         (forget_to_merge, "is merged"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixkit.tree import PrefixTree, Sequence
+from prefixkit.tree import OutOfPages, PrefixTree, Sequence
 from tests.tree.model import fingerprint, structure
 
 PAGE_SIZES = [1, 2, 16, 128]
@@ -63,7 +63,10 @@ class TestInsert:
         short = tree.insert([1, 2])
         long = tree.insert([1, 2, 3])
         assert long.node.parent is short.node
-        assert tokens_of(tree) == [([1, 2], [0], 0), ([3], [1], 0)]
+        assert tokens_of(tree) == [([1, 2], [0], 0), ([3], [0], 2)]
+        tree.extend(short, [4])  # the page's last slots belong to the other
+        assert tokens_of(tree)[2] == ([4], [1], 0)
+        tree.check()
 
     def test_a_duplicate_takes_nothing(self) -> None:
         tree = PrefixTree(8, page_size=4)
@@ -157,13 +160,26 @@ class TestForkAndExtend:
         assert tree.version == version
         assert tokens_of(tree) == [([1, 2, 3, 4, 5, 6], [0, 1], 0)]
 
-    def test_forks_branch_off_onto_fresh_pages(self) -> None:
+    def test_the_first_fork_to_grow_continues_in_the_page_and_the_others_start_pages(self) -> None:
+        for one_by_one in (False, True):
+            tree = PrefixTree(4, page_size=4)
+            sequence = tree.insert([1, 2])
+            forks = tree.fork(sequence, 2)
+            for some in [[fork] for fork in forks] if one_by_one else [forks]:
+                tree.extend_each(some, [3] * len(some))
+            tree.extend_each([*forks, sequence], [4, 5, 6])
+            assert tokens_of(tree) == [([1, 2], [0], 0), ([3, 4], [0], 2), ([3, 5], [1], 0), ([6], [2], 0)]
+            assert tree.allocator.refcounts.tolist() == [2, 1, 1, 0]
+            tree.check()
+
+    def test_slots_that_the_continuation_left_are_taken_by_the_next_child(self) -> None:
         tree = PrefixTree(4, page_size=4)
         sequence = tree.insert([1, 2])
-        forks = tree.fork(sequence, 2)
-        tree.extend_each(forks, [3, 3])
-        tree.extend_each([*forks, sequence], [4, 5, 6])
-        assert tokens_of(tree) == [([1, 2], [0], 0), ([3, 4], [1], 0), ([3, 5], [2], 0), ([6], [3], 0)]
+        first, second, third = tree.fork(sequence, 3)
+        tree.extend_each([first, second], [3, 4])
+        tree.release(first)
+        tree.extend(third, [5])
+        assert tokens_of(tree) == [([1, 2], [0], 0), ([4], [1], 0), ([5], [0], 2)]
         tree.check()
 
     def test_match_follows_the_first_of_equal_siblings_and_its_successor(self) -> None:
@@ -177,15 +193,15 @@ class TestForkAndExtend:
         assert tree.match([1, 2, 4]).length == 3
         tree.check()
 
-    def test_pages_to_extend_is_what_extend_takes(self) -> None:
-        for page_size in (1, 2, 16):
+    def test_pages_to_extend_is_what_extend_takes_at_most(self) -> None:
+        for page_size, taken in ((1, (5, 5, 5)), (2, (2, 3, 3)), (16, (0, 1, 0))):
             tree = PrefixTree(100, page_size)
             sequence = tree.insert([1, 2, 3])
             fork = tree.fork(sequence)[0]
-            for handle in (fork, sequence, fork):
-                expected, free = tree.pages_to_extend(handle, 5), tree.allocator.free
+            for handle, expected in zip((fork, sequence, fork), taken, strict=True):
+                most, free = tree.pages_to_extend(handle, 5), tree.allocator.free
                 tree.extend(handle, [7] * 5)
-                assert free - tree.allocator.free == expected
+                assert free - tree.allocator.free == expected <= most
 
     def test_a_step_without_sequences_is_no_step(self) -> None:
         tree = PrefixTree(1)
@@ -208,6 +224,72 @@ class TestForkAndExtend:
                 apart.extend(sequence, [token])
             together.check()
         assert structure(together) == structure(apart)
+
+
+class TestReserve:
+    def test_a_leaf_grows_on_its_reserved_pages(self) -> None:
+        tree = PrefixTree(8, page_size=2)
+        sequence, other = tree.insert([1, 2, 3]), tree.insert([9])
+        tree.reserve([sequence], [6])
+        assert tokens_of(tree)[0] == ([1, 2, 3], [0, 1, 3, 4, 5], 0)
+        snapshot = tree.snapshot()
+        assert (snapshot.pages.tolist(), snapshot.length.tolist()) == ([0, 1, 3, 4, 5, 2], [3, 1])
+        tree.extend_each([other, sequence], [8, 4])
+        tree.extend(sequence, [5, 6])
+        tree.extend_each([sequence], [7])
+        assert tokens_of(tree)[0] == ([1, 2, 3, 4, 5, 6, 7], [0, 1, 3, 4, 5], 0)
+        assert (sequence.node.reserved, tree.allocator.free) == (1, 2)
+        tree.check()
+        tree.release(sequence)
+        assert tree.allocator.free == 7
+        tree.check()
+
+    def test_it_sets_what_is_reserved_and_gives_back_what_is_more(self) -> None:
+        tree = PrefixTree(8, page_size=2)
+        sequence = tree.insert([1])
+        free = []
+        for tokens in (0, 1, 2, 9, 3, 3, 0):
+            before = tree.snapshot()
+            tree.reserve([sequence], [tokens])
+            free.append(tree.allocator.free)
+            after = tree.snapshot()
+            assert after.version > before.version or len(after.pages) >= len(before.pages)
+            tree.check()
+        assert free == [7, 7, 6, 3, 6, 6, 7]
+
+    def test_the_first_child_inherits_it(self) -> None:
+        tree = PrefixTree(8, page_size=2)
+        sequence = tree.insert([1])
+        tree.reserve([sequence], [4])
+        fork = tree.fork(sequence)[0]
+        tree.extend_each([fork, sequence], [2, 3])
+        assert tokens_of(tree) == [([1], [0], 0), ([2], [0, 1, 2], 1), ([3], [3], 0)]
+        assert (fork.node.reserved, sequence.node.reserved) == (2, 0)
+        tree.check()
+
+    def test_a_split_leaves_it_to_the_leaf(self) -> None:
+        tree = PrefixTree(8, page_size=2)
+        sequence = tree.insert([1, 2, 3])
+        tree.reserve([sequence], [3])
+        other = tree.insert([1, 4])
+        assert tokens_of(tree) == [([1], [0], 0), ([2, 3], [0, 1, 2], 1), ([4], [3], 0)]
+        tree.release(other)
+        tree.extend(sequence, [5, 6, 7])
+        assert tokens_of(tree) == [([1, 2, 3, 5, 6, 7], [0, 1, 2], 0)]
+        tree.check()
+
+    def test_what_it_refuses_changes_nothing(self) -> None:
+        tree = PrefixTree(4, page_size=2)
+        sequence, second = tree.insert([1]), tree.insert([2])
+        before = fingerprint(tree)
+        with pytest.raises(OutOfPages, match="asked for 3 pages, but only 2 of 4"):
+            tree.reserve([sequence, second], [3, 5])
+        assert fingerprint(tree) == before
+        tree.fork(second)
+        before = fingerprint(tree)
+        with pytest.raises(ValueError, match="shares its last node"):
+            tree.reserve([sequence, second], [1, 1])
+        assert fingerprint(tree) == before
 
 
 class TestRelease:
@@ -236,14 +318,16 @@ class TestRelease:
             tree.check()
             assert len(tree.nodes()) <= 2 * len(beams)
 
-    def test_a_fork_on_a_partial_page_leaves_a_gap_that_cannot_merge(self) -> None:
-        tree = PrefixTree(8, page_size=4)
-        first = tree.insert([1, 2])
-        second = tree.fork(first)[0]
-        tree.extend(first, [3])
-        tree.release(second)
-        assert tokens_of(tree) == [([1, 2], [0], 0), ([3], [1], 0)]
-        tree.check()
+    def test_a_fork_that_is_left_alone_merges_where_its_slots_meet(self) -> None:
+        for left, expected in ((0, [([1, 2, 3], [0], 0)]), (1, [([1, 2], [0], 0), ([4], [1], 0)])):
+            tree = PrefixTree(8, page_size=4)
+            first = tree.insert([1, 2])
+            forks = tree.fork(first, 2)
+            tree.extend_each(forks, [3, 4])
+            tree.release(first)
+            tree.release(forks[1 - left])
+            assert tokens_of(tree) == expected
+            tree.check()
 
     def test_a_fork_at_a_page_boundary_merges(self) -> None:
         tree = PrefixTree(8, page_size=2)
