@@ -93,7 +93,7 @@ def advance(state: BeamSearch, log_probs: Tensor) -> tuple[BeamSearch, BeamMove]
     """
     params, length = state.params, 1 + _length(state)
     candidates = _best_candidates(state, log_probs, length)
-    ends = [length == params.max_new_tokens or one.token in params.stop_token_ids for one in candidates]
+    ends = [length == params.max_new_tokens or one.token in (params.stop_token_ids or ()) for one in candidates]
     goes_on = [one for one, end in zip(candidates, ends, strict=True) if not end][: params.num_beams]
     ended = [one for one, end in zip(candidates[: params.num_beams], ends, strict=False) if end]
 
@@ -145,7 +145,7 @@ def _best_candidates(state: BeamSearch, log_probs: Tensor, length: int) -> list[
         )
     so_far = torch.tensor([beam.score for beam in state.beams], device=log_probs.device)
     totals = (log_probs + so_far[:, None]).flatten()
-    wanted = max(2, 1 + len(params.stop_token_ids)) * params.num_beams
+    wanted = max(2, 1 + len(params.stop_token_ids or ())) * params.num_beams
     best, index = torch.topk(totals, min(wanted, len(totals)))
     if bool(best[0].isnan()):  # topk ranks NaN above everything
         raise ValueError(

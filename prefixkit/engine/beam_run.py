@@ -69,7 +69,7 @@ class BeamRun:
 
     def _sample(self, index: int, beam: Beam) -> Sample:
         tokens = list(beam.tokens)
-        stopped = tokens[-1] in self.search.params.stop_token_ids
+        stopped = tokens[-1] in (self.search.params.stop_token_ids or ())
         text = "" if self.decode is None else self.decode(tokens[:-1] if stopped else tokens)
         return Sample(
             prompt_index=self.state.request.prompt_index,

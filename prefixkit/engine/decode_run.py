@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.decode_batch import DecodeBatch, decode_batch
+from prefixkit.attention.decode_batch import DecodeBatch
 from prefixkit.engine.request import Sample, TokenEvent
 from prefixkit.engine.sample_run import SampleRun, broken_logits, sampling_batch
 from prefixkit.runners.decoder import Decoder, Sampled
@@ -42,15 +42,14 @@ class DecodeRun:
     """Decodes samples, each with a leaf of its own whose last token is uncomputed, until all have ended
     or a request waits for pages.
 
-    The tree is not touched meanwhile but for samples that end: pages for all tokens to come are taken at the beginning,
-    and :meth:`commit` brings the tokens of those that go on into the tree.  A sample that has ended runs on, unread,
-    until rows are compacted; it writes to pages of its own, which are not given to another sequence before.
+    The tree is not touched meanwhile but for samples that end: leaves reserve pages for all tokens to come at the
+    beginning, and :meth:`finish` brings the tokens of those that go on into the tree.  A sample that has ended runs on,
+    unread, until rows are compacted; it writes to pages that were its own, and no other sequence gets them meanwhile.
 
     Args:
         tree: Where the samples' sequences live.
         decoder: Runs the steps.
         runs: The samples; at least one.
-        give: Called with each sample that ends: releases its sequence.
         settings: How far the host runs ahead, and when rows are compacted.
         on_token: Called with each token as it is read.
         on_step: Called after each step that was read with how many tokens counted.
@@ -68,18 +67,18 @@ class DecodeRun:
         tree: PrefixTree,
         decoder: Decoder,
         runs: list[SampleRun],
-        give: Give,
         settings: DecodeSettings = DECODE_SETTINGS,
         on_token: Callable[[TokenEvent], None] | None = None,
         on_step: Callable[[int], None] | None = None,
     ) -> None:
-        self.tree, self.decoder, self.give, self.on_token, self.on_step = tree, decoder, give, on_token, on_step
+        self.tree, self.decoder, self.on_token, self.on_step = tree, decoder, on_token, on_step
         self.settings = settings
+        self._held = tree.allocator.num_pages - tree.allocator.free - tree.reserved
+        tree.reserve([run.sequence for run in runs], [run.tokens_left for run in runs])
         snapshot = tree.snapshot()
-        node_of = dict(zip(snapshot.sequence_id.tolist(), snapshot.sequence_node.tolist(), strict=True))
-        leaf = np.array([node_of[run.sequence.id] for run in runs], np.int32)
-        order = np.argsort(leaf, kind="stable")
-        self.runs = [runs[i] for i in order]
+        self.runs = sorted(runs, key=lambda run: run.sequence.node.index)
+        leaf = np.array([run.sequence.node.index for run in self.runs], np.int32)
+        self._end_slot = snapshot.first_slot[leaf] + snapshot.length[leaf]
         # Steps that each may take.
         self._last = np.array([run.params.max_new_tokens - len(run.tokens) for run in self.runs])
         self._stops = _stop_table(self.runs)
@@ -91,18 +90,12 @@ class DecodeRun:
         self._tokens = np.zeros((64, len(self.runs)), np.int32)
         self._logprobs = np.zeros((64, len(self.runs)), np.float32)
         self.steps = self._read = self.rows_run = self.kv_tokens_read = self.kv_tokens_unshared = 0
+        self._grew = np.zeros(len(self.runs), np.int64)  # tokens that each has added to its leaf
         self.tokens_alone = sum(run.sequence.length for run in self.runs)
-        self._held = tree.allocator.num_pages - tree.allocator.free
-        self._filled = 0  # pages of samples that have ended
-        self._pages = self._take_pages()
-        try:
-            self._batch, self._grown = decode_batch(snapshot, leaf[order], self._pages), 0
-            last = np.array([run.tokens[-1] for run in self.runs], np.int64)
-            decoder.begin(self._batch, sampling_batch(self.runs), last)
-            self._count_batch()
-        except BaseException:
-            self.give_pages_back()
-            raise
+        self._batch, self._grown = DecodeBatch(snapshot, leaf), 0
+        last = np.array([run.tokens[-1] for run in self.runs], np.int64)
+        decoder.begin(self._batch, sampling_batch(self.runs), last)
+        self._count_batch()
 
     @property
     def batch(self) -> DecodeBatch:
@@ -113,29 +106,29 @@ class DecodeRun:
 
     @property
     def pages_held(self) -> int:
-        """Pages of the tree and of all tokens that were sampled, as if no sample had ended."""
-        return self._held + self._filled
+        """Pages of the tree and of all tokens that were sampled, as if no sample had ended; without reserved ones."""
+        size, end = self.tree.page_size, self._end_slot
+        return self._held + int((-(-(end + self._grew) // size) - -(-end // size)).sum())
 
     @property
     def ended(self) -> int:
         """Samples that have ended."""
         return int((~self._alive).sum())
 
-    def run(self, enough: Callable[[int], bool] = lambda ended: False) -> None:
-        """Decode until every sample has ended, or ``enough`` says so of the number that have; then commit."""
-        try:
-            while self._alive.any() and not enough(self.ended):
-                self._launch()
-                self._take(self.decoder.read())
-                self._compact()
-            while self._alive.any() and self._read < self.steps:
-                self._take(self.decoder.read())
-            self.commit()
-        finally:
-            self.give_pages_back()
+    def step(self, give: Give) -> None:
+        """Start steps as far ahead as is allowed, and read the oldest; ``give`` releases a sample that has ended."""
+        self._launch()
+        self._take(self.decoder.read(), give)
+        self._compact()
 
-    def commit(self) -> None:
-        """Bring the tokens of the samples that go on into the tree; the last of each is uncomputed again."""
+    def finish(self, give: Give) -> None:
+        """Read what is under way, and bring the tokens of the samples that go on into the tree."""
+        while self._alive.any() and self._read < self.steps:
+            self._take(self.decoder.read(), give)
+        self._commit()
+
+    def _commit(self) -> None:
+        """Of each sample that goes on, the last token is uncomputed again."""
         if not self._read:
             return
         alive = np.flatnonzero(self._alive)
@@ -143,18 +136,10 @@ class DecodeRun:
             run = self.runs[i]
             if not self._one_by_one[i]:
                 run.accept_all(tokens.tolist(), logprobs.tolist(), ends=False)
-            need = self.tree.pages_to_extend(run.sequence, self._read)
-            self._filled += need
-            pages, self._pages[i] = self._pages[i][:need], self._pages[i][need:]
-            self.tree.extend(run.sequence, tokens, pages)
+            self._grew[i] = self._read
+            self.tree.extend(run.sequence, tokens)
             node = run.sequence.node
             self.tree.mark_computed([node], [node.length - 1])
-
-    def give_pages_back(self) -> None:
-        """Release the pages that were taken and not needed."""
-        if self._pages:
-            self.tree.allocator.release(np.concatenate(self._pages))
-        self._pages = []
 
     # -- one step, part by part ----------------------------------------------------------------------------------------
 
@@ -168,7 +153,7 @@ class DecodeRun:
             self._grown += 1
             self._count_step()
 
-    def _take(self, sampled: Sampled) -> None:
+    def _take(self, sampled: Sampled, give: Give) -> None:
         """Look at the tokens of the oldest step that was not read."""
         rows, at = self._rows_of_steps.pop(0), self._read
         if at == len(self._tokens):
@@ -184,9 +169,10 @@ class DecodeRun:
         one_by_one = alive & self._one_by_one[rows]
         ended = rows[alive & ends & ~one_by_one]
         for i, all_tokens, all_logprobs in zip(ended.tolist(), *self._sampled(ended), strict=True):
-            self._end(i, self.runs[i].accept_all(all_tokens.tolist(), all_logprobs.tolist(), ends=True))
+            self._end(i, self.runs[i].accept_all(all_tokens.tolist(), all_logprobs.tolist(), ends=True), give)
         for i in rows[one_by_one].tolist():
-            self._end(i, self.runs[i].accept(int(self._tokens[at, i]), float(self._logprobs[at, i]), self.on_token))
+            sample = self.runs[i].accept(int(self._tokens[at, i]), float(self._logprobs[at, i]), self.on_token)
+            self._end(i, sample, give)
         if self.on_step is not None:
             self.on_step(int(alive.sum()))
 
@@ -195,11 +181,11 @@ class DecodeRun:
         tokens, logprobs = self._tokens[: self._read, runs], self._logprobs[: self._read, runs]
         return np.ascontiguousarray(tokens.T), np.ascontiguousarray(logprobs.T)
 
-    def _end(self, i: int, sample: Sample | None) -> None:
+    def _end(self, i: int, sample: Sample | None, give: Give) -> None:
         if sample is not None:
             self._alive[i] = False
-            self._filled += self.tree.pages_to_extend(self.runs[i].sequence, self._read - 1)
-            self.give(self.runs[i], sample)
+            self._grew[i] = self._read - 1  # the last token never joins the tree
+            give(self.runs[i], sample)
 
     def _compact(self) -> None:
         """Go on without the rows that have ended, once they are many."""
@@ -234,19 +220,12 @@ class DecodeRun:
         self.tokens_alone = max(self.tokens_alone, self._alone)
         self._reads, self._alone = self._reads + rows, self._alone + rows  # each row's leaf grows
 
-    # -- beginning -----------------------------------------------------------------------------------------------------
-
-    def _take_pages(self) -> list[NDArray[np.int32]]:
-        """For each sample the pages that it may still need: they are reserved for it, so they are free."""
-        counts = [self.tree.pages_to_extend(run.sequence, run.tokens_left) for run in self.runs]
-        taken = self.tree.allocator.allocate(sum(counts))
-        return np.split(taken, np.cumsum(counts)[:-1])
-
 
 def _stop_table(runs: list[SampleRun]) -> NDArray[Any]:
     """``[runs, most]`` the tokens that end each run, -1 where it has fewer than others."""
-    most = max(len(run.params.stop_token_ids) for run in runs)
+    stops = [run.params.stop_token_ids or () for run in runs]
+    most = max(map(len, stops))
     table = np.full((len(runs), max(1, most)), -1, np.int64)
-    for row, run in zip(table, runs, strict=True):
-        row[: len(run.params.stop_token_ids)] = run.params.stop_token_ids
+    for row, tokens in zip(table, stops, strict=True):
+        row[: len(tokens)] = tokens
     return table

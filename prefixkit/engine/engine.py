@@ -6,7 +6,8 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +91,7 @@ class Engine:
         self.on_step = on_step
         self.samples: list[SampleRun] = []
         self.beams: list[BeamRun] = []
+        self._decoding: DecodeRun | None = None
         self._ended: list[
             RequestState
         ] = []  # all of whose samples have finished, but which are still with the scheduler
@@ -109,28 +111,40 @@ class Engine:
         Raises:
             KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
         """
+        finished = [sample for sample in self.stream(requests) if self.keep]
+        return sorted(finished, key=lambda sample: (sample.prompt_index, sample.index))
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Sample]:
+        """Run requests to their end, and give each sample as it finishes.
+
+        Raises:
+            KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
+        """
         requests = list(requests)
         check_fits(requests, self.tree, self.pool.spec.bytes_per_token)
         self.scheduler.submit(requests)
         self.report.prompts += len(requests)
-        finished: list[Sample] = []
-        began = time.perf_counter()
         try:
             while not self.scheduler.idle:
-                ended = self.step()
-                finished += ended if self.keep else []
+                began = time.perf_counter()
+                try:
+                    finished = self.step()
+                finally:
+                    self.report.seconds += time.perf_counter() - began
+                yield from finished
         finally:
             self._release_all()
-            self.report.seconds += time.perf_counter() - began
-        return sorted(finished, key=lambda sample: (sample.prompt_index, sample.index))
 
     def step(self) -> list[Sample]:
-        """One forward pass and one token for everything that runs, or with a ``decoder`` many; returns the samples that
-        this finished."""
-        self.scheduler.admit()
-        finished = self._start_at_once() if self.decoder is not None else []
-        if self._can_decode():
-            return finished + self._decode()
+        """One forward pass and one token for everything that runs; returns the samples that this finished."""
+        finished: list[Sample] = []
+        if self._decoding is None:
+            self.scheduler.admit()
+            finished += self._start_at_once() if self.decoder is not None else []
+            if self._can_decode():
+                self._begin_decoding()
+        if self._decoding is not None:
+            return finished + self._decode(self._decoding)
         self._forward()
         self.samples += self._start()
         ended = self._advance()
@@ -169,35 +183,50 @@ class Engine:
         leaves = {run.sequence.node for run in self.samples}
         return all(node in leaves and have == want - 1 for node, have, want in self.tree.uncomputed())
 
-    def _decode(self) -> list[Sample]:
+    def _begin_decoding(self) -> None:
         assert self.decoder is not None, "asked before"
+        self._count_held(self._held_pages())
+        try:
+            with self._decode_seconds():
+                self._decoding = DecodeRun(
+                    self.tree, self.decoder, self.samples, self.settings, self.on_token, self.on_step
+                )
+        except CannotDecode as error:
+            log.warning("decoding step by step: %s", error)
+            self.decoder = None
+
+    def _decode(self, decoding: DecodeRun) -> list[Sample]:
+        """A step of the decoder; its samples join the tree once all have ended or enough others wait for pages."""
         finished: list[Sample] = []
 
         def give(run: SampleRun, sample: Sample) -> None:
             self.tree.release(run.sequence)
             self._finish(run.state, [sample], finished)
             self._hand_over([sample])
-            if not self.keep:
-                finished.clear()
 
-        began, count, decoder = time.perf_counter(), len(self.samples), self.decoder
-        self._count_held(self._held_pages())
-        try:
-            decoding = DecodeRun(self.tree, decoder, self.samples, give, self.settings, self.on_token, self.on_step)
-        except CannotDecode as error:
-            log.warning("decoding step by step: %s", error)
-            self.decoder = None
-            return []
-        try:
-            decoding.run(lambda ended: self.scheduler.waits and ended * self.settings.waited_for >= count)
-        finally:
-            self.samples = [run for run in self.samples if run.sequence.tree is not None]
-            self.report.count_decode(
-                decoding, self.decoder, time.perf_counter() - began, self.pool.spec.bytes_per_token
-            )
-            self.report.plans = self.planner.plans_made
-            self._count_held(decoding.pages_held)
+        with self._decode_seconds():
+            decoding.step(give)
+            waiting = self.scheduler.waits and decoding.ended * self.settings.waited_for >= len(decoding.runs)
+            if waiting or decoding.ended == len(decoding.runs):
+                decoding.finish(give)
+                self._end_decoding(decoding)
         return finished
+
+    def _end_decoding(self, decoding: DecodeRun) -> None:
+        assert self.decoder is not None, "it ran"
+        self._decoding = None
+        self.samples = [run for run in self.samples if run.sequence.tree is not None]
+        self.report.count_decode(decoding, self.decoder, self.pool.spec.bytes_per_token)
+        self.report.plans = self.planner.plans_made
+        self._count_held(decoding.pages_held)
+
+    @contextmanager
+    def _decode_seconds(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.report.seconds_in_decode += time.perf_counter() - began
 
     # -- one step, part by part ----------------------------------------------------------------------------------------
 
@@ -330,7 +359,7 @@ class Engine:
         report.kv_bytes_unshared_peak = max(report.kv_bytes_unshared_peak, alone)
 
     def _held_pages(self) -> int:
-        return self.tree.allocator.num_pages - self.tree.allocator.free
+        return self.tree.allocator.num_pages - self.tree.allocator.free - self.tree.reserved
 
     def _count_held(self, pages: int) -> None:
         held = pages * self.tree.page_size * self.pool.spec.bytes_per_token
@@ -338,6 +367,8 @@ class Engine:
 
     def _release_all(self) -> None:
         """Give every page back; after a run to the end there is nothing left to give but the tree's own."""
+        if self._decoding is not None:
+            self._end_decoding(self._decoding)
         left = [run.sequence for run in self.samples] + [one for run in self.beams for one in run.sequences]
         for sequence in left:
             if sequence.tree is not None:  # a step that failed may have released it

@@ -93,24 +93,41 @@ def pool_pages(
     check_page_size(page_size)
     budget = _free_for_kv(spec.device, workspace, free) if kv_budget is None else parse_size(kv_budget)
     need = pages_needed(requests, page_size)
-    page_bytes = page_size * spec.bytes_per_token
-    if budget < page_bytes:
-        page = f"a page of {page_size} tokens takes {page_bytes} bytes ({page_bytes / 2**20:.2f} MiB)"
-        if kv_budget is not None:
-            raise ValueError(f"kv_budget={budget} bytes holds no page; {page}; raise kv_budget")
-        raise ValueError(
-            f"the memory left for KV ({budget} bytes) holds no page; {page}, "
-            f"and a step {workspace / 2**20:.0f} MiB besides; "
-            "free some memory, ask for fewer samples, or lower prefill_chunk"
-        )
-    pages = min(need, int(budget // page_bytes))
+    pages = min(need, _pages_in(budget, spec, kv_budget, page_size, workspace))
     if pages < need:
         log.info("KV pool: %d of the %d pages that all requests need at once; the rest waits", pages, need)
-    return max(pages, pages_for(1, page_size))
+    return max(pages, 1)
+
+
+def session_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free: int | None = None) -> int:
+    """Pages of a pool that outlives its requests: what the budget holds; without one, half of the memory that is free.
+
+    Raises:
+        ValueError: see :func:`pool_pages`.
+    """
+    check_page_size(page_size)
+    free = free_memory(spec.device) if free is None else free
+    budget = int(free * FREE_MEMORY_SHARE) if kv_budget is None else parse_size(kv_budget)
+    return _pages_in(budget, spec, kv_budget, page_size)
+
+
+def _pages_in(budget: int, spec: KVSpec, kv_budget: float | str | None, page_size: int, workspace: int = 0) -> int:
+    """Pages that so many bytes hold, at least one."""
+    page_bytes = page_size * spec.bytes_per_token
+    if budget >= page_bytes:
+        return budget // page_bytes
+    page = f"a page of {page_size} tokens takes {page_bytes} bytes ({page_bytes / 2**20:.2f} MiB)"
+    if kv_budget is not None:
+        raise ValueError(f"kv_budget={budget} bytes holds no page; {page}; raise kv_budget")
+    raise ValueError(
+        f"the memory left for KV ({budget} bytes) holds no page; {page}, "
+        f"and a step {workspace / 2**20:.0f} MiB besides; "
+        "free some memory, ask for fewer samples, or lower prefill_chunk"
+    )
 
 
 def pages_needed(requests: Sequence[Request], page_size: int) -> int:
-    """Pages of all requests at once, what they share counted once."""
+    """Pages of all requests at once at most, what they share counted once."""
     need, before = 0, np.empty(0, np.int32)
     for request in admission_order(
         requests

@@ -24,7 +24,7 @@ class Report:
         plans: Attention plans made; the other steps reused one.
         tokens_computed: Tokens that went through the model.
         tokens_plain_batch: Tokens that a plain batch would have sent through it.
-        kv_bytes_held_peak: KV bytes held at the fullest moment, in whole pages.
+        kv_bytes_held_peak: KV bytes held at the fullest moment, in whole pages; reserved pages apart.
         kv_bytes_unshared_peak: What the sequences alive at their fullest moment would have held unshared.
         kv_bytes_read: KV bytes that attention read.
         kv_bytes_read_unshared: What it would have read for each sequence apart.
@@ -55,11 +55,10 @@ class Report:
     seconds_capturing: float = 0.0
     graph_bytes: int = 0
 
-    def count_decode(self, run: DecodeRun, decoder: Decoder, seconds: float, bytes_per_token: int) -> None:
+    def count_decode(self, run: DecodeRun, decoder: Decoder, bytes_per_token: int) -> None:
         """Add a decoder's steps and what they read."""
         self.steps += run.steps
         self.decode_steps += run.steps
-        self.seconds_in_decode += seconds
         self.tokens_computed += run.rows_run
         self.kv_bytes_read += run.kv_tokens_read * bytes_per_token
         self.kv_bytes_read_unshared += run.kv_tokens_unshared * bytes_per_token

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,7 +28,7 @@ class BeamParams:
             beam, scored at its present length, beats the worst finished one.  ``"never"`` scores it at
             the length most favourable to it, so that nothing better can be missed.
         max_new_tokens: Most tokens to generate.
-        stop_token_ids: Tokens that finish a sequence.
+        stop_token_ids: Tokens that finish a sequence; None: the model's end-of-sequence tokens.
     """
 
     num_beams: int
@@ -35,7 +36,7 @@ class BeamParams:
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     max_new_tokens: int = 128
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         fields: dict[str, object] = {
@@ -45,7 +46,9 @@ class BeamParams:
             ),
             "length_penalty": as_number("length_penalty", self.length_penalty),
             "max_new_tokens": as_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token"),
-            "stop_token_ids": as_token_ids("stop_token_ids", self.stop_token_ids),
+            "stop_token_ids": None
+            if self.stop_token_ids is None
+            else as_token_ids("stop_token_ids", self.stop_token_ids),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -62,6 +65,17 @@ class BeamParams:
                 f"length_penalty {self.length_penalty} over {self.max_new_tokens} tokens leaves float32; "
                 "use one nearer to 0"
             )
+
+
+class BeamFields(TypedDict, total=False):
+    """The fields of :class:`BeamParams` as keyword arguments."""
+
+    num_beams: int
+    num_return_sequences: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    max_new_tokens: int
+    stop_token_ids: Sequence[int] | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,7 +49,7 @@ class SampleRun:
         params, logits = state.request.params, state.first_logits
         assert isinstance(params, SamplingParams) and logits is not None
         key = sample_key(params.seed, index, state.request.tokens, state.request.occurrence)
-        stop = StopChecker(params.stop_token_ids, params.stop, decode, special_tokens)
+        stop = StopChecker(params.stop_token_ids or (), params.stop, decode, special_tokens)
         return cls(state, index, key, sequence, params, stop, logits)
 
     @property

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import SupportsIndex, TypedDict
 
 import numpy as np
 
@@ -28,7 +28,8 @@ class SamplingParams:
         max_new_tokens: Most tokens to sample for one sample.
         seed: 0 to 2**64 - 1.  Equal seed, sample index, prompt and occurrence (see ``Request``) use equal random
             numbers.
-        stop_token_ids: Tokens that end a sample; the one sampled is its last token and not in its text.
+        stop_token_ids: Tokens that end a sample; the one sampled is its last token and not in its text.  None: the
+            model's end-of-sequence tokens.
         stop: Strings that end a sample; its text ends before the first of them.  They may be or hold special tokens:
             see ``StopChecker``.
     """
@@ -41,7 +42,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     max_new_tokens: int = 128
     seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,8 +56,10 @@ class SamplingParams:
             "repetition_penalty": as_number("repetition_penalty", self.repetition_penalty),
             "max_new_tokens": as_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token"),
             "seed": as_integer("seed", self.seed, 0, "use a seed from 0 to 2**64 - 1"),
-            "stop_token_ids": as_token_ids("stop_token_ids", self.stop_token_ids),
-            "stop": as_stop_strings(self.stop),
+            "stop_token_ids": None
+            if self.stop_token_ids is None
+            else as_token_ids("stop_token_ids", self.stop_token_ids),
+            "stop": as_stop_strings(() if self.stop is None else self.stop),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -77,6 +80,21 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of :class:`SamplingParams` as keyword arguments; ``n`` and ``seed`` may be lists, one per prompt."""
+
+    n: int | Sequence[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    max_new_tokens: int
+    seed: int | Sequence[int]
+    stop_token_ids: Sequence[int] | None
+    stop: str | Sequence[str] | None
 
 
 def as_integer(name: str, value: object, least: int, remedy: str) -> int:
@@ -106,8 +124,9 @@ def as_token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def as_stop_strings(value: object) -> tuple[str, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"stop must be a tuple of strings, got {value!r}; write a single string as (string,)")
+    value = (value,) if isinstance(value, str) else value
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
+        raise TypeError(f"stop must be a string or a tuple of strings, got {value!r}")
     strings = tuple(value)
     for string in strings:
         if not isinstance(string, str):

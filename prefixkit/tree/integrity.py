@@ -16,6 +16,7 @@ class Checked(Protocol):
 
     root: Node
     allocator: PageAllocator
+    reserved: int
 
     @property
     def page_size(self) -> int: ...
@@ -34,6 +35,7 @@ def check(tree: Checked) -> None:
         else:
             _check_node(node, tree.page_size)
     _require(len({node.id for node in nodes}) == len(nodes), "node ids are unique", nodes)
+    _require(sum(node.reserved for node in nodes) == tree.reserved, "reserved pages are counted", tree.reserved)
     _check_pages(nodes, tree)
     _check_slots(nodes, tree.page_size)
 
@@ -70,13 +72,17 @@ def _check_node(node: Node, page_size: int) -> None:
     assert parent is not None
     _require(node.length > 0, "a node holds tokens", node)
     _require(0 <= node.first_slot < page_size, "a node begins in its first page", node)
-    _require(len(node.tokens) == node.length and len(node.page_buffer) >= node.num_pages, "arrays match the length", node)
+    _require(
+        len(node.tokens) == node.length and len(node.page_buffer) >= node.num_pages, "arrays match the length", node
+    )
     _require(node.reserved == 0 or not node.branches, "only leaves have reserved pages", node)
     _require(0 <= node.computed <= node.length, "0 <= computed <= length", node)
     _require(node.continuation is None or node.continuation.parent is node, "a continuation is a child", node)
     if node.first_slot:
         met = parent.continuation is node and node.pages[0] == parent.pages[-1]
-        _require(met and node.first_slot == parent.end_slot % page_size, "within a page a node continues its parent", node)
+        _require(
+            met and node.first_slot == parent.end_slot % page_size, "within a page a node continues its parent", node
+        )
     _require(node.computed == 0 or parent.computed == parent.length, "computed tokens have computed ancestors", node)
     _require(bool(node.branches or node.sequences), "a node leads to a sequence", node)
     if not node.sequences and len(node.children) == 1:

@@ -40,6 +40,7 @@ class PrefixTree:
         root: holds no tokens; its children are the roots of the forest.
         version: grows whenever nodes are added, removed, split, merged or shortened.
         sequences_version: grows whenever sequences are added, removed or moved to another node.
+        reserved: pages that leaves hold for tokens to come.
 
     Raises:
         ValueError: ``num_pages`` below 1, or ``page_size`` outside 1..128.
@@ -52,6 +53,7 @@ class PrefixTree:
         self._identity = object()  # of its snapshots: versions of two trees may be equal
         self.version = 0
         self.sequences_version = 0
+        self.reserved = 0
         self._node_ids = count_up()
         self._sequence_ids = count_up()
         self.root = Node(next(self._node_ids), None, self.page_size, np.empty(0, np.int32), np.empty(0, np.int32))
@@ -145,27 +147,20 @@ class PrefixTree:
             raise ValueError(f"count must be at least 1, got {count}")
         return [self._new_sequence(node) for _ in range(count)]
 
-    def extend(self, sequence: Sequence, tokens: ArrayLike, pages: Ints | None = None) -> None:
+    def extend(self, sequence: Sequence, tokens: ArrayLike) -> None:
         """Append ``tokens``: to the node where the sequence ends, if a leaf of its own, else to a new child.
 
-        Args:
-            sequence, tokens: What grows, and by what.
-            pages: The pages to use where the sequence has a leaf of its own and the caller has taken `pages_to_extend`
-                from `allocator`: they become the tree's.  None: they are taken now.
-
         Raises:
-            ValueError, TypeError: ``tokens`` is empty or not token ids, ``sequence`` is not live in this tree, or
-                ``pages`` are not as many as needed.
+            ValueError, TypeError: ``tokens`` is empty or not token ids, or ``sequence`` is not live in this tree.
             OutOfPages: not enough free pages; nothing has changed.
         """
         values = as_tokens(tokens)
         node = self._node_of(sequence)
-        need = node.pages_to_add(len(values))
-        if pages is not None and len(pages) != need:
-            raise ValueError(f"{len(values)} tokens of sequence {sequence.id} need {need} pages, got {len(pages)}")
-        pages = self.allocator.allocate(need) if pages is None else pages
+        pages = self.allocator.allocate(node.pages_to_add(len(values)))
         if node.grows_in_place:
+            self.reserved -= node.reserved
             node.grow(values, pages)
+            self.reserved += node.reserved
             self._touched.add(node)
         else:
             self._move(sequence, self._add_leaf(node, values.copy(), pages))
@@ -187,6 +182,7 @@ class PrefixTree:
             node.reserve(before)
             surplus = node.give_back(-(-max(0, count - node.free_slots) // self.page_size))
             self.allocator.release(surplus)
+            self.reserved += more - len(surplus)
             self.version += len(surplus) > 0  # of one version a later snapshot has no fewer pages
         self._touched.update(nodes)
 
@@ -213,6 +209,7 @@ class PrefixTree:
         for node in crossing:
             if node.reserved:
                 node.reserved -= 1
+                self.reserved -= 1
             else:
                 node.push_page(pages.pop())
         for node, token in zip(growing, compress(values, in_place), strict=True):
@@ -237,6 +234,7 @@ class PrefixTree:
         if length == sequence.length:
             return
         if node.grows_in_place and length > node.start:
+            self.reserved -= node.reserved
             self.allocator.release(node.shorten(length - node.start))
             self.version += 1
             return
@@ -320,6 +318,7 @@ class PrefixTree:
     def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints) -> Node:
         """A new child, in the free slots of the parent's last page, then on its reserved pages, then on ``pages``."""
         continues = parent.free_slots > 0
+        self.reserved -= parent.reserved
         pages = np.concatenate([parent.give_back(), pages])
         if continues:
             last = parent.pages[-1:]
@@ -327,6 +326,7 @@ class PrefixTree:
             pages = np.concatenate([last, pages])
         first_slot = parent.end_slot % self.page_size if continues else 0
         leaf = Node(next(self._node_ids), parent, self.page_size, tokens, pages, first_slot)
+        self.reserved += leaf.reserved
         parent.adopt(leaf)
         if continues:
             parent.continuation = leaf
@@ -342,6 +342,7 @@ class PrefixTree:
         while node.parent is not None and not node.branches and not node.sequences:
             parent = node.parent
             self.allocator.release(node.pages)
+            self.reserved -= node.reserved
             parent.disown(node)
             self.version += 1
             node = parent

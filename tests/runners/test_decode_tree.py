@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.decode_batch import DecodeBatch, decode_batch
+from prefixkit.attention.decode_batch import DecodeBatch
 from prefixkit.runners.decode_tree import BatchTooLarge, DecodeCapacity, DecodeTree
 from prefixkit.tree.radix import PrefixTree, Sequence
 
@@ -25,8 +25,8 @@ def make_batch(
     nodes = tree.nodes()
     tree.mark_computed(nodes, [node.length - (node in own) for node in nodes])
     samples.sort(key=lambda sample: sample.node.index)
-    pages = [tree.allocator.allocate(tree.pages_to_extend(sample, most_steps)) for sample in samples]
-    return tree, samples, decode_batch(tree.snapshot(), np.array([s.node.index for s in samples], np.int32), pages)
+    tree.reserve(samples, [most_steps] * len(samples))
+    return tree, samples, DecodeBatch(tree.snapshot(), np.array([s.node.index for s in samples], np.int32))
 
 
 def truth(batch: DecodeBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -88,7 +88,7 @@ def test_a_kept_batch_is_the_tree_of_the_rows_that_stay(seed: int) -> None:
         assert all(inside[n] for n in nodes if tree.parent[n] == node), "children lie in the subtree"
         assert all(tree.parent[n] >= node for n in nodes[inside]), "and nothing else does"
     assert len(tree.sequence_node) == 0
-    assert kept.snapshot.version != batch.snapshot.version
+    assert kept.snapshot.tree is not batch.snapshot.tree
 
 
 def test_a_row_without_a_page_for_its_token_stands_still() -> None:

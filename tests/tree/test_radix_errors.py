@@ -62,17 +62,3 @@ class _Without:
 
     def fork(self, sequence: Sequence, count: int = 1) -> list[Sequence]:
         return self._forks if count == 4 else self._tree.fork(sequence, count)
-
-
-def test_extend_takes_exactly_the_pages_it_needs():
-    tree = PrefixTree(num_pages=9, page_size=4)
-    sequence = tree.insert([1, 2, 3])
-    taken = tree.allocator.allocate(2)
-    for pages in (taken, taken[:0]):
-        with pytest.raises(ValueError, match=f"need 1 pages, got {len(pages)}"):
-            tree.extend(sequence, [4, 5], pages)
-    assert sequence.tokens().tolist() == [1, 2, 3]
-    tree.extend(sequence, [4, 5], taken[:1])
-    assert sequence.node.pages.tolist() == [0, taken[0]]
-    tree.allocator.release(taken[1:])
-    tree.check()

@@ -1,0 +1,115 @@
+"""From prompts and parameters as users give them to requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.engine.request import BeamFields, BeamParams, Request
+from prefixkit.models import NotPatched, is_patched
+from prefixkit.prompts import Prompt, encode_prompts, occurrences
+from prefixkit.sampling.params import SamplingFields, SamplingParams
+
+Prompts = Prompt | Iterable[Prompt]
+Params = TypeVar("Params", SamplingParams, BeamParams)
+
+
+def sampling_requests(
+    model: Any,
+    tokenizer: Any,
+    prompts: Prompts,
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    fields: SamplingFields,
+) -> list[Request]:
+    """A request for each prompt, with the parameters of :func:`prefixkit.generate`; everything is checked."""
+    encoded = _encoded(model, tokenizer, prompts)
+    each = _per_prompt(SamplingParams, params, fields, len(encoded), ("n", "seed"))
+    each = _with_stop_ids(model, tokenizer, each)
+    for own in each:
+        if tokenizer is None and own.stop:
+            raise ValueError(
+                f"stop strings {own.stop!r} are looked for in text, but tokenizer is None; "
+                "pass the model's tokenizer, or use stop_token_ids"
+            )
+    rows = zip(encoded, each, occurrences(encoded), strict=True)
+    return [Request(index, tokens, own, before) for index, (tokens, own, before) in enumerate(rows)]
+
+
+def beam_requests(
+    model: Any,
+    tokenizer: Any,
+    prompts: Prompts,
+    params: BeamParams | Sequence[BeamParams] | None,
+    fields: BeamFields,
+) -> list[Request]:
+    """A request for each prompt, with the parameters of :func:`prefixkit.beam_search`; everything is checked."""
+    encoded = _encoded(model, tokenizer, prompts)
+    each = _with_stop_ids(model, tokenizer, _per_prompt(BeamParams, params, fields, len(encoded)))
+    return [Request(index, tokens, own) for index, (tokens, own) in enumerate(zip(encoded, each, strict=True))]
+
+
+def check_patched(model: Any) -> None:
+    """Raise NotPatched unless the model is patched."""
+    if not is_patched(model):
+        raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
+
+
+def _encoded(model: Any, tokenizer: Any, prompts: Prompts) -> list[NDArray[np.int32]]:
+    check_patched(model)
+    return encode_prompts(tokenizer, prompts, model.config.get_text_config().vocab_size)
+
+
+def _per_prompt(
+    kind: type[Params],
+    params: Params | Sequence[Params] | None,
+    fields: Mapping[str, Any],
+    count: int,
+    listed: Sequence[str] = (),
+) -> list[Params]:
+    """The parameters of each prompt: its own or those of all, with ``fields`` in their place; ``listed`` may be lists."""
+    names = kind.__dataclass_fields__
+    if unknown := [name for name in fields if name not in names]:
+        raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}")
+    lists = {name: _values(name, fields[name], count) for name in listed if name in fields}
+    common = {name: value for name, value in fields.items() if name not in lists}
+    if params is None:
+        params = kind(**{name: values[0] for name, values in lists.items() if values}, **common)
+    elif isinstance(params, kind):
+        params = replace(params, **common)
+    if isinstance(params, kind):
+        own = [params] * count
+    else:
+        own = list(params)
+        if len(own) != count or not all(isinstance(one, kind) for one in own):
+            raise ValueError(f"params must be a {kind.__name__} or one per prompt, got {len(own)} for {count} prompts")
+        own = [replace(one, **common) for one in own]
+    if not lists:
+        return own
+    changes = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return [replace(one, **change) for one, change in zip(own, changes, strict=True)]
+
+
+def _values(name: str, value: Any, count: int) -> list[Any]:
+    """The value for each prompt; what each of them is, the parameters check."""
+    if not isinstance(value, Iterable) or getattr(value, "ndim", None) == 0:  # arrays of no dimension are numbers
+        return [value] * count
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{name} must be one integer or one per prompt, got {type(value).__name__} {value!r}")
+    values = value.tolist() if hasattr(value, "tolist") else list(value)
+    if len(values) != count:
+        raise ValueError(f"{name} must be one integer or one per prompt, got {len(values)} for {count} prompts")
+    return list(values)
+
+
+def _with_stop_ids(model: Any, tokenizer: Any, each: list[Params]) -> list[Params]:
+    """Parameters that leave them out get the end-of-sequence tokens of the generation config, else the tokenizer's."""
+    if all(own.stop_token_ids is not None for own in each):
+        return each
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = getattr(tokenizer, "eos_token_id", None) if ids is None else ids
+    found = () if ids is None else (int(ids),) if isinstance(ids, int) else tuple(int(token) for token in ids)
+    return [own if own.stop_token_ids is not None else replace(own, stop_token_ids=found) for own in each]

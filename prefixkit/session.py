@@ -1,0 +1,327 @@
+"""A session: KV pool, tree, CUDA graphs and compiled layers of a patched model, kept from call to call."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Unpack
+
+import torch
+
+import prefixkit.backends  # noqa: F401 - registers them
+from prefixkit.attention.planner import Planner
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.engine.engine import Engine
+from prefixkit.engine.memory import MOST_RUNNING, pool_pages, prefill_chunk_for, session_pages, step_bytes
+from prefixkit.engine.report import Report
+from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
+from prefixkit.engine.scheduler import check_fits
+from prefixkit.engine.stop import special_tokens
+from prefixkit.models import ModelRunner, kv_spec, query_heads
+from prefixkit.models.compile.packed_weights import moves
+from prefixkit.ops.backend import backend_for
+from prefixkit.ops.kv_pool import KVPool
+from prefixkit.requests import Prompts, beam_requests, check_patched, sampling_requests
+from prefixkit.runners.decoder import Decoder
+from prefixkit.runners.graph import GraphDecoder
+from prefixkit.runners.sampler import sampler_of
+from prefixkit.sampling.params import SamplingFields, SamplingParams
+from prefixkit.tree.radix import PrefixTree
+
+log = logging.getLogger("prefixkit")
+
+
+class SessionBusy(ValueError):
+    """A session was called while a call of it was under way: from another thread, a callback, or beside a stream."""
+
+
+class MemoryReleased(ValueError):
+    """A session was called between :meth:`Session.release_memory` and :meth:`Session.resume`, or after its end."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The samples of a call, if it keeps them, by prompt and then index, and the report of what they shared."""
+
+    samples: tuple[Sample, ...]
+    report: Report
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+    def of_prompt(self, prompt_index: int) -> list[Sample]:
+        """The samples of one prompt."""
+        return [sample for sample in self.samples if sample.prompt_index == prompt_index]
+
+
+class Session:
+    """What sampling from one model needs again and again, made once: the second call costs its steps.
+
+    A call at a time: a session that is busy raises :class:`SessionBusy`.  Two sessions may run in two threads, on one
+    model or on two.  A call that raises leaves the session as it was before.  Weights that change in place between calls
+    are used as they are then: no KV outlives a call.
+
+    Args:
+        model: A model that :func:`prefixkit.patch` has patched.
+        tokenizer: Its tokenizer; None where all prompts are token ids: samples have no text then, and stop strings are
+            refused.
+        kv_budget: KV that the pool holds, in bytes or as a size such as ``"40GiB"``; None: half of the memory that is
+            free.  The pool is made at once and does not grow; prompts beyond it wait for others to finish.
+        page_size: Tokens per KV page, 1 to 128.
+        prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
+        compiled: On a GPU, decode through torch.compile, after some seconds of compiling for each bucket of batch sizes.
+
+    Raises:
+        NotPatched: the model is not patched.
+        ValueError: a parameter is out of range, or the budget holds no page.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        kv_budget: float | str | None = None,
+        page_size: int = 16,
+        prefill_chunk: int | None = None,
+        compiled: bool = False,
+    ) -> None:
+        check_patched(model)
+        self.model, self.tokenizer = model, tokenizer
+        self._kv_budget, self._page_size = kv_budget, page_size
+        self._prefill_chunk, self._compiled = prefill_chunk, compiled
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self.resume()
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Take memory for pool and graphs again after :meth:`release_memory`; nothing where it was not released."""
+        with self._busy():
+            if self._engine is None:
+                spec = kv_spec(self.model)
+                pages = session_pages(spec, self._kv_budget, self._page_size)
+                self._engine = engine_of(
+                    self.model,
+                    pages,
+                    page_size=self._page_size,
+                    prefill_chunk=self._prefill_chunk,
+                    compiled=self._compiled,
+                )
+                tokens = pages * self._page_size
+                size = tokens * spec.bytes_per_token / 2**30
+                log.info("session: KV for %d tokens (%.2f GiB) on %s", tokens, size, spec.device)
+
+    def release_memory(self) -> None:
+        """Give back the pool and the graphs, for a backward pass, say; :meth:`resume` takes them again."""
+        with self._busy():
+            self._engine = None
+
+    def close(self) -> None:
+        """End the session; the same as :meth:`release_memory`, and where a ``with`` block ends."""
+        self.release_memory()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        keep: bool = True,
+        on_sample: Callable[[Sample], None] | None = None,
+        on_token: Callable[[TokenEvent], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Result:
+        """Sample continuations of each prompt; see :func:`prefixkit.generate`.
+
+        Raises:
+            SessionBusy: a call of this session is under way.
+            MemoryReleased: the session has ended or has given its memory back.
+            KVBudgetTooSmall: one of the sequences does not fit the pool.
+            ValueError, TypeError: as :func:`prefixkit.generate`.
+        """
+        if on_sample is None and not keep:
+            raise ValueError("keep=False drops every sample; pass on_sample to take them, or leave keep out")
+        with self._busy():
+            requests = sampling_requests(self.model, self.tokenizer, prompts, params, fields)
+            engine = self._ready()
+            engine.keep, engine.on_sample, engine.on_token, engine.on_step = keep, on_sample, on_token, on_step
+            return run(engine, self.model, self.tokenizer, requests)
+
+    def stream(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_token: Callable[[TokenEvent], None] | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Iterator[Sample]:
+        """As :meth:`generate`, but gives each sample as it finishes and keeps none.
+
+        Everything is checked before this returns.  The session is busy until the iterator ends or is closed, as it is when
+        the last reference to it goes; samples that have not finished then are dropped.
+        """
+        with self._busy():
+            requests = sampling_requests(self.model, self.tokenizer, prompts, params, fields)
+            engine = self._ready()
+            check_fits(requests, engine.tree, engine.pool.spec.bytes_per_token)
+
+        def samples() -> Iterator[Sample]:
+            with self._busy():
+                engine = self._ready()
+                engine.on_sample, engine.on_token, engine.on_step = None, on_token, None
+                prepare(engine, self.model, self.tokenizer, requests)
+                yield from engine.stream(requests)
+
+        return samples()
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamParams | Sequence[BeamParams] | None = None,
+        *,
+        on_sample: Callable[[Sample], None] | None = None,
+        **fields: Unpack[BeamFields],
+    ) -> Result:
+        """Search for the likeliest continuations of each prompt; see :func:`prefixkit.beam_search`.
+
+        Raises:
+            SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
+        """
+        with self._busy():
+            requests = beam_requests(self.model, self.tokenizer, prompts, params, fields)
+            engine = self._ready()
+            engine.keep, engine.on_sample, engine.on_token, engine.on_step = True, on_sample, None, None
+            return run(engine, self.model, self.tokenizer, requests)
+
+    def _ready(self) -> Engine:
+        if self._engine is None:
+            raise MemoryReleased("the session has given its memory back; call resume() first, or open another session")
+        return self._engine
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise SessionBusy(
+                "a call of this session is under way; wait for its end, close its stream, or open a second session"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def run(engine: Engine, model: Any, tokenizer: Any, requests: list[Request]) -> Result:
+    """One call: the engine runs requests to their end."""
+    prepare(engine, model, tokenizer, requests)
+    return Result(tuple(engine.run(requests)), engine.report)
+
+
+def prepare(engine: Engine, model: Any, tokenizer: Any, requests: list[Request]) -> None:
+    """A new report, and how tokens become text."""
+    _warn_of_length(model, requests)
+    engine.report, engine.decode, engine.special_tokens = Report(), None, {}
+    if tokenizer is not None:
+        engine.decode = lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+        if any(isinstance(request.params, SamplingParams) and request.params.stop for request in requests):
+            engine.special_tokens = special_tokens(tokenizer, engine.decode)
+
+
+def make_engine(
+    model: Any,
+    requests: Sequence[Request],
+    *,
+    kv_budget: float | str | None = None,
+    page_size: int = 16,
+    prefill_chunk: int | None = None,
+    graphs: bool = True,
+    compiled: bool = False,
+) -> Engine:
+    """An engine over a patched model, with a pool that holds what these requests need, within the budget.
+
+    Args:
+        model: The patched model.
+        requests: What it will be asked.
+        kv_budget, page_size, prefill_chunk: See :func:`generate`.
+        graphs: Decode by CUDA graphs, where the GPU's kernels run the attention.
+        compiled: Layers in these graphs go through torch.compile, which takes seconds for each bucket of batch sizes.
+    """
+    spec = kv_spec(model)
+    chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
+    workspace = step_bytes(model.config.get_text_config(), spec, requests, chunk)
+    num_pages = pool_pages(requests, spec, kv_budget, page_size, workspace)
+    return engine_of(model, num_pages, page_size=page_size, prefill_chunk=chunk, graphs=graphs, compiled=compiled)
+
+
+def engine_of(
+    model: Any,
+    num_pages: int,
+    *,
+    page_size: int = 16,
+    prefill_chunk: int | None = None,
+    graphs: bool = True,
+    compiled: bool = False,
+) -> Engine:
+    """An engine over a patched model, with a pool of so many pages."""
+    spec = kv_spec(model)
+    chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
+    pool = KVPool(spec, num_pages, page_size)
+    shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
+    tree = PrefixTree(num_pages, page_size)
+    backend = backend_for(spec.device)
+    planner, runner = backend.planner_for(shape, spec.device, spec.dtype), ModelRunner(model, pool)
+    decoder = graph_decoder(runner, planner, page_size, spec.device) if graphs else None
+    if compiled and decoder is None:
+        log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
+    elif compiled:  # prompts come in any length, so they keep a runner that compiles nothing
+        decoder = graph_decoder(ModelRunner(model, pool, compiled=True), planner, page_size, spec.device, shrink=0.5)
+    return Engine(
+        runner,
+        pool,
+        tree,
+        planner,
+        prefill_chunk=chunk,
+        decoder=decoder,
+        sampler=sampler_of(spec.device),
+        most_running=MOST_RUNNING,
+    )
+
+
+def graph_decoder(
+    runner: ModelRunner, planner: Planner, page_size: int, device: torch.device, shrink: float = 1.0
+) -> Decoder | None:
+    """What decodes by CUDA graphs; None where that cannot be, with a line in the log if it is a GPU."""
+    if device.type != "cuda":
+        return None
+    backend = backend_for(device)
+    planning = None if backend.graph_planning is None else backend.graph_planning(planner)
+    if planning is None:
+        log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
+        return None
+    return GraphDecoder(runner.compute, planning, page_size, device, shrink, runner.addresses, moves)
+
+
+def _warn_of_length(model: Any, requests: Sequence[Request]) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(request.tokens) + request.params.max_new_tokens for request in requests)
+    if limit is not None and longest > limit:
+        log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)
