@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import prefixkit
 from benchmarks.runner import Row, Run, arguments
-from prefixkit.demo.chat import encode_messages
-from prefixkit.demo.humaneval import CHAT_STOP, Problem, chat_messages, load_problems
+from prefixkit.demo.humaneval import CHAT_STOP, Problem, chat_messages, encode_messages, load_problems
 from prefixkit.demo.model import load_demo
 
 # Of a program.
