@@ -4,8 +4,8 @@
     python benchmarks/real_model.py --compare CPU.json GPU.json
 
 Each program that a sample makes runs against the problem's tests in a process of its own, for five seconds at most.
-``--compare`` says how often each device solves each problem, and whether both could be samples of one distribution (Fisher's
-exact test).
+``--compare`` says how often each device solves each problem, and whether both could be samples of one distribution
+(Fisher's exact test).
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ class Interrupted(Exception):
 
 @contextmanager
 def reported(console: Console | None = None) -> Iterator[None]:
-    """Print an error a user can act on as one line, and exit; ``PREFIXKIT_TRACEBACK=1`` lets it through instead.
+    """Print an error a user can act on as one line (on standard error, where no console is given), and exit.
 
-    Without a console it goes to standard error.
+    ``PREFIXKIT_TRACEBACK=1`` lets it through instead.
     """
     console = console or terminal(stderr=True)
     try:

@@ -30,7 +30,7 @@ class Meter(Progress):
         super().__init__(SpinnerColumn(), BarColumn(bar_width=30), TimeElapsedColumn(), text, console=console)
         self._clock, self._first_token_at = clock, -1.0
         self._samples_wanted, self._max_new_tokens = samples_wanted, max_new_tokens
-        self._samples = self._sampled = self._spared = 0
+        self._finished = self._sampled = self._spared = 0
         self.add_task("", total=samples_wanted * max_new_tokens)
 
     def count_tokens(self, count: int) -> None:
@@ -41,7 +41,7 @@ class Meter(Progress):
 
     def count_sample(self, length: int) -> None:
         """A sample of ``length`` tokens has finished."""
-        self._samples += 1
+        self._finished += 1
         self._spared += self._max_new_tokens - length
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -59,4 +59,4 @@ class Meter(Progress):
             speed = self._sampled / elapsed
             left = int(elapsed * (self._samples_wanted * self._max_new_tokens / done - 1))
             eta = f"{left // 60}:{left % 60:02}"
-        return f"{self._samples}/{self._samples_wanted} samples  {speed:,.0f} tokens/s  ETA {eta}"
+        return f"{self._finished}/{self._samples_wanted} samples  {speed:,.0f} tokens/s  ETA {eta}"
