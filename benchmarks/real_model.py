@@ -4,8 +4,8 @@
     python benchmarks/real_model.py --compare CPU.json GPU.json
 
 Each program that a sample makes runs against the problem's tests in a process of its own, for five seconds at most.
-``--compare`` says how often each device solves each problem, and whether both could be samples of one distribution (Fisher's
-exact test).
+``--compare`` says how often each device solves each problem, and whether both could be samples of one distribution
+(Fisher's exact test).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import prefixkit
 from benchmarks.runner import Row, Run, arguments
-from prefixkit.demo.chat import encode_messages
-from prefixkit.demo.humaneval import CHAT_STOP, Problem, chat_messages, load_problems
+from prefixkit.demo.humaneval import CHAT_STOP, Problem, chat_messages, encode_messages, load_problems
 from prefixkit.demo.model import load_demo
 
 # Of a program.

@@ -38,6 +38,17 @@ def test_a_conversion_that_fails_leaves_no_folder(cache, tmp_path):
     assert list(cache.iterdir()) == []
 
 
+def test_the_folder_that_another_process_made_meanwhile_stays(cache, tmp_path):
+    def convert(gguf, folder):
+        for place, text in ((folder, "ours"), (cache / model.FOLDER, "theirs")):
+            place.mkdir()
+            (place / "config.json").write_text(text)
+
+    made = demo_folder(fetch=lambda source: tmp_path / source.name, convert=convert)
+    assert (made / "config.json").read_text() == "theirs"
+    assert list(cache.iterdir()) == [made]
+
+
 def test_a_missing_extra_names_the_remedy():
     with pytest.raises(MissingExtra, match=r'needs the package not_there; run: pip install "prefixkit\[demo\]"'):
         require("not_there", "demo")
