@@ -24,7 +24,9 @@ from tests.attention.planning import narrowed
 from tests.emulation.build import build
 
 HOLDING = (
-    'asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.tma_groups));',
+    """    asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot));
+    asm volatile("" ::"r"(a.heads), "r"(a.tma_groups));
+""",
     "",
 )
 MAP = struct.Struct("@P5q5q5i")
