@@ -154,4 +154,4 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     }
 }
 }  // namespace prefixkit
-#define fmaxf(a, b) std::fmax(float(a), float(b))
+#define fmaxf(...) std::fmax(__VA_ARGS__)
