@@ -24,17 +24,20 @@ DEVICE void decode_barriers(const DecodeShared& s) {
         barrier_init(s.full + 8 * i, 1), barrier_init(s.empty + 8 * i, 32);
 }
 
-// One warp's ring, as its producer or consumer sees it.
-struct DecodeRing {
+// A ring as its producer (phase 1 at first) or its consumer (phase 0) sees it.
+struct Ring {
     u32 data, full, empty;
-    DecodeKVTile* kv_tiles;
-    int stages, stage = 0, phase;
+    int stages, phase, stage = 0;
 
-    DEVICE DecodeRing(const DecodeShared& s, int warp, int phase) : stages(s.stages), phase(phase) {
-        data = s.rings + warp * stages * STAGE_BYTES, kv_tiles = s.kv_tiles + warp * RING_STAGES;
-        full = s.full + 8 * warp * RING_STAGES, empty = s.empty + 8 * warp * RING_STAGES;
-    }
     DEVICE void next() { if (++stage == stages) stage = 0, phase ^= 1; }
+};
+struct DecodeRing : Ring {
+    DecodeKVTile* kv_tiles;
+
+    DEVICE DecodeRing(const DecodeShared& s, int warp, int phase)
+        : Ring{s.rings + warp * s.stages * STAGE_BYTES, s.full + 8 * warp * RING_STAGES,
+               s.empty + 8 * warp * RING_STAGES, s.stages, phase},
+          kv_tiles(s.kv_tiles + warp * RING_STAGES) {}
 };
 
 // 64 columns of a node's row by TMA; where it is not `there`, zeros, which lie outside every tensor.

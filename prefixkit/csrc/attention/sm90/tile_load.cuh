@@ -58,8 +58,8 @@ struct Pages {
     int slot, end;    // where `now` begins; where the segment ends
     int now, next;
 
-    DEVICE void begin(const Attention& a, const Span& span) {
-        from = a.pages + span.pages, slot = span.slot & ~15, end = span.end;
+    DEVICE Pages(const Attention& a, const Span& span)
+        : from(a.pages + span.pages), slot(span.slot & ~15), end(span.end) {
         now = look_up(a, slot), next = look_up(a, slot + 32 * GROUP);
     }
     DEVICE void advance(const Attention& a) {
@@ -70,13 +70,6 @@ struct Pages {
         const int mine = first + lane_anew() * GROUP;
         return a.tma_groups && mine < end ? from[page_index(a, mine)] : 0;
     }
-};
-
-// One ring, filled by one warp.
-struct Ring {
-    u32 data, full, empty;
-    int stages, stage = 0, phase = 1;
-    DEVICE void next() { if (++stage == stages) stage = 0, phase ^= 1; }
 };
 
 // Where a KV tile's groups lie, found before a stage is free for them.  The values are uniform, so that one lane issues
@@ -123,9 +116,7 @@ struct TileGroups {
 // A producer warp, of V or of K (and of what the consumers must know): every KV tile of this block's items.
 DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
     const int entries = a.counts[0] * a.kv_heads;
-    Ring ring;
-    ring.stages = s.stages, ring.data = is_v ? s.v : s.k;
-    ring.full = s.full, ring.empty = s.k_empty + is_v * (8 * TILE_STAGES);
+    Ring ring{is_v ? s.v : s.k, s.full, s.k_empty + is_v * (8 * TILE_STAGES), int(s.stages), 1};
     const u64 policy = policy_keep();
     int items = 0;
     for (int round = 0; round == 0 || round * int(gridDim.x) < entries; ++round) {  // first item beside counts
@@ -137,24 +128,18 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         const VisibleRange range = visible_range(a, item, first_position(a, item));
         const int all_see = item.causal ? int(a.q_positions[item.q_begin]) : 0x7fffffff;  // up to this position
         Span span = load_span(a, item.node, item.begin, item.end, range);
-        int seg = item.seg_begin + 1;
         const int rows = (item.q_end - item.q_begin) * group_of(a);
         if (!is_v) publish_item(s, items, item.q_begin, rows, item.partial, item.head);
         ++items;
         const int seg_end = item.seg_end, head = uniform(item.head);
+        int seg = item.seg_begin + 1;
+        skip_empty(a, span, seg, seg_end, range);
         for (bool more = true; more;) {
-            // Skips empty segments before the KV tile ahead of them is published, so that its flag LAST is right.
-            Span coming = span;
-            do {
-                more = seg < seg_end;
-                if (more) coming = load_segment(a, seg++, range);
-            } while (more && coming.slot >= coming.end);
-            if (more && span.slot >= span.end) {  // only the first can be empty
-                span = coming;
-                continue;
-            }
-            Pages pages;
-            pages.begin(a, span);
+            // Finds the next segment first, so that the flag LAST is right.
+            Span coming = {};
+            skip_empty(a, coming, seg, seg_end, range);
+            more = coming.slot < coming.end;
+            Pages pages(a, span);
             int slot = span.slot & ~15, low = span.slot & 15;
             do {
                 const int left = span.end - slot, high = max(0, min(KV_TILE, left));
