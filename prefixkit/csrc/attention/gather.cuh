@@ -20,10 +20,10 @@ template <int ROWS> DEVICE u32 vector_at(int row, int column) {
 
 // Addresses for ldmatrix in a tile of ROWS rows: `row`, from vector `column` (0 or 1) on in steps of 16 columns.
 template <int ROWS> struct MatrixRow {
-    u32 base, turn;
+    u32 base, swizzle;
 
-    DEVICE MatrixRow(u32 tile, int row, int column) : base(tile + row * 128), turn(((column ^ row) & 7) << 4) {}
-    DEVICE u32 at(int i) const { return base + (i / 4) * (ROWS * 128) + (turn ^ ((2 * i & 7) << 4)); }
+    DEVICE MatrixRow(u32 tile, int row, int column) : base(tile + row * 128), swizzle(((column ^ row) & 7) << 4) {}
+    DEVICE u32 at(int i) const { return base + (i / 4) * (ROWS * 128) + (swizzle ^ ((2 * i & 7) << 4)); }
 };
 
 // Whether each group of 16 slots lies in one page.
@@ -43,13 +43,13 @@ template <int ROWS> DEVICE void copy_group(u32 to, const u16* from, long long st
     // A warp copies BLOCK vectors of STEP rows at a time; BLOCK is the largest power of two that divides a row.
     constexpr int BLOCK = ROW_VECTORS & -ROW_VECTORS, STEP = 32 / BLOCK;
     const int lane = lane_anew(), column = lane % BLOCK, sub = lane / BLOCK;
-    const u32 base = to + (column >> 3) * (ROWS * 128) + sub * 128, turn = ((column ^ sub) & 7) << 4;
+    const u32 base = to + (column >> 3) * (ROWS * 128) + sub * 128, swizzle = ((column ^ sub) & 7) << 4;
     from += sub * stride + column * 8;
 #pragma unroll
     for (int row = 0; row < GROUP; row += STEP)
 #pragma unroll
         for (int c = 0; c < ROW_VECTORS; c += BLOCK)
-            copy16(base + (c >> 3) * (ROWS * 128) + row * 128 + (turn ^ (((row ^ c) & 7) << 4)),
+            copy16(base + (c >> 3) * (ROWS * 128) + row * 128 + (swizzle ^ (((row ^ c) & 7) << 4)),
                    from + row * stride + c * 8, true);
 }
 

@@ -5,9 +5,6 @@
 
 namespace prefixkit {
 
-#ifndef PREFIXKIT_HEAD_DIM
-#define PREFIXKIT_HEAD_DIM 128
-#endif
 constexpr int D = PREFIXKIT_HEAD_DIM;
 constexpr int ROW_VECTORS = D / 8;  // 16-byte vectors of a head's row
 static_assert(D % 16 == 0 && D <= 256, "head sizes are multiples of 16 up to 256");

@@ -11,8 +11,6 @@
 
 namespace prefixkit {
 
-// ---- loading ----
-
 // Copies this warp's part of a KV tile's keys or values: tokens [low, high), the others zero.
 DEVICE void tile_copy(const Attention& a, const KVTile& kv_tile, const u16* base, u32 tile, bool values) {
     const int warp = threadIdx.x >> 5, part = warp % PARTS;
@@ -42,8 +40,6 @@ DEVICE void tile_queries(const Attention& a, const KVTile& item, const TileShare
     for (int row = threadIdx.x; row < rows; row += 32 * BLOCK_WARPS)
         s.positions[row] = int(a.q_positions[item.q_begin + TileRow(a, head, row0 + row).query]);
 }
-
-// ---- computing ----
 
 // A lane has rows lane / 4 (+ 8) of its warp's 16 in each stripe, and columns 2 (lane % 4) (+ 1) of every 8.
 struct TileState {

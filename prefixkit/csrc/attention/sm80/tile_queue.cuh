@@ -13,10 +13,6 @@
 
 namespace prefixkit {
 
-#ifndef PREFIXKIT_SHARED
-#define PREFIXKIT_SHARED 101376  // 99 KB are what the smallest of these GPUs gives a block
-#endif
-
 constexpr int BLOCK_WARPS = 4;
 constexpr int PLANNED_ROWS = 128;          // of an item, unless one query's group has more
 constexpr int STRIPES = D <= 128 ? 2 : 1;  // of 64 rows in a tile
@@ -28,16 +24,16 @@ constexpr int Q_BYTES = TILE * COLUMNS * 128, SLOT_BYTES = KV_TILE * COLUMNS * 1
 
 struct __align__(16) KVTile {
     u32 row[4];              // where each group begins, in 16-byte vectors; RAGGED: its rows must be looked up
-    u32 what;                // FIRST, LAST, CAUSAL, STOP; low << 8; high << 16: tokens [low, high) count
+    u32 bits;                // FIRST, LAST, CAUSAL, STOP; low << 8; high << 16: tokens [low, high) count
     int position;            // of token 0
     int q_begin, partial;    // of the item
     u32 tile;                // KV head, rows of this tile << 16, slice of the item << 24
     int pages, slot;         // of the node, and where in them token 0 lies
     int pad;
 
-    DEVICE int flags() const { return what & 255; }
-    DEVICE int low() const { return what >> 8 & 255; }
-    DEVICE int high() const { return what >> 16; }
+    DEVICE int flags() const { return bits & 255; }
+    DEVICE int low() const { return bits >> 8 & 255; }
+    DEVICE int high() const { return bits >> 16; }
     DEVICE int head() const { return tile & 65535; }
     DEVICE int rows() const { return tile >> 16 & 255; }
     DEVICE int row0() const { return (tile >> 24) * TILE; }
@@ -132,7 +128,7 @@ struct Refill {
                 const int position = was.span.position + slot;
                 // Where the first query sees the whole KV tile, so do the others.
                 const bool compare = (was.flags & CLIP) && position + KV_TILE - 1 > was.first;
-                to->what = (was.flags & STOP) | (mine == 0 ? was.flags & FIRST : 0) | (compare ? CAUSAL : 0) |
+                to->bits = (was.flags & STOP) | (mine == 0 ? was.flags & FIRST : 0) | (compare ? CAUSAL : 0) |
                            (mine == count - 1 && done ? LAST : 0) | low << 8 | high << 16;
                 to->position = position, to->q_begin = was.q_begin, to->partial = was.partial, to->tile = was.tile;
                 to->pages = was.span.pages, to->slot = slot;

@@ -7,9 +7,6 @@
 //            barrier all blocks merge partial states (merge.cuh).
 // cost       floor = max(KV bytes / bandwidth, flops / what mma.sync reaches); measurements are in docs/kernel_log.md.
 // limits     all blocks must be resident at once; PREFIXKIT_SHARED bytes of dynamic shared memory a block, 128 threads.
-#ifndef PREFIXKIT_BLOCKS
-#define PREFIXKIT_BLOCKS 1
-#endif
 #include "attention/sm80/tile_mma.cuh"
 
 namespace prefixkit {
@@ -29,10 +26,10 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, PREFIXKIT_BLOCKS)
     extern __shared__ __align__(1024) unsigned char base[];
     const int warp = threadIdx.x >> 5;
     clear_padding(a, threadIdx.x, 32 * BLOCK_WARPS);
-    const int turn = blockIdx.x / (gridDim.x / PREFIXKIT_BLOCKS) & 1;  // blocks of one multiprocessor differ
+    const int tile_round = blockIdx.x / (gridDim.x / PREFIXKIT_BLOCKS) & 1;  // blocks of one multiprocessor differ
 #pragma unroll 1
-    for (int role = 0; role < 2; ++role) {
-        if (role == turn) {
+    for (int round = 0; round < 2; ++round) {
+        if (round == tile_round) {
             unsigned char* extra = base + Q_BYTES + SLOTS * SLOT_BYTES;
             TileShared s;
             s.q = shared_address(base), s.ring = s.q + Q_BYTES;

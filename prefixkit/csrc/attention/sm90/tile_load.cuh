@@ -136,9 +136,9 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         skip_empty(a, span, seg, seg_end, range);
         for (bool more = true; more;) {
             // Finds the next segment first, so that the flag LAST is right.
-            Span coming = {};
-            skip_empty(a, coming, seg, seg_end, range);
-            more = coming.slot < coming.end;
+            Span following = {};
+            skip_empty(a, following, seg, seg_end, range);
+            more = following.slot < following.end;
             Pages pages(a, span);
             int slot = span.slot & ~15, low = span.slot & 15;
             do {
@@ -162,7 +162,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 ring.next();
                 slot += KV_TILE, low = 0;
             } while (slot < span.end);
-            span = coming;
+            span = following;
         }
     }
     if (!is_v) publish_item(s, items, 0, 0, 0, 0);
