@@ -6,9 +6,7 @@ namespace prefixkit {
 
 // Issues a warp's loads of KV tiles, one after the other.
 struct Loader : DecodeWalk<32> {
-    // Neighbours in the list go to different blocks.
-    DEVICE Loader(const Attention& a, Resolved* batch)
-        : DecodeWalk(a, batch, (threadIdx.x >> 5) * gridDim.x + blockIdx.x) {}
+    using DecodeWalk::DecodeWalk;
 
     // Fills a stage with the next KV tile.
     DEVICE void issue(u32 stage, DecodeKVTile* kv_tile) {
@@ -42,8 +40,9 @@ struct Loader : DecodeWalk<32> {
 // A warp's whole share of the decode list, through a ring of STAGES.
 template <int STAGES>
 DEVICE void decode_role(const Attention& a, u32 ring, DecodeKVTile* kv_tiles, Resolved* batch) {
-    if ((threadIdx.x >> 5) * gridDim.x + blockIdx.x >= a.counts[1] * a.kv_heads) return;
-    Loader loader(a, batch);
+    const int worker = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;  // neighbours in the list are for different blocks
+    if (worker >= a.counts[1] * a.kv_heads) return;
+    Loader loader(a, batch, worker);
     DecodeState state = {};  // uninitialised, it takes registers outside of this role
     for (int i = 0; i < STAGES; ++i) loader.issue(ring + i * STAGE_BYTES, kv_tiles + i);
     for (int stage = 0;; stage = stage + 1 == STAGES ? 0 : stage + 1) {
