@@ -24,7 +24,9 @@ from tests.attention.planning import narrowed
 from tests.emulation.build import build
 
 HOLDING = (
-    'asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.tma_groups));',
+    """    asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot));
+    asm volatile("" ::"r"(a.heads), "r"(a.tma_groups));
+""",
     "",
 )
 MAP = struct.Struct("@P5q5q5i")
@@ -62,8 +64,8 @@ def fake_maps(k: Tensor, v: Tensor, boxes: bool) -> list[bytes]:
     return [*chain(*maps)] if boxes else [*none, *maps[1], *none]
 
 
-def fold(plan: Plan, out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What the launch's end does: rows that were left in parts, in float64."""
+def merge(plan: Plan, out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What the launch's end does: merges partials, in float64."""
     out, lse = out.double(), lse.double()
     for row in range(len(plan.merge_indptr) - 1):
         parts = plan.merge_indices[plan.merge_indptr[row] : plan.merge_indptr[row + 1]].tolist()
@@ -90,7 +92,7 @@ def random_case(rng, snapshot, num_pages, queries, heads, kv_heads, dim, spread)
 
 
 def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps, in float64 where rows were folded, and of ``padding`` rows more that the plan does not have."""
+    """Outputs and log-sum-exps, in float64 where rows were merged, with ``padding`` rows more than the plan has."""
     snapshot, q, k, v = case.snapshot, case.q, case.k_pages, case.v_pages
     rows, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -123,7 +125,7 @@ def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tu
         *(len(plan.tile_items), len(plan.decode_items), int(boxes), rows + padding),
     )
     assert kernel(given, blocks, stages) == len(given)
-    return fold(plan, out, lse, partial_out, partial_lse)
+    return merge(plan, out, lse, partial_out, partial_lse)
 
 
 def torch_attention(case: Case) -> Tensor:
