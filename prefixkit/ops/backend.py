@@ -144,12 +144,8 @@ def wanted() -> str | None:
     return name or None
 
 
-def choose(device: torch.device, probe: Callable[[torch.device], Choice] | None = None) -> Choice:
+def choose(device: torch.device) -> Choice:
     """What runs the ops for tensors on a device.
-
-    Args:
-        device: The device.
-        probe: Tells what a GPU can run; None asks the registered backend.
 
     Raises:
         BackendError: the device is no CPU or CUDA device, or cannot run what ``PREFIXKIT_BACKEND`` says, or no
@@ -166,7 +162,7 @@ def choose(device: torch.device, probe: Callable[[torch.device], Choice] | None 
         )
     if name == "torch":
         return Choice("torch", f"{VARIABLE}=torch", f"unset {VARIABLE} for the fast kernels")
-    probe = probe or _registration("cuda").probe
+    probe = _registration("cuda").probe
     assert probe is not None, "registered with one"
     found = probe(device)
     if name == "cuda" and found.name != "cuda":
