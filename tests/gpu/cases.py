@@ -11,8 +11,8 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel
+from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.planner import WORK_TENSORS
-from prefixkit.backends.cuda.units import kernel_for
 from prefixkit.backends.torch.planner import bind
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.ops import backend

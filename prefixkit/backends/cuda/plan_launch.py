@@ -15,8 +15,8 @@ from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.staging import Staged, carve, room
+from prefixkit.backends.cuda.kernels import PLAN, PLAN_LARGE, PLAN_NODES
 from prefixkit.backends.cuda.layouts import PLAN_TREE
-from prefixkit.backends.cuda.units import PLAN, PLAN_LARGE, PLAN_NODES
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
 from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)

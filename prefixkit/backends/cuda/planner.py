@@ -20,8 +20,8 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.staging import upload
 from prefixkit.backends.cuda.cost_cache import gpu_cost
+from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
-from prefixkit.backends.cuda.units import kernel_for
 from prefixkit.backends.torch.planner import BoundPlan, TorchPlanner
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.tree.snapshot import Ints

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from prefixkit.backends.cuda.units import units
+from prefixkit.backends.cuda.kernels import units
 from prefixkit.cuda import jit, kernel_cache
 from prefixkit.cuda.nvrtc import Unit, arch_for, nvrtc_version, supported_archs
 
@@ -67,7 +67,7 @@ def warm_up(archs: list[str]) -> Iterator[Compiled]:
 def measure_costs() -> Iterator[str]:
     """Measure each GPU whose attention kernels run, unless that was done; a line for each that says what was found."""
     from prefixkit.backends.cuda.cost_cache import measure
-    from prefixkit.backends.cuda.units import kernel_for
+    from prefixkit.backends.cuda.kernels import kernel_for
 
     for index in range(torch.cuda.device_count()):
         name = f"{torch.cuda.get_device_name(index)} (cuda:{index})"

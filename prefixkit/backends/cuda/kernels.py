@@ -1,4 +1,4 @@
-"""Every unit of CUDA source that is compiled: for the ops, for compiling ahead, and for continuous integration."""
+"""Every kernel: how its source is compiled, at a call or ahead, and how its work is tiled."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from prefixkit.backends.cuda import variants as cuda_variants
 from prefixkit.cuda.nvrtc import Unit
 
 WIDTHS = (16, 8, 4, 2)
-APPEND = Unit(
-    "kv/append.cu", tuple(f"prefixkit::kv_append<{width}>" for width in WIDTHS), headers=(layouts.MOVE.header,)
-)
+APPEND = Unit("kv/append.cu", tuple(f"prefixkit::kv_append<{n}>" for n in WIDTHS), headers=(layouts.MOVE.header,))
 FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
 
 
@@ -28,13 +26,8 @@ ADVANCE = Unit("kv/advance.cu", ("prefixkit::advance",), headers=(layouts.ADVANC
 # For trees of so many nodes, all of whose arrays fit in shared memory; and for any.
 PLAN_NODES = 2304
 PLAN, PLAN_LARGE = (
-    Unit(
-        "planner/plan_tree.cu",
-        ("prefixkit::plan_tree",),
-        (("PREFIXKIT_PLAN_NODES", str(nodes)),),
-        (layouts.PLAN_TREE.header,),
-    )
-    for nodes in (PLAN_NODES, 0)
+    Unit("planner/plan_tree.cu", ("prefixkit::plan_tree",), (("PREFIXKIT_PLAN_NODES", n),), (layouts.PLAN_TREE.header,))
+    for n in (str(PLAN_NODES), "0")
 )
 
 
@@ -48,6 +41,49 @@ SAMPLE = Unit(
     tuple(sample_name(dtype, cached) for dtype in FLOATS for cached in (True, False)),
     headers=(layouts.SAMPLING_RECORD.header, layouts.SAMPLE.header),
 )
+
+WARPS = 8  # of a block of the sampling kernel
+_WARP_STEP = 128  # tokens that a warp takes at a time
+# struct Shared of csrc/sampling/sample_block.cuh; the row's cache follows.
+SAMPLE_HEAD_BYTES = 64 * (8 + 8 + 4 + 3 * 4 + 4) + 32 + 2048 * 4
+
+
+@dataclass(frozen=True)
+class SampleTiling:
+    """How the blocks of the sampling kernel share a row of logits.
+
+    Attributes:
+        blocks: Of a row's cluster.
+        segment: Tokens of each warp.
+        cached: Whether the blocks keep the row in shared memory, so that logits are read once.
+    """
+
+    blocks: int
+    segment: int
+    cached: bool
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+        return SAMPLE_HEAD_BYTES + (4 * WARPS * self.segment if self.cached else 0)
+
+
+def sample_tiling(vocab: int, max_shared: int, clusters: bool) -> SampleTiling:
+    """The fewest blocks of which three fit on a multiprocessor, so that some read while others compute; else all there are.
+
+    Args:
+        vocab: Tokens of a row.
+        max_shared: Most shared memory of a block, in bytes.
+        clusters: Whether GPUs have thread block clusters (compute capability 9.0 and later).
+    """
+    for blocks in (1, 2, 4, 8) if clusters else (1,):
+        segment = -(-vocab // (blocks * WARPS * _WARP_STEP)) * _WARP_STEP
+        tiling = SampleTiling(blocks, segment, True)
+        if tiling.shared <= max_shared // 3:
+            return tiling
+    # Every pass reads again what does not fit; more blocks to a row would not change that.
+    return SampleTiling(blocks, segment, tiling.shared <= max_shared)
+
 
 ATTENTION = "prefixkit::tree_attention"
 # ``PREFIXKIT_KERNEL=portable``: the portable kernel also where there is one for the GPU at hand; for tests and comparisons.
@@ -109,7 +145,7 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant) 
 
 
 def units(arch: str) -> tuple[Unit, ...]:
-    """What is compiled ahead for a target: every common head size and dtype plain, and two sizes once with every variant."""
+    """What is compiled ahead: every common head size and dtype with plain attention, two sizes with all kinds of variants."""
     kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
     plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
     slopes = [1.0, 0.5]

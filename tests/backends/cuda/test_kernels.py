@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prefixkit.attention.variants import CAUSAL, soft_cap
-from prefixkit.backends.cuda.units import ATTENTION, attention_unit, kernel_for, units
+from prefixkit.backends.cuda.kernels import ATTENTION, attention_unit, kernel_for, units
 from prefixkit.cuda import nvrtc
 from prefixkit.cuda.nvrtc import NvrtcMissing
 
