@@ -169,8 +169,8 @@ def test_the_planner_for_a_gpu_uses_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path))
     device, shape = torch.device("cuda", 0), HeadShape(8, 2, 128, 2)
     estimated = planner_for(shape, device, torch.bfloat16).gpu
-    place, cost, now = gpu_cost_cache.measure(device)
+    place, cost, now = gpu_cost_cache.measured_cost(device)
     assert now
     assert place.parent == tmp_path / "costs"
-    assert not gpu_cost_cache.measure(device)[2], "once per machine"
+    assert not gpu_cost_cache.measured_cost(device)[2], "once per machine"
     assert planner_for(shape, device, torch.bfloat16).gpu == cost != estimated
