@@ -70,7 +70,7 @@ def plan_tree() -> None:
     """Trees with shared and folded nodes, chunks and single queries, in buffers of exactly their size."""
     from prefixkit.attention.capacity import capacity_for
     from prefixkit.backends.cuda.plan_launch import GraphPlanner
-    from tests.attention.planning import random_cost, random_shape, random_tree, specified
+    from tests.attention.planning import held_by, random_cost, random_shape, random_tree, specified
 
     for seed in range(4):
         rng = np.random.default_rng(seed)
@@ -81,7 +81,7 @@ def plan_tree() -> None:
         planner.load(StepTree(snapshot, queries))
         planner.plan()
         expected = specified(snapshot, queries, shape, cost, 132).arrays()
-        assert all(np.array_equal(a, b) for a, b in zip(planner.arrays(), expected, strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(held_by(planner.work), expected, strict=True))
 
 
 def sample() -> None:
