@@ -2,9 +2,9 @@
 
     python scripts/compile_all.py --out build/kernels.json
 
-Records registers, spills and static shared memory of each kernel; the sources assert their dynamic shared memory.  Exits with
-1 if one does not compile, if the compiler warns, or if a kernel takes more than ``scripts/kernel_budget.json`` allows it; a
-source without a budget is an error too.
+Records registers, spills and static shared memory of each kernel; the sources assert their dynamic shared memory.
+Exits with 1 if one does not compile, if the compiler warns, or if a kernel takes more than ``scripts/kernel_budget.json``
+allows it; a source without a budget is an error too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BUDGET = Path(__file__).with_name("kernel_budget.json")
 LIMITS = ("registers", "spill_stores", "spill_loads", "shared")
 # What ptxas says of a kernel, per thread in registers and bytes; ``shared`` is the static part, per block.
 REPORTED = {"spill_stores": "spill stores", "spill_loads": "spill loads", "stack": "stack frame", "shared": "smem"}
-# Warnings; and a note of ptxas, no warning to it, that warpgroup products wait for each other: a kernel is half as fast then.
+# Warnings; and a note of ptxas that warpgroup products wait for each other, which makes a kernel half as fast.
 WARNING = re.compile(r"warning|Potential Performance Loss", re.IGNORECASE)
 
 

@@ -85,7 +85,7 @@ def plan_tree() -> None:
 
 
 def sample() -> None:
-    """Every mix of filters; rows of one block and of a cluster, in shared memory and read again; broken and inactive rows."""
+    """Every mix of filters; rows of a block and of a cluster, in shared memory and read again; broken and idle rows."""
     from prefixkit.runners.sampler import Sampler
     from prefixkit.sampling.rng import uniforms
     from prefixkit.sampling.specification import sample_tokens

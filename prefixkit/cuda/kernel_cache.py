@@ -1,8 +1,8 @@
 """Compiled kernels kept on disk.
 
 An entry's name is a digest of all that the machine code depends on, so entries never go stale.  They are written beside
-their place and renamed into it, and carry a checksum: a reader meets a whole entry or none.  A lock keeps many processes
-that start together from compiling the same thing; it is advisory, and the system drops it when its holder dies.
+their place and renamed into it, and carry a checksum: a reader meets a whole entry or none.  An advisory lock, dropped
+when its holder dies, keeps many processes that start together from compiling the same thing.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _complain(place: Path, error: OSError) -> None:
     if place not in _complained:
         _complained.add(place)
         log.warning(
-            "compiled kernels cannot be kept in %s (%s), so every process compiles them again; set PREFIXKIT_CACHE to a "
-            "folder that can be written",
+            "compiled kernels cannot be kept in %s (%s), so every process compiles them again; set PREFIXKIT_CACHE to "
+            "a folder that can be written",
             place,
             error.strerror or error,
         )

@@ -1,7 +1,7 @@
 """Launching kernels: on torch's current stream, without allocating or waiting, so that a CUDA graph can capture it.
 
-Every kernel takes one struct by value.  It is packed into a buffer that each thread keeps, whose address never changes, so a
-launch is one ``pack_into`` and one driver call.
+Every kernel takes one struct by value.  It is packed into a buffer that each thread keeps, whose address never changes,
+so a launch is one ``pack_into`` and one driver call.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _config(
         return attributes[-1].value
 
     if cooperative:
-        # Of two kernels whose blocks wait, each could hold half of the GPU for ever; the driver starts such kernels whole.
+        # Of two kernels whose blocks wait, each could hold half of the GPU for ever; the driver starts these whole.
         value(ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE).cooperative = 1
     if pdl:
         value(ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION).programmaticStreamSerializationAllowed = 1

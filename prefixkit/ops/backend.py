@@ -3,8 +3,8 @@
     cuda    our kernels
     torch   plain torch: on a CPU, and on a GPU where our kernels cannot run
 
-``PREFIXKIT_BACKEND`` chooses for GPUs instead: ``cuda`` makes whatever is missing an error, ``torch`` does without the kernels,
-``cpu`` makes tensors on a GPU an error.  Tensors on the CPU always run on the CPU.
+``PREFIXKIT_BACKEND`` chooses for GPUs instead: ``cuda`` makes whatever is missing an error, ``torch`` does without the
+kernels, ``cpu`` makes tensors on a GPU an error.  Tensors on the CPU always run on the CPU.
 
 Backends register themselves here (``prefixkit.backends``), so nothing below them imports one.
 """
@@ -93,10 +93,10 @@ class Backend:
 
     Attributes:
         name: ``torch`` or ``cuda``.
-        planner_for: The planner for some heads on a device in a dtype; it makes what ``tree_attention`` takes as ``plan``.
+        planner_for: The planner for some heads on a device in a dtype; makes what ``tree_attention`` takes as ``plan``.
         kv_append, rotary_append, tree_attention, advance, sample, plan_tree: The ops.
-        graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for planners whose
-            plans cannot be made anew in a graph.  None: there are no graphs.
+        graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
+            planners whose plans cannot be made anew in a graph.  None: there are no graphs.
     """
 
     name: str

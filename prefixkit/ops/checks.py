@@ -35,7 +35,7 @@ def expect(
     device: torch.device | None = None,
     like: str = "",
 ) -> None:
-    """Raise BadShape unless a tensor ``fits`` a shape, BadDtype or BadDevice unless it has one of some dtypes, on a device."""
+    """Raise BadShape unless a tensor ``fits`` a shape, BadDtype or BadDevice unless it has such a dtype, device."""
     if not fits:
         raise BadShape(f"{op}: {name} must have shape {shape}, got {list(tensor.shape)}")
     if dtypes is not None and tensor.dtype not in dtypes:

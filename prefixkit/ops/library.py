@@ -3,9 +3,9 @@
 A contract is a function by the op's name: its signature gives the schema, and it checks the arguments and returns empty
 results, so it is the op's fake too.
 
-``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of variants
-stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs under autograd, but
-its backward raises :class:`NoBackward`; ``rotary_append`` raises it at once.
+``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of
+variants stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs
+under autograd, but its backward raises :class:`NoBackward`; ``rotary_append`` raises it at once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class NoBackward(NotImplementedError):
 def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Write keys and values to pages.
 
-    One contract for every op that appends, on every backend: a row whose slot is -1 writes nothing, as rows do that pad a
-    captured graph's batch; any other slot outside ``0 .. pages * page_size - 1`` is an error.  The CPU raises before it
-    writes anything.  On a GPU the host does not wait to read slots: such a row writes nothing either, and with
+    One contract for every op that appends, on every backend: a row whose slot is -1 writes nothing, as rows do that pad
+    a captured graph's batch; any other slot outside ``0 .. pages * page_size - 1`` is an error.  The CPU raises before
+    it writes anything.  On a GPU the host does not wait to read slots: such a row writes nothing either, and with
     ``PREFIXKIT_CHECK=1`` the host does wait, and raises as the CPU does.
 
     Args:
@@ -79,14 +79,14 @@ def tree_attention(
         q: ``[T, heads, head_dim]`` in the pages' dtype.
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, as ``KVPool`` lays them out on the device.
         q_positions: ``[T]`` int64.
-        plan: ``Step.plan``, made by the device's planner: on our kernels the work and the tree at addresses that a captured
-            graph reads, on plain torch a handle.
+        plan: ``Step.plan``, made by the device's planner: on our kernels the work and the tree at addresses that a
+            captured graph reads, on plain torch a handle.
         scale: Factor on ``q . k``.
         variant: Key from ``register``.
 
     Returns:
-        ``out [T, heads, head_dim]`` in q's dtype and ``lse [T, heads]`` float32, natural logarithm.  Rows that see nothing are
-        0 and -inf.
+        ``out [T, heads, head_dim]`` in q's dtype and ``lse [T, heads]`` float32, natural logarithm.  Rows that see
+        nothing are 0 and -inf.
 
     Raises:
         BadShape, BadDtype, BadDevice, UnknownVariant: an argument does not fit the others.
@@ -114,10 +114,10 @@ def advance(
 
     Args:
         leaf: ``[R]`` int32 the node that each row appends to, -1 for rows that pad a batch.
-        start, length, page_indptr, pages, first_slot: The tree, int32; ``length`` grows by one at each leaf with a free slot.
+        start, length, page_indptr, pages, first_slot: The tree, int32; ``length`` grows by 1 at leaves with a free slot.
         sampled: ``[R]`` int64 the token that each row runs next.
-        tokens, positions, slots: ``[R]`` int64, written: the step.  Padding gets token 0, position 0 and slot -1; a leaf whose
-            pages are full gets slot -1 and its last position.
+        tokens, positions, slots: ``[R]`` int64, written: the step.  Padding gets token 0, position 0 and slot -1; a
+            leaf whose pages are full gets slot -1 and its last position.
         rows: The first so many rows take part.
         page_size: Tokens per page.
 
@@ -136,16 +136,16 @@ def advance(
 def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
     """Sample a token for every active row, by the specification of ``sampling.specification``, bit by bit.
 
-    A row that is not active is left alone.  Of each other row the token and its log-probability are written, the token's bit in
-    ``seen`` is set, and the record's step grows by 1.  A row that holds NaN or +inf, or no finite logit, or whose scores leave
-    float32, gets token -1, log-probability NaN and no bit, and its step grows too.
+    A row that is not active is unchanged.  Of each other row the token and its log-probability are written, the token's
+    bit in ``seen`` is set, and the record's step grows by 1.  A row that holds NaN or +inf, or no finite logit, or with
+    scores beyond float32, gets token -1, log-probability NaN and no bit, and its step grows too.
 
     Args:
-        logits: ``[n, vocab]`` float32, bfloat16 or float16; stride 1 over the vocabulary, which has at most 2**20 tokens.
-        records: ``[rows, 12]`` int32, contiguous: a record of each row's parameters, see ``ops.sampling_records``.  This and
-            the following have at least ``n`` rows.
-        seen: ``[rows, ceil(vocab / 32)]`` int32, contiguous: bit ``t % 32`` of word ``t // 32`` says that the sequence holds
-            token ``t``.  Read where there is a repetition penalty.
+        logits: ``[n, vocab]`` float32, bfloat16 or float16; stride 1 over the vocabulary of at most 2**20 tokens.
+        records: ``[rows, 12]`` int32, contiguous: a record of each row's parameters, see ``ops.sampling_records``.
+            This and the following have at least ``n`` rows.
+        seen: ``[rows, ceil(vocab / 32)]`` int32, contiguous: bit ``t % 32`` of word ``t // 32`` says that the sequence
+            holds token ``t``.  Read where there is a repetition penalty.
         tokens: ``[rows]`` int64, written.
         logprobs: ``[rows]`` float32, written: the log-softmax of the untouched logits at the token.
 

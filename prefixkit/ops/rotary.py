@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each head's halves turned against each other (Su et al., RoFormer; the halves as in Llama), in float32, rounded once.
+    """Each head's halves rotated (Su et al., RoFormer; the halves as in Llama), in float32, rounded once.
 
     Args:
         x: ``[T, heads, head_dim]``.

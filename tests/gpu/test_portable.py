@@ -54,7 +54,7 @@ def heads_of(rng: np.random.Generator, group: int, head_dim: int) -> tuple[int, 
 
 
 def deep_case(seed: int, dtype: torch.dtype, group: int, head_dim: int) -> Case:
-    """A long node under many leaves of any length, one of which is computed whole: full tiles and units, and ragged ones."""
+    """A long node under many leaves of any length, one of which is computed whole: full tiles, and ragged ones."""
     rng = np.random.default_rng(seed)
     leaves = 16
     lengths = [int(rng.integers(200, 700)), *rng.integers(1, 150, leaves).tolist()]

@@ -145,13 +145,13 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
     page, slot, head, _ = k_pages.stride()
     if v_pages.stride() != k_pages.stride() or page % 8 or slot % 8 or head % 8:
         raise BadShape(
-            f"tree_attention: k_pages and v_pages must have the same strides, multiples of 8, got {k_pages.stride()} and "
-            f"{v_pages.stride()}; make them with KVPool"
+            f"tree_attention: k_pages and v_pages must have the same strides, multiples of 8, got {k_pages.stride()} "
+            f"and {v_pages.stride()}; make them with KVPool"
         )
     if not kernel.by_maps and k_pages.shape[0] * page * k_pages.element_size() > MOST_BYTES:
         raise BadShape(
-            f"tree_attention: this kernel reaches {MOST_BYTES >> 30} GiB of keys, from page to page {page} elements, got "
-            f"{k_pages.shape[0]} pages; make a smaller pool, or one tensor per layer"
+            f"tree_attention: this kernel reaches {MOST_BYTES >> 30} GiB of keys, from page to page {page} elements, "
+            f"got {k_pages.shape[0]} pages; make a smaller pool, or one tensor per layer"
         )
     half = q.dtype == torch.float16
     function = jit.load(attention_unit(kernel, head_dim, half, variant), device)[ATTENTION]
@@ -182,7 +182,7 @@ def _by_torch(variant: Variant, why: str) -> _Prepared:
 
 
 def _plan_pointers(q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> tuple[int, ...]:
-    """Addresses of work and nodes, checked once for all layers: the tensors of the last call are known by their identity."""
+    """Addresses of work and nodes, checked once for all layers: the last call's tensors are known by their identity."""
     global _last
     ids = (q.shape[0], q.device, id(q_positions), *map(id, work), *map(id, nodes))
     last = _last
@@ -204,16 +204,16 @@ def _plan_pointers(q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes
 def partials_workspace(elements: int, device: torch.device) -> Tensor:
     """Float32 workspace for partial states, of torch's allocator: a call's own, which the next on its stream may reuse.
 
-    While a graph is captured it lies in the graph's memory, and so lives as long as the graph.  It has up to an eighth more
-    than ``elements``, but no more than the next power of two: trees grow little by little, and torch should find the block of
-    the last call.
+    While a graph is captured it lies in the graph's memory, and so lives as long as the graph.  It has up to an eighth
+    more than ``elements``, but no more than the next power of two: trees grow little by little, and torch should find
+    the block of the last call.
     """
     step = 1 << max(elements.bit_length() - 4, 0)
     return torch.empty(-(-elements // step) * step, dtype=torch.float32, device=device)
 
 
 def _counter(device: int, stream: int, capturing: bool) -> int:
-    """Address of a counter that no other launch in flight uses: launches of one stream, or one graph, follow each other."""
+    """Address of a counter that no other launch in flight uses: those of one stream, or one graph, run in order."""
     blocks, taken = _counters.setdefault(device, ([], {}))
     key: object = ("graph", _capture_id(stream)) if capturing else stream
     number = taken.setdefault(key, len(taken))

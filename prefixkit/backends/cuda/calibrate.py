@@ -1,7 +1,7 @@
 """A short measured run that finds what attention costs on a GPU: below two seconds, once per machine.
 
-Each path runs items of known number and length, some of them split in two so that they write partial states.  A worker's
-time is
+Each path runs items of known number and length, some of them split in two so that they write partial states.  A
+worker's time is
 
     base + time of a KV tile x (tiles + start x items + (write + merge) x items that write a state)
 
@@ -38,7 +38,7 @@ DECODE_POINTS = (
     (32, 16, 2),
 )
 TILE_POINTS = ((1, 4096, 1), (2, 2048, 1), (4, 1024, 1), (8, 256, 1), (4, 512, 2), (8, 128, 2), (12, 64, 2))
-# Forests that are measured with their roots shared and not: (roots, leaves of each, tokens of a root); leaves of 32 tokens.
+# Forests measured with their roots shared and not: (roots, leaves of each, tokens of a root); leaves of 32 tokens.
 FORESTS = (
     (64, 4, 32),
     (64, 4, 96),
@@ -57,7 +57,7 @@ SHAPES = (((8, 1), FORESTS), ((32, 8), FORESTS + THIN))
 
 @dataclass(frozen=True)
 class Fit:
-    """``us = base + tile x (tiles + start x items + state x states)``; ``error`` is the root mean square relative error."""
+    """``us = base + tile x (tiles + start x items + state x states)``; ``error`` is relative, root mean square."""
 
     base: float
     tile: float
@@ -105,7 +105,7 @@ def fit_sharing(forests: Sequence[Shared], kv_byte: float) -> CostModel:
 
 
 def cost_from(decode: Fit, tile: Fit, forests: Sequence[Shared], num_sms: int, known: GpuCost = H200) -> GpuCost:
-    """The costs behind all measurements; ``known`` gives the tiles, and how a state's cost divides into writing and merging."""
+    """The costs behind all measurements; ``known`` gives KV tiles, and what part of a state's cost is writing it."""
     kv_byte = decode.tile / (known.decode.workers * num_sms * known.decode.kv_tile * 4 * HEAD_DIM)
     return GpuCost(fit_sharing(forests, kv_byte), _role(known.tile, tile), _role(known.decode, decode))
 

@@ -1,7 +1,7 @@
 """Checked mode: with ``PREFIXKIT_CHECK=1`` the ops read their integers back and refuse what points outside.
 
-A kernel trusts its plan: a wrong page number reads another sequence's keys, or no memory at all.  Checking costs a copy from
-the GPU and a wait, so it is for tests and for finding errors; a graph capture goes unchecked.
+A kernel trusts its plan: a wrong page number reads another sequence's keys, or no memory at all.  Checking costs a copy
+from the GPU and a wait, so it is for tests and for finding errors; a graph capture goes unchecked.
 """
 
 from __future__ import annotations

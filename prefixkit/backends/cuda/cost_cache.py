@@ -37,7 +37,7 @@ def place_of(device: torch.device) -> Path:
 
 
 def gpu_cost(device: torch.device) -> GpuCost:
-    """The costs that were measured on this machine, or an estimate from the number of multiprocessors and the bandwidth."""
+    """The costs measured on this machine, or an estimate from the number of multiprocessors and the bandwidth."""
     return _known(device, str(cache_dir()))
 
 

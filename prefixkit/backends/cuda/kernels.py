@@ -69,7 +69,7 @@ class SampleTiling:
 
 
 def sample_tiling(vocab: int, max_shared: int, clusters: bool) -> SampleTiling:
-    """The fewest blocks of which three fit on a multiprocessor, so that some read while others compute; else all there are.
+    """The fewest blocks of which three fit on a multiprocessor, so that some read while others compute; else the most.
 
     Args:
         vocab: Tokens of a row.
@@ -86,12 +86,12 @@ def sample_tiling(vocab: int, max_shared: int, clusters: bool) -> SampleTiling:
 
 
 ATTENTION = "prefixkit::tree_attention"
-# ``PREFIXKIT_KERNEL=portable``: the portable kernel also where there is one for the GPU at hand; for tests and comparisons.
+# ``PREFIXKIT_KERNEL=portable``: the portable kernel also where the GPU has one of its own; for tests and comparisons.
 KERNEL_VARIABLE = "PREFIXKIT_KERNEL"
 HOPPER_HEAD_DIMS = (64, 128)
 # Head sizes of the models there are; the portable kernel serves every multiple of 16 up to 256.
 COMMON_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-# Shared memory of a multiprocessor in KB, of which each block costs 1 KB more than it asks for; others have at least 100.
+# KB of shared memory of a multiprocessor, of which a block takes 1 more than it asks for; others have at least 100.
 _SHARED_KB = {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100": 228, "sm_103": 228, "sm_110": 228}
 
 
@@ -124,7 +124,7 @@ def kernel_for(arch: str, head_dim: int, group: int) -> Kernel | None:
     if head_dim % 16 or not 0 < head_dim <= 256:
         return None
     total = _SHARED_KB.get(arch, 100)
-    # Two blocks keep the matrix units busy while one of them waits; where memory is short they fit with small heads only.
+    # Two blocks keep tensor cores busy while one of them waits; where memory is short they fit with small heads only.
     blocks = 2 if total >= 164 or head_dim <= 64 else 1
     return Kernel(
         "attention/sm80/tree_attention.cu", 128 if head_dim <= 128 else 64, 128, blocks, (total // blocks - 1) * 1024
@@ -145,7 +145,7 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant) 
 
 
 def units(arch: str) -> tuple[Unit, ...]:
-    """What is compiled ahead: every common head size and dtype with plain attention, two sizes with all kinds of variants."""
+    """What is compiled ahead: every common head size and dtype with plain attention, two sizes with every variant."""
     kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
     plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
     slopes = [1.0, 0.5]

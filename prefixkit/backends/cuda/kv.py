@@ -1,7 +1,7 @@
-"""``kv_append``, ``rotary_append`` and ``advance`` by our kernels: check, pick the instantiation, pack its argument, launch.
+"""``kv_append``, ``rotary_append`` and ``advance`` by our kernels: check, pick the instantiation, pack its argument.
 
-A model calls each op again and again with tensors of the same shapes.  So what a call must be and how it is launched is worked
-out once per set of shapes, strides and dtypes, and found again by these.
+A model calls each op again and again with tensors of the same shapes.  So what a call must be and how it is launched is
+worked out once per set of shapes, strides and dtypes, and found again by these.
 """
 
 from __future__ import annotations

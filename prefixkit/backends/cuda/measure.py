@@ -25,7 +25,7 @@ REPEATS, CALLS = 5, 4
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement of a path: KV tiles, items and written states of each worker, and the microseconds that it took."""
+    """One measurement of a path: KV tiles, items and written states of each worker, and its microseconds."""
 
     tiles: float
     items: float
@@ -104,7 +104,7 @@ class Memory:
 
 
 def _forest(copies: int, parent: Sequence[int], length: Sequence[int], queries: int) -> StepTree:
-    """Copies of a tree in depth-first order, over pages laid end to end, with ``queries`` rows at the end of each leaf."""
+    """Copies of a tree in depth-first order, over pages laid end to end, with ``queries`` rows at each leaf's end."""
     nodes = len(parent)
     start, end = [0] * nodes, list(range(1, nodes + 1))
     for node in range(1, nodes):

@@ -50,7 +50,7 @@ def _function(large: bool, device: int) -> jit.Function:
 def _constants(
     heads: tuple[int, ...], num_sms: int, cost: tuple[float, ...]
 ) -> tuple[tuple[float, ...], int, tuple[int, ...], tuple[int, ...]]:
-    """What the kernel's parameter says of heads and costs: sharing and rates; the magic number; heads, SMs, queries; roles."""
+    """The kernel's parameters for heads and costs: sharing and rates; the magic number; heads, SMs, queries; roles."""
     shape, gpu = HeadShape(*heads), GpuCost.of(cost)
     sharing, many = gpu.sharing, max(1, gpu.sharing.tile_heads // shape.group)
     rates = (
@@ -74,7 +74,8 @@ def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapa
     Args:
         shape, gpu, num_sms: What to plan for; groups of at most the ``tile_heads`` of its cost.
         capacity: What the plan may hold.
-        tree: ``[4 * nodes + 1]`` int32: parent, subtree_end, length, own, as :class:`GraphPlanner` has them; how many nodes.
+        tree: ``[4 * nodes + 1]`` int32: parent, subtree_end, length, own, as :class:`GraphPlanner` has them; then how
+            many nodes.
 
     Returns:
         The plan as ``tree_attention`` takes it, once the launch has ended.
@@ -97,8 +98,8 @@ def _scratch(nodes: int, work: Sequence[Tensor], device: torch.device) -> Tensor
 class GraphPlanner:
     """Makes plans equal to ``make_plan``'s, on the GPU, into buffers whose addresses stay.
 
-    :meth:`load` brings a tree, :meth:`plan` launches the planner.  A graph that captured :meth:`plan` plans anew at every
-    replay, from what the tree's tensors hold then: loaded by the host before, or written by kernels.
+    :meth:`load` brings a tree, :meth:`plan` launches the planner.  A graph that captured :meth:`plan` plans anew at
+    every replay, from what the tree's tensors hold then: loaded by the host before, or written by kernels.
 
     Attributes:
         capacity: What a plan may hold.

@@ -123,7 +123,7 @@ def test_long_nodes_in_hundreds_of_pieces(kernel, leaves):
 
 
 def test_a_planner_that_launches_it_makes_the_steps_of_one_that_does_not(kernel):
-    """Trees change under both; what their steps say is the same, also of leaves that grow, without the plan on the host."""
+    """Trees change under both; their steps say the same, also of leaves that grow, without the plan on the host."""
     device = torch.device("cpu")
     for seed in range(6):
         rng = np.random.default_rng(seed)

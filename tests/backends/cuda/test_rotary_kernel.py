@@ -1,4 +1,4 @@
-"""The kernel that rotates and appends, its own source run on the CPU thread by thread, launch and all: the op's bits."""
+"""The kernel that rotates and appends, its own source run on the CPU thread by thread with its launch: equal bits."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def gpu(library, monkeypatch):
 
 
 def compare(rows, shape, slots, head_major=True):
-    """Kernel and op on the same rows, each with pages of its own: bits of all that they give and leave, and of the rows."""
+    """Kernel and op on the same rows, each with pages of its own: bits of all that they return and write."""
     before = [bits(x) for x in rows]
     (k, v, pool), (op_k, op_v, op_pool) = (nan_pages(shape, rows[0].dtype, head_major) for _ in range(2))
     rotated = kv.rotary_append(*rows, k, v, slots)

@@ -1,4 +1,4 @@
-"""The sampling kernel's own source, run on the CPU thread by thread: the tokens that the specification draws, without a GPU."""
+"""The sampling kernel's own source, run on the CPU thread by thread: the tokens of the specification, without a GPU."""
 
 from __future__ import annotations
 
