@@ -3,8 +3,8 @@
     python scripts/compile_all.py --out build/kernels.json
 
 Records registers, spills and static shared memory of each kernel; the sources assert their dynamic shared memory.
-Exits with 1 if one does not compile, if the compiler warns, or if a kernel takes more than ``scripts/kernel_budget.json``
-allows it; a source without a budget is an error too.
+Exits with 1 if one does not compile, if the compiler warns, or if a kernel takes more than
+``scripts/kernel_budget.json`` allows it; a source without a budget is an error too.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def table(records: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> int:
-    from prefixkit.backends.cuda.kernels import units
+    from prefixkit.backends.cuda.kernels import compiled_ahead
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the record here")
@@ -114,7 +114,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only sources whose name contains this")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    jobs = [(unit, arch) for arch in options.arch or ARCHS for unit in units(arch) if options.only in unit.file]
+    jobs = [
+        (unit, arch) for arch in options.arch or ARCHS for unit in compiled_ahead(arch) if options.only in unit.file
+    ]
     began = time.perf_counter()
     with ProcessPoolExecutor(options.jobs) as pool:
         records = list(pool.map(compile_one, jobs))

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 import torch
-from cuda.bindings import driver  # who loads this file has found cuda-core
+from cuda.bindings import driver  # imported only where cuda-core is
 
 from prefixkit.checking import checked
 from prefixkit.cuda.jit import Function

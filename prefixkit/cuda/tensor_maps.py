@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-from cuda.bindings import driver  # who loads this file has found cuda-core
+from cuda.bindings import driver  # imported only where cuda-core is
 from torch import Tensor
 
 from prefixkit.cuda.launch import Memo, fail

@@ -114,7 +114,7 @@ def advance(
 
     Args:
         leaf: ``[R]`` int32 the node that each row appends to, -1 for rows that pad a batch.
-        start, length, page_indptr, pages, first_slot: The tree, int32; ``length`` grows by 1 at leaves with a free slot.
+        start, length, page_indptr, pages, first_slot: The tree, int32; ``length`` grows by 1 at leaves with a slot.
         sampled: ``[R]`` int64 the token that each row runs next.
         tokens, positions, slots: ``[R]`` int64, written: the step.  Padding gets token 0, position 0 and slot -1; a
             leaf whose pages are full gets slot -1 and its last position.

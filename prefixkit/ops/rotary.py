@@ -16,6 +16,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         As ``x``, contiguous.
     """
-    wide, half = x.float(), x.shape[-1] // 2
-    turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
-    return (wide * cos.float()[:, None] + turned * sin.float()[:, None]).to(x.dtype).contiguous()
+    x32, half = x.float(), x.shape[-1] // 2
+    rotated = torch.cat((-x32[..., half:], x32[..., :half]), dim=-1)
+    return (x32 * cos.float()[:, None] + rotated * sin.float()[:, None]).to(x.dtype).contiguous()

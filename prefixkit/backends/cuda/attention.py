@@ -55,7 +55,7 @@ class _Prepared:
     shared: int = 0
     numbers: tuple[int, ...] = ()
     parameters: int = 0
-    reach: int = 0
+    window: int = 0
     boxes: bool = False
     by_maps: bool = False
     form: tuple[int, ...] = ()  # of the pages
@@ -77,10 +77,11 @@ def tree_attention(
         CudaError: the launch failed.
     """
     signature = launch_form(variant, q, k_pages, v_pages)
-    ready = _memo.get(signature)
-    if ready is None or ready.variant() is None:
-        ready = _memo.keep(signature, _prepare(q, k_pages, v_pages, q_positions, variant))
-    if ready.function is None:
+    prepared = _memo.get(signature)
+    if prepared is None or prepared.variant() is None:
+        prepared = _memo.keep(signature, _prepare(q, k_pages, v_pages, q_positions, variant))
+    function, by_maps = prepared.function, prepared.by_maps
+    if function is None:
         if len(plan) == WORK_TENSORS + TREE_TENSORS:
             raise NotCapturable(
                 f"tree_attention: a plan in a CUDA graph's tensors is for the kernels only, which serve neither "
@@ -92,12 +93,12 @@ def tree_attention(
         q = q.clone(memory_format=torch.contiguous_format)
     if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
         raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
-    head = kept_maps(k_pages, v_pages, ready.form) if ready.by_maps else ()
+    head = kept_maps(k_pages, v_pages, prepared.form) if by_maps else ()
     addresses = _plan_pointers(q, q_positions, work, nodes)
     if checked():
         check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
     rows, heads, head_dim = q.shape
-    device = ready.function.device
+    device = function.device
     stream, capturing = torch._C._cuda_getCurrentRawStream(device), torch._C._cuda_isCurrentStreamCapturing()
     out = torch.empty_like(q)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
@@ -109,13 +110,12 @@ def tree_attention(
         *(q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), q_positions.data_ptr(), out.data_ptr(), lse.data_ptr()),
         *(partial_out, partial_out + 4 * partials * head_dim, _counter(device, stream, capturing)),
         *addresses,
-        *ready.numbers,
-        *(scale, scale * LOG2E, ready.parameters, ready.reach),
-        *(work[1].shape[0], work[2].shape[0], ready.boxes, rows),
+        *prepared.numbers,
+        *(scale, scale * LOG2E, prepared.parameters, prepared.window),
+        *(work[1].shape[0], work[2].shape[0], prepared.boxes, rows),
     )
-    layout, grid = ATTENTION_LAYOUT[ready.by_maps], (ready.blocks, 1, 1)
-    say = _say(q, k_pages, work, nodes, variant)
-    launch(ready.function, layout, values, grid, ready.threads, ready.shared, say, cooperative=True, pdl=ready.by_maps)
+    layout, grid, say = ATTENTION_LAYOUT[by_maps], (prepared.blocks, 1, 1), _say(q, k_pages, work, nodes, variant)
+    launch(function, layout, values, grid, prepared.threads, prepared.shared, say, cooperative=True, pdl=by_maps)
     return out, lse
 
 
@@ -167,7 +167,7 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
         shared,
         numbers,
         parameters,
-        reach=variant.reach or 0,
+        window=variant.reach or 0,
         boxes=holds_groups(k_pages.shape[1]),
         by_maps=kernel.by_maps,
         form=(*k_pages.shape, page, slot, head, half),

@@ -144,7 +144,7 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant) 
     return Unit(kernel.file, (ATTENTION,), (*defines, ("PREFIXKIT_VARIANT", f'"{name}"')), (layout, (name, text)))
 
 
-def units(arch: str) -> tuple[Unit, ...]:
+def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     """What is compiled ahead: every common head size and dtype with plain attention, two sizes with every variant."""
     kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
     plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from prefixkit.backends.cuda.cost_cache import measured_cost
-from prefixkit.backends.cuda.kernels import kernel_for, units
+from prefixkit.backends.cuda.kernels import compiled_ahead, kernel_for
 from prefixkit.cuda import jit, kernel_cache
 from prefixkit.cuda.nvrtc import Unit, arch_for, nvrtc_version, supported_archs
 
@@ -58,7 +58,7 @@ def warm_up(archs: list[str]) -> Iterator[Compiled]:
         NvrtcMissing, CompileError: from the compiler.
     """
     for arch in archs:
-        for unit in units(arch):
+        for unit in compiled_ahead(arch):
             there = kernel_cache.read(kernel_cache.entry(unit, arch, nvrtc_version())) is not None
             began = time.perf_counter()
             jit.binary(unit, arch)

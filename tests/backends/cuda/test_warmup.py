@@ -20,7 +20,7 @@ except NvrtcMissing as missing:
 def test_a_second_warm_up_finds_all_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path))
     jit.binary.cache_clear()
-    monkeypatch.setattr(warmup, "units", lambda arch: (APPEND, ADVANCE))
+    monkeypatch.setattr(warmup, "compiled_ahead", lambda arch: (APPEND, ADVANCE))
     first, second = list(warm_up(["sm_80"])), list(warm_up(["sm_80"]))
     assert [done.unit for done in first] == [APPEND, ADVANCE]
     assert all(done.seconds is not None and done.seconds > 0 for done in first)
