@@ -70,7 +70,7 @@ def plan_tree() -> None:
     """Trees with shared and folded nodes, chunks and single queries, in buffers of exactly their size."""
     from prefixkit.attention.capacity import capacity_for
     from prefixkit.backends.cuda.plan_launch import GraphPlanner
-    from tests.attention.planning import random_cost, random_shape, random_tree, specified
+    from tests.attention.planning import held_by, random_cost, random_shape, random_tree, specified
 
     for seed in range(4):
         rng = np.random.default_rng(seed)
@@ -81,11 +81,11 @@ def plan_tree() -> None:
         planner.load(StepTree(snapshot, queries))
         planner.plan()
         expected = specified(snapshot, queries, shape, cost, 132).arrays()
-        assert all(np.array_equal(a, b) for a, b in zip(planner.arrays(), expected, strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(held_by(planner.work), expected, strict=True))
 
 
 def sample() -> None:
-    """Every mix of filters; rows of one block and of a cluster, in shared memory and read again; broken and inactive rows."""
+    """Every mix of filters; rows of a block and of a cluster, in shared memory and read again; broken and idle rows."""
     from prefixkit.runners.sampler import Sampler
     from prefixkit.sampling.rng import uniforms
     from prefixkit.sampling.specification import sample_tokens

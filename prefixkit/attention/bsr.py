@@ -60,7 +60,7 @@ def decompose(tree: StepTree, shape: HeadShape, cost: CostModel, shared: NDArray
         tree: The tree and the step's query rows; see :meth:`StepTree.check` for what they must satisfy.
         shape: The heads, for the cost.
         cost: Decides which nodes are shared.
-        shared: ``[nodes]`` overrides that decision; for tests and studies.
+        shared: ``[nodes]`` overrides that decision; for measurements and tests.
 
     Returns:
         The rows in the order of their nodes, a node's dense row before its causal one.

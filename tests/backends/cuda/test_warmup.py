@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prefixkit.backends.cuda import warmup
-from prefixkit.backends.cuda.units import ADVANCE, APPEND
+from prefixkit.backends.cuda.kernels import ADVANCE, APPEND
 from prefixkit.backends.cuda.warmup import NoTarget, targets, warm_up
 from prefixkit.cuda import jit, nvrtc
 from prefixkit.cuda.nvrtc import NvrtcMissing
@@ -19,8 +19,8 @@ except NvrtcMissing as missing:
 
 def test_a_second_warm_up_finds_all_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path))
-    monkeypatch.setattr(jit, "_binaries", {})
-    monkeypatch.setattr(warmup, "units", lambda arch: (APPEND, ADVANCE))
+    jit.binary.cache_clear()
+    monkeypatch.setattr(warmup, "compiled_ahead", lambda arch: (APPEND, ADVANCE))
     first, second = list(warm_up(["sm_80"])), list(warm_up(["sm_80"]))
     assert [done.unit for done in first] == [APPEND, ADVANCE]
     assert all(done.seconds is not None and done.seconds > 0 for done in first)

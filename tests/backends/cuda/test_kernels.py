@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prefixkit.attention.variants import CAUSAL, soft_cap
-from prefixkit.backends.cuda.units import ATTENTION, attention_unit, kernel_for, units
+from prefixkit.backends.cuda.kernels import ATTENTION, attention_unit, compiled_ahead, kernel_for
 from prefixkit.cuda import nvrtc
 from prefixkit.cuda.nvrtc import NvrtcMissing
 
@@ -50,7 +50,7 @@ def test_the_blocks_of_a_multiprocessor_fit_in_its_shared_memory(arch, head_dim)
     assert kernel.tile_rows == (64 if head_dim > 128 else 128)
 
 
-def test_units_differ_by_all_that_the_source_asks_of_the_preprocessor():
+def test_sources_differ_by_all_that_the_source_asks_of_the_preprocessor():
     kernel = kernel_for("sm_80", 96, 1)
     unit = attention_unit(kernel, 96, True, CAUSAL)
     assert dict(unit.defines) == {
@@ -61,7 +61,7 @@ def test_units_differ_by_all_that_the_source_asks_of_the_preprocessor():
     }
     capped = attention_unit(kernel, 96, True, soft_cap(3.0))
     assert capped.headers and capped.names == (ATTENTION,)
-    assert len(set(units("sm_90a"))) == len(units("sm_90a"))
+    assert len(set(compiled_ahead("sm_90a"))) == len(compiled_ahead("sm_90a"))
 
 
 @pytest.mark.slow
