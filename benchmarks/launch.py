@@ -1,6 +1,6 @@
 """What a call costs the CPU on a GPU machine: starting cold and warm, sixteen processes at once, and each op call.
 
-python benchmarks/launch.py --out results/launch.json
+python -m benchmarks.launch --out benchmarks/results/launch.json
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.runner import ROOT, Run, arguments, wall_seconds
 from benchmarks.tree_attention.inputs import GPU, Pool, make
@@ -60,14 +57,14 @@ print(ready - began, imported - ready, done - ready)
 def starts(cache: str, processes: int) -> list[dict[str, float]]:
     """Seconds of fresh processes that start together.
 
-    To import torch and touch the GPU; from there to import prefixkit and make a tree; and, from there too, to the first result
-    of ``tree_attention``, with planning, appending and loading the kernels.
+    To import torch and touch the GPU; from there to import prefixkit and make a tree, and to the first result of
+    ``tree_attention``, with planning, appending and loading the kernels.
     """
     environment = {
         **os.environ,
         "PREFIXKIT_CACHE": cache,
         "CUDA_CACHE_DISABLE": "1",  # NVRTC keeps a cache of its own, and a cold start must not find it
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[2:]]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
     }
     command, times = [sys.executable, "-c", FIRST], []
     running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
@@ -87,12 +84,12 @@ def per_call_us(call: Callable[[], object], calls: int = 2000) -> float:
         for _ in range(calls):
             call()
 
-    best = float("inf")
+    best: list[float] = []
     for _ in range(5):
         torch.cuda.synchronize()
-        best = min(best, *wall_seconds(many))
-        torch.cuda.synchronize()
-    return round(best / calls * 1e6, 2)
+        best += wall_seconds(many)
+    torch.cuda.synchronize()
+    return round(min(best) / calls * 1e6, 2)
 
 
 def calls() -> dict[str, float]:
@@ -107,25 +104,21 @@ def calls() -> dict[str, float]:
     few = make(workload("2L b8 p32 s16", 8, 2), Pool())  # so short that the GPU keeps up with the CPU
     pages, step = (few.k[0].transpose(1, 2), few.v[0].transpose(1, 2)), few.step
     attention = (few.q[0], *pages, step.positions, step.plan, few.scale, "causal")
-    measured = {}
+    append = key, key, k_pages, v_pages, slots
+    measured = {
+        "kv_append through torch": lambda: op.kv_append(*append),
+        "kv_append below torch": lambda: raw.kv_append(*append),
+        "tree_attention through torch": lambda: op.tree_attention(*attention),
+        "torch: add_": lambda: lse.add_(0.0),
+        "torch: empty": lambda: torch.empty(64, device=GPU),
+        "torch: index_put_ twice": lambda: [kv.index_put_((slots // 16, slots % 16), key) for kv in (k_pages, v_pages)],
+    }
     with torch.inference_mode():
-        for name, call in {
-            "kv_append through torch": lambda: op.kv_append(key, key, k_pages, v_pages, slots),
-            "kv_append below torch": lambda: raw.kv_append(key, key, k_pages, v_pages, slots),
-            "tree_attention through torch": lambda: op.tree_attention(*attention),
-            "torch: add_": lambda: lse.add_(0.0),
-            "torch: empty": lambda: torch.empty(64, device=GPU),
-            "torch: index_put_ twice": lambda: [
-                pages.index_put_((slots // 16, slots % 16), key) for pages in (k_pages, v_pages)
-            ],
-        }.items():
-            call()
-            measured[name] = per_call_us(call)
-    return measured
+        return {name: per_call_us(call) for name, call in measured.items()}
 
 
 def main() -> None:
-    run = Run(arguments(__doc__).parse_args())
+    run = Run(arguments(__doc__))
     with tempfile.TemporaryDirectory() as cache:
         cold, warm = starts(cache, 1), starts(cache, 1)
     with tempfile.TemporaryDirectory() as cache:

@@ -1,6 +1,6 @@
 """What a plan costs: on the host, and on the GPU where there is one; and what a step costs whose tree has changed.
 
-    OMP_NUM_THREADS=1 python benchmarks/planning.py --out benchmarks/results/planning.json
+    OMP_NUM_THREADS=1 python -m benchmarks.planning --out benchmarks/results/planning.json
 
 The aim: below 50 us on the GPU for 1,024 leaves and 2,048 nodes (CUDA-graph replay, median).
 """
@@ -8,17 +8,13 @@ The aim: below 50 us on the GPU for 1,024 leaves and 2,048 nodes (CUDA-graph rep
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.runner import Row, Run, arguments, replay_us, wall_seconds
 from prefixkit.attention.bsr import decompose
@@ -38,8 +34,8 @@ Case = tuple[TreeSnapshot, Queries]
 
 def cases() -> dict[str, Case]:
     shapes = {name: tree_of(name) for name in ("2L b64 p4096 s128", "2L b1024 p4096 s128", "3L fewshot", "beam d6")}
-    shapes |= {"binary, 1,024 leaves, 2,047 nodes": binary(10, 1000, 32)}
-    shapes |= {"chain of 2,000": tree(list(range(-1, 1999)), [8] * 2000)}
+    shapes["binary, 1,024 leaves, 2,047 nodes"] = binary(10, 1000, 32)
+    shapes["chain of 2,000"] = tree(list(range(-1, 1999)), [8] * 2000)
     made = {name: (snapshot, leaf_queries(snapshot)) for name, snapshot in shapes.items()}
     return made | {f"prompt of {tokens:,}": prompts(tokens, tokens) for tokens in (32_768, 131_072)}
 
@@ -51,13 +47,13 @@ def gpu_us(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape) -> float:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     planner = GraphPlanner(shape, snapshot.num_nodes, capacity_for(StepTree(snapshot, queries), shape, sms), "cuda")
     planner.load(StepTree(snapshot, queries))
-    return replay_us(lambda _: planner.plan(), 1, repeats=10)
+    return replay_us(lambda _: planner.plan(), repeats=10)
 
 
 def replan_us(snapshot: TreeSnapshot, queries: Queries, planner: Planner, device: str, repeats: int) -> Row:
     """Medians of ``build_step`` for a tree that has changed, on an idle device.
 
-    ``host_us``: until it returns; ``done_us``: until the device has it all; ``read_us``: then ``kv_tokens_read``, on the host.
+    ``host_us``: until it returns; ``done_us``: until the device has it all; ``read_us``: then ``kv_tokens_read``.
     """
     tokens = np.zeros(queries.num_rows, dtype=np.int64)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -110,13 +106,10 @@ def plans(run: Run, name: str, case: Case, repeats: int) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--replans-only", action="store_true")
-    options = parser.parse_args()
+    options = arguments(__doc__, repeats=30, replans_only=False)
     print("microseconds, median")
     run, all_cases = Run(options), cases()
-    for name, case in all_cases.items() if not options.replans_only else ():
+    for name, case in ({} if options.replans_only else all_cases).items():
         plans(run, name, case, options.repeats)
     for name, case in all_cases.items():
         if "chain" not in name and "131" not in name:

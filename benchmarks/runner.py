@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import platform
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,19 +29,33 @@ ROTATE_BYTES = 1.5e8
 GRAPH_US, WARM_US, LONG_CALL_US = 1_000.0, 10_000.0, 10_000.0
 
 
-def arguments(
-    doc: str | None, seconds: float | None = None, resume: bool = False, out: Path | None = None
-) -> argparse.ArgumentParser:
-    """A parser with ``--out``, and where they are asked for ``--seconds`` and ``--resume``."""
+def arguments(doc: str | None, given: list[str] | None = None, **options: Any) -> argparse.Namespace:
+    """The command line: ``--out FILE``, and an option for each keyword.
+
+    A keyword's value is the option's default: a list takes ``64,256`` or ``64 256``, False is a flag, a dictionary is what
+    ``add_argument`` takes.  ``resume=True`` adds ``--resume RESULTS.json``.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=out, help="where the results go, as JSON, after each row")
-    if seconds is not None:
-        parser.add_argument("--seconds", type=float, default=seconds, help="begin nothing more after so long")
-    if resume:
-        parser.add_argument(
-            "--resume", type=Path, metavar="RESULTS.json", help="keep what these have, and measure the rest"
-        )
-    return parser
+    known = {"out": {"type": Path, "help": "where the results go, as JSON, after each row"}, **options}
+    if options.get("resume"):
+        known["resume"] = {
+            "type": Path,
+            "metavar": "RESULTS.json",
+            "help": "keep what these have, and measure the rest",
+        }
+    lists = [name for name, default in known.items() if isinstance(default, list)]
+    for name, default in known.items():
+        if name in lists:
+            default = {"type": numbers, "nargs": "+", "default": [default]}
+        elif default is False:
+            default = {"action": "store_true"}
+        elif not isinstance(default, dict):
+            default = {"type": type(default), "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **default)
+    found = parser.parse_args(given)
+    for name in lists:
+        setattr(found, name, [number for part in getattr(found, name) for number in part])
+    return found
 
 
 def numbers(text: str) -> list[int]:
@@ -48,20 +63,28 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-class Run:
-    """A run of a benchmark: the record that its JSON holds, and the time that is left.
+def some_of(*known: str) -> dict[str, Any]:
+    """An option that takes some of these names, with commas between; all by default."""
 
-    Args:
-        options: Parsed by :func:`arguments`; ``out``, ``seconds`` and ``resume`` are used where they are there.
-        device: Of the record's machine.
-    """
+    def names(text: str) -> list[str]:
+        found = [name.strip() for name in text.split(",")]
+        if unknown := sorted(set(found) - set(known)):
+            raise argparse.ArgumentTypeError(f"takes some of {', '.join(known)}, got {', '.join(unknown)}")
+        return found
+
+    return {"type": names, "default": list(known), "help": f"some of {', '.join(known)}"}
+
+
+class Run:
+    """A run with these :func:`arguments`: the record that its JSON holds, and the time that is left of ``--seconds``."""
 
     def __init__(self, options: argparse.Namespace, device: str | None = None) -> None:
         self._began, self._before = time.monotonic(), 0.0
         self._out, self._seconds = options.out, getattr(options, "seconds", None) or math.inf
         self._resume = json.loads(path.read_text()) if (path := getattr(options, "resume", None)) else None
-        self.result: Row = {"commit": commit()} if commit() else {}
-        self.result |= {"command": shlex.join(["python", *sys.argv]), "machine": machine(device), "clocks": [clocks()]}
+        self.result: Row = {"commit": commit} if (commit := _printed("git", "rev-parse", "--short", "HEAD")) else {}
+        command = shlex.join(["python", *sys.orig_argv[1:]])
+        self.result |= {"command": command, "machine": machine(device), "clocks": [clocks()]}
         self.result["options"] = {name: str(value) for name, value in vars(options).items()}
 
     @property
@@ -114,22 +137,10 @@ def identity(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
     return json.dumps([row[name] for name in names])
 
 
-def commit() -> str:
-    """Of the checkout; nothing where there is no git, or no repository."""
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return ""
-    return found.stdout.strip()
-
-
 def machine(device: str | None = None) -> Row:
     """Names and versions of what ran."""
-    packages = {
-        name: _version(name) for name in ("torch", "numpy", "transformers", "triton", "flashinfer-python", "cuda-core")
-    }
+    names = ("torch", "numpy", "transformers", "triton", "flashinfer-python", "cuda-core")
+    packages = {name: next((of.version for of in distributions(name=name)), "not installed") for name in names}
     if device == "cpu" or not torch.cuda.is_available():
         return {"gpu": "none", "cpu": _processor(), "python": platform.python_version(), **packages}
     gpu = torch.cuda.get_device_properties(0)
@@ -137,7 +148,7 @@ def machine(device: str | None = None) -> Row:
         "gpu": gpu.name,
         "multiprocessors": gpu.multi_processor_count,
         "l2_bytes": gpu.L2_cache_size,
-        "driver": (_nvidia_smi("driver_version") or ["unknown"])[0],
+        "driver": _nvidia_smi("driver_version") or "unknown",
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
@@ -147,27 +158,23 @@ def machine(device: str | None = None) -> Row:
 
 def clocks() -> Row:
     """SM clock, power and temperature now; without a GPU the load of the CPUs."""
-    found = _nvidia_smi("clocks.sm", "power.draw", "temperature.gpu")
-    if found:
-        return dict(zip(("sm_mhz", "watts", "celsius"), found, strict=True))
+    if found := _nvidia_smi("clocks.sm,power.draw,temperature.gpu"):
+        return dict(zip(("sm_mhz", "watts", "celsius"), found.split(", "), strict=True))
     cpuload = Path("/proc/loadavg")
     return {"load": cpuload.read_text().split()[0]} if cpuload.exists() else {}
 
 
-def _nvidia_smi(*fields: str) -> list[str]:
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [field.strip() for field in found.stdout.split(",")] if found.returncode == 0 else []
+def _nvidia_smi(fields: str) -> str:
+    return _printed("nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
 
 
-def _version(package: str) -> str:
+def _printed(*command: str) -> str:
+    """What a command prints; nothing where there is none, or it fails."""
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip()
 
 
 def _processor() -> str:
@@ -203,7 +210,7 @@ class Replay:
         return float(np.median([_elapsed_us(self._graph.replay) / self._calls for _ in range(repeats)]))
 
 
-def replay_us(run: Callable[[int], object], sets: int, repeats: int = 7) -> float:
+def replay_us(run: Callable[[int], object], sets: int = 1, repeats: int = 7) -> float:
     """Microseconds of ``run(index)`` over so many input sets; see :class:`Replay`."""
     return Replay(run, sets).us(repeats)
 
@@ -273,11 +280,11 @@ def ceilings() -> dict[str, float]:
     """Bandwidth of a copy (bytes read and written), rate of a bf16 matrix product, one tiny node of a graph: here and now."""
     a = torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda")
     b = torch.empty_like(a)
-    copy = replay_us(lambda _: torch.neg(a, out=b), 1)  # a kernel; copy_ would be a copy engine's
+    copy = replay_us(lambda _: torch.neg(a, out=b))  # a kernel; copy_ would be a copy engine's
     x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "xy")
-    product = replay_us(lambda _: x @ y, 1)
+    product = replay_us(lambda _: x @ y)
     small = torch.zeros(1, device="cuda")
-    node = replay_us(lambda _: small.add_(1.0), 1)
+    node = replay_us(lambda _: small.add_(1.0))
     return {
         "copy_TBps": round(2 * 2**31 / copy / 1e6, 3),
         "matmul_TFLOPs": round(2 * 8192**3 / product / 1e6, 1),
@@ -293,6 +300,12 @@ def failure(error: Exception, most: int = 200) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
 
 
+def free_memory() -> None:
+    """Give back what nothing refers to, the GPU's too."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def spread(times: list[float]) -> dict[str, float]:
     """Best, median, mean, 99th percentile and worst."""
     middle = {"best": min(times), "median": statistics.median(times), "mean": statistics.fmean(times)}
@@ -301,8 +314,8 @@ def spread(times: list[float]) -> dict[str, float]:
 
 def geomean(values: Iterable[float]) -> float:
     """Geometric mean; NaN of nothing."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else float("nan")
+    known = list(values)
+    return statistics.geometric_mean(known) if known else math.nan
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

@@ -1,4 +1,4 @@
-"""Numbers for a workload: pages of random K and V, several sets of them, and the same numbers as rivals like them best.
+"""Numbers for a workload: several sets of pages of random K and V, and the same numbers as rivals like them best.
 
 ``Pool``, ``make`` and ``ours`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -47,9 +48,8 @@ class Inputs:
     Attributes:
         q: For each set ``[rows, heads, head size]``.
         k, v: For each set pages ``[pages, kv_heads, page size, head size]``.
-        page_order: The page table: where the tree's pages lie.
-        step: Plan and tree, on the device.
-        plan_ms: What planning took.
+        page_order: The page table: where the tree's pages are.
+        step: Plan and tree, on the device; planning took ``plan_ms``.
     """
 
     workload: Workload
@@ -60,17 +60,14 @@ class Inputs:
     step: Step
     plan_ms: float
     scale: float = HEAD_DIM**-0.5
-    _levels: list[Level] | None = field(default=None, repr=False)
 
     @property
     def sets(self) -> int:
         return len(self.q)
 
-    @property
+    @cached_property
     def levels(self) -> list[Level] | None:
-        if self._levels is None:
-            self._levels = levels(self.workload.snapshot, self.page_order)
-        return self._levels
+        return levels(self.workload.snapshot, self.page_order)
 
     def dense(self, level: Level, pages: Tensor) -> Tensor:
         """``[nodes, kv_heads, tokens, head size]`` a level's K or V, contiguous."""
@@ -115,9 +112,6 @@ def prepare(workload: Workload, queries: Queries, pool: Pool) -> Inputs:
 
 def ours(inputs: Inputs, index: int) -> Tensor:
     """``[rows, heads, head size]`` by prefixkit."""
-    step = inputs.step
+    step, attend = inputs.step, torch.ops.prefixkit.tree_attention
     k, v = inputs.k[index].transpose(1, 2), inputs.v[index].transpose(1, 2)
-    out, _ = torch.ops.prefixkit.tree_attention(
-        inputs.q[index], k, v, step.positions, step.plan, inputs.scale, "causal"
-    )
-    return out
+    return attend(inputs.q[index], k, v, step.positions, step.plan, inputs.scale, "causal")[0]
