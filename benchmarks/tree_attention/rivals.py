@@ -19,6 +19,7 @@ from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level
 
 Run = Callable[[int], Tensor]
 Rival = Callable[[Inputs], Run]
+Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 # Two bf16 kernels differ by rounding: about 0.3% of the output's norm.
 MOST_DIFFERENCE = 0.02
@@ -63,36 +64,39 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
     return out, lse.view(out.shape[:3])
 
 
-def hydragen(attend: Callable[..., tuple[Tensor, Tensor]]) -> Rival:
-    """Hydragen: for each level one call over all its nodes, the queries below a node as one long sequence; one fused merge."""
+def attend_levels(
+    q: Tensor, kv: list[list[Tensor]], attends: list[Attend], scale: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Partial states of levels, one call over all nodes of a level, the queries below a node as one long sequence.
+
+    ``q [kv_heads, rows * group, head size]``, K and V of each level ``[nodes, kv_heads, tokens, head size]``.
+    """
+    rows = (q.view(len(q), len(k), -1, q.shape[2]).transpose(0, 1) for k, _ in kv)
+    return [attend(x, k, v, scale) for attend, x, (k, v) in zip(attends, rows, kv, strict=True)]
+
+
+def hydragen(attend: Attend) -> Rival:
+    """Hydragen: the levels' partial states, and one fused merge."""
 
     def prepare(inputs: Inputs) -> Run:
         from benchmarks.tree_attention.merge import merge
 
-        found = _regular(inputs)
-        workload = inputs.workload
-        group = workload.heads // workload.kv_heads
-        q = [inputs.packed_q(i) for i in range(inputs.sets)]
-        kv = [
-            [[inputs.dense(level, of[i]) for of in (inputs.k, inputs.v)] for level in found] for i in range(inputs.sets)
-        ]
+        found, sets = _regular(inputs), range(inputs.sets)
+        q = [inputs.packed_q(i) for i in sets]
+        kv = [[[inputs.dense(level, of[i]) for of in (inputs.k, inputs.v)] for level in found] for i in sets]
 
         def run(index: int) -> Tensor:
-            parts, lses = [], []
-            for level, (k, v) in zip(found, kv[index], strict=True):
-                rows = q[index].view(workload.kv_heads, len(k), level.rows * group, HEAD_DIM).transpose(0, 1)
-                out, lse = attend(rows, k, v, inputs.scale)
-                parts.append(out)
-                lses.append(lse)
-            return merge(parts, lses, [level.rows for level in found], workload.heads)
+            parts = attend_levels(q[index], kv[index], [attend] * len(found), inputs.scale)
+            outs, lses = (list(of) for of in zip(*parts, strict=True))
+            return merge(outs, lses, [level.rows for level in found], inputs.workload.heads)
 
         return run
 
     return prepare
 
 
-def expanded(attend: Callable[..., tuple[Tensor, Tensor]]) -> Rival:
-    """Attention that shares nothing: every sequence's KV in full; the query heads of a KV head as rows, so KV is read once."""
+def expanded(attend: Attend) -> Rival:
+    """Attention that shares nothing: every sequence's KV in full, read once for all query heads of a KV head."""
 
     def prepare(inputs: Inputs) -> Run:
         found, workload = _regular(inputs), inputs.workload
