@@ -18,6 +18,7 @@ from benchmarks.runner import ROOT, Run, arguments, wall_seconds
 from benchmarks.tree_attention.inputs import GPU, Pool, make
 from benchmarks.tree_attention.workloads import workload
 
+# A process of its own; it prints the seconds of its three parts.
 FIRST = """
 import time; began = time.perf_counter()
 import torch
@@ -32,21 +33,18 @@ from prefixkit.attention.step import build_step
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 from tests.named_trees import leaf_queries, tree_of
-gpu = torch.device("cuda", 0)
-snapshot = tree_of("2L b8 p300 s1")
-queries = leaf_queries(snapshot)
-pool = KVPool(KVSpec(1, 8, 128, torch.bfloat16, gpu), 64, 16)
-planner = backend_for(gpu).planner_for(HeadShape(32, 8, 128, 2), gpu, torch.bfloat16)
-tokens = np.zeros(queries.num_rows, dtype=np.int64)
+gpu, bf16, snapshot = torch.device("cuda", 0), torch.bfloat16, tree_of("2L b8 p300 s1")
+tree = StepTree(snapshot, leaf_queries(snapshot))
+pool = KVPool(KVSpec(1, 8, 128, bf16, gpu), 64, 16)
+planner = backend_for(gpu).planner_for(HeadShape(32, 8, 128, 2), gpu, bf16)
+tokens = np.zeros(8, dtype=np.int64)
 imported = time.perf_counter()
-step = build_step(StepTree(snapshot, queries), tokens, tokens, planner, gpu)
-held = torch.arange(64 * 16, device=gpu)
-kv = torch.ones(len(held), 8, 128, device=gpu, dtype=torch.bfloat16)
-pool.append(0, kv, kv, held)
-q = torch.ones(len(tokens), 32, 128, device=gpu, dtype=torch.bfloat16)
-out, _ = torch.ops.prefixkit.tree_attention(
-    q, pool.k(0), pool.v(0), step.positions, step.plan, 0.1, "causal"
-)
+step = build_step(tree, tokens, tokens, planner, gpu)
+kv = torch.ones(64 * 16, 8, 128, device=gpu, dtype=bf16)
+pool.append(0, kv, kv, torch.arange(64 * 16, device=gpu))
+q = torch.ones(8, 32, 128, device=gpu, dtype=bf16)
+op = torch.ops.prefixkit.tree_attention
+out, _ = op(q, pool.k(0), pool.v(0), step.positions, step.plan, 0.1, "causal")
 torch.cuda.synchronize()
 done = time.perf_counter()
 assert bool((out == 1).all())
@@ -60,14 +58,15 @@ def starts(cache: str, processes: int) -> list[dict[str, float]]:
     To import torch and touch the GPU; from there to import prefixkit and make a tree, and to the first result of
     ``tree_attention``, with planning, appending and loading the kernels.
     """
-    environment = {
-        **os.environ,
+    # NVRTC keeps a cache of its own, and a cold start must not find it.
+    own = {
         "PREFIXKIT_CACHE": cache,
-        "CUDA_CACHE_DISABLE": "1",  # NVRTC keeps a cache of its own, and a cold start must not find it
+        "CUDA_CACHE_DISABLE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
     }
     command, times = [sys.executable, "-c", FIRST], []
-    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
+    options = {"env": os.environ | own, "stdout": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen(command, **options) for _ in range(processes)]
     for process in running:
         printed, _ = process.communicate()
         if process.returncode:

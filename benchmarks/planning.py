@@ -40,13 +40,13 @@ def cases() -> dict[str, Case]:
     return made | {f"prompt of {tokens:,}": prompts(tokens, tokens) for tokens in (32_768, 131_072)}
 
 
-def gpu_us(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape) -> float:
+def gpu_us(tree: StepTree, shape: HeadShape) -> float:
     """Median of replays of a graph that plans over and over."""
     from prefixkit.backends.cuda.plan_launch import GraphPlanner
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    planner = GraphPlanner(shape, snapshot.num_nodes, capacity_for(StepTree(snapshot, queries), shape, sms), "cuda")
-    planner.load(StepTree(snapshot, queries))
+    planner = GraphPlanner(shape, tree.snapshot.num_nodes, capacity_for(tree, shape, sms), "cuda")
+    planner.load(tree)
     return replay_us(lambda _: planner.plan(), repeats=10)
 
 
@@ -89,18 +89,18 @@ def replans(run: Run, name: str, case: Case, repeats: int) -> None:
 
 def plans(run: Run, name: str, case: Case, repeats: int) -> None:
     """A plan's two halves on the host, and all of it on the GPU."""
-    snapshot, queries = case
+    step = StepTree(*case)
     for heads, kv_heads in ((32, 8), (8, 1)):
-        shape, length = HeadShape(heads, kv_heads, 128, 2), StepTree(snapshot, queries).length
-        rows = partial(decompose, StepTree(snapshot, queries), shape, H200.sharing)
+        shape = HeadShape(heads, kv_heads, 128, 2)
+        rows = partial(decompose, step, shape, H200.sharing)
         sizes: dict[str, Any] = {"group": shape.group, "kv_heads": shape.kv_heads, "cost": H200}
-        plan = partial(make_plan, [rows()], length, queries.num_rows, **sizes)
+        plan = partial(make_plan, [rows()], step.length, case[1].num_rows, **sizes)
         row: Row = {"case": name, "heads": [heads, kv_heads]}
         for what, action in (("rows_us", rows), ("plan_us", plan)):
             row[what] = 1e6 * statistics.median(wall_seconds(action, repeats, warm=3))
         line = f"{heads:2d}/{kv_heads:<2d} {name:36s} host: rows {row['rows_us']:6.0f}  plan {row['plan_us']:6.0f}"
         if torch.cuda.is_available():
-            row["gpu_us"] = gpu_us(snapshot, queries, shape)
+            row["gpu_us"] = gpu_us(step, shape)
             line += f"   GPU {row['gpu_us']:7.1f}"
         run.add("results", row, line)
 

@@ -32,8 +32,8 @@ GRAPH_US, WARM_US, LONG_CALL_US = 1_000.0, 10_000.0, 10_000.0
 def arguments(doc: str | None, given: list[str] | None = None, **options: Any) -> argparse.Namespace:
     """The command line: ``--out FILE``, and an option for each keyword.
 
-    A keyword's value is the option's default: a list takes ``64,256`` or ``64 256``, False is a flag, a dictionary is what
-    ``add_argument`` takes.  ``resume=True`` adds ``--resume RESULTS.json``.
+    A keyword's value is the option's default: a list takes ``64,256`` or ``64 256``, False is a flag, a dictionary is
+    what ``add_argument`` takes.  ``resume=True`` adds ``--resume RESULTS.json``.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {"out": {"type": Path, "help": "where the results go, as JSON, after each row"}, **options}
@@ -43,24 +43,26 @@ def arguments(doc: str | None, given: list[str] | None = None, **options: Any) -
             "metavar": "RESULTS.json",
             "help": "keep what these have, and measure the rest",
         }
-    lists = [name for name, default in known.items() if isinstance(default, list)]
     for name, default in known.items():
-        if name in lists:
-            default = {"type": numbers, "nargs": "+", "default": [default]}
+        if isinstance(default, list):
+            how: Row = {"type": _numbers, "nargs": "+", "default": default, "action": _Joined}
         elif default is False:
-            default = {"action": "store_true"}
-        elif not isinstance(default, dict):
-            default = {"type": type(default), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **default)
-    found = parser.parse_args(given)
-    for name in lists:
-        setattr(found, name, [number for part in getattr(found, name) for number in part])
-    return found
+            how = {"action": "store_true"}
+        else:
+            how = default if isinstance(default, dict) else {"type": type(default), "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **how)
+    return parser.parse_args(given)
 
 
-def numbers(text: str) -> list[int]:
-    """The numbers of ``64,256,1024``."""
+def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
+
+
+class _Joined(argparse.Action):
+    """Keep the lists that an option was given as one."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, [number for part in values for number in part])
 
 
 def some_of(*known: str) -> dict[str, Any]:
