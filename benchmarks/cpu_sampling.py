@@ -16,10 +16,13 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.runner import ROOT, Row, Run, arguments, table
 
@@ -51,22 +54,29 @@ def run_stock(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new:
 
 def run_prefill_once(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new: int) -> int:
     """Prefill each prompt once, repeat its KV cache n times, then decode n rows: what a careful user writes by hand."""
-    from transformers import DynamicCache
     from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
     warm, nucleus = TemperatureLogitsWarper(SAMPLING["temperature"]), TopPLogitsWarper(SAMPLING["top_p"])
+
+    def sample(logits: Tensor) -> Tensor:
+        return torch.multinomial(nucleus(None, warm(None, logits.float())).softmax(-1), 1)
+
     with torch.inference_mode():
-        for prompt in prompts:
-            cache = DynamicCache(config=model.config)
-            logits = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1).logits[:, -1]
-            cache.batch_repeat_interleave(n)
-            logits = logits.expand(n, -1)
-            for step in range(new):
-                scores = nucleus(None, warm(None, logits.float()))
-                tokens = torch.multinomial(scores.softmax(-1), 1)
-                if step < new - 1:
-                    logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-    return len(prompts) * n * new
+        tokens = [list(islice(prefill_once(model, torch.tensor([ids]), n, sample), new)) for ids in prompts]
+    return sum(len(step) for steps in tokens for step in steps)
+
+
+def prefill_once(model: Any, ids: Tensor, n: int, sample: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    """The next tokens ``[n, 1]`` of so many samples of the prompt ``ids [1, tokens]``, step after step."""
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache(config=model.config)
+    logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    cache.batch_repeat_interleave(n)
+    logits = logits.expand(n, -1)
+    while True:
+        yield (tokens := sample(logits))
+        logits = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 def run_prefixkit(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new: int) -> int:
@@ -96,17 +106,16 @@ def measure(system: str, case: str, new: int) -> Row:
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # resident (Linux)
     began, cpu_began = time.perf_counter(), time.process_time()
     tokens = RUN[system](model, tokenizer, prompts, n, new)
-    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
+    found: Row = {
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - cpu_began,
         "tokens": tokens,
-        "tokens_per_second": tokens / seconds,
-        "tokens_per_cpu_second": tokens / cpu_seconds,
-        "memory_growth_mib": max(0, peak - before) / 2**20,
-        "prompt_tokens": statistics.mean(len(prompt) for prompt in prompts),
     }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found["tokens_per_second"] = tokens / found["seconds"]
+    found["tokens_per_cpu_second"] = tokens / found["cpu_seconds"]
+    found["memory_growth_mib"] = max(0, peak - before) / 2**20
+    return found | {"prompt_tokens": statistics.mean(len(prompt) for prompt in prompts)}
 
 
 def main() -> None:
@@ -127,9 +136,7 @@ def main() -> None:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
             found[system].append(json.loads(done.stdout.splitlines()[-1]))
             print(f"{system:14}{found[system][-1]['tokens_per_second']:10.1f} tokens/s", flush=True)
-    results = {
-        name: {key: statistics.median(row[key] for row in rows) for key in rows[0]} for name, rows in found.items()
-    }
+    results = {of: {key: statistics.median(row[key] for row in rows) for key in rows[0]} for of, rows in found.items()}
     run.result["results"] = results
     run.finish()
     print(f"\n{options.case}, {options.new} new tokens a sample, one thread\n\n{report(results)}")

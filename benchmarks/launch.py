@@ -59,11 +59,8 @@ def starts(cache: str, processes: int) -> list[dict[str, float]]:
     ``tree_attention``, with planning, appending and loading the kernels.
     """
     # NVRTC keeps a cache of its own, and a cold start must not find it.
-    own = {
-        "PREFIXKIT_CACHE": cache,
-        "CUDA_CACHE_DISABLE": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
-    }
+    paths = os.pathsep.join([str(ROOT), *sys.path[1:]])
+    own = {"PREFIXKIT_CACHE": cache, "CUDA_CACHE_DISABLE": "1", "PYTHONPATH": paths}
     command, times = [sys.executable, "-c", FIRST], []
     options = {"env": os.environ | own, "stdout": subprocess.PIPE, "text": True}
     running = [subprocess.Popen(command, **options) for _ in range(processes)]

@@ -38,11 +38,7 @@ def arguments(doc: str | None, given: list[str] | None = None, **options: Any) -
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {"out": {"type": Path, "help": "where the results go, as JSON, after each row"}, **options}
     if options.get("resume"):
-        known["resume"] = {
-            "type": Path,
-            "metavar": "RESULTS.json",
-            "help": "keep what these have, and measure the rest",
-        }
+        known["resume"] = {"type": Path, "metavar": "RESULTS.json", "help": "keep these, and measure the rest"}
     for name, default in known.items():
         if isinstance(default, list):
             how: Row = {"type": _numbers, "nargs": "+", "default": default, "action": _Joined}
@@ -95,9 +91,7 @@ class Run:
         return self._seconds - (time.monotonic() - self._began)
 
     def taken_up(self, key: str, names: tuple[str, ...], beside: tuple[str, ...] = ()) -> set[str]:
-        """Keep the rows under ``key`` of ``--resume``, but those that were out of time; returns their :func:`identity`.
-
-        What stands under ``beside`` is kept too.
+        """Keep the rows under ``key`` of ``--resume`` that had time, and all ``beside``; returns their :func:`identity`.
 
         Raises:
             SystemExit: they are of another machine.

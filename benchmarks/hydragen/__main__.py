@@ -83,12 +83,11 @@ def run_jobs(
     rig_of: Callable[[str], Rig],
     seconds: float,
     done: Callable[[Job, Row], None],
-    begin_shape: Callable[[Rig], None] = lambda rig: None,
 ) -> None:
-    """Do the jobs, shape after shape so that one model is in memory, each shape within its share of the time.
+    """Do the jobs, shape after shape so that one model is in memory.
 
-    A shape's share is by what its jobs are expected to take; what it leaves goes to those after it.  A job that does not
-    begin in time gives a row that says so.
+    A shape's share of the time is by what its jobs are expected to take; what it leaves goes to those after it.  A job
+    that does not begin in time gives a row that says so.
     """
     end, shapes = time.monotonic() + seconds, list(dict.fromkeys(job.shape for job in jobs))
     for index, shape in enumerate(shapes):
@@ -98,8 +97,6 @@ def run_jobs(
         mine = time.monotonic() + (end - time.monotonic()) * share
         rig = rig_of(shape) if mine > time.monotonic() else None
         try:
-            if rig is not None:
-                begin_shape(rig)
             for job in of_shape:
                 began = time.monotonic()
                 row = _attempt(job, rig) if rig is not None and mine > began else {"skipped": OUT_OF_TIME}
@@ -128,17 +125,19 @@ def measure(options: argparse.Namespace) -> Row:
     asked = [job for letter in options.only for job in jobs(letter, shapes) if not options.quick or job.priority == 1]
     left = [job for job in asked if identity(vars(job), NAMES) not in there]
 
-    def begin_shape(rig: Rig) -> None:
-        run.result["checks"][rig.shape.name] = found = differences(rig)
+    def rig_of(shape: str) -> Rig:
+        rig = Rig(SHAPES[shape], device)
+        run.result["checks"][shape] = found = differences(rig)
         rig.wrong = complaints(found)
-        print(f"{rig.shape.name}: difference from ours {found}", flush=True)
+        print(f"{shape}: difference from ours {found}", flush=True)
+        return rig
 
     def done(job: Job, row: Row) -> None:
         row = {name: getattr(job, name) for name in NAMES} | row
         run.add("rows", row, f"{len(run.result['rows']) + 1:3d}/{len(asked)} {line(row)}")
 
     left.sort(key=lambda job: shapes.index(job.shape))
-    run_jobs(left, lambda name: Rig(SHAPES[name], device), options.seconds, done, begin_shape)
+    run_jobs(left, rig_of, options.seconds, done)
     run.finish()
     return run.result
 

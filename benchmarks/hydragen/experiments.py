@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.cpu_sampling import prefill_once
 from benchmarks.hydragen.cases import Case, mean, two_level
 from benchmarks.hydragen.methods import METHODS
 from benchmarks.hydragen.report import SMALLER_FLASH
@@ -188,25 +188,12 @@ def generate(rig: Rig, batch: int, prompt: int) -> Row:
 
 def expand(rig: Rig, batch: int, prompt: int) -> Row:
     """The prompt's cache computed once and repeated for each sample, then plain steps."""
-    from transformers import DynamicCache
-
     model, ids = rig.model, _stock_prompt(rig, prompt)
-    cache: Any = DynamicCache(config=model.config)
+    steps = prefill_once(model, ids, batch, lambda logits: torch.multinomial(logits.float().softmax(-1), 1))
     with torch.inference_mode():
-        began = time.perf_counter()
-        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        cache.batch_repeat_interleave(batch)
-        logits = logits.expand(batch, -1)
-        rig.wait()
-        prefill = time.perf_counter() - began
-        for step in range(STOCK_WARM + STOCK_STEPS):
-            if step == STOCK_WARM:
-                rig.wait()
-                began = time.perf_counter()
-            sampled = torch.multinomial(logits.float().softmax(-1), 1)
-            logits = model(sampled, past_key_values=cache, use_cache=True).logits[:, -1]
-        rig.wait()
-    return _stock("prefill once, expand", batch, prompt, (time.perf_counter() - began) / STOCK_STEPS, prefill)
+        prefill, *_ = wall_seconds(lambda: next(steps), 1 + STOCK_WARM, wait=rig.wait)
+        seconds = wall_seconds(lambda: [next(steps) for _ in range(STOCK_STEPS)], wait=rig.wait)[0]
+    return _stock("prefill once, expand", batch, prompt, seconds / STOCK_STEPS, prefill)
 
 
 def _stock_prompt(rig: Rig, prompt: int) -> torch.Tensor:

@@ -84,7 +84,7 @@ class Core:
 
     Attributes:
         chosen: What the core decided for the case, for the record.
-        rotates: Where layers are compiled, it rotates queries and keys itself, by :meth:`rotary_append`.
+        rotates: Where layers are compiled, it rotates queries and keys itself, by :meth:`Tree.rotary_append`.
     """
 
     rotates = False
@@ -105,10 +105,6 @@ class Core:
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Take ``[batch, kv_heads, head_dim]`` of a layer."""
-
-    def rotary_append(self, layer: int, q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate queries and keys, append keys and values, and return the queries."""
-        raise NotImplementedError
 
     def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """``[batch, heads, head_dim]`` to as much."""
@@ -146,6 +142,7 @@ class Tree(Core):
         self.pool.append(layer, key, value, self.state.step.slots)
 
     def rotary_append(self, layer: int, q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate queries and keys, append keys and values, and return the queries."""
         pages = self.pool.k(layer), self.pool.v(layer)
         return torch.ops.prefixkit.rotary_append(q, key, value, cos, sin, *pages, self.state.step.slots)
 
@@ -250,10 +247,7 @@ METHODS: dict[str, type[Core]] = {
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, beyond: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``[nodes, kv_heads, rows, head_dim]`` and its log-sum-exp, by matrix products: what a CPU gets.
-
-    ``beyond`` says which tokens are none.
-    """
+    """``[nodes, kv_heads, rows, head_dim]`` and log-sum-exp, by matrix products, without the tokens that are ``beyond``."""
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
     scores = scores if beyond is None else scores.masked_fill(beyond, float("-inf"))
     lse = scores.logsumexp(-1)

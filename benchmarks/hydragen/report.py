@@ -110,20 +110,15 @@ def _steps(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def _throughput(rows: list[Row]) -> Iterator[str]:
+    names = COLUMNS["throughput"]
     gains = ("hydragen / ours", "ours over flash", "flash tokens/s", "hydragen", "ours", "ours, compiled")
-    head = ("batch", "prefix", "new", "floor", *COLUMNS["throughput"], "aim", "ours, compiled / aim", *gains)
+    head = ("batch", "prefix", "new", "floor", *names, "aim", "ours, compiled / aim", *gains)
     for shape, steps in _steps(rows).items():
         lines = []
         for row in sorted(steps, key=itemgetter("prefix", "new", "batch")):
             rates = [number(row, name, "tokens_per_s") for name in ("flash", "hydragen", "ours", "ours, compiled")]
             rates[0] = rates[0] or number(row, SMALLER_FLASH, "tokens_per_s")
-            line = [
-                row["batch"],
-                row["prefix"],
-                row["new"],
-                f"{row['floor_ms']:.2f}",
-                *cells(row, COLUMNS["throughput"]),
-            ]
+            line = [row[of] for of in ("batch", "prefix", "new")] + [f"{row['floor_ms']:.2f}", *cells(row, names)]
             line.append(f"{row['aim_ms']:.2f}" if "aim_ms" in row else "-")
             line.append(ratio(number(row, "ours, compiled"), row.get("aim_ms")))
             line += [ratio(number(row, "hydragen"), number(row, "ours")), ratio(rates[2], rates[0])]

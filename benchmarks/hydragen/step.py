@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,9 @@ from benchmarks.runner import Row, captured, failure, free_memory, replayed_ms, 
 from benchmarks.shapes import Shape
 from benchmarks.tree_attention.rivals import MOST_DIFFERENCE
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.models import patch
+from prefixkit.models import ModelRunner, patch
 from prefixkit.models.compile.packed_weights import pack, packed_view
 from prefixkit.models.compile.packing import fills
-from prefixkit.models.tree_cache import TreeCache
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVSpec
 
@@ -89,11 +88,7 @@ class Rig:
     def fits(self, method: str, case: Case) -> bool:
         """Whether a method's KV of a case fits."""
         _ = self.model
-        try:
-            self.arena.check(METHODS[method].kv_bytes(case, self.spec().bytes_per_token))
-        except DoesNotFit:
-            return False
-        return True
+        return METHODS[method].kv_bytes(case, self.spec().bytes_per_token) <= self.arena.flat.nbytes
 
     def core(self, method: str, state: TreeState, layers: int | None = None) -> Core:
         """A method's core over a fresh arena.
@@ -111,8 +106,7 @@ class Rig:
 
     def ceiling(self, state: TreeState, compiled: bool) -> Row:
         """The step without attention; measured once for each batch."""
-        key = state.case.batch, compiled
-        if key not in self._ceilings:
+        if (key := (state.case.batch, compiled)) not in self._ceilings:
             self._ceilings[key] = self.measure("none", state, compiled)
         return self._ceilings[key]
 
@@ -143,12 +137,16 @@ class Rig:
         step = self._compiled_step(core) if compiled else self.eager_step(core)
         core.at(1)
         with core.installed():
-            run = partial(replayed_ms, captured(step)) if self.on_gpu else partial(_wall_ms, step)
+            graph = captured(step) if self.on_gpu else None
+
+        def ms(count: int) -> list[float]:
+            return replayed_ms(graph, count) if graph else [1e3 * seconds for seconds in wall_seconds(step, count)]
+
         at: dict[int, float] = {}
         for new in (1,) if type(core) is Core else dict.fromkeys(case.lengths):
             core.at(new)
             with core.installed():
-                at[new] = _median(run)
+                at[new] = _median(ms)
         step_ms = mean(at) if len(at) == 3 else float(np.mean(list(at.values())))
         row: Row = {"ms": {str(new): round(ms, 4) for new, ms in at.items()}, "step_ms": round(step_ms, 4)}
         row["tokens_per_s"] = round(case.batch / step_ms * 1e3, 1)
@@ -156,18 +154,10 @@ class Rig:
 
     def eager_step(self, core: Core) -> Callable[[], None]:
         """The step through the model's own modules."""
-        cache = TreeCache(core.pool)
+        runner = ModelRunner(self.model, core.pool)
 
         def step() -> None:
-            now = core.state.step
-            cache.begin(now)
-            try:
-                logits = self.model(**cache.inputs(), logits_to_keep=now.logit_rows).logits
-            except BaseException:
-                cache.abandon()
-                raise
-            cache.end()
-            now.tokens.copy_(logits[0].argmax(-1))
+            core.state.step.tokens.copy_(runner.compute(core.state.step).argmax(-1))
 
         return step
 
@@ -179,14 +169,9 @@ class Rig:
         return step
 
 
-def _wall_ms(step: Callable[[], None], count: int) -> list[float]:
-    return [1e3 * seconds for seconds in wall_seconds(step, count)]
-
-
 def _median(run: Callable[[int], list[float]]) -> float:
     """Over replays: fewer where they take long."""
-    about = run(1)[0]
-    count = max(FEWEST_REPLAYS, min(REPLAYS, int(REPLAY_MS / max(about, 1e-3))))
+    count = max(FEWEST_REPLAYS, min(REPLAYS, int(REPLAY_MS / max(run(1)[0], 1e-3))))
     return float(np.median(run(count)))
 
 

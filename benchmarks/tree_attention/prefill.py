@@ -7,7 +7,7 @@ the aim is to be ahead by the share: by what the rivals compute over what a tree
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
@@ -31,16 +31,6 @@ class Prompts:
     prefix: int = 0
     cached: bool = True
 
-    @property
-    def length(self) -> int:
-        """Of each sequence."""
-        return self.prefix + self.tokens
-
-    @property
-    def queries(self) -> int:
-        """Tokens of each sequence that a rival computes."""
-        return self.chunk if self.cached else self.length
-
     def __str__(self) -> str:
         return self.name
 
@@ -50,9 +40,10 @@ class Prompts:
         def pairs(queries: int, length: int) -> float:
             return queries * length - queries * (queries - 1) / 2
 
-        of_prefix = 0 if self.cached else pairs(self.prefix, self.prefix)
-        of_tree = self.count * pairs(self.chunk, self.length) + of_prefix
-        return tuple(4.0 * HEAD_DIM * heads * n for n in (of_tree, self.count * pairs(self.queries, self.length)))
+        length = self.prefix + self.tokens
+        of_tree = self.count * pairs(self.chunk, length) + (0 if self.cached else pairs(self.prefix, self.prefix))
+        of_each = self.count * pairs(self.chunk if self.cached else length, length)
+        return 4.0 * HEAD_DIM * heads * of_tree, 4.0 * HEAD_DIM * heads * of_each
 
 
 WHOLE = {f"{tokens >> 10}K": Prompts(f"prompt of {tokens >> 10}K", tokens, tokens) for tokens in (4096, 32768, 131072)}
@@ -72,9 +63,7 @@ PROMPTS = [
 def measure(prompts: Prompts, heads: int, kv_heads: int, pool: Pool) -> Row:
     """A row of ours and of each rival."""
     torch.cuda.empty_cache()
-    snapshot, queries = named_trees.prompts(
-        prompts.tokens, prompts.chunk, prompts.count, prompts.prefix, prefix_computed=prompts.cached
-    )
+    snapshot, queries = named_trees.prompts(*astuple(prompts)[1:])
     inputs = prepare(Workload(prompts.name, heads, kv_heads, snapshot), queries, pool)
     of_tree, of_rivals = prompts.flops(heads)
     row: Row = {

@@ -169,50 +169,38 @@ def rows_below(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def flashinfer_cascade(inputs: Inputs) -> Run:
     """FlashInfer's MultiLevelCascadeAttentionWrapper over the same pages; planning is not timed."""
-    (library, space, sizes), found, rows = _flashinfer(inputs), _regular(inputs), inputs.step.num_rows
+    (library, space, sizes, options), found = _flashinfer(inputs), _regular(inputs)
     wrapper = library.MultiLevelCascadeAttentionWrapper(len(found), space, "HND")
-    wrapper.plan(
-        [torch.arange(0, rows + 1, level.rows, dtype=torch.int32, device=GPU) for level in found],
-        [_steps(*level.pages.shape) for level in found],
-        [_page_table(level.pages) for level in found],
-        [torch.full((len(level.pages),), PAGE, dtype=torch.int32, device=GPU) for level in found],
-        *sizes,
-        causal=False,
-        sm_scale=inputs.scale,
-        q_data_type=torch.bfloat16,
-    )
+    queries = [_steps(len(level.pages), level.rows) for level in found]
+    pages = zip(*(_pages(level.pages) for level in found), strict=True)
+    wrapper.plan(queries, *(list(of) for of in pages), *sizes, causal=False, **options)
     return lambda index: wrapper.run(inputs.q[index], (inputs.k[index], inputs.v[index]))
 
 
 def flashinfer_decode(inputs: Inputs) -> Run:
     """FlashInfer's paged decode on tensor cores, which shares pages but reads them for each sequence."""
-    library, space, sizes = _flashinfer(inputs)
+    library, space, sizes, options = _flashinfer(inputs)
     each = np.concatenate([np.repeat(level.pages, level.rows, axis=0) for level in _regular(inputs)], axis=1)
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(space, "HND", use_tensor_cores=True)
-    wrapper.plan(
-        _steps(*each.shape),
-        _page_table(each),
-        torch.full((len(each),), PAGE, dtype=torch.int32, device=GPU),
-        *sizes,
-        sm_scale=inputs.scale,
-        q_data_type=torch.bfloat16,
-        kv_data_type=torch.bfloat16,
-    )
+    wrapper.plan(*_pages(each), *sizes, kv_data_type=torch.bfloat16, **options)
     return lambda index: wrapper.run(inputs.q[index], (inputs.k[index], inputs.v[index]))
 
 
-def _flashinfer(inputs: Inputs) -> tuple[Any, Tensor, tuple[int, int, int, int]]:
-    """The library, a workspace, and the sizes that its plans take."""
+def _flashinfer(inputs: Inputs) -> tuple[Any, Tensor, tuple[int, int, int, int], dict[str, Any]]:
+    """The library, a workspace, and the sizes and options that its plans take."""
     try:
         import flashinfer
     except ImportError as error:
         raise Unfit("flashinfer is not installed") from error
     sizes = inputs.workload.heads, inputs.workload.kv_heads, HEAD_DIM, PAGE
-    return flashinfer, torch.empty(512 << 20, dtype=torch.uint8, device=GPU), sizes
+    options = {"sm_scale": inputs.scale, "q_data_type": torch.bfloat16}
+    return flashinfer, torch.empty(512 << 20, dtype=torch.uint8, device=GPU), sizes, options
 
 
-def _page_table(pages: np.ndarray) -> Tensor:
-    return torch.from_numpy(pages.reshape(-1).copy()).int().to(GPU)
+def _pages(pages: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ``[sequences, pages]``: where each one's begin, all of them, and the tokens of each last one."""
+    table = torch.from_numpy(pages.reshape(-1).copy()).int().to(GPU)
+    return _steps(*pages.shape), table, torch.full((len(pages),), PAGE, dtype=torch.int32, device=GPU)
 
 
 def _steps(count: int, step: int) -> Tensor:

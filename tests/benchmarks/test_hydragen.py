@@ -102,7 +102,7 @@ def test_a_step_grows_in_place():
     assert state.step.positions is kept.positions and state.step.slots is kept.slots
     assert kept.positions.tolist() == [26] * 3
     assert state.step.length.tolist() == [20, 7, 7, 7]
-    assert state.plans == 2
+    assert state.planner.plans_made == 2
 
 
 def test_no_sharing_is_a_plan_that_reads_each_path():
