@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 OUT_OF_TIME = "out of time"
 # Inputs rotate through so many bytes, more than twice the L2 of an H200.
 ROTATE_BYTES = 1.5e8
+NVIDIA_SMI = ("nvidia-smi", "--id=0", "--format=csv,noheader,nounits")
 GRAPH_US, WARM_US, LONG_CALL_US = 1_000.0, 10_000.0, 10_000.0
 
 
@@ -106,12 +107,11 @@ class Run:
         self._before = self.result["seconds_before"] = self._resume.get("seconds", 0.0)
         return {identity(row, names) for row in self.result[key]}
 
-    def add(self, key: str, row: Row, line: str | None = None) -> Row:
+    def add(self, key: str, row: Row, line: str | None = None) -> None:
         """Append a row under ``key``, print its line (its JSON without one), and write the file."""
         self.result.setdefault(key, []).append(row)
         print(json.dumps(row) if line is None else line, flush=True)
         self.write()
-        return row
 
     def write(self) -> None:
         """The JSON so far."""
@@ -144,7 +144,7 @@ def machine(device: str | None = None) -> Row:
         "gpu": gpu.name,
         "multiprocessors": gpu.multi_processor_count,
         "l2_bytes": gpu.L2_cache_size,
-        "driver": _nvidia_smi("driver_version") or "unknown",
+        "driver": _printed(*NVIDIA_SMI, "--query-gpu=driver_version") or "unknown",
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
@@ -154,14 +154,10 @@ def machine(device: str | None = None) -> Row:
 
 def clocks() -> Row:
     """SM clock, power and temperature now; without a GPU the load of the CPUs."""
-    if found := _nvidia_smi("clocks.sm,power.draw,temperature.gpu"):
+    if found := _printed(*NVIDIA_SMI, "--query-gpu=clocks.sm,power.draw,temperature.gpu"):
         return dict(zip(("sm_mhz", "watts", "celsius"), found.split(", "), strict=True))
     cpuload = Path("/proc/loadavg")
     return {"load": cpuload.read_text().split()[0]} if cpuload.exists() else {}
-
-
-def _nvidia_smi(fields: str) -> str:
-    return _printed("nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
 
 
 def _printed(*command: str) -> str:
@@ -274,17 +270,15 @@ def in_turns(contenders: Mapping[str, Callable[[], float]], turns: int) -> dict[
 
 def ceilings() -> dict[str, float]:
     """Bandwidth of a copy (bytes read and written), rate of a bf16 matrix product, one tiny node of a graph: here and now."""
-    a = torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda")
-    b = torch.empty_like(a)
-    copy = replay_us(lambda _: torch.neg(a, out=b))  # a kernel; copy_ would be a copy engine's
+    a, b = (torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda") for _ in "ab")
     x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "xy")
-    product = replay_us(lambda _: x @ y)
     small = torch.zeros(1, device="cuda")
-    node = replay_us(lambda _: small.add_(1.0))
+    copy = round(2 * 2**31 / replay_us(lambda _: torch.neg(a, out=b)) / 1e6, 3)  # a kernel; copy_ is a copy engine's
+    product = round(2 * 8192**3 / replay_us(lambda _: x @ y) / 1e6, 1)
     return {
-        "copy_TBps": round(2 * 2**31 / copy / 1e6, 3),
-        "matmul_TFLOPs": round(2 * 8192**3 / product / 1e6, 1),
-        "graph_node_us": round(node, 3),
+        "copy_TBps": copy,
+        "matmul_TFLOPs": product,
+        "graph_node_us": round(replay_us(lambda _: small.add_(1.0)), 3),
     }
 
 

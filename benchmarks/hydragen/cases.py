@@ -27,8 +27,7 @@ NEVER = CostModel(item=1e30, kv_byte=0.0, partial_byte=0.0)
 class Case:
     """``batch`` sequences below shared levels, each with ``private`` tokens of its own, that sample ``new`` more.
 
-    Attributes:
-        levels: ``(nodes, tokens of each)`` from the root down; a level's nodes have equally many below them.
+    ``levels`` are ``(nodes, tokens of each)`` from the root down; a level's nodes have equally many below them.
     """
 
     levels: tuple[tuple[int, int], ...]
@@ -93,7 +92,8 @@ def case_tree(case: Case) -> tuple[TreeSnapshot, list[np.ndarray]]:
     parent, length, nodes = [], [], [[] for _ in counts]
 
     def grow(level: int, above: int, count: int) -> None:
-        for node in (len(parent) for _ in range(count)):
+        for _ in range(count):
+            node = len(parent)
             nodes[level].append(node)
             parent.append(above)
             length.append(tokens[level])
@@ -141,15 +141,16 @@ class TreeState:
 
     def _build(self, snapshot: TreeSnapshot, queries: Queries) -> Step:
         rows, planner = np.arange(self.case.batch, dtype=np.int64), self.planner
-        step = build_step(StepTree(snapshot, queries), rows % 251, rows, planner, self._device)
+        tree = StepTree(snapshot, queries)
+        step = build_step(tree, rows % 251, rows, planner, self._device)
         if not isinstance(planner, CudaPlanner):
             return step
         made = step.plan[: WORK_TENSORS + TREE_TENSORS]
         if not self._plan:
-            capacity = planner.capacity_for(StepTree(snapshot, queries))
+            capacity = planner.capacity_for(tree)
             work = [torch.zeros(size, dtype=torch.int32, device=self._device) for size in capacity.shapes()]
             self._plan = work + [array.clone() for array in made[WORK_TENSORS:]]
         for there, array in zip(self._plan, made, strict=True):
             there[: len(array)].copy_(array)
         work, nodes = self._plan[:WORK_TENSORS], self._plan[WORK_TENSORS:]
-        return replace(step, planned=planner.step_plan(work, nodes, StepTree(snapshot, queries)))
+        return replace(step, planned=planner.step_plan(work, nodes, tree))

@@ -146,9 +146,9 @@ def engine_seconds(rig: Rig, prompts: list[np.ndarray], n: int, new: int, compil
         engine.run(requests)
         engine.report = Report()
     engine.run(requests)
-    report, rate = engine.report, round(engine.report.new_tokens / engine.report.seconds, 1)
-    found = {"seconds": round(report.seconds, 4), "new_tokens": report.new_tokens, "tokens_per_s": rate}
-    return found | {"steps": report.steps}
+    report = engine.report
+    found = {"seconds": round(report.seconds, 4), "new_tokens": report.new_tokens}
+    return found | {"tokens_per_s": round(report.new_tokens / report.seconds, 1), "steps": report.steps}
 
 
 def engine(rig: Rig, batch: int, prefix: int, new: int) -> Row:

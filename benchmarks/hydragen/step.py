@@ -31,9 +31,7 @@ CHECKED, CHECKED_AT = Case(((1, 200), (4, 37)), batch=16, new=24, private=5), 11
 
 
 class Rig:
-    """One model on one device, memory for KV, and what was measured so far that does not depend on the case.
-
-    ``model`` and ``arena`` are made when first asked for; ``capacity``: bytes of KV at most, None for what is free.
+    """One model on one device, memory for KV (``capacity`` bytes, or what is free), and what holds for several cases.
 
     Attributes:
         wrong: Methods that are not measured, for their answers differ from ours; with the reason.

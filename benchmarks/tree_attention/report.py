@@ -43,18 +43,14 @@ def line(row: Row) -> str:
 def summary(rows: list[Row]) -> dict[str, Any]:
     """Geometric means, and where ours is behind."""
     result: dict[str, Any] = {"workloads": len(rows)}
-    for what, ratios in (
-        ("anchor", {name_of(r): r["anchor"]["us"] / r["us"] for r in rows if "anchor" in r}),
-        ("rival", {name_of(r): best[1] / r["us"] for r in rows if (best := best_rival(r))}),
-    ):
+    anchors = {name_of(row): row["anchor"]["us"] / row["us"] for row in rows if "anchor" in row}
+    rivals = {name_of(row): best[1] / row["us"] for row in rows if (best := best_rival(row))}
+    for what, ratios in (("anchor", anchors), ("rival", rivals)):
         if ratios:
-            worst = min(ratios, key=lambda name: ratios[name])
-            result[f"best {what} / ours"] = {
-                "geomean": round(geomean(ratios.values()), 3),
-                "ahead": sum(ratio >= 1 for ratio in ratios.values()),
-                "of": len(ratios),
-                "least": [worst, round(ratios[worst], 3)],
-            }
+            least, name = min((ratio, name) for name, ratio in ratios.items())
+            ahead = sum(ratio >= 1 for ratio in ratios.values())
+            found = {"geomean": round(geomean(ratios.values()), 3), "ahead": ahead, "of": len(ratios)}
+            result[f"best {what} / ours"] = found | {"least": [name, round(least, 3)]}
     if long := [r["us"] / r["floor_us"] for r in rows if r["floor_us"] > LONG_US]:
         found = {"geomean": round(geomean(long), 3), "most": round(max(long), 3)}
         result[f"time / floor, floor above {LONG_US:.0f} us"] = found
