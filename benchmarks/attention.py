@@ -1,12 +1,8 @@
 """Tree attention on one GPU: 87 decode workloads against their floors, rivals in the same run and recorded anchors.
 
-    python -m benchmarks.attention [--only TEXT] [--rivals NAMES] [--out FILE]    the 87 workloads
-    python -m benchmarks.attention --scales | --prefill                           larger trees; prompts, not single tokens
-    python -m benchmarks.attention --plot RESULTS.json PICTURE.svg                no GPU needed
-
-CUDA-graph replay, median, inputs rotated past the L2.  Layouts that a rival wants are made before its clock starts, and
-its answer is compared with ours once.  Anchors (benchmarks/anchors) are other systems' times, recorded before on the same
-kind of GPU.
+python -m benchmarks.attention [--only TEXT] [--rivals NAMES] [--out FILE]    the 87 workloads
+python -m benchmarks.attention --scales | --prefill                           larger trees; prompts, not single tokens
+python -m benchmarks.attention --plot RESULTS.json PICTURE.svg                no GPU needed
 """
 
 from __future__ import annotations

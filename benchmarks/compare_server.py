@@ -1,11 +1,9 @@
 """One side of ``compare.py``: prepares and times cases with the checkout that PYTHONPATH names.
 
-All that it knows of a checkout are the names that both have: ``make_engine`` and ``requests`` of its
-``benchmarks.engine``, ``with_tails`` and ``insert_all`` of ``benchmarks.tree``, ``Pool``, ``make`` and ``ours`` of
-``benchmarks.tree_attention.inputs``, ``workload`` of its ``workloads``, and ``prefixkit.patch``.  Clocks and shapes are
-those of this folder, for both sides.
-
-It reads ``[what, case]`` a line from stdin, and writes ``{"value": ...}`` or ``{"error": ...}`` a line.
+All that it knows of a checkout are the names that both have: in ``benchmarks`` ``engine.make_engine`` and ``requests``,
+``tree.with_tails`` and ``insert_all``, ``tree_attention.inputs.Pool``, ``make`` and ``ours``,
+``tree_attention.workloads.workload``; and ``prefixkit.patch``.  Clocks and shapes are those of this folder.  It reads
+``[what, case]`` a line from stdin, and writes ``{"value": ...}`` or ``{"error": ...}`` a line.
 """
 
 from __future__ import annotations

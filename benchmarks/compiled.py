@@ -2,8 +2,8 @@
 
     python -m benchmarks.compiled --out compiled.json
 
-Random bf16 weights and KV; sequences that share 2,048 tokens and have 64 of their own.  ``attention: false`` is the same
-step whose attention returns at once: the least that faster attention could leave.
+Sequences share 2,048 tokens and have 64 of their own.  ``attention: false`` is the same step whose attention returns at
+once: the least that faster attention could leave.
 """
 
 from __future__ import annotations

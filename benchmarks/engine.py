@@ -1,14 +1,11 @@
-"""The engine on one GPU: decode steps against their graphs alone, the host's part of them, idle time, and a long run.
+"""The engine on one GPU, with a Llama-3.1-8B shape and random bf16 weights: ``rows`` samples of one prompt.
 
     python -m benchmarks.engine [--rows 64,256,1024] [--prompt 2048] [--new 128] [--out FILE]
     python -m benchmarks.engine --long 2000 [--rows 512] [--out FILE]     sequences that end and arrive: memory, captures
     python -m benchmarks.engine --full [--new 256] [--out FILE]           more samples than memory holds
 
-A Llama-3.1-8B-shape model with random weights in bfloat16.  One prompt, ``rows`` samples of it.  Per batch: the wall time
-of a decode step in the engine; that of replaying its graph alone; what the host does besides waiting (in all, over the
-steps; the median from the tokens of one step to waiting for those of the next; to begin and to end); by the profiler, how
-long the GPU had nothing to do.
-
+The wall time of a decode step; that of its graph alone; what the host does besides waiting (in all; the median from the
+tokens of one step to waiting for the next; to begin and end); by the profiler, how long the GPU had nothing to do.
 ``make_engine`` and ``requests`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
 

@@ -53,11 +53,8 @@ print(ready - began, imported - ready, done - ready)
 
 
 def starts(cache: str, processes: int) -> list[dict[str, float]]:
-    """Seconds of fresh processes that start together.
-
-    To import torch and touch the GPU; from there to import prefixkit and make a tree, and to the first result of
-    ``tree_attention``, with planning, appending and loading the kernels.
-    """
+    """Seconds of fresh processes that start together: until torch has touched the GPU, from there until prefixkit is
+    imported, and until ``tree_attention`` has its first result, planning, appending and loading kernels included."""
     # NVRTC keeps a cache of its own, and a cold start must not find it.
     paths = os.pathsep.join([str(ROOT), *sys.path[1:]])
     own = {"PREFIXKIT_CACHE": cache, "CUDA_CACHE_DISABLE": "1", "PYTHONPATH": paths}

@@ -51,10 +51,7 @@ def gpu_us(tree: StepTree, shape: HeadShape) -> float:
 
 
 def replan_us(snapshot: TreeSnapshot, queries: Queries, planner: Planner, device: str, repeats: int) -> Row:
-    """Medians of ``build_step`` for a tree that has changed, on an idle device.
-
-    ``host_us``: until it returns; ``done_us``: until the device has it all; ``read_us``: then ``kv_tokens_read``.
-    """
+    """Medians of ``build_step`` for a changed tree: until it returns, the device has it, ``kv_tokens_read`` is read."""
     tokens = np.zeros(queries.num_rows, dtype=np.int64)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []

@@ -1,11 +1,9 @@
-"""A real model on real problems, on any device: which of HumanEval's easy problems SmolLM2-135M-Instruct solves.
+"""Which of HumanEval's easy problems SmolLM2-135M-Instruct solves, on any device.
 
     python -m benchmarks.real_model [--device cuda --dtype bfloat16] [--problems 12] [--samples 16] [--out FILE]
     python -m benchmarks.real_model --compare CPU.json GPU.json
 
-Each program that a sample makes runs against the problem's tests in a process of its own, for five seconds at most.
-``--compare`` says how often each device solves each problem, and whether both could be samples of one distribution
-(Fisher's exact test).
+``--compare``: how often each device solves each problem, and whether both could be samples of one distribution.
 """
 
 from __future__ import annotations

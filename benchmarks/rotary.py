@@ -2,8 +2,8 @@
 
     python -m benchmarks.rotary [--rows 64,256,1024] [--heads 32] [--kv-heads 8] [--head-dim 128] [--out FILE]
 
-bf16; queries, keys and values are parts of one product, each row has a page of 16 tokens; a CUDA graph over inputs that
-pass twice the L2 where eight sets do.  Microseconds a layer; the floor is every byte once at 4.3 TB/s.
+bf16; queries, keys and values are parts of one product, each row has a page.  Microseconds a layer; the floor is every
+byte once at 4.3 TB/s.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What sampling costs on a GPU: one launch for all rows, against the time to read the logits and against torch's own ways.
+"""What sampling costs on a GPU: one launch for all rows, against the time to read the logits and against torch's ways.
 
     python -m benchmarks.sampling --out benchmarks/results/sampling.json
 
-Rivals in the same process: softmax and ``multinomial``; Gumbel noise and an argmax (neither knows filters); top-p by a
-sort, as transformers has it.  They sample from the same distribution, not the same tokens.
+Rivals: softmax and ``multinomial``; Gumbel noise and an argmax (neither knows filters); top-p by a sort, as transformers
+has it.  They sample from the same distribution, not the same tokens.
 """
 
 from __future__ import annotations

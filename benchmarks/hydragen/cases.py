@@ -141,16 +141,16 @@ class TreeState:
 
     def _build(self, snapshot: TreeSnapshot, queries: Queries) -> Step:
         rows, planner = np.arange(self.case.batch, dtype=np.int64), self.planner
-        tree = StepTree(snapshot, queries)
-        step = build_step(tree, rows % 251, rows, planner, self._device)
+        of = StepTree(snapshot, queries)
+        step = build_step(of, rows % 251, rows, planner, self._device)
         if not isinstance(planner, CudaPlanner):
             return step
         made = step.plan[: WORK_TENSORS + TREE_TENSORS]
         if not self._plan:
-            capacity = planner.capacity_for(tree)
+            capacity = planner.capacity_for(of)
             work = [torch.zeros(size, dtype=torch.int32, device=self._device) for size in capacity.shapes()]
             self._plan = work + [array.clone() for array in made[WORK_TENSORS:]]
         for there, array in zip(self._plan, made, strict=True):
             there[: len(array)].copy_(array)
         work, nodes = self._plan[:WORK_TENSORS], self._plan[WORK_TENSORS:]
-        return replace(step, planned=planner.step_plan(work, nodes, tree))
+        return replace(step, planned=planner.step_plan(work, nodes, of))

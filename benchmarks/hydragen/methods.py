@@ -1,8 +1,4 @@
-"""The attention cores that are compared, each inside the same model and the same decode step.
-
-A core lays KV out in the arena, appends a step's K and V to it, and attends.  ``installed`` puts one in the place of
-attention over the tree in a patched model, for the length of a ``with`` block.
-"""
+"""The attention cores that are compared: each lays KV out in the arena, appends a step's K and V to it, and attends."""
 
 from __future__ import annotations
 
@@ -80,18 +76,14 @@ class ArenaPool(KVPool):
 
 
 class Core:
-    """Attention of a decode step; this one does none: what is left is the ceiling.
+    """Attention of a decode step; this one does none: what is left is the ceiling."""
 
-    Attributes:
-        chosen: What the core decided for the case, for the record.
-        rotates: Where layers are compiled, it rotates queries and keys itself, by :meth:`Tree.rotary_append`.
-    """
-
+    # Whether it rotates queries and keys itself where layers are compiled, by :meth:`Tree.rotary_append`.
     rotates = False
 
     def __init__(self, state: TreeState, spec: KVSpec, heads: int, arena: Arena) -> None:
         self.state, self.spec, self.heads = state, spec, heads
-        self.chosen: dict[str, str] = {}
+        self.chosen: dict[str, str] = {}  # what it decided for the case, for the record
         self.pool: KVPool = ArenaPool(spec, 1, arena)
 
     @classmethod
@@ -111,7 +103,7 @@ class Core:
         return q
 
     def installed(self) -> AbstractContextManager[Any]:
-        """A context in which a patched model attends by this core."""
+        """A context in which a patched model attends by this core, not over the tree."""
 
         def update(cached: CacheLayer, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             self.append(cached.index, key[0].transpose(0, 1), value[0].transpose(0, 1))

@@ -1,7 +1,6 @@
-"""Prompts: whole, in chunks, and several that share, against causal SDPA over flash and cuDNN.
+"""Prompts: whole, in chunks, and several that share, against causal SDPA of each sequence by itself.
 
-A rival computes every sequence by itself, over KV that was laid out for it before the clock started.  Where prompts share,
-the aim is to be ahead by the share: by what the rivals compute over what a tree computes.
+Where prompts share, the aim is to be ahead by the share: by what the rivals compute over what a tree computes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Other ways to the same result, each as its user would set it up at its best: layouts are made before the clock starts.
 
 A rival is prepared for a workload's inputs and gives a function of the input set's number that returns ``[rows, heads,
-head size]``, or raises :class:`Unfit` with the reason why it does not run there.
+head size]``, or raises :class:`Unfit`.
 """
 
 from __future__ import annotations
