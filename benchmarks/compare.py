@@ -31,11 +31,7 @@ class Failed(RuntimeError):
 
 
 class Checkout:
-    """A process in which one checkout's prefixkit is imported.
-
-    Raises:
-        SystemExit: the folder is no checkout.
-    """
+    """A process in which one checkout's prefixkit is imported; SystemExit where the folder is none."""
 
     def __init__(self, name: str, folder: Path) -> None:
         if not (folder / "prefixkit" / "__init__.py").exists():

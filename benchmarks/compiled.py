@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 import prefixkit
-import prefixkit.backends
 from benchmarks.runner import Row, Run, arguments, captured, free_memory, replayed_ms, spread
 from benchmarks.shapes import LLAMA_8B
+from benchmarks.tree_attention.inputs import planner_for
 from benchmarks.tree_attention.workloads import PAGE, workload
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step
 from prefixkit.models import ModelRunner, kv_spec
 from prefixkit.ops import library
@@ -69,8 +68,7 @@ def step_ms(runner: ModelRunner, step: Step, replays: int) -> dict[str, float]:
 def measure(run: Run, model: Any, batches: list[int], replays: int) -> None:
     pool = random_pool(model, batches)
     spec = pool.spec
-    shape = HeadShape(LLAMA_8B.heads, spec.kv_heads, spec.head_dim, 2)
-    planner = backend_for(spec.device).planner_for(shape, spec.device, spec.dtype)
+    planner = planner_for(LLAMA_8B.heads, spec.kv_heads, spec.head_dim, spec.device, spec.dtype)
     runners = {"eager": ModelRunner(model, pool), "compiled": ModelRunner(model, pool, compiled=True)}
     layers = runners["compiled"].compiled
     assert layers is not None

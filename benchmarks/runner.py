@@ -282,12 +282,12 @@ def ceilings() -> dict[str, float]:
     }
 
 
-def failure(error: Exception, most: int = 200) -> str:
+def failure(error: Exception) -> str:
     """A contender's error in a line: it is a result, and ours not to mend."""
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return "out of memory"
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
 def free_memory() -> None:

@@ -11,11 +11,12 @@ python -m benchmarks.hydragen --report RESULTS.json                             
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ import torch
 from benchmarks.hydragen import experiments
 from benchmarks.hydragen.report import write
 from benchmarks.hydragen.step import Rig, complaints, differences
-from benchmarks.runner import OUT_OF_TIME, ROOT, Row, Run, arguments, ceilings, failure, identity, some_of
+from benchmarks.runner import OUT_OF_TIME, ROOT, Row, Run, arguments, ceilings, identity, some_of
 from benchmarks.shapes import SHAPES
 
 LETTERS, NAMES = ("a", "b", "c", "d", "n"), ("experiment", "shape", "name")
@@ -41,7 +42,7 @@ def main(given: list[str] | None = None) -> None:
         quick={"action": "store_true", "help": "the most important rows only"},
         shape={"default": "", "help": "model shapes, with commas between; tiny runs on a CPU"},
         report={"type": Path, "metavar": "RESULTS.json", "help": "write their figures and report into --docs"},
-        docs={"type": Path, "default": ROOT / "docs"},
+        docs=ROOT / "docs",
         seconds=0.0,
         resume=True,
     )
@@ -63,14 +64,14 @@ class Job:
     name: str
     priority: int
     seconds: float
-    run: Callable[[Rig], Row] = field(repr=False)
+    run: Callable[[Rig], Row]
 
 
 def jobs(letter: str, shapes: list[str]) -> list[Job]:
     """Those of an experiment."""
     known = tomllib.loads(Path(__file__).with_name("jobs.toml").read_text())["jobs"]
     found = []
-    for shape, of in ((shape, of) for shape in shapes for of in known if of["experiment"] == letter):
+    for shape, of in itertools.product(shapes, (of for of in known if of["experiment"] == letter)):
         for priority, rows in of["rows"].get(shape, {}).items():
             for case in (dict(zip(of["columns"], row, strict=True)) for row in rows):
                 run = partial(getattr(experiments, of["run"]), **case)
@@ -78,12 +79,7 @@ def jobs(letter: str, shapes: list[str]) -> list[Job]:
     return found
 
 
-def run_jobs(
-    jobs: list[Job],
-    rig_of: Callable[[str], Rig],
-    seconds: float,
-    done: Callable[[Job, Row], None],
-) -> None:
+def run_jobs(jobs: list[Job], rig_of: Callable[[str], Rig], seconds: float, done: Callable[[Job, Row], None]) -> None:
     """Do the jobs, shape after shape so that one model is in memory.
 
     A shape's share of the time is by what its jobs are expected to take; what it leaves goes to those after it.  A job
@@ -99,18 +95,12 @@ def run_jobs(
         try:
             for job in of_shape:
                 began = time.monotonic()
-                row = _attempt(job, rig) if rig is not None and mine > began else {"skipped": OUT_OF_TIME}
+                late = rig is None or mine <= began
+                row = {"skipped": OUT_OF_TIME} if late else rig.attempt(partial(job.run, rig))
                 done(job, row | {"seconds": round(time.monotonic() - began, 2)})
         finally:
             if rig is not None:
                 rig.close()
-
-
-def _attempt(job: Job, rig: Rig) -> Row:
-    try:
-        return job.run(rig)
-    except Exception as error:  # one job's failure does not keep the others from running
-        return {"skipped": failure(error, most=300)}
 
 
 def measure(options: argparse.Namespace) -> Row:

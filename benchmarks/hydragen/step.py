@@ -16,12 +16,11 @@ from benchmarks.hydragen.methods import METHODS, Arena, Core, DoesNotFit, Parts,
 from benchmarks.rotary import rotated
 from benchmarks.runner import Row, captured, failure, free_memory, replayed_ms, wall_seconds
 from benchmarks.shapes import Shape
+from benchmarks.tree_attention.inputs import planner_for
 from benchmarks.tree_attention.rivals import MOST_DIFFERENCE
-from prefixkit.attention.sharing import HeadShape
 from prefixkit.models import ModelRunner, patch
 from prefixkit.models.compile.packed_weights import pack, packed_view
 from prefixkit.models.compile.packing import fills
-from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVSpec
 
 REPLAYS, FEWEST_REPLAYS = 10, 5
@@ -76,9 +75,8 @@ class Rig:
             torch.cuda.synchronize()
 
     def state(self, case: Case, share: bool = True) -> TreeState:
-        heads = HeadShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim, self.dtype.itemsize)
-        planner = backend_for(self.device).planner_for(heads, self.device, self.dtype)
-        return TreeState(case, planner, self.device, share)
+        heads = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
+        return TreeState(case, planner_for(*heads, self.device, self.dtype), self.device, share)
 
     def spec(self, layers: int | None = None) -> KVSpec:
         return KVSpec(layers or self.shape.layers, self.shape.kv_heads, self.shape.head_dim, self.dtype, self.device)
@@ -132,7 +130,12 @@ class Rig:
 
     def _measure(self, core: Core, compiled: bool) -> Row:
         case = core.state.case
-        step = self._compiled_step(core) if compiled else self.eager_step(core)
+
+        def compiled_step() -> None:
+            now = core.state.step
+            now.tokens.copy_(self._compiled(now.tokens, now.positions, core))
+
+        step = compiled_step if compiled else self.eager_step(core)
         core.at(1)
         with core.installed():
             graph = captured(step) if self.on_gpu else None
@@ -146,7 +149,7 @@ class Rig:
             with core.installed():
                 at[new] = _median(ms)
         step_ms = mean(at) if len(at) == 3 else float(np.mean(list(at.values())))
-        row: Row = {"ms": {str(new): round(ms, 4) for new, ms in at.items()}, "step_ms": round(step_ms, 4)}
+        row: Row = {"ms": {str(new): round(took, 4) for new, took in at.items()}, "step_ms": round(step_ms, 4)}
         row["tokens_per_s"] = round(case.batch / step_ms * 1e3, 1)
         return row | ({"chosen": core.chosen} if core.chosen else {})
 
@@ -156,13 +159,6 @@ class Rig:
 
         def step() -> None:
             core.state.step.tokens.copy_(runner.compute(core.state.step).argmax(-1))
-
-        return step
-
-    def _compiled_step(self, core: Core) -> Callable[[], None]:
-        def step() -> None:
-            now = core.state.step
-            now.tokens.copy_(self._compiled(now.tokens, now.positions, core))
 
         return step
 
@@ -191,9 +187,7 @@ def differences(rig: Rig) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
     with torch.no_grad():
         ours = answer(tree)
-        for name, kind in METHODS.items():
-            if not issubclass(kind, Parts):
-                continue
+        for name, kind in ((name, kind) for name, kind in METHODS.items() if issubclass(kind, Parts)):
             try:
                 core = kind(state, spec, heads, rig.arena)
                 _copy(tree, core)

@@ -16,6 +16,7 @@ from torch import Tensor
 import prefixkit.backends  # noqa: F401  (registers them)
 from benchmarks.runner import input_sets
 from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level, Workload, levels
+from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step
@@ -83,6 +84,10 @@ class Inputs:
         return grouped.transpose(0, 1).reshape(w.kv_heads, -1, HEAD_DIM)
 
 
+def planner_for(heads: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Planner:
+    return backend_for(device).planner_for(HeadShape(heads, kv_heads, head_dim, dtype.itemsize), device, dtype)
+
+
 def make(workload: Workload, pool: Pool, shuffled: bool = False) -> Inputs:
     """A decode step's inputs; ``shuffled`` strews the tree's pages over the pool."""
     pages = workload.snapshot.pages
@@ -95,15 +100,14 @@ def prepare(workload: Workload, queries: Queries, pool: Pool) -> Inputs:
     """Plan a step over a workload's tree, and take its numbers from the pool."""
     snapshot = workload.snapshot
     pages, rows = int(snapshot.page_indptr[-1]), queries.num_rows
-    shape = HeadShape(workload.heads, workload.kv_heads, HEAD_DIM, 2)
-    planner = backend_for(GPU).planner_for(shape, GPU, torch.bfloat16)
+    planner = planner_for(workload.heads, workload.kv_heads, HEAD_DIM, GPU, torch.bfloat16)
+    tree, tokens = StepTree(snapshot, queries), np.zeros(rows, dtype=np.int64)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    planner.plan(StepTree(snapshot, queries), GPU)
+    planner.plan(tree, GPU)
     torch.cuda.synchronize()
     plan_ms = (time.perf_counter() - began) * 1e3
-    tokens = np.zeros(rows, dtype=np.int64)
-    step = build_step(StepTree(snapshot, queries), tokens, tokens[:0], planner, GPU)
+    step = build_step(tree, tokens, tokens[:0], planner, GPU)
     sets = input_sets(workload.kv_bytes)
     k, v = pool.take(sets * pages, workload.kv_heads)
     q = [torch.randn(rows, workload.heads, HEAD_DIM, device=GPU).bfloat16() for _ in range(sets)]
