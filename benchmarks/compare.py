@@ -1,7 +1,7 @@
 """Two checkouts of prefixkit in one run: a case is timed in both in turns, and printed as new over old.
 
     git archive bacee24 --prefix=build/old/ | tar x        # once; build/ is ignored by git
-    python -m benchmarks.compare --old build/old [--new .] [--cases attention,engine,sampling,tree,admission] [--out FILE]
+    python -m benchmarks.compare --old build/old [--new .] [--cases attention,engine,tree] [--out FILE]
 
 Each checkout runs in a process of its own (``compare_server.py``).  Below 1.00 the new one is faster.
 """

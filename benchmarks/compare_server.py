@@ -103,7 +103,7 @@ def tree(case: runner.Row) -> Time:
 
 
 def admission(case: runner.Row) -> Time:
-    """Milliseconds to make an engine for so many prompts, to queue and admit them all, and to retire each; no model runs."""
+    """Milliseconds to make an engine for so many prompts, to queue, admit and retire them all; no model runs."""
     from benchmarks.engine import make_engine, requests
     from benchmarks.tree import with_tails
 

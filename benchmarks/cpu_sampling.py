@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_sampling [--case three-level] --out benchmarks/results/cpu_sampling.json
 
-Each system runs in a process of its own: tokens per second (of wall time, and of the thread's own CPU time, which a busy
-machine disturbs less), and how far its resident memory grew over the loaded model.  None may stop early.
+Each system runs in a process of its own: tokens per second (of wall time, and of the thread's own CPU time, which a
+busy machine disturbs less), and how far its resident memory grew over the loaded model.  None may stop early.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The engine on one GPU, with a Llama-3.1-8B shape and random bf16 weights: ``rows`` samples of one prompt.
 
     python -m benchmarks.engine [--rows 64,256,1024] [--prompt 2048] [--new 128] [--out FILE]
-    python -m benchmarks.engine --long 2000 [--rows 512] [--out FILE]     sequences that end and arrive: memory, captures
-    python -m benchmarks.engine --full [--new 256] [--out FILE]           more samples than memory holds
+    python -m benchmarks.engine --long 2000 [--rows 512] [--out FILE]   sequences that end and arrive: memory, captures
+    python -m benchmarks.engine --full [--new 256] [--out FILE]         more samples than memory holds
 
 The wall time of a decode step; that of its graph alone; what the host does besides waiting (in all; the median from the
 tokens of one step to waiting for the next; to begin and end); by the profiler, how long the GPU had nothing to do.
@@ -39,7 +39,7 @@ def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Requ
 
 
 def waits_of(engine: Engine, asked: list[Request]) -> list[tuple[float, float]]:
-    """A run: when the host began to wait for the device's tokens, and when they were there, in seconds, for each step."""
+    """When the host began to wait for the tokens of each step of a run, and when they were there, in seconds."""
     decoder, waits = graph_decoder(engine), []
     read = decoder.read
 
@@ -140,7 +140,7 @@ def long_run(model: Any, steps: int, rows: int, prompt: int) -> Row:
 
 
 def full_run(model: Any, prompt: int, new: int) -> Row:
-    """More samples than memory holds, with the pool that prefixkit chooses: how full the GPU gets, and that none is lost."""
+    """More samples than memory holds, with prefixkit's own pool: how full the GPU gets, and that none is lost."""
     asked = requests(2, prompt, n=2560, max_new_tokens=new, temperature=1.0)
     engine = make_engine(model, asked)
     left: list[int] = []

@@ -1,4 +1,4 @@
-"""What all benchmarks share: the command line, the record of a run, times of captured graphs, contenders in turns, tables."""
+"""What all benchmarks share: command line, record of a run, times of captured graphs, contenders in turns, tables."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def some_of(*known: str) -> dict[str, Any]:
 
 
 class Run:
-    """A run with these :func:`arguments`: the record that its JSON holds, and the time that is left of ``--seconds``."""
+    """A run with these :func:`arguments`: the record that its JSON holds, and what is left of ``--seconds``."""
 
     def __init__(self, options: argparse.Namespace, device: str | None = None) -> None:
         self._began, self._before = time.monotonic(), 0.0
@@ -92,7 +92,7 @@ class Run:
         return self._seconds - (time.monotonic() - self._began)
 
     def taken_up(self, key: str, names: tuple[str, ...], beside: tuple[str, ...] = ()) -> set[str]:
-        """Keep the rows under ``key`` of ``--resume`` that had time, and all ``beside``; returns their :func:`identity`.
+        """Keep the rows under ``key`` of ``--resume`` that had time, and all ``beside``; returns the rows' identities.
 
         Raises:
             SystemExit: they are of another machine.
@@ -194,7 +194,7 @@ class Replay:
                 run(call % sets)
 
     def us(self, repeats: int = 7) -> float:
-        """Microseconds of one call, the median over replays, after some milliseconds of them, so that the clocks are up."""
+        """Microseconds of one call, the median over replays, after milliseconds of them, so that the clocks are up."""
         about = _elapsed_us(self._graph.replay)
         for _ in range(min(20, int(WARM_US / about))):
             self._graph.replay()
@@ -269,7 +269,7 @@ def in_turns(contenders: Mapping[str, Callable[[], float]], turns: int) -> dict[
 
 
 def ceilings() -> dict[str, float]:
-    """Bandwidth of a copy (bytes read and written), rate of a bf16 matrix product, one tiny node of a graph: here and now."""
+    """Bandwidth of a copy (bytes read and written), rate of a bf16 matrix product, one tiny node of a graph."""
     a, b = (torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda") for _ in "ab")
     x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "xy")
     small = torch.zeros(1, device="cuda")

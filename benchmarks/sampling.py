@@ -2,8 +2,8 @@
 
     python -m benchmarks.sampling --out benchmarks/results/sampling.json
 
-Rivals: softmax and ``multinomial``; Gumbel noise and an argmax (neither knows filters); top-p by a sort, as transformers
-has it.  They sample from the same distribution, not the same tokens.
+Rivals: softmax and ``multinomial``; Gumbel noise and an argmax (neither knows filters); top-p by a sort, as
+transformers has it.  They sample from the same distribution, not the same tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What decodes: shared levels, private suffixes; the tree of it, its bytes, the least time of its attention, its step."""
+"""What decodes: shared levels, private suffixes; its tree, bytes, the least time of its attention, its step."""
 
 from __future__ import annotations
 

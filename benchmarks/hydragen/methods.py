@@ -239,7 +239,7 @@ METHODS: dict[str, type[Core]] = {
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, beyond: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``[nodes, kv_heads, rows, head_dim]`` and log-sum-exp, by matrix products, without the tokens that are ``beyond``."""
+    """``[nodes, kv_heads, rows, head_dim]`` and log-sum-exp, by matrix products, without tokens that are ``beyond``."""
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
     scores = scores if beyond is None else scores.masked_fill(beyond, float("-inf"))
     lse = scores.logsumexp(-1)

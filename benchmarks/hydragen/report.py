@@ -1,4 +1,4 @@
-"""The report of a JSON of results: a page, with the prose of ``page.md``, and a figure for each experiment with rows."""
+"""The report of a JSON of results: a page, with the prose of ``page.md``, and a figure for each experiment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decode step of a whole model with one of the attention cores, as a replayed CUDA graph: its time at several lengths."""
+"""A decode step of a whole model with one of the attention cores, as a replayed CUDA graph, at several lengths."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ GPU = torch.device("cuda")
 
 
 class Pool:
-    """Random pages ``[pages, kv_heads, page size, head size]``, made once and shared by workloads of as many KV heads."""
+    """Random pages ``[pages, kv_heads, page size, head size]``, made once and shared by all workloads."""
 
     def __init__(self) -> None:
         self._pages: tuple[Tensor, Tensor] | None = None

@@ -21,7 +21,7 @@ from tests import named_trees
 
 @dataclass(frozen=True)
 class Prompts:
-    """``count`` prompts of ``prefix + tokens``, the last ``chunk`` of them queries; the shared prefix is cached or not."""
+    """``count`` prompts of ``prefix + tokens``, the last ``chunk`` of them queries; the prefix may be cached."""
 
     name: str
     tokens: int

@@ -1,4 +1,4 @@
-"""Other ways to the same result, each as its user would set it up at its best: layouts are made before the clock starts.
+"""Other ways to the same result, each set up at its best: layouts are made before the clock starts.
 
 A rival is prepared for a workload's inputs and gives a function of the input set's number that returns ``[rows, heads,
 head size]``, or raises :class:`Unfit`.
@@ -134,7 +134,7 @@ FLEX_WORKLOADS = {
 
 
 def flex(inputs: Inputs) -> Run:
-    """FlexAttention, compiled: all queries as one sequence, all tokens as another, a block mask of who descends from whom."""
+    """FlexAttention, compiled: all queries as one sequence, all tokens as another, a block mask of the tree."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     workload = inputs.workload

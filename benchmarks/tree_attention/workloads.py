@@ -81,7 +81,7 @@ class Level:
 
 
 def levels(snapshot: TreeSnapshot, page_order: np.ndarray) -> list[Level] | None:
-    """The levels of a tree with this page table, root first; None where nodes of one depth differ, or end within a page."""
+    """The levels of a tree with this page table, root first; None where nodes of one depth differ or end in a page."""
     if np.any(snapshot.length % PAGE):
         return None
     children = np.bincount(snapshot.parent[snapshot.parent >= 0], minlength=snapshot.num_nodes)
