@@ -12,7 +12,7 @@ from benchmarks.runner import OUT_OF_TIME, ROOT, Run, arguments, identity, in_tu
 
 
 def options(*given: object):
-    return arguments("", seconds=1e9, resume=True).parse_args([str(one) for one in given])
+    return arguments("", [str(one) for one in given], seconds=1e9, resume=True)
 
 
 def test_contenders_take_turns_in_alternating_order():
