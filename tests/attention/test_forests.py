@@ -28,7 +28,6 @@ from torch import Tensor
 
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries
-from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.sharing import CPU_COST
 from prefixkit.attention.variants import (
     CAUSAL,
@@ -55,6 +54,7 @@ from tests.attention.forests import (
     random_split_plan,
     run_on,
 )
+from tests.attention.reference import reference_attention, visible_tokens
 
 ALLOWED = 1.5
 ORDERS = 4

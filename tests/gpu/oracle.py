@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from prefixkit.attention.reference import visible_tokens
 from prefixkit.attention.variants import CAUSAL, Variant
 from tests.attention.forests import Case
+from tests.attention.reference import visible_tokens
 from tests.gpu.cases import GPU
 
 

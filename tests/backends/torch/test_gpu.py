@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.plan import Plan
-from prefixkit.attention.reference import reference_attention
 from prefixkit.attention.state import State
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, sliding_window, soft_cap
 from prefixkit.backends.cuda.checks import check_packed_numbers
@@ -30,6 +29,7 @@ from tests.attention.forests import (
     random_split_plan,
     run_on,
 )
+from tests.attention.reference import reference_attention
 
 
 def variant_of(rng: np.random.Generator, seed: int, heads: int) -> Variant:
