@@ -34,6 +34,7 @@ from prefixkit.engine.request import Request
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree import PrefixTree, Sequence
+from tests.tree.integrity import check_tree
 
 VOCABULARY = 50_000
 SERIES = {
@@ -169,8 +170,8 @@ def measure_beams(run: Run, rng: np.random.Generator, page_size: int, beams: int
 
 
 def add_step(run: Run, tree: PrefixTree, case: Row, parts: dict[str, list[float]]) -> None:
-    tree.check()
-    case |= {"nodes": tree.stats().nodes, **{f"{name}_ms": spread(times) for name, times in parts.items()}}
+    check_tree(tree)
+    case |= {"nodes": tree.snapshot().num_nodes, **{f"{name}_ms": spread(times) for name, times in parts.items()}}
     what = f"{case['case']}, page {case['page_size']:>3}, prefix {case['prefix']:>6}, {case['nodes']} nodes"
     total = "  ".join(f"{name} {case['step_ms'][name]:.2f}" for name in ("median", "mean", "p99"))
     cells = "  ".join(f"{name} {case[f'{name}_ms']['median']:.2f}" for name in parts if name != "step")

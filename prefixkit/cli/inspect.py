@@ -48,10 +48,11 @@ def run_inspect(options: InspectOptions, console: Console) -> None:
     tokenizer = load_tokenizer(location)
     tokens = encode_prompts(tokenizer, prompts, uses_chat(tokenizer, options.chat))
     forest = plant(tokens, [str(prompt.id) for prompt in prompts], options.page_size)
-    stats = forest.tree.stats()
+    snapshot = forest.tree.snapshot()
+    total, distinct = snapshot.num_tokens_unshared, snapshot.num_tokens
     title = (
-        f"{stats.sequences:,} prompts, {stats.tokens_unshared:,} tokens, {stats.tokens_stored:,} of them distinct: "
-        f"a token serves {stats.sharing:.1f} prompts"
+        f"{len(prompts):,} prompts, {total:,} tokens, {distinct:,} of them distinct: "
+        f"a token serves {total / max(1, distinct):.1f} prompts"
     )
     view = View(forest.names, tokenizer.decode, options.samples, options.most)
     show_tree(forest.tree, view, title, console)

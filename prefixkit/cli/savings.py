@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefixkit.engine.report import Report
-from prefixkit.tree import PrefixTree, TreeSnapshot
+from prefixkit.tree import PrefixTree
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def estimate(tree: PrefixTree, samples: int, max_new_tokens: int, bytes_per_toke
     snapshot = tree.snapshot()
     prompts = len(snapshot.sequence_id)
     sequences, grown = prompts * samples, max_new_tokens - 1
-    prompt_tokens = _total_length(snapshot) * samples
+    prompt_tokens = snapshot.num_tokens_unshared * samples
     pages = tree.allocator.num_pages - tree.allocator.free + sequences * -(-grown // tree.page_size)
     own_reads = sequences * grown * (grown + 1) // 2
     return Report(
@@ -54,9 +54,3 @@ def estimate(tree: PrefixTree, samples: int, max_new_tokens: int, bytes_per_toke
         kv_bytes_read=(snapshot.num_tokens * grown + own_reads) * bytes_per_token,
         kv_bytes_read_unshared=(prompt_tokens * grown + own_reads) * bytes_per_token,
     )
-
-
-def _total_length(snapshot: TreeSnapshot) -> int:
-    """Tokens of all sequences, shared ones counted each time."""
-    ends = snapshot.sequence_node
-    return int((snapshot.start[ends] + snapshot.length[ends]).sum(dtype=int))

@@ -10,8 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from prefixkit.cli.terminal import line
-from prefixkit.tree import PrefixTree
-from prefixkit.tree.draw import Row, rows
+from prefixkit.tree import Node, PrefixTree
 
 WORDS = 44  # characters of a node's text that are shown
 # A level is indented by so many columns, and a node needs so many to say anything.
@@ -60,39 +59,40 @@ def show_tree(tree: PrefixTree, view: View, title: str, console: Console) -> Non
     """Draw the tree, a line for each node, as deep as lines have columns for; what is deeper is summed up."""
     picture = Tree(line((title, "bold")))
     levels = max(LEVELS, (console.width - LABEL) // INDENT)
-    path = [_Parent(picture)]  # of the row: its ancestors that are drawn
-    for row in rows(tree):
-        while len(path) > row.depth + 1:
+    snapshot = tree.snapshot()
+    columns = tree.nodes(), snapshot.depth().tolist(), snapshot.shared_by().tolist()
+    path = [_Parent(picture)]  # the node's ancestors that are drawn
+    for node, depth, shared_by in zip(*columns, strict=True):
+        while len(path) > depth + 1:
             path.pop().close()
         parent = path[-1]
-        if len(path) <= row.depth:  # below a node that is left out
-            parent.tokens += len(row.tokens)
-        elif row.depth < levels and parent.drawn < view.most:
+        if len(path) <= depth:  # below a node that is left out
+            parent.tokens += node.length
+        elif depth < levels and parent.drawn < view.most:
             parent.drawn += 1
-            path.append(_Parent(parent.picture.add(_label(row, view))))
+            path.append(_Parent(parent.picture.add(_label(node, shared_by * view.samples, view))))
         else:
             parent.hidden += 1
-            parent.tokens += len(row.tokens)
+            parent.tokens += node.length
     while path:
         path.pop().close()
     console.print(picture, no_wrap=True, overflow="ellipsis")
 
 
-def _label(row: Row, view: View) -> Text:
-    length, shared = len(row.tokens), row.shared_by * view.samples
-    parts: list[str | tuple[str, str]] = [(f"{length:,} token{'s' * (length != 1)}", "cyan")]
+def _label(node: Node, shared: int, view: View) -> Text:
+    parts: list[str | tuple[str, str]] = [(f"{node.length:,} token{'s' * (node.length != 1)}", "cyan")]
     if shared > 1:
         parts += ["  ", (f"shared by {shared:,}", "green")]
-    ending = [view.names[key] for key in row.node.sequences if key in view.names]
+    ending = [view.names[key] for key in node.sequences if key in view.names]
     if ending:
         more = f" and {len(ending) - 3} more" if len(ending) > 3 else ""
         parts.append("  " + ", ".join(ending[:3]) + more)
-    return line(*parts, "  ", (_words(row, view), "dim"))
+    return line(*parts, "  ", (_words(node, view), "dim"))
 
 
-def _words(row: Row, view: View) -> str:
+def _words(node: Node, view: View) -> str:
     """The node's first and last words, on one line."""
-    tokens = [int(token) for token in row.tokens]
+    tokens = [int(token) for token in node.tokens]
     if len(tokens) <= WORDS:
         text = " ".join(view.decode(tokens).split())
         if len(text) <= WORDS:

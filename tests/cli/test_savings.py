@@ -13,7 +13,7 @@ def test_counts_by_hand():
     forest = plant(PROMPTS, list("abcd"), page_size=1)
     report = estimate(forest.tree, samples=2, max_new_tokens=3, bytes_per_token=10)
     sequences, grown = 8, 2  # the third token drawn is never computed
-    assert forest.tree.stats().tokens_stored == 7
+    assert forest.tree.snapshot().num_tokens == 7
     assert report.tokens_computed == 7 + sequences * grown
     assert report.tokens_plain_batch == 2 * (4 + 5 + 4 + 1) + sequences * grown
     assert report.kv_bytes_held_peak == (7 + sequences * grown) * 10

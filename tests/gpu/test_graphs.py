@@ -18,6 +18,7 @@ from prefixkit.engine.request import Request, Sample
 from prefixkit.runners import graph as graphs
 from prefixkit.sampling.params import SamplingParams
 from tests.gpu.test_model import model_of, prompts
+from tests.tree.integrity import check_tree
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_rows_that_end_leave_and_waiting_prompts_come_in(model: torch.nn.Module)
     samples = tight.run(asked)
     assert len(samples) == 72
     assert tight.report.kv_bytes_held_peak <= budget
-    tight.tree.check()
+    check_tree(tight.tree)
     assert tight.tree.allocator.free == tight.tree.allocator.num_pages
     for sample in samples:
         ended = [token in ids for token in sample.tokens]
