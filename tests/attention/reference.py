@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.state import State
 from prefixkit.attention.variants import CAUSAL, Variant
+from prefixkit.backends.torch.merge import State
 from prefixkit.tree.snapshot import TreeSnapshot
 
 

@@ -56,7 +56,7 @@ class _Ready:
     shared: int
     numbers: tuple[int, ...] = ()
     parameters: int = 0
-    reach: int = 0
+    window: int = 0
     boxes: bool = False
     by_maps: bool = False
     form: tuple[int, ...] = ()  # of the pages
@@ -136,7 +136,7 @@ def tree_attention(
             scale,
             scale * LOG2E,
             ready.parameters,
-            ready.reach,
+            ready.window,
             work[1].shape[0],
             work[2].shape[0],
             ready.boxes,
@@ -200,7 +200,7 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
         shared,
         numbers,
         parameters,
-        reach=variant.reach or 0,
+        window=variant.window or 0,
         boxes=holds_groups(k_pages.shape[1]),
         by_maps=kernel.by_maps,
         form=(*k_pages.shape, page, slot, head, q.dtype == torch.float16),

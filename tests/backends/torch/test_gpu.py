@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.plan import Plan
-from prefixkit.attention.state import State
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, sliding_window, soft_cap
 from prefixkit.backends.cuda.checks import check_packed_numbers
 from prefixkit.backends.torch import tuning
+from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.run import run_program
 from prefixkit.ops.checks import BadShape
 from tests.attention.forests import (
@@ -79,7 +79,7 @@ def test_a_forest_under_a_variant_equals_the_reference(seed: int, kind: str) -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_large_pieces_are_cut_to_bound_the_memory(seed: int) -> None:
+def test_large_tiles_are_split_to_bound_the_memory(seed: int) -> None:
     """Of scores, masks and gathered keys."""
     rng = np.random.default_rng(seed)
     case = random_case(rng, heads=(4, 2, 32))
