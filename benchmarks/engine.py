@@ -1,13 +1,13 @@
 """The engine on one GPU: decode steps against their graphs alone, the host's part of them, idle time, and a long run.
 
     python benchmarks/engine.py [--rows 64,256,1024] [--prompt 2048] [--new 256] [--out FILE]
-    python benchmarks/engine.py --long 2000 [--rows 512] [--out FILE]     sequences that end and arrive: memory, captures
+    python benchmarks/engine.py --long 2000 [--rows 512] [--out FILE]     sequences end and arrive: memory, captures
     python benchmarks/engine.py --full [--new 256] [--out FILE]           more samples than memory holds
 
-A Llama-3.1-8B-shape model with random weights in bfloat16.  One prompt, ``rows`` samples of it.  Per batch: the wall time of a
-decode step in the engine; that of replaying its graph alone; what the host does besides waiting (in all, over the steps; the
-median from the tokens of one step to waiting for those of the next; to begin and to end); by the profiler, how long the GPU had
-nothing to do.
+A Llama-3.1-8B-shape model with random weights in bfloat16.  One prompt, ``rows`` samples of it.  Per batch: the wall
+time of a decode step in the engine; that of replaying its graph alone; what the host does besides waiting (in all, over
+the steps; the median from the tokens of one step to waiting for those of the next; to begin and to end); by the
+profiler, how long the GPU had nothing to do.
 
 ``make_engine`` and ``requests`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
@@ -167,7 +167,7 @@ def long_run(model: Any, steps: int, rows: int, prompt: int) -> Row:
 
 
 def full_run(model: Any, prompt: int, new: int) -> Row:
-    """More samples than memory holds, with the pool that prefixkit chooses: how full the GPU gets, and that none is lost."""
+    """More samples than memory holds, with the pool that prefixkit chooses: how full the GPU gets; none is lost."""
     asked = requests(2, prompt, n=2560, max_new_tokens=new, temperature=1.0)
     engine = make_engine(model, asked)
     left: list[int] = []

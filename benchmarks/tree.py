@@ -4,10 +4,10 @@ Four questions, each with a target:
 
 - build: 1,024 sequences of 16,384 tokens that differ in their last 128; below 0.2 s.
 - linearity: time per token from 1e5 to 1e7 tokens; the slope of log(time) over log(tokens) should be 1.
-- admission: 500 to 10,000 prompts of some 100 tokens, 70 of them shared by 50 prompts: sizing the pool, queueing, admitting and
-  retiring; 10,000 below 0.5 s, and linear.
-- decode: `extend_each` for 1,024 leaves, `mark_computed` and `snapshot()`; below 2 ms at the median, steps that take new
-  pages included.  Beside it, the same with beams that fork and die at every step, where the snapshot is rebuilt.
+- admission: 500 to 10,000 prompts of some 100 tokens, 70 of them shared by 50 prompts: sizing the pool, queueing,
+  admitting and retiring; 10,000 below 0.5 s, and linear.
+- decode: `extend_each` for 1,024 leaves, `mark_computed` and `snapshot()`; below 2 ms at the median, steps that take
+  new pages included.  Beside it, the same with beams that fork and die at every step, where the snapshot is rebuilt.
 
     OMP_NUM_THREADS=1 python benchmarks/tree.py --out benchmarks/results/tree.json
 

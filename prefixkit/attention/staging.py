@@ -23,7 +23,7 @@ class Staged:
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device | str) -> None:
         target = torch.device(device)
-        size, parts = room(shapes), [(shape, False) for shape in shapes]
+        size, parts = carved_size(shapes), [(shape, False) for shape in shapes]
         self._there = torch.zeros(size, dtype=torch.int32, device=target)
         self._here = torch.zeros(size, dtype=torch.int32, pin_memory=target.type == "cuda")
         self._sent = torch.cuda.Event() if target.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -58,7 +58,7 @@ def upload(arrays: Sequence[NDArray[np.signedinteger]], device: torch.device) ->
     return carve(here.to(device, non_blocking=True), [(array.shape, array.dtype == np.int64) for array in arrays])
 
 
-def room(shapes: Sequence[tuple[int, ...]]) -> int:
+def carved_size(shapes: Sequence[tuple[int, ...]]) -> int:
     """Int32 elements that :func:`carve` needs for tensors of int32 of these shapes."""
     return sum(-(-prod(shape) // 4) * 4 for shape in shapes)
 

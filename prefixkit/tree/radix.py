@@ -270,9 +270,9 @@ class PrefixTree:
         self.version += 1
         return leaf
 
-    def _split(self, node: Node, cut: int) -> Node:
+    def _split(self, node: Node, at: int) -> Node:
         self.version += 1
-        return node.split(cut, next(self._node_ids), self.allocator)
+        return node.split(at, next(self._node_ids), self.allocator)
 
     def _prune(self, node: Node) -> None:
         """After ``node`` has lost a sequence: remove what leads to no sequence, then undo a split without purpose."""

@@ -24,7 +24,7 @@ from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32, 64, 128)
 SHARE_ALL = CostModel(item=0.0, kv_byte=1.0, partial_byte=0.0)
-FOLD_ALL = CostModel(item=1e9, kv_byte=0.0, partial_byte=0.0)
+SHARE_NONE = CostModel(item=1e9, kv_byte=0.0, partial_byte=0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +79,8 @@ def make_snapshot(
 ) -> tuple[TreeSnapshot, int]:
     """A snapshot with these nodes, and the number of pages of its pool.
 
-    Unless ``orderly``, pages lie in random order, nodes begin inside pages, and some children go on in the page that cuts
-    their parent's end, as after a split.
+    Unless ``orderly``, pages lie in random order, nodes begin inside pages, and some children go on in the page that
+    cuts their parent's end, as after a split.
     """
     nodes = len(parents)
     parent, length = np.array(parents, dtype=np.int32), np.array(lengths, dtype=np.int32)

@@ -17,7 +17,7 @@ from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.run import run_program
 from prefixkit.ops.checks import BadShape
 from tests.attention.forests import (
-    FOLD_ALL,
+    SHARE_NONE,
     SHARE_ALL,
     Case,
     gpu_plan_of,
@@ -57,7 +57,7 @@ def check(results: tuple[Tensor, Tensor], case: Case, variant: Variant) -> None:
 
 
 def plan_as(kind: str, rng: np.random.Generator, case: Case, seed: int) -> Plan:
-    cost = SHARE_ALL if seed % 2 else FOLD_ALL
+    cost = SHARE_ALL if seed % 2 else SHARE_NONE
     if kind == "split":
         return random_split_plan(rng, case, cost)
     if kind == "whole":
@@ -95,7 +95,7 @@ def test_large_tiles_are_split_to_bound_the_memory(seed: int) -> None:
 
 def test_calls_are_padded_only_where_that_is_cheaper_than_another_call() -> None:
     case = random_case(np.random.default_rng(2), heads=(4, 2, 32))
-    plan = plan_of(case, FOLD_ALL)
+    plan = plan_of(case, SHARE_NONE)
     dear, cheap = (gpu_program_of(case, plan, CAUSAL, replace(tuning.GPU, call_us=us)) for us in (1e6, 1e-9))
     assert len(dear.calls) < len(cheap.calls)
     for program in (dear, cheap):

@@ -27,7 +27,7 @@ from prefixkit.backends.torch.run import Scratch
 from prefixkit.backends.torch.tiles import FULL, MASKED, TRIANGLE, Array, Tiles, make_tiles, split_keys
 from prefixkit.backends.torch.tuning import Heads
 from tests.attention.forests import (
-    FOLD_ALL,
+    SHARE_NONE,
     SHARE_ALL,
     Case,
     attend,
@@ -99,7 +99,7 @@ def seen_by_tiles(tiles: Tiles, q_positions: Array) -> Counter[tuple[int, int]]:
 def test_tiles_show_each_query_what_its_items_show_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
-    cost = (SHARE_ALL, FOLD_ALL, CPU_COST)[seed % 3]
+    cost = (SHARE_ALL, SHARE_NONE, CPU_COST)[seed % 3]
     plan = random_split_plan(rng, case, cost) if seed % 5 == 0 else plan_of(case, cost)
     tree = step_tree(case)
     tiles = make_tiles(plan, tree, None, None if seed % 2 else int(rng.integers(1, 9)))
@@ -111,13 +111,13 @@ def test_tiles_show_each_query_what_its_items_show_it(seed: int) -> None:
 
 def test_a_window_drops_keys_that_no_query_of_the_tile_sees() -> None:
     case = tree_case([-1, 0], [100, 60], [(1, 0, 60)])
-    plan = plan_of(case, FOLD_ALL)
+    plan = plan_of(case, SHARE_NONE)
     for most_rows, keys in ((None, 9 + 60), (20, 3 * (9 + 20))):
         assert make_tiles(plan, step_tree(case), 10, most_rows).tokens.sum() == keys
 
 
 def test_a_causal_item_may_span_positions_with_gaps() -> None:
-    """No planner makes such items, but a plan may hold them: rows of two leaves, positions 3, 4, 3, 4, under one mask."""
+    """No planner makes them, but a plan may hold them: rows of two leaves, positions 3, 4, 3, 4, under one mask."""
     case = tree_case([-1, 0, 0], [3, 2, 2], [(1, 0, 2), (2, 0, 2)])
     # One item of both leaves' queries over the root and, as they stand at the same positions, the first leaf.
     plan = Plan(
@@ -212,7 +212,7 @@ def test_a_narrow_window_reads_only_what_is_in_it() -> None:
 def test_gathers_are_bounded() -> None:
     costs = replace(tuning.CPU, call_us=1e9, batch_elements=1 << 11, call_elements=1 << 12)
     case = tree_case([-1, 0, 0], [500, 400, 30], [(1, 399, 400), (2, 29, 30)], orderly=False)
-    program = program_of(case, plan_of(case, FOLD_ALL), CAUSAL, costs)
+    program = program_of(case, plan_of(case, SHARE_NONE), CAUSAL, costs)
     assert len(program.calls) > 10
     for call in program.calls:
         assert isinstance(call.slot, int) or call.batch * call.length * 2 * 32 <= costs.call_elements
@@ -223,7 +223,7 @@ def test_gathers_are_bounded() -> None:
 
 def test_rows_that_no_item_mentions_come_out_empty() -> None:
     case = decode_case(20, [5, 6, 7])
-    plan = plan_of(case, FOLD_ALL)
+    plan = plan_of(case, SHARE_NONE)
     rest = plan.tile_items[plan.tile_items[:, 0] != 1]
     partial = replace(plan, counts=np.array([len(rest), *plan.counts[1:]], dtype=np.int32), tile_items=rest)
     (whole, _), (out, lse) = attend(case, plan), attend(case, partial)
@@ -245,7 +245,7 @@ def test_a_query_that_its_variant_shows_nothing_is_empty() -> None:
 
 
 @pytest.mark.parametrize("leaves", [[5, 6, 7], [5] * 70], ids=["grouped heads", "heads in order"])
-@pytest.mark.parametrize("cost", [SHARE_ALL, FOLD_ALL], ids=["several partials", "one"])
+@pytest.mark.parametrize("cost", [SHARE_ALL, SHARE_NONE], ids=["several partials", "one"])
 def test_sinks_join_the_sum_of_the_row(leaves: list[int], cost: CostModel) -> None:
     """As one more key without a value: to a rounding of the log-sum-exp, as it is without sinks."""
     sinks = torch.tensor([-3.0, 0.0, 2.0, 4.0, 8.0, 30.0])
@@ -262,7 +262,7 @@ def test_a_row_that_no_item_mentions_has_its_sinks_only() -> None:
     sinks = torch.arange(6.0)
     variant = attention_sinks(sinks)
     case = decode_case(20, [5, 6, 7])
-    plan = plan_of(case, FOLD_ALL)
+    plan = plan_of(case, SHARE_NONE)
     for mentioned in (plan.tile_items[plan.tile_items[:, 0] != 1], plan.tile_items[:0]):
         partial = replace(
             plan, counts=np.array([len(mentioned), *plan.counts[1:]], dtype=np.int32), tile_items=mentioned
@@ -390,7 +390,7 @@ def poisoned_memory() -> Iterator[None]:
 def test_every_element_is_written(seed: int, variant: Variant, request: pytest.FixtureRequest) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
-    cost = (SHARE_ALL, FOLD_ALL)[seed % 2]
+    cost = (SHARE_ALL, SHARE_NONE)[seed % 2]
     plan = random_split_plan(rng, case, cost) if seed % 3 == 0 else plan_of(case, cost)
     clean = attend(case, plan, register(variant))
     request.getfixturevalue("poisoned_memory")
