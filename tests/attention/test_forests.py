@@ -42,8 +42,8 @@ from prefixkit.attention.variants import (
 )
 from prefixkit.backends.torch.tuning import CPU, Tuning
 from tests.attention.forests import (
-    SHARE_NONE,
     SHARE_ALL,
+    SHARE_NONE,
     Case,
     attend,
     fill,

@@ -17,7 +17,7 @@ from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.step import Step, build_step
 from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
-from tests.attention.forests import SHARE_NONE, SHARE_ALL, Case, make_snapshot
+from tests.attention.forests import SHARE_ALL, SHARE_NONE, Case, make_snapshot
 
 KINDS = ("forest", "chain", "star", "beams", "roots")
 MOST_LEAVES, LONGEST_SUFFIX, DEEPEST = 2048, 4096, 256

@@ -26,8 +26,8 @@ from prefixkit.ops import backend
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.ops.checks import BadDtype, BadShape
 from tests.attention.forests import (
-    SHARE_NONE,
     SHARE_ALL,
+    SHARE_NONE,
     Case,
     fill,
     gpu_plan_of,

@@ -17,8 +17,8 @@ from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.run import run_program
 from prefixkit.ops.checks import BadShape
 from tests.attention.forests import (
-    SHARE_NONE,
     SHARE_ALL,
+    SHARE_NONE,
     Case,
     gpu_plan_of,
     gpu_program_of,

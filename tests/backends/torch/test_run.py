@@ -27,8 +27,8 @@ from prefixkit.backends.torch.run import Scratch
 from prefixkit.backends.torch.tiles import FULL, MASKED, TRIANGLE, Array, Tiles, make_tiles, split_keys
 from prefixkit.backends.torch.tuning import Heads
 from tests.attention.forests import (
-    SHARE_NONE,
     SHARE_ALL,
+    SHARE_NONE,
     Case,
     attend,
     fill,
