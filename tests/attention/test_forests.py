@@ -198,9 +198,9 @@ def measure(errors: Errors, seed: int, case: Case, plan: Plan, variant: Variant,
 RUNS = (
     by_op,
     # As if forests were large: nearly every piece alone, runs detached, calls and batches cut, tiles of a few rows.
-    tuned(replace(CPU, call_us=1e-6, call_elements=1 << 10, scored_rows=3, fold_rows=2)),
+    tuned(replace(CPU, call_us=1e-6, call_elements=1 << 10, scored_rows=3, group_rows=2)),
     # As if calls were dear: everything in few padded batches.
-    tuned(replace(CPU, call_us=1e6, batch_elements=1 << 12, scored_rows=2, fold_rows=1 << 20)),
+    tuned(replace(CPU, call_us=1e6, batch_elements=1 << 12, scored_rows=2, group_rows=1 << 20)),
 )
 
 

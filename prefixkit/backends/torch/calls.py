@@ -124,7 +124,7 @@ def make_call(
         flash: torch's flash attention computes it; else scores are computed in plain torch.
         views: A run of consecutive slots can be read where it lies; else every key is gathered by its slot.
     """
-    rows, tokens, mask = tiles.rows[batch], tiles.tokens[batch], tiles.mask[batch[0]]
+    rows, tokens, mask = tiles.rows[batch], tiles.tokens[batch], int(tiles.mask[batch[0]])
     most, longest = int(rows.max()), int(tokens.max())
     row = tiles.row[batch][:, None] + np.minimum(np.arange(most), rows[:, None] - 1)
     runs = ranges(tiles.indptr[batch], np.diff(tiles.indptr)[batch])
