@@ -197,7 +197,7 @@ def measure(errors: Errors, seed: int, case: Case, plan: Plan, variant: Variant,
 
 RUNS = (
     by_op,
-    # As if forests were large: nearly every piece alone, runs detached, calls and batches cut, tiles of a few rows.
+    # As if forests were large: nearly every tile alone, runs detached, keys and batches split, tiles of a few rows.
     tuned(replace(CPU, call_us=1e-6, call_elements=1 << 10, scored_rows=3, group_rows=2)),
     # As if calls were dear: everything in few padded batches.
     tuned(replace(CPU, call_us=1e6, batch_elements=1 << 12, scored_rows=2, group_rows=1 << 20)),
