@@ -29,6 +29,7 @@ from prefixkit.engine.request import Request
 from prefixkit.models import kv_spec
 from prefixkit.runners.graph import GraphDecoder
 from prefixkit.sampling.params import SamplingParams
+from tests.tree.integrity import check_tree
 
 PROFILED_STEPS = 40
 
@@ -128,7 +129,7 @@ def long_run(model: Any, steps: int, rows: int, prompt: int) -> Row:
         torch.cuda.reset_peak_memory_stats()
         engine.run(requests(10, prompt, seed=len(held), **sampling))
         held.append({"steps": engine.report.steps, "captures": engine.report.captures, **memory_mib()})
-    engine.tree.check()
+    check_tree(engine.tree)
     report = engine.report
     return {
         **{name: getattr(report, name) for name in ("steps", "decode_steps", "samples", "captures")},

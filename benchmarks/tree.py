@@ -25,6 +25,7 @@ from prefixkit.engine.request import Request
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree import PrefixTree, Sequence
+from tests.tree.integrity import check_tree
 
 VOCABULARY = 50_000
 
@@ -152,9 +153,9 @@ def measure_beams(run: Run, rng: np.random.Generator, page_size: int, beams: int
 
 def add_step(run: Run, tree: PrefixTree, case: Row, parts: dict[str, list[float]]) -> None:
     """A row of what the parts of each step took, in seconds."""
-    tree.check()
+    check_tree(tree)
     spreads = {f"{name}_ms": spread([1e3 * seconds for seconds in times]) for name, times in parts.items()}
-    case |= {"nodes": tree.stats().nodes, **spreads}
+    case |= {"nodes": tree.snapshot().num_nodes, **spreads}
     what = f"{case['case']}, page {case['page_size']:>3}, prefix {case['prefix']:>6}, {case['nodes']} nodes"
     total = "  ".join(f"{name} {case['step_ms'][name]:.2f}" for name in ("median", "mean", "p99"))
     cells = "  ".join(f"{name} {case[f'{name}_ms']['median']:.2f}" for name in parts if name != "step")

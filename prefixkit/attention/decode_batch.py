@@ -1,4 +1,4 @@
-"""Rows that append a token each to leaves of their own, step after step: the tree that they decode over, on the host."""
+"""Rows that append a token each to leaves of their own, step after step: the tree that they decode over."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class DecodeBatch:
     """What one decode step computes, and the pages that the steps after it will fill.
 
     Attributes:
-        snapshot: A tree whose leaves have the pages of their tokens to come behind those of their tokens.  ``length`` counts
-            the tokens of the step, ``computed`` those before.  It names no sequences.
+        snapshot: A tree whose leaves have the pages of their tokens to come behind those of their tokens.  ``length``
+            counts the tokens of the step, ``computed`` those before.  It names no sequences.
         leaf: ``[rows]`` the node that each row appends to, ascending.
     """
 
@@ -43,10 +43,10 @@ class DecodeBatch:
     def grown(self, steps: int) -> DecodeBatch:
         """The batch ``steps`` steps later; leaves whose pages are full stay as they are."""
         tree = self.snapshot
-        room = np.diff(tree.page_indptr)[self.leaf] * tree.page_size - tree.first_slot[self.leaf]
+        capacity = np.diff(tree.page_indptr)[self.leaf] * tree.page_size - tree.first_slot[self.leaf]
         length, computed = tree.length.copy(), tree.computed.copy()
-        length[self.leaf] = np.minimum(length[self.leaf] + steps, room)
-        computed[self.leaf] = np.minimum(computed[self.leaf] + steps, room)
+        length[self.leaf] = np.minimum(length[self.leaf] + steps, capacity)
+        computed[self.leaf] = np.minimum(computed[self.leaf] + steps, capacity)
         return replace(self, snapshot=replace(tree, length=length, computed=computed))
 
     def keep(self, rows: NDArray[np.intp]) -> DecodeBatch:
@@ -89,6 +89,12 @@ def decode_batch(snapshot: TreeSnapshot, leaf: Ints, pages: Sequence[Ints]) -> D
     behind[ranges(indptr[leaf] + held[leaf], more)] = True
     merged[~behind] = snapshot.pages
     merged[behind] = np.concatenate(pages) if len(pages) else merged[:0]
-    none, nobody = snapshot.sequence_node[:0], snapshot.sequence_id[:0]
-    with_pages = replace(snapshot, version=next(_versions), page_indptr=indptr, pages=merged)
-    return DecodeBatch(replace(with_pages, sequence_node=none, sequence_id=nobody), leaf)
+    snapshot = replace(
+        snapshot,
+        version=next(_versions),
+        page_indptr=indptr,
+        pages=merged,
+        sequence_node=snapshot.sequence_node[:0],
+        sequence_id=snapshot.sequence_id[:0],
+    )
+    return DecodeBatch(snapshot, leaf)

@@ -40,10 +40,11 @@ def run_inspect(
     tokenizer = load_tokenizer(location)
     encoded = encode_prompts(tokenizer, prompts, uses_chat(tokenizer, source.chat))
     tree, names = plant(list(encoded.values()), list(map(str, encoded)), page_size)
-    stats = tree.stats()
+    snapshot = tree.snapshot()
+    total, distinct = snapshot.num_tokens_unshared, snapshot.num_tokens
     title = (
-        f"{stats.sequences:,} prompts, {stats.tokens_unshared:,} tokens, {stats.tokens_stored:,} of them distinct: "
-        f"a token serves {stats.sharing:.1f} prompts"
+        f"{len(prompts):,} prompts, {total:,} tokens, {distinct:,} of them distinct: "
+        f"a token serves {total / max(1, distinct):.1f} prompts"
     )
     show_tree(tree, names, tokenizer.decode, title, console, samples=samples, most=most)
     bytes_per_token = kv_spec(empty_model(location, dtype)).bytes_per_token
@@ -62,18 +63,19 @@ def estimate(tree: PrefixTree, samples: int, max_new_tokens: int, bytes_per_toke
         max_new_tokens: Tokens per sample; the last one sampled is never computed.
         bytes_per_token: KV bytes of a token over all layers.
     """
-    stats, grown = tree.stats(), max_new_tokens - 1
-    sequences, prompt_tokens = stats.sequences * samples, stats.tokens_unshared * samples
-    pages = stats.pages_held + sequences * -(-grown // tree.page_size)
+    snapshot, grown = tree.snapshot(), max_new_tokens - 1
+    prompts, distinct = len(snapshot.sequence_id), snapshot.num_tokens
+    sequences, prompt_tokens = prompts * samples, snapshot.num_tokens_unshared * samples
+    pages = tree.allocator.num_pages - tree.allocator.free + sequences * -(-grown // tree.page_size)
     own_reads = sequences * grown * (grown + 1) // 2
     return Report(
-        prompts=stats.sequences,
+        prompts=prompts,
         samples=sequences,
         new_tokens=sequences * max_new_tokens,
-        tokens_computed=stats.tokens_stored + sequences * grown,
+        tokens_computed=distinct + sequences * grown,
         tokens_plain_batch=prompt_tokens + sequences * grown,
         kv_bytes_held_peak=pages * tree.page_size * bytes_per_token,
         kv_bytes_unshared_peak=(prompt_tokens + sequences * grown) * bytes_per_token,
-        kv_bytes_read=(stats.tokens_stored * grown + own_reads) * bytes_per_token,
+        kv_bytes_read=(distinct * grown + own_reads) * bytes_per_token,
         kv_bytes_read_unshared=(prompt_tokens * grown + own_reads) * bytes_per_token,
     )

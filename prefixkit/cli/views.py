@@ -12,8 +12,7 @@ from rich.tree import Tree
 
 from prefixkit.cli.terminal import line
 from prefixkit.engine.report import Report
-from prefixkit.tree import PrefixTree
-from prefixkit.tree.draw import Row, rows
+from prefixkit.tree import Node, PrefixTree
 
 WORDS = 44  # characters of a node's text that are shown
 INDENT, LABEL = 4, 32  # columns that a level is indented by, and that a node needs to say anything
@@ -68,32 +67,33 @@ def show_tree(
     """
     picture = Tree(line((title, "bold")))
     levels = max(LEVELS, (console.width - LABEL) // INDENT)
-    path = [_Parent(picture)]  # the row's ancestors that are drawn
-    for row in rows(tree):
-        while len(path) > row.depth + 1:
+    snapshot = tree.snapshot()
+    columns = tree.nodes(), snapshot.depth().tolist(), snapshot.shared_by().tolist()
+    path = [_Parent(picture)]  # the node's ancestors that are drawn
+    for node, depth, shared_by in zip(*columns, strict=True):
+        while len(path) > depth + 1:
             path.pop().close()
-        parent, is_child = path[-1], len(path) > row.depth  # else it is below a child that is not drawn
-        if is_child and row.depth < levels and parent.drawn < most:
+        parent, is_child = path[-1], len(path) > depth  # else it is below a child that is not drawn
+        if is_child and depth < levels and parent.drawn < most:
             parent.drawn += 1
-            path.append(_Parent(parent.picture.add(_label(row, names, decode, samples))))
+            path.append(_Parent(parent.picture.add(_label(node, shared_by * samples, names, decode))))
         else:
             parent.hidden += is_child
-            parent.tokens += len(row.tokens)
+            parent.tokens += node.length
     while path:
         path.pop().close()
     console.print(picture, no_wrap=True, overflow="ellipsis")
 
 
-def _label(row: Row, names: Mapping[int, str], decode: Callable[[list[int]], str], samples: int) -> Text:
-    length, shared = len(row.tokens), row.shared_by * samples
-    parts: list[str | tuple[str, str]] = [(f"{length:,} token{'s' * (length != 1)}", "cyan")]
+def _label(node: Node, shared: int, names: Mapping[int, str], decode: Callable[[list[int]], str]) -> Text:
+    parts: list[str | tuple[str, str]] = [(f"{node.length:,} token{'s' * (node.length != 1)}", "cyan")]
     if shared > 1:
         parts += ["  ", (f"shared by {shared:,}", "green")]
-    ending = [names[key] for key in row.node.sequences if key in names]
+    ending = [names[key] for key in node.sequences if key in names]
     if ending:
         more = f" and {len(ending) - 3} more" if len(ending) > 3 else ""
         parts.append("  " + ", ".join(ending[:3]) + more)
-    return line(*parts, "  ", (_words(row.tokens.tolist(), decode), "dim"))
+    return line(*parts, "  ", (_words(node.tokens.tolist(), decode), "dim"))
 
 
 def _words(tokens: list[int], decode: Callable[[list[int]], str]) -> str:

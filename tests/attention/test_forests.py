@@ -1,13 +1,14 @@
 """Random forests: the op against dense float64 attention.
 
-The bound is torch's own error.  Its kernel gets the same rows in the same dtype, all keys of the forest at once and a mask
-that says who sees whom; where it cannot do the variant, plain torch does it in that dtype, as models do.  A forest is small
-and rounding is chance, so errors are counted in the unit of the chance:
+The bound is torch's own error.  Its kernel gets the same rows in the same dtype, all keys of the forest at once and a
+mask that says who sees whom; where it cannot do the variant, plain torch does it in that dtype, as models do.  A forest
+is small and rounding is chance, so errors are counted in the unit of the chance:
 
     unit = eps of the dtype x (1 + largest possible |score|) x largest |value|
 
-for a score is off by its own size times eps, and the output by as much relative to the values (for the log-sum-exp, which is
-always float32, the unit is eps of float32 x (1 + largest possible |score|)).  Over the forests of a dtype and a variant,
+for a score is off by its own size times eps, and the output by as much relative to the values (for the log-sum-exp,
+which is always float32, the unit is eps of float32 x (1 + largest possible |score|)).  Over the forests of a dtype and
+a variant,
 
 - no error may exceed 1.5 times the largest one of torch, which adds up each forest in four orders of keys and of head
   elements, for its largest error is chance as well;
@@ -28,7 +29,6 @@ from torch import Tensor
 
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries
-from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.sharing import CPU_COST
 from prefixkit.attention.variants import (
     CAUSAL,
@@ -42,8 +42,8 @@ from prefixkit.attention.variants import (
 )
 from prefixkit.backends.torch.tuning import CPU, Tuning
 from tests.attention.forests import (
-    FOLD_ALL,
     SHARE_ALL,
+    SHARE_NONE,
     Case,
     attend,
     fill,
@@ -55,6 +55,7 @@ from tests.attention.forests import (
     random_split_plan,
     run_on,
 )
+from tests.attention.reference import reference_attention, visible_tokens
 
 ALLOWED = 1.5
 ORDERS = 4
@@ -101,8 +102,8 @@ def random_variant(rng: np.random.Generator, name: str, heads: int) -> Variant:
 
 
 def random_plan(rng: np.random.Generator, case: Case, *, split: float = 0.3) -> Plan:
-    """Any plan that computes the case: node by node shared or folded; ``split`` of them cut rows into tiles, and their KV."""
-    cost = (CPU_COST, SHARE_ALL, FOLD_ALL)[rng.integers(3)]
+    """Any plan that computes the case: node by node shared or not; in ``split`` of them with rows and KV split."""
+    cost = (CPU_COST, SHARE_ALL, SHARE_NONE)[rng.integers(3)]
     shared = rng.random(case.snapshot.num_nodes) < 0.5 if rng.random() < 0.4 else None
     if split and rng.random() < split:
         return random_split_plan(rng, case, cost, shared)
@@ -196,10 +197,10 @@ def measure(errors: Errors, seed: int, case: Case, plan: Plan, variant: Variant,
 
 RUNS = (
     by_op,
-    # As if forests were large: nearly every piece alone, runs detached, calls and batches cut, tiles of a few rows.
-    tuned(replace(CPU, call_us=1e-6, call_elements=1 << 10, scored_rows=3, fold_rows=2)),
+    # As if forests were large: nearly every tile alone, runs detached, keys and batches split, tiles of a few rows.
+    tuned(replace(CPU, call_us=1e-6, call_elements=1 << 10, scored_rows=3, group_rows=2)),
     # As if calls were dear: everything in few padded batches.
-    tuned(replace(CPU, call_us=1e6, batch_elements=1 << 12, scored_rows=2, fold_rows=1 << 20)),
+    tuned(replace(CPU, call_us=1e6, batch_elements=1 << 12, scored_rows=2, group_rows=1 << 20)),
 )
 
 
@@ -301,7 +302,7 @@ def test_pages_do_not_change_a_bit_while_copies_are_cheap(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_however_a_forest_is_cut_the_answer_is_within_torchs_error(dtype: torch.dtype) -> None:
-    """Share everything, nothing or some nodes, in any tiles and splits: equal up to rounding, which is all that differs."""
+    """Share everything, nothing or some nodes, in any tiles and splits: equal up to rounding."""
     errors = Errors()
     for seed in range(12):
         rng = np.random.default_rng(seed)
@@ -309,9 +310,9 @@ def test_however_a_forest_is_cut_the_answer_is_within_torchs_error(dtype: torch.
         some = [rng.random(case.snapshot.num_nodes) < share for share in (0.3, 0.7)]
         for plan in (
             plan_of(case, SHARE_ALL),
-            plan_of(case, FOLD_ALL),
+            plan_of(case, SHARE_NONE),
             random_split_plan(rng, case, SHARE_ALL),
-            random_split_plan(rng, case, FOLD_ALL),
+            random_split_plan(rng, case, SHARE_NONE),
             *(plan_of(case, CPU_COST, shared=s) for s in some),
         ):
             measure(errors, seed, case, plan, CAUSAL)

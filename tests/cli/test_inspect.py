@@ -31,7 +31,7 @@ def test_the_forecast_counted_by_hand() -> None:
     tree, _ = plant([[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3, 4], [9]], list("abcd"), page_size=1)
     report = estimate(tree, samples=2, max_new_tokens=3, bytes_per_token=10)
     sequences, grown = 8, 2  # the third token sampled is never computed
-    assert tree.stats().tokens_stored == 7
+    assert tree.snapshot().num_tokens == 7
     assert report.tokens_computed == 7 + sequences * grown
     assert report.tokens_plain_batch == 2 * (4 + 5 + 4 + 1) + sequences * grown
     assert report.kv_bytes_held_peak == (7 + sequences * grown) * 10

@@ -18,6 +18,7 @@ from prefixkit.engine.request import Request, Sample
 from prefixkit.runners import graph as graphs
 from prefixkit.sampling.params import SamplingParams
 from tests.gpu.test_model import model_of, prompts
+from tests.tree.integrity import check_tree
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,8 @@ def model() -> torch.nn.Module:
 
 
 def requests(number: int, **params: object) -> list[Request]:
-    return [Request(i, np.array(p), SamplingParams(**params)) for i, p in enumerate(prompts(number))]  # type: ignore[arg-type]
+    settings = SamplingParams(**params)  # type: ignore[arg-type]
+    return [Request(i, np.array(p), settings) for i, p in enumerate(prompts(number))]
 
 
 def texts(samples: list[Sample]) -> list[list[int]]:
@@ -79,7 +81,7 @@ def test_planning_anew_changes_nothing_but_rounding(model: torch.nn.Module, monk
 
 
 def test_rows_that_end_leave_and_waiting_prompts_come_in(model: torch.nn.Module) -> None:
-    """Samples end at random; half of the pages they would need together: pages go from hand to hand, and all come back."""
+    """Samples end at random; half of the pages they would need together: pages are used again, and all come back."""
     ids = tuple(range(0, 256, 16))
     asked = requests(14, n=12, temperature=1.2, max_new_tokens=96, seed=3, stop_token_ids=ids)
     free = make_engine(model, asked)
@@ -89,7 +91,7 @@ def test_rows_that_end_leave_and_waiting_prompts_come_in(model: torch.nn.Module)
     samples = tight.run(asked)
     assert len(samples) == 72
     assert tight.report.kv_bytes_held_peak <= budget
-    tight.tree.check()
+    check_tree(tight.tree)
     assert tight.tree.allocator.free == tight.tree.allocator.num_pages
     for sample in samples:
         ended = [token in ids for token in sample.tokens]

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from prefixkit.models import FAMILIES, UnsupportedModel, is_patched, patch
 from prefixkit.models.families import attention_layers
+from tests.tree.integrity import check_tree
 
 LOGIT_TOLERANCE = 1e-4
 WINDOW = 7
@@ -33,7 +34,7 @@ def test_a_tree_gives_the_logits_of_the_original_model(model_type, budget, tiny,
     for _ in range(3):
         run.tree.extend_each(sequences, rng.integers(3, 128, len(sequences)).tolist())
         run.run()
-    run.tree.check()
+    check_tree(run.tree)
     for sequence in sequences:
         tokens = sequence.tokens().tolist()
         error = (run.logits_of(tokens) - dense_logits(model, tokens)).abs().max()

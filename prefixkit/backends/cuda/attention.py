@@ -167,7 +167,7 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
         shared,
         numbers,
         parameters,
-        window=variant.reach or 0,
+        window=variant.window or 0,
         boxes=holds_groups(k_pages.shape[1]),
         by_maps=kernel.by_maps,
         form=(*k_pages.shape, page, slot, head, half),

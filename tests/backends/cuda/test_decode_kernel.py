@@ -17,10 +17,10 @@ from prefixkit.attention.bsr import decompose
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.backends.cuda.layouts import ATTENTION
 from tests.attention.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
 from tests.attention.planning import narrowed
+from tests.attention.reference import reference_attention, visible_tokens
 from tests.emulation.build import build
 
 HOLDING = (
