@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-from dataclasses import dataclass
+import operator
 from types import MethodType
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -64,25 +63,8 @@ FAMILIES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionLayer:
-    """One attention module of a supported model.
-
-    Attributes:
-        name: Where it is, as in ``model.named_modules()``.
-        index: Its ``layer_idx``.
-        module: The module.
-        original: Its class without the patch.
-    """
-
-    name: str
-    index: int
-    module: nn.Module
-    original: type[nn.Module]
-
-
-def attention_layers(model: object) -> list[AttentionLayer]:
-    """The attention layers of a supported model, patched or not, in the order of ``layer_idx``.
+def attention_layers(model: object) -> dict[str, nn.Module]:
+    """The attention modules of a supported model, patched or not, by name and in the order of ``layer_idx``.
 
     Raises:
         UnsupportedModel: ``model`` is no transformers model, is not in the tested table, or has layers of another
@@ -92,20 +74,20 @@ def attention_layers(model: object) -> list[AttentionLayer]:
     model_type = str(pretrained.config.model_type)
     if model_type not in FAMILIES:
         raise UnsupportedModel(_not_in_table(pretrained, model_type))
-    layers = []
+    found: list[tuple[int, str, nn.Module]] = []
     for name, module in pretrained.named_modules():
-        original = original_class(module)
-        if _is_attention_of(model_type, original):
-            _check_layer(name, module, original)
-            layers.append(AttentionLayer(name, int(module.layer_idx), module, original))
-    layers.sort(key=lambda layer: layer.index)
-    if not layers or [layer.index for layer in layers] != list(range(len(layers))):
+        if _is_attention_of(model_type, original_class(module)):
+            _check_layer(name, module)
+            found.append((int(module.layer_idx), name, module))
+    found.sort(key=operator.itemgetter(0))
+    indices = [index for index, _, _ in found]
+    if not found or indices != list(range(len(found))):
         raise UnsupportedModel(
             f"{type(pretrained).__name__} (model_type {model_type!r}): expected one "
-            f"{FAMILIES[model_type].split('.')[1]} for each layer 0, 1, 2, ..., found layers "
-            f"{[layer.index for layer in layers]}; custom attention classes are not supported"
+            f"{FAMILIES[model_type].split('.')[1]} for each layer 0, 1, 2, ..., found layers {indices}; custom attention "
+            "classes are not supported"
         )
-    return layers
+    return {name: module for _, name, module in found}
 
 
 def pretrained_model(model: object) -> PreTrainedModel:
@@ -114,8 +96,7 @@ def pretrained_model(model: object) -> PreTrainedModel:
     Raises:
         UnsupportedModel: there is none.
     """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    for module in modules:
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel):
             return module
     raise UnsupportedModel(
@@ -132,23 +113,22 @@ def _is_attention_of(model_type: str, cls: type[nn.Module]) -> bool:
     return False
 
 
-def _check_layer(name: str, module: nn.Module, original: type[nn.Module]) -> None:
+def _check_layer(name: str, module: nn.Module) -> None:
+    kind = original_class(module).__name__
     if not getattr(module, "is_causal", True):
-        raise UnsupportedModel(
-            f"{name} ({original.__name__}) is bidirectional; in a tree, tokens see their ancestors only"
-        )
+        raise UnsupportedModel(f"{name} ({kind}) is bidirectional; in a tree, tokens see their ancestors only")
     forward = module.__dict__.get("forward")
     if isinstance(forward, functools.partial) and "_hf_hook" in module.__dict__:
         forward = module.__dict__.get("_old_forward")  # accelerate's wrapper, which calls this one
-    if forward is None or _is_own_forward(module, forward):
-        return
-    raise UnsupportedModel(
-        f"{name} ({original.__name__}) has a forward of its own, {forward!r}, behind which a patch is not seen; "
-        "remove that wrapper, or patch first and wrap afterwards"
-    )
+    if forward is not None and not is_own_forward(module, forward):
+        raise UnsupportedModel(
+            f"{name} ({kind}) has a forward of its own, {forward!r}, behind which a patch is not seen; remove that "
+            "wrapper, or patch first and wrap afterwards"
+        )
 
 
-def _is_own_forward(module: nn.Module, forward: Any) -> bool:
+def is_own_forward(module: nn.Module, forward: object) -> bool:
+    """Whether ``forward`` is the bound method of the module's class."""
     return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward
 
 

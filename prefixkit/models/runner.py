@@ -20,7 +20,8 @@ from prefixkit.models.tree_cache import TreeCache
 from prefixkit.ops.kv_pool import KVPool
 
 if TYPE_CHECKING:
-    from prefixkit.models.compile.layers import CompiledLayers, Compiler
+    from prefixkit.models.compile.layers import CompiledLayers
+    from prefixkit.models.compile.packing import Compiler
 
 log = logging.getLogger("prefixkit")
 

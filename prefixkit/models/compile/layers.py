@@ -24,7 +24,7 @@ from torch.fx.experimental import _config as shapes_config
 
 from prefixkit.attention.step import Step
 from prefixkit.models.attention import cache_among, is_tree_class, original_class, shallow_copy, subclass
-from prefixkit.models.compile.packing import capturing, compile_packed
+from prefixkit.models.compile.packing import Compiler, capturing, compile_packed
 from prefixkit.models.compile.rotary import with_rotary_append
 from prefixkit.models.compile.traced import TracedLayer, TracedStep
 from prefixkit.models.errors import IncompleteStep
@@ -35,7 +35,6 @@ from prefixkit.models.tree_cache import TreeCache
 log = logging.getLogger("prefixkit")
 
 OPS = ("kv_append", "tree_attention")
-Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 _Key = tuple[int, int, bool, tuple[Callable[..., Any], ...]]
 
 
@@ -51,12 +50,7 @@ def compile_layer(
     graph: torch.fx.GraphModule, inputs: Sequence[Any], compiler: Compiler = inductor
 ) -> Callable[..., Any]:
     """``compiler(graph, inputs)`` for a layer's graph, with packed projections, and one op that turns heads and appends."""
-    return compile_packed(with_rotary_append(graph), inputs, compiler, is_own_op)
-
-
-def is_own_op(node: torch.fx.Node) -> bool:
-    """Whether a node calls one of prefixkit's ops."""
-    return node.op == "call_function" and str(node.target).startswith("prefixkit.")
+    return compile_packed(with_rotary_append(graph), inputs, compiler)
 
 
 class NotCompilable(TypeError):
@@ -112,9 +106,7 @@ class CompiledLayers:
         classes = [layer_class(original_class(layer)) for layer, _ in layers]  # type: ignore[arg-type]
         self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
         for index, (layer, child) in enumerate(layers):
-            self._copies[layer] = _LayerCopy(
-                layer, child, TracedLayer(cache.pool.k(index), cache.pool.v(index), self._step)
-            )
+            self._copies[layer] = _LayerCopy(layer, child, TracedLayer(index, cache.pool, self._step))
             layer.__class__ = classes[index]
         cache.compiled = self
 
@@ -261,15 +253,7 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention.py
         return cache.compiled.run(self, args, kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        # Copies are of the original class: they belong to no cache.
-        return _blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
-
-    return subclass(original, forward, reduce)
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    return original.__new__(original)
+    return subclass(original, forward, object.__new__)  # copies are of the original class: they belong to no cache
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -280,14 +264,14 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """
     found: list[tuple[nn.Module, str]] = []
     pretrained = pretrained_model(model)
-    for attention in attention_layers(model):
-        above, _, child = attention.name.rpartition(".")
+    for name, attention in attention_layers(model).items():
+        above, _, child = name.rpartition(".")
         layer = pretrained.get_submodule(above)
         if not above.rpartition(".")[2].isdigit() or any(layer is other for other, _ in found):
-            raise NotCompilable(f"{attention.name} is not the only attention of a layer of its own")
-        if getattr(attention.module, "sinks", None) is not None:
+            raise NotCompilable(f"{name} is not the only attention of a layer of its own")
+        if getattr(attention, "sinks", None) is not None:
             raise NotCompilable(
-                f"{attention.name} has attention sinks, whose values are part of its variant: each layer would need a "
+                f"{name} has attention sinks, whose values are part of its variant: each layer would need a "
                 "graph of its own"
             )
         for module in layer.modules():
