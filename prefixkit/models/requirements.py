@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from functools import reduce
 from types import ModuleType
+from typing import cast
 
 from packaging.version import InvalidVersion, Version
 
@@ -51,7 +53,7 @@ def check_transformers(transformers: ModuleType) -> None:
         UnsupportedTransformers: it does not; the message says what is missing and how to install another version.
     """
     check_version(transformers.__version__)
-    missing = [path for path in _RELIED_ON if not _has(transformers, path)]
+    missing = [path for path in _RELIED_ON if reduce(_part, path.split("."), cast(object, transformers)) is None]
     if not missing and "layers" not in inspect.signature(transformers.Cache.__init__).parameters:
         missing = ["Cache(layers=...)"]
     if missing:
@@ -61,11 +63,5 @@ def check_transformers(transformers: ModuleType) -> None:
         )
 
 
-def _has(module: ModuleType, path: str) -> bool:
-    found: object = module
-    for name in path.split("."):
-        try:
-            found = getattr(found, name)
-        except AttributeError:
-            return False
-    return True
+def _part(whole: object, name: str) -> object:
+    return getattr(whole, name, None)
