@@ -9,57 +9,30 @@ from types import MethodType
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 
 from prefixkit.models.attention import original_class
 from prefixkit.models.errors import UnsupportedModel
 
-# model_type -> its attention class, as package.Class below transformers.models.  Every entry is tested: a tree's
-# logits equal the original's, with a window shorter than the text where the family has windows.
+# Every model_type here is tested: a tree's logits equal the original's, with a window shorter than the text where the
+# family has windows.
 #
 # Left out although the mechanism would run: Qwen2-MoE and PhiMoE put their window into the mask but do not tell the
 # attention function; OLMoE tells it a window that its mask ignores; Doge and DiffLlama change the mask or the values
 # on the way.
+# fmt: off
+_TESTED = (
+    "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "llama",
+    "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3",
+    "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+)
+# fmt: on
+# model_type -> its attention class, as package.Class below transformers.models: LlamaForCausalLM has LlamaAttention.
 FAMILIES = {
-    "apertus": "apertus.ApertusAttention",
-    "arcee": "arcee.ArceeAttention",
-    "bitnet": "bitnet.BitNetAttention",
-    "cohere": "cohere.CohereAttention",
-    "cohere2": "cohere2.Cohere2Attention",
-    "cwm": "cwm.CwmAttention",
-    "dots1": "dots1.Dots1Attention",
-    "ernie4_5": "ernie4_5.Ernie4_5Attention",
-    "exaone4": "exaone4.Exaone4Attention",
-    "gemma": "gemma.GemmaAttention",
-    "gemma2": "gemma2.Gemma2Attention",
-    "gemma3_text": "gemma3.Gemma3Attention",
-    "glm": "glm.GlmAttention",
-    "glm4": "glm4.Glm4Attention",
-    "glm4_moe": "glm4_moe.Glm4MoeAttention",
-    "gpt_oss": "gpt_oss.GptOssAttention",
-    "granite": "granite.GraniteAttention",
-    "granitemoe": "granitemoe.GraniteMoeAttention",
-    "helium": "helium.HeliumAttention",
-    "hunyuan_v1_dense": "hunyuan_v1_dense.HunYuanDenseV1Attention",
-    "llama": "llama.LlamaAttention",
-    "ministral": "ministral.MinistralAttention",
-    "ministral3": "ministral3.Ministral3Attention",
-    "mistral": "mistral.MistralAttention",
-    "mixtral": "mixtral.MixtralAttention",
-    "nanochat": "nanochat.NanoChatAttention",
-    "nemotron": "nemotron.NemotronAttention",
-    "olmo": "olmo.OlmoAttention",
-    "olmo2": "olmo2.Olmo2Attention",
-    "olmo3": "olmo3.Olmo3Attention",
-    "phi": "phi.PhiAttention",
-    "phi3": "phi3.Phi3Attention",
-    "qwen2": "qwen2.Qwen2Attention",
-    "qwen3": "qwen3.Qwen3Attention",
-    "qwen3_moe": "qwen3_moe.Qwen3MoeAttention",
-    "seed_oss": "seed_oss.SeedOssAttention",
-    "smollm3": "smollm3.SmolLM3Attention",
-    "stablelm": "stablelm.StableLmAttention",
-    "starcoder2": "starcoder2.Starcoder2Attention",
-    "vaultgemma": "vaultgemma.VaultGemmaAttention",
+    model_type: f"{model_type.removesuffix('_text')}.{CAUSAL_LMS[model_type].removesuffix('ForCausalLM')}Attention"
+    for model_type in _TESTED
+    if model_type in CAUSAL_LMS
 }
 
 

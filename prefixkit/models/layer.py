@@ -38,12 +38,20 @@ def register_variant(window: int | None, cap: float | None, sinks: Tensor | None
     return register(compose(*parts), None if sinks is None else owner)
 
 
-class StepTensors:
-    """The tensors of the step in progress: what layers read of a :class:`Step`."""
+class TracedStep:
+    """The tensors of the step in progress, one object for all layers: inputs of graphs, read again at every call."""
 
     slots: Tensor
     positions: Tensor
     plan: list[Tensor]
+
+    def load(self, step: Step) -> None:
+        """Take a step's tensors."""
+        self.slots, self.positions, self.plan = step.slots, step.positions, step.plan
+        # A tree's and a plan's sizes change from step to step: graphs are made for any.
+        for tensor in self.plan:
+            if tensor.dtype == torch.int32:  # a handle has one element
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 class Layer:
@@ -55,7 +63,7 @@ class Layer:
         step: The step in progress.
     """
 
-    def __init__(self, index: int, pool: KVPool, step: Step | StepTensors) -> None:
+    def __init__(self, index: int, pool: KVPool, step: Step | TracedStep) -> None:
         self.index = index
         self.k_pages = pool.k(index)
         self.v_pages = pool.v(index)
@@ -91,11 +99,7 @@ class Layer:
         raise NotImplementedError
 
     def check_mask(self, attention_mask: Tensor | None) -> None:
-        """Check that the mask is the one of ``TreeCache.inputs()``; a tree can honour no other.
-
-        Raises:
-            ValueError: it is not.
-        """
+        """Raise ValueError unless the mask is the one of ``TreeCache.inputs()``; a tree can honour no other."""
         if attention_mask is None or attention_mask.numel():
             given = "no attention mask" if attention_mask is None else f"a mask of shape {tuple(attention_mask.shape)}"
             raise ValueError(
@@ -165,11 +169,7 @@ class CacheLayer(Layer):
         return self.cache.variants[asked]
 
     def check_positions(self, position_ids: Tensor | None) -> None:
-        """Check that the position embeddings were made for the step's positions, where the model says for which.
-
-        Raises:
-            ValueError: they were made for others.
-        """
+        """Raise ValueError if the model says that its position embeddings were made for other positions."""
         if position_ids is None or position_ids is self.cache.position_ids:
             return
         if not torch.equal(position_ids.reshape(-1), self.step.positions):

@@ -28,14 +28,7 @@ class UnsupportedTransformers(ImportError):
 
 
 def check_version(found: str) -> None:
-    """Check a version of transformers.
-
-    Args:
-        found: As in ``transformers.__version__``.
-
-    Raises:
-        UnsupportedTransformers: it is below :data:`MINIMUM`, as a pre-release of that is, or no version at all.
-    """
+    """Raise UnsupportedTransformers if a version is below :data:`MINIMUM`, as a pre-release of that is, or is none."""
     try:
         if Version(found) >= Version(MINIMUM):
             return
@@ -47,11 +40,7 @@ def check_version(found: str) -> None:
 
 
 def check_transformers(transformers: ModuleType) -> None:
-    """Check the version of an imported transformers, and that it has what prefixkit relies on.
-
-    Raises:
-        UnsupportedTransformers: it does not; the message says what is missing and how to install another version.
-    """
+    """Raise UnsupportedTransformers if an imported transformers is too old, or lacks what prefixkit relies on."""
     check_version(transformers.__version__)
     missing = [path for path in _RELIED_ON if reduce(_part, path.split("."), cast(object, transformers)) is None]
     if not missing and "layers" not in inspect.signature(transformers.Cache.__init__).parameters:

@@ -37,7 +37,7 @@ class ModelRunner:
         compiler: Compiles a layer's graph; None for ``compile_layer``, which takes Inductor.
 
     Attributes:
-        model: The model.
+        model: The patched model.
         cache: The cache that carries ``pool`` to its layers.
         vocab_size: Columns of the logits.
         compiled: The compiled layers, or None.
@@ -101,13 +101,12 @@ class ModelRunner:
         with torch.inference_mode():
             self.cache.begin(step)
             try:
-                logits = self.model(**self.cache.inputs(), logits_to_keep=step.logit_rows).logits
+                logits: Tensor = self.model(**self.cache.inputs(), logits_to_keep=step.logit_rows).logits[0]
             except BaseException:
                 self.cache.abandon()
                 raise
             self.cache.end()
-            rows: Tensor = logits[0]
-        return rows
+        return logits
 
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the model's parameters and buffers: a CUDA graph of its steps is invalid once they change."""

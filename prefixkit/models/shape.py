@@ -21,7 +21,7 @@ def kv_spec(model: nn.Module) -> KVSpec:
         UnsupportedModel: see :func:`attention_layers`; or the layers differ in shape, type or device.
     """
     layers = attention_layers(model).values()
-    specs = {(_heads(module)[1], _head_dim(module), *_dtype_and_device(model, module)) for module in layers}
+    specs = {(*_heads(module)[1:], *_dtype_and_device(model, module)) for module in layers}
     if len(specs) > 1:
         raise UnsupportedModel(
             f"the layers of {type(model).__name__} differ in (kv_heads, head_dim, dtype, device): "
@@ -45,18 +45,14 @@ def query_heads(model: nn.Module) -> int:
     return heads.pop()
 
 
-def _head_dim(module: nn.Module) -> int:
-    return int(module.head_dim)  # type: ignore[arg-type]
-
-
-def _heads(module: nn.Module) -> tuple[int, int]:
-    """Query heads and KV heads of an attention module."""
-    head_dim = _head_dim(module)
+def _heads(module: nn.Module) -> tuple[int, int, int]:
+    """Query heads, KV heads and the size of a head of an attention module."""
+    head_dim = int(module.head_dim)  # type: ignore[arg-type]
     if hasattr(module, "qkv_proj"):
         heads_in_all = _rows(module.qkv_proj) // head_dim
         kv_heads = heads_in_all // (int(module.num_key_value_groups) + 2)  # type: ignore[arg-type]
-        return heads_in_all - 2 * kv_heads, kv_heads
-    return _rows(module.q_proj) // head_dim, _rows(module.k_proj) // head_dim
+        return heads_in_all - 2 * kv_heads, kv_heads, head_dim
+    return _rows(module.q_proj) // head_dim, _rows(module.k_proj) // head_dim, head_dim
 
 
 def _rows(projection: object) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partialmethod
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -21,7 +21,7 @@ class Compiled(Protocol):
 
     def begin(self, step: Step) -> None: ...
 
-    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def run(self, cache: TreeCache, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class TreeCache(Cache):
@@ -151,15 +151,10 @@ class TreeCache(Cache):
     is_linear = is_dummy = is_sliding
 
 
-def _refused(method: str) -> Callable[..., NoReturn]:
-    def refuse(self: TreeCache, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            f"TreeCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release"
-        )
-
-    return refuse
+def _refuse(cache: TreeCache, *args: Any, method: str, **kwargs: Any) -> NoReturn:
+    raise TypeError(f"TreeCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release")
 
 
 # What would change which KV is kept.  The base class, which sees no layers, would silently do nothing.
 for _method in ("reorder_cache", "crop", "reset", "batch_repeat_interleave", "batch_select_indices"):
-    setattr(TreeCache, _method, _refused(_method))
+    setattr(TreeCache, _method, partialmethod(_refuse, method=_method))

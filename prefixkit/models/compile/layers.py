@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Container, Sequence
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,15 +26,14 @@ from prefixkit.attention.step import Step
 from prefixkit.models.attention import cache_among, is_tree_class, original_class, shallow_copy, subclass
 from prefixkit.models.compile.packing import Compiler, capturing, compile_packed
 from prefixkit.models.compile.rotary import with_rotary_append
-from prefixkit.models.compile.traced import TracedLayer, TracedStep
+from prefixkit.models.compile.traced import TracedLayer
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
-from prefixkit.models.layer import CacheLayer
+from prefixkit.models.layer import CacheLayer, TracedStep
 from prefixkit.models.tree_cache import TreeCache
 
 log = logging.getLogger("prefixkit")
 
-OPS = ("kv_append", "tree_attention")
 _Key = tuple[int, int, bool, tuple[Callable[..., Any], ...]]
 
 
@@ -43,7 +42,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})
-    return cast(Callable[..., Any], compiled)
+    return compiled  # type: ignore[no-any-return]
 
 
 def compile_layer(
@@ -68,7 +67,6 @@ class CompiledLayers:
     that were captured of this model before must be captured again, which engines do by themselves.
 
     Attributes:
-        cache: The cache of the steps.
         rows: The numbers of rows to compile for; None for any.
         compiler: Makes a function of a layer's graph and its inputs, as a backend of torch.compile does.
         graphs: Number of compiled graphs.
@@ -84,7 +82,6 @@ class CompiledLayers:
         rows: Container[int] | None = None,
         compiler: Compiler = compile_layer,
     ) -> None:
-        self._cache = weakref.ref(cache)  # cache.compiled refers to this object
         self.rows = rows
         self.compiler = compiler
         self.graphs = 0
@@ -110,12 +107,6 @@ class CompiledLayers:
             layer.__class__ = classes[index]
         cache.compiled = self
 
-    @property
-    def cache(self) -> TreeCache:
-        cache = self._cache()
-        assert cache is not None, "the cache refers to this object"
-        return cache
-
     def begin(self, step: Step) -> None:
         """Make the step's tensors the inputs of the graphs, if its number of rows is one to compile for.
 
@@ -134,15 +125,15 @@ class CompiledLayers:
                 )
             self._step.load(step)
 
-    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``layer`` returns in the step in progress.
+    def run(self, cache: TreeCache, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``layer``, called with ``cache``, returns in the step in progress.
 
         Raises:
             IncompleteStep: it has run in this step.
             ValueError: the model was called with other positions or another mask than ``TreeCache.inputs()``; or a
                 CUDA graph is being captured, and weights have moved since such a step ran.
         """
-        cache, copy = self.cache, self._copies.get(layer)
+        copy = self._copies.get(layer)
         if copy is None:  # the layer is of another model, or was put in later
             return original_class(layer).forward(layer, *args, **kwargs)
         copy.check(cache, kwargs)
@@ -212,8 +203,7 @@ class _LayerCopy:
     """A shallow copy of a decoder layer, with the original attention class, whose cache is a :class:`TracedLayer`."""
 
     def __init__(self, layer: nn.Module, child: str, traced: TracedLayer) -> None:
-        self.layer, self.child, self.traced = layer, child, traced
-        self.index = int(layer.get_submodule(child).layer_idx)  # type: ignore[arg-type]
+        self.layer, self.child, self.traced, self.index = layer, child, traced, traced.index
         self._parts: tuple[object, ...] = ()
         self._current = layer
 
@@ -251,7 +241,7 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
         cache = cache_among(args, kwargs)
         if cache is None or cache.compiled is None or not cache.compiled.active:
             return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention.py
-        return cache.compiled.run(self, args, kwargs)
+        return cache.compiled.run(cache, self, args, kwargs)
 
     return subclass(original, forward, object.__new__)  # copies are of the original class: they belong to no cache
 
@@ -287,11 +277,10 @@ def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, input
     """Compile one layer's graph, after a check that it calls each op once."""
     owner = of()
     assert owner is not None, "its run() is on the call stack"
-    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    for op in OPS:
-        if (count := sum(op in call for call in calls)) != 1:
+    for op in (torch.ops.prefixkit.kv_append, torch.ops.prefixkit.tree_attention):
+        if (count := len(graph.graph.find_nodes(op="call_function", target=op))) != 1:
             raise RuntimeError(f"a layer calls {op} {count} times, not once")
-    log.info("compiling a layer for steps of %d rows, which takes seconds", owner.cache.step.num_rows)
+    log.info("compiling a layer for steps of %d rows, which takes seconds", owner._key[0])
     compiled = owner.compiler(graph, inputs)
     owner.graphs += 1
     return compiled

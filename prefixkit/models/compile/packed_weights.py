@@ -48,7 +48,7 @@ def movable(weights: Sequence[Tensor]) -> bool:
     if any(weight.device.type == "cpu" and weight.untyped_storage().is_shared() for weight in weights):
         return False
     storages = Counter(weight.untyped_storage()._cdata for weight in weights)
-    return all(_holders(weight) == storages[weight.untyped_storage()._cdata] for weight in weights)
+    return all(_holders(weight) - _NO_TENSORS == storages[weight.untyped_storage()._cdata] for weight in weights)
 
 
 def pack(weights: Sequence[Tensor]) -> Tensor:
@@ -69,7 +69,8 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
             torch.cuda.synchronize(whole.device)
         for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
             weight.data = torch.from_dlpack(part)  # type: ignore[attr-defined]  # its storage keeps the whole alive
-    _count_move()
+    global _moves
+    _moves += 1
     for weight in weights:
         setattr(weight.untyped_storage(), _PACK, _moves)
     return whole
@@ -84,6 +85,7 @@ def unpack(weights: Iterable[Tensor]) -> None:
     Args:
         weights: Any tensors; those that are not packed stay as they are.
     """
+    global _moves
     packs: dict[int, list[Tensor]] = defaultdict(list)
     for weight in weights:
         # Weights of other types or layouts were never packed, and may have no storage.
@@ -102,12 +104,7 @@ def unpack(weights: Iterable[Tensor]) -> None:
                 empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
                 weight.data = empty.set_(copy, weight.storage_offset(), weight.shape, weight.stride())
             storages.clear()
-        _count_move()
-
-
-def _count_move() -> None:
-    global _moves
-    _moves += 1
+        _moves += 1
 
 
 def moves() -> int:
@@ -116,13 +113,9 @@ def moves() -> int:
 
 
 def _holders(tensor: Tensor) -> int:
-    """Tensors over the memory of this one."""
-    return _references(tensor.untyped_storage()) - _OWN_REFERENCES
+    """Tensors over the memory of this one, and what the question itself adds to the count."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def _references(storage: torch.UntypedStorage) -> int:
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
-# The storage itself, and what the question adds to the count: no tensor is left over this one.
-_OWN_REFERENCES = _references(torch.empty(1).untyped_storage())
+# The count of a storage that no tensor is over.
+_NO_TENSORS = _holders(torch.empty(1)) - 1

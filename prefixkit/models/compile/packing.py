@@ -13,6 +13,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +104,7 @@ def compile_packed(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compi
     return _PackedGraph(compiled, packs, [place[node] for node in given])
 
 
+@dataclass(eq=False)
 class _PackedGraph:
     """A compiled graph over packed weights, as a function of the separate ones.
 
@@ -110,27 +112,28 @@ class _PackedGraph:
     inputs, the first input of the compiled graph is all of them packed; ``kept`` are the places of its inputs.
     """
 
-    def __init__(self, compiled: _Function, packs: list[list[int]], kept: list[int]) -> None:
-        self._compiled, self._packs, self._kept = compiled, packs, kept
-        self._warned = False
+    compiled: _Function
+    packs: list[list[int]]
+    kept: list[int]
+    warned: bool = False
 
     def __call__(self, *inputs: Any) -> Any:
         given = list(inputs)
-        for places in self._packs:
+        for places in self.packs:
             weights = [inputs[place] for place in places]
             whole = packed_view(weights)
             given[places[0]] = self._pack(weights) if whole is None else whole
-        return self._compiled(*[given[place] for place in self._kept])
+        return self.compiled(*[given[place] for place in self.kept])
 
     def _pack(self, weights: list[Tensor]) -> Tensor:
         if not movable(weights):
-            if not self._warned:
+            if not self.warned:
                 log.warning(
                     "weights of a layer share their memory with other tensors, so each of its steps copies %.0f MiB; "
                     "drop those tensors, such as a state dict, and make the engine anew",
                     sum(weight.nbytes for weight in weights) / 2**20,
                 )
-            self._warned = True
+            self.warned = True
             with torch.no_grad():
                 return torch.cat(weights)
         if capturing():

@@ -19,6 +19,8 @@ from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.models.compile.packing import changes_mode, copy_of, may_write
 
+ops = torch.ops.prefixkit
+
 
 class _Rotation(NamedTuple):
     """A match of :func:`_rotations`.
@@ -68,8 +70,11 @@ def with_rotary_append(graph: fx.GraphModule) -> fx.GraphModule:
 
 def _found(graph: fx.Graph) -> tuple[_Rotation, _Rotation, fx.Node] | None:
     """The rotations of queries and keys, and the node of ``kv_append``."""
-    append, attention = (_only_call(graph, name) for name in ("kv_append", "tree_attention"))
-    if append is None or attention is None or len(append.args) != 5 or not attention.args:
+    calls = [graph.find_nodes(op="call_function", target=op) for op in (ops.kv_append, ops.tree_attention)]
+    if [len(found) for found in calls] != [1, 1]:
+        return None
+    (append,), (attention,) = calls
+    if len(append.args) != 5 or not attention.args:
         return None
     query, key = _rotation(attention), _rotation(append)
     if query is None or key is None or not _alike(query, key):
@@ -124,18 +129,13 @@ def _replace(graph: fx.Graph, query: _Rotation, key: _Rotation, append: fx.Node)
 
         angles = [graph.call_function(operator.getitem, (x, 0)) for x in (query.cos, query.sin)]
         made = graph.call_function(
-            torch.ops.prefixkit.rotary_append, (rows(query.x), rows(key.x), append.args[1], *angles, *append.args[2:])
+            ops.rotary_append, (rows(query.x), rows(key.x), append.args[1], *angles, *append.args[2:])
         )
     query.nodes[0].replace_all_uses_with(made)
     graph.erase_node(append)
     for node in dict.fromkeys(query.nodes + key.nodes):  # angles are shared
         if not node.users:
             graph.erase_node(node)
-
-
-def _only_call(graph: fx.Graph, op: str) -> fx.Node | None:
-    calls = [node for node in graph.nodes if node.op == "call_function" and str(node.target) == f"prefixkit.{op}"]
-    return calls[0] if len(calls) == 1 else None
 
 
 def _value(node: fx.Node) -> Tensor:

@@ -5,20 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefixkit.attention.step import Step
-from prefixkit.models.layer import Layer, StepTensors, register_variant
-
-
-class TracedStep(StepTensors):
-    """The step in progress, one object for all layers: inputs of the graphs, read again at every call."""
-
-    def load(self, step: Step) -> None:
-        """Take a step's tensors."""
-        self.slots, self.positions, self.plan = step.slots, step.positions, step.plan
-        # A tree's and a plan's sizes change from step to step: graphs are made for any.
-        for tensor in self.plan:
-            if tensor.dtype == torch.int32:  # a handle has one element
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+from prefixkit.models.layer import Layer, register_variant
 
 
 class TracedLayer(Layer):
