@@ -25,17 +25,15 @@ _LAYER = "_prefixkit_layer"
 
 # Keywords that do not change the result, and values that ask for what attention over a tree does anyway.  Any other
 # keyword that is not None is refused, because ignoring it could change the result.
-_NEUTRAL = frozenset(
-    {
-        "position_ids",  # checked before the position embeddings were applied
-        "cache_position",
-        "use_cache",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "num_items_in_batch",
-    }
-)
+_NEUTRAL = {
+    "position_ids",  # checked before the position embeddings were applied
+    "cache_position",
+    "use_cache",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "num_items_in_batch",
+}
 _AGREED = {"is_causal": True, "output_attentions": False}
 
 

@@ -106,7 +106,7 @@ def is_own_forward(module: nn.Module, forward: object) -> bool:
 
 
 def _not_in_table(pretrained: PreTrainedModel, model_type: str) -> str:
-    kinds = {original_class(module).__name__ for module in pretrained.modules()}
+    kinds = {type(module).__name__ for module in pretrained.modules()}
     attention = sorted(kind for kind in kinds if "Attention" in kind)
     nearest = difflib.get_close_matches(model_type, FAMILIES, n=1, cutoff=0.0)[0]
     uses = f"uses {', '.join(attention)}" if attention else "has no attention class that prefixkit knows of"

@@ -20,6 +20,7 @@ _RELIED_ON = (
     "Cache.update",
     "Cache.get_seq_length",
     "Cache.get_mask_sizes",
+    "models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",  # names of classes by model_type
 )
 
 

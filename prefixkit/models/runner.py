@@ -50,11 +50,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        pool: KVPool,
-        compiled: bool | Container[int] = False,
-        compiler: Compiler | None = None,
+        self, model: nn.Module, pool: KVPool, compiled: bool | Container[int] = False, compiler: Compiler | None = None
     ) -> None:
         if not is_patched(model):
             raise NotPatched(f"ModelRunner: {type(model).__name__} is not patched; call prefixkit.patch(model) first")

@@ -58,11 +58,7 @@ class TreeCache(Cache):
 
     @property
     def step(self) -> Step:
-        """The step in progress.
-
-        Raises:
-            ValueError: between steps.
-        """
+        """The step in progress; between steps, asking for it raises ValueError."""
         if self._step is None:
             raise ValueError("TreeCache: no step in progress; call cache.begin(step) before the model")
         return self._step

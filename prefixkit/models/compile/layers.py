@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.fx.experimental import _config as shapes_config
 
 from prefixkit.attention.step import Step
 from prefixkit.models.attention import cache_among, is_tree_class, original_class, shallow_copy, subclass
-from prefixkit.models.compile.packing import Compiler, capturing, compile_packed
+from prefixkit.models.compile.packing import Compiler, Function, capturing, compile_packed
 from prefixkit.models.compile.rotary import with_rotary_append
 from prefixkit.models.compile.traced import TracedLayer
 from prefixkit.models.errors import IncompleteStep
@@ -34,10 +34,10 @@ from prefixkit.models.tree_cache import TreeCache
 
 log = logging.getLogger("prefixkit")
 
-_Key = tuple[int, int, bool, tuple[Callable[..., Any], ...]]
+_Key = tuple[int, int, bool, tuple[Function, ...]]
 
 
-def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
     """Inductor without CUDA graphs of its own: callers may capture the function that it makes."""
     from torch._inductor.compile_fx import compile_fx
 
@@ -45,10 +45,8 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
     return compiled  # type: ignore[no-any-return]
 
 
-def compile_layer(
-    graph: torch.fx.GraphModule, inputs: Sequence[Any], compiler: Compiler = inductor
-) -> Callable[..., Any]:
-    """``compiler(graph, inputs)`` for a layer's graph, with packed projections, and one op that turns heads and appends."""
+def compile_layer(graph: torch.fx.GraphModule, inputs: Sequence[Any], compiler: Compiler = inductor) -> Function:
+    """``compiler(graph, inputs)`` for a layer's graph, with packed projections, and one op that rotates and appends."""
     return compile_packed(with_rotary_append(graph), inputs, compiler)
 
 
@@ -76,11 +74,7 @@ class CompiledLayers:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        cache: TreeCache,
-        rows: Container[int] | None = None,
-        compiler: Compiler = compile_layer,
+        self, model: nn.Module, cache: TreeCache, rows: Container[int] | None = None, compiler: Compiler = compile_layer
     ) -> None:
         self.rows = rows
         self.compiler = compiler
@@ -91,7 +85,7 @@ class CompiledLayers:
         self._classes: tuple[type[nn.Module], ...] = ()
         self._step = TracedStep()
         self._copies: dict[nn.Module, _LayerCopy] = {}
-        self._functions: dict[_Key, Callable[..., Any]] = {}
+        self._functions: dict[_Key, Function] = {}
         self._ready: set[_Key] = set()
         self._key: _Key = (0, 0, False, ())
         self._backend = functools.partial(_backend, weakref.ref(self))  # torch never frees a backend
@@ -170,11 +164,11 @@ class CompiledLayers:
             self._ready.add(key)
         return result
 
-    def _function(self, rows: int) -> Callable[..., Any]:
+    def _function(self, rows: int) -> Function:
         # Code of its own, because torch limits how many graphs belong to one code object.
         code = _run_layer.__code__.replace(co_name=f"layer_of_{rows}_rows")
         function = FunctionType(code, globals())
-        compiled: Callable[..., Any] = torch.compile(function, backend=self._backend, fullgraph=True, dynamic=False)
+        compiled: Function = torch.compile(function, backend=self._backend, fullgraph=True, dynamic=False)
         return compiled
 
     def _give_up(self, reason: str) -> None:
@@ -273,7 +267,7 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return found
 
 
-def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
     """Compile one layer's graph, after a check that it calls each op once."""
     owner = of()
     assert owner is not None, "its run() is on the call stack"

@@ -24,8 +24,8 @@ from prefixkit.models.compile.packed_weights import ALIGN, movable, pack, packed
 
 log = logging.getLogger("prefixkit")
 
-_Function = Callable[..., Any]
-Compiler = Callable[[fx.GraphModule, Sequence[Any]], _Function]
+Function = Callable[..., Any]
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Function]
 _IN_PLACE = {value for name, value in vars(operator).items() if name.startswith("__i")} | {operator.setitem}
 # Functions by these names change what comes after them: torch.amp's, torch.set_grad_enabled, ...
 _MODES = ("_enter", "_exit", "_set", "set_")
@@ -62,7 +62,7 @@ def is_own_op(node: fx.Node) -> bool:
     return node.op == "call_function" and str(node.target).startswith("prefixkit.")
 
 
-def compile_packed(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> _Function:
+def compile_packed(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> Function:
     """``compiler(graph, inputs)``, but a layer's q, k and v projections are one product over packed weights.
 
     Args:
@@ -112,7 +112,7 @@ class _PackedGraph:
     inputs, the first input of the compiled graph is all of them packed; ``kept`` are the places of its inputs.
     """
 
-    compiled: _Function
+    compiled: Function
     packs: list[list[int]]
     kept: list[int]
     warned: bool = False

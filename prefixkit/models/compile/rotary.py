@@ -96,16 +96,13 @@ def _rotation(user: fx.Node) -> _Rotation | None:
         return None
     for match in _rotations(_value(view).shape[-1] // 2).match(user.graph):
         x, *wide = match.placeholder_nodes
-        if match.returning_nodes == [view] and all(map(_is_widened, wide)):
+        if match.returning_nodes == [view] and all(
+            isinstance(one, fx.Node) and one.target == "unsqueeze" and one.args[1:] == (1,) for one in wide
+        ):
             nodes = [node for node in match.nodes_map.values() if node is not x and node not in wide]
             cos, sin = (one.args[0] for one in wide)
             return _Rotation((*nodes, *wide), nodes[2], x, cos, sin)  # type: ignore[arg-type]
     return None
-
-
-def _is_widened(factor: object) -> bool:
-    """Whether a factor is angles of all heads."""
-    return isinstance(factor, fx.Node) and factor.target == "unsqueeze" and factor.args[1:] == (1,)
 
 
 def _alike(query: _Rotation, key: _Rotation) -> bool:
@@ -123,14 +120,10 @@ def _alike(query: _Rotation, key: _Rotation) -> bool:
 
 def _replace(graph: fx.Graph, query: _Rotation, key: _Rotation, append: fx.Node) -> None:
     with graph.inserting_before(append):
-
-        def rows(x: fx.Node) -> fx.Node:
-            return graph.call_method("transpose", (graph.call_function(operator.getitem, (x, 0)), 0, 1))
-
-        angles = [graph.call_function(operator.getitem, (x, 0)) for x in (query.cos, query.sin)]
-        made = graph.call_function(
-            ops.rotary_append, (rows(query.x), rows(key.x), append.args[1], *angles, *append.args[2:])
-        )
+        inputs = (query.x, key.x, query.cos, query.sin)
+        q, k, cos, sin = (graph.call_function(operator.getitem, (x, 0)) for x in inputs)
+        q, k = (graph.call_method("transpose", (x, 0, 1)) for x in (q, k))
+        made = graph.call_function(ops.rotary_append, (q, k, append.args[1], cos, sin, *append.args[2:]))
     query.nodes[0].replace_all_uses_with(made)
     graph.erase_node(append)
     for node in dict.fromkeys(query.nodes + key.nodes):  # angles are shared
