@@ -57,8 +57,8 @@ def attention_layers(model: object) -> dict[str, nn.Module]:
     if not found or indices != list(range(len(found))):
         raise UnsupportedModel(
             f"{type(pretrained).__name__} (model_type {model_type!r}): expected one "
-            f"{FAMILIES[model_type].split('.')[1]} for each layer 0, 1, 2, ..., found layers {indices}; custom attention "
-            "classes are not supported"
+            f"{FAMILIES[model_type].split('.')[1]} for each layer 0, 1, 2, ..., found layers {indices}; custom "
+            "attention classes are not supported"
         )
     return {name: module for _, name, module in found}
 

@@ -44,7 +44,7 @@ def patch(model: Model) -> Model:
 def unpatch(model: Model) -> Model:
     """Undo :func:`patch` and leave no trace; a model that is not patched stays as it is.
 
-    Compiled layers pack the weights of q, k and v into one piece of memory.  Each weight gets memory of its own again:
+    Compiled layers pack the weights of q, k and v into one block of memory.  Each weight gets memory of its own again:
     the same Parameter object with the same values, dtype, device and ``requires_grad``.  The packed memory is freed,
     except where the caller holds other tensors over it.  At most the weights of q, k and v of one layer are in memory
     twice at a moment.

@@ -109,8 +109,8 @@ class TreeCache(Cache):
         """Drop the step without a check, after an error."""
         self._step = self.position_ids = None
 
-    # What a forward pass calls.  The base class, which sees no layers, answers as an empty cache: its length is zero, and
-    # it is not compileable.  No mask of its sizes is used, because layers accept only the one of `inputs`.
+    # What a forward pass calls.  The base class, which sees no layers, answers as an empty cache: its length is zero,
+    # and it is not compileable.  No mask of its sizes is used, because layers accept only the one of `inputs`.
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
         """Only layers that ``patch`` has not touched get here; patched ones write through their :class:`CacheLayer`.

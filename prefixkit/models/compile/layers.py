@@ -60,7 +60,7 @@ class CompiledLayers:
     Layers are compiled at the first step of each number of rows, which takes seconds, and not during the capture of a
     CUDA graph.  A layer that cannot be compiled runs as it is, after one warning that says why.
 
-    A layer's first compiled step packs the weights of q, k and v: it moves them into one piece of memory, and they stay
+    A layer's first compiled step packs the weights of q, k and v: it moves them into one block of memory, and they stay
     the same Parameter objects with the same values.  ``unpatch`` gives each weight its own memory back.  CUDA graphs
     that were captured of this model before must be captured again, which engines do by themselves.
 

@@ -1,4 +1,4 @@
-"""Packed weights: several weights in one piece of memory, so that one product reads them all and none is stored twice.
+"""Packed weights: several weights in one block of memory, so that one product reads them all and none is stored twice.
 
 Each weight keeps a storage of its own, over its part of that memory: tools that save models drop, or refuse, weights
 that have a storage in common.
@@ -52,7 +52,7 @@ def movable(weights: Sequence[Tensor]) -> bool:
 
 
 def pack(weights: Sequence[Tensor]) -> Tensor:
-    """Move weights into one piece of memory, each the same tensor object with the same values.
+    """Move weights into one block of memory, each the same tensor object with the same values.
 
     During the call these weights are in memory twice.
 

@@ -106,7 +106,7 @@ def _rotation(user: fx.Node) -> _Rotation | None:
 
 
 def _alike(query: _Rotation, key: _Rotation) -> bool:
-    """Whether all tensors are of one sequence and one dtype, the angles are the same, and none is broadcast over rows."""
+    """Whether all tensors are of one sequence and dtype, the angles are the same, and none is broadcast over rows."""
     q, k = _value(query.x), _value(key.x)
     if query[3:] != key[3:] or q.ndim != 4 or k.ndim != 4 or q.shape[3] % 2:
         return False
