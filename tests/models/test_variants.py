@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prefixkit.attention.variants import UnknownVariant, lookup
-from prefixkit.models.variants import register_variant
+from prefixkit.models.layer import register_variant
 
 
 def test_nothing_asked_is_plain_causal_attention():
