@@ -14,7 +14,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from prefixkit.backends.cuda.layouts import MOVE
-from prefixkit.backends.cuda.units import APPEND, WIDTHS
+from prefixkit.backends.cuda.units import APPEND, VECTORS
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import form, launch
@@ -83,7 +83,7 @@ def _append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, aligne
     lengths = [tokens, kv_heads] * 2 + [num_pages, page_size, kv_heads] * 2
     strides = [stride if length > 1 else 0 for stride, length in zip(strides, lengths, strict=True)]
     widest = math.gcd(16, aligned or 16, head_dim * size, *(stride * size for stride in strides))
-    width = next(width for width in WIDTHS if widest % width == 0)
+    width = next(width for width in VECTORS if widest % width == 0)
     vectors = head_dim * size // width
     threads = tokens * kv_heads * vectors
     constants = (
@@ -94,7 +94,7 @@ def _append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, aligne
         vectors,
         page_size,
     )
-    function = jit.load(APPEND, k_pages.device.index)[f"prefixkit::kv_append<{width}>"]
+    function = jit.load(APPEND, k_pages.device.index)[f"prefixkit::kv_append<{VECTORS[width]}>"]
     MOVE.check(function)
     return _Ready(function, constants, (-(-threads // _MOVE_THREADS), 1, 1))
 

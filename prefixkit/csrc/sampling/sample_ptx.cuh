@@ -1,6 +1,6 @@
 // The instructions that sampling takes, one function each; a test puts a CPU's in their place.
 #pragma once
-#include "common/floats.cuh"
+#include "common/ptx.cuh"
 
 namespace prefixkit {
 
