@@ -184,7 +184,7 @@ template <int ID, int THREADS> DEVICE void named_arrive() { EFFECT("bar.arrive %
 // ---- programmatic dependent launch (PDL): a kernel begins before the one ahead of it in the stream has ended ----
 #if __CUDA_ARCH__ >= 900
 DEVICE void pdl_launch() { EFFECT("griddepcontrol.launch_dependents;"); }  // the next kernel may begin
-DEVICE void pdl_await() { EFFECT("griddepcontrol.wait;"); }                // the last kernel's results can be read from here on
+DEVICE void pdl_await() { EFFECT("griddepcontrol.wait;"); }  // the last kernel's results can be read from here on
 #else
 DEVICE void pdl_launch() {}
 DEVICE void pdl_await() {}

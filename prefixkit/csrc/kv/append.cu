@@ -1,9 +1,9 @@
 // Keys and values into pages: token t goes to slot slots[t].
 //
-// shapes     key, value [tokens, kv_heads, head_dim]; pages [pages, page_size, kv_heads, head_dim]; slots [tokens] int64.
-//            Any strides, counted in vectors V, but a head's elements are adjacent.
-// tiling     one thread moves one vector of K and the same of V; consecutive threads take the vectors of a head, then the
-//            heads of a token, then the tokens.
+// shapes     key, value [tokens, kv_heads, head_dim]; pages [pages, page_size, kv_heads, head_dim]; slots [tokens]
+//            int64.  Any strides, counted in vectors V, but a head's elements are adjacent.
+// tiling     one thread moves one vector of K and the same of V; consecutive threads take the vectors of a head, then
+//            the heads of a token, then the tokens.
 // cost       reads and writes each byte once: 4 x tokens x kv_heads x head_dim x itemsize bytes; no arithmetic.
 // limits     sizeof(V) divides a head's bytes, every stride, and every address.  Slots are the contract of kv_append in
 //            prefixkit/ops/library.py: a row writes nothing where its slot is not one of the pages'.

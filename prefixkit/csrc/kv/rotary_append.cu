@@ -1,15 +1,14 @@
 // Rotary embedding of a step's queries and keys, and keys and values into pages, in one launch.
 //
-// shapes     q [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim], cos and sin [tokens, head_dim] with
-//            any strides, in vectors of 16 bytes, but a head's elements adjacent; rotated [tokens, heads, head_dim]
+// shapes     q [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim], cos and sin [tokens, head_dim]
+//            with any strides, in vectors of 16 bytes, but a head contiguous; rotated [tokens, heads, head_dim]
 //            contiguous; pages and slots as in append.cu.
-// numbers    x_i cos_i - x_j sin_i in the first half of a head, x_i cos_i + x_j sin_i in the second, j being half a head
-//            away; float32, rounded once.
+// numbers    x_i cos_i - x_j sin_i in the first half of a head, x_i cos_i + x_j sin_i in the second, j being half a
+//            head away; float32, rounded once.
 // tiling     one thread rotates a vector of a head's first half and the one half a head further; threads of a KV head
-//            also move two of V.  Consecutive threads take a head's vectors, then a token's heads, those of KV last, then
-//            the tokens.
+//            also move two of V.  Consecutive threads take a head's vectors, then a token's heads, those of KV last.
 // cost       reads and writes each byte once: (2 heads + 4 kv_heads + 2) x tokens x head_dim x itemsize bytes.
-// limits     16 bytes divide half a head, every stride and every address; fewer than 2^32 threads; slots as in append.cu.
+// limits     16 bytes divide half a head, every stride and every address; there are fewer than 2^32 threads.
 #include "common/ptx.cuh"
 #include "layouts/rotary.h"
 
@@ -33,7 +32,8 @@ template <class T> DEVICE void unpack(const uint4& x, float* to) {
     for (int i = 0; i < 4; ++i) to[2 * i] = widen(T{u16(words[i])}), to[2 * i + 1] = widen(T{u16(words[i] >> 16)});
 }
 template <> DEVICE void unpack<float>(const uint4& x, float* to) {
-    to[0] = __uint_as_float(x.x), to[1] = __uint_as_float(x.y), to[2] = __uint_as_float(x.z), to[3] = __uint_as_float(x.w);
+    to[0] = __uint_as_float(x.x), to[1] = __uint_as_float(x.y);
+    to[2] = __uint_as_float(x.z), to[3] = __uint_as_float(x.w);
 }
 template <class T> DEVICE uint4 pack_all(const float* x) {
     return make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
@@ -43,7 +43,8 @@ template <> DEVICE uint4 pack_all<float>(const float* x) {
 }
 
 // x cos + sign * away sin, for one half x of a head and the other half `away`.
-template <class T> DEVICE uint4 rotate(const uint4& x, const uint4& away, float sign, const uint4& cos, const uint4& sin) {
+template <class T>
+DEVICE uint4 rotate(const uint4& x, const uint4& away, float sign, const uint4& cos, const uint4& sin) {
     constexpr int EACH = 16 / sizeof(T);
     float a[EACH], b[EACH], c[EACH], s[EACH];
     unpack<T>(x, a), unpack<T>(away, b), unpack<T>(cos, c), unpack<T>(sin, s);
@@ -52,7 +53,8 @@ template <class T> DEVICE uint4 rotate(const uint4& x, const uint4& away, float 
     return pack_all<T>(a);
 }
 template <class T> DEVICE Halves rotate(const Halves& x, const Halves& cos, const Halves& sin) {
-    return {rotate<T>(x.first, x.second, -1, cos.first, sin.first), rotate<T>(x.second, x.first, 1, cos.second, sin.second)};
+    return {rotate<T>(x.first, x.second, -1, cos.first, sin.first),
+            rotate<T>(x.second, x.first, 1, cos.second, sin.second)};
 }
 
 template <class T> __global__ void __launch_bounds__(256) rotary_append(const __grid_constant__ Rotary r) {
