@@ -105,7 +105,7 @@ DEVICE void sample_filtered(const Sample& a, int number, const Row<T, CACHED>& r
 
 template <class T, bool CACHED>
 __global__ void __launch_bounds__(THREADS, 3) sample(const __grid_constant__ Sample a) {
-    const int number = blockIdx.x / cluster_size();
+    const int number = int(blockIdx.x) / cluster_size();
     Shared& s = shared();
     Row<T, CACHED> row(a, number, (float*)(&s + 1));
     if (CACHED) row.fetch();

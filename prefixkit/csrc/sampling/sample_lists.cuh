@@ -112,7 +112,7 @@ DEVICE float bound(u32 need) {
 template <class T, bool CACHED>
 DEVICE u32 list_scores(const Row<T, CACHED>& row, float low, float top, bool sums, float& exps) {
     u32 count = 0;
-    row.template each_score<2>([&](int, float4 x) {
+    row.template each_score<2>([&](int, int, float4 x) {
         if (sums) exps += exps_of(x, top);
         if (__ballot_sync(~0u, largest(x) >= low)) append(x, count, [=](float y) { return y >= low; });
     });

@@ -47,8 +47,8 @@ DEVICE void publish_kept(Kept kept, Nucleus n) {
 template <class T, bool CACHED> DEVICE Kept weigh_nucleus(const Row<T, CACHED>& row, const Filter& filter, Nucleus n) {
     Kept kept;
     Sum sum;
-    row.template each_score<1>([&](int i, float4 x) {
-        if (Sum::full(i)) kept.above += sum.take();
+    row.template each_score<1>([&](int step, int, float4 x) {
+        if ((step & 127) == 127) kept.above += sum.take();
         const float4 w = filter.weight(x, CACHED);
         if (largest(w) < n.border) return;
         each(w, [&](float y) {
@@ -77,8 +77,8 @@ DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u
         const float to = Masses::float_of((b.key + 1) << Masses::shift(0));
         Sum sum;
         u32 count = 0;
-        row.template each_score<1>([&](int i, float4 x) {
-            if (Sum::full(i)) kept.above += sum.take();
+        row.template each_score<1>([&](int step, int, float4 x) {
+            if ((step & 127) == 127) kept.above += sum.take();
             const float4 w = filter.weight(x, CACHED);
             const float most = largest(w);
             if (!__ballot_sync(~0u, most >= from)) return;

@@ -53,7 +53,7 @@ template <class T, bool CACHED> DEVICE float exps_of_raw(const Row<T, CACHED>& r
 // The first token with the largest score, and the sum of exponentials.
 template <class T, bool CACHED> DEVICE u32 find_top(const Row<T, CACHED>& row, float top, bool sums, float& exps) {
     u32 first = ~0u;
-    row.template each_score<2>([&](int i, float4 x) {
+    row.template each_score<2>([&](int, int i, float4 x) {
         if (sums) exps += exps_of(x, top);
         if (x.x == top || x.y == top || x.z == top || x.w == top)
             first = min(first, u32(i + (x.x == top ? 0 : x.y == top ? 1 : x.z == top ? 2 : 3)));
@@ -66,12 +66,12 @@ template <class T, bool CACHED>
 DEVICE u64 weigh_row(const Row<T, CACHED>& row, const Filter& filter, bool sums, bool store, float& exps) {
     u64 total = 0;
     Sum sum;
-    row.template each_score<2>([&](int i, float4 x) {
+    row.template each_score<2>([&](int step, int i, float4 x) {
         const float4 w = filter.weight(x, false);
         if (sums) exps += exps_of(x, filter.top);
         each(w, [&](float y) { sum.add(y); });
         if (CACHED && store) row.keep(i, w);
-        if (Sum::full(i)) total += sum.take();
+        if ((step & 127) == 127) total += sum.take();
     });
     return total + sum.take();
 }

@@ -86,11 +86,11 @@ template <class T, bool CACHED> struct Row {
         const float4 x = raw(i);
         return penalised ? penalise(i, x) : x;
     }
-    // f(i, scores) for this lane's tokens i to i + 3, of all steps.
+    // f(step, i, scores) for this lane's tokens i to i + 3, of all steps.
     template <int UNROLL, class F> DEVICE void each_score(F f) const {
         const int count = steps(warp_of()), at = begin(warp_of()) + 4 * lane_of();
 #pragma unroll UNROLL
-        for (int step = 0; step < count; ++step) f(at + 128 * step, score(at + 128 * step));
+        for (int step = 0; step < count; ++step) f(step, at + 128 * step, score(at + 128 * step));
     }
     DEVICE void keep(int i, float4 x) const { *(float4*)(cache + (i - first)) = x; }
 };

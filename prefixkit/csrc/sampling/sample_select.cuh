@@ -65,7 +65,7 @@ template <class K, class R, class F> DEVICE Border next_digit(const R& row, Bord
     cluster_sync();  // no other block reads the bins any more
     for (int i = thread_of(); i < BINS; i += THREADS) s.bins[i] = 0;
     __syncthreads();
-    row.template each_score<2>([&](int, float4 scores) {
+    row.template each_score<2>([&](int, int, float4 scores) {
         const float4 x = value(scores);
         if (!(largest(x) >= floor)) return;
         each(x, [&](float y) {

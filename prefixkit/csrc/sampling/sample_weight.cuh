@@ -35,8 +35,6 @@ struct Sum {
         high += u32(__float_as_int(moved)) - u32(__float_as_int(MANY));
         low += u32(__float_as_int(__fadd_rd(rest, FEW))) - u32(__float_as_int(FEW));
     }
-    // Whether to take the sum with tokens i to i + 3 of a lane: every 128 steps of 128 tokens.
-    static DEVICE bool full(int i) { return (i >> 7 & 127) == 127; }
     // The sum, which is then 0 again.
     DEVICE u64 take() {
         const u64 sum = (u64(high) << 17) + low;
