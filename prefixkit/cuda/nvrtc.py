@@ -40,7 +40,7 @@ class Unit:
 
     Attributes:
         file: Name of the source in ``root``.
-        names: C++ name expressions of its kernels, such as ``"prefixkit::kv_append<16>"``.
+        names: C++ name expressions of its kernels, such as ``"prefixkit::kv_append<uint4>"``.
         defines: ``(macro, value)`` pairs.
         headers: ``(name, text)`` of headers that are made and not in ``root``.
         root: The folder of the source and of all it includes.

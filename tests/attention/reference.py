@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from einops import einsum, repeat
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -78,8 +79,11 @@ def _one_query(
     heads = len(q)
     group = heads // k_pages.shape[2]
     page, offset = torch.from_numpy(slots // k_pages.shape[1]), torch.from_numpy(slots % k_pages.shape[1])
-    k, v = (pages[page, offset].double().repeat_interleave(group, dim=1) for pages in (k_pages, v_pages))
-    score = scale * torch.einsum("hd,lhd->hl", q.double(), k)[:, None]  # [heads, 1 row, len]
+    k, v = (
+        repeat(pages[page, offset].double(), "len kv_heads dim -> len (kv_heads group) dim", group=group)
+        for pages in (k_pages, v_pages)
+    )
+    score = scale * einsum(q.double(), k, "heads dim, len heads dim -> heads len")[:, None]  # [heads, 1 row, len]
     where = (
         torch.full((1, 1), q_position),
         torch.from_numpy(kv_positions)[None, :],
@@ -93,4 +97,4 @@ def _one_query(
     if variant.sinks is not None:
         lse = torch.logaddexp(lse, variant.sinks.double())
     weight = torch.exp(score[:, 0] - lse.masked_fill(lse == -torch.inf, 0.0)[:, None])
-    return State(torch.einsum("hl,lhd->hd", weight, v), lse)
+    return State(einsum(weight, v, "heads len, len heads dim -> heads dim"), lse)

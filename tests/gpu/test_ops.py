@@ -227,9 +227,11 @@ def test_a_cuda_error_names_the_op_and_the_shapes():
     from prefixkit.cuda import jit
     from prefixkit.cuda.launch import launch
 
-    function = jit.load(APPEND, 0)["prefixkit::kv_append<16>"]
+    function = jit.load(APPEND, 0)["prefixkit::kv_append<uint4>"]
     key, value, k_pages, v_pages, _ = small()
-    with pytest.raises(CudaError, match=r"kv_append<16>.*CUDA_ERROR_INVALID_VALUE.*kv_append on cuda:0: \[4, 2, 64\]"):
+    with pytest.raises(
+        CudaError, match=r"kv_append<uint4>.*CUDA_ERROR_INVALID_VALUE.*kv_append on cuda:0: \[4, 2, 64\]"
+    ):
         launch(function, MOVE, (0,) * 20, (1, 1, 1), 4096, 0, say("kv_append", key, k_pages))
 
 

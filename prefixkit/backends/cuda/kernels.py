@@ -11,8 +11,12 @@ from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda import variants as cuda_variants
 from prefixkit.cuda.nvrtc import Unit
 
-WIDTHS = (16, 8, 4, 2)
-APPEND = Unit("kv/append.cu", tuple(f"prefixkit::kv_append<{n}>" for n in WIDTHS), headers=(layouts.MOVE.header,))
+VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # bytes: type
+APPEND = Unit(
+    "kv/append.cu",
+    tuple(f"prefixkit::kv_append<{vector}>" for vector in VECTORS.values()),
+    headers=(layouts.MOVE.header,),
+)
 FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.backends.cuda import layouts
-from prefixkit.backends.cuda.kernels import ADVANCE, APPEND, ROTARY, WIDTHS, rotary_name
+from prefixkit.backends.cuda.kernels import ADVANCE, APPEND, ROTARY, VECTORS, rotary_name
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import Memo, form, launch
@@ -68,10 +68,10 @@ def _prepare_append(
     num_pages, page_size = k_pages.shape[:2]
     strides, head = _byte_strides(key, value, k_pages, v_pages), head_dim * key.element_size()
     widest = math.gcd(16, aligned or 16, head, *strides)
-    width = next(width for width in WIDTHS if widest % width == 0)
+    width = next(width for width in VECTORS if widest % width == 0)
     vectors = head // width
     constants = (*(stride // width for stride in strides), num_pages * page_size, tokens, kv_heads, vectors, page_size)
-    function = jit.load(APPEND, k_pages.device.index)[f"prefixkit::kv_append<{width}>"]
+    function = jit.load(APPEND, k_pages.device.index)[f"prefixkit::kv_append<{VECTORS[width]}>"]
     return layouts.MOVE.check(function), constants, (-(-tokens * kv_heads * vectors // _THREADS), 1, 1)
 
 

@@ -20,8 +20,6 @@ from tests.attention.planning import random_cost, random_shape, random_tree, siz
 from tests.emulation.build import build
 from tests.named_trees import tree, tree_of
 
-RECIPROCAL = 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));', "inverse = 1.0f / float(b);"
-
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
 
@@ -30,7 +28,7 @@ if shutil.which("g++") is None:
 def kernel(request, tmp_path_factory):
     """The source with the block's instructions on the CPU in place of the GPU's."""
     folder, nodes = tmp_path_factory.mktemp("kernel"), f"-DPREFIXKIT_PLAN_NODES={request.param}"
-    function = build(folder, "planner", {"planner/plan_block.cuh": RECIPROCAL}, PLAN.headers, nodes).plan_on_cpu
+    function = build(folder, "planner", {}, PLAN.headers, nodes).plan_on_cpu
     function.argtypes = [ctypes.c_char_p]
     return function
 

@@ -22,38 +22,13 @@ from tests.attention.rotations import DTYPES, bits, fresh_rng, nan_pages, random
 from tests.attention.slots import SLOTS, WRONG, Appended, rotations
 from tests.emulation.build import build
 
-
-def instruction(dtype, name):
-    return (
-        f"template <> DEVICE u32 narrow2<{dtype}>(float low, float high) "
-        f'{{ u32 y; asm("cvt.rn.{name}x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }}\n'
-    )
-
-
-def function(dtype, name):
-    both = f"{name}(low) | {name}(high) << 16"
-    return f"template <> DEVICE u32 narrow2<{dtype}>(float low, float high) {{ return {both}; }}\n"
-
-
-# The conversions that a GPU has instructions for, and rotary_emulation/ptx.cuh functions.
-INSTEAD = {
-    "common/floats.cuh": (
-        'float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits)); return y;',
-        "return half_to_float(x.bits);",
-    ),
-    "kv/rotary_ptx.cuh": (
-        instruction("BFloat", "bf16") + instruction("Half", "f16"),
-        function("BFloat", "to_bfloat") + function("Half", "to_half"),
-    ),
-}
-
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("rotary"), "rotary", INSTEAD, ROTARY.headers)
+    return build(tmp_path_factory.mktemp("rotary"), "rotary", {}, ROTARY.headers)
 
 
 class Gpu:
