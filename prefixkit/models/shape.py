@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from prefixkit.models.errors import UnsupportedModel
 from prefixkit.models.families import attention_layers
-from prefixkit.ops.kv_pool import KV_DTYPES, KVSpec
+from prefixkit.ops.checks import FLOATS
+from prefixkit.ops.kv_pool import KVSpec
 
 
 def kv_spec(model: nn.Module) -> KVSpec:
@@ -67,7 +68,7 @@ def _rows(projection: object) -> int:
 def _dtype_and_device(model: nn.Module, module: nn.Module) -> tuple[torch.dtype, torch.device]:
     """The dtype of the layer's keys, which is that of its plain weights, and the device that it runs on."""
     weights = [*module.parameters()]
-    dtype = next(one.dtype for one in chain(weights, model.parameters()) if one.dtype in KV_DTYPES)
+    dtype = next(one.dtype for one in chain(weights, model.parameters()) if one.dtype in FLOATS)
     device = weights[0].device
     return dtype, _execution_device(module) if device.type == "meta" else device
 

@@ -93,7 +93,7 @@ class Memory:
         start, length, indptr, pages, first_slot = tree.arrays()
         places = np.linspace(0, max(self.pages - len(pages), 0), CALLS, dtype=np.int32)
         trees = [upload([start, length, indptr, place + pages, first_slot], self.device) for place in places]
-        positions = torch.from_numpy(tree.positions()).to(self.device)
+        positions = torch.from_numpy(tree.positions).to(self.device)
         q = torch.randn(rows, heads, HEAD_DIM, device=self.device, dtype=torch.bfloat16)
         k, v = self.k[:, :, :kv_heads], self.v[:, :, :kv_heads]
 

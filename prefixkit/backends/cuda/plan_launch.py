@@ -82,7 +82,9 @@ def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapa
     """
     nodes, shapes = len(tree) // 4, capacity.shapes()
     *arrays, num_nodes = torch.split(tree, [nodes] * 4 + [1])
-    work = carve(torch.empty(carved_size(shapes), dtype=torch.int32, device=tree.device), [(part, False) for part in shapes])
+    work = carve(
+        torch.empty(carved_size(shapes), dtype=torch.int32, device=tree.device), [(part, False) for part in shapes]
+    )
     # Given back on return: its next user comes later on this stream.
     scratch = _scratch(nodes, work, tree.device)
     torch.ops.prefixkit.plan_tree(num_nodes, *arrays, *work, scratch, astuple(shape), num_sms, gpu.numbers)
