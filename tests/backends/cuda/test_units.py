@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from prefixkit.attention.variants import CAUSAL, soft_cap
-from prefixkit.backends.cuda.units import ATTENTION, attention_unit, kernel_for, units
+from prefixkit.backends.cuda.units import ATTENTION, FLOATS, SAMPLE, attention_unit, kernel_for, sample_name, units
 from prefixkit.cuda import nvrtc
-from prefixkit.cuda.nvrtc import NvrtcMissing
+from prefixkit.cuda.nvrtc import NvrtcMissing, Unit
+from scripts.compile_all import ARCHS, BUDGET, compile_one, complaints
+from tests.covering import pairwise_cover
 
 ROOT = Path(__file__).parents[3]
 PORTABLE, HOPPER = "attention/sm80/tree_attention.cu", "attention/sm90/tree_attention.cu"
+
+
+def nvrtc_is_there() -> bool:
+    try:
+        return bool(nvrtc.nvrtc_version())
+    except NvrtcMissing:
+        return False
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_103", "sm_120", "sm_121"])
@@ -64,13 +76,47 @@ def test_units_differ_by_all_that_the_source_asks_of_the_preprocessor():
     assert len(set(units("sm_90a"))) == len(units("sm_90a"))
 
 
+def instantiations() -> Iterator[tuple[Unit, str]]:
+    """Every kernel for every target; of the cases of a source (head sizes, dtypes, ways to keep rows) each pair.
+
+    ``scripts/compile_all.py`` compiles all of them.
+    """
+    attention, sampling = [], []
+    for arch in ARCHS:
+        for unit in units(arch):
+            defines = dict(unit.defines)
+            if unit is SAMPLE:
+                sampling += [(arch, dtype, cached) for dtype in FLOATS for cached in (True, False)]
+            elif "PREFIXKIT_VARIANT" in defines or "PREFIXKIT_HEAD_DIM" not in defines or unit.file == HOPPER:
+                yield unit, arch
+            else:
+                attention.append((arch, unit.file, defines["PREFIXKIT_HEAD_DIM"], defines["PREFIXKIT_HALF"]))
+    for arch, _, head_dim, half in pairwise_cover(attention):
+        kernel = kernel_for(arch, int(head_dim), 1)
+        assert kernel is not None
+        yield attention_unit(kernel, int(head_dim), half == "1", CAUSAL), arch
+    for arch, dtype, cached in pairwise_cover(sampling):
+        yield replace(SAMPLE, names=(sample_name(dtype, cached),)), arch
+
+
 @pytest.mark.slow
-def test_every_instantiation_compiles_within_its_budget(tmp_path):
-    try:
-        nvrtc.nvrtc_version()
-    except NvrtcMissing as missing:
-        pytest.skip(str(missing))
-    command = [sys.executable, str(ROOT / "scripts" / "compile_all.py"), "--out", str(tmp_path / "kernels.json")]
+@pytest.mark.skipif(not nvrtc_is_there(), reason="needs NVRTC")
+@pytest.mark.parametrize(
+    ("unit", "arch"), [pytest.param(*case, id=f"{case[1]} {case[0]}") for case in instantiations()]
+)
+def test_an_instantiation_compiles_within_its_budget(unit: Unit, arch: str) -> None:
+    record = compile_one((unit, arch))
+    assert not list(complaints([record], json.loads(BUDGET.read_text())))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not nvrtc_is_there(), reason="needs NVRTC")
+def test_the_script_that_compiles_all_writes_what_kernels_take(tmp_path: Path) -> None:
+    out = tmp_path / "kernels.json"
+    command = [sys.executable, str(ROOT / "scripts" / "compile_all.py"), "--only", "kv/advance", "--out", str(out)]
     path = os.pathsep.join([str(ROOT), *sys.path[1:]])
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    records = json.loads(out.read_text())["units"]
+    assert [record["arch"] for record in records] == list(ARCHS)
+    assert all(list(record["kernels"]) == ["prefixkit::advance"] for record in records)
