@@ -1,13 +1,14 @@
 """Random forests: the op against dense float64 attention.
 
-The bound is torch's own error.  Its kernel gets the same rows in the same dtype, all keys of the forest at once and a mask
-that says who sees whom; where it cannot do the variant, plain torch does it in that dtype, as models do.  A forest is small
-and rounding is chance, so errors are counted in the unit of the chance:
+The bound is torch's own error.  Its kernel gets the same rows in the same dtype, all keys of the forest at once and a
+mask that says which row sees which key; where it cannot do the variant, plain torch does it in that dtype, as models do.
+A forest is small and rounding is chance, so errors are counted in the unit of the chance:
 
     unit = eps of the dtype x (1 + largest possible |score|) x largest |value|
 
-for a score is off by its own size times eps, and the output by as much relative to the values (for the log-sum-exp, which is
-always float32, the unit is eps of float32 x (1 + largest possible |score|)).  Over the forests of a dtype and a variant,
+for a score is off by its own size times eps, and the output by as much relative to the values (for the log-sum-exp,
+which is always float32, the unit is eps of float32 x (1 + largest possible |score|)).  Over the forests of a dtype and a
+variant,
 
 - no error may exceed 1.5 times the largest one of torch, which adds up each forest in four orders of keys and of head
   elements, for its largest error is chance as well;
@@ -108,7 +109,7 @@ def random_variant(rng: np.random.Generator, name: str, heads: int) -> Variant:
 
 
 def random_plan(rng: np.random.Generator, case: Case, *, split: float = 0.3) -> Plan:
-    """Any plan that computes the case: node by node shared or folded; ``split`` of them cut rows into tiles, and their KV."""
+    """Any plan that computes the case: node by node shared or folded; ``split`` of them cut rows and KV into tiles."""
     cost = (CPU_COST, SHARE_ALL, FOLD_ALL)[rng.integers(3)]
     shared = rng.random(case.snapshot.num_nodes) < 0.5 if rng.random() < 0.4 else None
     if split and rng.random() < split:
@@ -310,7 +311,7 @@ def test_pages_do_not_change_a_bit_while_copies_are_cheap(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_however_a_forest_is_cut_the_answer_is_within_torchs_error(dtype: torch.dtype) -> None:
-    """Share everything, nothing or some nodes, in any tiles and splits: equal up to rounding, which is all that differs."""
+    """Share everything, nothing or some nodes, in any tiles and splits: only rounding differs."""
     errors = Errors()
     for seed in range(12):
         rng = np.random.default_rng(seed)
