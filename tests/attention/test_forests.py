@@ -1,14 +1,14 @@
 """Random forests: the op against dense float64 attention.
 
 The bound is torch's own error.  Its kernel gets the same rows in the same dtype, all keys of the forest at once and a
-mask that says which row sees which key; where it cannot do the variant, plain torch does it in that dtype, as models do.
-A forest is small and rounding is chance, so errors are counted in the unit of the chance:
+mask that says which row sees which key; where it cannot do the variant, plain torch does it in that dtype, as models
+do.  A forest is small and rounding is chance, so errors are counted in the unit of the chance:
 
     unit = eps of the dtype x (1 + largest possible |score|) x largest |value|
 
 for a score is off by its own size times eps, and the output by as much relative to the values (for the log-sum-exp,
-which is always float32, the unit is eps of float32 x (1 + largest possible |score|)).  Over the forests of a dtype and a
-variant,
+which is always float32, the unit is eps of float32 x (1 + largest possible |score|)).  Over the forests of a dtype and
+a variant,
 
 - no error may exceed 1.5 times the largest one of torch, which adds up each forest in four orders of keys and of head
   elements, for its largest error is chance as well;

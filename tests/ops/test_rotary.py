@@ -1,4 +1,4 @@
-"""Rotary embedding and appending as one op: what it computes, what it refuses, and that torch knows it by its schema."""
+"""Rotary embedding and appending as one op: what it computes and refuses, and that torch knows its schema."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ from tests.attention.planning import narrowed
 from tests.emulation.build import build
 
 HOLDING = (
-    'asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.tma_groups));',
+    'asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), '
+    '"l"(a.first_slot), "r"(a.heads), "r"(a.tma_groups));',
     "",
 )
 MAP = struct.Struct("@P5q5q5i")
@@ -90,7 +91,7 @@ def random_case(rng, snapshot, num_pages, queries, heads, kv_heads, dim, spread)
 
 
 def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps, in float64 where rows were folded, and of ``padding`` rows more that the plan does not have."""
+    """Outputs and log-sum-exps, in float64 where rows were folded, and of ``padding`` rows besides the plan's."""
     snapshot, q, k, v = case.snapshot, case.q, case.k_pages, case.v_pages
     rows, heads, dim = q.shape
     kv_heads = k.shape[2]
