@@ -2,9 +2,9 @@
 
     python scripts/compile_all.py --out build/kernels.json
 
-Records registers, spills and static shared memory of each kernel; the sources assert their dynamic shared memory.  Exits
-with 1 if one does not compile, if the compiler warns, or if a kernel takes more than ``scripts/kernel_budget.json``
-allows it; a source without a budget is an error too.
+Records registers, spills and static shared memory of each kernel; the sources assert their dynamic shared memory.
+Exits with 1 if one does not compile, if the compiler warns, or if a kernel takes more than
+``scripts/kernel_budget.json`` allows it; a source without a budget is an error too.
 """
 
 from __future__ import annotations
