@@ -14,12 +14,12 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from prefixkit.cuda.nvrtc import CompileError, Unit, compile_unit, nvrtc_version
+from prefixkit.cuda.nvrtc import Binary, CompileError, Unit, compile_unit, nvrtc_version
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100")
 BUDGET = Path(__file__).with_name("kernel_budget.json")
@@ -46,14 +46,14 @@ def warnings(log: str) -> list[str]:
     return [line for line in log.splitlines() if WARNING.search(line)]
 
 
-def compile_one(job: tuple[Unit, str]) -> dict[str, Any]:
+def compile_one(job: tuple[Unit, str], compiler: Callable[[Unit, str], Binary] = compile_unit) -> dict[str, Any]:
     """One unit for one architecture, as a record for the JSON."""
     unit, arch = job
     began = time.perf_counter()
     defines = {name.removeprefix("PREFIXKIT_"): value for name, value in unit.defines}
     record: dict[str, Any] = {"file": unit.file, "defines": defines, "arch": arch}
     try:
-        made = compile_unit(unit, arch)
+        made = compiler(unit, arch)
     except CompileError as error:
         return {**record, "error": str(error), "kernels": {}}
     said = reports(made.log)

@@ -40,6 +40,7 @@ from prefixkit.attention.variants import (
     sliding_window,
     soft_cap,
 )
+from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.tuning import CPU, Tuning
 from tests.attention.forests import (
     SHARE_ALL,
@@ -69,6 +70,12 @@ class Errors:
     seed: list[int] = field(default_factory=list)
     ours: list[list[float]] = field(default_factory=list)  # [forests, 2]
     theirs: list[list[list[float]]] = field(default_factory=list)  # [forests, orders, 2]
+
+    def add(self, seed: int, truth: Truth, out: Tensor, lse: Tensor) -> None:
+        """What the op made of the forest."""
+        self.seed.append(seed)
+        self.ours.append(truth.error(out, lse))
+        self.theirs.append(truth.theirs)
 
     def check(self) -> None:
         for column, name in enumerate(("out", "lse")):
@@ -121,11 +128,11 @@ def torch_attention(case: Case, variant: Variant) -> tuple[Tensor, Tensor]:
     offset = np.concatenate([np.arange(length) for length in snapshot.length])
     slots = snapshot.slots(node, offset)
     kv_position = torch.from_numpy(snapshot.start[node].astype(np.int64) + offset)
-    token_of_slot = {slot: token for token, slot in enumerate(slots.tolist())}
+    token_of_slot = np.zeros(snapshot.page_size * len(case.k_pages), dtype=np.int64)
+    token_of_slot[slots] = np.arange(len(slots))
     visible = torch.zeros(rows, len(slots), dtype=torch.bool)
     for row, (at, position) in enumerate(zip(case.row_node.tolist(), case.positions.tolist(), strict=True)):
-        seen, _ = visible_tokens(snapshot, at, position)
-        visible[row, [token_of_slot[slot] for slot in seen.tolist()]] = True
+        visible[row, token_of_slot[visible_tokens(snapshot, at, position)[0]]] = True
     shuffles = [(rng.permutation(len(slots)), rng.permutation(head_dim)) for _ in range(ORDERS)]
     shuffles[0] = (np.arange(len(slots)), np.arange(head_dim))
     keys, elements = (torch.from_numpy(np.stack(column)) for column in zip(*shuffles, strict=True))
@@ -174,25 +181,34 @@ def as_on_a_gpu(case: Case, plan: Plan, variant: Variant) -> tuple[Tensor, Tenso
     return run_on(case, gpu_program_of(case, plan, variant), variant)
 
 
-def measure(errors: Errors, seed: int, case: Case, plan: Plan, variant: Variant, run: Run = by_op) -> None:
-    dense = reference_attention(
-        case.snapshot, case.row_node, case.positions.numpy(), case.q, case.k_pages, case.v_pages, case.scale, variant
-    )
-    score = case.scale * case.q.float().norm(dim=-1).max() * case.k_pages.float().nan_to_num().norm(dim=-1).max()
-    value = case.v_pages.float().nan_to_num().abs().max()
-    unit_out = float(torch.finfo(case.q.dtype).eps * (1 + score) * value)
-    unit_lse = float(torch.finfo(torch.float32).eps * (1 + score))
+@dataclass
+class Truth:
+    """Exact attention of a forest, the units of errors, and torch's errors in each order."""
 
-    def error(out: Tensor, lse: Tensor) -> list[float]:
-        return [float((out - dense.out).abs().max()) / unit_out, float((lse - dense.lse).abs().max()) / unit_lse]
+    dense: State
+    units: tuple[float, float]
+    theirs: list[list[float]]  # [orders, 2]
 
-    torch_out, torch_lse = torch_attention(case, variant)
-    if case.q.dtype != torch.float32:  # log-sum-exps are float32 whatever the inputs, so torch gets float32 for its own
-        q, k_pages, v_pages = case.q.float(), case.k_pages.float(), case.v_pages.float()
-        _, torch_lse = torch_attention(replace(case, q=q, k_pages=k_pages, v_pages=v_pages), variant)
-    errors.seed.append(seed)
-    errors.ours.append(error(*run(case, plan, variant)))
-    errors.theirs.append([error(*results) for results in zip(torch_out, torch_lse, strict=True)])
+    @classmethod
+    def of(cls, case: Case, variant: Variant) -> Truth:
+        where = case.snapshot, case.row_node, case.positions.numpy()
+        dense = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, variant)
+        score = case.scale * case.q.float().norm(dim=-1).max() * case.k_pages.float().nan_to_num().norm(dim=-1).max()
+        value = case.v_pages.float().nan_to_num().abs().max()
+        eps, eps32 = (torch.finfo(dtype).eps for dtype in (case.q.dtype, torch.float32))
+        truth = cls(dense, (float(eps * (1 + score) * value), float(eps32 * (1 + score))), [])
+        out, lse = torch_attention(case, variant)
+        if (
+            case.q.dtype != torch.float32
+        ):  # log-sum-exps are float32 whatever the inputs: torch gets float32 for its own
+            q, k_pages, v_pages = case.q.float(), case.k_pages.float(), case.v_pages.float()
+            _, lse = torch_attention(replace(case, q=q, k_pages=k_pages, v_pages=v_pages), variant)
+        truth.theirs = [truth.error(*results) for results in zip(out, lse, strict=True)]
+        return truth
+
+    def error(self, out: Tensor, lse: Tensor) -> list[float]:
+        pairs = zip((out, lse), (self.dense.out, self.dense.lse), self.units, strict=True)
+        return [float((found - exact).abs().max()) / unit for found, exact, unit in pairs]
 
 
 RUNS = (
@@ -207,26 +223,18 @@ RUNS = (
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_forest_within_torchs_error(dtype: torch.dtype, variant: str, num_forests: int) -> None:
+    """By the program for a CPU, with its costs and others; the first forests by the program for a GPU too."""
     share = num_forests // 4 if dtype == torch.float32 and variant == "causal" else num_forests * 3 // 4 // 20
-    errors = Errors()
+    on_cpu, on_gpu = Errors(), Errors()
     for seed in range(max(share, 60)):
         rng = np.random.default_rng([seed, VARIANTS.index(variant), dtype.itemsize])
         case = random_case(rng, dtype)
-        plan = random_plan(rng, case)
-        measure(errors, seed, case, plan, random_variant(rng, variant, case.q.shape[1]), RUNS[seed % len(RUNS)])
-    errors.check()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_forest_within_torchs_error_as_on_a_gpu(dtype: torch.dtype, variant: str) -> None:
-    errors = Errors()
-    for seed in range(60):
-        rng = np.random.default_rng([seed, VARIANTS.index(variant), dtype.itemsize])
-        case = random_case(rng, dtype)
-        plan = random_plan(rng, case)
-        measure(errors, seed, case, plan, random_variant(rng, variant, case.q.shape[1]), as_on_a_gpu)
-    errors.check()
+        plan, chosen = random_plan(rng, case), random_variant(rng, variant, case.q.shape[1])
+        truth = Truth.of(case, chosen)
+        on_cpu.add(seed, truth, *RUNS[seed % len(RUNS)](case, plan, chosen))
+        if seed < 60:
+            on_gpu.add(seed, truth, *as_on_a_gpu(case, plan, chosen))
+    on_cpu.check(), on_gpu.check()
 
 
 @pytest.mark.parametrize("head_dim", [33, 80, 96, 112, 128, 256])
@@ -236,7 +244,7 @@ def test_every_head_shape_within_torchs_error(head_dim: int, group: int) -> None
     for seed in range(15):
         rng = np.random.default_rng([seed, head_dim, group])
         case = random_case(rng, torch.float32, (2 * group, 2, head_dim))
-        measure(errors, seed, case, random_plan(rng, case), CAUSAL)
+        errors.add(seed, Truth.of(case, CAUSAL), *attend(case, random_plan(rng, case)))
     errors.check()
 
 
@@ -252,7 +260,8 @@ def test_large_nodes_within_torchs_error(variant: str, split: float) -> None:
         parents = [[-1, 0, 0, 0, 0], [-1, 0, 1, 1, 0], [-1, 0, 1, 2, 3]][seed % 3]
         snapshot, num_pages = make_snapshot(rng, parents, lengths, int(rng.choice([1, 16])), orderly=seed % 2 == 0)
         case = fill(rng, snapshot, num_pages, prefill_or_decode(rng, lengths), (6, 2, 32), torch.float32)
-        measure(errors, seed, case, random_plan(rng, case, split=split), random_variant(rng, variant, 6))
+        plan, chosen = random_plan(rng, case, split=split), random_variant(rng, variant, 6)
+        errors.add(seed, Truth.of(case, chosen), *by_op(case, plan, chosen))
     errors.check()
 
 
@@ -307,6 +316,7 @@ def test_however_a_forest_is_cut_the_answer_is_within_torchs_error(dtype: torch.
     for seed in range(12):
         rng = np.random.default_rng(seed)
         case = random_case(rng, dtype)
+        truth = Truth.of(case, CAUSAL)
         some = [rng.random(case.snapshot.num_nodes) < share for share in (0.3, 0.7)]
         for plan in (
             plan_of(case, SHARE_ALL),
@@ -315,5 +325,5 @@ def test_however_a_forest_is_cut_the_answer_is_within_torchs_error(dtype: torch.
             random_split_plan(rng, case, SHARE_NONE),
             *(plan_of(case, CPU_COST, shared=s) for s in some),
         ):
-            measure(errors, seed, case, plan, CAUSAL)
+            errors.add(seed, truth, *attend(case, plan))
     errors.check()

@@ -181,7 +181,7 @@ def test_forests(kernel, page_size, seed):
     """Some with scores that differ so much that the base of exponentials rises again and again."""
     rng = np.random.default_rng(seed)
     parents = random_parents(rng, int(rng.integers(1, 12)))
-    lengths = rng.integers(0, [20, 90, 300][seed % 3], len(parents))
+    lengths = rng.integers(0, [20, 90, 160][seed % 3], len(parents))
     lengths[-1] = max(1, lengths[-1])
     snapshot, pages = make_snapshot(rng, parents, lengths.tolist(), page_size)
     queries = random_queries(rng, snapshot)

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from prefixkit.attention.variants import CAUSAL, soft_cap
-from prefixkit.backends.cuda.kernels import ATTENTION, attention_unit, compiled_ahead, kernel_for
-from prefixkit.cuda import nvrtc
-from prefixkit.cuda.nvrtc import NvrtcMissing
+from prefixkit.backends.cuda.kernels import (
+    ATTENTION,
+    FLOATS,
+    SAMPLE,
+    attention_unit,
+    compiled_ahead,
+    kernel_for,
+    sample_name,
+)
+from prefixkit.cuda import jit, nvrtc
+from prefixkit.cuda.nvrtc import NvrtcMissing, Unit
+from scripts.compile_all import ARCHS, BUDGET, compile_one, complaints
+from tests.covering import pairwise_cover
 
 ROOT = Path(__file__).parents[3]
 PORTABLE, HOPPER = "attention/sm80/tree_attention.cu", "attention/sm90/tree_attention.cu"
+
+
+def nvrtc_is_there() -> bool:
+    try:
+        return bool(nvrtc.nvrtc_version())
+    except NvrtcMissing:
+        return False
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_103", "sm_120", "sm_121"])
@@ -64,13 +84,49 @@ def test_sources_differ_by_all_that_the_source_asks_of_the_preprocessor():
     assert len(set(compiled_ahead("sm_90a"))) == len(compiled_ahead("sm_90a"))
 
 
+def instantiations() -> Iterator[tuple[Unit, str]]:
+    """Every kernel for every target; of the cases of a source (head sizes, dtypes, ways to keep rows) each pair.
+
+    ``scripts/compile_all.py`` compiles all of them.
+    """
+    portable: dict[tuple[str, str, tuple[str, bool]], Unit] = {}
+    sampling = []
+    for arch in ARCHS:
+        for unit in compiled_ahead(arch):
+            defines = dict(unit.defines)
+            if unit is SAMPLE:
+                sampling += [(arch, dtype, cached) for dtype in FLOATS for cached in (True, False)]
+            elif unit.file == PORTABLE:
+                kind = defines["PREFIXKIT_HALF"], "PREFIXKIT_VARIANT" in defines
+                portable[arch, defines["PREFIXKIT_HEAD_DIM"], kind] = unit
+            else:
+                yield unit, arch
+    # Variants in heads of 128 spill the most.
+    for case in pairwise_cover(portable, always=[case for case in portable if case[1:] == ("128", ("0", True))]):
+        yield portable[case], case[0]
+    for arch, dtype, cached in pairwise_cover(sampling):
+        yield replace(SAMPLE, names=(sample_name(dtype, cached),)), arch
+
+
 @pytest.mark.slow
-def test_every_instantiation_compiles_within_its_budget(tmp_path):
-    try:
-        nvrtc.nvrtc_version()
-    except NvrtcMissing as missing:
-        pytest.skip(str(missing))
-    command = [sys.executable, str(ROOT / "scripts" / "compile_all.py"), "--out", str(tmp_path / "kernels.json")]
+@pytest.mark.skipif(not nvrtc_is_there(), reason="needs NVRTC")
+@pytest.mark.parametrize(
+    ("unit", "arch"), [pytest.param(*case, id=f"{case[1]} {case[0]}") for case in instantiations()]
+)
+def test_an_instantiation_compiles_within_its_budget(unit: Unit, arch: str) -> None:
+    """Compiled once on this machine, while its source and the compiler stay as they are."""
+    record = compile_one((unit, arch), jit.binary)
+    assert not list(complaints([record], json.loads(BUDGET.read_text())))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not nvrtc_is_there(), reason="needs NVRTC")
+def test_the_script_that_compiles_all_writes_what_kernels_take(tmp_path: Path) -> None:
+    out = tmp_path / "kernels.json"
+    command = [sys.executable, str(ROOT / "scripts" / "compile_all.py"), "--only", "kv/advance", "--out", str(out)]
     path = os.pathsep.join([str(ROOT), *sys.path[1:]])
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    records = json.loads(out.read_text())["units"]
+    assert [record["arch"] for record in records] == list(ARCHS)
+    assert all(list(record["kernels"]) == ["prefixkit::advance"] for record in records)
