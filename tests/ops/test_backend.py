@@ -16,6 +16,7 @@ from prefixkit.cli.env import facts
 from prefixkit.cuda import nvrtc
 from prefixkit.ops import backend
 from prefixkit.ops.backend import BackendError, Choice, choose
+from tests.fake_gpu import pretend
 
 GPU = torch.device("cuda", 0)
 NO_NVRTC = nvrtc.NvrtcMissing(f"cuda-core with NVRTC cannot be used (No module named 'cuda'); {nvrtc.REMEDY}")
@@ -33,8 +34,7 @@ def machine(monkeypatch):
 
     def make(capability=(9, 0), hip=None, version=(13, 0), driver=(13, 0)):
         monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        pretend(monkeypatch, capability)
         monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: nvrtc_version(version))
         monkeypatch.setattr(nvrtc, "supported_archs", lambda: (75, 80, 86, 89, 90, 100))
         monkeypatch.setattr(cuda_probe, "driver_cuda", lambda: driver)
@@ -93,7 +93,7 @@ def test_tensors_on_the_cpu_always_run_there(monkeypatch):
 
 
 def test_without_a_gpu_asking_for_one_is_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pretend(monkeypatch)
     monkeypatch.delenv(backend.VARIABLE, raising=False)
     assert backend.best().name == "cpu"
     monkeypatch.setenv(backend.VARIABLE, "cuda")

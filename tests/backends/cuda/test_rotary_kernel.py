@@ -36,6 +36,7 @@ class Gpu:
 
     def __init__(self, library):
         self.library, self.loaded, self.launched = library, 0, []
+        self.capability = (9, 0)
 
     def load(self, unit, device):
         self.loaded += 1
@@ -57,9 +58,9 @@ class Gpu:
 def gpu(library, monkeypatch):
     gpu = Gpu(library)
     monkeypatch.setattr(kv, "_rotations", Memo())
-    monkeypatch.setattr(kv, "launch", gpu.launch)
+    monkeypatch.setattr(kv, "launch", lambda *args, **options: gpu.launch(*args, **options))
     monkeypatch.setattr("prefixkit.cuda.jit.load", gpu.load)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu.capability)
     return gpu
 
 
@@ -206,9 +207,9 @@ def test_a_form_is_prepared_once(gpu, caplog):
     assert not caplog.records
 
 
-def test_it_follows_the_kernel_ahead_where_gpus_can(gpu, monkeypatch):
+def test_it_is_launched_ahead_of_time_where_gpus_can(gpu):
     rng = fresh_rng()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
+    gpu.capability = (8, 9)
     compare(random_rows(rng, torch.bfloat16, 7, 4, 2, 64), (3, 16, 2, 64), random_slots(rng, 7, 48))
     assert gpu.launched == [False]
 
@@ -304,7 +305,7 @@ def test_memory_of_the_same_form_may_begin_elsewhere(gpu, appended):
 def test_more_threads_than_32_bits_number_are_left_to_torch(tokens, fits, gpu, monkeypatch):
     """Two for each token, in blocks of 256; tensors without memory."""
     launched = []
-    monkeypatch.setattr(kv, "launch", lambda *args, **options: launched.append(args[3]))
+    gpu.launch = lambda *args, **options: launched.append(args[3])
     monkeypatch.setattr(kv, "kv_append", lambda *args: None)
     x, pages = (torch.empty(shape, device="meta").half() for shape in ((tokens, 1, 16), (2**27, 16, 1, 16)))
     slots = torch.empty(tokens, device="meta").long()

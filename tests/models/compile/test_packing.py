@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,7 +69,10 @@ class Compiler:
 
 @pytest.fixture
 def every_product(monkeypatch):
-    monkeypatch.setattr(packing, "is_own_op", is_output)
+    """Products that outputs read are packed, or what a test puts in place of ``reader``."""
+    reads = SimpleNamespace(reader=is_output)
+    monkeypatch.setattr(packing, "is_own_op", lambda node: reads.reader(node))
+    return reads
 
 
 @pytest.fixture
@@ -120,7 +124,7 @@ def test_products_of_one_input_are_one_product_of_the_same_parameters(bias, comp
     assert all(parameter.grad.shape == parameter.shape for parameter in module.parameters())
 
 
-def test_only_products_that_certain_nodes_read_are_packed(compiler, rng, monkeypatch):
+def test_only_products_that_certain_nodes_read_are_packed(compiler, rng, every_product):
     """Here those that a sine reads.  In whole numbers, where float32 is exact."""
     parts, x = nn.ModuleList(nn.Linear(WIDTH, 8, bias=False) for _ in range(4)), input_of(rng).mul(9).round()
     for part in parts:
@@ -132,7 +136,7 @@ def test_only_products_that_certain_nodes_read_are_packed(compiler, rng, monkeyp
 
     with torch.inference_mode():
         expected = function(x)
-    monkeypatch.setattr(packing, "is_own_op", lambda node: "sin" in node.name)
+    every_product.reader = lambda node: "sin" in node.name
     found = compiler.of(function)(x)
     assert compiler.products == [3]
     assert packed_view([parts[0].weight, parts[3].weight]) is not None
