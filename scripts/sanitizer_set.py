@@ -37,14 +37,14 @@ def tree_attention() -> None:
 
     Then the same with rows that the plan does not have, as a captured graph pads its batch.
     """
-    from tests.attention.forests import FOLD_ALL, SHARE_ALL, make_snapshot
+    from tests.attention.forests import SHARE_NONE, SHARE_ALL, make_snapshot
     from tests.gpu.forests import attend, fill, step_of
 
     multiprocessors = torch.cuda.get_device_properties(GPU).multi_processor_count
     for dtype, heads, page_size, cost, lengths in (
         (torch.bfloat16, (8, 2, 128), 16, SHARE_ALL, [300, 20, 5, 9, 1, 17]),
         (torch.float16, (7, 1, 64), 1, SHARE_ALL, [100, 7, 3, 30, 2, 40]),
-        (torch.bfloat16, (2, 2, 128), 64, FOLD_ALL, [150, 64, 70, 1, 20, 33]),
+        (torch.bfloat16, (2, 2, 128), 64, SHARE_NONE, [150, 64, 70, 1, 20, 33]),
         (torch.float16, (16, 2, 128), 16, SHARE_ALL, [40, 16, 16, 90, 2, 200]),
     ):
         rng = np.random.default_rng(page_size)
