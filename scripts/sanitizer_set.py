@@ -88,7 +88,7 @@ def sample() -> None:
     """Every mix of filters; rows of a block and of a cluster, in shared memory and read again; broken and idle rows."""
     from prefixkit.runners.sampler import Sampler
     from prefixkit.sampling.rng import uniforms
-    from prefixkit.sampling.specification import sample_tokens
+    from prefixkit.sampling.specification import SamplingBatch, sample_tokens
     from tests.engine.sampling_cases import random_params, rows_of
 
     for vocab, dtype in (
@@ -98,14 +98,14 @@ def sample() -> None:
         (128_256, torch.float32),
     ):
         rng, rows = np.random.default_rng(vocab), 8
-        laws, logits = random_params(rng, rows, vocab), rows_of(rng, rows, vocab, dtype)
+        params, logits = random_params(rng, rows, vocab), rows_of(rng, rows, vocab, dtype)
         histories = [rng.integers(0, vocab, 30) for _ in range(rows)]
         keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
         sampler = Sampler(rows + 1, vocab, GPU)
-        sampler.load(slice(0, rows), laws, keys, steps, histories)
+        sampler.load(slice(0, rows), SamplingBatch(params, keys, steps, histories))
         there = torch.cat((logits, logits[:1])).to(GPU)
         tokens, _ = sampler.sample(there)
-        expected, _ = sample_tokens(logits.float(), laws, uniforms(keys, steps), histories)
+        expected, _ = sample_tokens(logits.float(), params, uniforms(keys, steps), histories)
         assert tokens[:rows].tolist() == expected.tolist()
         sampler.keep(torch.arange(rows - 1, -1, -1, device=GPU))
         there[3, 5] = torch.nan
