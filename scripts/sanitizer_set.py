@@ -37,7 +37,7 @@ def tree_attention() -> None:
 
     Then the same with rows that the plan does not have, as a captured graph pads its batch.
     """
-    from tests.attention.forests import SHARE_NONE, SHARE_ALL, make_snapshot
+    from tests.attention.forests import SHARE_ALL, SHARE_NONE, make_snapshot
     from tests.gpu.forests import attend, fill, step_of
 
     multiprocessors = torch.cuda.get_device_properties(GPU).multi_processor_count

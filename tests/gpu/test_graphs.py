@@ -14,6 +14,7 @@ from prefixkit.api import make_engine
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant, register
 from prefixkit.backends.cuda import attention as cuda_attention
+from prefixkit.cuda.launch import Memo
 from prefixkit.engine.request import Request, Sample
 from prefixkit.runners import graph as graphs
 from prefixkit.sampling.params import SamplingParams
@@ -172,7 +173,7 @@ def test_float32_decodes_without_graphs_and_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_attention, "_said", set())
-    monkeypatch.setattr(cuda_attention, "_memo", {})
+    monkeypatch.setattr(cuda_attention, "_memo", Memo())
     model = prefixkit.patch(model_of(64, torch.float32))
     asked = requests(19, n=3, temperature=0.8, max_new_tokens=20)
     expected = make_engine(model, asked, graphs=False).run(asked)
