@@ -1,11 +1,9 @@
 """Two checkouts of prefixkit in one run: a case is timed in both in turns, and printed as new over old.
 
     git archive bacee24 --prefix=build/old/ | tar x        # once; build/ is ignored by git
-    python benchmarks/compare.py --old build/old [--new .] [--cases attention,engine,sampling,tree,admission] [--out FILE]
+    python -m benchmarks.compare --old build/old [--new .] [--cases attention,engine,tree] [--out FILE]
 
-Each checkout runs in a process of its own (``compare_server.py``) that holds a case ready and times it when asked.  On a GPU:
-decode attention over 87 trees, engine steps at 64, 256 and 1,024 rows of the Llama-3.1-8B shape.  On a CPU: sampling with a
-small model, building a tree, admission of 2,000 prompts.  Below 1.00 the new one is faster.
+Each checkout runs in a process of its own (``compare_server.py``).  Below 1.00 the new one is faster.
 """
 
 from __future__ import annotations
@@ -15,14 +13,13 @@ import os
 import statistics
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.runner import ROOT, Row, Run, arguments, geomean, identity, in_turns, table
+from benchmarks.runner import ROOT, Row, Run, arguments, geomean, identity, in_turns, some_of, table
 from benchmarks.tree_attention.workloads import DECODE, HEADS
 
 GPU, CPU = ("attention", "engine"), ("sampling", "tree", "admission")
@@ -34,11 +31,7 @@ class Failed(RuntimeError):
 
 
 class Checkout:
-    """A process in which one checkout's prefixkit is imported.
-
-    Raises:
-        SystemExit: the folder is no checkout.
-    """
+    """A process in which one checkout's prefixkit is imported; SystemExit where the folder is none."""
 
     def __init__(self, name: str, folder: Path) -> None:
         if not (folder / "prefixkit" / "__init__.py").exists():
@@ -46,32 +39,22 @@ class Checkout:
         self.name = name
         command = [sys.executable, str(ROOT / "benchmarks" / "compare_server.py")]
         environment = {**os.environ, "PYTHONPATH": str(folder.resolve())}
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.version = self._ask("where")
-
-    def prepare(self, case: Row) -> None:
-        """Hold a case ready, in place of the last one."""
-        self._ask("prepare", case)
-
-    def time(self) -> float:
-        """Of the case that is ready, in its unit."""
-        return float(self._ask("time"))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, env=environment, **pipes)
 
     def close(self) -> None:
         """End the process."""
         self._process.stdin.close()
         self._process.wait()
 
-    def _ask(self, what: str, case: Row | None = None) -> Any:
+    def ask(self, what: str, case: Row | None = None) -> Any:
+        """``prepare`` a case in place of the last one; its ``time`` in its unit; ``where`` the checkout is."""
         self._process.stdin.write(json.dumps([what, case]) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise SystemExit(
-                f"the process of --{self.name} ended with {self._process.wait()} while it had to {what} {case}"
-            )
+            code = self._process.wait()
+            raise SystemExit(f"the process of --{self.name} ended with {code} while it had to {what} {case}")
         found = json.loads(answer)
         if "error" in found:
             raise Failed(f"{self.name}: {found['error']}")
@@ -85,12 +68,12 @@ def cases(kind: str, small: bool) -> list[Row]:
         return [{"name": f"{c['heads'][0]}/{c['heads'][1]} {c['workload']}", "unit": "us", **c} for c in every]
     if kind == "engine":
         return [{"name": f"{rows} rows", "unit": "ms", "rows": rows} for rows in (64, 256, 1024)]
-    size: Row = {
-        "sampling": {"prompt": 256, "rows": 4 if small else 32, "new": 4 if small else 32},
-        "tree": {"sequences": 64 if small else 1024, "tokens": 16_384},
-        "admission": {"prompts": 50 if small else 2000},
-    }[kind]
-    unit = {"sampling": "us a token", "tree": "ms", "admission": "ms"}[kind]
+    sizes: dict[str, tuple[str, Row]] = {
+        "sampling": ("us a token", {"prompt": 256, "rows": 4 if small else 32, "new": 4 if small else 32}),
+        "tree": ("ms", {"sequences": 64 if small else 1024, "tokens": 16_384}),
+        "admission": ("ms", {"prompts": 50 if small else 2000}),
+    }
+    unit, size = sizes[kind]
     return [{"name": ", ".join(f"{count:,} {what}" for what, count in size.items()), "unit": unit, **size}]
 
 
@@ -99,8 +82,8 @@ def measure(run: Run, case: Row, checkouts: list[Checkout], turns: int) -> None:
     row: Row = {name: case[name] for name in (*NAMES, "unit")}
     try:
         for checkout in checkouts:
-            checkout.prepare(case)
-        times = in_turns({checkout.name: checkout.time for checkout in checkouts}, turns)
+            checkout.ask("prepare", case)
+        times = in_turns({checkout.name: partial(checkout.ask, "time") for checkout in checkouts}, turns)
     except Failed as error:
         run.add("cases", row | {"skipped": str(error)}, f"{case['kind']:10s} {case['name']:34s} {error}")
         return
@@ -125,25 +108,27 @@ def summary(rows: list[Row]) -> dict[str, Row]:
 
 def main(given: list[str] | None = None) -> dict[str, Row]:
     gpu = torch.cuda.is_available()
-    parser = arguments(__doc__, seconds=540.0, resume=True)
-    parser.add_argument("--old", type=Path, required=True, help="the folder of a checkout")
-    parser.add_argument("--new", type=Path, default=ROOT, help="of another; this one by default")
-    parser.add_argument("--cases", default=",".join((*GPU, *CPU) if gpu else CPU), help="kinds, with commas between")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="small cases on the CPU")
-    options = parser.parse_args(given)
-    kinds = options.cases.split(",")
-    if unknown := set(kinds) - {*GPU, *CPU}:
-        parser.error(f"--cases takes some of {', '.join((*GPU, *CPU))}, got {', '.join(sorted(unknown))}")
-    if not gpu and (needy := set(kinds) & set(GPU)):
-        parser.error(f"{', '.join(sorted(needy))} need a GPU, and there is none; choose from {', '.join(CPU)}")
+    kinds = some_of(*GPU, *CPU) | {"default": [*GPU, *CPU] if gpu else list(CPU)}
+    options = arguments(
+        __doc__,
+        given,
+        old={"type": Path, "required": True, "help": "the folder of a checkout"},
+        new={"type": Path, "default": ROOT, "help": "of another; this one by default"},
+        cases=kinds,
+        only={"default": "", "help": "cases whose name contains this"},
+        turns=5,
+        small=False,
+        seconds=540.0,
+        resume=True,
+    )
+    if not gpu and (needy := set(options.cases) & set(GPU)):
+        raise SystemExit(f"{', '.join(sorted(needy))} need a GPU, and there is none; choose from {', '.join(CPU)}")
     run = Run(options)
     there = run.taken_up("cases", NAMES)
     checkouts = [Checkout("old", options.old), Checkout("new", options.new)]
-    run.result["checkouts"] = {checkout.name: checkout.version for checkout in checkouts}
+    run.result["checkouts"] = {checkout.name: checkout.ask("where") for checkout in checkouts}
     print(json.dumps(run.result["checkouts"]), flush=True)
-    for case in [{"kind": kind, **case} for kind in kinds for case in cases(kind, options.small)]:
+    for case in [{"kind": kind, **case} for kind in options.cases for case in cases(kind, options.small)]:
         if options.only in case["name"] and identity(case, NAMES) not in there and run.left > 0:
             measure(run, case, checkouts, options.turns)
     for checkout in checkouts:

@@ -1,15 +1,13 @@
 """One side of ``compare.py``: prepares and times cases with the checkout that PYTHONPATH names.
 
-All that it knows of a checkout are the names that both have: ``make_engine`` and ``requests`` of its ``benchmarks.engine``,
-``with_tails`` and ``insert_all`` of ``benchmarks.tree``, ``Pool``, ``make`` and ``ours`` of ``benchmarks.tree_attention``'s
-inputs, ``workload`` of its workloads, and ``prefixkit.patch``.  Clocks and shapes are those of this folder, for both sides.
-
-It reads ``[what, case]`` a line from stdin, and writes ``{"value": ...}`` or ``{"error": ...}`` a line.
+All that it knows of a checkout are the names that both have: in ``benchmarks`` ``engine.make_engine`` and ``requests``,
+``tree.with_tails`` and ``insert_all``, ``tree_attention.inputs.Pool``, ``make`` and ``ours``,
+``tree_attention.workloads.workload``; and ``prefixkit.patch``.  Clocks and shapes are those of this folder.  It reads
+``[what, case]`` a line from stdin, and writes ``{"value": ...}`` or ``{"error": ...}`` a line.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -41,6 +39,14 @@ def cpu_seconds(run: Callable[[], object], repeats: int = 1) -> float:
     return min(runner.wall_seconds(run, repeats, clock=time.process_time))
 
 
+def engine_of(name: str, prompt: int, rows: int, new: int) -> tuple[Any, list[Any]]:
+    """An engine with a model of :func:`model`, and its request for ``rows`` samples of one prompt."""
+    from benchmarks.engine import make_engine, requests
+
+    asked = requests(1, prompt, n=rows, max_new_tokens=new, temperature=1.0)
+    return make_engine(model(name), asked), asked
+
+
 @cache
 def pool() -> Any:
     """Pages that all workloads share."""
@@ -54,7 +60,7 @@ def model(name: str) -> Any:
     """A patched model with random weights: Llama-3.1-8B's shape on the GPU, or one of the small ones on the CPU."""
     import prefixkit
 
-    shape = {shape.name: shape for shape in (shapes.LLAMA_8B, shapes.SMALL, shapes.WORDS)}[name]
+    shape = shapes.SHAPES[name]
     on_gpu = shape is shapes.LLAMA_8B
     return prefixkit.patch(shape.build("cuda" if on_gpu else "cpu", torch.bfloat16 if on_gpu else torch.float32))
 
@@ -71,10 +77,7 @@ def attention(case: runner.Row) -> Time:
 
 def engine(case: runner.Row) -> Time:
     """Milliseconds of a decode step of ``rows`` samples of one prompt, graphs captured before."""
-    from benchmarks.engine import make_engine, requests
-
-    asked = requests(1, PROMPT, n=case["rows"], max_new_tokens=NEW, temperature=1.0)
-    made = make_engine(model("Llama-3.1-8B"), asked)
+    made, asked = engine_of("Llama-3.1-8B", PROMPT, case["rows"], NEW)
     made.run(asked)
 
     def timed_run() -> float:
@@ -87,10 +90,7 @@ def engine(case: runner.Row) -> Time:
 
 def sampling(case: runner.Row) -> Time:
     """Microseconds a token of ``rows`` samples of one prompt, prefill included."""
-    from benchmarks.engine import make_engine, requests
-
-    asked = requests(1, case["prompt"], n=case["rows"], max_new_tokens=case["new"], temperature=1.0)
-    made = make_engine(model("small"), asked)
+    made, asked = engine_of("small", case["prompt"], case["rows"], case["new"])
     return lambda: 1e6 * cpu_seconds(lambda: made.run(asked)) / (case["rows"] * case["new"])
 
 
@@ -103,7 +103,7 @@ def tree(case: runner.Row) -> Time:
 
 
 def admission(case: runner.Row) -> Time:
-    """Milliseconds to make an engine for so many prompts, to queue and admit them all, and to retire each; no model runs."""
+    """Milliseconds to make an engine for so many prompts, to queue, admit and retire them all; no model runs."""
     from benchmarks.engine import make_engine, requests
     from benchmarks.tree import with_tails
 
@@ -130,13 +130,6 @@ def admission(case: runner.Row) -> Time:
 CASES = {"attention": attention, "engine": engine, "sampling": sampling, "tree": tree, "admission": admission}
 
 
-def where() -> str:
-    """The folder of the prefixkit that runs here."""
-    import prefixkit
-
-    return str(Path(prefixkit.__file__).parents[1])
-
-
 def main() -> None:
     # What a library prints must not come between the answers.
     answers = os.fdopen(os.dup(1), "w")
@@ -150,14 +143,16 @@ def main() -> None:
                 ready = None  # before the next one, or both must fit
                 if case["kind"] != "attention":
                     pool.cache_clear()
-                gc.collect()
-                if torch.cuda.is_initialized():
-                    torch.cuda.empty_cache()
+                runner.free_memory()
                 ready = CASES[case["kind"]](case)
                 ready()  # warm
                 value: object = None
+            elif what == "where":
+                import prefixkit
+
+                value = str(Path(prefixkit.__file__).parents[1])
             else:
-                value = where() if what == "where" else ready()  # type: ignore[misc]
+                value = ready()  # type: ignore[misc]
             answer: dict[str, object] = {"value": value}
         except Exception as error:
             answer = {"error": runner.failure(error)}

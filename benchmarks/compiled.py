@@ -1,36 +1,29 @@
 """What a decode step of an 8B Llama takes in a CUDA graph, with its layers as they are and through torch.compile.
 
-    python benchmarks/compiled.py --out compiled.json
+    python -m benchmarks.compiled --out compiled.json
 
-Random bf16 weights and KV; sequences that share 2,048 tokens and have 64 of their own.  ``attention: false`` is the same step
-whose attention returns at once: the least that faster attention could leave.
+Sequences share 2,048 tokens and have 64 of their own.  ``attention: false`` is the same step whose attention returns at
+once: the least that faster attention could leave.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import prefixkit
-import prefixkit.backends
-from benchmarks.runner import Row, Run, arguments, captured, replayed_ms, spread
+from benchmarks.runner import Row, Run, arguments, captured, free_memory, replayed_ms, spread
 from benchmarks.shapes import LLAMA_8B
+from benchmarks.tree_attention.inputs import planner_for
 from benchmarks.tree_attention.workloads import PAGE, workload
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step
 from prefixkit.models import ModelRunner, kv_spec
 from prefixkit.ops import library
@@ -54,22 +47,13 @@ def step_of(batch: int, planner: Planner) -> Step:
     return build_step(StepTree(work.snapshot, work.queries), tokens, np.arange(batch), planner, "cuda")
 
 
-@contextmanager
-def without_attention() -> Iterator[None]:
-    """Calls of tree_attention return memory as it is; all else, appending included, stays."""
-    real = library.backend_for
+def without_attention(device: torch.device) -> Backend:
+    """A backend whose tree_attention returns memory as it is; all else, appending included, stays."""
 
     def returns_at_once(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
-    def stub(device: torch.device) -> Backend:
-        return dataclasses.replace(real(device), tree_attention=returns_at_once)
-
-    library.backend_for = stub  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        library.backend_for = real
+    return dataclasses.replace(backend_for(device), tree_attention=returns_at_once)
 
 
 def step_ms(runner: ModelRunner, step: Step, replays: int) -> dict[str, float]:
@@ -77,47 +61,37 @@ def step_ms(runner: ModelRunner, step: Step, replays: int) -> dict[str, float]:
     graph = captured(lambda: runner(step), torch.cuda.Stream())
     times = spread(replayed_ms(graph, replays + 3)[3:])
     del graph
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_memory()
     return {"ms": times["median"], "least_ms": times["best"], "most_ms": times["worst"]}
 
 
 def measure(run: Run, model: Any, batches: list[int], replays: int) -> None:
     pool = random_pool(model, batches)
     spec = pool.spec
-    shape = HeadShape(LLAMA_8B.heads, spec.kv_heads, spec.head_dim, 2)
-    planner = backend_for(spec.device).planner_for(shape, spec.device, spec.dtype)
-    eager, compiled = ModelRunner(model, pool), ModelRunner(model, pool, compiled=True)
-    assert compiled.compiled is not None
+    planner = planner_for(LLAMA_8B.heads, spec.kv_heads, spec.head_dim, spec.device, spec.dtype)
+    runners = {"eager": ModelRunner(model, pool), "compiled": ModelRunner(model, pool, compiled=True)}
+    layers = runners["compiled"].compiled
+    assert layers is not None
     for batch in batches:
         step = step_of(batch, planner)
-        for name, runner in (("eager", eager), ("compiled", compiled)):
-            graphs, seconds, began = compiled.compiled.graphs, compiled.compiled.seconds, time.perf_counter()
+        for name, runner in runners.items():
+            graphs, seconds, began = layers.graphs, layers.seconds, time.perf_counter()
             runner(step)
             torch.cuda.synchronize()
             row: Row = {"batch": batch, "modules": name, "first_step_s": time.perf_counter() - began}
             if name == "compiled":
-                row["graphs"] = compiled.compiled.graphs - graphs
-                row["compile_s"] = compiled.compiled.seconds - seconds
-                row["fallback"] = compiled.compiled.reason
-            row |= {"attention": True, **step_ms(runner, step, replays)}
-            run.add("rows", row, _line(row))
-            with without_attention():
-                row = {**row, "attention": False, **step_ms(runner, step, replays)}
-            run.add("rows", row, _line(row))
-
-
-def _line(row: Row) -> str:
-    with_attention = "with" if row["attention"] else "without"
-    return f"batch {row['batch']:5d}  {row['modules']:9s} {with_attention:8s} attention {row['ms']:7.2f} ms"
+                made = {"graphs": layers.graphs - graphs, "compile_s": layers.seconds - seconds}
+                row |= made | {"fallback": layers.reason}
+            for attention in (True, False):
+                backend = backend_for if attention else without_attention
+                with mock.patch.object(library, "backend_for", backend):
+                    row = row | {"attention": attention, **step_ms(runner, step, replays)}
+                text = f"{'with' if attention else 'without':8s} attention {row['ms']:7.2f} ms"
+                run.add("rows", row, f"batch {batch:5d}  {name:9s} {text}")
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--batches", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--layers", type=int, default=LLAMA_8B.layers)
-    parser.add_argument("--replays", type=int, default=15)
-    options = parser.parse_args()
+    options = arguments(__doc__, batches=[64, 256, 1024], layers=LLAMA_8B.layers, replays=15)
     run = Run(options)
     run.result["layers"] = options.layers
     model = prefixkit.patch(LLAMA_8B.build("cuda", torch.bfloat16, layers=options.layers))

@@ -1,11 +1,9 @@
 """Parallel sampling of a real model on one CPU thread: stock ``generate``, prefill-once + expand, and prefixkit.
 
-Each system runs in a process of its own, one after the other, and reports tokens per second (of wall time, and of the thread's
-own CPU time, which a busy machine disturbs less) and how far its resident memory grew over the loaded model.  All sample at
-temperature 0.8, top_p 0.95, in float32, and none may stop early.
+    OMP_NUM_THREADS=1 python -m benchmarks.cpu_sampling [--case three-level] --out benchmarks/results/cpu_sampling.json
 
-    OMP_NUM_THREADS=1 python benchmarks/cpu_sampling.py --out benchmarks/results/cpu_sampling.json
-    OMP_NUM_THREADS=1 python benchmarks/cpu_sampling.py --case three-level --out ...
+Each system runs in a process of its own: tokens per second (of wall time, and of the thread's own CPU time, which a
+busy machine disturbs less), and how far its resident memory grew over the loaded model.  None may stop early.
 """
 
 from __future__ import annotations
@@ -17,14 +15,15 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.runner import Row, Run, arguments, table
+from benchmarks.runner import ROOT, Row, Run, arguments, table
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 
@@ -43,40 +42,40 @@ def prompts_of(case: str, tokenizer: Any) -> tuple[list[list[int]], int]:
 
 def run_stock(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new: int) -> int:
     """``model.generate`` with num_return_sequences: the prompt is repeated n times and prefilled n times."""
+    lengths = {"min_new_tokens": new, "max_new_tokens": new}
     for prompt in prompts:
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=True,
-            num_return_sequences=n,
-            min_new_tokens=new,
-            max_new_tokens=new,
-            top_k=0,
-            pad_token_id=0,
-            **SAMPLING,
-        )
+        given = {"attention_mask": torch.ones(1, len(prompt), dtype=torch.long), "pad_token_id": 0}
+        sampling = {"do_sample": True, "num_return_sequences": n, "top_k": 0, **SAMPLING}
+        out = model.generate(torch.tensor([prompt]), **given, **sampling, **lengths)
         assert out.shape == (n, len(prompt) + new), out.shape
     return len(prompts) * n * new
 
 
 def run_prefill_once(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new: int) -> int:
     """Prefill each prompt once, repeat its KV cache n times, then decode n rows: what a careful user writes by hand."""
-    from transformers import DynamicCache
     from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
     warm, nucleus = TemperatureLogitsWarper(SAMPLING["temperature"]), TopPLogitsWarper(SAMPLING["top_p"])
+
+    def sample(logits: Tensor) -> Tensor:
+        return torch.multinomial(nucleus(None, warm(None, logits.float())).softmax(-1), 1)
+
     with torch.inference_mode():
-        for prompt in prompts:
-            cache = DynamicCache(config=model.config)
-            logits = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1).logits[:, -1]
-            cache.batch_repeat_interleave(n)
-            logits = logits.expand(n, -1)
-            for step in range(new):
-                scores = nucleus(None, warm(None, logits.float()))
-                tokens = torch.multinomial(scores.softmax(-1), 1)
-                if step < new - 1:
-                    logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-    return len(prompts) * n * new
+        tokens = [list(islice(prefill_once(model, torch.tensor([ids]), n, sample), new)) for ids in prompts]
+    return sum(len(step) for steps in tokens for step in steps)
+
+
+def prefill_once(model: Any, ids: Tensor, n: int, sample: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    """The next tokens ``[n, 1]`` of so many samples of the prompt ``ids [1, tokens]``, step after step."""
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache(config=model.config)
+    logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    cache.batch_repeat_interleave(n)
+    logits = logits.expand(n, -1)
+    while True:
+        yield (tokens := sample(logits))
+        logits = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 def run_prefixkit(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new: int) -> int:
@@ -84,22 +83,14 @@ def run_prefixkit(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, 
     import prefixkit
 
     prefixkit.patch(model)
-    result = prefixkit.generate(
-        model, tokenizer, prompts, n=n, max_new_tokens=new, stop_token_ids=(), seed=0, **SAMPLING
-    )
-    samples = list(result)
+    ends = {"max_new_tokens": new, "stop_token_ids": ()}
+    samples = list(result := prefixkit.generate(model, tokenizer, prompts, n=n, seed=0, **ends, **SAMPLING))
     assert len(samples) == len(prompts) * n and all(len(sample.tokens) == new for sample in samples)
     print(result.report, file=sys.stderr)
     return len(samples) * new
 
 
 RUN = {"stock": run_stock, "prefill_once": run_prefill_once, "prefixkit": run_prefixkit}
-
-
-def resident() -> int:
-    """Bytes resident now (Linux)."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
 
 
 def measure(system: str, case: str, new: int) -> Row:
@@ -111,30 +102,26 @@ def measure(system: str, case: str, new: int) -> Row:
     model, tokenizer = load_demo()
     prompts, n = prompts_of(case, tokenizer)
     RUN[system](model, tokenizer, [prompts[0][:20]], 2, 2)
-    before = resident()
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # resident (Linux)
     began, cpu_began = time.perf_counter(), time.process_time()
     tokens = RUN[system](model, tokenizer, prompts, n, new)
-    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
+    found: Row = {
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - cpu_began,
         "tokens": tokens,
-        "tokens_per_second": tokens / seconds,
-        "tokens_per_cpu_second": tokens / cpu_seconds,
-        "memory_growth_mib": max(0, peak - before) / 2**20,
-        "prompt_tokens": statistics.mean(len(prompt) for prompt in prompts),
     }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found["tokens_per_second"] = tokens / found["seconds"]
+    found["tokens_per_cpu_second"] = tokens / found["cpu_seconds"]
+    found["memory_growth_mib"] = max(0, peak - before) / 2**20
+    return found | {"prompt_tokens": statistics.mean(len(prompt) for prompt in prompts)}
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--case", choices=("one-prompt", "three-level"), default="one-prompt")
-    parser.add_argument("--new", type=int, default=64, help="new tokens per sample")
-    parser.add_argument("--systems", nargs="+", choices=RUN, default=list(RUN))
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each system, in turns; the median is reported")
-    parser.add_argument("--child", choices=RUN, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    case = {"choices": ("one-prompt", "three-level"), "default": "one-prompt"}
+    systems, child = {"nargs": "+", "choices": RUN, "default": list(RUN)}, {"choices": RUN, "help": argparse.SUPPRESS}
+    repeats = {"type": int, "default": 1, "help": "runs of each system, in turns; the median is reported"}
+    options = arguments(__doc__, case=case, new=64, systems=systems, repeats=repeats, child=child)
     if options.child:
         print(json.dumps(measure(options.child, options.case, options.new)))
         return
@@ -143,13 +130,12 @@ def main() -> None:
     found: dict[str, list[Row]] = {system: [] for system in options.systems}
     for _ in range(options.repeats):
         for system in options.systems:
-            command = [sys.executable, __file__, "--child", system, "--case", options.case, "--new", str(options.new)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            given = ["--child", system, "--case", options.case, "--new", str(options.new)]
+            command = [sys.executable, "-m", "benchmarks.cpu_sampling", *given]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
             found[system].append(json.loads(done.stdout.splitlines()[-1]))
             print(f"{system:14}{found[system][-1]['tokens_per_second']:10.1f} tokens/s", flush=True)
-    results = {
-        name: {key: statistics.median(row[key] for row in rows) for key in rows[0]} for name, rows in found.items()
-    }
+    results = {of: {key: statistics.median(row[key] for row in rows) for key in rows[0]} for of, rows in found.items()}
     run.result["results"] = results
     run.finish()
     print(f"\n{options.case}, {options.new} new tokens a sample, one thread\n\n{report(results)}")

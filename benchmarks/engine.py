@@ -1,14 +1,11 @@
-"""The engine on one GPU: decode steps against their graphs alone, the host's part of them, idle time, and a long run.
+"""The engine on one GPU, with a Llama-3.1-8B shape and random bf16 weights: ``rows`` samples of one prompt.
 
-    python benchmarks/engine.py [--rows 64,256,1024] [--prompt 2048] [--new 256] [--out FILE]
-    python benchmarks/engine.py --long 2000 [--rows 512] [--out FILE]     sequences that end and arrive: memory, captures
-    python benchmarks/engine.py --full [--new 256] [--out FILE]           more samples than memory holds
+    python -m benchmarks.engine [--rows 64,256,1024] [--prompt 2048] [--new 128] [--out FILE]
+    python -m benchmarks.engine --long 2000 [--rows 512] [--out FILE]   sequences that end and arrive: memory, captures
+    python -m benchmarks.engine --full [--new 256] [--out FILE]         more samples than memory holds
 
-A Llama-3.1-8B-shape model with random weights in bfloat16.  One prompt, ``rows`` samples of it.  Per batch: the wall time of a
-decode step in the engine; that of replaying its graph alone; what the host does besides waiting (in all, over the steps; the
-median from the tokens of one step to waiting for those of the next; to begin and to end); by the profiler, how long the GPU had
-nothing to do.
-
+The wall time of a decode step; that of its graph alone; what the host does besides waiting (in all; the median from the
+tokens of one step to waiting for the next; to begin and end); by the profiler, how long the GPU had nothing to do.
 ``make_engine`` and ``requests`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
 
@@ -16,20 +13,15 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import prefixkit
-from benchmarks.runner import Row, Run, arguments, numbers
+from benchmarks.runner import Row, Run, arguments, replayed_ms
 from benchmarks.shapes import LLAMA_8B
 from prefixkit.api import make_engine
 from prefixkit.engine.engine import Engine
@@ -37,6 +29,7 @@ from prefixkit.engine.request import Request
 from prefixkit.models import kv_spec
 from prefixkit.runners.graph import GraphDecoder
 from prefixkit.sampling.params import SamplingParams
+from tests.tree.integrity import check_tree
 
 PROFILED_STEPS = 40
 
@@ -46,10 +39,9 @@ def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Requ
     return [Request(i, rng.integers(0, 30000, prompt), SamplingParams(**params)) for i in range(count)]
 
 
-@contextmanager
-def waiting(decoder: GraphDecoder) -> Iterator[list[tuple[float, float]]]:
-    """When the host began to wait for the device's tokens, and when they were there, in seconds, one entry a step."""
-    waits: list[tuple[float, float]] = []
+def waits_of(engine: Engine, asked: list[Request]) -> list[tuple[float, float]]:
+    """When the host began to wait for the tokens of each step of a run, and when they were there, in seconds."""
+    decoder, waits = graph_decoder(engine), []
     read = decoder.read
 
     def timed() -> Any:
@@ -58,28 +50,30 @@ def waiting(decoder: GraphDecoder) -> Iterator[list[tuple[float, float]]]:
         waits.append((began, time.perf_counter()))
         return read()
 
-    decoder.read = timed  # type: ignore[method-assign]
-    try:
-        yield waits
-    finally:
-        del decoder.read
+    with mock.patch.object(decoder, "read", timed):
+        engine.run(asked)
+    return waits
+
+
+def graph_decoder(engine: Engine) -> GraphDecoder:
+    assert isinstance(engine.decoder, GraphDecoder)
+    return engine.decoder
 
 
 def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any], compiled: bool) -> Row:
     """One prompt, ``rows`` samples."""
     asked = requests(1, prompt, n=rows, max_new_tokens=new, **sampling)
     engine = make_engine(model, asked, compiled=compiled)
-    decoder = engine.decoder
-    assert isinstance(decoder, GraphDecoder)
     engine.run(asked)  # captures
     before = vars(engine.report).copy()
-    with waiting(decoder) as waits:
-        engine.run(asked)
-    steps = engine.report.decode_steps - before["decode_steps"]
-    seconds = engine.report.seconds_in_decode - before["seconds_in_decode"]
-    total = engine.report.seconds - before["seconds"]
+    waits, report = waits_of(engine, asked), engine.report
+    names = "decode_steps", "seconds_in_decode", "seconds"
+    steps, seconds, total = (getattr(report, name) - before[name] for name in names)
     between = [began - there for (_, there), (began, _) in itertools.pairwise(waits)]
     working = seconds - sum(there - began for began, there in waits)
+    # The last graph by itself; its rows have ended, so trees do not grow.
+    decoder = graph_decoder(engine)
+    replays = replayed_ms(decoder._graphs[decoder._running], 20)
     return {
         "rows": rows,
         "prompt": prompt,
@@ -88,50 +82,34 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
         "compiled": compiled,
         "tokens_per_second": round(rows * new / total),
         "decode_step_ms": round(1e3 * seconds / steps, 3),
-        "replay_ms": round(replay_ms(decoder), 3),
+        "replay_ms": round(statistics.fmean(replays), 3),
         "host_ms": round(1e3 * working / steps, 3),
         "host_step_ms": round(1e3 * statistics.median(between), 3),
         "host_begin_end_ms": round(1e3 * (working - sum(between)), 1),
         "prefill_and_first_ms": round(1e3 * (total - seconds), 1),
-        "capture_s": round(engine.report.seconds_capturing, 2),
-        "graph_mib": round(engine.report.graph_bytes / 2**20),
+        "capture_s": round(report.seconds_capturing, 2),
+        "graph_mib": round(report.graph_bytes / 2**20),
         "idle": round(idle(engine, asked), 4),
     }
 
 
-def replay_ms(decoder: GraphDecoder, times: int = 20) -> float:
-    """The last graph by itself, one replay after the other; its rows have ended, so trees do not grow."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    for _ in range(times):
-        decoder._graphs[decoder._running].replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / times
-
-
 def idle(engine: Engine, asked: list[Request]) -> float:
     """The part of a decode in which no kernel and no copy ran, by the profiler, over steps in its middle."""
-    decoder = engine.decoder
-    assert isinstance(decoder, GraphDecoder)
-    taken, step = [0], decoder.step
+    decoder, taken = graph_decoder(engine), itertools.count(1)
+    step = decoder.step
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
     def counted() -> None:
-        taken[0] += 1
-        if taken[0] == 20:
+        number = next(taken)
+        if number == 20:
             profiler.start()
         step()
-        if taken[0] == 20 + PROFILED_STEPS:
+        if number == 20 + PROFILED_STEPS:
             torch.cuda.synchronize()
             profiler.stop()
 
-    decoder.step = counted  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(decoder, "step", counted):
         engine.run(asked)
-    finally:
-        del decoder.step
     spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type.name == "CUDA")
     busy, at = 0.0, spans[0][0]
     for begin, end in spans:
@@ -151,13 +129,10 @@ def long_run(model: Any, steps: int, rows: int, prompt: int) -> Row:
         torch.cuda.reset_peak_memory_stats()
         engine.run(requests(10, prompt, seed=len(held), **sampling))
         held.append({"steps": engine.report.steps, "captures": engine.report.captures, **memory_mib()})
-    engine.tree.check()
+    check_tree(engine.tree)
     report = engine.report
     return {
-        "steps": report.steps,
-        "decode_steps": report.decode_steps,
-        "samples": report.samples,
-        "captures": report.captures,
+        **{name: getattr(report, name) for name in ("steps", "decode_steps", "samples", "captures")},
         "seconds": round(report.seconds, 1),
         "tokens_per_second": round(report.tokens_per_second),
         "rounds": held,
@@ -166,7 +141,7 @@ def long_run(model: Any, steps: int, rows: int, prompt: int) -> Row:
 
 
 def full_run(model: Any, prompt: int, new: int) -> Row:
-    """More samples than memory holds, with the pool that prefixkit chooses: how full the GPU gets, and that none is lost."""
+    """More samples than memory holds, with prefixkit's own pool: how full the GPU gets, and that none is lost."""
     asked = requests(2, prompt, n=2560, max_new_tokens=new, temperature=1.0)
     engine = make_engine(model, asked)
     left: list[int] = []
@@ -188,22 +163,15 @@ def full_run(model: Any, prompt: int, new: int) -> Row:
 
 
 def memory_mib() -> dict[str, int]:
-    return {
-        "allocated_mib": torch.cuda.memory_allocated() >> 20,
-        "most_allocated_mib": torch.cuda.max_memory_allocated() >> 20,
-        "reserved_mib": torch.cuda.memory_reserved() >> 20,
-    }
+    most = {"most_allocated_mib": torch.cuda.max_memory_allocated() >> 20}
+    now = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return {"allocated_mib": now[0] >> 20, **most, "reserved_mib": now[1] >> 20}
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--rows", type=numbers, default="64,256,1024")
-    parser.add_argument("--prompt", type=int, default=2048)
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=LLAMA_8B.layers)
-    parser.add_argument("--long", type=int, default=0, help="so many steps with sequences that end and arrive")
-    parser.add_argument("--full", action="store_true", help="more samples than memory holds")
-    options = parser.parse_args()
+    sizes: Row = {"rows": [64, 256, 1024], "prompt": 2048, "new": 128, "layers": LLAMA_8B.layers}
+    long = {"type": int, "default": 0, "help": "so many steps with sequences that end and arrive"}
+    options = arguments(__doc__, **sizes, long=long, full=False)
     run = Run(options)
     model = prefixkit.patch(LLAMA_8B.build("cuda", torch.bfloat16, layers=options.layers))
     if options.long:

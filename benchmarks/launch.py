@@ -1,6 +1,6 @@
 """What a call costs the CPU on a GPU machine: starting cold and warm, sixteen processes at once, and each op call.
 
-python benchmarks/launch.py --out results/launch.json
+python -m benchmarks.launch --out benchmarks/results/launch.json
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.runner import ROOT, Run, arguments, wall_seconds
 from benchmarks.tree_attention.inputs import GPU, Pool, make
 from benchmarks.tree_attention.workloads import workload
 
+# A process of its own; it prints the seconds of its three parts.
 FIRST = """
 import time; began = time.perf_counter()
 import torch
@@ -35,21 +33,18 @@ from prefixkit.attention.step import build_step
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 from tests.named_trees import leaf_queries, tree_of
-gpu = torch.device("cuda", 0)
-snapshot = tree_of("2L b8 p300 s1")
-queries = leaf_queries(snapshot)
-pool = KVPool(KVSpec(1, 8, 128, torch.bfloat16, gpu), 64, 16)
-planner = backend_for(gpu).planner_for(HeadShape(32, 8, 128, 2), gpu, torch.bfloat16)
-tokens = np.zeros(queries.num_rows, dtype=np.int64)
+gpu, bf16, snapshot = torch.device("cuda", 0), torch.bfloat16, tree_of("2L b8 p300 s1")
+tree = StepTree(snapshot, leaf_queries(snapshot))
+pool = KVPool(KVSpec(1, 8, 128, bf16, gpu), 64, 16)
+planner = backend_for(gpu).planner_for(HeadShape(32, 8, 128, 2), gpu, bf16)
+tokens = np.zeros(8, dtype=np.int64)
 imported = time.perf_counter()
-step = build_step(StepTree(snapshot, queries), tokens, tokens, planner, gpu)
-held = torch.arange(64 * 16, device=gpu)
-kv = torch.ones(len(held), 8, 128, device=gpu, dtype=torch.bfloat16)
-pool.append(0, kv, kv, held)
-q = torch.ones(len(tokens), 32, 128, device=gpu, dtype=torch.bfloat16)
-out, _ = torch.ops.prefixkit.tree_attention(
-    q, pool.k(0), pool.v(0), step.positions, step.plan, 0.1, "causal"
-)
+step = build_step(tree, tokens, tokens, planner, gpu)
+kv = torch.ones(64 * 16, 8, 128, device=gpu, dtype=bf16)
+pool.append(0, kv, kv, torch.arange(64 * 16, device=gpu))
+q = torch.ones(8, 32, 128, device=gpu, dtype=bf16)
+op = torch.ops.prefixkit.tree_attention
+out, _ = op(q, pool.k(0), pool.v(0), step.positions, step.plan, 0.1, "causal")
 torch.cuda.synchronize()
 done = time.perf_counter()
 assert bool((out == 1).all())
@@ -58,19 +53,14 @@ print(ready - began, imported - ready, done - ready)
 
 
 def starts(cache: str, processes: int) -> list[dict[str, float]]:
-    """Seconds of fresh processes that start together.
-
-    To import torch and touch the GPU; from there to import prefixkit and make a tree; and, from there too, to the first result
-    of ``tree_attention``, with planning, appending and loading the kernels.
-    """
-    environment = {
-        **os.environ,
-        "PREFIXKIT_CACHE": cache,
-        "CUDA_CACHE_DISABLE": "1",  # NVRTC keeps a cache of its own, and a cold start must not find it
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[2:]]),
-    }
+    """Seconds of fresh processes that start together: until torch has touched the GPU, from there until prefixkit is
+    imported, and until ``tree_attention`` has its first result, planning, appending and loading kernels included."""
+    # NVRTC keeps a cache of its own, and a cold start must not find it.
+    paths = os.pathsep.join([str(ROOT), *sys.path[1:]])
+    own = {"PREFIXKIT_CACHE": cache, "CUDA_CACHE_DISABLE": "1", "PYTHONPATH": paths}
     command, times = [sys.executable, "-c", FIRST], []
-    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
+    options = {"env": os.environ | own, "stdout": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen(command, **options) for _ in range(processes)]
     for process in running:
         printed, _ = process.communicate()
         if process.returncode:
@@ -87,12 +77,12 @@ def per_call_us(call: Callable[[], object], calls: int = 2000) -> float:
         for _ in range(calls):
             call()
 
-    best = float("inf")
+    best: list[float] = []
     for _ in range(5):
         torch.cuda.synchronize()
-        best = min(best, *wall_seconds(many))
-        torch.cuda.synchronize()
-    return round(best / calls * 1e6, 2)
+        best += wall_seconds(many)
+    torch.cuda.synchronize()
+    return round(min(best) / calls * 1e6, 2)
 
 
 def calls() -> dict[str, float]:
@@ -107,25 +97,21 @@ def calls() -> dict[str, float]:
     few = make(workload("2L b8 p32 s16", 8, 2), Pool())  # so short that the GPU keeps up with the CPU
     pages, step = (few.k[0].transpose(1, 2), few.v[0].transpose(1, 2)), few.step
     attention = (few.q[0], *pages, step.positions, step.plan, few.scale, "causal")
-    measured = {}
+    append = key, key, k_pages, v_pages, slots
+    measured = {
+        "kv_append through torch": lambda: op.kv_append(*append),
+        "kv_append below torch": lambda: raw.kv_append(*append),
+        "tree_attention through torch": lambda: op.tree_attention(*attention),
+        "torch: add_": lambda: lse.add_(0.0),
+        "torch: empty": lambda: torch.empty(64, device=GPU),
+        "torch: index_put_ twice": lambda: [kv.index_put_((slots // 16, slots % 16), key) for kv in (k_pages, v_pages)],
+    }
     with torch.inference_mode():
-        for name, call in {
-            "kv_append through torch": lambda: op.kv_append(key, key, k_pages, v_pages, slots),
-            "kv_append below torch": lambda: raw.kv_append(key, key, k_pages, v_pages, slots),
-            "tree_attention through torch": lambda: op.tree_attention(*attention),
-            "torch: add_": lambda: lse.add_(0.0),
-            "torch: empty": lambda: torch.empty(64, device=GPU),
-            "torch: index_put_ twice": lambda: [
-                pages.index_put_((slots // 16, slots % 16), key) for pages in (k_pages, v_pages)
-            ],
-        }.items():
-            call()
-            measured[name] = per_call_us(call)
-    return measured
+        return {name: per_call_us(call) for name, call in measured.items()}
 
 
 def main() -> None:
-    run = Run(arguments(__doc__).parse_args())
+    run = Run(arguments(__doc__))
     with tempfile.TemporaryDirectory() as cache:
         cold, warm = starts(cache, 1), starts(cache, 1)
     with tempfile.TemporaryDirectory() as cache:

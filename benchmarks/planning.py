@@ -1,6 +1,6 @@
 """What a plan costs: on the host, and on the GPU where there is one; and what a step costs whose tree has changed.
 
-    OMP_NUM_THREADS=1 python benchmarks/planning.py --out benchmarks/results/planning.json
+    OMP_NUM_THREADS=1 python -m benchmarks.planning --out benchmarks/results/planning.json
 
 The aim: below 50 us on the GPU for 1,024 leaves and 2,048 nodes (CUDA-graph replay, median).
 """
@@ -8,17 +8,13 @@ The aim: below 50 us on the GPU for 1,024 leaves and 2,048 nodes (CUDA-graph rep
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.runner import Row, Run, arguments, replay_us, wall_seconds
 from prefixkit.attention.bsr import decompose
@@ -38,27 +34,24 @@ Case = tuple[TreeSnapshot, Queries]
 
 def cases() -> dict[str, Case]:
     shapes = {name: tree_of(name) for name in ("2L b64 p4096 s128", "2L b1024 p4096 s128", "3L fewshot", "beam d6")}
-    shapes |= {"binary, 1,024 leaves, 2,047 nodes": binary(10, 1000, 32)}
-    shapes |= {"chain of 2,000": tree(list(range(-1, 1999)), [8] * 2000)}
+    shapes["binary, 1,024 leaves, 2,047 nodes"] = binary(10, 1000, 32)
+    shapes["chain of 2,000"] = tree(list(range(-1, 1999)), [8] * 2000)
     made = {name: (snapshot, leaf_queries(snapshot)) for name, snapshot in shapes.items()}
     return made | {f"prompt of {tokens:,}": prompts(tokens, tokens) for tokens in (32_768, 131_072)}
 
 
-def gpu_us(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape) -> float:
+def gpu_us(tree: StepTree, shape: HeadShape) -> float:
     """Median of replays of a graph that plans over and over."""
     from prefixkit.backends.cuda.plan_launch import GraphPlanner
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    planner = GraphPlanner(shape, snapshot.num_nodes, capacity_for(StepTree(snapshot, queries), shape, sms), "cuda")
-    planner.load(StepTree(snapshot, queries))
-    return replay_us(lambda _: planner.plan(), 1, repeats=10)
+    planner = GraphPlanner(shape, tree.snapshot.num_nodes, capacity_for(tree, shape, sms), "cuda")
+    planner.load(tree)
+    return replay_us(lambda _: planner.plan(), repeats=10)
 
 
 def replan_us(snapshot: TreeSnapshot, queries: Queries, planner: Planner, device: str, repeats: int) -> Row:
-    """Medians of ``build_step`` for a tree that has changed, on an idle device.
-
-    ``host_us``: until it returns; ``done_us``: until the device has it all; ``read_us``: then ``kv_tokens_read``, on the host.
-    """
+    """Medians of ``build_step`` for a changed tree: until it returns, the device has it, ``kv_tokens_read`` is read."""
     tokens = np.zeros(queries.num_rows, dtype=np.int64)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
@@ -93,30 +86,27 @@ def replans(run: Run, name: str, case: Case, repeats: int) -> None:
 
 def plans(run: Run, name: str, case: Case, repeats: int) -> None:
     """A plan's two halves on the host, and all of it on the GPU."""
-    snapshot, queries = case
+    step = StepTree(*case)
     for heads, kv_heads in ((32, 8), (8, 1)):
-        shape, length = HeadShape(heads, kv_heads, 128, 2), StepTree(snapshot, queries).length
-        rows = partial(decompose, StepTree(snapshot, queries), shape, H200.sharing)
+        shape = HeadShape(heads, kv_heads, 128, 2)
+        rows = partial(decompose, step, shape, H200.sharing)
         sizes: dict[str, Any] = {"group": shape.group, "kv_heads": shape.kv_heads, "cost": H200}
-        plan = partial(make_plan, [rows()], length, queries.num_rows, **sizes)
+        plan = partial(make_plan, [rows()], step.length, case[1].num_rows, **sizes)
         row: Row = {"case": name, "heads": [heads, kv_heads]}
         for what, action in (("rows_us", rows), ("plan_us", plan)):
             row[what] = 1e6 * statistics.median(wall_seconds(action, repeats, warm=3))
         line = f"{heads:2d}/{kv_heads:<2d} {name:36s} host: rows {row['rows_us']:6.0f}  plan {row['plan_us']:6.0f}"
         if torch.cuda.is_available():
-            row["gpu_us"] = gpu_us(snapshot, queries, shape)
+            row["gpu_us"] = gpu_us(step, shape)
             line += f"   GPU {row['gpu_us']:7.1f}"
         run.add("results", row, line)
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--replans-only", action="store_true")
-    options = parser.parse_args()
+    options = arguments(__doc__, repeats=30, replans_only=False)
     print("microseconds, median")
     run, all_cases = Run(options), cases()
-    for name, case in all_cases.items() if not options.replans_only else ():
+    for name, case in ({} if options.replans_only else all_cases).items():
         plans(run, name, case, options.repeats)
     for name, case in all_cases.items():
         if "chain" not in name and "131" not in name:

@@ -1,11 +1,11 @@
-"""A real model on real problems, on any device: which of HumanEval's easy problems SmolLM2-135M-Instruct solves.
+"""Which of HumanEval's easy problems SmolLM2-135M-Instruct solves, on any device.
 
-    python benchmarks/real_model.py [--device cuda --dtype bfloat16] [--problems 12] [--samples 16] [--out FILE]
-    python benchmarks/real_model.py --compare CPU.json GPU.json
+    python -m benchmarks.real_model [--device cuda --dtype bfloat16] [--problems 12] [--samples 16] [--out FILE]
+    python -m benchmarks.real_model --compare CPU.json GPU.json
 
 Each program that a sample makes runs against the problem's tests in a process of its own, for five seconds at most.
-``--compare`` says how often each device solves each problem, and whether both could be samples of one distribution (Fisher's
-exact test).
+``--compare`` says how often each device solves each problem, and whether both could be samples of one distribution
+(Fisher's exact test).
 """
 
 from __future__ import annotations
@@ -20,21 +20,13 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import prefixkit
 from benchmarks.runner import Row, Run, arguments
-from prefixkit.demo.chat import encode_messages
-from prefixkit.demo.humaneval import CHAT_STOP, Problem, chat_messages, load_problems
+from prefixkit.demo.humaneval import CHAT_STOP, Problem, chat_messages, encode_messages, load_problems
 from prefixkit.demo.model import load_demo
 
 # Of a program.
 SECONDS = 5
-
-
-def easiest(count: int) -> list[Problem]:
-    """The problems with the shortest solutions: a model of this size solves few of the others."""
-    return sorted(load_problems(), key=lambda problem: (len(problem.solution), problem.id))[:count]
 
 
 def passes(problem: Problem, completion: str) -> bool:
@@ -52,8 +44,10 @@ def passes(problem: Problem, completion: str) -> bool:
 
 def measure(options: argparse.Namespace) -> Row:
     model, tokenizer = load_demo()
-    model = prefixkit.patch(model.to(options.device, getattr(torch, options.dtype)))  # type: ignore[arg-type]
-    problems = easiest(options.problems)
+    dtype = getattr(torch, options.dtype)
+    model = prefixkit.patch(model.to(options.device, dtype))  # type: ignore[arg-type]
+    # Those with the shortest solutions: a model of this size solves few of the others.
+    problems = sorted(load_problems(), key=lambda problem: (len(problem.solution), problem.id))[: options.problems]
     prompts = [encode_messages(tokenizer, chat_messages(problem, ())) for problem in problems]
     sampling = {"temperature": options.temperature, "top_p": 0.95, "max_new_tokens": 160, "stop": CHAT_STOP, "seed": 1}
     result = prefixkit.generate(model, tokenizer, prompts, n=options.samples, **sampling)
@@ -65,7 +59,7 @@ def measure(options: argparse.Namespace) -> Row:
         solved[problems[sample.prompt_index].id] += ok
     return {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "dtype": str(getattr(torch, options.dtype)),
+        "dtype": str(dtype),
         "samples": options.samples,
         "solved": solved,
         "problems_solved": sum(wins > 0 for wins in solved.values()),
@@ -101,18 +95,14 @@ def compare(first: Row, second: Row) -> Row:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--problems", type=int, default=12)
-    parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--temperature", type=float, default=0.6)
-    parser.add_argument("--compare", type=Path, nargs=2)
-    options = parser.parse_args()
+    choices = {"choices": ("float32", "bfloat16", "float16"), "default": "float32"}
+    sizes: Row = {"problems": 12, "samples": 16, "temperature": 0.6}
+    options = arguments(__doc__, device="cpu", dtype=choices, **sizes, compare={"type": Path, "nargs": 2})
     run = Run(options, options.device)
-    run.result |= (
-        compare(*(json.loads(p.read_text()) for p in options.compare)) if options.compare else measure(options)
-    )
+    if options.compare:
+        run.result |= compare(*(json.loads(path.read_text()) for path in options.compare))
+    else:
+        run.result |= measure(options)
     run.finish()
     print(json.dumps(run.result, indent=1))
 

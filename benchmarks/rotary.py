@@ -1,28 +1,23 @@
 """Rotary embedding and appending of a decode step: one launch, and what torch.compile makes of it around ``kv_append``.
 
-    python benchmarks/rotary.py [--rows 64,256,1024] [--heads 32] [--kv-heads 8] [--head-dim 128] [--out FILE]
+    python -m benchmarks.rotary [--rows 64,256,1024] [--heads 32] [--kv-heads 8] [--head-dim 128] [--out FILE]
 
-bf16, queries, keys and values as parts of one product, a page of 16 tokens for each row; in a CUDA graph over inputs that
-together pass twice the L2 where eight sets of them do.  Microseconds a layer, median of replays in turns; the floor is every
-byte once at 4.3 TB/s, though most of a step's come from the L2.
+bf16; queries, keys and values are parts of one product, each row has a page.  Microseconds a layer; the floor is every
+byte once at 4.3 TB/s.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import prefixkit.backends  # noqa: F401  (registers them)
-from benchmarks.runner import Replay, Row, Run, arguments, in_turns, input_sets, numbers
+from benchmarks.runner import Replay, Row, Run, arguments, in_turns, input_sets
 from benchmarks.tree_attention.workloads import PAGE, READ_TBPS
-from prefixkit.ops import library as ops
+from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 
 
@@ -34,12 +29,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def measure(rows: int, heads: int, kv_heads: int, head_dim: int) -> Row:
     size = 2 * rows * head_dim * (2 * heads + 4 * kv_heads + 2)
-    count = input_sets(size)
+    count, like = input_sets(size), {"device": "cuda", "dtype": torch.bfloat16}
     pool = KVPool(KVSpec(count, kv_heads, head_dim, torch.bfloat16, torch.device("cuda")), rows, PAGE)
     slots = torch.arange(rows, device="cuda") * PAGE + 3
-    cos, sin = torch.randn(2, rows, head_dim, device="cuda", dtype=torch.bfloat16)
-    width = heads + 2 * kv_heads
-    products = [torch.randn(rows, width, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    cos, sin = torch.randn(2, rows, head_dim, **like)
+    products = [torch.randn(rows, heads + 2 * kv_heads, head_dim, **like) for _ in range(count)]
     parts = [x.split([heads, kv_heads, kv_heads], 1) for x in products]
     torch._dynamo.reset()  # kernels of this number of rows and of these heads, as a compiled layer has them
     compiled: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compile(rotated, dynamic=False)
@@ -56,23 +50,13 @@ def measure(rows: int, heads: int, kv_heads: int, head_dim: int) -> Row:
     pool.k(0).zero_()
     same = bool(torch.equal(one(0), expected)) and bool(torch.equal(pool.k(0)[:, 3], keys[:, 3]))
     times = in_turns({name: Replay(run, count).us for name, run in (("apart", apart), ("one", one))}, turns=3)
-    return {
-        "rows": rows,
-        "heads": [heads, kv_heads],
-        "head_dim": head_dim,
-        "floor_us": round(size / READ_TBPS / 1e6, 2),
-        "us": {name: round(statistics.median(found), 2) for name, found in times.items()},
-        "same bits": same,
-    }
+    us = {name: round(statistics.median(found), 2) for name, found in times.items()}
+    row: Row = {"rows": rows, "heads": [heads, kv_heads], "head_dim": head_dim}
+    return row | {"floor_us": round(size / READ_TBPS / 1e6, 2), "us": us, "same bits": same}
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--rows", type=numbers, default="64,256,1024")
-    for name, size in (("--heads", 32), ("--kv-heads", 8), ("--head-dim", 128)):
-        parser.add_argument(name, type=int, default=size)
-    options = parser.parse_args()
-    assert ops.SCHEMAS
+    options = arguments(__doc__, rows=[64, 256, 1024], heads=32, kv_heads=8, head_dim=128)
     torch.set_grad_enabled(False)
     run = Run(options)
     for rows in options.rows:

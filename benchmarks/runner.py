@@ -1,8 +1,9 @@
-"""What all benchmarks share: the command line, the record of a run, times of captured graphs, contenders in turns, tables."""
+"""What all benchmarks share: command line, record of a run, times of captured graphs, contenders in turns, tables."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import platform
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,43 +26,64 @@ ROOT = Path(__file__).parents[1]
 OUT_OF_TIME = "out of time"
 # Inputs rotate through so many bytes, more than twice the L2 of an H200.
 ROTATE_BYTES = 1.5e8
+NVIDIA_SMI = ("nvidia-smi", "--id=0", "--format=csv,noheader,nounits")
 GRAPH_US, WARM_US, LONG_CALL_US = 1_000.0, 10_000.0, 10_000.0
 
 
-def arguments(
-    doc: str | None, seconds: float | None = None, resume: bool = False, out: Path | None = None
-) -> argparse.ArgumentParser:
-    """A parser with ``--out``, and where they are asked for ``--seconds`` and ``--resume``."""
+def arguments(doc: str | None, given: list[str] | None = None, **options: Any) -> argparse.Namespace:
+    """The command line: ``--out FILE``, and an option for each keyword.
+
+    A keyword's value is the option's default: a list takes ``64,256`` or ``64 256``, False is a flag, a dictionary is
+    what ``add_argument`` takes.  ``resume=True`` adds ``--resume RESULTS.json``.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=out, help="where the results go, as JSON, after each row")
-    if seconds is not None:
-        parser.add_argument("--seconds", type=float, default=seconds, help="begin nothing more after so long")
-    if resume:
-        parser.add_argument(
-            "--resume", type=Path, metavar="RESULTS.json", help="keep what these have, and measure the rest"
-        )
-    return parser
+    known = {"out": {"type": Path, "help": "where the results go, as JSON, after each row"}, **options}
+    if options.get("resume"):
+        known["resume"] = {"type": Path, "metavar": "RESULTS.json", "help": "keep these, and measure the rest"}
+    for name, default in known.items():
+        if isinstance(default, list):
+            how: Row = {"type": _numbers, "nargs": "+", "default": default, "action": _Joined}
+        elif default is False:
+            how = {"action": "store_true"}
+        else:
+            how = default if isinstance(default, dict) else {"type": type(default), "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **how)
+    return parser.parse_args(given)
 
 
-def numbers(text: str) -> list[int]:
-    """The numbers of ``64,256,1024``."""
+def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-class Run:
-    """A run of a benchmark: the record that its JSON holds, and the time that is left.
+class _Joined(argparse.Action):
+    """Keep the lists that an option was given as one."""
 
-    Args:
-        options: Parsed by :func:`arguments`; ``out``, ``seconds`` and ``resume`` are used where they are there.
-        device: Of the record's machine.
-    """
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, [number for part in values for number in part])
+
+
+def some_of(*known: str) -> dict[str, Any]:
+    """An option that takes some of these names, with commas between; all by default."""
+
+    def names(text: str) -> list[str]:
+        found = [name.strip() for name in text.split(",")]
+        if unknown := sorted(set(found) - set(known)):
+            raise argparse.ArgumentTypeError(f"takes some of {', '.join(known)}, got {', '.join(unknown)}")
+        return found
+
+    return {"type": names, "default": list(known), "help": f"some of {', '.join(known)}"}
+
+
+class Run:
+    """A run with these :func:`arguments`: the record that its JSON holds, and what is left of ``--seconds``."""
 
     def __init__(self, options: argparse.Namespace, device: str | None = None) -> None:
         self._began, self._before = time.monotonic(), 0.0
         self._out, self._seconds = options.out, getattr(options, "seconds", None) or math.inf
         self._resume = json.loads(path.read_text()) if (path := getattr(options, "resume", None)) else None
-        self.result: Row = {"commit": commit()} if commit() else {}
-        self.result |= {"command": shlex.join(["python", *sys.argv]), "machine": machine(device), "clocks": [clocks()]}
+        self.result: Row = {"commit": commit} if (commit := _printed("git", "rev-parse", "--short", "HEAD")) else {}
+        command = shlex.join(["python", *sys.orig_argv[1:]])
+        self.result |= {"command": command, "machine": machine(device), "clocks": [clocks()]}
         self.result["options"] = {name: str(value) for name, value in vars(options).items()}
 
     @property
@@ -70,9 +92,7 @@ class Run:
         return self._seconds - (time.monotonic() - self._began)
 
     def taken_up(self, key: str, names: tuple[str, ...], beside: tuple[str, ...] = ()) -> set[str]:
-        """Keep the rows under ``key`` of ``--resume``, but those that were out of time; returns their :func:`identity`.
-
-        What stands under ``beside`` is kept too.
+        """Keep the rows under ``key`` of ``--resume`` that had time, and all ``beside``; returns the rows' identities.
 
         Raises:
             SystemExit: they are of another machine.
@@ -87,12 +107,11 @@ class Run:
         self._before = self.result["seconds_before"] = self._resume.get("seconds", 0.0)
         return {identity(row, names) for row in self.result[key]}
 
-    def add(self, key: str, row: Row, line: str | None = None) -> Row:
+    def add(self, key: str, row: Row, line: str | None = None) -> None:
         """Append a row under ``key``, print its line (its JSON without one), and write the file."""
         self.result.setdefault(key, []).append(row)
         print(json.dumps(row) if line is None else line, flush=True)
         self.write()
-        return row
 
     def write(self) -> None:
         """The JSON so far."""
@@ -114,22 +133,10 @@ def identity(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
     return json.dumps([row[name] for name in names])
 
 
-def commit() -> str:
-    """Of the checkout; nothing where there is no git, or no repository."""
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return ""
-    return found.stdout.strip()
-
-
 def machine(device: str | None = None) -> Row:
     """Names and versions of what ran."""
-    packages = {
-        name: _version(name) for name in ("torch", "numpy", "transformers", "triton", "flashinfer-python", "cuda-core")
-    }
+    names = ("torch", "numpy", "transformers", "triton", "flashinfer-python", "cuda-core")
+    packages = {name: next((of.version for of in distributions(name=name)), "not installed") for name in names}
     if device == "cpu" or not torch.cuda.is_available():
         return {"gpu": "none", "cpu": _processor(), "python": platform.python_version(), **packages}
     gpu = torch.cuda.get_device_properties(0)
@@ -137,7 +144,7 @@ def machine(device: str | None = None) -> Row:
         "gpu": gpu.name,
         "multiprocessors": gpu.multi_processor_count,
         "l2_bytes": gpu.L2_cache_size,
-        "driver": (_nvidia_smi("driver_version") or ["unknown"])[0],
+        "driver": _printed(*NVIDIA_SMI, "--query-gpu=driver_version") or "unknown",
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
@@ -147,27 +154,19 @@ def machine(device: str | None = None) -> Row:
 
 def clocks() -> Row:
     """SM clock, power and temperature now; without a GPU the load of the CPUs."""
-    found = _nvidia_smi("clocks.sm", "power.draw", "temperature.gpu")
-    if found:
-        return dict(zip(("sm_mhz", "watts", "celsius"), found, strict=True))
+    if found := _printed(*NVIDIA_SMI, "--query-gpu=clocks.sm,power.draw,temperature.gpu"):
+        return dict(zip(("sm_mhz", "watts", "celsius"), found.split(", "), strict=True))
     cpuload = Path("/proc/loadavg")
     return {"load": cpuload.read_text().split()[0]} if cpuload.exists() else {}
 
 
-def _nvidia_smi(*fields: str) -> list[str]:
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+def _printed(*command: str) -> str:
+    """What a command prints; nothing where there is none, or it fails."""
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [field.strip() for field in found.stdout.split(",")] if found.returncode == 0 else []
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip()
 
 
 def _processor() -> str:
@@ -195,7 +194,7 @@ class Replay:
                 run(call % sets)
 
     def us(self, repeats: int = 7) -> float:
-        """Microseconds of one call, the median over replays, after some milliseconds of them, so that the clocks are up."""
+        """Microseconds of one call, the median over replays, after milliseconds of them, so that the clocks are up."""
         about = _elapsed_us(self._graph.replay)
         for _ in range(min(20, int(WARM_US / about))):
             self._graph.replay()
@@ -203,7 +202,7 @@ class Replay:
         return float(np.median([_elapsed_us(self._graph.replay) / self._calls for _ in range(repeats)]))
 
 
-def replay_us(run: Callable[[int], object], sets: int, repeats: int = 7) -> float:
+def replay_us(run: Callable[[int], object], sets: int = 1, repeats: int = 7) -> float:
     """Microseconds of ``run(index)`` over so many input sets; see :class:`Replay`."""
     return Replay(run, sets).us(repeats)
 
@@ -270,27 +269,31 @@ def in_turns(contenders: Mapping[str, Callable[[], float]], turns: int) -> dict[
 
 
 def ceilings() -> dict[str, float]:
-    """Bandwidth of a copy (bytes read and written), rate of a bf16 matrix product, one tiny node of a graph: here and now."""
-    a = torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda")
-    b = torch.empty_like(a)
-    copy = replay_us(lambda _: torch.neg(a, out=b), 1)  # a kernel; copy_ would be a copy engine's
+    """Bandwidth of a copy (bytes read and written), rate of a bf16 matrix product, one tiny node of a graph."""
+    a, b = (torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda") for _ in "ab")
     x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "xy")
-    product = replay_us(lambda _: x @ y, 1)
     small = torch.zeros(1, device="cuda")
-    node = replay_us(lambda _: small.add_(1.0), 1)
+    copy = round(2 * 2**31 / replay_us(lambda _: torch.neg(a, out=b)) / 1e6, 3)  # a kernel; copy_ is a copy engine's
+    product = round(2 * 8192**3 / replay_us(lambda _: x @ y) / 1e6, 1)
     return {
-        "copy_TBps": round(2 * 2**31 / copy / 1e6, 3),
-        "matmul_TFLOPs": round(2 * 8192**3 / product / 1e6, 1),
-        "graph_node_us": round(node, 3),
+        "copy_TBps": copy,
+        "matmul_TFLOPs": product,
+        "graph_node_us": round(replay_us(lambda _: small.add_(1.0)), 3),
     }
 
 
-def failure(error: Exception, most: int = 200) -> str:
+def failure(error: Exception) -> str:
     """A contender's error in a line: it is a result, and ours not to mend."""
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return "out of memory"
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+def free_memory() -> None:
+    """Give back what nothing refers to, the GPU's too."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def spread(times: list[float]) -> dict[str, float]:
@@ -301,8 +304,8 @@ def spread(times: list[float]) -> dict[str, float]:
 
 def geomean(values: Iterable[float]) -> float:
     """Geometric mean; NaN of nothing."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else float("nan")
+    known = list(values)
+    return statistics.geometric_mean(known) if known else math.nan
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

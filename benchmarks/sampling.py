@@ -1,22 +1,20 @@
-"""What sampling costs on a GPU: one launch for all rows, against the time to read the logits and against torch's own ways.
+"""What sampling costs on a GPU: one launch for all rows, against the time to read the logits and against torch's ways.
 
-    python benchmarks/sampling.py --out benchmarks/results/sampling.json
+    python -m benchmarks.sampling --out benchmarks/results/sampling.json
 
-Rivals in the same process: softmax and ``multinomial``; Gumbel noise and an argmax (neither knows filters); top-p by a sort, as
+Rivals: softmax and ``multinomial``; Gumbel noise and an argmax (neither knows filters); top-p by a sort, as
 transformers has it.  They sample from the same distribution, not the same tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
-import sys
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import prefixkit.backends  # noqa: F401  (registers them)
 from benchmarks.runner import Row, Run, arguments, input_sets, replay_us, wall_seconds
@@ -26,15 +24,16 @@ from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.specification import SamplingBatch
 
 SPREAD, SEED, TEMPERATURE, TOP_P, TOP_K = 3.0, 0, 0.8, 0.95, 50
-PARAMS = {
-    "greedy": [SamplingParams(temperature=0)],
-    "plain": [SamplingParams(temperature=TEMPERATURE)],
-    "top-k": [SamplingParams(temperature=TEMPERATURE, top_k=TOP_K)],
-    "top-p": [SamplingParams(temperature=TEMPERATURE, top_p=TOP_P)],
-    "min-p": [SamplingParams(temperature=TEMPERATURE, min_p=0.05)],
-    "all filters": [SamplingParams(temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, min_p=0.05)],
-    "penalty": [SamplingParams(temperature=TEMPERATURE, repetition_penalty=1.2)],
+FILTERS = {
+    "greedy": {"temperature": 0},
+    "plain": {},
+    "top-k": {"top_k": TOP_K},
+    "top-p": {"top_p": TOP_P},
+    "min-p": {"min_p": 0.05},
+    "all filters": {"top_k": TOP_K, "top_p": TOP_P, "min_p": 0.05},
+    "penalty": {"repetition_penalty": 1.2},
 }
+PARAMS = {name: [SamplingParams(**{"temperature": TEMPERATURE} | given)] for name, given in FILTERS.items()}
 PARAMS["mixed"] = [params for each in PARAMS.values() for params in each]
 
 
@@ -80,10 +79,10 @@ def measure(rows: int, vocab: int, dtype: torch.dtype, rivals: bool) -> Row:
         found["us"][name] = replay_us(lambda index, sampler=sampler: sampler.sample(sets[index]), len(sets))
         assert int(sampler.tokens.min()) >= 0
     if rivals:  # the host's part included: what waits for the GPU cannot be captured
-        found["rivals_us"] = {
-            name: 1e6 * statistics.median(wall_seconds(lambda run=run: run(sets[0]), 5, 1, torch.cuda.synchronize))
-            for name, run in RIVALS.items()
+        times = {
+            name: wall_seconds(partial(run, sets[0]), 5, 1, torch.cuda.synchronize) for name, run in RIVALS.items()
         }
+        found["rivals_us"] = {name: 1e6 * statistics.median(seconds) for name, seconds in times.items()}
     return found
 
 
@@ -95,19 +94,13 @@ def line(found: Row) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32_000, 128_256])
-    parser.add_argument("--no-rivals", action="store_true")
-    options = parser.parse_args()
+    options = arguments(__doc__, rows=[64, 256, 1024], vocab=[32_000, 128_256], no_rivals=False)
     run = Run(options)
     run.result |= {"seed": SEED, "spread": SPREAD, "temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K}
     print(f"us (times the floor), seed {SEED}, logits {SPREAD} x normal", flush=True)
-    for vocab in options.vocab:
-        for rows in options.rows:
-            for dtype in (torch.float32, torch.bfloat16):
-                found = measure(rows, vocab, dtype, not options.no_rivals)
-                run.add("results", found, line(found))
+    for vocab, rows, dtype in itertools.product(options.vocab, options.rows, (torch.float32, torch.bfloat16)):
+        found = measure(rows, vocab, dtype, not options.no_rivals)
+        run.add("results", found, line(found))
     run.finish()
 
 

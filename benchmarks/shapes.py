@@ -28,7 +28,7 @@ class Shape:
 
     def build(self, device: torch.device | str, dtype: torch.dtype, seed: int = 0, layers: int | None = None) -> Any:
         """The model, made where it will run; with ``layers`` of its layers."""
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoModelForCausalLM, LlamaConfig
 
         config = LlamaConfig(
             vocab_size=self.vocab,
@@ -39,33 +39,24 @@ class Shape:
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_dim,
             max_position_embeddings=131072,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         )
         torch.manual_seed(seed)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with torch.device(device):
-                model = LlamaForCausalLM(config)
-        finally:
-            torch.set_default_dtype(before)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return model.to(dtype).eval().requires_grad_(False)
 
 
 LLAMA_8B = Shape("Llama-3.1-8B", 4096, 32, 32, 8, 14336, 128256)
 TINY = Shape("tiny", 64, 2, 4, 2, 96, 260, head_dim=16)
-SMALL = replace(TINY, name="small", hidden=256, layers=4, mlp=768, vocab=32000, head_dim=64)
-WORDS = replace(TINY, name="words", vocab=32000)
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("CodeLlama-7B", 4096, 32, 32, 32, 11008, 32016),
-        Shape("CodeLlama-13B", 5120, 40, 40, 40, 13824, 32016),
-        LLAMA_8B,
-        Shape("Yi-6B", 4096, 32, 32, 4, 11008, 64000),
-        Shape("8/1 heads", 1024, 1, 8, 1, 1024, 1024),
-        TINY,
-    )
-}
+EVERY = (
+    Shape("CodeLlama-7B", 4096, 32, 32, 32, 11008, 32016),
+    Shape("CodeLlama-13B", 5120, 40, 40, 40, 13824, 32016),
+    LLAMA_8B,
+    Shape("Yi-6B", 4096, 32, 32, 4, 11008, 64000),
+    Shape("8/1 heads", 1024, 1, 8, 1, 1024, 1024),
+    TINY,
+    replace(TINY, name="small", hidden=256, layers=4, mlp=768, vocab=32000, head_dim=64),
+    replace(TINY, name="words", vocab=32000),
+)
+SHAPES = {shape.name: shape for shape in EVERY}

@@ -1,15 +1,12 @@
 """What the prefix tree costs on one CPU thread: building it, admitting prompts to it, and its share of a decode step.
 
-Four questions, each with a target:
+    OMP_NUM_THREADS=1 python -m benchmarks.tree --out benchmarks/results/tree.json
 
 - build: 1,024 sequences of 16,384 tokens that differ in their last 128; below 0.2 s.
 - linearity: time per token from 1e5 to 1e7 tokens; the slope of log(time) over log(tokens) should be 1.
-- admission: 500 to 10,000 prompts of some 100 tokens, 70 of them shared by 50 prompts: sizing the pool, queueing, admitting and
-  retiring; 10,000 below 0.5 s, and linear.
-- decode: `extend_each` for 1,024 leaves, `mark_computed` and `snapshot()`; below 2 ms at the median, steps that take new
-  pages included.  Beside it, the same with beams that fork and die at every step, where the snapshot is rebuilt.
-
-    OMP_NUM_THREADS=1 python benchmarks/tree.py --out benchmarks/results/tree.json
+- admission: 500 to 10,000 prompts of some 100 tokens, 70 of them shared by 50; 10,000 below 0.5 s, and linear.
+- decode: `extend_each` for 1,024 leaves, `mark_computed` and `snapshot()`; below 2 ms at the median, steps that take
+  new pages included.  Beside it, beams that fork and die at every step, where the snapshot is rebuilt.
 
 ``with_tails`` and ``insert_all`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
@@ -17,16 +14,10 @@ Four questions, each with a target:
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.runner import Row, Run, arguments, spread, wall_seconds
 from prefixkit.engine.memory import pages_needed
@@ -34,12 +25,9 @@ from prefixkit.engine.request import Request
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree import PrefixTree, Sequence
+from tests.tree.integrity import check_tree
 
 VOCABULARY = 50_000
-SERIES = {
-    "sequences of 4,096": lambda total: (round(total / 4096), 4096),
-    "two sequences": lambda total: (2, total // 2),
-}
 
 
 def with_tails(rng: np.random.Generator, count: int, length: int, tail: int) -> list[NDArray[np.int32]]:
@@ -68,8 +56,8 @@ def measure_build(run: Run, rng: np.random.Generator, repeats: int) -> None:
         given = [sequence.astype(dtype) for sequence in sequences]
         for page_size in (1, 16, 128):
             times = spread(wall_seconds(lambda g=given, p=page_size: insert_all(g, p), repeats))
-            row: Row = {"dtype": np.dtype(dtype).name, "page_size": page_size}
-            row |= {"median_s": times["median"], "worst_s": times["worst"]}
+            found = {"median_s": times["median"], "worst_s": times["worst"]}
+            row: Row = {"dtype": np.dtype(dtype).name, "page_size": page_size, **found}
             text = f"page {page_size:>3}   median {times['median']:.3f} s  worst {times['worst']:.3f} s"
             run.add("build", row, f"  {row['dtype']}  {text}")
 
@@ -77,11 +65,11 @@ def measure_build(run: Run, rng: np.random.Generator, repeats: int) -> None:
 def measure_linearity(run: Run, rng: np.random.Generator, repeats: int) -> None:
     """Many sequences of 4,096 tokens that differ in the last 128; and two as long as half the tokens."""
     print("linearity (target: slope 1)")
-    run.result["linearity"] = {}
-    for name, shape in SERIES.items():
+    run.result["linearity"], totals = {}, (100_000, 300_000, 1_000_000, 3_000_000, 10_000_000)
+    many, two = [(round(total / 4096), 4096) for total in totals], [(2, total // 2) for total in totals]
+    for name, shapes in (("sequences of 4,096", many), ("two sequences", two)):
         rows = []
-        for total in (100_000, 300_000, 1_000_000, 3_000_000, 10_000_000):
-            count, length = shape(total)
+        for count, length in shapes:
             sequences = with_tails(rng, count, length, 128)
             median = statistics.median(wall_seconds(lambda s=sequences: insert_all(s, 16), repeats))
             rows.append({"tokens": count * length, "median_s": median, "ns_per_token": 1e9 * median / count / length})
@@ -100,18 +88,15 @@ def measure_admission(run: Run, rng: np.random.Generator, repeats: int) -> None:
         prompts = [prompt for length, tail in sizes for prompt in with_tails(rng, 50, length, tail)]
         rng.shuffle(prompts)
         requests = [Request(index, prompt, SamplingParams()) for index, prompt in enumerate(prompts)]
-        times = []
+        times: dict[str, list[float]] = {name: [] for name in ("size", "submit", "admit", "retire")}
         for _ in range(repeats):
             scheduler = Scheduler(PrefixTree(pages_needed(requests, 16), 16), lambda: 0)
-            parts: dict[str, Callable[[], object]] = {
-                "size": partial(pages_needed, requests, 16),
-                "submit": partial(scheduler.submit, requests),
-                "admit": scheduler.admit,
-                "retire": lambda to=scheduler: [to.retire(state) for state in to.in_flight],
-            }
-            times.append([wall_seconds(part)[0] for part in parts.values()])
+            times["size"] += wall_seconds(lambda to=requests: pages_needed(to, 16))
+            times["submit"] += wall_seconds(lambda to=scheduler, given=requests: to.submit(given))
+            times["admit"] += wall_seconds(scheduler.admit)
+            times["retire"] += wall_seconds(lambda to=scheduler: [to.retire(state) for state in to.in_flight])
             assert scheduler.idle
-        medians = dict(zip(parts, map(statistics.median, zip(*times, strict=True)), strict=True))
+        medians = {name: statistics.median(found) for name, found in times.items()}
         cells = "  ".join(f"{name} {median:.3f}" for name, median in medians.items())
         row = {"prompts": count} | {f"{name}_s": median for name, median in medians.items()}
         run.add("admission", row, f"  {count:>6} prompts   {sum(medians.values()):.3f} s   {cells}")
@@ -132,16 +117,15 @@ def binary_tree(rng: np.random.Generator, page_size: int, prefix: int) -> tuple[
 
 def measure_decode(run: Run, rng: np.random.Generator, page_size: int, prefix: int, steps: int) -> None:
     tree, handles = binary_tree(rng, page_size, prefix)
-    parts: dict[str, list[float]] = {"extend_each": [], "mark_computed": [], "snapshot": [], "step": []}
+    parts: dict[str, list[float]] = {"extend_each": [], "mark_computed": [], "snapshot": []}
     for _ in range(steps):
         tokens = rng.integers(0, VOCABULARY, len(handles)).tolist()
-        extend = wall_seconds(lambda t=tokens: tree.extend_each(handles, t))[0]
+        parts["extend_each"] += wall_seconds(lambda t=tokens: tree.extend_each(handles, t))
         nodes = [handle.node for handle in handles]
-        ready = [node.length for node in nodes]
-        mark = wall_seconds(lambda n=nodes, r=ready: tree.mark_computed(n, r))[0]
-        freeze = wall_seconds(tree.snapshot)[0]
-        for name, value in zip(parts, (extend, mark, freeze, extend + mark + freeze), strict=True):
-            parts[name].append(1e3 * value)
+        computed = [node.length for node in nodes]
+        parts["mark_computed"] += wall_seconds(lambda n=nodes, c=computed: tree.mark_computed(n, c))
+        parts["snapshot"] += wall_seconds(tree.snapshot)
+    parts["step"] = [sum(times) for times in zip(*parts.values(), strict=True)]
     add_step(run, tree, {"case": "decode", "page_size": page_size, "prefix": prefix, "steps": steps}, parts)
 
 
@@ -163,14 +147,15 @@ def measure_beams(run: Run, rng: np.random.Generator, page_size: int, beams: int
         mark_all(tree)
         tree.snapshot()
 
-    times = [1e3 * seconds for seconds in wall_seconds(step, steps)]
     case: Row = {"case": "beams", "page_size": page_size, "prefix": 1000, "steps": steps, "beams": beams}
-    add_step(run, tree, case, {"step": times})
+    add_step(run, tree, case, {"step": wall_seconds(step, steps)})
 
 
 def add_step(run: Run, tree: PrefixTree, case: Row, parts: dict[str, list[float]]) -> None:
-    tree.check()
-    case |= {"nodes": tree.stats().nodes, **{f"{name}_ms": spread(times) for name, times in parts.items()}}
+    """A row of what the parts of each step took, in seconds."""
+    check_tree(tree)
+    spreads = {f"{name}_ms": spread([1e3 * seconds for seconds in times]) for name, times in parts.items()}
+    case |= {"nodes": tree.snapshot().num_nodes, **spreads}
     what = f"{case['case']}, page {case['page_size']:>3}, prefix {case['prefix']:>6}, {case['nodes']} nodes"
     total = "  ".join(f"{name} {case['step_ms'][name]:.2f}" for name in ("median", "mean", "p99"))
     cells = "  ".join(f"{name} {case[f'{name}_ms']['median']:.2f}" for name in parts if name != "step")
@@ -178,11 +163,7 @@ def add_step(run: Run, tree: PrefixTree, case: Row, parts: dict[str, list[float]
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each build")
-    parser.add_argument("--steps", type=int, default=400, help="decode steps of each case")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = arguments(__doc__, repeats=5, steps=400, seed=0)
     run, rng = Run(options, "cpu"), np.random.default_rng(options.seed)
     measure_build(run, rng, options.repeats)
     measure_linearity(run, rng, options.repeats)

@@ -1,4 +1,4 @@
-"""Checked mode: with ``PREFIXKIT_CHECK=1`` what runs on a GPU reads its integers back and refuses what points outside."""
+"""Checked mode: with ``PREFIXKIT_CHECK=1`` what runs on a GPU reads its integers and refuses what points outside."""
 
 from __future__ import annotations
 

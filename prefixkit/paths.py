@@ -36,7 +36,7 @@ def _platform_cache(platform: str) -> Path:
 
 
 def put(place: Path, content: bytes) -> None:
-    """Write a file so that whoever reads meanwhile meets the whole of it, or what was there before.
+    """Write a file so that a concurrent reader meets the whole of it, or what was there before.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.

@@ -20,8 +20,7 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
 
     Args:
         tokenizer: Encodes text, with its special tokens, and chat messages, with its chat template and the start of an
-            answer.
-            None: all prompts are token ids.
+            answer.  None: all prompts are token ids.
         prompts: A list of prompts, each a string, a list (or array) of token ids, or a list of chat messages.  A single
             string counts as a list of one.
         vocab_size: The model's.
@@ -73,17 +72,15 @@ def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:
             'tokenizer(text)["input_ids"]'
         )
     elif _is_chat(prompt):
-        tokens = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
+        encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+        tokens = encoded["input_ids"]
     else:
         tokens = prompt
     array = np.asarray(tokens)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise TypeError(
             f"prompt {index} must be a string, a list of token ids or a list of chat messages, "
-            f"got {type(prompt).__name__}"
-            f" of shape {list(array.shape)}"
+            f"got {type(prompt).__name__} of shape {list(array.shape)}"
         )
     if array.size == 0:
         raise ValueError(f"prompt {index} has no tokens; give the model at least one token to continue")

@@ -2,47 +2,68 @@
 
     python scripts/compile_all.py --out build/kernels.json
 
-Records registers, spills and static shared memory of each kernel; the sources assert their dynamic shared memory.  Exits with
-1 if one does not compile, if the compiler warns, or if a kernel takes more than ``scripts/kernel_budget.json`` allows it; a
-source without a budget is an error too.
+Records registers, spills and static shared memory of each kernel; the sources assert their dynamic shared memory.
+Exits with 1 if one does not compile, if the compiler warns, or if a kernel takes more than
+``scripts/kernel_budget.json`` allows it; a source without a budget is an error too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prefixkit.cuda.nvrtc import CompileError, Unit, compile_unit, nvrtc_version
+from prefixkit.cuda.nvrtc import Binary, CompileError, Unit, compile_unit, nvrtc_version
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100")
 BUDGET = Path(__file__).with_name("kernel_budget.json")
 LIMITS = ("registers", "spill_stores", "spill_loads", "shared")
+# What ptxas says of a kernel, per thread in registers and bytes; ``shared`` is the static part, per block.
+REPORTED = {"spill_stores": "spill stores", "spill_loads": "spill loads", "stack": "stack frame", "shared": "smem"}
+# Warnings; and a note of ptxas that warpgroup products wait for each other, which makes a kernel half as fast.
+WARNING = re.compile(r"warning|Potential Performance Loss", re.IGNORECASE)
 
 
-def compile_one(job: tuple[Unit, str]) -> dict[str, Any]:
+def reports(log: str) -> dict[str, dict[str, int]]:
+    """What ``ptxas -v`` says of each kernel, by symbol."""
+    found = {}
+    for part in re.split(r"Compiling entry function '", log)[1:]:
+        if used := re.search(r"Used (\d+) registers", part):
+            numbers = {name: re.search(rf"(\d+) bytes {what}", part) for name, what in REPORTED.items()}
+            said = {name: int(number[1]) if number else 0 for name, number in numbers.items()}
+            found[part.split("'", 1)[0]] = {"registers": int(used[1]), **said}
+    return found
+
+
+def warnings(log: str) -> list[str]:
+    """The lines of a compiler's log that warn, or say that a kernel will be slow."""
+    return [line for line in log.splitlines() if WARNING.search(line)]
+
+
+def compile_one(job: tuple[Unit, str], compiler: Callable[[Unit, str], Binary] = compile_unit) -> dict[str, Any]:
     """One unit for one architecture, as a record for the JSON."""
     unit, arch = job
     began = time.perf_counter()
     defines = {name.removeprefix("PREFIXKIT_"): value for name, value in unit.defines}
     record: dict[str, Any] = {"file": unit.file, "defines": defines, "arch": arch}
     try:
-        made = compile_unit(unit, arch)
+        made = compiler(unit, arch)
     except CompileError as error:
         return {**record, "error": str(error), "kernels": {}}
+    said = reports(made.log)
     return {
         **record,
         "seconds": round(time.perf_counter() - began, 2),
         "bytes": len(made.cubin),
-        "warnings": made.warnings,
-        "kernels": {name: asdict(used) for name, used in made.resources.items()},
-        "unreported": sorted(set(made.symbols) - set(made.resources)),
+        "warnings": warnings(made.log),
+        "kernels": {name: said[symbol] for name, symbol in made.symbols.items() if symbol in said},
+        "unreported": sorted(name for name, symbol in made.symbols.items() if symbol not in said),
     }
 
 
@@ -85,7 +106,7 @@ def table(records: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> int:
-    from prefixkit.backends.cuda.units import units
+    from prefixkit.backends.cuda.kernels import compiled_ahead
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the record here")
@@ -93,7 +114,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only sources whose name contains this")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    jobs = [(unit, arch) for arch in options.arch or ARCHS for unit in units(arch) if options.only in unit.file]
+    jobs = [
+        (unit, arch) for arch in options.arch or ARCHS for unit in compiled_ahead(arch) if options.only in unit.file
+    ]
     began = time.perf_counter()
     with ProcessPoolExecutor(options.jobs) as pool:
         records = list(pool.map(compile_one, jobs))

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one go under nine minutes: tests, compute-sanitizer over a reduced set, benchmarks.
+# All that needs a GPU, in one go under nine minutes: every kernel compiled, tests, compute-sanitizer over a reduced set,
+# benchmarks.
 #
 #     scripts/gpu_check.sh [folder for the results]      # default $OUT, else build/gpu_check
 #     PARTS="tests" PREFIXKIT_GPU_FORESTS=5000 TESTS_SECONDS=400 scripts/gpu_check.sh     # all the forests: 150 to 300 s
 #     PARTS="decode" RIVALS=all DECODE_SECONDS=280 scripts/gpu_check.sh                   # every rival, in-run
-#     PARTS="compare" OLD=build/old scripts/gpu_check.sh                                  # against an exported checkout
+#     PARTS="compare" OLD=build/old scripts/gpu_check.sh                                  # against another checkout
 #
-# PARTS are some of: tests sanitizers launch planning sampling decode scales prefill engine, and compiled, rotary and compare, which are
-# not in the default.  Every part has a limit of its own and writes its own file; a part that fails does not keep the next from running.
+# PARTS are some of: compile tests sanitizers launch planning sampling decode scales prefill engine, and compiled, rotary
+# and compare, which are not in the default.  Every part has a limit of its own and writes its own file; a part that fails
+# does not keep the next from running.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-${OUT:-build/gpu_check}}
@@ -16,7 +18,7 @@ began=$SECONDS
 export PYTHONUNBUFFERED=1 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
 export PREFIXKIT_CACHE=${PREFIXKIT_CACHE:-$(mktemp -d)}
 python=${PYTHON:-python3}
-parts=" ${PARTS:-tests sanitizers launch planning sampling decode scales prefill engine} "
+parts=" ${PARTS:-compile tests sanitizers launch planning sampling decode scales prefill engine} "
 summary="$out/summary.txt"
 : >"$summary"
 failed=0
@@ -29,7 +31,10 @@ part() {
     timeout --signal=INT --kill-after=15 "$limit" "$@" >"$out/$name.log" 2>&1
     code=$?
     echo "$name: exit $code, $((SECONDS - start)) s; $(tail -n 1 "$out/$name.log")" | tee -a "$summary"
-    [ "$code" -eq 0 ] || { grep -aE "FAILED|ERROR" "$out/$name.log" | sort -u | head -n 20; tail -n 12 "$out/$name.log"; }
+    if [ "$code" -ne 0 ]; then
+        grep -aE "FAILED|ERROR" "$out/$name.log" | sort -u | head -n 20
+        tail -n 12 "$out/$name.log"
+    fi
     return "$code"
 }
 wants() { [[ "$parts" == *" $1 "* ]]; }
@@ -37,23 +42,27 @@ wants() { [[ "$parts" == *" $1 "* ]]; }
 "$python" -c 'from prefixkit.cli.env import facts
 for name, value in facts(): print(f"{name}: {value}")' | tee "$out/env.txt"
 
+# Every instantiation; the tests compile a choice of them.  Needs no GPU, but the cores of a machine that has one.
+if wants compile; then part compile 240 "$python" scripts/compile_all.py --jobs "$(nproc)" || failed=1; fi
+
 if wants tests; then
     # In several processes where pytest-xdist is there: they share the GPU well.
     workers=$("$python" -c 'import xdist; print("-n 10")' 2>/dev/null || true)
     # shellcheck disable=SC2086
-    part tests "${TESTS_SECONDS:-200}" "$python" -m pytest tests/gpu tests/benchmarks/test_hydragen_gpu.py -v --durations=8 --tb=short $workers ${TESTS_OPTIONS:-} || failed=1
+    part tests "${TESTS_SECONDS:-200}" "$python" -m pytest tests/gpu tests/benchmarks/test_hydragen_gpu.py \
+        -v --durations=8 --tb=short $workers ${TESTS_OPTIONS:-} || failed=1
 fi
 
 if wants sanitizers; then
-    # Without the caching allocator memcheck sees the bounds of every tensor, and initcheck what was never written.  API errors
-    # are not reported: NVIDIA's own Python bindings ask the driver for functions that it may not have.
+    # Without the caching allocator memcheck sees the bounds of every tensor, and initcheck what was never written.  API
+    # errors are not reported: NVIDIA's own Python bindings ask the driver for functions that it may not have.
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
     if [ -x "$sanitizer" ]; then
         running=()
         for kernel in "" portable; do
             for tool in memcheck racecheck synccheck initcheck; do
-                part "sanitizer-$tool${kernel:+-$kernel}" "${SANITIZER_SECONDS:-100}" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-                    PREFIXKIT_KERNEL="$kernel" "$sanitizer" --tool "$tool" --error-exitcode 9 --report-api-errors no \
+                part "sanitizer-$tool${kernel:+-$kernel}" "${SANITIZER_SECONDS:-100}" \
+                    env PYTORCH_NO_CUDA_MEMORY_CACHING=1 PREFIXKIT_KERNEL="$kernel" "$sanitizer" --tool "$tool" --error-exitcode 9 --report-api-errors no \
                     --kernel-name-exclude kernel_substring=at:: "$python" scripts/sanitizer_set.py &
                 running+=($!)
             done
@@ -70,18 +79,25 @@ benchmark() {
     shift 2
     part "$name" "$limit" "$python" benchmarks/attention.py --out "$out/$name.json" --seconds "$((limit - 20))" "$@" || failed=1
 }
-if wants launch; then part launch 90 "$python" benchmarks/launch.py --out "$out/launch.json" || failed=1; fi
-if wants planning; then part planning 60 "$python" benchmarks/planning.py --out "$out/planning.json" || failed=1; fi
-if wants sampling; then part sampling 60 "$python" benchmarks/sampling.py --out "$out/sampling.json" || failed=1; fi
+# script NAME SECONDS OPTIONS...: the same for a benchmark of that name.
+script() {
+    local name=$1 limit=$2
+    shift 2
+    part "$name" "$limit" "$python" "benchmarks/$name.py" --out "$out/$name.json" "$@" || failed=1
+}
+if wants launch; then script launch 90; fi
+if wants planning; then script planning 60; fi
+if wants sampling; then script sampling 60; fi
 if wants decode; then benchmark decode "${DECODE_SECONDS:-150}" --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
 if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
-if wants engine; then part engine "${ENGINE_SECONDS:-110}" "$python" benchmarks/engine.py --rows "${ENGINE_ROWS:-64,1024}" --out "$out/engine.json" || failed=1; fi
+if wants engine; then script engine "${ENGINE_SECONDS:-110}" --rows "${ENGINE_ROWS:-64,1024}"; fi
 if wants prefill; then benchmark prefill "${PREFILL_SECONDS:-60}" --prefill; fi
-if wants rotary; then part rotary 60 "$python" benchmarks/rotary.py --out "$out/rotary.json" || failed=1; fi
+if wants rotary; then script rotary 60; fi
 if wants compare; then
-    part compare "${COMPARE_SECONDS:-560}" "$python" benchmarks/compare.py --old "${OLD:-build/old}" --out "$out/compare.json" \
-        --seconds "$((${COMPARE_SECONDS:-560} - 40))" ${COMPARE_OPTIONS:-} || failed=1
+    # shellcheck disable=SC2086
+    script compare "${COMPARE_SECONDS:-560}" --old "${OLD:-build/old}" --seconds "$((${COMPARE_SECONDS:-560} - 40))" \
+        ${COMPARE_OPTIONS:-}
 fi
-if wants compiled; then part compiled 150 "$python" benchmarks/compiled.py --out "$out/compiled.json" || failed=1; fi
+if wants compiled; then script compiled 150; fi
 echo "$((SECONDS - began)) s in all, results in $out" | tee -a "$summary"
 exit "$failed"

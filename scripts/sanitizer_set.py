@@ -37,14 +37,14 @@ def tree_attention() -> None:
 
     Then the same with rows that the plan does not have, as a captured graph pads its batch.
     """
-    from tests.attention.forests import FOLD_ALL, SHARE_ALL, make_snapshot
+    from tests.attention.forests import SHARE_ALL, SHARE_NONE, make_snapshot
     from tests.gpu.forests import attend, fill, step_of
 
     multiprocessors = torch.cuda.get_device_properties(GPU).multi_processor_count
     for dtype, heads, page_size, cost, lengths in (
         (torch.bfloat16, (8, 2, 128), 16, SHARE_ALL, [300, 20, 5, 9, 1, 17]),
         (torch.float16, (7, 1, 64), 1, SHARE_ALL, [100, 7, 3, 30, 2, 40]),
-        (torch.bfloat16, (2, 2, 128), 64, FOLD_ALL, [150, 64, 70, 1, 20, 33]),
+        (torch.bfloat16, (2, 2, 128), 64, SHARE_NONE, [150, 64, 70, 1, 20, 33]),
         (torch.float16, (16, 2, 128), 16, SHARE_ALL, [40, 16, 16, 90, 2, 200]),
     ):
         rng = np.random.default_rng(page_size)
@@ -70,7 +70,7 @@ def plan_tree() -> None:
     """Trees with shared and folded nodes, chunks and single queries, in buffers of exactly their size."""
     from prefixkit.attention.capacity import capacity_for
     from prefixkit.backends.cuda.plan_launch import GraphPlanner
-    from tests.attention.planning import random_cost, random_shape, random_tree, specified
+    from tests.attention.planning import held_by, random_cost, random_shape, random_tree, specified
 
     for seed in range(4):
         rng = np.random.default_rng(seed)
@@ -81,14 +81,14 @@ def plan_tree() -> None:
         planner.load(StepTree(snapshot, queries))
         planner.plan()
         expected = specified(snapshot, queries, shape, cost, 132).arrays()
-        assert all(np.array_equal(a, b) for a, b in zip(planner.arrays(), expected, strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(held_by(planner.work), expected, strict=True))
 
 
 def sample() -> None:
-    """Every mix of filters; rows of one block and of a cluster, in shared memory and read again; broken and inactive rows."""
+    """Every mix of filters; rows of a block and of a cluster, in shared memory and read again; broken and idle rows."""
     from prefixkit.runners.sampler import Sampler
     from prefixkit.sampling.rng import uniforms
-    from prefixkit.sampling.specification import sample_tokens
+    from prefixkit.sampling.specification import SamplingBatch, sample_tokens
     from tests.engine.sampling_cases import random_params, rows_of
 
     for vocab, dtype in (
@@ -98,14 +98,14 @@ def sample() -> None:
         (128_256, torch.float32),
     ):
         rng, rows = np.random.default_rng(vocab), 8
-        laws, logits = random_params(rng, rows, vocab), rows_of(rng, rows, vocab, dtype)
+        params, logits = random_params(rng, rows, vocab), rows_of(rng, rows, vocab, dtype)
         histories = [rng.integers(0, vocab, 30) for _ in range(rows)]
         keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
         sampler = Sampler(rows + 1, vocab, GPU)
-        sampler.load(slice(0, rows), laws, keys, steps, histories)
+        sampler.load(slice(0, rows), SamplingBatch(params, keys, steps, histories))
         there = torch.cat((logits, logits[:1])).to(GPU)
         tokens, _ = sampler.sample(there)
-        expected, _ = sample_tokens(logits.float(), laws, uniforms(keys, steps), histories)
+        expected, _ = sample_tokens(logits.float(), params, uniforms(keys, steps), histories)
         assert tokens[:rows].tolist() == expected.tolist()
         sampler.keep(torch.arange(rows - 1, -1, -1, device=GPU))
         there[3, 5] = torch.nan

@@ -19,7 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--forests", type=int, default=2000, help="random forests in tests/attention/test_forests.py")
+    parser.addoption("--forests", type=int, default=1000, help="random forests in tests/attention/test_forests.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,7 +36,7 @@ def num_forests(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same tiny model with a chat template ("chat"), without ("plain"), and without weights, as folders; read-only."""
+    """Read-only folders of one tiny model: with a chat template ("chat"), without ("plain"), and without weights."""
     from tests.command_line import save_model
 
     found = {name: tmp_path_factory.mktemp(name) for name in ("chat", "plain")}

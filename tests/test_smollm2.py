@@ -35,10 +35,10 @@ def test_greedy_64_tokens_of_20_problems_sampled_together_are_the_unpatched_mode
         assert sample.tokens == theirs[:end], head
 
 
-@pytest.mark.parametrize("num_beams", [2, 4, 8])
+@pytest.mark.parametrize("num_beams", [3, 8])
 def test_beams_are_those_of_transformers(smol, heads, num_beams):
     model, tokenizer = smol
-    options = {"num_beams": num_beams, "num_return_sequences": 2, "max_new_tokens": 16}
+    options = {"num_beams": num_beams, "num_return_sequences": 2, "max_new_tokens": 10}
     with prefixkit.patched(model):
         result = prefixkit.beam_search(model, tokenizer, heads[:2], **options)
     for index in range(2):
@@ -50,12 +50,12 @@ def test_beams_are_those_of_transformers(smol, heads, num_beams):
 
 def test_seeded_samples_do_not_depend_on_company_order_or_pages(smol, heads):
     model, tokenizer = smol
-    options = {"n": 3, "temperature": 0.8, "top_p": 0.95, "max_new_tokens": 24, "seed": 5}
+    options = {"n": 2, "temperature": 0.8, "top_p": 0.95, "max_new_tokens": 12, "seed": 5}
     with prefixkit.patched(model):
-        together = prefixkit.generate(model, tokenizer, heads[:6], **options)
-        backward = prefixkit.generate(model, tokenizer, heads[5::-1], page_size=1, **options)
+        together = prefixkit.generate(model, tokenizer, heads[:4], **options)
+        backward = prefixkit.generate(model, tokenizer, heads[3::-1], page_size=1, **options)
         alone = prefixkit.generate(model, tokenizer, heads[3:4], page_size=128, **options)
-    for index in range(6):
+    for index in range(4):
         expected = [sample.tokens for sample in together.of_prompt(index)]
-        assert [sample.tokens for sample in backward.of_prompt(5 - index)] == expected
+        assert [sample.tokens for sample in backward.of_prompt(3 - index)] == expected
     assert [sample.tokens for sample in alone] == [sample.tokens for sample in together.of_prompt(3)]

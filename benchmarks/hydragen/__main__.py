@@ -1,7 +1,7 @@
 """Every experiment of the Hydragen paper (Juravsky et al. 2024) and FlashInfer's parallel generation, on one GPU.
 
-python -m benchmarks.hydragen [--only a,b,c,d,n] [--quick] [--seconds N] [--out DIR]    measure, write JSON, figures, report
-python -m benchmarks.hydragen --resume RESULTS.json ...                                 only what that run had no time for
+python -m benchmarks.hydragen [--only a,b,c,d,n] [--quick] [--seconds N] [--out DIR]    measure; JSON, figures, report
+python -m benchmarks.hydragen --resume RESULTS.json ...                                 what that run had no time for
 python -m benchmarks.hydragen --report RESULTS.json                                     figures and report again; no GPU
 
 (a) decoding throughput  (b) one layer's attention  (c) questions about a long document  (d) two-level sharing
@@ -11,50 +11,96 @@ python -m benchmarks.hydragen --report RESULTS.json                             
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.hydragen.experiments import LETTERS, Job, jobs, run_jobs
+from benchmarks.hydragen import experiments
 from benchmarks.hydragen.report import write
 from benchmarks.hydragen.step import Rig, complaints, differences
-from benchmarks.runner import ROOT, Row, Run, arguments, ceilings, identity
+from benchmarks.runner import OUT_OF_TIME, ROOT, Row, Run, arguments, ceilings, identity, some_of
 from benchmarks.shapes import SHAPES
 
-NAMES = ("experiment", "shape", "name")
+LETTERS, NAMES = ("a", "b", "c", "d", "n"), ("experiment", "shape", "name")
 FULL_SECONDS, QUICK_SECONDS = 440.0, 150.0
 ORDER = ("CodeLlama-7B", "Llama-3.1-8B", "Yi-6B", "8/1 heads", "CodeLlama-13B")
 
 
 def main(given: list[str] | None = None) -> None:
-    options = _options(given)
+    options = arguments(
+        __doc__,
+        given,
+        out={"type": Path, "default": Path("build/hydragen"), "help": "a folder for JSON, figures and report"},
+        only=some_of(*LETTERS),
+        quick={"action": "store_true", "help": "the most important rows only"},
+        shape={"default": "", "help": "model shapes, with commas between; tiny runs on a CPU"},
+        report={"type": Path, "metavar": "RESULTS.json", "help": "write their figures and report into --docs"},
+        docs=ROOT / "docs",
+        seconds=0.0,
+        resume=True,
+    )
     if options.report:
         print(f"wrote {write(json.loads(options.report.read_text()), options.docs)}")
         return
-    folder = options.out
-    options.out = folder / "hydragen.json"
-    result = measure(options)
-    # Where both are wanted: the report beside the JSON.
-    print(f"wrote {options.out}, {write(result, folder)}")
-
-
-def _options(given: list[str] | None) -> argparse.Namespace:
-    parser = arguments(__doc__, seconds=0.0, resume=True, out=Path("build/hydragen"))
-    parser.prog = "python -m benchmarks.hydragen"
-    parser.add_argument("--only", default=",".join(LETTERS), help="letters of experiments, with commas between")
-    parser.add_argument("--quick", action="store_true", help="the most important rows only")
-    parser.add_argument("--shape", default="", help="model shapes, with commas between; tiny runs on a CPU")
-    parser.add_argument(
-        "--report", type=Path, metavar="RESULTS.json", help="write their figures and report into --docs"
-    )
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
-    options = parser.parse_args(given)
-    options.only = [letter.strip() for letter in options.only.split(",")]
-    if unknown := set(options.only) - set(LETTERS):
-        parser.error(f"--only takes some of {', '.join(LETTERS)}, got {', '.join(sorted(unknown))}")
     options.seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)
-    return options
+    folder, options.out = options.out, options.out / "hydragen.json"
+    result = measure(options)
+    print(f"wrote {options.out}, {write(result, folder)}")  # the report beside the JSON
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of results; see ``jobs.toml``."""
+
+    experiment: str
+    shape: str
+    name: str
+    priority: int
+    seconds: float
+    run: Callable[[Rig], Row]
+
+
+def jobs(letter: str, shapes: list[str]) -> list[Job]:
+    """Those of an experiment."""
+    known = tomllib.loads(Path(__file__).with_name("jobs.toml").read_text())["jobs"]
+    found = []
+    for shape, of in itertools.product(shapes, (of for of in known if of["experiment"] == letter)):
+        for priority, rows in of["rows"].get(shape, {}).items():
+            for case in (dict(zip(of["columns"], row, strict=True)) for row in rows):
+                run = partial(getattr(experiments, of["run"]), **case)
+                found.append(Job(letter, shape, of["name"].format(**case), int(priority), of["seconds"], run))
+    return found
+
+
+def run_jobs(jobs: list[Job], rig_of: Callable[[str], Rig], seconds: float, done: Callable[[Job, Row], None]) -> None:
+    """Do the jobs, shape after shape so that one model is in memory.
+
+    A shape's share of the time is by what its jobs are expected to take; what it leaves goes to those after it.  A job
+    that does not begin in time gives a row that says so.
+    """
+    end, shapes = time.monotonic() + seconds, list(dict.fromkeys(job.shape for job in jobs))
+    for index, shape in enumerate(shapes):
+        of_shape = sorted((job for job in jobs if job.shape == shape), key=lambda job: job.priority)
+        waiting = sum(job.seconds for job in jobs if job.shape in shapes[index:])
+        share = sum(job.seconds for job in of_shape) / max(waiting, 1e-9)
+        mine = time.monotonic() + (end - time.monotonic()) * share
+        rig = rig_of(shape) if mine > time.monotonic() else None
+        try:
+            for job in of_shape:
+                began = time.monotonic()
+                late = rig is None or mine <= began
+                row = {"skipped": OUT_OF_TIME} if late else rig.attempt(partial(job.run, rig))
+                done(job, row | {"seconds": round(time.monotonic() - began, 2)})
+        finally:
+            if rig is not None:
+                rig.close()
 
 
 def measure(options: argparse.Namespace) -> Row:
@@ -69,17 +115,19 @@ def measure(options: argparse.Namespace) -> Row:
     asked = [job for letter in options.only for job in jobs(letter, shapes) if not options.quick or job.priority == 1]
     left = [job for job in asked if identity(vars(job), NAMES) not in there]
 
-    def begin_shape(rig: Rig) -> None:
-        run.result["checks"][rig.shape.name] = found = differences(rig)
+    def rig_of(shape: str) -> Rig:
+        rig = Rig(SHAPES[shape], device)
+        run.result["checks"][shape] = found = differences(rig)
         rig.wrong = complaints(found)
-        print(f"{rig.shape.name}: difference from ours {found}", flush=True)
+        print(f"{shape}: difference from ours {found}", flush=True)
+        return rig
 
     def done(job: Job, row: Row) -> None:
         row = {name: getattr(job, name) for name in NAMES} | row
         run.add("rows", row, f"{len(run.result['rows']) + 1:3d}/{len(asked)} {line(row)}")
 
     left.sort(key=lambda job: shapes.index(job.shape))
-    run_jobs(left, lambda name: Rig(SHAPES[name], device), options.seconds, done, begin_shape)
+    run_jobs(left, rig_of, options.seconds, done)
     run.finish()
     return run.result
 

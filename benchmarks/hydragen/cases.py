@@ -1,4 +1,4 @@
-"""What decodes: shared levels, private suffixes; the tree of it, its bytes, the least time of its attention, its step."""
+"""What decodes: shared levels, private suffixes; its tree, bytes, the least time of its attention, its step."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ NEVER = CostModel(item=1e30, kv_byte=0.0, partial_byte=0.0)
 class Case:
     """``batch`` sequences below shared levels, each with ``private`` tokens of its own, that sample ``new`` more.
 
-    Attributes:
-        levels: ``(nodes, tokens of each)`` from the root down; a level's nodes have equally many below them.
+    ``levels`` are ``(nodes, tokens of each)`` from the root down; a level's nodes have equally many below them.
     """
 
     levels: tuple[tuple[int, int], ...]
@@ -90,31 +89,29 @@ def mean(at: dict[int, float]) -> float:
 def case_tree(case: Case) -> tuple[TreeSnapshot, list[np.ndarray]]:
     """A case's tree with leaves as long as they get; for each level, then for the leaves, their nodes in order."""
     counts, tokens = case.counts, [count for _, count in case.levels] + [case.private + case.new]
-    parent: list[int] = []
-    nodes: list[list[int]] = [[] for _ in counts]
-    stack = [(0, -1)] * counts[0]
-    length = []
-    while stack:
-        level, above = stack.pop()
-        nodes[level].append(len(parent))
-        if level + 1 < len(counts):
-            stack += [(level + 1, len(parent))] * (counts[level + 1] // counts[level])
-        parent.append(above)
-        length.append(tokens[level])
+    parent, length, nodes = [], [], [[] for _ in counts]
+
+    def grow(level: int, above: int, count: int) -> None:
+        for _ in range(count):
+            node = len(parent)
+            nodes[level].append(node)
+            parent.append(above)
+            length.append(tokens[level])
+            if level + 1 < len(counts):
+                grow(level + 1, node, counts[level + 1] // counts[level])
+
+    grow(0, -1, counts[0])
     return tree(parent, length), [np.array(found, np.int32) for found in nodes]
 
 
 class TreeState:
     """The step of a case at any number of new tokens, in tensors that stay: so one captured graph serves all lengths.
 
-    Attributes:
-        case, snapshot, nodes: What decodes; see :func:`case_tree`.
-        step: At the length of the last :meth:`at`.
-        plans: How many plans were made: one for each length.
+    ``snapshot`` and ``nodes`` are those of :func:`case_tree`, ``step`` is at the length of the last :meth:`at`.
     """
 
     def __init__(self, case: Case, planner: Planner, device: torch.device, share: bool = True) -> None:
-        self.case, self._planner, self._device = case, planner, device
+        self.case, self.planner, self._device = case, planner, device
         self.snapshot, self.nodes = case_tree(case)
         if not share:
             planner.cost = replace(NEVER, tile_heads=planner.cost.tile_heads)
@@ -123,10 +120,6 @@ class TreeState:
             planner.gpu = replace(planner.gpu, sharing=planner.cost)
         self._plan: list[torch.Tensor] = []
         self.step = self._build(*self._grown(case.new))
-
-    @property
-    def plans(self) -> int:
-        return self._planner.plans_made
 
     def at(self, new: int) -> None:
         """Let each sequence have so many new tokens; the last of them is the query of this step."""
@@ -147,16 +140,17 @@ class TreeState:
         return snapshot, Queries(leaf, length[leaf] - 1, length[leaf])
 
     def _build(self, snapshot: TreeSnapshot, queries: Queries) -> Step:
-        rows, planner = np.arange(self.case.batch, dtype=np.int64), self._planner
-        step = build_step(StepTree(snapshot, queries), rows % 251, rows, planner, self._device)
+        rows, planner = np.arange(self.case.batch, dtype=np.int64), self.planner
+        of = StepTree(snapshot, queries)
+        step = build_step(of, rows % 251, rows, planner, self._device)
         if not isinstance(planner, CudaPlanner):
             return step
         made = step.plan[: WORK_TENSORS + TREE_TENSORS]
         if not self._plan:
-            capacity = planner.capacity_for(StepTree(snapshot, queries))
+            capacity = planner.capacity_for(of)
             work = [torch.zeros(size, dtype=torch.int32, device=self._device) for size in capacity.shapes()]
             self._plan = work + [array.clone() for array in made[WORK_TENSORS:]]
         for there, array in zip(self._plan, made, strict=True):
             there[: len(array)].copy_(array)
         work, nodes = self._plan[:WORK_TENSORS], self._plan[WORK_TENSORS:]
-        return replace(step, planned=planner.step_plan(work, nodes, StepTree(snapshot, queries)))
+        return replace(step, planned=planner.step_plan(work, nodes, of))

@@ -1,21 +1,18 @@
-"""The attention cores that are compared, each inside the same model and the same decode step.
-
-A core lays KV out in the arena, appends a step's K and V to it, and attends.  ``installed`` puts one in the place of attention
-over the tree in a patched model, for the length of a ``with`` block.
-"""
+"""The attention cores that are compared: each lays KV out in the arena, appends a step's K and V to it, and attends."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.hydragen.cases import Case, TreeState
 from benchmarks.runner import replay_us
+from benchmarks.tree_attention.rivals import Attend, attend_levels, cudnn, flash
 from prefixkit.models.layer import CacheLayer
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 
@@ -23,7 +20,6 @@ from prefixkit.ops.kv_pool import KVPool, KVSpec
 RESERVE_BYTES = 12e9
 CPU_BYTES = 1 << 24
 ALIGN = 128
-Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 class DoesNotFit(Exception):
@@ -31,10 +27,7 @@ class DoesNotFit(Exception):
 
 
 class Arena:
-    """Memory for all KV of a run: random numbers, made once, that each method lays out as it likes.
-
-    :meth:`take` gives views of them, from the first on, until :meth:`reset`.
-    """
+    """Memory for all KV of a run: random numbers, made once; :meth:`take` gives views of them until :meth:`reset`."""
 
     def __init__(self, elements: int, device: torch.device, dtype: torch.dtype) -> None:
         self.flat = torch.empty(elements, device=device, dtype=dtype).normal_()
@@ -52,9 +45,9 @@ class Arena:
 
     def check(self, num_bytes: float) -> None:
         """Raise DoesNotFit unless so many bytes of KV fit."""
-        capacity = self.flat.numel() * self.flat.element_size()
-        if num_bytes > capacity:
-            raise DoesNotFit(f"does not fit: KV of {num_bytes / 1e9:.1f} GB, room for {capacity / 1e9:.1f}")
+        if num_bytes > self.flat.nbytes:
+            capacity = self.flat.nbytes / 1e9
+            raise DoesNotFit(f"does not fit: KV of {num_bytes / 1e9:.1f} GB, capacity {capacity:.1f} GB")
 
     def reset(self) -> None:
         self._used = 0
@@ -63,20 +56,19 @@ class Arena:
         """The next numbers, in this shape."""
         count = math.prod(shape)
         begin, self._used = self._used, self._used + -(-count // ALIGN) * ALIGN
-        self.check(self._used * self.flat.element_size())
+        self.check(self._used * self.flat.itemsize)
         return self.flat[begin : begin + count].view(shape)
 
 
 class ArenaPool(KVPool):
-    """A pool whose pages lie in an arena."""
+    """A pool whose pages are in an arena."""
 
     def __init__(self, spec: KVSpec, num_pages: int, arena: Arena) -> None:
         self._arena = arena
         super().__init__(spec, num_pages, 16)
 
     def _pages(self) -> tuple[Tensor, ...]:
-        spec = self.spec
-        on_cpu = spec.device.type == "cpu"
+        spec, on_cpu = self.spec, self.spec.device.type == "cpu"
         inner = (self.page_size, spec.kv_heads) if on_cpu else (spec.kv_heads, self.page_size)
         pages = self._arena.take(spec.num_layers, self.num_pages, *inner, spec.head_dim)
         layers = pages if on_cpu else pages.transpose(2, 3)
@@ -84,18 +76,14 @@ class ArenaPool(KVPool):
 
 
 class Core:
-    """Attention of a decode step; this one does none: what is left is the ceiling.
+    """Attention of a decode step; this one does none: what is left is the ceiling."""
 
-    Attributes:
-        chosen: What the core decided for the case, for the record.
-        rotates: Where layers are compiled, it rotates queries and keys itself, by :meth:`rotary_append`.
-    """
-
+    # Whether it rotates queries and keys itself where layers are compiled, by :meth:`Tree.rotary_append`.
     rotates = False
 
     def __init__(self, state: TreeState, spec: KVSpec, heads: int, arena: Arena) -> None:
         self.state, self.spec, self.heads = state, spec, heads
-        self.chosen: dict[str, str] = {}
+        self.chosen: dict[str, str] = {}  # what it decided for the case, for the record
         self.pool: KVPool = ArenaPool(spec, 1, arena)
 
     @classmethod
@@ -110,17 +98,23 @@ class Core:
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Take ``[batch, kv_heads, head_dim]`` of a layer."""
 
-    def rotary_append(self, layer: int, q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate queries and keys, append keys and values, and return the queries."""
-        raise NotImplementedError
-
     def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """``[batch, heads, head_dim]`` to as much."""
         return q
 
-    def installed(self) -> AbstractContextManager[None]:
-        """A context in which a patched model attends by this core."""
-        return _installed(self)
+    def installed(self) -> AbstractContextManager[Any]:
+        """A context in which a patched model attends by this core, not over the tree."""
+
+        def update(cached: CacheLayer, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            self.append(cached.index, key[0].transpose(0, 1), value[0].transpose(0, 1))
+            cached.appended = True
+            return key, value
+
+        def attend(cached: CacheLayer, query: Tensor, scale: float, *variant: object) -> Tensor:
+            cached.cache.attended[cached.index] += 1
+            return self.attend(cached.index, query[0].transpose(0, 1), scale)[None]
+
+        return mock.patch.multiple(CacheLayer, update=update, attend=attend)
 
 
 class Tree(Core):
@@ -140,15 +134,15 @@ class Tree(Core):
         self.pool.append(layer, key, value, self.state.step.slots)
 
     def rotary_append(self, layer: int, q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate queries and keys, append keys and values, and return the queries."""
         pages = self.pool.k(layer), self.pool.v(layer)
         return torch.ops.prefixkit.rotary_append(q, key, value, cos, sin, *pages, self.state.step.slots)
 
     def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
         step, pages = self.state.step, (self.pool.k(layer), self.pool.v(layer))
-        attention = torch.ops.prefixkit.tree_attention
-        return attention(q, *pages, step.positions, step.plan, scale, "causal")[0]
+        return torch.ops.prefixkit.tree_attention(q, *pages, step.positions, step.plan, scale, "causal")[0]
 
-    def installed(self) -> AbstractContextManager[None]:
+    def installed(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
@@ -162,18 +156,23 @@ class Parts(Core):
 
     def __init__(self, state: TreeState, spec: KVSpec, heads: int, arena: Arena) -> None:
         super().__init__(state, spec, heads, arena)
-        case, size, layers = state.case, (spec.kv_heads, spec.head_dim), range(spec.num_layers)
-        self.shared, own = case.levels[: self.levels], case.own(self.levels)
+        case, layers, device = state.case, range(spec.num_layers), spec.device
+        shared, self._own = case.levels[: self.levels], case.own(self.levels)
         self.level_kv = [
-            [[arena.take(nodes, size[0], tokens, size[1]) for _ in "kv"] for nodes, tokens in self.shared]
+            [[arena.take(nodes, spec.kv_heads, tokens, spec.head_dim) for _ in "kv"] for nodes, tokens in shared]
             for _ in layers
         ]
-        self.before = own - case.new
-        self.own_kv = [[arena.take(case.batch, own, *size) for _ in "kv"] for _ in layers]
-        self.private = Private(case.batch, own, spec.device)
-        self._first = torch.arange(case.batch, device=spec.device) * own + self.before - 1
+        own = case.batch, self._own, spec.kv_heads, spec.head_dim
+        self.own_kv = [[arena.take(*own) for _ in "kv"] for _ in layers]
+        self._group, self._before = heads // spec.kv_heads, self._own - case.new
+        self._below = [case.batch // nodes for nodes, _ in shared]
+        # Of each sequence: tokens that it holds (int32), where its KV and its queries begin, its last token's slot.
+        count = torch.arange(case.batch + 1, dtype=torch.int32, device=device)
+        self._used, self._begin_k = torch.ones_like(count[1:]), count * self._own
+        self._begin_q = {rows: count * rows for rows in (1, self._group)}
+        self._first = torch.arange(case.batch, device=device) * self._own + self._before - 1
         self._slots = self._first + 1
-        self._attend: list[Attend] = []
+        self._attends = [self._fastest(nodes, *kv) for (nodes, _), kv in zip(shared, self.level_kv[0], strict=True)]
 
     @classmethod
     def kv_bytes(cls, case: Case, bytes_per_token: int) -> int:
@@ -181,41 +180,53 @@ class Parts(Core):
 
     def at(self, new: int) -> None:
         super().at(new)
-        self.private.used.fill_(self.before + new)
+        self._used.fill_(self._before + new)
         torch.add(self._first, new, out=self._slots)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         torch.ops.prefixkit.kv_append(key, value, *self.own_kv[layer], self._slots)
 
     def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
-        if not self.shared:
-            return self.private.alone(q, *self.own_kv[layer], scale)
-        kv_heads, head_dim = self.spec.kv_heads, self.spec.head_dim
+        k, v = self.own_kv[layer]
+        on_cpu, (batch, _, head_dim), kv_heads = q.device.type == "cpu", q.shape, self.spec.kv_heads
+        if not self.levels and not on_cpu:  # flash packs the query heads of a KV head itself, and splits long KV
+            return self._flash(q, k, v, 1, scale)[0]
         # The query heads of a KV head together; without groups a view.
-        grouped = q.view(len(q), kv_heads, self.heads // kv_heads, head_dim).transpose(0, 1)
-        packed = grouped.reshape(kv_heads, -1, head_dim)
-        parts, lses, rows_below = [], [], []
-        for index, (nodes, _) in enumerate(self.shared):
-            rows = packed.view(kv_heads, nodes, -1, head_dim).transpose(0, 1)
-            out, lse = self._level(index)(rows, *self.level_kv[layer][index], scale)
-            parts.append(out)
-            lses.append(lse)
-            rows_below.append(len(q) // nodes)
-        out, lse = self.private(packed, *self.own_kv[layer], scale)
-        return merge_parts([*parts, out], [*lses, lse], [*rows_below, 1], self.heads)
+        packed = q.view(batch, kv_heads, -1, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
+        parts = attend_levels(packed, self.level_kv[layer], self._attends, scale)
+        if on_cpu:
+            beyond = (torch.arange(self._own) >= self._used[:, None])[:, None, None]
+            grouped = packed.view(kv_heads, batch, -1, head_dim).transpose(0, 1)
+            parts.append(plain(grouped, k.transpose(1, 2), v.transpose(1, 2), scale, beyond))
+        else:
+            out, lse = self._flash(packed.transpose(0, 1), k, v, self._group, scale)
+            out = out.view(batch, -1, kv_heads, head_dim).transpose(1, 2)
+            parts.append((out, lse.view(kv_heads, batch, -1).transpose(0, 1)))
+        outs, lses = (list(of) for of in zip(*parts, strict=True))
+        return merge_parts(outs, lses, [*self._below, 1], self.heads)
 
-    def _level(self, index: int) -> Attend:
-        """For each level the library that is fastest there."""
-        kv_heads, head_dim, device = self.spec.kv_heads, self.spec.head_dim, self.spec.device
-        rows = self.state.case.batch * self.heads // kv_heads
-        for level, (nodes, tokens) in enumerate(self.shared if not self._attend else ()):
-            q = torch.randn(nodes, kv_heads, rows // nodes, head_dim, device=device, dtype=self.spec.dtype)
-            ways = level_attends(device)
-            took = {name: _took(attend, q, *self.level_kv[0][level]) for name, attend in ways.items()}
-            best = min(took, key=took.__getitem__)
-            self._attend.append(ways[best])
-            self.chosen[f"level of {nodes} x {tokens}"] = best
-        return self._attend[index]
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention of ``rows`` rows of each sequence to its own KV, whose lengths are on the device."""
+        indptr, longest = (self._begin_q[rows], self._begin_k), (rows, self._own)
+        flat, options = (k.flatten(0, 1), v.flatten(0, 1)), {"scale": scale, "seqused_k": self._used}
+        found = torch.ops.aten._flash_attention_forward(q, *flat, *indptr, *longest, 0.0, False, False, **options)
+        return found[0], found[1]
+
+    def _fastest(self, nodes: int, k: Tensor, v: Tensor) -> Attend:
+        """The library that is fastest on a level; plain matrix products on a CPU."""
+        ways = {"plain": plain} if k.device.type == "cpu" else {"flash": flash, "cudnn": cudnn}
+        rows = self.state.case.batch * self._group // nodes
+        q = torch.randn(nodes, len(k[0]), rows, k.shape[-1], device=k.device, dtype=k.dtype)
+
+        def us(name: str) -> float:
+            try:
+                return replay_us(lambda _: ways[name](q, k, v, 0.1), repeats=3)
+            except RuntimeError:  # it cannot run
+                return math.inf
+
+        best = min(ways, key=us) if len(ways) > 1 else "plain"
+        self.chosen[f"level of {nodes} x {k.shape[2]}"] = best
+        return ways[best]
 
 
 METHODS: dict[str, type[Core]] = {
@@ -227,86 +238,12 @@ METHODS: dict[str, type[Core]] = {
 }
 
 
-def level_attends(device: torch.device) -> dict[str, Attend]:
-    """Ways to attend to a level's nodes, by name."""
-    if device.type == "cpu":
-        return {"plain": plain}
-    from benchmarks.tree_attention.rivals import cudnn, flash
-
-    return {"flash": flash, "cudnn": cudnn}
-
-
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, beyond: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``[nodes, kv_heads, rows, head_dim]`` and its log-sum-exp, by matrix products: what a CPU gets.
-
-    ``beyond`` says which tokens are none.
-    """
+    """``[nodes, kv_heads, rows, head_dim]`` and log-sum-exp, by matrix products, without tokens that are ``beyond``."""
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
     scores = scores if beyond is None else scores.masked_fill(beyond, float("-inf"))
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ v.float()).to(q.dtype), lse
-
-
-def _took(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Microseconds of a call; infinity where it cannot run, 0 on a CPU."""
-    try:
-        return 0.0 if q.device.type == "cpu" else replay_us(lambda _: attend(q, k, v, 0.1), 1, repeats=3)
-    except RuntimeError:
-        return float("inf")
-
-
-class Private:
-    """Attention of ``batch`` queries to KV that only their sequences hold, at most ``capacity`` tokens each.
-
-    Flash with lengths on the device: ``used [batch]`` int32 tokens that each holds.
-    """
-
-    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
-        self.batch, self.capacity = batch, capacity
-        self.used = torch.ones(batch, dtype=torch.int32, device=device)
-        self._count = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        self._begin_k = self._count * capacity
-        self._begin_q: dict[int, Tensor] = {}
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Attend.
-
-        Args:
-            q: ``[kv_heads, batch * group, head_dim]``.
-            k, v: ``[batch, capacity, kv_heads, head_dim]``.
-
-        Returns:
-            ``[batch, kv_heads, group, head_dim]`` and log-sum-exp ``[batch, kv_heads, group]``, of any strides.
-        """
-        kv_heads, rows, head_dim = q.shape
-        group = rows // self.batch
-        if q.device.type == "cpu":
-            return self._on_cpu(q.view(kv_heads, self.batch, group, head_dim).transpose(0, 1), k, v, scale)
-        if group not in self._begin_q:
-            self._begin_q[group] = self._count * group
-        out, lse = self._flash(q.transpose(0, 1), k, v, self._begin_q[group], group, scale)
-        out = out.view(self.batch, group, kv_heads, head_dim).transpose(1, 2)
-        return out, lse.view(kv_heads, self.batch, group).transpose(0, 1)
-
-    def alone(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The same where there is nothing to merge: ``q [batch, heads, head_dim]`` to as much.
-
-        Flash packs the query heads of a KV head itself then, and splits long KV.
-        """
-        if q.device.type == "cpu":
-            grouped = q.view(self.batch, k.shape[2], -1, q.shape[2])
-            return self._on_cpu(grouped, k, v, scale)[0].reshape(q.shape)
-        return self._flash(q, k, v, self._count, 1, scale)[0]
-
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, most: int, scale: float) -> tuple[Tensor, Tensor]:
-        indptr, longest = (begin, self._begin_k), (most, self.capacity)
-        flat, options = (k.flatten(0, 1), v.flatten(0, 1)), {"scale": scale, "seqused_k": self.used}
-        found = torch.ops.aten._flash_attention_forward(q, *flat, *indptr, *longest, 0.0, False, False, **options)
-        return found[0], found[1]
-
-    def _on_cpu(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        beyond = torch.arange(self.capacity) >= self.used[:, None]
-        return plain(q, k.transpose(1, 2), v.transpose(1, 2), scale, beyond[:, None, None])
 
 
 def merge_parts(parts: list[Tensor], lses: list[Tensor], rows_per_node: list[int], heads: int) -> Tensor:
@@ -315,29 +252,11 @@ def merge_parts(parts: list[Tensor], lses: list[Tensor], rows_per_node: list[int
         from benchmarks.tree_attention.merge import merge
 
         return merge(parts, lses, rows_per_node, heads)
-    outs, weights = [], []
-    for part, lse, rows in zip(parts, lses, rows_per_node, strict=True):
-        nodes, kv_heads, _, head_dim = part.shape
-        outs.append(part.reshape(nodes, kv_heads, rows, -1, head_dim).transpose(1, 2).reshape(-1, heads, head_dim))
-        weights.append(lse.reshape(nodes, kv_heads, rows, -1).transpose(1, 2).reshape(-1, heads))
-    share = torch.stack(weights).softmax(0)[..., None]
-    return (torch.stack(outs).float() * share).sum(0).to(parts[0].dtype)
 
+    def by_row(part: Tensor, rows: int) -> Tensor:
+        nodes, kv_heads, _, size = part.shape
+        return part.reshape(nodes, kv_heads, rows, -1, size).transpose(1, 2).reshape(-1, heads, size)
 
-@contextmanager
-def _installed(core: Core) -> Iterator[None]:
-    def update(self: CacheLayer, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        core.append(self.index, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        self.appended = True
-        return key, value
-
-    def attend(self: CacheLayer, query: Tensor, scale: float, *variant: object) -> Tensor:
-        self.cache.attended[self.index] += 1
-        return core.attend(self.index, query[0].transpose(0, 1), scale)[None]
-
-    before = CacheLayer.update, CacheLayer.attend
-    CacheLayer.update, CacheLayer.attend = update, attend  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        CacheLayer.update, CacheLayer.attend = before  # type: ignore[method-assign]
+    outs = [by_row(part, rows) for part, rows in zip(parts, rows_per_node, strict=True)]
+    weights = [by_row(lse[..., None], rows) for lse, rows in zip(lses, rows_per_node, strict=True)]
+    return (torch.stack(outs).float() * torch.stack(weights).softmax(0)).sum(0).to(parts[0].dtype)

@@ -1,29 +1,26 @@
-"""A decode step of a whole model with one of the attention cores, as a replayed CUDA graph: its time at several lengths."""
+"""A decode step of a whole model with one of the attention cores, as a replayed CUDA graph, at several lengths."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from benchmarks.hydragen.cases import Case, TreeState, mean
 from benchmarks.hydragen.methods import METHODS, Arena, Core, DoesNotFit, Parts, Tree
 from benchmarks.rotary import rotated
-from benchmarks.runner import Row, captured, failure, replayed_ms, wall_seconds
+from benchmarks.runner import Row, captured, failure, free_memory, replayed_ms, wall_seconds
 from benchmarks.shapes import Shape
+from benchmarks.tree_attention.inputs import planner_for
 from benchmarks.tree_attention.rivals import MOST_DIFFERENCE
-from prefixkit.attention.sharing import HeadShape
-from prefixkit.models import patch
+from prefixkit.models import ModelRunner, patch
 from prefixkit.models.compile.packed_weights import pack, packed_view
 from prefixkit.models.compile.packing import fills
-from prefixkit.models.tree_cache import TreeCache
-from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVSpec
 
 REPLAYS, FEWEST_REPLAYS = 10, 5
@@ -33,14 +30,7 @@ CHECKED, CHECKED_AT = Case(((1, 200), (4, 37)), batch=16, new=24, private=5), 11
 
 
 class Rig:
-    """One model on one device, memory for KV, and what was measured so far that does not depend on the case.
-
-    ``model`` and ``arena`` are made when first asked for.
-
-    Args:
-        shape: The model.
-        device: A GPU, or the CPU for tests.
-        capacity: Bytes of KV to hold at most; None takes what is free.
+    """One model on one device, memory for KV (``capacity`` bytes, or what is free), and what holds for several cases.
 
     Attributes:
         wrong: Methods that are not measured, for their answers differ from ours; with the reason.
@@ -52,7 +42,6 @@ class Rig:
         self.on_gpu = device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self._ceilings: dict[tuple[int, bool], Row] = {}
-        self._arena: Arena | None = None
         self.wrong: dict[str, str] = {}
         self.smaller: dict[Case, Row] = {}
 
@@ -65,29 +54,29 @@ class Rig:
     def _compiled(self) -> CompiledStep:
         return CompiledStep(self.model, compile=self.on_gpu)
 
-    @property
+    @cached_property
     def arena(self) -> Arena:
-        if self._arena is None:
-            self._arena = Arena.of_free_memory(self.device, self.dtype, self._capacity)
-        return self._arena
+        return Arena.of_free_memory(self.device, self.dtype, self._capacity)
 
     def drop_arena(self) -> None:
         """Give its memory back, for what brings a pool of its own."""
-        self._arena = None
-        gc.collect()
-        if self.on_gpu:
-            torch.cuda.empty_cache()
+        self.__dict__.pop("arena", None)
+        free_memory()
 
     def close(self) -> None:
         """Give the model's memory back too."""
-        self.__dict__.pop("model", None)
-        self.__dict__.pop("_compiled", None)
+        for name in ("model", "_compiled"):
+            self.__dict__.pop(name, None)
         self.drop_arena()
 
+    def wait(self) -> None:
+        """For the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
     def state(self, case: Case, share: bool = True) -> TreeState:
-        heads = HeadShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim, self.dtype.itemsize)
-        planner = backend_for(self.device).planner_for(heads, self.device, self.dtype)
-        return TreeState(case, planner, self.device, share)
+        heads = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
+        return TreeState(case, planner_for(*heads, self.device, self.dtype), self.device, share)
 
     def spec(self, layers: int | None = None) -> KVSpec:
         return KVSpec(layers or self.shape.layers, self.shape.kv_heads, self.shape.head_dim, self.dtype, self.device)
@@ -95,11 +84,7 @@ class Rig:
     def fits(self, method: str, case: Case) -> bool:
         """Whether a method's KV of a case fits."""
         _ = self.model
-        try:
-            self.arena.check(METHODS[method].kv_bytes(case, self.spec().bytes_per_token))
-        except DoesNotFit:
-            return False
-        return True
+        return METHODS[method].kv_bytes(case, self.spec().bytes_per_token) <= self.arena.flat.nbytes
 
     def core(self, method: str, state: TreeState, layers: int | None = None) -> Core:
         """A method's core over a fresh arena.
@@ -117,84 +102,75 @@ class Rig:
 
     def ceiling(self, state: TreeState, compiled: bool) -> Row:
         """The step without attention; measured once for each batch."""
-        key = state.case.batch, compiled
-        if key not in self._ceilings:
+        if (key := (state.case.batch, compiled)) not in self._ceilings:
             self._ceilings[key] = self.measure("none", state, compiled)
         return self._ceilings[key]
 
-    def measure(self, method: str, state: TreeState, compiled: bool = False) -> Row:
-        """Milliseconds of a step at the case's lengths and tokens per second; or why there are none."""
+    def attempt(self, run: Callable[[], Row]) -> Row:
+        """What a run without gradients returns, or why it does not."""
         try:
-            _ = self.model  # before the arena, which takes what memory it leaves
             with torch.no_grad():
-                return self._measure(self.core(method, state), compiled)
+                return run()
         except DoesNotFit as error:
             return {"skipped": str(error)}
         except Exception as error:
             return {"skipped": failure(error)}
         finally:
-            if self.on_gpu:
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
+            self.wait()
+            torch.cuda.empty_cache()
+
+    def measure(self, method: str, state: TreeState, compiled: bool = False) -> Row:
+        """Milliseconds of a step at the case's lengths and tokens per second; or why there are none."""
+
+        def run() -> Row:
+            _ = self.model  # before the arena, which takes what memory it leaves
+            return self._measure(self.core(method, state), compiled)
+
+        return self.attempt(run)
 
     def _measure(self, core: Core, compiled: bool) -> Row:
-        state = core.state
-        step = self._compiled_step(core) if compiled else self.eager_step(core)
-        lengths = (1, 1, 1) if type(core) is Core else state.case.lengths
-        core.at(lengths[0])
+        case = core.state.case
+
+        def compiled_step() -> None:
+            now = core.state.step
+            now.tokens.copy_(self._compiled(now.tokens, now.positions, core))
+
+        step = compiled_step if compiled else self.eager_step(core)
+        core.at(1)
         with core.installed():
-            run = partial(replayed_ms, captured(step)) if self.on_gpu else partial(_wall_ms, step)
+            graph = captured(step) if self.on_gpu else None
+
+        def ms(count: int) -> list[float]:
+            return replayed_ms(graph, count) if graph else [1e3 * seconds for seconds in wall_seconds(step, count)]
+
         at: dict[int, float] = {}
-        for new in dict.fromkeys(lengths):
+        for new in (1,) if type(core) is Core else dict.fromkeys(case.lengths):
             core.at(new)
             with core.installed():
-                at[new] = _median(run)
+                at[new] = _median(ms)
         step_ms = mean(at) if len(at) == 3 else float(np.mean(list(at.values())))
-        row: Row = {
-            "ms": {str(new): round(ms, 4) for new, ms in at.items()},
-            "step_ms": round(step_ms, 4),
-            "tokens_per_s": round(state.case.batch / step_ms * 1e3, 1),
-        }
+        row: Row = {"ms": {str(new): round(took, 4) for new, took in at.items()}, "step_ms": round(step_ms, 4)}
+        row["tokens_per_s"] = round(case.batch / step_ms * 1e3, 1)
         return row | ({"chosen": core.chosen} if core.chosen else {})
 
     def eager_step(self, core: Core) -> Callable[[], None]:
         """The step through the model's own modules."""
-        cache = TreeCache(core.pool)
+        runner = ModelRunner(self.model, core.pool)
 
         def step() -> None:
-            now = core.state.step
-            cache.begin(now)
-            try:
-                logits = self.model(**cache.inputs(), logits_to_keep=now.logit_rows).logits
-            except BaseException:
-                cache.abandon()
-                raise
-            cache.end()
-            now.tokens.copy_(logits[0].argmax(-1))
+            core.state.step.tokens.copy_(runner.compute(core.state.step).argmax(-1))
 
         return step
-
-    def _compiled_step(self, core: Core) -> Callable[[], None]:
-        def step() -> None:
-            now = core.state.step
-            now.tokens.copy_(self._compiled(now.tokens, now.positions, core))
-
-        return step
-
-
-def _wall_ms(step: Callable[[], None], count: int) -> list[float]:
-    return [1e3 * seconds for seconds in wall_seconds(step, count)]
 
 
 def _median(run: Callable[[int], list[float]]) -> float:
     """Over replays: fewer where they take long."""
-    about = run(1)[0]
-    count = max(FEWEST_REPLAYS, min(REPLAYS, int(REPLAY_MS / max(about, 1e-3))))
+    count = max(FEWEST_REPLAYS, min(REPLAYS, int(REPLAY_MS / max(run(1)[0], 1e-3))))
     return float(np.median(run(count)))
 
 
 def differences(rig: Rig) -> dict[str, float | str]:
-    """For each method but none: the norm of its difference from ours, over the norm of ours; or why it has no answer."""
+    """For each method but none: the norm of its difference from ours over the norm of ours; or why it has no answer."""
     print("seed 7")
     torch.manual_seed(7)
     state, spec, heads = rig.state(CHECKED), rig.spec(layers=1), rig.shape.heads
@@ -211,9 +187,7 @@ def differences(rig: Rig) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
     with torch.no_grad():
         ours = answer(tree)
-        for name, kind in METHODS.items():
-            if not issubclass(kind, Parts):
-                continue
+        for name, kind in ((name, kind) for name, kind in METHODS.items() if issubclass(kind, Parts)):
             try:
                 core = kind(state, spec, heads, rig.arena)
                 _copy(tree, core)
@@ -232,99 +206,82 @@ def complaints(found: dict[str, float | str]) -> dict[str, str]:
 def _copy(tree: Tree, core: Parts) -> None:
     """The tree's KV into the layout of ``core``."""
     snapshot, nodes = tree.state.snapshot, tree.state.nodes
+    shared, own = nodes[: core.levels], nodes[core.levels :]
+    for which, pages in enumerate((tree.pool.k(0), tree.pool.v(0))):
 
-    def tokens(node: int, which: int) -> Tensor:
-        pages = (tree.pool.k(0), tree.pool.v(0))[which]
-        slots = torch.from_numpy(snapshot.slots(np.int32(node), np.arange(snapshot.length[node]))).to(pages.device)
-        return pages[slots // pages.shape[1], slots % pages.shape[1]]
+        def tokens(node: int, pages: Tensor = pages) -> Tensor:
+            slots = snapshot.slots(np.int32(node), np.arange(snapshot.length[node]))
+            return pages.flatten(0, 1)[torch.from_numpy(slots).to(pages.device)]
 
-    def path(node: int) -> list[int]:
-        return [*path(int(snapshot.parent[node])), node] if node >= 0 else []
-
-    for which in (0, 1):
-        for index in range(core.levels):
-            level = torch.stack([tokens(node, which) for node in nodes[index].tolist()])
-            core.level_kv[0][index][which].copy_(level.transpose(1, 2))
-        for row, leaf in enumerate(nodes[-1].tolist()):
-            core.own_kv[0][which][row].copy_(torch.cat([tokens(node, which) for node in path(leaf)[core.levels :]]))
+        for level, kv in zip(shared, core.level_kv[0], strict=True):
+            kv[which].copy_(torch.stack([tokens(node) for node in level]).transpose(1, 2))
+        for row, kv in enumerate(core.own_kv[0][which]):
+            path = [level[row * len(level) // len(nodes[-1])] for level in own]
+            kv.copy_(torch.cat([tokens(node) for node in path]))
 
 
 # Weights of one input: as they are multiplied, and how many rows of each belong to which of them.
 _Weights = list[tuple[Tensor, list[int]]]
-# Cosines and sines; None where a core rotates.
-_Angles = tuple[Tensor, Tensor] | None
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _before(
-    h: Tensor, head_dim: int, eps: float, norm: Tensor, qkv: _Weights, angles: _Angles
+    h: Tensor, layer: Any, weights: _Weights, angles: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = _norm(h, norm, eps)
-    parts = (part for weight, widths in qkv for part in linear(x, weight).split(widths, -1))
-    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in parts)
+    """Queries, keys and values; not rotated without ``angles``."""
+    x = layer.input_layernorm(h)
+    parts = (part for weight, widths in weights for part in linear(x, weight).split(widths, -1))
+    q, k, v = (part.unflatten(-1, (-1, layer.self_attn.head_dim)) for part in parts)
     return (q, k, v) if angles is None else (rotated(q, *angles), rotated(k, *angles), v)
 
 
-def _after(
-    h: Tensor, out: Tensor, eps: float, wo: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor
-) -> Tensor:
-    h = h + linear(out.flatten(1), wo)
-    x = _norm(h, norm, eps)
-    return h + linear(silu(linear(x, gate)) * linear(x, up), down)
+def _after(h: Tensor, out: Tensor, layer: Any) -> Tensor:
+    h = h + layer.self_attn.o_proj(out.flatten(1))
+    return h + layer.mlp(layer.post_attention_layernorm(h))
 
 
-def _between(
-    h: Tensor, out: Tensor, head_dim: int, eps: float, after: Any, before: Any, angles: _Angles
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    h = _after(h, out, eps, *after)
-    return h, *_before(h, head_dim, eps, *before, angles)
+def _between(h: Tensor, out: Tensor, layer: Any, *following: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    h = _after(h, out, layer)
+    return h, *_before(h, *following)
 
 
-def _last(h: Tensor, out: Tensor, eps: float, after: Any, norm: Tensor, head: Tensor) -> Tensor:
-    return linear(_norm(_after(h, out, eps, *after), norm, eps), head).argmax(-1)
+def _last(h: Tensor, out: Tensor, layer: Any, norm: Any, head: Any) -> Tensor:
+    return head(norm(_after(h, out, layer))).argmax(-1)
 
 
 class CompiledStep:
     """``tokens, positions [batch]`` to the next tokens, a Llama's modules through torch.compile, attention by a core.
 
-    Weights come as arguments, so that all layers share three compiled functions.  With attention, q, k and v are packed
-    where prefixkit's compiled layers pack them, and prefixkit's core rotates and appends in one launch, as these layers do;
+    Layers come as arguments, so that all share three compiled functions.  With attention, q, k and v are packed where
+    prefixkit's compiled layers pack them, and prefixkit's core rotates and appends in one launch, as these layers do;
     without, modules are as they are.  ``compile=False`` runs the same functions as they are.
     """
 
     def __init__(self, model: Any, compile: bool) -> None:
-        self._model, config = model, model.config
-        self._head_dim, self._eps, self._scale = config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
-        self._compile = compile
+        self._model, self._compile = model, compile
         if compile:
             torch._dynamo.reset()
         made: Callable[[Any], Any] = torch.compile(fullgraph=True) if compile else (lambda f: f)
         self._before, self._between, self._last = (made(function) for function in (_before, _between, _last))
 
     def __call__(self, tokens: Tensor, positions: Tensor, core: Core) -> Tensor:
-        inner = self._model.model
+        inner, scale = self._model.model, self._model.config.head_dim**-0.5
         h = inner.embed_tokens(tokens)
         cos, sin = (part[0] for part in inner.rotary_emb(h[None], positions[None]))
-        layers, sizes = list(inner.layers), (self._head_dim, self._eps)
         self._any_batch(h, cos, sin)
-        rows = None if type(core) is Core else len(h)
+        layers, rows = list(inner.layers), None if type(core) is Core else len(h)
         angles = None if core.rotates else (cos, sin)
-        q, k, v = self._before(h, *sizes, *_first_weights(layers[0], rows), angles)
+        q, k, v = self._before(h, layers[0], _packed(layers[0], rows), angles)
         for index, layer in enumerate(layers):
             if core.rotates:
                 q = core.rotary_append(index, q, k, v, cos, sin)
             else:
                 core.append(index, k, v)
-            out = core.attend(index, q, self._scale)
+            out = core.attend(index, q, scale)
             self._any_batch(h, out)
-            after = _other_weights(layer)
             if index + 1 < len(layers):
-                h, q, k, v = self._between(h, out, *sizes, after, _first_weights(layers[index + 1], rows), angles)
-        return self._last(h, out, self._eps, after, inner.norm.weight, self._model.lm_head.weight)
+                following = layers[index + 1]
+                h, q, k, v = self._between(h, out, layer, following, _packed(following, rows), angles)
+        return self._last(h, out, layers[-1], inner.norm, self._model.lm_head)
 
     def _any_batch(self, *tensors: Tensor) -> None:
         """Compile for any batch at once: the first dimension."""
@@ -332,28 +289,14 @@ class CompiledStep:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
-def _first_weights(layer: Any, rows: int | None) -> tuple[Tensor, _Weights]:
-    attention = layer.self_attn
-    projections = attention.q_proj, attention.k_proj, attention.v_proj
-    return layer.input_layernorm.weight, _packed([projection.weight for projection in projections], rows)
-
-
-def _other_weights(layer: Any) -> list[Tensor]:
-    mlp = layer.mlp
-    modules = layer.self_attn.o_proj, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    return [module.weight for module in modules]
-
-
-def _packed(weights: list[Tensor], rows: int | None) -> _Weights:
-    """Those that are too small for a GPU as one; none if ``rows`` is None."""
+def _packed(layer: Any, rows: int | None) -> _Weights:
+    """The weights of q, k and v, those that are too small for a GPU as one; none if ``rows`` is None."""
+    weights = [getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]
     small = [weight for weight in weights if rows is not None and not fills(rows, len(weight), weight.device)]
     if len(small) < 2:
         return [(weight, [len(weight)]) for weight in weights]
     if packed_view(weights) is None:  # all of them, so that it is done once whatever their number of rows
         pack(weights)
     whole, last = packed_view(small), weights[-len(small) :]
-    assert whole is not None and [w.data_ptr() for w in last] == [w.data_ptr() for w in small], (
-        "small ones are the last"
-    )
-    large = [(weight, [len(weight)]) for weight in weights[: -len(small)]]
-    return [*large, (whole, [len(weight) for weight in small])]
+    assert whole is not None and all(a is b for a, b in zip(small, last, strict=True)), "small ones are the last"
+    return [*((weight, [len(weight)]) for weight in weights[: -len(small)]), (whole, [len(weight) for weight in small])]

@@ -1,4 +1,4 @@
-"""Numbers for a workload: pages of random K and V, several sets of them, and the same numbers as rivals like them best.
+"""Numbers for a workload: several sets of pages of random K and V, and the same numbers as rivals like them best.
 
 ``Pool``, ``make`` and ``ours`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 import prefixkit.backends  # noqa: F401  (registers them)
 from benchmarks.runner import input_sets
 from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level, Workload, levels
+from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step
@@ -25,7 +27,7 @@ GPU = torch.device("cuda")
 
 
 class Pool:
-    """Random pages ``[pages, kv_heads, page size, head size]``, made once and shared by workloads of as many KV heads."""
+    """Random pages ``[pages, kv_heads, page size, head size]``, made once and shared by all workloads."""
 
     def __init__(self) -> None:
         self._pages: tuple[Tensor, Tensor] | None = None
@@ -47,9 +49,8 @@ class Inputs:
     Attributes:
         q: For each set ``[rows, heads, head size]``.
         k, v: For each set pages ``[pages, kv_heads, page size, head size]``.
-        page_order: The page table: where the tree's pages lie.
-        step: Plan and tree, on the device.
-        plan_ms: What planning took.
+        page_order: The page table: where the tree's pages are.
+        step: Plan and tree, on the device; planning took ``plan_ms``.
     """
 
     workload: Workload
@@ -60,17 +61,14 @@ class Inputs:
     step: Step
     plan_ms: float
     scale: float = HEAD_DIM**-0.5
-    _levels: list[Level] | None = field(default=None, repr=False)
 
     @property
     def sets(self) -> int:
         return len(self.q)
 
-    @property
+    @cached_property
     def levels(self) -> list[Level] | None:
-        if self._levels is None:
-            self._levels = levels(self.workload.snapshot, self.page_order)
-        return self._levels
+        return levels(self.workload.snapshot, self.page_order)
 
     def dense(self, level: Level, pages: Tensor) -> Tensor:
         """``[nodes, kv_heads, tokens, head size]`` a level's K or V, contiguous."""
@@ -86,6 +84,10 @@ class Inputs:
         return grouped.transpose(0, 1).reshape(w.kv_heads, -1, HEAD_DIM)
 
 
+def planner_for(heads: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Planner:
+    return backend_for(device).planner_for(HeadShape(heads, kv_heads, head_dim, dtype.itemsize), device, dtype)
+
+
 def make(workload: Workload, pool: Pool, shuffled: bool = False) -> Inputs:
     """A decode step's inputs; ``shuffled`` strews the tree's pages over the pool."""
     pages = workload.snapshot.pages
@@ -98,15 +100,14 @@ def prepare(workload: Workload, queries: Queries, pool: Pool) -> Inputs:
     """Plan a step over a workload's tree, and take its numbers from the pool."""
     snapshot = workload.snapshot
     pages, rows = int(snapshot.page_indptr[-1]), queries.num_rows
-    shape = HeadShape(workload.heads, workload.kv_heads, HEAD_DIM, 2)
-    planner = backend_for(GPU).planner_for(shape, GPU, torch.bfloat16)
+    planner = planner_for(workload.heads, workload.kv_heads, HEAD_DIM, GPU, torch.bfloat16)
+    tree, tokens = StepTree(snapshot, queries), np.zeros(rows, dtype=np.int64)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    planner.plan(StepTree(snapshot, queries), GPU)
+    planner.plan(tree, GPU)
     torch.cuda.synchronize()
     plan_ms = (time.perf_counter() - began) * 1e3
-    tokens = np.zeros(rows, dtype=np.int64)
-    step = build_step(StepTree(snapshot, queries), tokens, tokens[:0], planner, GPU)
+    step = build_step(tree, tokens, tokens[:0], planner, GPU)
     sets = input_sets(workload.kv_bytes)
     k, v = pool.take(sets * pages, workload.kv_heads)
     q = [torch.randn(rows, workload.heads, HEAD_DIM, device=GPU).bfloat16() for _ in range(sets)]
@@ -115,9 +116,6 @@ def prepare(workload: Workload, queries: Queries, pool: Pool) -> Inputs:
 
 def ours(inputs: Inputs, index: int) -> Tensor:
     """``[rows, heads, head size]`` by prefixkit."""
-    step = inputs.step
+    step, attend = inputs.step, torch.ops.prefixkit.tree_attention
     k, v = inputs.k[index].transpose(1, 2), inputs.v[index].transpose(1, 2)
-    out, _ = torch.ops.prefixkit.tree_attention(
-        inputs.q[index], k, v, step.positions, step.plan, inputs.scale, "causal"
-    )
-    return out
+    return attend(inputs.q[index], k, v, step.positions, step.plan, inputs.scale, "causal")[0]

@@ -1,4 +1,4 @@
-"""One fused kernel that merges partial attention of all levels of a tree: what a careful user of Hydragen would write."""
+"""One fused kernel that merges partial attention of all levels of a tree, as a careful user of Hydragen has it."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
-"""Prompts: whole, in chunks, and several that share, against causal SDPA over flash and cuDNN.
+"""Prompts: whole, in chunks, and several that share, against causal SDPA of each sequence by itself.
 
-A rival computes every sequence by itself, over KV that was laid out for it before the clock started.  Where prompts share, the
-aim is to be ahead by the share: by what the rivals compute over what a tree computes.
+Where prompts share, the aim is to be ahead by the share: by what the rivals compute over what a tree computes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Row, Run, identity, replay_us
-from benchmarks.tree_attention.inputs import GPU, Pool, ours, prepare
+from benchmarks.runner import Row, replay_us
+from benchmarks.tree_attention.inputs import Pool, ours, prepare
 from benchmarks.tree_attention.rivals import outcome
 from benchmarks.tree_attention.workloads import HEAD_DIM, MATMUL_TFLOPS, PAGE, Workload
 from tests import named_trees
@@ -20,7 +21,7 @@ from tests import named_trees
 
 @dataclass(frozen=True)
 class Prompts:
-    """``count`` prompts of ``prefix + tokens``, the last ``chunk`` of them queries; the shared prefix is computed or cached."""
+    """``count`` prompts of ``prefix + tokens``, the last ``chunk`` of them queries; the prefix may be cached."""
 
     name: str
     tokens: int
@@ -29,15 +30,8 @@ class Prompts:
     prefix: int = 0
     cached: bool = True
 
-    @property
-    def length(self) -> int:
-        """Of each sequence."""
-        return self.prefix + self.tokens
-
-    @property
-    def queries(self) -> int:
-        """Tokens of each sequence that a rival computes."""
-        return self.chunk if self.cached else self.length
+    def __str__(self) -> str:
+        return self.name
 
     def flops(self, heads: int) -> tuple[float, float]:
         """Of a tree, and of sequences each for itself."""
@@ -45,17 +39,16 @@ class Prompts:
         def pairs(queries: int, length: int) -> float:
             return queries * length - queries * (queries - 1) / 2
 
-        of_prefix = 0 if self.cached else pairs(self.prefix, self.prefix)
-        of_tree = self.count * pairs(self.chunk, self.length) + of_prefix
-        return tuple(4.0 * HEAD_DIM * heads * n for n in (of_tree, self.count * pairs(self.queries, self.length)))
+        length = self.prefix + self.tokens
+        of_tree = self.count * pairs(self.chunk, length) + (0 if self.cached else pairs(self.prefix, self.prefix))
+        of_each = self.count * pairs(self.chunk if self.cached else length, length)
+        return 4.0 * HEAD_DIM * heads * of_tree, 4.0 * HEAD_DIM * heads * of_each
 
 
+WHOLE = {f"{tokens >> 10}K": Prompts(f"prompt of {tokens >> 10}K", tokens, tokens) for tokens in (4096, 32768, 131072)}
 PROMPTS = [
-    (32, 8, Prompts("prompt of 4K", 4096, 4096)),
-    (32, 8, Prompts("prompt of 32K", 32768, 32768)),
-    (32, 8, Prompts("prompt of 128K", 131072, 131072)),
-    (8, 1, Prompts("prompt of 32K", 32768, 32768)),
-    (32, 32, Prompts("prompt of 32K", 32768, 32768)),
+    *((32, 8, prompt) for prompt in WHOLE.values()),
+    *((*heads, WHOLE["32K"]) for heads in ((8, 1), (32, 32))),
     (32, 8, Prompts("8 prompts of 4K", 4096, 4096, count=8)),
     (32, 8, Prompts("2K chunk at the end of 32K", 32768, 2048)),
     (32, 8, Prompts("8K chunk at the end of 128K", 131072, 8192)),
@@ -66,52 +59,28 @@ PROMPTS = [
 ]
 
 
-def measure(run: Run, only: str) -> None:
-    """A row for each of :data:`PROMPTS` whose name contains ``only``."""
-    pool, there = Pool(), run.taken_up("prefill", ("heads", "prompts"))
-    for heads, kv_heads, prompts in PROMPTS:
-        row: Row = {"heads": [heads, kv_heads], "prompts": prompts.name}
-        if only in f"{heads}/{kv_heads} {prompts.name}" and identity(row, ("heads", "prompts")) not in there:
-            row |= _measure(prompts, heads, kv_heads, pool)
-            run.add("prefill", row, _line(row))
-            torch.cuda.empty_cache()
-
-
-def _measure(prompts: Prompts, heads: int, kv_heads: int, pool: Pool) -> Row:
-    snapshot, queries = named_trees.prompts(
-        prompts.tokens, prompts.chunk, prompts.count, prompts.prefix, prefix_computed=prompts.cached
-    )
+def measure(prompts: Prompts, heads: int, kv_heads: int, pool: Pool) -> Row:
+    """A row of ours and of each rival."""
+    torch.cuda.empty_cache()
+    snapshot, queries = named_trees.prompts(*astuple(prompts)[1:])
     inputs = prepare(Workload(prompts.name, heads, kv_heads, snapshot), queries, pool)
     of_tree, of_rivals = prompts.flops(heads)
     row: Row = {
         "rows": queries.num_rows,
-        "us": round(replay_us(lambda i: ours(inputs, i), 1), 1),
+        "us": round(replay_us(partial(ours, inputs)), 1),
         "floor_us": round(of_tree / MATMUL_TFLOPS / 1e6, 2),
         "share": round(of_rivals / of_tree, 3),
         "plan_ms": round(inputs.plan_ms, 1),
-        "rivals": {},
     }
-    expected = _by_sequence(ours(inputs, 0), prompts)
+    expected = _by_sequence(ours(inputs, 0), prompts)[-1]
     q = _by_sequence(inputs.q[0], prompts).transpose(1, 2).contiguous()
     k, v = (_sequences(pages[0], prompts) for pages in (inputs.k, inputs.v))
-    for name, attend in (("sdpa_flash", _flash), ("sdpa_cudnn", _cudnn)):
 
-        def attention(_: int, attend=attend) -> Tensor:  # type: ignore[no-untyped-def]
-            return attend(q, k, v, inputs.scale)
+    def outcome_of(attend: Callable[..., Tensor]) -> float | str:
+        run = partial(attend, q, k, v, inputs.scale)
+        return outcome(lambda: lambda _: run(), expected, 1, of=lambda out: out.transpose(1, 2)[-1], digits=1)
 
-        row["rivals"][name] = outcome(
-            lambda run=attention: run, expected[-1], 1, of=lambda out: out.transpose(1, 2)[-1], digits=1
-        )
-    return row
-
-
-def _line(row: Row) -> str:
-    name, floor = f"{row['heads'][0]}/{row['heads'][1]} {row['prompts']}", row["floor_us"]
-    text = f"{name:34s} {row['us']:10.1f} us = {row['us'] / floor:5.2f} floors of {floor:9.1f}"
-    for name, us in row["rivals"].items():
-        ratio = f"{us:10.1f} {us / row['us']:5.2f}x of share {row['share']:.2f}" if isinstance(us, float) else us
-        text += f" | {name} {ratio}"
-    return text + f" | plan {row['plan_ms']} ms"
+    return row | {"rivals": {"sdpa_flash": outcome_of(_flash), "sdpa_cudnn": outcome_of(_cudnn)}}
 
 
 def _by_sequence(rows: Tensor, prompts: Prompts) -> Tensor:
@@ -130,13 +99,11 @@ def _sequences(pages: Tensor, prompts: Prompts) -> Tensor:
     own = flat[:, prompts.prefix :].view(kv_heads, prompts.count, prompts.tokens, HEAD_DIM).transpose(0, 1)
     shared = flat[:, : prompts.prefix].expand(prompts.count, kv_heads, prompts.prefix, HEAD_DIM)
     assert prompts.prefix % PAGE == 0 and prompts.tokens % PAGE == 0
-    return torch.cat((shared, own), dim=2).to(GPU)
+    return torch.cat((shared, own), dim=2)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal, ends aligned."""
-    if q.shape[2] == k.shape[2]:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
     by_token = (t.transpose(1, 2) for t in (q, k, v))
     sizes = q.shape[2], k.shape[2]
     out = torch.ops.aten._flash_attention_forward(*by_token, None, None, *sizes, 0.0, True, False, scale=scale)[0]

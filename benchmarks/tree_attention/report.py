@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ LONG_US, SHORT_US = 30.0, 10.0
 ANCHORS = Path(__file__).parents[1] / "anchors" / "h200_decode_attention.json"
 
 
-def anchors(path: Path = ANCHORS) -> dict[tuple[int, int, str], Row]:
+@cache
+def anchors() -> dict[tuple[int, int, str], Row]:
     """Recorded times of other systems, by query heads, KV heads and workload."""
-    known = json.loads(path.read_text())["workloads"]
+    known = json.loads(ANCHORS.read_text())["workloads"]
     return {(w["q_heads"], w["kv_heads"], w["workload"]): w for w in known}
 
 
@@ -28,9 +30,11 @@ def best_rival(row: Row) -> tuple[str, float] | None:
 def line(row: Row) -> str:
     """One workload in one line."""
     us = row["us"]
-    text = f"{_name(row):28s} {us:9.1f} us = {us / row['floor_us']:6.2f} floors of {row['floor_us']:8.1f}"
+    text = f"{name_of(row):34s} {us:9.1f} us = {us / row['floor_us']:6.2f} floors of {row['floor_us']:8.1f}"
     if rival := best_rival(row):
         text += f" | {rival[0]:18s} {rival[1]:9.1f} {rival[1] / us:5.2f}x"
+    if "share" in row:
+        text += f" of share {row['share']:.2f}"
     if anchor := row.get("anchor"):
         text += f" | anchor {anchor['best']:12s} {anchor['us']:8.1f} {anchor['us'] / us:5.2f}x"
     return text + f" | plan {row['plan_ms']:.1f} ms"
@@ -39,18 +43,14 @@ def line(row: Row) -> str:
 def summary(rows: list[Row]) -> dict[str, Any]:
     """Geometric means, and where ours is behind."""
     result: dict[str, Any] = {"workloads": len(rows)}
-    for what, ratios in (
-        ("anchor", {_name(r): r["anchor"]["us"] / r["us"] for r in rows if "anchor" in r}),
-        ("rival", {_name(r): best[1] / r["us"] for r in rows if (best := best_rival(r))}),
-    ):
+    anchors = {name_of(row): row["anchor"]["us"] / row["us"] for row in rows if "anchor" in row}
+    rivals = {name_of(row): best[1] / row["us"] for row in rows if (best := best_rival(row))}
+    for what, ratios in (("anchor", anchors), ("rival", rivals)):
         if ratios:
-            worst = min(ratios, key=lambda name: ratios[name])
-            result[f"best {what} / ours"] = {
-                "geomean": round(geomean(ratios.values()), 3),
-                "ahead": sum(ratio >= 1 for ratio in ratios.values()),
-                "of": len(ratios),
-                "least": [worst, round(ratios[worst], 3)],
-            }
+            least, name = min((ratio, name) for name, ratio in ratios.items())
+            ahead = sum(ratio >= 1 for ratio in ratios.values())
+            found = {"geomean": round(geomean(ratios.values()), 3), "ahead": ahead, "of": len(ratios)}
+            result[f"best {what} / ours"] = found | {"least": [name, round(least, 3)]}
     if long := [r["us"] / r["floor_us"] for r in rows if r["floor_us"] > LONG_US]:
         found = {"geomean": round(geomean(long), 3), "most": round(max(long), 3)}
         result[f"time / floor, floor above {LONG_US:.0f} us"] = found
@@ -63,25 +63,23 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 def skipped(rows: list[Row]) -> dict[str, dict[str, int]]:
     """Why rivals did not run, and on how many workloads."""
     reasons: dict[str, dict[str, int]] = {}
-    for row in rows:
-        for name, value in row["rivals"].items():
-            if isinstance(value, str):
-                why = value if len(value) < 90 else value[:87] + "..."
-                of = reasons.setdefault(name, {})
-                of[why] = of.get(why, 0) + 1
+    for name, why in (item for row in rows for item in row["rivals"].items() if isinstance(item[1], str)):
+        of, short = reasons.setdefault(name, {}), why if len(why) < 90 else why[:87] + "..."
+        of[short] = of.get(short, 0) + 1
     return reasons
 
 
 def compare(before: list[Row], after: list[Row]) -> dict[str, Any]:
     """Earlier time over later time for each workload that both have."""
-    known = {_name(row): row["us"] for row in before}
-    ratios = {_name(row): round(known[_name(row)] / row["us"], 3) for row in after if _name(row) in known}
+    known = {name_of(row): row["us"] for row in before}
+    ratios = {name_of(row): round(known[name_of(row)] / row["us"], 3) for row in after if name_of(row) in known}
     ordered = dict(sorted(ratios.items(), key=lambda item: item[1]))
     return {"geomean": round(geomean(ordered.values()), 3), "each": ordered} if ordered else {}
 
 
-def _name(row: Row) -> str:
-    return f"{row['heads'][0]}/{row['heads'][1]} {row['workload']}"
+def name_of(row: Row) -> str:
+    """Of a workload or of prompts, heads first."""
+    return f"{row['heads'][0]}/{row['heads'][1]} {row.get('workload') or row['prompts']}"
 
 
 def plot(results: Path, picture: Path) -> None:

@@ -1,7 +1,7 @@
-"""Other ways to the same result, each as its user would set it up at its best: layouts are made before the clock starts.
+"""Other ways to the same result, each set up at its best: layouts are made before the clock starts.
 
-A rival is prepared for a workload's inputs and gives a function of the input set's number that returns ``[rows, heads, head
-size]``, or raises :class:`Unfit` with the reason why it does not run there.
+A rival is prepared for a workload's inputs and gives a function of the input set's number that returns ``[rows, heads,
+head size]``, or raises :class:`Unfit`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.runner import failure, replay_us
+from benchmarks.runner import failure, input_sets, replay_us
 from benchmarks.tree_attention.inputs import GPU, Inputs
 from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level
 
 Run = Callable[[int], Tensor]
 Rival = Callable[[Inputs], Run]
+Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 # Two bf16 kernels differ by rounding: about 0.3% of the output's norm.
 MOST_DIFFERENCE = 0.02
@@ -63,47 +64,51 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
     return out, lse.view(out.shape[:3])
 
 
-def hydragen(attend: Callable[..., tuple[Tensor, Tensor]]) -> Rival:
-    """Hydragen: for each level one call over all its nodes, the queries below a node as one long sequence; one fused merge."""
+def attend_levels(
+    q: Tensor, kv: list[list[Tensor]], attends: list[Attend], scale: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Partial states of levels, one call over all nodes of a level, the queries below a node as one long sequence.
+
+    ``q [kv_heads, rows * group, head size]``, K and V of each level ``[nodes, kv_heads, tokens, head size]``.
+    """
+    rows = (q.view(len(q), len(k), -1, q.shape[2]).transpose(0, 1) for k, _ in kv)
+    return [attend(x, k, v, scale) for attend, x, (k, v) in zip(attends, rows, kv, strict=True)]
+
+
+def hydragen(attend: Attend) -> Rival:
+    """Hydragen: the levels' partial states, and one fused merge."""
 
     def prepare(inputs: Inputs) -> Run:
         from benchmarks.tree_attention.merge import merge
 
-        found = _regular(inputs)
-        workload = inputs.workload
-        group = workload.heads // workload.kv_heads
-        q = [inputs.packed_q(i) for i in range(inputs.sets)]
-        kv = [
-            [[inputs.dense(level, of[i]) for of in (inputs.k, inputs.v)] for level in found] for i in range(inputs.sets)
-        ]
+        found, sets = _regular(inputs), range(inputs.sets)
+        q = [inputs.packed_q(i) for i in sets]
+        kv = [[[inputs.dense(level, of[i]) for of in (inputs.k, inputs.v)] for level in found] for i in sets]
 
         def run(index: int) -> Tensor:
-            parts, lses = [], []
-            for level, (k, v) in zip(found, kv[index], strict=True):
-                rows = q[index].view(workload.kv_heads, len(k), level.rows * group, HEAD_DIM).transpose(0, 1)
-                out, lse = attend(rows, k, v, inputs.scale)
-                parts.append(out)
-                lses.append(lse)
-            return merge(parts, lses, [level.rows for level in found], workload.heads)
+            parts = attend_levels(q[index], kv[index], [attend] * len(found), inputs.scale)
+            outs, lses = (list(of) for of in zip(*parts, strict=True))
+            return merge(outs, lses, [level.rows for level in found], inputs.workload.heads)
 
         return run
 
     return prepare
 
 
-def expanded(attend: Callable[..., tuple[Tensor, Tensor]]) -> Rival:
-    """Attention that shares nothing: every sequence's KV in full; the query heads of a KV head as rows, so KV is read once."""
+def expanded(attend: Attend) -> Rival:
+    """Attention that shares nothing: every sequence's KV in full, read once for all query heads of a KV head."""
 
     def prepare(inputs: Inputs) -> Run:
-        found, workload = _regular(inputs), inputs.workload
-        rows = inputs.step.num_rows
-        tokens = workload.tokens_seen
-        needed = 4.0 * HEAD_DIM * workload.kv_heads * tokens
+        found, workload, rows = _regular(inputs), inputs.workload, inputs.step.num_rows
+        needed = 4.0 * HEAD_DIM * workload.kv_heads * workload.tokens_seen
         if needed > MOST_EXPANDED_BYTES:
             raise Unfit(f"expanded KV takes more than {MOST_EXPANDED_BYTES / 1e9:.0f} GB")
-        # Large as it is, it passes through the L2 by itself.
-        sets = min(inputs.sets, max(1, int(1.5e8 // needed) + 1))
-        kv = [[_expand(inputs, found, pages[i], rows) for pages in (inputs.k, inputs.v)] for i in range(sets)]
+
+        def expand(pages: Tensor) -> Tensor:
+            return torch.cat([inputs.dense(of, pages).repeat_interleave(of.rows, dim=0) for of in found], dim=2)
+
+        sets = min(inputs.sets, input_sets(int(needed)))  # large as it is, it passes through the L2 by itself
+        kv = [[expand(pages[i]) for pages in (inputs.k, inputs.v)] for i in range(sets)]
         q = [inputs.q[i].view(rows, workload.kv_heads, -1, HEAD_DIM) for i in range(sets)]
 
         def run(index: int) -> Tensor:
@@ -115,12 +120,6 @@ def expanded(attend: Callable[..., tuple[Tensor, Tensor]]) -> Rival:
     return prepare
 
 
-def _expand(inputs: Inputs, found: list[Level], pages: Tensor, rows: int) -> Tensor:
-    parts = [inputs.dense(level, pages).repeat_interleave(level.rows, dim=0) for level in found]
-    assert all(len(part) == rows for part in parts)
-    return torch.cat(parts, dim=2)
-
-
 def _regular(inputs: Inputs) -> list[Level]:
     found = inputs.levels
     if found is None:
@@ -128,121 +127,80 @@ def _regular(inputs: Inputs) -> list[Level]:
     return found
 
 
-def flex(inputs: Inputs) -> Run:
-    """FlexAttention, compiled: all queries as one sequence, all tokens as another, a block mask of who descends from whom."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+FLEX_WORKLOADS = {
+    *(f"32/8 2L b{b} p{p} s128" for b, p in ((256, 1024), (256, 4096), (1024, 1024), (1024, 4096))),
+    *("8/1 2L b256 p4096 s128", "32/32 2L b256 p4096 s128", "32/8 3L fewshot", "32/8 comb d64 b8 t64 s128"),
+}
 
-    workload, snapshot = inputs.workload, inputs.workload.snapshot
+
+def flex(inputs: Inputs) -> Run:
+    """FlexAttention, compiled: all queries as one sequence, all tokens as another, a block mask of the tree."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    workload = inputs.workload
     if str(workload) not in FLEX_WORKLOADS:
         raise Unfit("every shape compiles for seconds, and fewer than 128 queries not at all; run on a few workloads")
-    low, high = _rows_below(inputs)
-    rows, tokens, block = inputs.step.num_rows, len(low), 128
+    low, high = rows_below(inputs)
 
     def sees(batch: Tensor, head: Tensor, q_row: Tensor, token: Tensor) -> Tensor:
         return (low[token] <= q_row) & (q_row < high[token])
 
-    pad = -tokens % block
-    low_blocks = torch.nn.functional.pad(low, (0, pad), value=1 << 30).view(-1, block)
-    high_blocks = torch.nn.functional.pad(high, (0, pad), value=-1).view(-1, block)
-    first = torch.arange(0, rows, block, device=GPU)[:, None, None]
-    last = (first + block).clamp(max=rows)
-    some = ((low_blocks < last) & (high_blocks > first)).any(-1)
-    full = ((low_blocks <= first) & (high_blocks >= last)).all(-1)
-    counts, indices = zip(*(_sparse(part) for part in (some & ~full, full)), strict=True)
-    mask = BlockMask.from_kv_blocks(
-        counts[0], indices[0], counts[1], indices[1], BLOCK_SIZE=block, mask_mod=sees, seq_lengths=(rows, tokens)
-    )
+    mask = create_block_mask(sees, None, None, inputs.step.num_rows, len(low), device=low.device)
     torch._dynamo.reset()  # it gives up on the ninth shape
     compiled = torch.compile(flex_attention, fullgraph=True)
-    q = [inputs.q[i].transpose(0, 1)[None].contiguous() for i in range(inputs.sets)]
-    each = [(inputs.k[i], inputs.v[i]) for i in range(inputs.sets)]
+    options = {"block_mask": mask, "scale": inputs.scale, "enable_gqa": workload.heads != workload.kv_heads}
+    q = [of.transpose(0, 1)[None].contiguous() for of in inputs.q]
+    each = zip(inputs.k, inputs.v, strict=True)
     flat = [[kv.transpose(0, 1).reshape(1, workload.kv_heads, -1, HEAD_DIM) for kv in pair] for pair in each]
-    assert snapshot.num_tokens == flat[0][0].shape[2]
-
-    def run(index: int) -> Tensor:
-        (k, v), gqa = flat[index], workload.heads != workload.kv_heads
-        return compiled(q[index], k, v, block_mask=mask, scale=inputs.scale, enable_gqa=gqa)[0].transpose(0, 1)
-
-    return run
+    assert len(low) == flat[0][0].shape[2]
+    return lambda index: compiled(q[index], *flat[index], **options)[0].transpose(0, 1)
 
 
-FLEX_WORKLOADS = {
-    "8/1 2L b256 p4096 s128",
-    "32/8 3L fewshot",
-    "32/8 2L b256 p1024 s128",
-    "32/8 2L b256 p4096 s128",
-    "32/8 2L b1024 p1024 s128",
-    "32/8 2L b1024 p4096 s128",
-    "32/32 2L b256 p4096 s128",
-    "32/8 comb d64 b8 t64 s128",
-}
-
-
-def _rows_below(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def rows_below(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``[tokens]`` the first query that sees each token in the order of the pages, and one past the last."""
     snapshot = inputs.workload.snapshot
     if (inputs.page_order[1:] < inputs.page_order[:-1]).any() or (snapshot.length % PAGE).any():
         raise Unfit("pages are not in order")
-    leaf = torch.zeros(snapshot.num_nodes, dtype=torch.int64)
-    leaf[torch.from_numpy(inputs.workload.leaf).long()] = 1
-    before = torch.cat((torch.zeros(1, dtype=torch.int64), leaf.cumsum(0)))
-    length = torch.from_numpy(snapshot.length).long()
-    end = before[torch.from_numpy(snapshot.subtree_end).long()]
-    return before[:-1].repeat_interleave(length).to(GPU), end.repeat_interleave(length).to(GPU)
-
-
-def _sparse(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts ``[1, 1, rows]`` and indices ``[1, 1, rows, columns]`` (the true ones first) of a block matrix."""
-    order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
-    return blocks.sum(-1).int()[None, None], order.int()[None, None]
+    before = np.concatenate(([0], np.cumsum(np.isin(np.arange(snapshot.num_nodes), inputs.workload.leaf))))
+    bounds = before[:-1], before[snapshot.subtree_end]
+    low, high = (torch.from_numpy(np.repeat(of, snapshot.length)).to(inputs.q[0].device) for of in bounds)
+    return low, high
 
 
 def flashinfer_cascade(inputs: Inputs) -> Run:
     """FlashInfer's MultiLevelCascadeAttentionWrapper over the same pages; planning is not timed."""
-    (library, space, sizes), found, rows = _flashinfer(inputs), _regular(inputs), inputs.step.num_rows
+    (library, space, sizes, options), found = _flashinfer(inputs), _regular(inputs)
     wrapper = library.MultiLevelCascadeAttentionWrapper(len(found), space, "HND")
-    wrapper.plan(
-        [torch.arange(0, rows + 1, level.rows, dtype=torch.int32, device=GPU) for level in found],
-        [_steps(*level.pages.shape) for level in found],
-        [_page_table(level.pages) for level in found],
-        [torch.full((len(level.pages),), PAGE, dtype=torch.int32, device=GPU) for level in found],
-        *sizes,
-        causal=False,
-        sm_scale=inputs.scale,
-        q_data_type=torch.bfloat16,
-    )
+    queries = [_steps(len(level.pages), level.rows) for level in found]
+    pages = zip(*(_pages(level.pages) for level in found), strict=True)
+    wrapper.plan(queries, *(list(of) for of in pages), *sizes, causal=False, **options)
     return lambda index: wrapper.run(inputs.q[index], (inputs.k[index], inputs.v[index]))
 
 
 def flashinfer_decode(inputs: Inputs) -> Run:
     """FlashInfer's paged decode on tensor cores, which shares pages but reads them for each sequence."""
-    library, space, sizes = _flashinfer(inputs)
+    library, space, sizes, options = _flashinfer(inputs)
     each = np.concatenate([np.repeat(level.pages, level.rows, axis=0) for level in _regular(inputs)], axis=1)
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(space, "HND", use_tensor_cores=True)
-    wrapper.plan(
-        _steps(*each.shape),
-        _page_table(each),
-        torch.full((len(each),), PAGE, dtype=torch.int32, device=GPU),
-        *sizes,
-        sm_scale=inputs.scale,
-        q_data_type=torch.bfloat16,
-        kv_data_type=torch.bfloat16,
-    )
+    wrapper.plan(*_pages(each), *sizes, kv_data_type=torch.bfloat16, **options)
     return lambda index: wrapper.run(inputs.q[index], (inputs.k[index], inputs.v[index]))
 
 
-def _flashinfer(inputs: Inputs) -> tuple[Any, Tensor, tuple[int, int, int, int]]:
-    """The library, a workspace, and the sizes that its plans take."""
+def _flashinfer(inputs: Inputs) -> tuple[Any, Tensor, tuple[int, int, int, int], dict[str, Any]]:
+    """The library, a workspace, and the sizes and options that its plans take."""
     try:
         import flashinfer
     except ImportError as error:
         raise Unfit("flashinfer is not installed") from error
     sizes = inputs.workload.heads, inputs.workload.kv_heads, HEAD_DIM, PAGE
-    return flashinfer, torch.empty(512 << 20, dtype=torch.uint8, device=GPU), sizes
+    options = {"sm_scale": inputs.scale, "q_data_type": torch.bfloat16}
+    return flashinfer, torch.empty(512 << 20, dtype=torch.uint8, device=GPU), sizes, options
 
 
-def _page_table(pages: np.ndarray) -> Tensor:
-    return torch.from_numpy(pages.reshape(-1).copy()).int().to(GPU)
+def _pages(pages: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ``[sequences, pages]``: where each one's begin, all of them, and the tokens of each last one."""
+    table = torch.from_numpy(pages.reshape(-1).copy()).int().to(GPU)
+    return _steps(*pages.shape), table, torch.full((len(pages),), PAGE, dtype=torch.int32, device=GPU)
 
 
 def _steps(count: int, step: int) -> Tensor:

@@ -17,24 +17,13 @@ READ_TBPS, MATMUL_TFLOPS = 4.3, 790.0
 
 TWO_LEVEL = [f"2L b{b} p{p} s{s}" for b in (64, 256, 1024) for p in (1024, 4096, 16384) for s in (16, 128, 512)]
 DECODE = ["3L fewshot", "beam d6", *TWO_LEVEL]
-# Query heads, KV heads, name.
-SCALES = [
-    (8, 1, "2L b8192 p4096 s128"),
-    (8, 1, "2L b32768 p4096 s128"),
-    (32, 8, "2L b8192 p4096 s128"),
-    (32, 8, "2L b32768 p4096 s128"),
-    (32, 32, "2L b8192 p4096 s128"),
-    (32, 32, "2L b32768 p4096 s16"),
-    (8, 1, "chain d64 b64 p2048 t32"),
-    (32, 8, "chain d64 b256 p2048 t32"),
-    (32, 32, "chain d64 b64 p2048 t32"),
-    (32, 8, "comb d64 b8 t64 s128"),
-    (8, 1, "2L b1 p1048576 s128"),
-    (8, 1, "2L b64 p1048576 s128"),
-    (32, 8, "2L b1 p1048576 s128"),
-    (32, 8, "2L b64 p1048576 s128"),
-    (32, 32, "2L b64 p1048576 s128"),
-]
+WIDE, LONG = ["2L b8192 p4096 s128", "2L b32768 p4096 s128"], ["2L b1 p1048576 s128", "2L b64 p1048576 s128"]
+SCALES_OF = {
+    (8, 1): [*WIDE, "chain d64 b64 p2048 t32", *LONG],
+    (32, 8): [*WIDE, "chain d64 b256 p2048 t32", "comb d64 b8 t64 s128", *LONG],
+    (32, 32): [WIDE[0], "2L b32768 p4096 s16", "chain d64 b64 p2048 t32", LONG[1]],
+}
+SCALES = [(*heads, name) for heads, names in SCALES_OF.items() for name in names]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +71,9 @@ def workload(name: str, heads: int, kv_heads: int) -> Workload:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """Nodes at one depth of a regular tree, chains counting as one node: alike in length and in how many queries are below.
+    """Nodes at one depth of a regular tree, chains counting as one node: alike in length and in their queries below.
 
-    Attributes:
-        pages: ``[nodes, tokens / page size]`` the pages of each.
-        rows: Queries below each node.
+    ``pages [nodes, tokens / page size]`` are the pages of each, ``rows`` the number of queries below each node.
     """
 
     pages: np.ndarray
@@ -94,10 +81,7 @@ class Level:
 
 
 def levels(snapshot: TreeSnapshot, page_order: np.ndarray) -> list[Level] | None:
-    """The levels of a tree, root first; None where nodes of one depth differ, or end within a page.
-
-    ``page_order`` is its page table.
-    """
+    """The levels of a tree with this page table, root first; None where nodes of one depth differ or end in a page."""
     if np.any(snapshot.length % PAGE):
         return None
     children = np.bincount(snapshot.parent[snapshot.parent >= 0], minlength=snapshot.num_nodes)

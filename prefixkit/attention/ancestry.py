@@ -1,8 +1,8 @@
 """Questions about marked ancestors, answered for many nodes at once.
 
-A snapshot's nodes are in depth-first order, so a node's ancestors are the subtrees open at it.  Counting those that were opened
-and not yet closed is a prefix sum; the marked ancestor of a given rank is the last marked node of that rank before it.  No loop
-over nodes or levels, whatever the tree's shape.
+A snapshot's nodes are in depth-first order, so a node's ancestors are the subtrees open at it.  Counting those that
+were opened and not yet closed is a prefix sum; the marked ancestor of a given rank is the last marked node of that rank
+before it.  No loop over nodes or levels, whatever the tree's shape.
 """
 
 from __future__ import annotations

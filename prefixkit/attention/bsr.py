@@ -1,8 +1,8 @@
 """Block-sparse rows: which queries read which KV.
 
-After FlashInfer (section 3.1): a BSR matrix has groups of queries as rows and blocks of KV as columns, and attention over a
-tree is a sum of such matrices.  Here a row's columns are slices of tree nodes, and each slice stands for the page blocks
-it covers.
+After FlashInfer (section 3.1): a BSR matrix has groups of queries as rows and blocks of KV as columns, and attention
+over a tree is a sum of such matrices.  Here a row's columns are slices of tree nodes, and each slice stands for the
+page blocks it covers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from prefixkit.attention.ancestry import Longs, mark
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
+from prefixkit.tree.ragged import ranges
 from prefixkit.tree.snapshot import Ints
 
 # As a segment's end: up to the node's length at the time of the run.  A leaf can grow under a plan.
@@ -27,7 +28,7 @@ class BSR:
 
     Attributes:
         q_begin, q_end: ``[rows]`` the contiguous queries of each row.
-        causal: ``[rows]`` True where a query sees only keys at its own position or before; False where it sees them all.
+        causal: ``[rows]`` True where a query sees only keys at its own position or before, else it sees them all.
         indptr: ``[rows + 1]`` bounds of each row's segments.
         node, begin, end: ``[segments]`` tokens ``[begin, end)`` of ``node``; ``end`` may be :data:`OPEN`.
     """
@@ -53,26 +54,27 @@ class BSR:
 def decompose(tree: StepTree, shape: HeadShape, cost: CostModel, shared: NDArray[np.bool_] | None = None) -> BSR:
     """Split attention over the tree into block-sparse rows, so that each query meets each visible token exactly once.
 
-    Every shared node becomes a dense row: all queries below it read all its tokens.  Every node with queries of its own
-    becomes a causal row.  The tokens of a node that is not shared join the first rows below it.
+    Every shared node makes a shared-prefix row: all queries below it read all its tokens.  Every node with queries of
+    its own makes an own-node row, which is causal.  The tokens of an unshared node join the first rows below it.
 
     Args:
         tree: The tree and the step's query rows; see :meth:`StepTree.check` for what they must satisfy.
         shape: The heads, for the cost.
         cost: Decides which nodes are shared.
-        shared: ``[nodes]`` overrides that decision; for tests and studies.
+        shared: ``[nodes]`` overrides that decision; for measurements and tests.
 
     Returns:
-        The rows in the order of their nodes, a node's dense row before its causal one.
+        The rows in the order of their nodes, a node's shared-prefix row before its own-node row.
     """
     tree.check()
     snapshot, below = tree.snapshot, tree.below
     if shared is None:
         shared = decide_sharing(tree, shape, cost)
-    cut = shared & (below > 0)
-    places = np.flatnonzero(np.stack((cut, tree.own > 0), axis=1))
+    shared = shared & (below > 0)
+    joining = ~shared & (below > 0) & (snapshot.length > 0)
+    places = np.flatnonzero(np.stack((shared, tree.own > 0), axis=1))
     node, causal = places >> 1, (places & 1).astype(bool)
-    indptr, segments = _inherited(snapshot.subtree_end, cut, ~cut & (below > 0) & (snapshot.length > 0), node)
+    indptr, segments = _inherited(snapshot.subtree_end, shared, joining, node)
     length = snapshot.length
     segments[indptr[1:] - 1] = node
     end = length[segments]
@@ -89,18 +91,18 @@ def decompose(tree: StepTree, shape: HeadShape, cost: CostModel, shared: NDArray
 
 
 def _inherited(
-    subtree_end: Ints, cut: NDArray[np.bool_], folded: NDArray[np.bool_], node: Longs
+    subtree_end: Ints, shared: NDArray[np.bool_], joining: NDArray[np.bool_], node: Longs
 ) -> tuple[Longs, Longs]:
-    """Each row's folded ancestors below its nearest shared one, root first, and a place for the row's own ``node``."""
-    if not folded.any():
+    """Bounds of each row's segments, and their nodes: ancestors that join it, root first, and a place for its own."""
+    if not joining.any():
         return np.arange(len(node) + 1), np.zeros(len(node), dtype=np.int64)
-    above = mark(subtree_end, folded)
-    nearest = mark(subtree_end, cut).nearest(node)
+    above = mark(subtree_end, joining)
+    nearest = mark(subtree_end, shared).nearest(node)
     first = np.where(nearest >= 0, above.above[nearest], 0)
     count = above.above[node] - first
     indptr = np.concatenate(([0], np.cumsum(count + 1)))
     row = np.repeat(np.arange(len(node)), count)
-    number = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    rank = ranges(first, count)
     segments = np.zeros(indptr[-1], dtype=np.int64)
-    segments[indptr[row] + number] = above.ancestor(node[row], first[row] + number)
+    segments[indptr[row] + rank - first[row]] = above.ancestor(node[row], rank)
     return indptr, segments

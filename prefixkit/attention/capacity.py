@@ -63,7 +63,7 @@ class PlanCapacity:
 
 
 def scratch_ints(nodes: int, tile: int, decode: int, rows: int) -> int:
-    """Int32 elements that the op ``plan_tree`` needs beside a plan, for trees of so many nodes and plans of this capacity."""
+    """Int32 elements that the op ``plan_tree`` needs beside a plan, for so many nodes and plans of this capacity."""
     items = tile + decode + 8
     return NODE_INTS * (nodes + 8) + (_TILE_INTS + _ITEM_INTS) * items + rows + _SPARE_INTS
 
@@ -88,10 +88,10 @@ def capacity_now(tree: StepTree, shape: HeadShape, num_sms: int, cost: GpuCost =
 def _capacity(tree: StepTree, shared: NDArray[np.bool_], shape: HeadShape, num_sms: int, cost: GpuCost) -> PlanCapacity:
     """Capacity for any plan that shares no nodes but ``shared``."""
     group, tile_rows = shape.group, cost.sharing.tile_heads
-    asking, above = np.flatnonzero(tree.own), np.flatnonzero(shared)
-    queries_of = np.concatenate((tree.own[asking], tree.below[above]))
-    # Segments of a row that folds all above it.
-    reads = tree.snapshot.depth()[np.concatenate((asking, above))].astype(np.int64) + 1
+    own, above = np.flatnonzero(tree.own), np.flatnonzero(shared)
+    queries_of = np.concatenate((tree.own[own], tree.below[above]))
+    # Segments of a row that all ancestors join.
+    reads = tree.snapshot.depth()[np.concatenate((own, above))].astype(np.int64) + 1
     thin, most = queries_of * group <= DECODE_ROWS, max(1, tile_rows // group)
     tiles = np.where(thin, 1, -(-queries_of // most))
     # A row's last tile may be a decode item.
@@ -99,11 +99,11 @@ def _capacity(tree: StepTree, shared: NDArray[np.bool_], shape: HeadShape, num_s
     decode = int(thin.sum() + ends_thin.sum())
     extra_tiles, extra_decodes = (EXTRA * role.workers * num_sms // shape.kv_heads for role in (cost.tile, cost.decode))
     extra_decodes = extra_decodes if decode else 0
-    cuts = extra_tiles * max(1, tile_rows // group) + extra_decodes * max(1, DECODE_ROWS // group)
+    splits = extra_tiles * max(1, tile_rows // group) + extra_decodes * max(1, DECODE_ROWS // group)
     return PlanCapacity(
         tile_items=int(tiles[~thin].sum()) + extra_tiles,
         decode_items=decode + extra_decodes,
         segments=int((reads * (1 + tiles)).sum()) + extra_tiles + extra_decodes,
         rows=int(tree.own.sum()),
-        partials=int(queries_of.sum()) + cuts,
+        partials=int(queries_of.sum()) + splits,
     )

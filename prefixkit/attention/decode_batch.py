@@ -1,4 +1,4 @@
-"""Rows that append a token each to leaves of their own, step after step: the tree that they decode over, on the host."""
+"""Rows that append a token each to leaves of their own, step after step: the tree that they decode over."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class DecodeBatch:
     def grown(self, steps: int) -> DecodeBatch:
         """The batch ``steps`` steps later; leaves whose pages are full stay as they are."""
         tree = self.snapshot
-        room = np.diff(tree.page_indptr)[self.leaf] * tree.page_size - tree.first_slot[self.leaf]
+        capacity = np.diff(tree.page_indptr)[self.leaf] * tree.page_size - tree.first_slot[self.leaf]
         length, computed = tree.length.copy(), tree.computed.copy()
-        length[self.leaf] = np.minimum(length[self.leaf] + steps, room)
-        computed[self.leaf] = np.minimum(computed[self.leaf] + steps, room)
+        length[self.leaf] = np.minimum(length[self.leaf] + steps, capacity)
+        computed[self.leaf] = np.minimum(computed[self.leaf] + steps, capacity)
         return replace(self, snapshot=replace(tree, length=length, computed=computed))
 
     def keep(self, rows: NDArray[np.intp]) -> DecodeBatch:

@@ -1,4 +1,4 @@
-"""What attention costs on one GPU, as far as plans depend on it: sharing, cuts and balance."""
+"""What attention costs on one GPU, as far as plans depend on it: sharing, splits and balance."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class GpuCost:
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """:data:`COST_NUMBERS` numbers, as an op takes them: the fields of ``sharing``, ``tile`` and ``decode``, in order."""
+        """:data:`COST_NUMBERS` numbers, as an op takes them: the fields of ``sharing``, ``tile`` and ``decode``."""
         return (*astuple(self.sharing), *astuple(self.tile), *astuple(self.decode))
 
     @staticmethod

@@ -18,10 +18,11 @@ CANDIDATES = np.array([*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48
 CANDIDATES_OF_MANY = np.array([*range(1, 17), 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528])
 # Lengths are told apart to a power of two of which the longest has at most so many.
 LEVELS = 128
-# Partial states of one query are merged one after another: each in 0.086 us on an H200, 0.08 KV tiles of a decode worker.  One
-# counts for more, in 1 / POINT unit: where few workers share a multiprocessor, each is faster than its role says.
+# Partial states of one query are merged one after another: each in 0.086 us on an H200, 0.08 KV tiles of a decode
+# worker.  One counts for more, in 1 / POINT KV tile: where few workers share a multiprocessor, each is faster than its
+# role says.
 CHAIN = 8
-# Cuts make at most so many more entries per worker: more never pay, and buffers of plans have a size.
+# Splits make at most so many more entries per worker: more never pay, and buffers of plans have a size.
 EXTRA = 4
 
 
@@ -54,10 +55,10 @@ def choose_splits(role: Role, tokens: Longs, kv_heads: int, num_sms: int) -> Lon
 
 
 def busiest(role: Role, kv_tiles: Longs, count: Longs, split_size: Longs, kv_heads: int, workers: int) -> Longs:
-    """``[candidates]`` when the busiest worker ends, if ``count`` tiles of ``kv_tiles`` are split evenly by ``split_size``.
+    """``[candidates]`` when the busiest worker ends, if ``count`` tiles of ``kv_tiles`` are split by ``split_size``.
 
-    Workers take one entry each per round, the longest first, so a round lasts as long as its first entry.  Summed by level
-    instead of by round: as many rounds reach a length as entries of that length fill.  In 1 / (POINT x workers) unit.
+    Workers take one entry each per round, the longest first, so a round lasts as long as its first entry.  Summed by
+    level, not by round: as many rounds reach a length as entries of that length fill.  In KV tiles / (POINT x workers).
     """
     start, write, merge = role.points()
     splits = -(-kv_tiles // split_size[:, None])

@@ -1,14 +1,14 @@
-"""Plans: the rows of composable formats cut into work items, with the order in which their partial states merge.
+"""Plans: the rows of composable formats split into work items, with the order in which their partial states merge.
 
-A plan is a value: deterministic, comparable, and good for every layer and every step until the tree's structure changes.  Every
-backend plans like this.  Executors in plain torch take each row whole.  For our kernels rows are cut to fit one GPU: tile
-items (more than 8 query heads, up to a tile's) run on the tensor cores, one at a time on each multiprocessor; decode items
-(up to 8) on the bandwidth path, one on each of four warps of a multiprocessor.  Both lists run from the longest to the
-shortest, each item once for every KV head; worker ``w`` of ``n`` takes entries ``w``, ``2n - 1 - w``, ``2n + w`` and so on
-(after FlashInfer's Algorithm 1: the longest first, to the least loaded worker).
+A plan is deterministic, and good for every layer and every step until the tree's structure changes.  Plain torch takes
+each row whole.  For our kernels rows are split to fit one GPU: tile items (more than 8 query heads, up to a tile's) run
+on the tensor cores, one at a time on each multiprocessor; decode items (up to 8) on the decode path, one on each of
+four warps of a multiprocessor.  Both lists run from the longest to the shortest, each item once for every KV head;
+worker ``w`` of ``n`` takes entries ``w``, ``2n - 1 - w``, ``2n + w`` and so on (after FlashInfer's Algorithm 1: the
+longest first, to the least loaded worker).
 
-This is the specification of plans made on the GPU, which equal it array by array (``csrc/planner/plan_tree.cu``).  So it counts
-in whole numbers, and needs only sums, prefix sums and one sort by a small key.
+This is the specification of plans made on the GPU, which equal it array by array (``csrc/planner/plan_tree.cu``).  So
+it counts in whole numbers, and needs only sums, prefix sums and one sort by a small key.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Plan:
     Attributes:
         counts: ``[8]`` tile items, decode items, query rows, partial rows, 1 where tile items are taken head by head, 1
             where decode items take by far longer than tile items, zeros.
-        tile_items, decode_items: ``[items, 8]`` with columns :data:`ITEM_FIELDS`; ``partial_begin = -1``: the item writes the
-            output.  ``node, begin, end`` repeat the item's first segment.
+        tile_items, decode_items: ``[items, 8]`` with columns :data:`ITEM_FIELDS`; ``partial_begin = -1``: the item
+            writes the output.  ``node, begin, end`` repeat the item's first segment.
         segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node; ``end`` may be ``OPEN``.
         merge_indptr: ``[rows + 1]`` bounds of each row's partials; empty where an item writes the output.
         merge_indices: Partial rows in the order of merging, root first.
@@ -87,7 +87,7 @@ def make_plan(
     num_sms: int = 132,
     cost: GpuCost | None = None,
 ) -> Plan:
-    """Cut formats into work items.
+    """Split formats into work items; the same input always gives the same plan.
 
     Args:
         formats: Block-sparse rows, from ``decompose`` or of a mask of one's own.
@@ -96,11 +96,8 @@ def make_plan(
         group: Query heads per KV head.
         kv_heads: KV heads; each item runs once for each.
         num_sms: Multiprocessors that share the work.
-        cost: What the GPU's paths cost, and how many query heads its largest tile holds; a larger group is cut into slices by
-            the kernel.  None leaves every row whole, as one tile item.
-
-    Returns:
-        The plan; the same input always gives the same plan.
+        cost: What the GPU's paths cost, and how many query heads its largest tile holds; the kernel splits a larger
+            group into slices.  None leaves every row whole, as one tile item.
     """
     rows = _gather_rows(formats, length)
     if cost is None:
@@ -136,19 +133,13 @@ def _finish(
     items[:, 5:8] = segments[items[:, 3]]
     ordered = items[order].astype(np.int32)
     counts = np.array([num_tile_items, len(items) - num_tile_items, num_rows, partials, *hints, 0, 0], dtype=np.int32)
-    return Plan(
-        counts,
-        ordered[:num_tile_items],
-        ordered[num_tile_items:],
-        segments.astype(np.int32),
-        merge_indptr,
-        merge_indices,
-    )
+    tile_items, decode_items = ordered[:num_tile_items], ordered[num_tile_items:]
+    return Plan(counts, tile_items, decode_items, segments.astype(np.int32), merge_indptr, merge_indices)
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """All rows of all formats, ancestors before descendants, and one table of their segments with the tokens before each."""
+    """All rows of all formats, ancestors first, and a table of their segments with the tokens before each."""
 
     q_begin: Longs
     q_end: Longs
@@ -158,25 +149,17 @@ class _Rows:
     segments: Longs
     before: Longs
 
-    def tokens(self) -> Longs:
-        total: Longs = self.before[self.seg_begin + self.seg_count] - self.before[self.seg_begin]
-        return total
-
 
 def _gather_rows(formats: Sequence[BSR], length: Ints) -> _Rows:
-    offsets = np.cumsum([0, *(len(bsr.node) for bsr in formats)])
-    columns = [
-        np.concatenate([np.asarray(getattr(bsr, name), dtype=np.int64) for bsr in formats])
-        if formats
-        else np.zeros(0, dtype=np.int64)
+    none = np.zeros(0, dtype=np.int64)
+    q_begin, q_end, causal, node, begin, end = (
+        np.concatenate([none, *(getattr(bsr, name) for bsr in formats)])
         for name in ("q_begin", "q_end", "causal", "node", "begin", "end")
-    ]
-    q_begin, q_end, causal, node, begin, end = columns
-    seg_count = np.concatenate([np.zeros(0, dtype=np.int64), *(np.diff(bsr.indptr) for bsr in formats)])
-    bounds = [bsr.indptr[:-1] + offset for bsr, offset in zip(formats, offsets[:-1], strict=True)]
-    seg_begin = np.concatenate([np.zeros(0, dtype=np.int64), *bounds])
+    )
+    seg_count = np.concatenate([none, *(np.diff(bsr.indptr) for bsr in formats)])
+    seg_begin = np.cumsum(seg_count) - seg_count
     before = np.concatenate(([0], np.cumsum(np.minimum(end, length[node]) - begin)))
-    # In the order of their own nodes, the last ones; a query's partial states then merge root first.
+    # In the order of their own nodes, which come last; a query's partial states then merge root first.
     key = 2 * node[seg_begin + seg_count - 1] + causal
     if np.any(key[1:] < key[:-1]):
         order = np.argsort(key, kind="stable")
@@ -187,7 +170,7 @@ def _gather_rows(formats: Sequence[BSR], length: Ints) -> _Rows:
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """Rows cut so that a role can hold their queries; ``first``: number of the row's first tile, ``count``: its tiles."""
+    """Rows split so that a role can hold their queries; ``first`` and ``count``, by row: its tiles."""
 
     row: Longs
     begin: Longs
@@ -206,28 +189,29 @@ def _tile(rows: _Rows, group: int, most: int) -> _Tiles:
     row = np.repeat(np.arange(len(queries)), count)
     begin = rows.q_begin[row] + (np.arange(len(row)) - first[row]) * step[row]
     end = np.minimum(begin + step[row], rows.q_end[row])
-    # A causal row ends with its queries, each at its own token: a tile looks no further than its last one.
-    is_open = rows.segments[rows.seg_begin + rows.seg_count - 1, 2] == OPEN
+    # An own-node row ends with its queries, each at its own token: a tile looks no further than its last one.
+    stop = rows.seg_begin + rows.seg_count
+    is_open = rows.segments[stop - 1, 2] == OPEN
     hidden = np.where(rows.causal.astype(bool) & is_open, rows.q_end, 0)[row] - end
-    tokens = rows.tokens()[row] - np.maximum(hidden, 0)
+    tokens = (rows.before[stop] - rows.before[rows.seg_begin])[row] - np.maximum(hidden, 0)
     return _Tiles(row, begin, end, np.maximum(tokens, 0), (end - begin) * group > DECODE_ROWS, first, count)
 
 
 def _order_items(rows: _Rows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Longs]:
-    """Tile and KV split of each item.  Shared-prefix tiles of a row that read the same split are adjacent, for the cache."""
+    """Tile and KV split of each item.  A row's shared-prefix tiles of the same split are adjacent, for the cache."""
     first = np.cumsum(splits) - splits
     tile = np.repeat(np.arange(len(splits)), splits)
     split = np.arange(len(tile)) - first[tile]
-    dense = (rows.causal == 0) & (tiles.count > 1)
-    if not dense.any() or int(splits.max()) == 1:
+    several = (rows.causal == 0) & (tiles.count > 1)
+    if not several.any() or int(splits.max()) == 1:
         return tile, split
-    # All tiles of a dense row but the last have the same splits.
+    # All tiles of a shared-prefix row but the last have the same splits.
     row = tiles.row[tile]
     number, others = tile - tiles.first[row], tiles.count[row] - 1
     full, last = splits[tiles.first[row]], splits[tiles.first[row] + others]
     ahead = np.where(number < others, np.minimum(split, last), 0)
     before = np.where(number < others, split * others + number, np.minimum(split + 1, full) * others + split)
-    place = np.where(dense[row], first[tiles.first[row]] + before + ahead, np.arange(len(tile)))
+    place = np.where(several[row], first[tiles.first[row]] + before + ahead, np.arange(len(tile)))
     order = np.empty(len(tile), dtype=np.int64)
     order[place] = np.arange(len(tile))
     return tile[order], split[order]
@@ -236,7 +220,7 @@ def _order_items(rows: _Rows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Long
 def _split(
     rows: _Rows, tiles: _Tiles, splits: Longs, tile: Longs, split: Longs, cost: GpuCost
 ) -> tuple[Longs, Longs, Longs]:
-    """Items, all segments, and the KV tiles of each item; whole tiles share their row's segments, KV splits get their own."""
+    """Items, all segments, each item's KV tiles; whole tiles share their row's segments, KV splits have their own."""
     row, of, tokens = tiles.row[tile], splits[tile], tiles.tokens[tile]
     on_tensor_cores = tiles.on_tensor_cores[tile]
     kv_tile = np.where(on_tensor_cores, cost.tile.kv_tile, cost.decode.kv_tile)
@@ -246,11 +230,11 @@ def _split(
     items = np.zeros((len(tile), 8), dtype=np.int64)
     items[:, 0], items[:, 1] = tiles.begin[tile], tiles.end[tile]
     items[:, 3], items[:, 4] = rows.seg_begin[row], 2 * rows.seg_count[row] + rows.causal[row]
-    cut = np.flatnonzero(of > 1)
+    some = np.flatnonzero(of > 1)
     segments = rows.segments
-    if len(cut):
-        begin, count, added = _split_segments(rows, row[cut], low[cut], high[cut], split[cut] + 1 == of[cut])
-        items[cut, 3], items[cut, 4] = len(segments) + begin, 2 * count + rows.causal[row[cut]]
+    if len(some):
+        begin, count, added = _split_segments(rows, row[some], low[some], high[some], split[some] + 1 == of[some])
+        items[some, 3], items[some, 4] = len(segments) + begin, 2 * count + rows.causal[row[some]]
         segments = np.concatenate((segments, added))
     return items, segments, np.maximum(1, -(-(high - low) // kv_tile))
 
@@ -258,7 +242,7 @@ def _split(
 def _split_segments(
     rows: _Rows, row: Longs, low: Longs, high: Longs, is_end: NDArray[np.bool_]
 ) -> tuple[Longs, Longs, Longs]:
-    """Tokens ``[low, high)`` of rows as new segments: where they begin, how many, and all of them.  Row ends stay OPEN."""
+    """Tokens ``[low, high)`` of rows as new segments: first one, how many, and all of them.  Row ends stay OPEN."""
     base, final = rows.before[rows.seg_begin[row]], (rows.seg_begin + rows.seg_count - 1)[row]
     is_open = is_end & (rows.segments[final, 2] == OPEN)
     first = np.minimum(np.searchsorted(rows.before, base + low, side="right") - 1, final)
@@ -286,10 +270,10 @@ def _sort(kv_tiles: Longs, on_tensor_cores: NDArray[np.bool_]) -> Longs:
 
 
 def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: GpuCost) -> int:
-    """1 where all tile items of a KV head are taken before those of the next: the KV of fewer heads is in the cache then.
+    """1 where all tile items of a KV head go before those of the next: the KV of fewer heads is in the cache then.
 
-    The list runs from the longest item to the shortest, so that workers end together; head by head that order is lost between
-    heads, which is no matter where items are many, or about equally long.
+    The list runs from the longest item to the shortest, so that workers end together; head by head that order is lost
+    between heads, which is no matter where items are many, or about equally long.
     """
     if kv_heads == 1 or items * kv_heads <= num_sms:
         return 0
@@ -299,7 +283,7 @@ def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: 
 
 
 def _streams(tiles: _Tiles, cost: GpuCost) -> int:
-    """1 where decode items take three times as long as tile items, or more: then more of their KV should be under way."""
+    """1 where decode items take three times as long as tile items, or more: more of their KV should be in flight."""
     tiled, decoded = int(tiles.tokens[tiles.on_tensor_cores].sum()), int(tiles.tokens[~tiles.on_tensor_cores].sum())
     return int(3 * tiled * cost.decode.tokens_per_us <= decoded * cost.tile.tokens_per_us)
 
@@ -308,12 +292,12 @@ def _number_partials(items: Longs, num_rows: int) -> tuple[Longs, Ints, Ints, in
     """Give every item its rows of the partial buffer, and every query row its partials in item order (root first)."""
     touches = np.bincount(items[:, 0], minlength=num_rows + 1) - np.bincount(items[:, 1], minlength=num_rows + 1)
     shared = np.concatenate(([0], np.cumsum(np.cumsum(touches)[:num_rows] > 1)))
-    leaves = shared[items[:, 1]] > shared[items[:, 0]]
-    rows = np.where(leaves, items[:, 1] - items[:, 0], 0)
+    is_partial = shared[items[:, 1]] > shared[items[:, 0]]
+    rows = np.where(is_partial, items[:, 1] - items[:, 0], 0)
     begin = np.cumsum(rows) - rows
     total = int(rows.sum())
     row_of = np.arange(total) - np.repeat(begin - items[:, 0], rows)
     # numpy sorts 16-bit numbers by counting, in linear time.
     by_row = np.argsort(row_of.astype(np.uint16) if num_rows <= 2**16 else row_of, kind="stable")
     indptr = np.concatenate(([0], np.cumsum(np.bincount(row_of, minlength=num_rows))))
-    return np.where(leaves, begin, -1), indptr.astype(np.int32), by_row.astype(np.int32), total
+    return np.where(is_partial, begin, -1), indptr.astype(np.int32), by_row.astype(np.int32), total

@@ -34,8 +34,8 @@ class StepPlan:
         tensors: What ``tree_attention`` takes as ``plan``; only the backend that made them reads them.
         tree: What was planned for.
         specify: The plan on the host; called when it is first asked for, and cheap when called again.
-        count_reads: Token KVs that a run over all heads reads when node ``n`` holds ``length[n]`` tokens; None counts them
-            from the plan on the host.
+        count_reads: Token KVs that a run over all heads reads when node ``n`` holds ``length[n]`` tokens; None counts
+            them from the plan on the host.
         holds: Whatever must live as long as the tensors are used.
     """
 
@@ -119,12 +119,11 @@ class Planner(ABC):
 
 
 def describe(formats: Sequence[BSR]) -> str:
-    """One line that says which nodes are shared by how many queries, and how many rows stand alone."""
+    """One line that says which nodes are shared by how many queries, and how many rows are a node's own."""
     shared = [
         f"node {bsr.row_segments(row)[-1][0]} by {bsr.q_end[row] - bsr.q_begin[row]}"
         for bsr in formats
-        for row in range(bsr.num_rows)
-        if not bsr.causal[row]
+        for row in np.flatnonzero(~bsr.causal).tolist()
     ]
-    alone = sum(int(bsr.causal.sum()) for bsr in formats)
-    return f"{len(shared)} shared reads ({', '.join(shared[:8])}{', ...' if len(shared) > 8 else ''}), {alone} own rows"
+    own = sum(int(bsr.causal.sum()) for bsr in formats)
+    return f"{len(shared)} shared reads ({', '.join(shared[:8])}{', ...' if len(shared) > 8 else ''}), {own} own rows"

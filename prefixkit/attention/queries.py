@@ -75,6 +75,7 @@ class StepTree:
         tree = self.snapshot
         return tree.start, self.length, tree.page_indptr, tree.pages, tree.first_slot
 
+    @cached_property
     def positions(self) -> NDArray[np.int64]:
         """``[rows]`` the position of each query row in its sequence."""
         return self.snapshot.start[self.queries.row_node()].astype(np.int64) + self.queries.row_offset()
@@ -88,7 +89,7 @@ class StepTree:
         return rows
 
     def check(self) -> None:
-        """Raise ValueError unless the runs are in order, lie inside their nodes, and miss no KV before or above them."""
+        """Raise ValueError unless the runs are in order, lie inside their nodes, and miss no KV before them."""
         snapshot, node, begin, end = self.snapshot, self.queries.node, self.queries.begin, self.queries.end
         if len(node) == 0:
             raise ValueError("a step needs at least one query, got none")

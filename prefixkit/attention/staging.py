@@ -1,4 +1,4 @@
-"""Arrays that the host writes and a device reads, brought there with one copy that nobody waits for."""
+"""Arrays that the host writes and a device reads, brought there with one copy that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Staged:
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device | str) -> None:
         target = torch.device(device)
-        size, parts = room(shapes), [(shape, False) for shape in shapes]
+        size, parts = carved_size(shapes), [(shape, False) for shape in shapes]
         self._there = torch.zeros(size, dtype=torch.int32, device=target)
         self._here = torch.zeros(size, dtype=torch.int32, pin_memory=target.type == "cuda")
         self._sent = torch.cuda.Event() if target.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -46,8 +46,8 @@ class Staged:
 def upload(arrays: Sequence[NDArray[np.signedinteger]], device: torch.device) -> list[Tensor]:
     """Copies of int32 and int64 arrays on a device, parts of one tensor, each beginning at a multiple of 16 bytes.
 
-    On a GPU all come in one copy on the current stream, out of pinned memory that torch keeps until it has left; the host does
-    not wait.
+    On a GPU all come in one copy on the current stream, out of pinned memory that torch keeps until it has left; the
+    host does not wait.
     """
     counts = [array.nbytes // 4 for array in arrays]
     here = torch.empty(sum(counts) + 3 * len(counts), dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -58,13 +58,13 @@ def upload(arrays: Sequence[NDArray[np.signedinteger]], device: torch.device) ->
     return carve(here.to(device, non_blocking=True), [(array.shape, array.dtype == np.int64) for array in arrays])
 
 
-def room(shapes: Sequence[tuple[int, ...]]) -> int:
+def carved_size(shapes: Sequence[tuple[int, ...]]) -> int:
     """Int32 elements that :func:`carve` needs for tensors of int32 of these shapes."""
     return sum(-(-prod(shape) // 4) * 4 for shape in shapes)
 
 
 def carve(flat: Tensor, parts: Sequence[tuple[tuple[int, ...], bool]]) -> list[Tensor]:
-    """Tensors laid end to end in ``flat``, 16 bytes aligned: of each its shape, and whether it is int64 rather than int32."""
+    """Tensors laid end to end in ``flat``, 16 bytes aligned: of each its shape, and whether it is int64, not int32."""
     of = flat, flat[: len(flat) // 2 * 2].view(torch.int64)
     carved, at = [], 0
     for shape, is_long in parts:

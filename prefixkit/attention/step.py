@@ -74,13 +74,10 @@ def build_step(
     queries = tree.queries
     if len(tokens) != queries.num_rows:
         raise ValueError(f"the queries have {queries.num_rows} rows, but {len(tokens)} tokens were given")
-    positions = np.zeros(0, dtype=np.int64)
 
     def gather() -> Sequence[Array]:
-        nonlocal positions
-        positions = tree.positions()
-        arrays = (tokens, positions, tree.snapshot.slots(queries.row_node(), queries.row_offset()), logit_rows)
-        return [np.asarray(array, dtype=np.int64) for array in arrays]
+        slots = tree.snapshot.slots(queries.row_node(), queries.row_offset())
+        return [np.asarray(array, dtype=np.int64) for array in (tokens, tree.positions, slots, logit_rows)]
 
     planned, (ids, there, slots, wanted) = planner.plan(tree, torch.device(device), gather)
     return Step(
@@ -89,6 +86,6 @@ def build_step(
         slots=slots,
         logit_rows=wanted,
         length=tree.length,
-        kv_tokens_unshared=int((positions + 1).sum()),
+        kv_tokens_unshared=int((tree.positions + 1).sum()),
         planned=planned,
     )

@@ -1,10 +1,10 @@
 """Variants of attention: what happens to a score between ``q . k`` and the softmax, written once in Python.
 
-The reference calls these functions, so do the CPU ops, and a kernel template can trace them: they must be elementwise torch
-functions of their arguments and of what they capture, without data-dependent control flow.
+The reference calls these functions, so do the CPU ops, and a kernel template can trace them: they must be elementwise
+torch functions of their arguments and of what they capture, without data-dependent control flow.
 
-Every function gets tensors that broadcast against scores of shape ``[..., heads, rows, len]``: ``q_position [..., rows, 1]``
-and ``kv_position [..., 1, len]`` int64 positions in the sequence, ``head [heads, 1, 1]`` int64 query-head numbers.
+Every function gets tensors that broadcast against scores of shape ``[..., heads, rows, len]``: ``q_position [..., rows,
+1]`` and ``kv_position [..., 1, len]`` int64 positions in the sequence, ``head [heads, 1, 1]`` int64 query-head numbers.
 
     score_mod(score, q_position, kv_position, head) -> score      # score = scale * q . k, float32 or float64
     mask_mod(q_position, kv_position, head) -> bool               # True: visible, on top of causality
@@ -30,8 +30,8 @@ MaskMod = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Body:
     """The functions of a variant once more, in C++ for the GPU's kernels.
 
-    Both are expressions of ``float score``, ``int q_position, kv_position, head`` (of the query) and ``const float* p``, the
-    parameters: values are not compiled in, so layers that differ in them share a kernel.
+    Both are expressions of ``float score``, ``int q_position, kv_position, head`` (of the query) and the parameters,
+    ``const float* p``: values are not compiled in, so layers that differ in them share a kernel.
 
     Attributes:
         score: The new score, or None.
@@ -52,34 +52,34 @@ class Variant:
         name: For people: logs, error messages, the readable half of its key.
         score_mod: Changes scores, or None.
         mask_mod: Hides keys, or None.
-        reach: A query at position ``p`` sees keys at positions in ``(p - reach, p]`` only, so that blocks of KV out of reach
-            are never read.  A promise: ``mask_mod`` must hide what is out of reach.  None for no limit.
+        window: A query at position ``p`` sees keys at positions in ``(p - window, p]`` only, so that no KV outside is
+            read; ``mask_mod`` must hide it.  None for no limit.
         sinks: ``[heads]`` float32 logits that join the softmax's denominator, with no value behind them, or None.
-        bodies: ``score_mod`` and ``mask_mod`` in C++, in their order; None if there is no such text, and plain torch has to
-            serve on a GPU too.
+        bodies: ``score_mod`` and ``mask_mod`` in C++, in their order; None if there is no such text, and plain torch
+            has to serve on a GPU too.
 
     Raises:
-        ValueError: ``reach`` below 1 or without a ``mask_mod``; ``sinks`` that are not one row of finite numbers.
+        ValueError: ``window`` below 1 or without a ``mask_mod``; ``sinks`` that are not one row of finite numbers.
     """
 
     name: str
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
-    reach: int | None = None
+    window: int | None = None
     sinks: Tensor | None = None
     bodies: tuple[Body, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("Variant: name must not be empty; logs and errors show it")
-        if self.reach is not None and (self.reach < 1 or self.mask_mod is None):
+        if self.window is not None and (self.window < 1 or self.mask_mod is None):
             raise ValueError(
-                f"Variant {self.name!r}: reach must be at least 1 and come with the mask_mod that hides what is out of "
-                f"reach, got reach={self.reach} and mask_mod={self.mask_mod}; see sliding_window(size)"
+                f"Variant {self.name!r}: window must be at least 1 and come with the mask_mod that hides all outside, "
+                f"got window={self.window} and mask_mod={self.mask_mod}; see sliding_window(size)"
             )
         if self.sinks is not None and (self.sinks.ndim != 1 or not bool(torch.isfinite(self.sinks).all())):
             raise ValueError(
-                f"Variant {self.name!r}: sinks must be finite logits of shape [heads], got shape {tuple(self.sinks.shape)}"
+                f"Variant {self.name!r}: sinks must be finite logits of shape [heads], got {tuple(self.sinks.shape)}"
             )
 
 
@@ -105,7 +105,7 @@ def register(variant: Variant, owner: object | None = None) -> str:
             which a process has few, not for ones that hold a model's weights.
 
     Returns:
-        Its key: the name, and a digest of its functions with all they capture, of its reach, sinks and bodies.
+        Its key: the name, and a digest of its functions with all they capture, of its window, sinks and bodies.
         Registering it again, or another variant made with the same parameters, returns the same key, in this process
         or another.
 
@@ -118,7 +118,7 @@ def register(variant: Variant, owner: object | None = None) -> str:
         bodies = None
         if variant.bodies is not None:
             bodies = tuple((body.score, body.mask, body.parameters) for body in variant.bodies)
-        key += "#" + fingerprint(variant.score_mod, variant.mask_mod, variant.reach, variant.sinks, bodies)
+        key += "#" + fingerprint(variant.score_mod, variant.mask_mod, variant.window, variant.sinks, bodies)
     kept = _of_process if owner is None else _of_owner.setdefault(owner, {})
     # The one that was first, if it lives: all owners keep the same.
     kept[key] = _REGISTRY.setdefault(key, variant)
@@ -154,7 +154,7 @@ def sliding_window(size: int) -> Variant:
         return q_position - kv_position < size
 
     body = Body(None, "q_position - kv_position < __float_as_int(p[0])", _word(size))
-    return Variant(f"sliding_window({size})", mask_mod=mask_mod, reach=size, bodies=(body,))
+    return Variant(f"sliding_window({size})", mask_mod=mask_mod, window=size, bodies=(body,))
 
 
 def soft_cap(cap: float) -> Variant:
@@ -234,7 +234,7 @@ def compose(*variants: Variant) -> Variant:
         name=" + ".join(part.name for part in parts),
         score_mod=_chain(part.score_mod for part in parts),
         mask_mod=_all_of(part.mask_mod for part in parts),
-        reach=min((part.reach for part in parts if part.reach is not None), default=None),
+        window=min((part.window for part in parts if part.window is not None), default=None),
         sinks=sinks[0] if sinks else None,
         bodies=_all_bodies(parts),
     )

@@ -20,9 +20,9 @@ def _load_cuda() -> Backend:
 
 
 def _probe_cuda(device: torch.device) -> Choice:
-    from prefixkit.backends.cuda.probe import probe, read_facts
+    from prefixkit.backends.cuda.probe import probe
 
-    return probe(read_facts(device))
+    return probe(device)
 
 
 register("torch", _load_torch)

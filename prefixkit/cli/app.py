@@ -1,4 +1,4 @@
-"""The command line: parsing only.  Each command calls one function of ``prefixkit.commands``.
+"""The command line: parsing only.  What a command needs is imported when it runs: ``--help`` waits for no torch.
 
 ``sample`` reports on standard error, so that standard output is free for samples.
 """
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from prefixkit.cli.errors import reported
-from prefixkit.cli.terminal import terminal
+from prefixkit.cli.terminal import line, terminal
 
 app = typer.Typer(
     help="Sample many sequences that share prefixes, each shared piece computed, stored and read once.",
@@ -27,7 +27,7 @@ Task = Annotated[str | None, typer.Option(help="A built-in task instead of --inp
 FewShot = Annotated[int, typer.Option(help="Solved problems of the task to put before each; they are not asked.")]
 Limit = Annotated[int | None, typer.Option(help="Only the first so many prompts.")]
 Samples = Annotated[int, typer.Option("-n", "--samples", help="Samples of each prompt.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens drawn for a sample at most.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens of a sample at most.")]
 PageSize = Annotated[int, typer.Option(help="Tokens per KV page, 1 to 128.")]
 Chat = Annotated[
     bool | None, typer.Option("--chat/--no-chat", help="Use the chat template.  [default: where there is one]")
@@ -44,6 +44,7 @@ Seed = Annotated[
 
 
 @app.command()
+@reported()
 def demo(
     out: Annotated[
         Path, typer.Option(envvar="PREFIXKIT_DEMO_OUT", help="JSONL file for the samples; replaced.", metavar="FILE")
@@ -53,14 +54,13 @@ def demo(
     seed: Seed = 0,
 ) -> None:
     """Sample programs for four HumanEval problems from SmolLM2-135M (downloads 93 MB on first use)."""
-    with reported(terminal(stderr=True)):
-        from prefixkit.cli.demo import DemoOptions, run_demo
+    from prefixkit.cli.demo import run_demo
 
-        options = DemoOptions(out=out, samples=samples, max_new_tokens=max_new_tokens, seed=seed)
-        run_demo(options, terminal())
+    run_demo(out, samples, max_new_tokens, seed, terminal())
 
 
 @app.command()
+@reported()
 def sample(
     model: Model,
     input: Input = None,
@@ -96,42 +96,39 @@ def sample(
     ] = False,
 ) -> None:
     """Sample continuations of prompts; each is written as it finishes."""
-    console = terminal(stderr=True)
-    with reported(console):
-        from prefixkit.cli.prompts import Source
-        from prefixkit.cli.sample import SampleOptions, run_sample
-        from prefixkit.cli.stream import Memory
-        from prefixkit.engine.memory import parse_size
-        from prefixkit.sampling.params import SamplingParams
+    from prefixkit.cli.prompts import Source
+    from prefixkit.cli.sample import run_sample
+    from prefixkit.sampling.params import SamplingParams
 
-        params = SamplingParams(
-            n=n,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            stop=tuple(stop or ()),
-        )
-        options = SampleOptions(
-            model=model,
-            source=Source(input=input, task=task, few_shot=few_shot, limit=limit),
-            params=params,
-            memory=Memory(None if kv_budget is None else parse_size(kv_budget, "--kv-budget"), page_size),
-            out=out,
-            overwrite=overwrite,
-            logprobs=logprobs,
-            chat=chat,
-            dtype=dtype,
-            device=device,
-            compiled=compiled,
-        )
-        run_sample(options, console)
+    params = SamplingParams(
+        n=n,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    run_sample(
+        model,
+        Source(input, task, few_shot, limit, chat),
+        params,
+        terminal(stderr=True),
+        out=out,
+        overwrite=overwrite,
+        logprobs=logprobs,
+        dtype=dtype,
+        device=device,
+        kv_budget=kv_budget,
+        page_size=page_size,
+        compiled=compiled,
+    )
 
 
 @app.command()
+@reported()
 def inspect(
     model: Model,
     input: Input = None,
@@ -146,48 +143,49 @@ def inspect(
     most: Annotated[int, typer.Option(help="Children of a node to draw.")] = 10,
 ) -> None:
     """Draw what prompts share and say what that would save; loads no weights, runs nothing."""
-    with reported(terminal(stderr=True)):
-        from prefixkit.cli.inspect import InspectOptions, run_inspect
-        from prefixkit.cli.prompts import Source
+    from prefixkit.cli.inspect import run_inspect
+    from prefixkit.cli.prompts import Source
 
-        options = InspectOptions(
-            model=model,
-            source=Source(input=input, task=task, few_shot=few_shot, limit=limit),
-            samples=n,
-            max_new_tokens=max_new_tokens,
-            page_size=page_size,
-            chat=chat,
-            dtype=dtype,
-            most=most,
-        )
-        run_inspect(options, terminal())
+    source = Source(input, task, few_shot, limit, chat)
+    run_inspect(
+        model, source, dtype, terminal(), samples=n, max_new_tokens=max_new_tokens, page_size=page_size, most=most
+    )
 
 
 @app.command()
+@reported()
 def env() -> None:
     """Versions, threads, devices and the backend in use: paste this into a report of a problem."""
-    with reported(terminal(stderr=True)):
-        from prefixkit.cli.env import run_env
+    from prefixkit.cli.env import run_env
 
-        run_env(terminal())
+    run_env(terminal())
 
 
 @app.command()
+@reported()
 def warmup(
     arch: Annotated[
         str | None, typer.Option(help="A target such as sm_90a.  [default: the GPUs of this machine]")
     ] = None,
 ) -> None:
     """Compile the CUDA kernels ahead, so that nothing waits for them later."""
-    with reported(terminal(stderr=True)):
-        from prefixkit.cli.warmup import run_warmup
+    from prefixkit.backends.cuda.warmup import measure_costs, targets, warm_up
+    from prefixkit.cuda import kernel_cache
 
-        run_warmup(arch, terminal())
+    console = terminal()
+    for done in warm_up(targets(arch)):
+        took = "was there" if done.seconds is None else f"{done.seconds:.1f} s"
+        console.print(line(f"{done.arch}  {done.unit}: {took}"))
+    console.print(line(f"kept in {kernel_cache.folder()}"))
+    if arch is None:
+        for cost in measure_costs():
+            console.print(line(cost))
 
 
 def main() -> None:
     """Entry point of the ``prefixkit`` script."""
-    # OpenMP threads that spin while they wait starve each other as soon as other work shares the cores: measured with two
-    # threads on two busy cores, sampling was 5 to 9 times slower than with threads that sleep.  Read when torch is imported.
+    # OpenMP threads that spin while they wait starve each other as soon as other work shares the cores: with two
+    # threads on two busy cores, sampling is 5 to 9 times slower than with threads that sleep.  torch reads it when
+    # imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()

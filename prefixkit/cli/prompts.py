@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from prefixkit.demo import humaneval
-from prefixkit.demo.chat import Message, encode_messages
 
 TASKS = ("humaneval",)
 
@@ -27,18 +26,19 @@ class Prompt:
 
     id: str | int
     where: str
-    messages: tuple[Message, ...]
+    messages: Sequence[humaneval.Message]
     plain: str
 
 
 @dataclass(frozen=True)
 class Source:
-    """Which prompts a user asked for."""
+    """Which prompts a user asked for, and whether through the chat template (None: where there is one)."""
 
     input: Path | None = None
     task: str | None = None
     few_shot: int = 0
     limit: int | None = None
+    chat: bool | None = None
 
     def __post_init__(self) -> None:
         if (self.input is None) == (self.task is None):
@@ -63,15 +63,8 @@ def load_prompts(source: Source) -> list[Prompt]:
 
 def task_prompts(problems: Sequence[humaneval.Problem], examples: Sequence[humaneval.Problem]) -> list[Prompt]:
     """HumanEval problems, each after the same solved examples."""
-    return [
-        Prompt(
-            id=problem.id,
-            where=problem.id,
-            messages=tuple(humaneval.chat_messages(problem, examples)),
-            plain=humaneval.plain_text(problem, examples),
-        )
-        for problem in problems
-    ]
+    chat, plain = humaneval.chat_messages, humaneval.plain_text
+    return [Prompt(asked.id, asked.id, chat(asked, examples), plain(asked, examples)) for asked in problems]
 
 
 def task_stop(task: str | None, chat: bool) -> tuple[str, ...]:
@@ -125,18 +118,13 @@ def _parse(line: bytes, where: str) -> Prompt:
         raise ValueError(f"{where}: prompt must be a string, got {type(text).__name__}")
     if not text:
         raise ValueError(f"{where}: the prompt is empty; give the model at least one character to continue")
-    _check_encodable(f"{key}{text}", where)
-    return Prompt(id=key, where=where, messages=({"role": "user", "content": text},), plain=text)
-
-
-def _check_encodable(text: str, where: str) -> None:
-    """JSON can spell half a surrogate pair, which no file or tokenizer takes."""
     try:
-        text.encode()
+        f"{key}{text}".encode()  # JSON can spell half a surrogate pair, which no file or tokenizer takes
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{where}: holds half a surrogate pair (character {error.start}), which is not text"
         ) from error
+    return Prompt(key, where, ({"role": "user", "content": text},), text)
 
 
 def uses_chat(tokenizer: Any, wanted: bool | None) -> bool:
@@ -151,16 +139,16 @@ def uses_chat(tokenizer: Any, wanted: bool | None) -> bool:
     return has_template if wanted is None else wanted
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> list[list[int]]:
-    """Token ids of each prompt.
+def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> dict[str | int, list[int]]:
+    """Token ids of each prompt, by its id.
 
     Raises:
         ValueError: A prompt that the tokenizer makes nothing of.
     """
-    encoded = []
+    encoded = {}
     for prompt in prompts:
-        tokens = encode_messages(tokenizer, prompt.messages) if chat else tokenizer(prompt.plain)["input_ids"]
+        tokens = humaneval.encode_messages(tokenizer, prompt.messages) if chat else tokenizer(prompt.plain)["input_ids"]
         if not tokens:
             raise ValueError(f"{prompt.where}: the tokenizer makes no token of this prompt")
-        encoded.append([int(token) for token in tokens])
+        encoded[prompt.id] = [int(token) for token in tokens]
     return encoded

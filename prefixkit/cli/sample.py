@@ -2,86 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+import prefixkit
+from prefixkit.api import Result
+from prefixkit.cli.errors import Interrupted
 from prefixkit.cli.loading import check_device, check_dtype, load_model, load_tokenizer, resolve
 from prefixkit.cli.output import LineFile
-from prefixkit.cli.prompts import Prompt, Source, encode_prompts, load_prompts, task_stop, uses_chat
-from prefixkit.cli.report_view import headline, show_report
-from prefixkit.cli.stream import Batch, Memory, stream
+from prefixkit.cli.progress import Meter
+from prefixkit.cli.prompts import Source, encode_prompts, load_prompts, task_stop, uses_chat
 from prefixkit.cli.terminal import line
+from prefixkit.cli.views import headline, show_report
+from prefixkit.engine.memory import parse_size
+from prefixkit.engine.request import Sample
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.tree.pages import MAX_PAGE_SIZE
 
 
-@dataclass(frozen=True)
-class SampleOptions:
-    """What to sample, how, and where it goes.
+def run_sample(
+    model: str,
+    source: Source,
+    params: SamplingParams,
+    console: Console,
+    *,
+    out: Path | None,
+    overwrite: bool,
+    logprobs: bool,
+    dtype: str,
+    device: str,
+    kv_budget: str | None,
+    page_size: int,
+    compiled: bool,
+) -> None:
+    """Sample and write; every check that needs no model comes before one is loaded.
 
-    Attributes:
-        model: Name, folder or ``demo``.
+    Args:
         out: Standard output where None.
         logprobs: Write each token's log-probability too.
-        chat: Use the tokenizer's chat template; None where it has one.
+        kv_budget: A size such as ``2GiB``.
         compiled: On a GPU, decode through torch.compile.
     """
-
-    model: str
-    source: Source
-    params: SamplingParams
-    memory: Memory
-    out: Path | None = None
-    overwrite: bool = False
-    logprobs: bool = False
-    chat: bool | None = None
-    dtype: str = "auto"
-    device: str = "cpu"
-    compiled: bool = False
-
-
-def run_sample(options: SampleOptions, console: Console) -> None:
-    """Sample and write; every check that needs no model comes before one is loaded."""
-    check_dtype(options.dtype)
-    check_device(options.device)
-    _check_apart(options.source.input, options.out)
-    prompts = load_prompts(options.source)
-    with LineFile(options.out, overwrite=options.overwrite) as out:
-        location = resolve(options.model, lambda message: console.print(line(f"{message} …")))
+    budget = None if kv_budget is None else parse_size(kv_budget, "--kv-budget")
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise ValueError(f"--page-size must be 1 to {MAX_PAGE_SIZE} tokens, got {page_size}")
+    check_dtype(dtype)
+    check_device(device)
+    _check_apart(source.input, out)
+    prompts = load_prompts(source)
+    with LineFile(out, overwrite=overwrite) as file:
+        location = resolve(model, console)
         tokenizer = load_tokenizer(location)
-        batch, params = prepare(options, prompts, tokenizer)
-        model = load_model(location, options.dtype, options.device)
-        result = stream(
-            model,
-            tokenizer,
-            batch,
-            params,
-            out,
-            console,
-            memory=options.memory,
-            logprobs=options.logprobs,
-            compiled=options.compiled,
-            keep=False,
-        )
+        chat = uses_chat(tokenizer, source.chat)
+        encoded = encode_prompts(tokenizer, prompts, chat)
+        params = replace(params, stop=params.stop + task_stop(source.task, chat))
+        loaded = load_model(location, dtype, device)
+        options = {"kv_budget": budget, "page_size": page_size, "compiled": compiled, "keep": False}
+        result = stream(loaded, tokenizer, encoded, params, file, console, logprobs=logprobs, **options)
     show_report(result.report, headline(result.report), console)
-    if options.out is not None:
-        console.print(line(f"{out.lines:,} samples in {out.name}"), soft_wrap=True)
-
-
-def prepare(options: SampleOptions, prompts: Sequence[Prompt], tokenizer: Any) -> tuple[Batch, SamplingParams]:
-    """What ``generate`` is asked: the prompts as token ids, by the chat template where it is used, and the parameters
-    with the task's stop strings after the user's.
-
-    Raises:
-        ValueError: ``options.chat`` asks for a chat template and the tokenizer has none.
-    """
-    chat = uses_chat(tokenizer, options.chat)
-    batch = Batch([prompt.id for prompt in prompts], encode_prompts(tokenizer, prompts, chat))
-    return batch, replace(options.params, stop=options.params.stop + task_stop(options.source.task, chat))
+    if out is not None:
+        console.print(line(f"{file.lines:,} samples in {file.name}"), soft_wrap=True)
 
 
 def _check_apart(prompts: Path | None, out: Path | None) -> None:
@@ -89,3 +74,51 @@ def _check_apart(prompts: Path | None, out: Path | None) -> None:
     with suppress(OSError):  # where one of them is absent, they are not the same
         if prompts is not None and out is not None and out.samefile(prompts):
             raise ValueError(f"--out {out} is the file of the prompts, --input {prompts}; choose another --out")
+
+
+def stream(
+    model: Any,
+    tokenizer: Any,
+    prompts: Mapping[str | int, Sequence[int]],
+    params: SamplingParams,
+    out: LineFile,
+    console: Console,
+    *,
+    logprobs: bool = False,
+    **options: Any,
+) -> Result:
+    """Sample under a progress bar; each finished sample becomes a line of ``out``.
+
+    Args:
+        prompts: Token ids of each prompt by its id.
+        params: Its ``stop_token_ids`` are left to the model's own end-of-text tokens.
+        logprobs: Write each token's log-probability too.
+        options: More arguments of :func:`prefixkit.generate`.
+
+    Raises:
+        Interrupted: Ctrl-C; what had finished is in ``out``, whole.
+    """
+    ids, wanted = list(prompts), len(prompts) * params.n
+    options |= asdict(params)
+    del options["stop_token_ids"]
+    with Meter(wanted, params.max_new_tokens, console) as meter:
+
+        def finished(sample: Sample) -> None:
+            record: dict[str, Any] = {
+                "id": ids[sample.prompt_index],
+                "index": sample.index,
+                "text": sample.text,
+                "tokens": sample.tokens,
+            }
+            if logprobs:
+                record["logprobs"] = [round(value, 6) for value in sample.logprobs]
+            out.write(record | {"finish_reason": sample.finish_reason})
+            meter.count_sample(len(sample.tokens))
+
+        try:
+            return prefixkit.generate(
+                model, tokenizer, prompts.values(), **options, on_sample=finished, on_step=meter.count_tokens
+            )
+        except KeyboardInterrupt:
+            place = f"they are in {out.name}, every line whole" if out.lines else f"nothing was written to {out.name}"
+            raise Interrupted(f"{out.lines} of {wanted} samples had finished; {place}") from None

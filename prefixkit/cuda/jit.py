@@ -7,21 +7,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+import torch
+
 from prefixkit.cuda import kernel_cache
-from prefixkit.cuda.nvrtc import Binary, Resources, Unit, arch_for, compile_unit, nvrtc_version, supported_archs
+from prefixkit.cuda.nvrtc import Binary, Unit, arch_for, compile_unit, nvrtc_version, supported_archs
 
 log = logging.getLogger("prefixkit")
 
-Compiler = Callable[[Unit, str], Binary]
-
 _lock = threading.Lock()
-_binaries: dict[tuple[Unit, str], Binary] = {}
 _loaded: dict[tuple[Unit, int], dict[str, Function]] = {}
 
 
@@ -37,9 +34,7 @@ class Function:
         name: Its name expression.
         handle: ``CUfunction``.
         device: Index of the device.
-        resources: What it takes of an SM, if the compiler said.
         parameter_bytes: Size of its first parameter; our kernels have one, a struct.
-        max_threads: Most threads in a block.
         max_shared: Most dynamic shared memory of a block, in bytes.
         keep: What must live as long as the handle.
     """
@@ -47,52 +42,32 @@ class Function:
     name: str
     handle: int
     device: int
-    resources: Resources | None
     parameter_bytes: int
-    max_threads: int
     max_shared: int
     keep: Any
 
 
-def binary(
-    unit: Unit, arch: str, memory: dict[tuple[Unit, str], Binary] | None = None, compiler: Compiler = compile_unit
-) -> Binary:
-    """Machine code of a unit, from memory, the disk, or the compiler, which announces itself in one line.
-
-    Args:
-        unit: What is compiled together.
-        arch: The target, such as ``"sm_90a"``.
-        memory: What was found before, and receives what is found now; None is the process's own.
-        compiler: Compiles a unit for a target.
+@cache
+def binary(unit: Unit, arch: str) -> Binary:
+    """Machine code of a unit for a target such as ``"sm_90a"``: from memory, the disk, or the compiler, which says so.
 
     Raises:
         NvrtcMissing, CompileError: see ``compile_unit``.
     """
-    memory = _binaries if memory is None else memory
-    found = memory.get((unit, arch))
-    if found is None:
-        place = kernel_cache.entry(unit, arch, nvrtc_version())
-        found = kernel_cache.read(place) or _make(unit, arch, place, compiler)
-        memory[unit, arch] = found
-    return found
-
-
-def _make(unit: Unit, arch: str, place: Path, compiler: Compiler) -> Binary:
+    place = kernel_cache.entry(unit, arch, nvrtc_version())
+    found = kernel_cache.read(place)
+    if found is not None:
+        return found
     with kernel_cache.making(place):
         found = kernel_cache.read(place) if place.exists() else None  # another process may have been first
-        if found is not None:
-            return found
-        log.warning(
-            "compiling the CUDA kernels of %s for %s, some seconds, once on this machine (%s)",
-            unit.file,
-            arch,
-            place.parent,
-        )
-        began = time.perf_counter()
-        found = compiler(unit, arch)
-        log.info("compiled %s in %.1f s", unit, time.perf_counter() - began)
-        kernel_cache.write(place, found)
-        return found
+        if found is None:
+            what = "compiling the CUDA kernels of %s for %s, some seconds, once on this machine (%s)"
+            log.warning(what, unit.file, arch, place.parent)
+            began = time.perf_counter()
+            found = compile_unit(unit, arch)
+            log.info("compiled %s in %.1f s", unit, time.perf_counter() - began)
+            kernel_cache.write(place, found)
+    return found
 
 
 def load(unit: Unit, device: int) -> dict[str, Function]:
@@ -110,8 +85,6 @@ def load(unit: Unit, device: int) -> dict[str, Function]:
         with _lock:
             found = _loaded.get((unit, device))
             if found is None:
-                import torch
-
                 arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
                 with torch.cuda.device(device):
                     torch.cuda.current_stream(device)
@@ -126,8 +99,10 @@ def _load(made: Binary, arch: str, device: int) -> dict[str, Function]:
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
     try:
-        code = ObjectCode.from_cubin(made.cubin, symbol_mapping=_bytes(made.symbols))
-        return {name: _function(code, name, device, made.resources.get(name)) for name in made.symbols}
+        # Bytes are what cuda-core itself makes, and wants back, though it says str.
+        symbols: Any = {name: symbol.encode() for name, symbol in made.symbols.items()}
+        code = ObjectCode.from_cubin(made.cubin, symbol_mapping=symbols)
+        return {name: _function(code, name, device) for name in made.symbols}
     except Exception as error:
         raise LoadError(
             f"the driver (CUDA {'.'.join(map(str, driver_cuda()))}) does not load kernels made by NVRTC "
@@ -137,12 +112,7 @@ def _load(made: Binary, arch: str, device: int) -> dict[str, Function]:
         driver.cuThreadExchangeStreamCaptureMode(before)
 
 
-def _bytes(symbols: dict[str, str]) -> Any:
-    # What cuda-core itself makes, and wants back, though it says str.
-    return {name: symbol.encode() for name, symbol in symbols.items()}
-
-
-def _function(code: Any, name: str, device: int, resources: Resources | None) -> Function:
+def _function(code: Any, name: str, device: int) -> Function:
     from cuda.bindings import driver
 
     kernel = code.get_kernel(name)
@@ -150,31 +120,24 @@ def _function(code: Any, name: str, device: int, resources: Resources | None) ->
     error, function = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
     if int(error):
         raise LoadError(f"cuKernelGetFunction({name}): {error.name}")
-    attributes = driver.CUfunction_attribute
-    threads = driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function)[1]
-    static = driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)[1]
+    shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+    static = driver.cuFuncGetAttribute(shared, function)[1]
     most = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     return Function(
         name=name,
         handle=int(function),
         device=device,
-        resources=resources,
         parameter_bytes=int(driver.cuFuncGetParamInfo(function, 0)[2]),
-        max_threads=int(threads),
         max_shared=int(driver.cuDeviceGetAttribute(most, driver.CUdevice(device))[1]) - int(static),
         keep=(code, kernel),
     )
 
 
-def driver_library() -> ctypes.CDLL:
-    """The driver, for what is too slow or too small for a typed binding."""
-    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-
-
 @cache
 def driver_cuda() -> tuple[int, int]:
-    """The newest CUDA that the driver serves."""
+    """The newest CUDA that the driver serves; asked without cuda-core, which may be missing."""
     version = ctypes.c_int(0)
-    status = driver_library().cuDriverGetVersion(ctypes.byref(version))
+    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    status = library.cuDriverGetVersion(ctypes.byref(version))
     assert status == 0, f"cuDriverGetVersion: {status}"
     return version.value // 1000, version.value % 1000 // 10

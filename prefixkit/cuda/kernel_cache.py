@@ -1,9 +1,8 @@
 """Compiled kernels kept on disk.
 
 An entry's name is a digest of all that the machine code depends on, so entries never go stale.  They are written beside
-their place and renamed into it, and carry a checksum: a reader meets a whole entry or none.  A lock keeps many processes
-that start together from compiling the same thing; it is advisory, the system drops it when its holder dies, and nobody
-needs it to be right.
+their place and renamed into it, and carry a checksum: a reader meets a whole entry or none.  An advisory lock, dropped
+when its holder dies, keeps many processes that start together from compiling the same thing.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 
-from prefixkit.cuda.nvrtc import FLAGS, Binary, Resources, Unit, sources
+from prefixkit.cuda.nvrtc import FLAGS, Binary, Unit, sources
 from prefixkit.paths import cache_dir, put
 
 fcntl: ModuleType | None
@@ -30,8 +28,8 @@ except ImportError:  # not on Windows
 
 log = logging.getLogger("prefixkit")
 
-FORMAT = b"prefixkit kernel 1\n"
-# Nothing takes longer to compile; who has waited this long compiles by itself.
+FORMAT = b"prefixkit kernel 2\n"
+# Nothing takes longer to compile; a process that has waited this long compiles by itself.
 LOCK_SECONDS = 120.0
 _complained: set[Path] = set()
 
@@ -73,16 +71,12 @@ def read(place: Path) -> Binary | None:
             place.unlink()
         return None
     lines, _, cubin = body.partition(b"\n")
-    facts = json.loads(lines)
-    resources = {name: Resources(**values) for name, values in facts["resources"].items()}
-    return Binary(cubin, facts["symbols"], resources, tuple(facts["warnings"]))
+    return Binary(cubin, **json.loads(lines))
 
 
 def write(place: Path, binary: Binary) -> bool:
     """Keep an entry if that is possible; a folder that cannot be written gets one line in the log."""
-    resources = {name: asdict(values) for name, values in binary.resources.items()}
-    facts = {"symbols": binary.symbols, "resources": resources, "warnings": binary.warnings}
-    body = json.dumps(facts).encode() + b"\n" + binary.cubin
+    body = json.dumps({"symbols": binary.symbols, "log": binary.log}).encode() + b"\n" + binary.cubin
     try:
         put(place, FORMAT + sha256(body).hexdigest().encode() + body)
     except OSError as error:
@@ -132,8 +126,8 @@ def _complain(place: Path, error: OSError) -> None:
     if place not in _complained:
         _complained.add(place)
         log.warning(
-            "compiled kernels cannot be kept in %s (%s), so every process compiles them again; set PREFIXKIT_CACHE to a "
-            "folder that can be written",
+            "compiled kernels cannot be kept in %s (%s), so every process compiles them again; set PREFIXKIT_CACHE to "
+            "a folder that can be written",
             place,
             error.strerror or error,
         )

@@ -1,25 +1,25 @@
 """Launching kernels: on torch's current stream, without allocating or waiting, so that a CUDA graph can capture it.
 
-Every kernel takes one struct by value.  It is packed into a buffer that each thread keeps, whose address never changes, so a
-launch is one ``pack_into`` and one driver call.
+Every kernel takes one struct by value.  It is packed into a buffer that each thread keeps, whose address never changes,
+so a launch is one ``pack_into`` and one driver call.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 from collections.abc import Callable, Hashable
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
-from cuda.bindings import driver  # who loads this file has found cuda-core
+from cuda.bindings import driver  # imported only where cuda-core is
 
 from prefixkit.checking import checked
 from prefixkit.cuda.jit import Function
 from prefixkit.cuda.struct_layout import Struct
 
-log = logging.getLogger("prefixkit")
+_T = TypeVar("_T")
 
 # Larger than any struct of ours; the driver takes up to 4 KB.
 STRUCT_BYTES = 4096
@@ -34,6 +34,19 @@ class CudaError(RuntimeError):
 def form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     """All of a tensor but its data: what a launch that is remembered depends on."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+class Memo(dict[Hashable, _T]):
+    """What was prepared for calls of a form; emptied when full, because prefills come in many lengths."""
+
+    SIZE = 4096
+
+    def keep(self, key: Hashable, prepared: _T) -> _T:
+        """Remember ``prepared``, and return it."""
+        if len(self) >= self.SIZE:
+            self.clear()
+        self[key] = prepared
+        return prepared
 
 
 class _Buffer(threading.local):
@@ -59,8 +72,8 @@ def launch(
     block: int,
     shared: int = 0,
     describe: Callable[[], str] = str,
-    together: bool = False,
-    follows: bool = False,
+    cooperative: bool = False,
+    pdl: bool = False,
     cluster: int = 1,
 ) -> None:
     """Start a kernel on the current stream of its device.
@@ -71,10 +84,10 @@ def launch(
         grid, block: Blocks, and threads of one.
         shared: Bytes of dynamic shared memory per block.
         describe: What to say of the call in an error.
-        together: All blocks must be on the GPU at once, because they wait for each other.
-        follows: The kernel waits by itself for the one ahead of it in the stream (``griddepcontrol.wait``), so it may be
-            started before that one has ended.  Compute capability 9.0 and later.
-        cluster: So many consecutive blocks work together, up to 8.  Compute capability 9.0 and later.
+        cooperative: A cooperative launch: all blocks are on the GPU at once, because they wait for each other.
+        pdl: Programmatic dependent launch: the kernel itself waits for the one ahead of it in the stream
+            (``griddepcontrol.wait``), so it may start before that one has ended.  Compute capability 9.0 and later.
+        cluster: Consecutive blocks of a thread block cluster, up to 8.  Compute capability 9.0 and later.
 
     Raises:
         CudaError: the driver refuses, or in checked mode the kernel fails.
@@ -89,13 +102,13 @@ def launch(
         _buffer.devices.add(device)
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
-            return launch(function, layout, values, grid, block, shared, describe, together, follows, cluster)
+            return launch(function, layout, values, grid, block, shared, describe, cooperative, pdl, cluster)
     if shared > FREE_SHARED and _shared.get(function.handle, 0) < shared:
         _allow_shared(function, shared, describe)
     layout.packer.pack_into(_buffer.bytes, 0, *values)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    if together or follows or cluster > 1:
-        config = _config(grid, block, shared, stream, together, follows, cluster)
+    if cooperative or pdl or cluster > 1:
+        config = _config(grid, block, shared, stream, cooperative, pdl, cluster)
         (status,) = driver.cuLaunchKernelEx(config, function.handle, _buffer.address, 0)
     else:
         (status,) = driver.cuLaunchKernel(function.handle, *grid, block, 1, 1, shared, stream, _buffer.address, 0)
@@ -110,22 +123,22 @@ def launch(
 
 @lru_cache(maxsize=256)
 def _config(
-    grid: tuple[int, int, int], block: int, shared: int, stream: int, together: bool, follows: bool, cluster: int = 1
+    grid: tuple[int, int, int], block: int, shared: int, stream: int, cooperative: bool, pdl: bool, cluster: int = 1
 ) -> driver.CUlaunchConfig:
-    attributes = []
-    if together:
-        # Of two kernels whose blocks wait, each could hold half of the GPU for ever; the driver starts such kernels whole.
+    ids, attributes = driver.CUlaunchAttributeID, []
+
+    def value(attribute: driver.CUlaunchAttributeID) -> driver.CUlaunchAttributeValue:
         attributes.append(driver.CUlaunchAttribute())
-        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        attributes[-1].value.cooperative = 1
-    if follows:
-        attributes.append(driver.CUlaunchAttribute())
-        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        attributes[-1].id = attribute
+        return attributes[-1].value
+
+    if cooperative:
+        # Of two kernels whose blocks wait, each could hold half of the GPU for ever; the driver starts these whole.
+        value(ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE).cooperative = 1
+    if pdl:
+        value(ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION).programmaticStreamSerializationAllowed = 1
     if cluster > 1:
-        attributes.append(driver.CUlaunchAttribute())
-        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        dimension = attributes[-1].value.clusterDim
+        dimension = value(ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION).clusterDim
         dimension.x, dimension.y, dimension.z = cluster, 1, 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -143,7 +156,7 @@ def _allow_shared(function: Function, shared: int, describe: Callable[[], str]) 
     _shared[function.handle] = shared
 
 
-def fail(status: int, what: str, describe: Callable[[], str]) -> None:
+def fail(status: int, what: str, describe: Callable[[], str] = str) -> None:
     """Raise a driver's error with its name and what was being done."""
     error = driver.CUresult(status)
     text = driver.cuGetErrorString(error)[1]

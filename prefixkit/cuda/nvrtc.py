@@ -6,7 +6,6 @@ cuda-core is imported in functions only: it is an optional part of the installat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from io import StringIO
@@ -18,10 +17,7 @@ CSRC = Path(__file__).parents[1] / "csrc"
 REMEDY = "pip install 'prefixkit[cuda]'"
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
-# Warnings; and a note of ptxas, no warning to it, that warpgroup products wait for each other: a kernel is half as fast then.
-_COMPLAINT = re.compile(r"warning|Potential Performance Loss", re.IGNORECASE)
-
-# ptxas reports each kernel's registers and spills, which cost nothing to ask for and are kept with the machine code.
+# ptxas reports each kernel's registers and spills, which cost nothing to ask for.
 _FLAGS = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
 FLAGS = repr(_FLAGS)  # for the cache's key
 
@@ -40,11 +36,11 @@ class UnsupportedArch(ValueError):
 
 @dataclass(frozen=True)
 class Unit:
-    """What is compiled together: instantiations of one source file.
+    """A translation unit: instantiations of one source file.
 
     Attributes:
         file: Name of the source in ``root``.
-        names: C++ name expressions of its kernels, such as ``"prefixkit::kv_append<16>"``.
+        names: C++ name expressions of its kernels, such as ``"prefixkit::kv_append<uint4>"``.
         defines: ``(macro, value)`` pairs.
         headers: ``(name, text)`` of headers that are made and not in ``root``.
         root: The folder of the source and of all it includes.
@@ -63,31 +59,18 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Resources:
-    """What one kernel takes of an SM, per thread in registers and bytes; ``shared`` is the static part, per block."""
-
-    registers: int
-    spill_stores: int
-    spill_loads: int
-    stack: int
-    shared: int
-
-
-@dataclass(frozen=True)
 class Binary:
     """Machine code of a unit.
 
     Attributes:
         cubin: The file that the driver loads.
         symbols: Each name expression's symbol in it.
-        resources: Of each name expression; empty where ptxas did not say.
-        warnings: What the compiler complained of.
+        log: What NVRTC and ptxas said, each kernel's registers and spills among it.
     """
 
     cubin: bytes
     symbols: dict[str, str]
-    resources: dict[str, Resources]
-    warnings: tuple[str, ...] = ()
+    log: str = ""
 
 
 def sources(unit: Unit) -> dict[str, str]:
@@ -172,19 +155,10 @@ def compile_unit(unit: Unit, arch: str) -> Binary:
         for name, header in unit.headers:
             (Path(made) / name).parent.mkdir(parents=True, exist_ok=True)
             (Path(made) / name).write_text(header)
-        code, log = _compile(unit, text, arch, [str(unit.root), made])
-    symbols = {name: _text(code.symbol_mapping[name]) for name in unit.names}
-    said = dict(_reports(log))
-    return Binary(
-        cubin=bytes(code.code),
-        symbols=symbols,
-        resources={name: said[symbol] for name, symbol in symbols.items() if symbol in said},
-        warnings=complaints(log),
-    )
+        return _compile(unit, text, arch, [str(unit.root), made])
 
 
-def _compile(unit: Unit, text: str, arch: str, folders: list[str]) -> tuple[Any, str]:
-    """cuda-core's object code, and what NVRTC and ptxas said."""
+def _compile(unit: Unit, text: str, arch: str, folders: list[str]) -> Binary:
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
@@ -196,37 +170,8 @@ def _compile(unit: Unit, text: str, arch: str, folders: list[str]) -> tuple[Any,
     except Exception as error:  # cuda-core has its own exception types, one per library
         version = ".".join(map(str, nvrtc_version()))
         raise CompileError(f"NVRTC {version} cannot compile {unit} for {arch}: {error}") from error
-    return code, log.getvalue()
+    return Binary(bytes(code.code), {name: _text(code.symbol_mapping[name]) for name in unit.names}, log.getvalue())
 
 
 def _text(symbol: Any) -> str:
     return symbol.decode() if isinstance(symbol, bytes) else str(symbol)
-
-
-def complaints(log: str) -> tuple[str, ...]:
-    """The lines of a compiler's log that warn, or say that a kernel will be slow."""
-    return tuple(line for line in log.splitlines() if _COMPLAINT.search(line))
-
-
-def _reports(log: str) -> Iterator[tuple[str, Resources]]:
-    """What ``ptxas -v`` says of each kernel."""
-    for part in re.split(r"Compiling entry function '", log)[1:]:
-        symbol = part.split("'", 1)[0]
-        used = re.search(r"Used (\d+) registers", part)
-        if not used:
-            continue
-
-        def number(what: str, part: str = part) -> int:
-            found = re.search(rf"(\d+) bytes {what}", part)
-            return int(found[1]) if found else 0
-
-        yield (
-            symbol,
-            Resources(
-                registers=int(used[1]),
-                spill_stores=number("spill stores"),
-                spill_loads=number("spill loads"),
-                stack=number("stack frame"),
-                shared=number("smem"),
-            ),
-        )

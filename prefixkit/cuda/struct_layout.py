@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,14 +16,31 @@ if TYPE_CHECKING:
     from prefixkit.cuda.jit import Function
 
 # C types and their codes in the module ``struct``.  Each has one size on every host of CUDA.
-_CODES = {
-    "int": "i",
-    "unsigned int": "I",
-    "long long": "q",
-    "unsigned long long": "Q",
-    "float": "f",
-    "double": "d",
-}
+_CODES = {"int": "i", "unsigned int": "I", "long long": "q", "unsigned long long": "Q", "float": "f", "double": "d"}
+
+# NVRTC has no offsetof; its front end computes one by an operator of its own.
+_OFFSET = """#ifdef __CUDACC_RTC__
+#define LAYOUT_OFFSET(type, path) __INTADDR__(&((type*)0)->path)
+#else
+#define LAYOUT_OFFSET(type, path) __builtin_offsetof(type, path)
+#endif
+"""
+_NO_OFFSET = "#undef LAYOUT_OFFSET\n"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A number, pointer or opaque value.
+
+    Attributes:
+        path: Where it is in the struct, such as ``cost[1].kv_tile``; empty for a type of its own.
+        code: Its type, for the module ``struct``.
+        offset: In bytes.
+    """
+
+    path: str
+    code: str
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -36,19 +52,15 @@ class Opaque:
     alignment: int
 
     @property
-    def definition(self) -> str:
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The value."""
+        return (Leaf("", f"{self.size}s", 0),)
+
+    @property
+    def definitions(self) -> dict[str, None]:
         """Its definition in C++."""
-        return f"struct alignas({self.alignment}) {self.name} {{ unsigned char bytes[{self.size}]; }};\n"
+        return {f"struct alignas({self.alignment}) {self.name} {{ unsigned char bytes[{self.size}]; }};\n": None}
 
-
-# NVRTC has no offsetof; its front end computes one by an operator of its own.
-_OFFSET = """#ifdef __CUDACC_RTC__
-#define LAYOUT_OFFSET(type, path) __INTADDR__(&((type*)0)->path)
-#else
-#define LAYOUT_OFFSET(type, path) __builtin_offsetof(type, path)
-#endif
-"""
-_NO_OFFSET = "#undef LAYOUT_OFFSET\n"
 
 # CUtensorMap of the driver's header.
 TENSOR_MAP = Opaque("TensorMap", 128, 64)
@@ -70,20 +82,20 @@ class Field:
     count: int = 0
     note: str = ""
 
+    @property
+    def layout(self) -> tuple[int, int, tuple[Leaf, ...]]:
+        """Size, alignment and leaves of one element."""
+        if not isinstance(self.type, str):
+            return self.type.size, self.type.alignment, self.type.leaves
+        code = "P" if self.type.endswith("*") else _CODES[self.type]
+        return struct.calcsize(code), struct.calcsize(code), (Leaf("", code, 0),)
 
-@dataclass(frozen=True)
-class Leaf:
-    """A number, pointer or opaque value.
-
-    Attributes:
-        path: Where it is in the struct, such as ``cost[1].unit``.
-        code: Its type, for the module ``struct``.
-        offset: In bytes.
-    """
-
-    path: str
-    code: str
-    offset: int
+    @property
+    def declaration(self) -> str:
+        """Its line in C++."""
+        kind = self.type if isinstance(self.type, str) else self.type.name
+        array = f"[{self.count}]" if self.count else ""
+        return f"    {kind} {self.name}{array};" + (f"  // {self.note}" if self.note else "")
 
 
 @dataclass(frozen=True)
@@ -101,18 +113,27 @@ class Struct:
     @cached_property
     def alignment(self) -> int:
         """In bytes."""
-        return max(_size_and_alignment(field)[1] for field in self.fields)
+        return max(field.layout[1] for field in self.fields)
 
     @cached_property
     def size(self) -> int:
         """In bytes, padding at the end included."""
-        last, offset = list(self._placed())[-1]
-        return _aligned(offset + _size_and_alignment(last)[0] * max(last.count, 1), self.alignment)
+        last = self.leaves[-1]
+        return _aligned(last.offset + struct.calcsize(last.code), self.alignment)
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
         """What a packer writes, in order."""
-        return tuple(leaf for field, offset in self._placed() for leaf in _leaves(field, offset))
+        leaves, end = [], 0
+        for field in self.fields:
+            size, alignment, inner = field.layout
+            end = _aligned(end, alignment)
+            for element in range(max(field.count, 1)):
+                path = f"{field.name}[{element}]" if field.count else field.name
+                dot = "." if isinstance(field.type, Struct) else ""
+                leaves += [Leaf(path + dot + leaf.path, leaf.code, end + leaf.offset) for leaf in inner]
+                end += size
+        return tuple(leaves)
 
     @cached_property
     def packer(self) -> struct.Struct:
@@ -127,33 +148,30 @@ class Struct:
     def header(self) -> tuple[str, str]:
         """Name and text of the C++ header that defines this struct and those in it, for ``Unit.headers``."""
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
-        body = "\n".join(dict.fromkeys(_definitions(self)))
+        body = "\n".join(self.definitions)
         text = f"#pragma once\n{_OFFSET}namespace prefixkit {{\n{body}}}  // namespace prefixkit\n{_NO_OFFSET}"
         return f"layouts/{name}.h", text
 
     @property
-    def definition(self) -> str:
-        """Its definition in C++, and assertions of its layout."""
-        lines = [f"struct {self.name} {{", *map(_declaration, self.fields), "};"]
-        lines += [
-            _assertion(f"LAYOUT_OFFSET({self.name}, {leaf.path})", leaf.offset, f"{self.name}.{leaf.path}")
+    def definitions(self) -> dict[str, None]:
+        """Its definition in C++ behind those of its fields, each once, and assertions of its layout."""
+        inner = {
+            text: None for field in self.fields if not isinstance(field.type, str) for text in field.type.definitions
+        }
+        lines = [f"struct {self.name} {{", *(field.declaration for field in self.fields), "};"]
+        places = [
+            (f"LAYOUT_OFFSET({self.name}, {leaf.path})", leaf.offset, f"{self.name}.{leaf.path}")
             for leaf in self.leaves
         ]
-        lines.append(_assertion(f"sizeof({self.name})", self.size, f"size of {self.name}"))
-        return "\n".join(lines) + "\n"
+        places.append((f"sizeof({self.name})", self.size, f"size of {self.name}"))
+        lines += [f'static_assert({what} == {value}, "{name}");' for what, value, name in places]
+        return {**inner, "\n".join(lines) + "\n": None}
 
-    def check(self, function: Function) -> None:
-        """AssertionError unless the kernel's parameter has this struct's size."""
+    def check(self, function: Function) -> Function:
+        """The kernel; AssertionError unless its parameter has this struct's size."""
         theirs = function.parameter_bytes
         assert theirs == self.size, f"{function.name} takes {theirs} bytes, but {self.name} has {self.size}"
-
-    def _placed(self) -> Iterator[tuple[Field, int]]:
-        end = 0
-        for field in self.fields:
-            size, alignment = _size_and_alignment(field)
-            offset = _aligned(end, alignment)
-            yield field, offset
-            end = offset + size * max(field.count, 1)
+        return function
 
 
 def define(name: str, *rows: tuple[str | Opaque | Struct, str] | tuple[str | Opaque | Struct, str, str]) -> Struct:
@@ -178,43 +196,3 @@ def define(name: str, *rows: tuple[str | Opaque | Struct, str] | tuple[str | Opa
 
 def _aligned(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
-
-
-def _code(kind: str) -> str:
-    return "P" if kind.endswith("*") else _CODES[kind]
-
-
-def _size_and_alignment(field: Field) -> tuple[int, int]:
-    """Of one element."""
-    if isinstance(field.type, str):
-        size = struct.calcsize(_code(field.type))
-        return size, size
-    return field.type.size, field.type.alignment
-
-
-def _leaves(field: Field, offset: int) -> Iterator[Leaf]:
-    size, _ = _size_and_alignment(field)
-    for element in range(max(field.count, 1)):
-        path, at = f"{field.name}[{element}]" if field.count else field.name, offset + element * size
-        if isinstance(field.type, Struct):
-            yield from (Leaf(f"{path}.{leaf.path}", leaf.code, at + leaf.offset) for leaf in field.type.leaves)
-        else:
-            yield Leaf(path, _code(field.type) if isinstance(field.type, str) else f"{size}s", at)
-
-
-def _definitions(defined: Opaque | Struct) -> Iterator[str]:
-    if isinstance(defined, Struct):
-        for field in defined.fields:
-            if not isinstance(field.type, str):
-                yield from _definitions(field.type)
-    yield defined.definition
-
-
-def _declaration(field: Field) -> str:
-    kind = field.type if isinstance(field.type, str) else field.type.name
-    array = f"[{field.count}]" if field.count else ""
-    return f"    {kind} {field.name}{array};" + (f"  // {field.note}" if field.note else "")
-
-
-def _assertion(what: str, value: int, name: str) -> str:
-    return f'static_assert({what} == {value}, "{name}");'

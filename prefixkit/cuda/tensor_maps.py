@@ -1,24 +1,22 @@
-"""Tensor maps: what Hopper's copy engine must know of a pool to bring its pages into shared memory, swizzled."""
+"""Tensor maps: what TMA must know of a pool to bring its pages into shared memory, swizzled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
-from cuda.bindings import driver  # who loads this file has found cuda-core
+from cuda.bindings import driver  # imported only where cuda-core is
 from torch import Tensor
 
-from prefixkit.cuda.launch import fail
+from prefixkit.cuda.launch import Memo, fail
 from prefixkit.cuda.struct_layout import TENSOR_MAP
 
 # The 128-byte swizzle takes 64 elements of 16 bits; the kernels take tokens by groups.
 COLUMNS = 64
 GROUP = 16
-# Layers whose maps are kept, those of pools that are gone included: 3 MiB of maps at most.
-KEPT = 4096
 
-Maps = tuple[bytes, ...]
-_kept: dict[Hashable, Maps] = {}
+# Of layers, those of pools that are gone included: 3 MiB of maps at most.
+_kept: Memo[tuple[bytes, ...]] = Memo()
 
 
 def holds_groups(page_size: int) -> bool:
@@ -26,33 +24,21 @@ def holds_groups(page_size: int) -> bool:
     return page_size % GROUP == 0 and page_size & (page_size - 1) == 0
 
 
-def kept_maps(
-    k_pages: Tensor, v_pages: Tensor, form: Hashable, make: Callable[[Tensor, Tensor], Maps] | None = None
-) -> Maps:
+def kept_maps(k_pages: Tensor, v_pages: Tensor, form: Hashable) -> tuple[bytes, ...]:
     """:func:`tensor_maps` of a layer's pages, made once for their address and form, whatever attends to them.
 
-    Args:
-        k_pages, v_pages: The pages.
-        form: What maps depend on besides: the pages' shape, strides and dtype, which are those of both.
-        make: Makes the maps; None for :func:`tensor_maps`.
+    ``form`` is what maps depend on besides the address: the pages' shape, strides and dtype, which are those of both.
     """
     key = k_pages.data_ptr(), v_pages.data_ptr(), form
-    maps = _kept.get(key)
-    if maps is None:
-        maps = (make or tensor_maps)(k_pages, v_pages)
-        if len(_kept) >= KEPT:
-            _kept.clear()
-        _kept[key] = maps
-    return maps
+    return _kept.get(key) or _kept.keep(key, tensor_maps(k_pages, v_pages))
 
 
-def tensor_maps(k_pages: Tensor, v_pages: Tensor, describe: Callable[[], str] = str) -> Maps:
-    """The six maps of a layer's pages, as the kernel's parameter begins: of keys and of values, by boxes of a group, of a
-    row, of a group's whole rows.
+def tensor_maps(k_pages: Tensor, v_pages: Tensor) -> tuple[bytes, ...]:
+    """The six maps of a layer's pages, as the kernel's parameter begins: of keys and of values, by boxes of a group, of
+    a row, of a group's whole rows.
 
     Args:
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]`` in 16 bits; strides multiples of 8 elements.
-        describe: What to say of the call in an error.
 
     Raises:
         CudaError: the driver refuses.
@@ -61,11 +47,11 @@ def tensor_maps(k_pages: Tensor, v_pages: Tensor, describe: Callable[[], str] = 
     for rows, whole in ((GROUP, False), (1, False), (GROUP, True)):
         for pages in (k_pages, v_pages):
             there = rows == 1 or holds_groups(pages.shape[1])
-            maps.append(_encode(pages, rows, whole, describe) if there else bytes(TENSOR_MAP.size))
+            maps.append(_encode(pages, rows, whole) if there else bytes(TENSOR_MAP.size))
     return tuple(maps)
 
 
-def _encode(pages: Tensor, rows: int, whole: bool, describe: Callable[[], str]) -> bytes:
+def _encode(pages: Tensor, rows: int, whole: bool) -> bytes:
     """Boxes of ``rows`` slots by 64 columns, or by all columns, of one head of one page; dimensions innermost first."""
     count, slots, kv_heads, head_dim = pages.shape
     page, slot, head, _ = pages.stride()
@@ -91,6 +77,6 @@ def _encode(pages: Tensor, rows: int, whole: bool, describe: Callable[[], str]) 
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if int(status):
-        fail(int(status), f"tensor map of pages {list(pages.shape)} strides {list(pages.stride())}", describe)
+        fail(int(status), f"tensor map of pages {list(pages.shape)} strides {list(pages.stride())}")
     # The driver's object is a list of 64-bit words.
     return b"".join(int(word).to_bytes(8, "little") for word in encoded.opaque)

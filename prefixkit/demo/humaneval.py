@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
-from prefixkit.demo.chat import Message
 from prefixkit.demo.model import require
 
 # Where an answer is over: the code fence of a chat, or the first line after the function (the paper's list).
 CHAT_STOP = ("\n```",)
 PLAIN_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+
+
+class Message(TypedDict):
+    """One message of a conversation."""
+
+    role: str
+    content: str
 
 
 @dataclass(frozen=True)
@@ -76,3 +83,16 @@ def plain_text(problem: Problem, examples: Sequence[Problem]) -> str:
     """The same for a model without a chat template: solved functions, then the function's head."""
     solved = "".join(f"{example.head}{example.solution}\n\n" for example in examples)
     return solved + problem.head.rstrip()
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation by the tokenizer's chat template, up to where the model goes on.
+
+    A last message of the assistant is an answer begun: the model continues it.  After any other, it starts one.
+    """
+    begun = messages[-1]["role"] == "assistant"
+    text = tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
+    )
+    # The template writes the special tokens itself.
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]

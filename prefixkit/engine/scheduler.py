@@ -28,7 +28,7 @@ class KVBudgetTooSmall(ValueError):
     """The pool cannot hold even one sequence of some prompt."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RequestState:
     """A prompt in flight, and how many of its samples have reserved pages, have started and have finished.
 
@@ -153,7 +153,8 @@ class Scheduler:
             return
         budget = self._budget()
         while self._short:
-            if not self._grant(self._short[0], budget):
+            state = self._short[0]
+            if not self._grant(state, pages_per_unit(state.request.params, self.tree.page_size), budget):
                 return
             self._short.popleft()
         while self.queue and self._admit_prompt(self.queue[0], budget):
@@ -199,9 +200,8 @@ class Scheduler:
         running = sum(state.granted - state.finished for state in states)
         return _Budget(self.reserved_pages() + unstarted, max(0, self.most_running - running))
 
-    def _grant(self, state: RequestState, budget: _Budget) -> bool:
-        """Reserve pages for as many of a request's waiting samples as fit; True if none is left waiting."""
-        unit = pages_per_unit(state.request.params, self.tree.page_size)
+    def _grant(self, state: RequestState, unit: int, budget: _Budget) -> bool:
+        """Reserve ``unit`` pages for as many of a request's waiting samples as fit; True if none is left waiting."""
         waiting = state.wanted - state.granted
         fit = waiting if unit == 0 else min(waiting, max(0, self.tree.allocator.free - budget.reserved) // unit)
         fit = min(fit, budget.places)
@@ -223,7 +223,7 @@ class Scheduler:
         prompt = self.tree.insert(request.tokens, found)
         state = RequestState(request, prompt, first_logits=self._known_logits(prompt))
         self._in_flight[prompt.id] = state
-        if not self._grant(state, budget):
+        if not self._grant(state, unit, budget):
             self._short.append(state)
         self._drop_pinned()  # the new prompt begins with all of it
         return True

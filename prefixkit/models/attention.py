@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from prefixkit.models.layer import CacheLayer
+from prefixkit.models.layer import CacheLayer, Layer
 from prefixkit.models.tree_cache import TreeCache
 
 NAME = "prefixkit"
@@ -25,17 +25,15 @@ _LAYER = "_prefixkit_layer"
 
 # Keywords that do not change the result, and values that ask for what attention over a tree does anyway.  Any other
 # keyword that is not None is refused, because ignoring it could change the result.
-_NEUTRAL = frozenset(
-    {
-        "position_ids",  # checked before the position embeddings were applied
-        "cache_position",
-        "use_cache",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "num_items_in_batch",
-    }
-)
+_NEUTRAL = {
+    "position_ids",  # checked before the position embeddings were applied
+    "cache_position",
+    "use_cache",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "num_items_in_batch",
+}
 _AGREED = {"is_causal": True, "output_attentions": False}
 
 
@@ -60,11 +58,7 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
         kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
         return original.forward(shallow_copy(self, original, layer), *args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        # The name resolves to the original class, so pickle and deepcopy must rebuild this one.
-        return _blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
-
-    return subclass(original, forward, reduce)
+    return subclass(original, forward, _blank)
 
 
 def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeCache | None:
@@ -72,8 +66,17 @@ def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeCache | No
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeCache)), None)
 
 
-def subclass(original: type[nn.Module], forward: Callable[..., Any], reduce: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of a module's class with the same name and another ``forward``; ``unpatch`` undoes it."""
+def subclass(
+    original: type[nn.Module], forward: Callable[..., Any], blank: Callable[[type[nn.Module]], nn.Module]
+) -> type[nn.Module]:
+    """A subclass of a module's class with the same name and another ``forward``; ``unpatch`` undoes it.
+
+    Pickle and deepcopy, to which the name means the original class, rebuild a module from ``blank(original)``.
+    """
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        return blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
+
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(
         original.__name__, (original,), {**names, "forward": forward, "__reduce_ex__": reduce, _ORIGINAL: original}
@@ -81,7 +84,7 @@ def subclass(original: type[nn.Module], forward: Callable[..., Any], reduce: Cal
 
 
 def is_tree_class(cls: type) -> bool:
-    """Whether ``cls`` was made by :func:`tree_class`."""
+    """Whether :func:`subclass` made ``cls``."""
     return _ORIGINAL in cls.__dict__
 
 
@@ -94,16 +97,6 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 def _blank(original: type[nn.Module]) -> nn.Module:
     cls = tree_class(original)  # type: ignore[arg-type]  # classes hash
     return cls.__new__(cls)
-
-
-class Layer(Protocol):
-    """What the attention function needs of a cache's layer."""
-
-    def check_mask(self, attention_mask: Tensor | None) -> None: ...
-
-    def attend(
-        self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
-    ) -> Tensor: ...
 
 
 def shallow_copy(module: nn.Module, original: type[nn.Module], layer: Layer) -> nn.Module:
@@ -187,12 +180,7 @@ def _scale(module: nn.Module, scaling: float | None, dropout: float, others: dic
     return float(scaling)
 
 
-def _refuse_mask(*args: Any, **kwargs: Any) -> NoReturn:
-    # Registered so that transformers calls it for a mask: for an unknown name transformers drops the mask silently.
-    _refuse_global_use()
-
-
-def _refuse_global_use() -> NoReturn:
+def _refuse_global_use(*args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
         "attn_implementation='prefixkit' cannot be set on a model: attention over a tree needs the cache, which "
         "attention functions never see. Leave attn_implementation as it was and call prefixkit.patch(model)"
@@ -200,4 +188,5 @@ def _refuse_global_use() -> NoReturn:
 
 
 AttentionInterface.register(NAME, tree_attention_forward)
-AttentionMaskInterface.register(NAME, _refuse_mask)
+# Transformers calls it for a mask; for a name without a mask function it would drop the mask silently.
+AttentionMaskInterface.register(NAME, _refuse_global_use)

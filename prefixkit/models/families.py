@@ -4,85 +4,40 @@ from __future__ import annotations
 
 import difflib
 import functools
-from dataclasses import dataclass
+import operator
 from types import MethodType
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 
 from prefixkit.models.attention import original_class
 from prefixkit.models.errors import UnsupportedModel
 
-# model_type -> its attention class, as package.Class below transformers.models.  Every entry is tested: a tree's
-# logits equal the original's, with a window shorter than the text where the family has windows.
+# Every model_type here is tested: a tree's logits equal the original's, with a window shorter than the text where the
+# family has windows.
 #
 # Left out although the mechanism would run: Qwen2-MoE and PhiMoE put their window into the mask but do not tell the
 # attention function; OLMoE tells it a window that its mask ignores; Doge and DiffLlama change the mask or the values
 # on the way.
+# fmt: off
+_TESTED = (
+    "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "llama",
+    "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3",
+    "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+)
+# fmt: on
+# model_type -> its attention class, as package.Class below transformers.models: LlamaForCausalLM has LlamaAttention.
 FAMILIES = {
-    "apertus": "apertus.ApertusAttention",
-    "arcee": "arcee.ArceeAttention",
-    "bitnet": "bitnet.BitNetAttention",
-    "cohere": "cohere.CohereAttention",
-    "cohere2": "cohere2.Cohere2Attention",
-    "cwm": "cwm.CwmAttention",
-    "dots1": "dots1.Dots1Attention",
-    "ernie4_5": "ernie4_5.Ernie4_5Attention",
-    "exaone4": "exaone4.Exaone4Attention",
-    "gemma": "gemma.GemmaAttention",
-    "gemma2": "gemma2.Gemma2Attention",
-    "gemma3_text": "gemma3.Gemma3Attention",
-    "glm": "glm.GlmAttention",
-    "glm4": "glm4.Glm4Attention",
-    "glm4_moe": "glm4_moe.Glm4MoeAttention",
-    "gpt_oss": "gpt_oss.GptOssAttention",
-    "granite": "granite.GraniteAttention",
-    "granitemoe": "granitemoe.GraniteMoeAttention",
-    "helium": "helium.HeliumAttention",
-    "hunyuan_v1_dense": "hunyuan_v1_dense.HunYuanDenseV1Attention",
-    "llama": "llama.LlamaAttention",
-    "ministral": "ministral.MinistralAttention",
-    "ministral3": "ministral3.Ministral3Attention",
-    "mistral": "mistral.MistralAttention",
-    "mixtral": "mixtral.MixtralAttention",
-    "nanochat": "nanochat.NanoChatAttention",
-    "nemotron": "nemotron.NemotronAttention",
-    "olmo": "olmo.OlmoAttention",
-    "olmo2": "olmo2.Olmo2Attention",
-    "olmo3": "olmo3.Olmo3Attention",
-    "phi": "phi.PhiAttention",
-    "phi3": "phi3.Phi3Attention",
-    "qwen2": "qwen2.Qwen2Attention",
-    "qwen3": "qwen3.Qwen3Attention",
-    "qwen3_moe": "qwen3_moe.Qwen3MoeAttention",
-    "seed_oss": "seed_oss.SeedOssAttention",
-    "smollm3": "smollm3.SmolLM3Attention",
-    "stablelm": "stablelm.StableLmAttention",
-    "starcoder2": "starcoder2.Starcoder2Attention",
-    "vaultgemma": "vaultgemma.VaultGemmaAttention",
+    model_type: f"{model_type.removesuffix('_text')}.{CAUSAL_LMS[model_type].removesuffix('ForCausalLM')}Attention"
+    for model_type in _TESTED
+    if model_type in CAUSAL_LMS
 }
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionLayer:
-    """One attention module of a supported model.
-
-    Attributes:
-        name: Where it is, as in ``model.named_modules()``.
-        index: Its ``layer_idx``.
-        module: The module.
-        original: Its class without the patch.
-    """
-
-    name: str
-    index: int
-    module: nn.Module
-    original: type[nn.Module]
-
-
-def attention_layers(model: object) -> list[AttentionLayer]:
-    """The attention layers of a supported model, patched or not, in the order of ``layer_idx``.
+def attention_layers(model: object) -> dict[str, nn.Module]:
+    """The attention modules of a supported model, patched or not, by name and in the order of ``layer_idx``.
 
     Raises:
         UnsupportedModel: ``model`` is no transformers model, is not in the tested table, or has layers of another
@@ -92,20 +47,20 @@ def attention_layers(model: object) -> list[AttentionLayer]:
     model_type = str(pretrained.config.model_type)
     if model_type not in FAMILIES:
         raise UnsupportedModel(_not_in_table(pretrained, model_type))
-    layers = []
+    found: list[tuple[int, str, nn.Module]] = []
     for name, module in pretrained.named_modules():
-        original = original_class(module)
-        if _is_attention_of(model_type, original):
-            _check_layer(name, module, original)
-            layers.append(AttentionLayer(name, int(module.layer_idx), module, original))
-    layers.sort(key=lambda layer: layer.index)
-    if not layers or [layer.index for layer in layers] != list(range(len(layers))):
+        if _is_attention_of(model_type, original_class(module)):
+            _check_layer(name, module)
+            found.append((int(module.layer_idx), name, module))
+    found.sort(key=operator.itemgetter(0))
+    indices = [index for index, _, _ in found]
+    if not found or indices != list(range(len(found))):
         raise UnsupportedModel(
             f"{type(pretrained).__name__} (model_type {model_type!r}): expected one "
-            f"{FAMILIES[model_type].split('.')[1]} for each layer 0, 1, 2, ..., found layers "
-            f"{[layer.index for layer in layers]}; custom attention classes are not supported"
+            f"{FAMILIES[model_type].split('.')[1]} for each layer 0, 1, 2, ..., found layers {indices}; custom "
+            "attention classes are not supported"
         )
-    return layers
+    return {name: module for _, name, module in found}
 
 
 def pretrained_model(model: object) -> PreTrainedModel:
@@ -114,8 +69,7 @@ def pretrained_model(model: object) -> PreTrainedModel:
     Raises:
         UnsupportedModel: there is none.
     """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    for module in modules:
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel):
             return module
     raise UnsupportedModel(
@@ -132,28 +86,27 @@ def _is_attention_of(model_type: str, cls: type[nn.Module]) -> bool:
     return False
 
 
-def _check_layer(name: str, module: nn.Module, original: type[nn.Module]) -> None:
+def _check_layer(name: str, module: nn.Module) -> None:
+    kind = original_class(module).__name__
     if not getattr(module, "is_causal", True):
-        raise UnsupportedModel(
-            f"{name} ({original.__name__}) is bidirectional; in a tree, tokens see their ancestors only"
-        )
+        raise UnsupportedModel(f"{name} ({kind}) is bidirectional; in a tree, tokens see their ancestors only")
     forward = module.__dict__.get("forward")
     if isinstance(forward, functools.partial) and "_hf_hook" in module.__dict__:
         forward = module.__dict__.get("_old_forward")  # accelerate's wrapper, which calls this one
-    if forward is None or _is_own_forward(module, forward):
-        return
-    raise UnsupportedModel(
-        f"{name} ({original.__name__}) has a forward of its own, {forward!r}, behind which a patch is not seen; "
-        "remove that wrapper, or patch first and wrap afterwards"
-    )
+    if forward is not None and not is_own_forward(module, forward):
+        raise UnsupportedModel(
+            f"{name} ({kind}) has a forward of its own, {forward!r}, behind which a patch is not seen; remove that "
+            "wrapper, or patch first and wrap afterwards"
+        )
 
 
-def _is_own_forward(module: nn.Module, forward: Any) -> bool:
+def is_own_forward(module: nn.Module, forward: object) -> bool:
+    """Whether ``forward`` is the bound method of the module's class."""
     return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward
 
 
 def _not_in_table(pretrained: PreTrainedModel, model_type: str) -> str:
-    kinds = {original_class(module).__name__ for module in pretrained.modules()}
+    kinds = {type(module).__name__ for module in pretrained.modules()}
     attention = sorted(kind for kind in kinds if "Attention" in kind)
     nearest = difflib.get_close_matches(model_type, FAMILIES, n=1, cutoff=0.0)[0]
     uses = f"uses {', '.join(attention)}" if attention else "has no attention class that prefixkit knows of"

@@ -11,7 +11,7 @@ from torch import nn
 
 from prefixkit.models.attention import is_tree_class, original_class, tree_class
 from prefixkit.models.compile.packed_weights import unpack
-from prefixkit.models.families import attention_layers
+from prefixkit.models.families import attention_layers, is_own_forward
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -31,15 +31,12 @@ def patch(model: Model) -> Model:
     Raises:
         UnsupportedModel: the model is not one of the tested families; nothing was changed.
     """
-    todo = [layer for layer in attention_layers(model) if not is_tree_class(type(layer.module))]
-    done: list[nn.Module] = []
+    modules = [module for module in attention_layers(model).values() if not is_tree_class(type(module))]
     try:
-        for layer in todo:
-            _become(layer.module, tree_class(layer.original))  # type: ignore[arg-type]
-            done.append(layer.module)
+        for module in modules:
+            _become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash
     except BaseException:
-        for module in done:
-            _become(module, original_class(module))
+        _restore([module for module in modules if is_tree_class(type(module))])
         raise
     return model
 
@@ -47,7 +44,7 @@ def patch(model: Model) -> Model:
 def unpatch(model: Model) -> Model:
     """Undo :func:`patch` and leave no trace; a model that is not patched stays as it is.
 
-    Compiled layers pack the weights of q, k and v into one piece of memory.  Each weight gets memory of its own again:
+    Compiled layers pack the weights of q, k and v into one block of memory.  Each weight gets memory of its own again:
     the same Parameter object with the same values, dtype, device and ``requires_grad``.  The packed memory is freed,
     except where the caller holds other tensors over it.  At most the weights of q, k and v of one layer are in memory
     twice at a moment.
@@ -95,9 +92,6 @@ def _restore(modules: list[nn.Module]) -> None:
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:
     """Change a module's class, and the bound methods that accelerate's hooks keep of the old one."""
-    old = type(module)
+    bound = [name for name in ("forward", "_old_forward") if is_own_forward(module, module.__dict__.get(name))]
     module.__class__ = cls
-    for name in ("forward", "_old_forward"):
-        method = module.__dict__.get(name)
-        if isinstance(method, MethodType) and method.__self__ is module and method.__func__ is old.forward:
-            module.__dict__[name] = MethodType(cls.forward, module)
+    module.__dict__.update(dict.fromkeys(bound, MethodType(cls.forward, module)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from functools import reduce
 from types import ModuleType
+from typing import cast
 
 from packaging.version import InvalidVersion, Version
 
@@ -18,6 +20,7 @@ _RELIED_ON = (
     "Cache.update",
     "Cache.get_seq_length",
     "Cache.get_mask_sizes",
+    "models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",  # names of classes by model_type
 )
 
 
@@ -26,14 +29,7 @@ class UnsupportedTransformers(ImportError):
 
 
 def check_version(found: str) -> None:
-    """Check a version of transformers.
-
-    Args:
-        found: As in ``transformers.__version__``.
-
-    Raises:
-        UnsupportedTransformers: it is below :data:`MINIMUM`, as a pre-release of that is, or no version at all.
-    """
+    """Raise UnsupportedTransformers if a version is below :data:`MINIMUM`, as a pre-release of that is, or is none."""
     try:
         if Version(found) >= Version(MINIMUM):
             return
@@ -45,13 +41,9 @@ def check_version(found: str) -> None:
 
 
 def check_transformers(transformers: ModuleType) -> None:
-    """Check the version of an imported transformers, and that it has what prefixkit relies on.
-
-    Raises:
-        UnsupportedTransformers: it does not; the message says what is missing and how to install another version.
-    """
+    """Raise UnsupportedTransformers if an imported transformers is too old, or lacks what prefixkit relies on."""
     check_version(transformers.__version__)
-    missing = [path for path in _RELIED_ON if not _has(transformers, path)]
+    missing = [path for path in _RELIED_ON if reduce(_part, path.split("."), cast(object, transformers)) is None]
     if not missing and "layers" not in inspect.signature(transformers.Cache.__init__).parameters:
         missing = ["Cache(layers=...)"]
     if missing:
@@ -61,11 +53,5 @@ def check_transformers(transformers: ModuleType) -> None:
         )
 
 
-def _has(module: ModuleType, path: str) -> bool:
-    found: object = module
-    for name in path.split("."):
-        try:
-            found = getattr(found, name)
-        except AttributeError:
-            return False
-    return True
+def _part(whole: object, name: str) -> object:
+    return getattr(whole, name, None)

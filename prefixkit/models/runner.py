@@ -20,7 +20,8 @@ from prefixkit.models.tree_cache import TreeCache
 from prefixkit.ops.kv_pool import KVPool
 
 if TYPE_CHECKING:
-    from prefixkit.models.compile.layers import CompiledLayers, Compiler
+    from prefixkit.models.compile.layers import CompiledLayers
+    from prefixkit.models.compile.packing import Compiler
 
 log = logging.getLogger("prefixkit")
 
@@ -36,7 +37,7 @@ class ModelRunner:
         compiler: Compiles a layer's graph; None for ``compile_layer``, which takes Inductor.
 
     Attributes:
-        model: The model.
+        model: The patched model.
         cache: The cache that carries ``pool`` to its layers.
         vocab_size: Columns of the logits.
         compiled: The compiled layers, or None.
@@ -49,11 +50,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        pool: KVPool,
-        compiled: bool | Container[int] = False,
-        compiler: Compiler | None = None,
+        self, model: nn.Module, pool: KVPool, compiled: bool | Container[int] = False, compiler: Compiler | None = None
     ) -> None:
         if not is_patched(model):
             raise NotPatched(f"ModelRunner: {type(model).__name__} is not patched; call prefixkit.patch(model) first")
@@ -100,13 +97,12 @@ class ModelRunner:
         with torch.inference_mode():
             self.cache.begin(step)
             try:
-                logits = self.model(**self.cache.inputs(), logits_to_keep=step.logit_rows).logits
+                logits: Tensor = self.model(**self.cache.inputs(), logits_to_keep=step.logit_rows).logits[0]
             except BaseException:
                 self.cache.abandon()
                 raise
             self.cache.end()
-            rows: Tensor = logits[0]
-        return rows
+        return logits
 
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the model's parameters and buffers: a CUDA graph of its steps is invalid once they change."""

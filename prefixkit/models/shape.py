@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor, nn
 
 from prefixkit.models.errors import UnsupportedModel
-from prefixkit.models.families import AttentionLayer, attention_layers
+from prefixkit.models.families import attention_layers
+from prefixkit.ops.checks import FLOATS
 from prefixkit.ops.kv_pool import KVSpec
-
-_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kv_spec(model: nn.Module) -> KVSpec:
@@ -20,8 +21,8 @@ def kv_spec(model: nn.Module) -> KVSpec:
     Raises:
         UnsupportedModel: see :func:`attention_layers`; or the layers differ in shape, type or device.
     """
-    layers = attention_layers(model)
-    specs = {_layer_spec(model, layer) for layer in layers}
+    layers = attention_layers(model).values()
+    specs = {(*_heads(module)[1:], *_dtype_and_device(model, module)) for module in layers}
     if len(specs) > 1:
         raise UnsupportedModel(
             f"the layers of {type(model).__name__} differ in (kv_heads, head_dim, dtype, device): "
@@ -37,7 +38,7 @@ def query_heads(model: nn.Module) -> int:
     Raises:
         UnsupportedModel: see :func:`attention_layers`; or the layers differ.
     """
-    heads = {_heads(layer.module)[0] for layer in attention_layers(model)}
+    heads = {_heads(module)[0] for module in attention_layers(model).values()}
     if len(heads) > 1:
         raise UnsupportedModel(
             f"the layers of {type(model).__name__} have {sorted(heads)} query heads; a plan needs them equal"
@@ -45,24 +46,14 @@ def query_heads(model: nn.Module) -> int:
     return heads.pop()
 
 
-def _layer_spec(model: nn.Module, layer: AttentionLayer) -> tuple[int, int, torch.dtype, torch.device]:
-    module = layer.module
-    dtype, device = _dtype_and_device(model, module)
-    return _heads(module)[1], _head_dim(module), dtype, device
-
-
-def _head_dim(module: nn.Module) -> int:
-    return int(module.head_dim)  # type: ignore[arg-type]
-
-
-def _heads(module: nn.Module) -> tuple[int, int]:
-    """Query heads and KV heads of an attention module."""
-    head_dim = _head_dim(module)
+def _heads(module: nn.Module) -> tuple[int, int, int]:
+    """Query heads, KV heads and the size of a head of an attention module."""
+    head_dim = int(module.head_dim)  # type: ignore[arg-type]
     if hasattr(module, "qkv_proj"):
         heads_in_all = _rows(module.qkv_proj) // head_dim
         kv_heads = heads_in_all // (int(module.num_key_value_groups) + 2)  # type: ignore[arg-type]
-        return heads_in_all - 2 * kv_heads, kv_heads
-    return _rows(module.q_proj) // head_dim, _rows(module.k_proj) // head_dim
+        return heads_in_all - 2 * kv_heads, kv_heads, head_dim
+    return _rows(module.q_proj) // head_dim, _rows(module.k_proj) // head_dim, head_dim
 
 
 def _rows(projection: object) -> int:
@@ -77,9 +68,7 @@ def _rows(projection: object) -> int:
 def _dtype_and_device(model: nn.Module, module: nn.Module) -> tuple[torch.dtype, torch.device]:
     """The dtype of the layer's keys, which is that of its plain weights, and the device that it runs on."""
     weights = [*module.parameters()]
-    dtype = next((weight.dtype for weight in weights if weight.dtype in _COMPUTE_DTYPES), None)
-    if dtype is None:
-        dtype = next(weight.dtype for weight in model.parameters() if weight.dtype in _COMPUTE_DTYPES)
+    dtype = next(one.dtype for one in chain(weights, model.parameters()) if one.dtype in FLOATS)
     device = weights[0].device
     return dtype, _execution_device(module) if device.type == "meta" else device
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partialmethod
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -21,7 +21,7 @@ class Compiled(Protocol):
 
     def begin(self, step: Step) -> None: ...
 
-    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def run(self, cache: TreeCache, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class TreeCache(Cache):
@@ -58,11 +58,7 @@ class TreeCache(Cache):
 
     @property
     def step(self) -> Step:
-        """The step in progress.
-
-        Raises:
-            ValueError: between steps.
-        """
+        """The step in progress; between steps, asking for it raises ValueError."""
         if self._step is None:
             raise ValueError("TreeCache: no step in progress; call cache.begin(step) before the model")
         return self._step
@@ -113,7 +109,8 @@ class TreeCache(Cache):
         """Drop the step without a check, after an error."""
         self._step = self.position_ids = None
 
-    # What a forward pass calls.
+    # What a forward pass calls.  The base class, which sees no layers, answers as an empty cache: its length is zero,
+    # and it is not compileable.  No mask of its sizes is used, because layers accept only the one of `inputs`.
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
         """Only layers that ``patch`` has not touched get here; patched ones write through their :class:`CacheLayer`.
@@ -126,17 +123,9 @@ class TreeCache(Cache):
             "after anything that wraps or replaces attention layers"
         )
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: the sequences of a tree have many lengths, and positions come from the step."""
-        return 0
-
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1, as transformers writes "no maximum"."""
         return -1
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """As of an empty cache.  No mask built with it is used: layers accept only the one of :meth:`inputs`."""
-        return query_length, 0
 
     def __len__(self) -> int:
         return self.pool.spec.num_layers
@@ -146,18 +135,9 @@ class TreeCache(Cache):
         state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
         return f"TreeCache({spec.num_layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {state})"
 
-    @property
-    def is_compileable(self) -> bool:
-        """False: ``generate`` must not compile around a cache whose shapes change with the tree."""
-        return False
-
-    @property
-    def is_initialized(self) -> bool:
-        return True
-
-    @property
-    def is_croppable(self) -> bool:
-        return False
+    is_initialized = True
+    is_croppable = False
+    batch_size = 1  # one row of tokens, whatever the number of sequences
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -166,21 +146,11 @@ class TreeCache(Cache):
 
     is_linear = is_dummy = is_sliding
 
-    @property
-    def batch_size(self) -> int:
-        """One row of tokens, whatever the number of sequences."""
-        return 1
 
-
-def _refused(method: str) -> Callable[..., NoReturn]:
-    def refuse(self: TreeCache, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            f"TreeCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release"
-        )
-
-    return refuse
+def _refuse(cache: TreeCache, *args: Any, method: str, **kwargs: Any) -> NoReturn:
+    raise TypeError(f"TreeCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release")
 
 
 # What would change which KV is kept.  The base class, which sees no layers, would silently do nothing.
 for _method in ("reorder_cache", "crop", "reset", "batch_repeat_interleave", "batch_select_indices"):
-    setattr(TreeCache, _method, _refused(_method))
+    setattr(TreeCache, _method, partialmethod(_refuse, method=_method))

@@ -3,8 +3,8 @@
     cuda    our kernels
     torch   plain torch: on a CPU, and on a GPU where our kernels cannot run
 
-``PREFIXKIT_BACKEND`` chooses for GPUs instead: ``cuda`` makes whatever is missing an error, ``torch`` does without the kernels,
-``cpu`` makes tensors on a GPU an error.  Tensors on the CPU always run on the CPU.
+``PREFIXKIT_BACKEND`` chooses for GPUs instead: ``cuda`` makes whatever is missing an error, ``torch`` does without the
+kernels, ``cpu`` makes tensors on a GPU an error.  Tensors on the CPU always run on the CPU.
 
 Backends register themselves here (``prefixkit.backends``), so nothing below them imports one.
 """
@@ -93,10 +93,10 @@ class Backend:
 
     Attributes:
         name: ``torch`` or ``cuda``.
-        planner_for: The planner for some heads on a device in a dtype; it makes what ``tree_attention`` takes as ``plan``.
+        planner_for: The planner for some heads on a device in a dtype; makes what ``tree_attention`` takes as ``plan``.
         kv_append, rotary_append, tree_attention, advance, sample, plan_tree: The ops.
-        graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for planners whose
-            plans cannot be made anew in a graph.  None: there are no graphs.
+        graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
+            planners whose plans cannot be made anew in a graph.  None: there are no graphs.
     """
 
     name: str
@@ -144,12 +144,8 @@ def wanted() -> str | None:
     return name or None
 
 
-def choose(device: torch.device, probe: Callable[[torch.device], Choice] | None = None) -> Choice:
+def choose(device: torch.device) -> Choice:
     """What runs the ops for tensors on a device.
-
-    Args:
-        device: The device.
-        probe: Tells what a GPU can run; None asks the registered backend.
 
     Raises:
         BackendError: the device is no CPU or CUDA device, or cannot run what ``PREFIXKIT_BACKEND`` says, or no
@@ -166,7 +162,7 @@ def choose(device: torch.device, probe: Callable[[torch.device], Choice] | None 
         )
     if name == "torch":
         return Choice("torch", f"{VARIABLE}=torch", f"unset {VARIABLE} for the fast kernels")
-    probe = probe or _registration("cuda").probe
+    probe = _registration("cuda").probe
     assert probe is not None, "registered with one"
     found = probe(device)
     if name == "cuda" and found.name != "cuda":

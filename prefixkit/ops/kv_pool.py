@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
-
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from prefixkit.ops.checks import FLOATS
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class KVSpec:
         for name in ("num_layers", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"KVSpec: {name} must be at least 1, got {getattr(self, name)}")
-        if self.dtype not in KV_DTYPES:
-            raise ValueError(f"KVSpec: dtype must be one of {', '.join(map(str, KV_DTYPES))}, got {self.dtype}")
+        if self.dtype not in FLOATS:
+            raise ValueError(f"KVSpec: dtype must be one of {', '.join(map(str, FLOATS))}, got {self.dtype}")
         object.__setattr__(self, "device", torch.device(self.device))
 
     @property

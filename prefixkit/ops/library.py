@@ -3,9 +3,9 @@
 A contract is a function by the op's name: its signature gives the schema, and it checks the arguments and returns empty
 results, so it is the op's fake too.
 
-``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of variants
-stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs under autograd, but
-its backward raises :class:`NoBackward`; ``rotary_append`` raises it at once.
+``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of
+variants stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs
+under autograd, but its backward raises :class:`NoBackward`; ``rotary_append`` raises it at once.
 """
 
 from __future__ import annotations
@@ -16,17 +16,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from prefixkit.attention.capacity import scratch_ints
+from prefixkit.attention.gpu_cost import COST_NUMBERS, SHARING_NUMBERS
 from prefixkit.attention.variants import lookup
+from prefixkit.ops import checks
 from prefixkit.ops.backend import backend_for
-from prefixkit.ops.checks import (
-    PACKED,
-    check_advance,
-    check_append,
-    check_attention,
-    check_plan_tree,
-    check_rotary,
-    check_sample,
-)
+from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
 
 
 class NoBackward(NotImplementedError):
@@ -36,9 +31,9 @@ class NoBackward(NotImplementedError):
 def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Write keys and values to pages.
 
-    One contract for every op that appends, on every backend: a row whose slot is -1 writes nothing, as rows do that pad a
-    captured graph's batch; any other slot outside ``0 .. pages * page_size - 1`` is an error.  The CPU raises before it
-    writes anything.  On a GPU the host does not wait to read slots: such a row writes nothing either, and with
+    One contract for every op that appends, on every backend: a row whose slot is -1 writes nothing, as rows do that pad
+    a captured graph's batch; any other slot outside ``0 .. pages * page_size - 1`` is an error.  The CPU raises before
+    it writes anything.  On a GPU the host does not wait to read slots: such a row writes nothing either, and with
     ``PREFIXKIT_CHECK=1`` the host does wait, and raises as the CPU does.
 
     Args:
@@ -50,7 +45,7 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
         BadShape, BadDtype, BadDevice: an argument does not fit the others.
         IndexError: a slot does not exist; see above for GPUs.
     """
-    check_append(key, value, k_pages, v_pages, slots)
+    checks.check_append(key, value, k_pages, v_pages, slots)
 
 
 def rotary_append(
@@ -71,18 +66,12 @@ def rotary_append(
         BadShape, BadDtype, BadDevice, IndexError: as ``kv_append``.
         NoBackward: a gradient is recorded.
     """
-    check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
+    checks.check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
     return q.new_empty(q.shape)
 
 
 def tree_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    q_positions: Tensor,
-    plan: Sequence[Tensor],
-    scale: float,
-    variant: str,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, plan: Sequence[Tensor], scale: float, variant: str
 ) -> tuple[Tensor, Tensor]:
     """Attention of ``T`` queries over a tree, as planned.
 
@@ -90,19 +79,19 @@ def tree_attention(
         q: ``[T, heads, head_dim]`` in the pages' dtype.
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, as ``KVPool`` lays them out on the device.
         q_positions: ``[T]`` int64.
-        plan: ``Step.plan``, made by the device's planner: on our kernels the work and the tree at addresses that a captured
-            graph reads, on plain torch a handle.
+        plan: ``Step.plan``, made by the device's planner: on our kernels the work and the tree at addresses that a
+            captured graph reads, on plain torch a handle.
         scale: Factor on ``q . k``.
         variant: Key from ``register``.
 
     Returns:
-        ``out [T, heads, head_dim]`` in q's dtype and ``lse [T, heads]`` float32, natural logarithm.  Rows that see nothing are
-        0 and -inf.
+        ``out [T, heads, head_dim]`` in q's dtype and ``lse [T, heads]`` float32, natural logarithm.  Rows that see
+        nothing are 0 and -inf.
 
     Raises:
         BadShape, BadDtype, BadDevice, UnknownVariant: an argument does not fit the others.
     """
-    check_attention(q, k_pages, v_pages, q_positions)
+    checks.check_attention(q, k_pages, v_pages, q_positions)
     lookup(variant)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -125,39 +114,64 @@ def advance(
 
     Args:
         leaf: ``[R]`` int32 the node that each row appends to, -1 for rows that pad a batch.
-        start, length, page_indptr, pages, first_slot: The tree, int32; ``length`` grows by one at each leaf with a free slot.
+        start, length, page_indptr, pages, first_slot: The tree, int32; ``length`` grows by 1 at leaves with a slot.
         sampled: ``[R]`` int64 the token that each row runs next.
-        tokens, positions, slots: ``[R]`` int64, written: the step.  Padding gets token 0, position 0 and slot -1; a leaf whose
-            pages are full gets slot -1 and its last position.
+        tokens, positions, slots: ``[R]`` int64, written: the step.  Padding gets token 0, position 0 and slot -1; a
+            leaf whose pages are full gets slot -1 and its last position.
         rows: The first so many rows take part.
         page_size: Tokens per page.
 
     Raises:
         BadShape, BadDtype, BadDevice: an argument does not fit the others.
     """
-    check_advance(leaf, (start, length, page_indptr, pages, first_slot), (sampled, tokens, positions, slots), rows)
+    op, step = "advance", {"sampled": sampled, "tokens": tokens, "positions": positions, "slots": slots}
+    checks.check_nodes(op, (start, length, page_indptr, pages, first_slot), leaf.device)
+    for name, tensor in step.items():
+        checks.check_slots(op, name, tensor, leaf.device)
+    checks.expect(op, "leaf", leaf, dtypes=(torch.int32,))
+    for name, tensor in (("leaf", leaf), *step.items()):
+        checks.expect(op, name, tensor, f"[at least {rows}]", tensor.ndim == 1 and tensor.shape[0] >= rows)
 
 
 def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
     """Sample a token for every active row, by the specification of ``sampling.specification``, bit by bit.
 
-    A row that is not active is left alone.  Of each other row the token and its log-probability are written, the token's bit in
-    ``seen`` is set, and the record's step grows by 1.  A row that holds NaN or +inf, or no finite logit, or whose scores leave
-    float32, gets token -1, log-probability NaN and no bit, and its step grows too.
+    A row that is not active is unchanged.  Of each other row the token and its log-probability are written, the token's
+    bit in ``seen`` is set, and the record's step grows by 1.  A row that holds NaN or +inf, or no finite logit, or with
+    scores beyond float32, gets token -1, log-probability NaN and no bit, and its step grows too.
 
     Args:
-        logits: ``[n, vocab]`` float32, bfloat16 or float16; stride 1 over the vocabulary, which has at most 2**20 tokens.
-        records: ``[rows, 12]`` int32, contiguous: a record of each row's parameters, see ``ops.sampling_records``.  This and
-            the following have at least ``n`` rows.
-        seen: ``[rows, ceil(vocab / 32)]`` int32, contiguous: bit ``t % 32`` of word ``t // 32`` says that the sequence holds
-            token ``t``.  Read where there is a repetition penalty.
+        logits: ``[n, vocab]`` float32, bfloat16 or float16; stride 1 over the vocabulary of at most 2**20 tokens.
+        records: ``[rows, 12]`` int32, contiguous: a record of each row's parameters, see ``ops.sampling_records``.
+            This and the following have at least ``n`` rows.
+        seen: ``[rows, ceil(vocab / 32)]`` int32, contiguous: bit ``t % 32`` of word ``t // 32`` says that the sequence
+            holds token ``t``.  Read where there is a repetition penalty.
         tokens: ``[rows]`` int64, written.
         logprobs: ``[rows]`` float32, written: the log-softmax of the untouched logits at the token.
 
     Raises:
         BadShape, BadDtype, BadDevice: an argument does not fit the others.
     """
-    check_sample(logits, records, seen, tokens, logprobs)
+    op, device = "sample", logits.device
+    fits = logits.ndim == 2 and 1 <= logits.shape[1] <= MOST_VOCAB
+    checks.expect(op, "logits", logits, f"[n, vocab] with 1 to {MOST_VOCAB} tokens", fits, checks.FLOATS)
+    rows, vocab = logits.shape
+    if vocab > 1 and logits.stride(1) != 1:
+        strides = list(logits.stride())
+        raise checks.BadShape(
+            f"{op}: logits must have stride 1 over the vocabulary, got strides {strides}; use .contiguous()"
+        )
+    for name, tensor, dtype, width in (
+        ("records", records, torch.int32, (RECORD_INTS,)),
+        ("seen", seen, torch.int32, (words(vocab),)),
+        ("tokens", tokens, torch.int64, ()),
+        ("logprobs", logprobs, torch.float32, ()),
+    ):
+        shape = tensor.shape
+        fits = len(shape) == 1 + len(width) and shape[0] >= rows and shape[1:] == width and tensor.is_contiguous()
+        if not fits or tensor.dtype != dtype or tensor.device != device:  # names are for errors only
+            expected = f"[at least {rows}{''.join(f', {n}' for n in width)}], contiguous"
+            checks.expect(op, name, tensor, expected, fits, (dtype,), device)
 
 
 def plan_tree(
@@ -197,8 +211,30 @@ def plan_tree(
         BadShape, BadDtype, BadDevice: an argument does not fit the others.
         ValueError: heads or cost are none, or no tile holds a group.
     """
+    op, device, nodes = "plan_tree", parent.device, parent.shape[0]
+    names, tree = ("num_nodes", "parent", "subtree_end", "length", "own"), (num_nodes, parent, subtree_end, length, own)
     work = counts, tile_items, decode_items, segments, merge_indptr, merge_indices
-    check_plan_tree((num_nodes, parent, subtree_end, length, own), work, scratch, heads, cost)
+    checks.check_ints(op, "tree", names, tree, device)
+    checks.check_ints(op, "scratch", ("scratch",), (scratch,), device)
+    checks.expect(op, "num_nodes", num_nodes, "[1]", num_nodes.shape == (1,))
+    for name, tensor in zip(names[1:], tree[1:], strict=True):
+        if tensor.shape != (nodes,) or not tensor.is_contiguous():
+            checks.expect(op, name, tensor, f"[{nodes}], contiguous", False)
+    checks.check_work(op, work, device)
+    if not all(tensor.is_contiguous() for tensor in (*work, scratch)):
+        raise checks.BadShape(f"{op}: the plan's tensors and scratch must be contiguous")
+    need = scratch_ints(nodes, tile_items.shape[0], decode_items.shape[0], merge_indptr.shape[0] - 1)
+    if scratch.ndim != 1 or scratch.shape[0] < need:
+        checks.expect(op, "scratch", scratch, f"[at least {need}]", False)
+    if len(heads) != 4 or min(heads) < 1 or heads[0] % heads[1]:
+        raise ValueError(
+            f"{op}: heads must be query heads, KV heads, head size, bytes of an element, got {list(heads)}"
+        )
+    if len(cost) != COST_NUMBERS:
+        raise ValueError(f"{op}: cost must be the {COST_NUMBERS} numbers of a GpuCost, got {len(cost)}")
+    group, tile_heads = heads[0] // heads[1], int(cost[SHARING_NUMBERS - 1])
+    if group > tile_heads:
+        raise ValueError(f"{op}: a tile must hold a GQA group of {group} heads, but holds {tile_heads}; plan in numpy")
 
 
 def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
@@ -234,7 +270,7 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object]]
     (tree_attention, (), _trust),
     (advance, ("length", "tokens", "positions", "slots"), advance),
     (sample, ("records", "seen", "tokens", "logprobs"), sample),
-    (plan_tree, (*PACKED, "scratch"), plan_tree),
+    (plan_tree, (*checks.PACKED, "scratch"), plan_tree),
 )
 SCHEMAS = tuple(op.__name__ + torch.library.infer_schema(op, mutates_args=writes) for op, writes, _ in _OPS)
 

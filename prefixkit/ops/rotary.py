@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each head's halves turned against each other (Su et al., RoFormer; the halves as in Llama), in float32, rounded once.
+    """Each head's halves rotated (Su et al., RoFormer; the halves as in Llama), in float32, rounded once.
 
     Args:
         x: ``[T, heads, head_dim]``.
@@ -16,6 +16,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         As ``x``, contiguous.
     """
-    wide, half = x.float(), x.shape[-1] // 2
-    turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
-    return (wide * cos.float()[:, None] + turned * sin.float()[:, None]).to(x.dtype).contiguous()
+    x32, half = x.float(), x.shape[-1] // 2
+    rotated = torch.cat((-x32[..., half:], x32[..., :half]), dim=-1)
+    return (x32 * cos.float()[:, None] + rotated * sin.float()[:, None]).to(x.dtype).contiguous()

@@ -1,4 +1,4 @@
-"""What the op ``sample`` knows of a row: a record of sampling parameters, and a bit for each token that its sequence holds."""
+"""What the op ``sample`` knows of a row: a record of sampling parameters, and a bit for each token of its sequence."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def words(vocab: int) -> int:
 
 
 def mask(history: NDArray[np.integer[Any]], vocab: int) -> NDArray[np.int32]:
-    """``[words]`` a bit for each token that the sequence holds; ids beyond the vocabulary are never sampled and left out."""
+    """``[words]`` a bit for each token of a sequence, but for ids beyond the vocabulary, which are never sampled."""
     held = np.zeros(32 * words(vocab), dtype=bool)
     ids = np.asarray(history, dtype=np.int64)
     held[ids[ids < vocab]] = True

@@ -5,6 +5,5 @@ from prefixkit.tree.node import Node, Sequence
 from prefixkit.tree.pages import OutOfPages, PageAllocator
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.snapshot import TreeSnapshot
-from prefixkit.tree.stats import TreeStats
 
-__all__ = ["Match", "Node", "OutOfPages", "PageAllocator", "PrefixTree", "Sequence", "TreeSnapshot", "TreeStats"]
+__all__ = ["Match", "Node", "OutOfPages", "PageAllocator", "PrefixTree", "Sequence", "TreeSnapshot"]

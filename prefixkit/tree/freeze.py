@@ -116,16 +116,16 @@ def _with_new_pages(
     old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp], num_pages: Ints
 ) -> NDArray[np.int32]:
     """``old.pages`` with the pages that the nodes ``grown`` (ascending) have gained put after those they had."""
-    pieces: list[Ints] = []
+    parts: list[Ints] = []
     begin = 0  # old.pages[:begin] are placed
     ends = old.page_indptr[grown + 1]
     had = ends - old.page_indptr[grown]
     for i, end, first, last in zip(grown.tolist(), ends.tolist(), had.tolist(), num_pages[grown].tolist(), strict=True):
-        pieces.append(old.pages[begin:end])
-        pieces.append(nodes[i].page_buffer[first:last])
+        parts.append(old.pages[begin:end])
+        parts.append(nodes[i].page_buffer[first:last])
         begin = end
-    pieces.append(old.pages[begin:])
-    return np.concatenate(pieces, out=_empty(int(num_pages.sum())))
+    parts.append(old.pages[begin:])
+    return np.concatenate(parts, out=_empty(int(num_pages.sum())))
 
 
 def _empty(size: int) -> NDArray[np.int32]:

@@ -199,30 +199,30 @@ class Node:
         self.computed = min(self.computed, length)
         return before[self.num_pages :]
 
-    def split(self, cut: int, upper_id: int, allocator: PageAllocator) -> Node:
-        """Cut before token ``cut``; return the new upper half, which holds the tokens ``[0, cut)``.
+    def split(self, at: int, upper_id: int, allocator: PageAllocator) -> Node:
+        """Split before token ``at``; return the new upper half, which holds the tokens ``[0, at)``.
 
-        This node becomes the lower half, ``[cut, length)``: the sequences that end here and the children need no
-        update.  A cut inside a page leaves the page to both halves.
+        This node becomes the lower half, ``[at, length)``: the sequences that end here and the children need no
+        update.  A split inside a page leaves the page to both halves.
         """
         assert self.parent is not None, self
-        assert 0 < cut < self.length, (self, cut)
-        page, offset = divmod(self.first_slot + cut, self._page_size)  # where the lower half begins
+        assert 0 < at < self.length, (self, at)
+        page, offset = divmod(self.first_slot + at, self._page_size)  # where the lower half begins
         upper_pages = self.page_buffer[: page + (offset > 0)].copy()
-        allocator.share(upper_pages[page:])  # the cut page, if any
+        allocator.share(upper_pages[page:])  # the page that the split cuts, if any
 
-        tokens = self._token_buffer[:cut].copy()
+        tokens = self._token_buffer[:at].copy()
         upper = Node(upper_id, self.parent, self._page_size, tokens, upper_pages, self.first_slot)
         upper.continuation = self if offset else None
-        upper.computed = min(self.computed, cut)
+        upper.computed = min(self.computed, at)
         self.parent.replace_child(self, upper)
 
-        self._token_buffer = self._token_buffer[cut:]
+        self._token_buffer = self._token_buffer[at:]
         self.page_buffer = self.page_buffer[page:]
         self.first_slot = offset
-        self.start += cut
-        self.length -= cut
-        self.computed = max(self.computed - cut, 0)
+        self.start += at
+        self.length -= at
+        self.computed = max(self.computed - at, 0)
         upper.adopt(self)
         return upper
 

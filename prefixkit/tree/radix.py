@@ -10,12 +10,11 @@ from itertools import count as count_up
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from prefixkit.tree import freeze, integrity
+from prefixkit.tree import freeze
 from prefixkit.tree.match import Match, follow
 from prefixkit.tree.node import Node, Sequence
 from prefixkit.tree.pages import OutOfPages, PageAllocator, check_page_size, pages_for
 from prefixkit.tree.snapshot import TreeSnapshot
-from prefixkit.tree.stats import TreeStats, measure
 from prefixkit.tree.tokens import as_tokens
 
 __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
@@ -66,11 +65,6 @@ class PrefixTree:
         """The longest prefix of ``tokens`` that the tree holds.  Changes nothing.  O(tokens)."""
         return follow(self.root, as_tokens(tokens))
 
-    def missing_pages(self, tokens: ArrayLike) -> int:
-        """Pages that `insert` would take for ``tokens`` now.  Changes nothing."""
-        values = as_tokens(tokens)
-        return self._pages_below(follow(self.root, values), len(values))
-
     def pages_to_extend(self, sequence: Sequence, count: int) -> int:
         """Pages that `extend` takes at most for ``count`` more tokens of ``sequence``, whatever grows beside it.
 
@@ -92,20 +86,8 @@ class PrefixTree:
         frozen = self._freeze()
         computed, length = frozen.snapshot.computed, frozen.snapshot.length
         waiting = np.flatnonzero(computed < length)
-        return [
-            (frozen.nodes[index], have, want)
-            for index, have, want in zip(
-                waiting.tolist(), computed[waiting].tolist(), length[waiting].tolist(), strict=True
-            )
-        ]
-
-    def stats(self) -> TreeStats:
-        """What the tree holds and what sharing saves."""
-        return measure(self.snapshot(), self.allocator)
-
-    def check(self) -> None:
-        """Prove every invariant, in O(tokens); raises AssertionError on a mistake of ours.  For tests."""
-        integrity.check(self)
+        columns = (waiting.tolist(), computed[waiting].tolist(), length[waiting].tolist())
+        return [(frozen.nodes[index], have, want) for index, have, want in zip(*columns, strict=True)]
 
     # -- changing --------------------------------------------------------------------------------------------------
 
@@ -333,9 +315,9 @@ class PrefixTree:
         self.version += 1
         return leaf
 
-    def _split(self, node: Node, cut: int) -> Node:
+    def _split(self, node: Node, at: int) -> Node:
         self.version += 1
-        return node.split(cut, next(self._node_ids), self.allocator)
+        return node.split(at, next(self._node_ids), self.allocator)
 
     def _prune(self, node: Node) -> None:
         """After ``node`` has lost a sequence: remove what leads to no sequence, then undo a split without purpose."""

@@ -61,6 +61,12 @@ class TreeSnapshot:
         """Distinct tokens held: what a tree stores once."""
         return int(self.length.sum())
 
+    @property
+    def num_tokens_unshared(self) -> int:
+        """The sum of the sequences' lengths: what they would hold without sharing."""
+        ends = self.sequence_node[self.sequence_node >= 0]  # empty sequences end at no node
+        return int((self.start[ends] + self.length[ends]).sum(dtype=int))
+
     def depth(self) -> Ints:
         """``[nodes]`` how many nodes lie above each; 0 for a root."""
         opened = np.arange(self.num_nodes, dtype=np.int32)  # nodes before it in depth-first order ...

@@ -15,18 +15,16 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant
 from prefixkit.backends.torch import tuning
-from prefixkit.backends.torch.batches import Heads
-from prefixkit.backends.torch.pieces import Work
 from prefixkit.backends.torch.planner import bind
 from prefixkit.backends.torch.program import Program, compile_program
 from prefixkit.backends.torch.run import run_program
-from prefixkit.backends.torch.tuning import Tuning
+from prefixkit.backends.torch.tuning import Heads, Tuning
 from prefixkit.ops import library as ops  # noqa: F401
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32, 64, 128)
 SHARE_ALL = CostModel(item=0.0, kv_byte=1.0, partial_byte=0.0)
-FOLD_ALL = CostModel(item=1e9, kv_byte=0.0, partial_byte=0.0)
+SHARE_NONE = CostModel(item=1e9, kv_byte=0.0, partial_byte=0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +79,8 @@ def make_snapshot(
 ) -> tuple[TreeSnapshot, int]:
     """A snapshot with these nodes, and the number of pages of its pool.
 
-    Unless ``orderly``, pages lie in random order, nodes begin inside pages, and some children go on in the page that cuts
-    their parent's end, as after a split.
+    Unless ``orderly``, pages lie in random order, nodes begin inside pages, and some children go on in the page that
+    cuts their parent's end, as after a split.
     """
     nodes = len(parents)
     parent, length = np.array(parents, dtype=np.int32), np.array(lengths, dtype=np.int32)
@@ -255,33 +253,20 @@ def attend(case: Case, plan: Plan, variant: str = "causal") -> tuple[Tensor, Ten
     return out, lse
 
 
-def work_of(case: Case, plan: Plan) -> Work:
-    """What the torch executor makes of a plan."""
-    return Work.of(plan, StepTree(case.snapshot, case.queries))
-
-
 def program_of(case: Case, plan: Plan, variant: Variant = CAUSAL, costs: Tuning = tuning.CPU) -> Program:
     """The program for a CPU, with costs of one's own."""
-    return compile_program(
-        work_of(case, plan),
-        len(case.k_pages),
-        Heads(case.shape.heads, case.shape.kv_heads, case.shape.head_dim, costs),
-        variant,
-        exact_views=case.q.dtype == torch.float32,
-        flash=True,
-    )
+    return _program(case, plan, variant, costs, on_cpu=True)
 
 
 def gpu_program_of(case: Case, plan: Plan, variant: Variant = CAUSAL, costs: Tuning = tuning.GPU) -> Program:
     """The program for plain torch on a GPU; it runs on any device."""
-    return compile_program(
-        work_of(case, plan),
-        len(case.k_pages),
-        Heads(case.shape.heads, case.shape.kv_heads, case.shape.head_dim, costs),
-        variant,
-        exact_views=False,
-        flash=False,
-    )
+    return _program(case, plan, variant, costs, on_cpu=False)
+
+
+def _program(case: Case, plan: Plan, variant: Variant, costs: Tuning, *, on_cpu: bool) -> Program:
+    heads = Heads(case.shape.heads, case.shape.kv_heads, case.shape.head_dim, costs)
+    tree = StepTree(case.snapshot, case.queries)
+    return compile_program(plan, tree, len(case.k_pages), heads, variant, case.q.dtype, on_cpu=on_cpu)
 
 
 def run_on(case: Case, program: Program, variant: Variant = CAUSAL) -> tuple[Tensor, Tensor]:

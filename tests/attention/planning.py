@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, decompose
-from prefixkit.attention.capacity import PlanCapacity
+from prefixkit.attention.capacity import OVERFLOW, PlanCapacity
 from prefixkit.attention.gpu_cost import DECODE_ROWS, H200, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.tree.ragged import ranges
-from prefixkit.tree.snapshot import TreeSnapshot
+from prefixkit.tree.snapshot import Ints, TreeSnapshot
 from tests.attention.forests import make_snapshot, random_parents
 
 HEADS = ((1, 1), (8, 1), (32, 8), (32, 32), (6, 2), (64, 1), (40, 2))
@@ -66,6 +68,17 @@ def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: 
         num_sms=num_sms,
         cost=cost,
     )
+
+
+def held_by(work: Sequence[Tensor]) -> list[Ints]:
+    """A plan's arrays cut to what they hold, on the host."""
+    counts, tile_items, decode_items, segments, merge_indptr, merge_indices = (x.cpu().numpy() for x in work)
+    assert not counts[OVERFLOW]
+    tile_items, decode_items = tile_items[: counts[0]], decode_items[: counts[1]]
+    items = np.concatenate((tile_items, decode_items))
+    used = int((items[:, 3] + items[:, 4] // 2).max(initial=0))
+    lists = segments[:used], merge_indptr[: counts[2] + 1], merge_indices[: counts[3]]
+    return [counts, tile_items, decode_items, *lists]
 
 
 def narrowed(rows: BSR, group: int) -> BSR:

@@ -24,7 +24,7 @@ def test_what_does_not_fit_is_named():
 
 @pytest.mark.parametrize("seed", range(100))
 def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
-    """Whatever the lengths, the costs and what is shared; so a planner on the GPU cannot run out of room."""
+    """Whatever the lengths, the costs and what is shared; so a planner on the GPU cannot run out of capacity."""
     rng = np.random.default_rng(seed)
     parents = random_parents(rng, int(rng.choice([1, 5, 20, 60])))
     group, kv_heads = [(1, 8), (4, 8), (8, 1), (16, 2)][rng.integers(4)]
@@ -50,16 +50,16 @@ def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_room_for_a_plan_holds_it_and_is_no_more_than_for_any_plan(seed):
+def test_the_capacity_for_now_holds_a_plan_and_is_no_more_than_for_any_plan(seed):
     rng = np.random.default_rng(seed)
     snapshot, queries = random_tree(rng, int(rng.choice([1, 5, 60])), int(rng.choice([4, 300, 20000])), 3, 0.6)
     shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
-    room = capacity_now(StepTree(snapshot, queries), shape, sms, cost)
-    room.check(size_of(specified(snapshot, queries, shape, cost, sms)))
-    capacity_for(StepTree(snapshot, queries), shape, sms, cost).check(room)
+    capacity = capacity_now(StepTree(snapshot, queries), shape, sms, cost)
+    capacity.check(size_of(specified(snapshot, queries, shape, cost, sms)))
+    capacity_for(StepTree(snapshot, queries), shape, sms, cost).check(capacity)
 
 
-def test_a_deep_trees_plan_needs_little_room():
+def test_a_deep_trees_plan_needs_little_capacity():
     """Any plan of it needs a partial row for each query and ancestor; but short nodes are not shared."""
     levels = 400
     rng = np.random.default_rng(0)
@@ -67,5 +67,5 @@ def test_a_deep_trees_plan_needs_little_room():
     snapshot, _ = make_snapshot(rng, parents, [2] * len(parents), 16, orderly=True)
     leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
     queries, shape = Queries(leaf, leaf * 0 + 1, leaf * 0 + 2), HeadShape(32, 8, 128, 2)
-    most, room = (f(StepTree(snapshot, queries), shape, 132).partials for f in (capacity_for, capacity_now))
-    assert most > 20 * room
+    most, now = (f(StepTree(snapshot, queries), shape, 132).partials for f in (capacity_for, capacity_now))
+    assert most > 20 * now

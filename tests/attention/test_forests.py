@@ -1,13 +1,14 @@
 """Random forests: the op against dense float64 attention.
 
-The bound is torch's own error.  Its kernel gets the same rows in the same dtype, all keys of the forest at once and a mask
-that says who sees whom; where it cannot do the variant, plain torch does it in that dtype, as models do.  A forest is small
-and rounding is chance, so errors are counted in the unit of the chance:
+The bound is torch's own error.  Its kernel gets the same rows in the same dtype, all keys of the forest at once and a
+mask that says who sees whom; where it cannot do the variant, plain torch does it in that dtype, as models do.  A forest
+is small and rounding is chance, so errors are counted in the unit of the chance:
 
     unit = eps of the dtype x (1 + largest possible |score|) x largest |value|
 
-for a score is off by its own size times eps, and the output by as much relative to the values (for the log-sum-exp, which is
-always float32, the unit is eps of float32 x (1 + largest possible |score|)).  Over the forests of a dtype and a variant,
+for a score is off by its own size times eps, and the output by as much relative to the values (for the log-sum-exp,
+which is always float32, the unit is eps of float32 x (1 + largest possible |score|)).  Over the forests of a dtype and
+a variant,
 
 - no error may exceed 1.5 times the largest one of torch, which adds up each forest in four orders of keys and of head
   elements, for its largest error is chance as well;
@@ -28,7 +29,6 @@ from torch import Tensor
 
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries
-from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.sharing import CPU_COST
 from prefixkit.attention.variants import (
     CAUSAL,
@@ -40,10 +40,11 @@ from prefixkit.attention.variants import (
     sliding_window,
     soft_cap,
 )
+from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.tuning import CPU, Tuning
 from tests.attention.forests import (
-    FOLD_ALL,
     SHARE_ALL,
+    SHARE_NONE,
     Case,
     attend,
     fill,
@@ -55,6 +56,7 @@ from tests.attention.forests import (
     random_split_plan,
     run_on,
 )
+from tests.attention.reference import reference_attention, visible_tokens
 
 ALLOWED = 1.5
 ORDERS = 4
@@ -68,6 +70,12 @@ class Errors:
     seed: list[int] = field(default_factory=list)
     ours: list[list[float]] = field(default_factory=list)  # [forests, 2]
     theirs: list[list[list[float]]] = field(default_factory=list)  # [forests, orders, 2]
+
+    def add(self, seed: int, truth: Truth, out: Tensor, lse: Tensor) -> None:
+        """What the op made of the forest."""
+        self.seed.append(seed)
+        self.ours.append(truth.error(out, lse))
+        self.theirs.append(truth.theirs)
 
     def check(self) -> None:
         for column, name in enumerate(("out", "lse")):
@@ -101,8 +109,8 @@ def random_variant(rng: np.random.Generator, name: str, heads: int) -> Variant:
 
 
 def random_plan(rng: np.random.Generator, case: Case, *, split: float = 0.3) -> Plan:
-    """Any plan that computes the case: node by node shared or folded; ``split`` of them cut rows into tiles, and their KV."""
-    cost = (CPU_COST, SHARE_ALL, FOLD_ALL)[rng.integers(3)]
+    """Any plan that computes the case: node by node shared or not; in ``split`` of them with rows and KV split."""
+    cost = (CPU_COST, SHARE_ALL, SHARE_NONE)[rng.integers(3)]
     shared = rng.random(case.snapshot.num_nodes) < 0.5 if rng.random() < 0.4 else None
     if split and rng.random() < split:
         return random_split_plan(rng, case, cost, shared)
@@ -120,11 +128,11 @@ def torch_attention(case: Case, variant: Variant) -> tuple[Tensor, Tensor]:
     offset = np.concatenate([np.arange(length) for length in snapshot.length])
     slots = snapshot.slots(node, offset)
     kv_position = torch.from_numpy(snapshot.start[node].astype(np.int64) + offset)
-    token_of_slot = {slot: token for token, slot in enumerate(slots.tolist())}
+    token_of_slot = np.zeros(snapshot.page_size * len(case.k_pages), dtype=np.int64)
+    token_of_slot[slots] = np.arange(len(slots))
     visible = torch.zeros(rows, len(slots), dtype=torch.bool)
     for row, (at, position) in enumerate(zip(case.row_node.tolist(), case.positions.tolist(), strict=True)):
-        seen, _ = visible_tokens(snapshot, at, position)
-        visible[row, [token_of_slot[slot] for slot in seen.tolist()]] = True
+        visible[row, token_of_slot[visible_tokens(snapshot, at, position)[0]]] = True
     shuffles = [(rng.permutation(len(slots)), rng.permutation(head_dim)) for _ in range(ORDERS)]
     shuffles[0] = (np.arange(len(slots)), np.arange(head_dim))
     keys, elements = (torch.from_numpy(np.stack(column)) for column in zip(*shuffles, strict=True))
@@ -173,59 +181,60 @@ def as_on_a_gpu(case: Case, plan: Plan, variant: Variant) -> tuple[Tensor, Tenso
     return run_on(case, gpu_program_of(case, plan, variant), variant)
 
 
-def measure(errors: Errors, seed: int, case: Case, plan: Plan, variant: Variant, run: Run = by_op) -> None:
-    dense = reference_attention(
-        case.snapshot, case.row_node, case.positions.numpy(), case.q, case.k_pages, case.v_pages, case.scale, variant
-    )
-    score = case.scale * case.q.float().norm(dim=-1).max() * case.k_pages.float().nan_to_num().norm(dim=-1).max()
-    value = case.v_pages.float().nan_to_num().abs().max()
-    unit_out = float(torch.finfo(case.q.dtype).eps * (1 + score) * value)
-    unit_lse = float(torch.finfo(torch.float32).eps * (1 + score))
+@dataclass
+class Truth:
+    """Exact attention of a forest, the units of errors, and torch's errors in each order."""
 
-    def error(out: Tensor, lse: Tensor) -> list[float]:
-        return [float((out - dense.out).abs().max()) / unit_out, float((lse - dense.lse).abs().max()) / unit_lse]
+    dense: State
+    units: tuple[float, float]
+    theirs: list[list[float]]  # [orders, 2]
 
-    torch_out, torch_lse = torch_attention(case, variant)
-    if case.q.dtype != torch.float32:  # log-sum-exps are float32 whatever the inputs, so torch gets float32 for its own
-        q, k_pages, v_pages = case.q.float(), case.k_pages.float(), case.v_pages.float()
-        _, torch_lse = torch_attention(replace(case, q=q, k_pages=k_pages, v_pages=v_pages), variant)
-    errors.seed.append(seed)
-    errors.ours.append(error(*run(case, plan, variant)))
-    errors.theirs.append([error(*results) for results in zip(torch_out, torch_lse, strict=True)])
+    @classmethod
+    def of(cls, case: Case, variant: Variant) -> Truth:
+        where = case.snapshot, case.row_node, case.positions.numpy()
+        dense = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, variant)
+        score = case.scale * case.q.float().norm(dim=-1).max() * case.k_pages.float().nan_to_num().norm(dim=-1).max()
+        value = case.v_pages.float().nan_to_num().abs().max()
+        eps, eps32 = (torch.finfo(dtype).eps for dtype in (case.q.dtype, torch.float32))
+        truth = cls(dense, (float(eps * (1 + score) * value), float(eps32 * (1 + score))), [])
+        out, lse = torch_attention(case, variant)
+        if (
+            case.q.dtype != torch.float32
+        ):  # log-sum-exps are float32 whatever the inputs: torch gets float32 for its own
+            q, k_pages, v_pages = case.q.float(), case.k_pages.float(), case.v_pages.float()
+            _, lse = torch_attention(replace(case, q=q, k_pages=k_pages, v_pages=v_pages), variant)
+        truth.theirs = [truth.error(*results) for results in zip(out, lse, strict=True)]
+        return truth
+
+    def error(self, out: Tensor, lse: Tensor) -> list[float]:
+        pairs = zip((out, lse), (self.dense.out, self.dense.lse), self.units, strict=True)
+        return [float((found - exact).abs().max()) / unit for found, exact, unit in pairs]
 
 
 RUNS = (
     by_op,
-    # As if forests were large: nearly every piece alone, runs detached, calls and batches cut, tiles of a few rows.
-    tuned(replace(CPU, call_us=1e-6, call_elements=1 << 10, scored_rows=3, fold_rows=2)),
+    # As if forests were large: nearly every tile alone, runs detached, keys and batches split, tiles of a few rows.
+    tuned(replace(CPU, call_us=1e-6, call_elements=1 << 10, scored_rows=3, group_rows=2)),
     # As if calls were dear: everything in few padded batches.
-    tuned(replace(CPU, call_us=1e6, batch_elements=1 << 12, scored_rows=2, fold_rows=1 << 20)),
+    tuned(replace(CPU, call_us=1e6, batch_elements=1 << 12, scored_rows=2, group_rows=1 << 20)),
 )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_forest_within_torchs_error(dtype: torch.dtype, variant: str, num_forests: int) -> None:
+    """By the program for a CPU, with its costs and others; the first forests by the program for a GPU too."""
     share = num_forests // 4 if dtype == torch.float32 and variant == "causal" else num_forests * 3 // 4 // 20
-    errors = Errors()
+    on_cpu, on_gpu = Errors(), Errors()
     for seed in range(max(share, 60)):
         rng = np.random.default_rng([seed, VARIANTS.index(variant), dtype.itemsize])
         case = random_case(rng, dtype)
-        plan = random_plan(rng, case)
-        measure(errors, seed, case, plan, random_variant(rng, variant, case.q.shape[1]), RUNS[seed % len(RUNS)])
-    errors.check()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_forest_within_torchs_error_as_on_a_gpu(dtype: torch.dtype, variant: str) -> None:
-    errors = Errors()
-    for seed in range(60):
-        rng = np.random.default_rng([seed, VARIANTS.index(variant), dtype.itemsize])
-        case = random_case(rng, dtype)
-        plan = random_plan(rng, case)
-        measure(errors, seed, case, plan, random_variant(rng, variant, case.q.shape[1]), as_on_a_gpu)
-    errors.check()
+        plan, chosen = random_plan(rng, case), random_variant(rng, variant, case.q.shape[1])
+        truth = Truth.of(case, chosen)
+        on_cpu.add(seed, truth, *RUNS[seed % len(RUNS)](case, plan, chosen))
+        if seed < 60:
+            on_gpu.add(seed, truth, *as_on_a_gpu(case, plan, chosen))
+    on_cpu.check(), on_gpu.check()
 
 
 @pytest.mark.parametrize("head_dim", [33, 80, 96, 112, 128, 256])
@@ -235,7 +244,7 @@ def test_every_head_shape_within_torchs_error(head_dim: int, group: int) -> None
     for seed in range(15):
         rng = np.random.default_rng([seed, head_dim, group])
         case = random_case(rng, torch.float32, (2 * group, 2, head_dim))
-        measure(errors, seed, case, random_plan(rng, case), CAUSAL)
+        errors.add(seed, Truth.of(case, CAUSAL), *attend(case, random_plan(rng, case)))
     errors.check()
 
 
@@ -251,7 +260,8 @@ def test_large_nodes_within_torchs_error(variant: str, split: float) -> None:
         parents = [[-1, 0, 0, 0, 0], [-1, 0, 1, 1, 0], [-1, 0, 1, 2, 3]][seed % 3]
         snapshot, num_pages = make_snapshot(rng, parents, lengths, int(rng.choice([1, 16])), orderly=seed % 2 == 0)
         case = fill(rng, snapshot, num_pages, prefill_or_decode(rng, lengths), (6, 2, 32), torch.float32)
-        measure(errors, seed, case, random_plan(rng, case, split=split), random_variant(rng, variant, 6))
+        plan, chosen = random_plan(rng, case, split=split), random_variant(rng, variant, 6)
+        errors.add(seed, Truth.of(case, chosen), *by_op(case, plan, chosen))
     errors.check()
 
 
@@ -301,18 +311,19 @@ def test_pages_do_not_change_a_bit_while_copies_are_cheap(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_however_a_forest_is_cut_the_answer_is_within_torchs_error(dtype: torch.dtype) -> None:
-    """Share everything, nothing or some nodes, in any tiles and splits: equal up to rounding, which is all that differs."""
+    """Share everything, nothing or some nodes, in any tiles and splits: equal up to rounding."""
     errors = Errors()
     for seed in range(12):
         rng = np.random.default_rng(seed)
         case = random_case(rng, dtype)
+        truth = Truth.of(case, CAUSAL)
         some = [rng.random(case.snapshot.num_nodes) < share for share in (0.3, 0.7)]
         for plan in (
             plan_of(case, SHARE_ALL),
-            plan_of(case, FOLD_ALL),
+            plan_of(case, SHARE_NONE),
             random_split_plan(rng, case, SHARE_ALL),
-            random_split_plan(rng, case, FOLD_ALL),
+            random_split_plan(rng, case, SHARE_NONE),
             *(plan_of(case, CPU_COST, shared=s) for s in some),
         ):
-            measure(errors, seed, case, plan, CAUSAL)
+            errors.add(seed, truth, *attend(case, plan))
     errors.check()

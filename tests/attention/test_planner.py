@@ -64,8 +64,8 @@ def test_a_plan_is_kept_while_leaves_grow_and_remade_when_the_tree_changes(plann
     assert planner.plans_made == 1
     assert second.planned.plan is first.planned.plan
     assert [step.length.tolist() for step in (first, second)] == [[5, 1, 1], [5, 2, 2]]
-    assert find_plan(second.plan[-1]).work.length.tolist() == [5, 2, 2]
-    assert find_plan(second.plan[-1]).work.q_positions.tolist() == [6, 6]
+    assert find_plan(second.plan[-1]).tree.length.tolist() == [5, 2, 2]
+    assert find_plan(second.plan[-1]).tree.positions.tolist() == [6, 6]
     assert second.kv_tokens_read == first.kv_tokens_read + 2
     tree.release(forks[0])
     decode(planner, tree, 1)

@@ -44,7 +44,7 @@ def test_a_steps_tensors_do_not_follow_the_tree(make):
     tree.snapshot()
     assert all(torch.equal(a, b) for a, b in zip(before, step.plan, strict=True))
     assert np.array_equal(length, step.length)
-    assert np.array_equal(find_plan(step.plan[-1]).work.length, length)
+    assert np.array_equal(find_plan(step.plan[-1]).tree.length, length)
 
 
 def test_tokens_that_do_not_match_the_queries_are_refused():

@@ -45,7 +45,7 @@ def test_sliding_window_shows_the_last_tokens(where: tuple[Tensor, Tensor, Tenso
     for row, q in enumerate(range(4, 4 + ROWS)):
         shown = [kv for kv in range(LENGTH) if variant.mask_mod(*where)[row, kv] and kv <= q]
         assert shown == [kv for kv in (q - 2, q - 1, q) if kv < LENGTH]
-    assert variant.reach == 3
+    assert variant.window == 3
 
 
 def test_soft_cap_bounds_scores(where: tuple[Tensor, Tensor, Tensor], score: Tensor) -> None:
@@ -79,7 +79,7 @@ def test_compose_applies_score_mods_in_order_and_joins_the_rest(
     narrow = sliding_window(2).mask_mod
     assert narrow is not None
     assert torch.equal(both.mask_mod(*where), narrow(*where))
-    assert both.reach == 2
+    assert both.window == 2
     assert torch.equal(both.sinks, logits)
 
 
@@ -103,8 +103,8 @@ def test_compose_of_nothing_is_causal() -> None:
         (lambda: alibi([]), "alibi: slopes"),
         (lambda: attention_sinks([1.0, float("nan")]), "attention_sinks: logits"),
         (lambda: compose(attention_sinks([1.0]), attention_sinks([1.0])), "at most one variant may have sinks"),
-        (lambda: Variant("mine", reach=3), "mask_mod that hides"),
-        (lambda: Variant("mine", mask_mod=lambda q, kv, h: q > kv, reach=0), "reach must be at least 1"),
+        (lambda: Variant("mine", window=3), "mask_mod that hides"),
+        (lambda: Variant("mine", mask_mod=lambda q, kv, h: q > kv, window=0), "window must be at least 1"),
         (lambda: Variant(""), "name must not be empty"),
         (lambda: Variant("mine", sinks=torch.zeros(2, 2)), "sinks must be finite logits"),
     ],
@@ -149,7 +149,7 @@ def test_different_parameters_give_different_keys() -> None:
         compose(soft_cap(7.0), alibi(slopes), sliding_window(7)),
         Variant("causal", mask_mod=lambda q, kv, h: q - kv < 7),
         Variant("causal", mask_mod=lambda q, kv, h: q - kv < 8),
-        Variant("causal", mask_mod=lambda q, kv, h: q - kv < 8, reach=8),
+        Variant("causal", mask_mod=lambda q, kv, h: q - kv < 8, window=8),
     ]
     keys = [register(variant) for variant in variants]
     assert len(set(keys)) == len(variants), keys

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.hydragen.__main__ import LETTERS, main
+from benchmarks.hydragen.__main__ import LETTERS, Job, main, run_jobs
 from benchmarks.hydragen.cases import Case, TreeState, case_tree, mean, two_level
-from benchmarks.hydragen.experiments import SMALLER_FLASH, Job, run_jobs, throughput_row
+from benchmarks.hydragen.experiments import SMALLER_FLASH, throughput
 from benchmarks.hydragen.methods import CPU_BYTES, METHODS, Arena, DoesNotFit, Parts
 from benchmarks.hydragen.report import number
 from benchmarks.hydragen.step import CompiledStep, Rig, complaints, differences
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_a_result():
 
 def test_flash_gets_the_largest_batch_that_fits():
     rig = Rig(TINY, CPU)
-    row = throughput_row(two_level(64, 4096, 4), rig)
+    row = throughput(rig, 64, 4096, 4)
     found = row["methods"][SMALLER_FLASH]
     per_sequence = 4100 * rig.spec().bytes_per_token
     assert found["batch"] * per_sequence <= CPU_BYTES < 2 * found["batch"] * per_sequence
@@ -102,7 +102,7 @@ def test_a_step_grows_in_place():
     assert state.step.positions is kept.positions and state.step.slots is kept.slots
     assert kept.positions.tolist() == [26] * 3
     assert state.step.length.tolist() == [20, 7, 7, 7]
-    assert state.plans == 2
+    assert state.planner.plans_made == 2
 
 
 def test_no_sharing_is_a_plan_that_reads_each_path():

@@ -1,4 +1,4 @@
-"""The cores that the Hydragen benchmark compares, on the GPU: their answers, and that one captured graph serves all lengths."""
+"""The cores that the Hydragen benchmark compares, on the GPU: their answers; one captured graph serves all lengths."""
 
 from __future__ import annotations
 

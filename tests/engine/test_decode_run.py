@@ -1,5 +1,7 @@
 """Decoding many steps at a time over a constant tree: the same samples as step by step, and every page given back."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -7,11 +9,14 @@ from prefixkit.engine.decode_run import DecodeSettings
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.runners.decoder import CannotDecode
 from prefixkit.sampling.params import SamplingParams
+from tests.covering import pairwise_cover
 from tests.engine.fake_model import make_engine
 from tests.engine.runs import alone, assert_all_given_back, random_prompts, run
 
+AHEAD = (1, 2, 5)
 
-@pytest.fixture(params=[1, 2, 5], ids="{} ahead".format)
+
+@pytest.fixture(params=AHEAD, ids="{} ahead".format)
 def ahead(request):
     """Steps that are started before their tokens are read."""
     return request.param
@@ -28,8 +33,11 @@ def decoding(ahead):
     return make
 
 
-@pytest.mark.parametrize(("seed", "page_size"), [(0, 1), (1, 3), (2, 16)])
-@pytest.mark.parametrize("slack", [1, 4, 10_000], ids="slack {}".format)
+@pytest.mark.parametrize(
+    ("ahead", "slack", "seed", "page_size"),
+    [(a, slack, *of) for a, slack, of in pairwise_cover(product(AHEAD, (1, 4, 10_000), ((0, 1), (1, 3), (2, 16))))],
+    indirect=["ahead"],
+)
 def test_each_sample_is_what_it_would_be_alone(decoding, seed, page_size, slack):
     params = SamplingParams(n=3, temperature=0.9, top_p=0.9, max_new_tokens=12, seed=seed, stop_token_ids=(3, 4))
     prompts = random_prompts(seed)

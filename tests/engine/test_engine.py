@@ -1,6 +1,7 @@
 """The engine over a fake model: right tokens, each prompt token computed once, every page given back."""
 
 import weakref
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,13 +10,12 @@ import torch
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.sampling.params import SamplingParams
+from tests.covering import pairwise_cover
 from tests.engine.fake_model import logits_after, make_engine
 from tests.engine.runs import alone, assert_all_given_back, random_prompts, run
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("chunk", [7, 1024])
+@pytest.mark.parametrize(("seed", "page_size", "chunk"), pairwise_cover(product(range(5), (1, 3, 16), (7, 1024))))
 def test_each_sample_is_what_it_would_be_alone(seed, page_size, chunk):
     params = SamplingParams(n=3, temperature=0.9, top_p=0.9, max_new_tokens=9, seed=seed, stop_token_ids=(3, 4))
     prompts = random_prompts(seed)

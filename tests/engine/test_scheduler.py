@@ -10,6 +10,7 @@ from prefixkit.engine.scheduler import KVBudgetTooSmall, Scheduler, check_fits, 
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.radix import PrefixTree
 from tests.engine.fake_model import make_engine
+from tests.tree.integrity import check_tree
 
 
 def request(index, tokens, **params):
@@ -54,7 +55,7 @@ def test_a_prompt_that_does_not_fit_leaves_no_trace():
     scheduler.admit()
     assert len(scheduler.in_flight) == 1
     assert scheduler.tree.snapshot().num_nodes == 1
-    scheduler.tree.check()
+    check_tree(scheduler.tree)
 
 
 def test_what_the_next_prompt_shares_stays_when_a_prompt_retires():
@@ -70,7 +71,7 @@ def test_what_the_next_prompt_shares_stays_when_a_prompt_retires():
     scheduler.admit()
     assert [state.request.prompt_index for state in scheduler.in_flight] == [1]
     scheduler.close()
-    scheduler.tree.check()
+    check_tree(scheduler.tree)
     assert scheduler.tree.allocator.free == 6
 
 

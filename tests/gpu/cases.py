@@ -1,4 +1,4 @@
-"""Cases of the CPU tests, moved to the GPU: pages head-major as KVPool makes them there, outputs' memory poisoned first."""
+"""Cases of the CPU tests, moved to the GPU: pages head-major as KVPool makes them, outputs' memory poisoned first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel
+from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.planner import WORK_TENSORS
-from prefixkit.backends.cuda.units import kernel_for
 from prefixkit.backends.torch.planner import bind
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.ops import backend
@@ -25,7 +25,7 @@ GPU = torch.device("cuda")
 class OnGpu:
     """Arguments of ``tree_attention`` in the op's order, but for the variant.
 
-    ``bound`` keeps alive what the plan's handle names.  For the kernels the plan holds the work's tensors and the tree's first.
+    ``bound`` keeps alive what the plan's handle names.  For the kernels the plan begins with the work and the tree.
     """
 
     q: Tensor
@@ -46,7 +46,7 @@ class OnGpu:
 
 
 def head_major(pages: Tensor) -> Tensor:
-    """``[pages, page_size, kv_heads, head_dim]`` on the GPU with strides that put a page's heads one after the other."""
+    """``[pages, page_size, kv_heads, head_dim]`` on the GPU with strides that put a page's heads end to end."""
     return pages.to(GPU).transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -66,7 +66,7 @@ def planned(case: Case, cost: CostModel, **options: int) -> Plan:
 
 
 def on_gpu(case: Case, plan: Plan) -> OnGpu:
-    """As the device's planner hands the plan over: work, tree and a handle for the kernels, for plain torch the handle."""
+    """The plan of the device's planner: work, tree and a handle for the kernels, for plain torch the handle."""
     bound = bind(plan, StepTree(case.snapshot, case.queries))
     arrays = [] if by_torch(case) else [*int_tensors(*plan.arrays()), *node_tensors(case)]
     return OnGpu(

@@ -17,7 +17,7 @@ from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.step import Step, build_step
 from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
-from tests.attention.forests import FOLD_ALL, SHARE_ALL, Case, make_snapshot
+from tests.attention.forests import SHARE_ALL, SHARE_NONE, Case, make_snapshot
 
 KINDS = ("forest", "chain", "star", "beams", "roots")
 MOST_LEAVES, LONGEST_SUFFIX, DEEPEST = 2048, 4096, 256
@@ -172,7 +172,7 @@ def _cost(rng: np.random.Generator, snapshot: TreeSnapshot, queries: Queries) ->
     if choice < 0.15 and int((rows[snapshot.subtree_end] - rows[:-1]).sum()) < 20_000:
         return SHARE_ALL
     if choice > 0.85 and int(snapshot.depth()[queries.node].sum()) < 20_000 and queries.num_rows < 4_000:
-        return FOLD_ALL
+        return SHARE_NONE
     return H200_COST
 
 

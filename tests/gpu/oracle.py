@@ -1,4 +1,4 @@
-"""Dense float64 attention over a tree on the GPU, and the error that torch's own attention makes on the same numbers."""
+"""Dense float64 attention over a tree on the GPU, and the error of torch's own attention on the same numbers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from prefixkit.attention.reference import visible_tokens
 from prefixkit.attention.variants import CAUSAL, Variant
 from tests.attention.forests import Case
+from tests.attention.reference import visible_tokens
 from tests.gpu.cases import GPU
 
 
@@ -68,7 +68,7 @@ def dense(case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.floa
 
 
 def torch_error(case: Case, exact: Tensor) -> float:
-    """Largest error of torch's attention, a row at a time: of its fused kernel for these numbers, and of its plain one."""
+    """Largest error of torch's attention, a row at a time: of its fused kernel, and of its plain one."""
     slots, _ = gathered(case)
     q, k, v = (t.to(GPU) for t in (case.q, case.k_pages, case.v_pages))
     heads, kv_heads, page_size = q.shape[1], k.shape[2], k.shape[1]
@@ -87,7 +87,7 @@ def torch_error(case: Case, exact: Tensor) -> float:
 
 
 def unit(case: Case) -> float:
-    """What errors are counted in: a score is off by its own size times eps, and the output by as much relative to values."""
+    """What errors are counted in: a score is off by its size times eps, the output by as much relative to values."""
     q, k, v = (t.double().nan_to_num() for t in (case.q, case.k_pages, case.v_pages))
     score = case.scale * float(q.norm(dim=-1).max() * k.norm(dim=-1).max())
     return torch.finfo(case.q.dtype).eps * (1 + score) * float(v.abs().max())
@@ -97,8 +97,8 @@ def unit(case: Case) -> float:
 class Errors:
     """Largest errors of ours and of torch's, per forest, in units.
 
-    Rounding is chance and a forest is small, so errors are held against torch's over all forests: neither the largest nor
-    the root of the mean square may exceed 1.5 times torch's.
+    Rounding is chance and a forest is small, so errors are held against torch's over all forests: neither the largest
+    nor the root of the mean square may exceed 1.5 times torch's.
     """
 
     seeds: list[int] = field(default_factory=list)

@@ -14,10 +14,12 @@ from prefixkit.api import make_engine
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant, register
 from prefixkit.backends.cuda import attention as cuda_attention
+from prefixkit.cuda.launch import Memo
 from prefixkit.engine.request import Request, Sample
 from prefixkit.runners import graph as graphs
 from prefixkit.sampling.params import SamplingParams
 from tests.gpu.test_model import model_of, prompts
+from tests.tree.integrity import check_tree
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,8 @@ def model() -> torch.nn.Module:
 
 
 def requests(number: int, **params: object) -> list[Request]:
-    return [Request(i, np.array(p), SamplingParams(**params)) for i, p in enumerate(prompts(number))]  # type: ignore[arg-type]
+    settings = SamplingParams(**params)  # type: ignore[arg-type]
+    return [Request(i, np.array(p), settings) for i, p in enumerate(prompts(number))]
 
 
 def texts(samples: list[Sample]) -> list[list[int]]:
@@ -79,7 +82,7 @@ def test_planning_anew_changes_nothing_but_rounding(model: torch.nn.Module, monk
 
 
 def test_rows_that_end_leave_and_waiting_prompts_come_in(model: torch.nn.Module) -> None:
-    """Samples end at random; half of the pages they would need together: pages go from hand to hand, and all come back."""
+    """Samples end at random; half of the pages they would need together: pages are used again, and all come back."""
     ids = tuple(range(0, 256, 16))
     asked = requests(14, n=12, temperature=1.2, max_new_tokens=96, seed=3, stop_token_ids=ids)
     free = make_engine(model, asked)
@@ -89,7 +92,7 @@ def test_rows_that_end_leave_and_waiting_prompts_come_in(model: torch.nn.Module)
     samples = tight.run(asked)
     assert len(samples) == 72
     assert tight.report.kv_bytes_held_peak <= budget
-    tight.tree.check()
+    check_tree(tight.tree)
     assert tight.tree.allocator.free == tight.tree.allocator.num_pages
     for sample in samples:
         ended = [token in ids for token in sample.tokens]
@@ -170,7 +173,7 @@ def test_float32_decodes_without_graphs_and_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_attention, "_said", set())
-    monkeypatch.setattr(cuda_attention, "_memo", {})
+    monkeypatch.setattr(cuda_attention, "_memo", Memo())
     model = prefixkit.patch(model_of(64, torch.float32))
     asked = requests(19, n=3, temperature=0.8, max_new_tokens=20)
     expected = make_engine(model, asked, graphs=False).run(asked)

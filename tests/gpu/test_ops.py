@@ -221,15 +221,17 @@ def test_a_token_without_a_slot_is_skipped():
 
 
 def test_a_cuda_error_names_the_op_and_the_shapes():
-    from prefixkit.backends.cuda.append import say
+    from prefixkit.backends.cuda.kernels import APPEND
+    from prefixkit.backends.cuda.kv import say
     from prefixkit.backends.cuda.layouts import MOVE
-    from prefixkit.backends.cuda.units import APPEND
     from prefixkit.cuda import jit
     from prefixkit.cuda.launch import launch
 
-    function = jit.load(APPEND, 0)["prefixkit::kv_append<16>"]
+    function = jit.load(APPEND, 0)["prefixkit::kv_append<uint4>"]
     key, value, k_pages, v_pages, _ = small()
-    with pytest.raises(CudaError, match=r"kv_append<16>.*CUDA_ERROR_INVALID_VALUE.*kv_append on cuda:0: \[4, 2, 64\]"):
+    with pytest.raises(
+        CudaError, match=r"kv_append<uint4>.*CUDA_ERROR_INVALID_VALUE.*kv_append on cuda:0: \[4, 2, 64\]"
+    ):
         launch(function, MOVE, (0,) * 20, (1, 1, 1), 4096, 0, say("kv_append", key, k_pages))
 
 
@@ -255,12 +257,12 @@ def test_ops_replay_in_a_graph_on_changed_inputs():
 
 
 def test_the_first_call_may_be_inside_a_capture():
-    from prefixkit.backends.cuda import append as cuda_ops
+    from prefixkit.backends.cuda import kv as cuda_kv
     from prefixkit.cuda import jit
 
     key, value, k_pages, v_pages, slots = small()
     jit._loaded.clear()
-    cuda_ops._memo.clear()
+    cuda_kv._appends.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)

@@ -9,7 +9,8 @@ import torch
 from prefixkit.attention.queries import Queries
 from prefixkit.attention.variants import register
 from prefixkit.backends.cuda import attention as cuda_attention
-from prefixkit.backends.cuda.units import HOPPER_HEAD_DIMS, KERNEL_VARIABLE
+from prefixkit.backends.cuda.kernels import HOPPER_HEAD_DIMS, KERNEL_VARIABLE
+from prefixkit.cuda.launch import Memo
 from prefixkit.ops import backend
 from prefixkit.ops.backend import NotCapturable
 from tests.attention.forests import (
@@ -35,7 +36,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on tree_attention takes this kernel."""
     monkeypatch.setenv(KERNEL_VARIABLE, kernel)
-    monkeypatch.setattr(cuda_attention, "_memo", {})
+    monkeypatch.setattr(cuda_attention, "_memo", Memo())
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def heads_of(rng: np.random.Generator, group: int, head_dim: int) -> tuple[int, 
 
 
 def deep_case(seed: int, dtype: torch.dtype, group: int, head_dim: int) -> Case:
-    """A long node under many leaves of any length, one of which is computed whole: full tiles and units, and ragged ones."""
+    """A long node under many leaves of any length, one of which is computed whole: full tiles, and ragged ones."""
     rng = np.random.default_rng(seed)
     leaves = 16
     lengths = [int(rng.integers(200, 700)), *rng.integers(1, 150, leaves).tolist()]

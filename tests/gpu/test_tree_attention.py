@@ -26,8 +26,8 @@ from prefixkit.ops import backend
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.ops.checks import BadDtype, BadShape
 from tests.attention.forests import (
-    FOLD_ALL,
     SHARE_ALL,
+    SHARE_NONE,
     Case,
     fill,
     gpu_plan_of,
@@ -52,7 +52,7 @@ def make(seed: int, dtype: torch.dtype) -> tuple[Case, dict[str, int]]:
 
 
 def run(case: Case, options: dict[str, int], seed: int, variant: str = "causal") -> tuple[torch.Tensor, torch.Tensor]:
-    call = on_gpu(case, planned(case, SHARE_ALL if seed % 2 else FOLD_ALL, **options))
+    call = on_gpu(case, planned(case, SHARE_ALL if seed % 2 else SHARE_NONE, **options))
     poison(1 << 18)
     out, lse = torch.ops.prefixkit.tree_attention(*call.arguments(variant))
     again, _ = torch.ops.prefixkit.tree_attention(*call.arguments(variant))

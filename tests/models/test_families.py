@@ -10,7 +10,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from prefixkit.models import FAMILIES, UnsupportedModel, is_patched, patch
+from prefixkit.models.attention import original_class
 from prefixkit.models.families import attention_layers
+from tests.tree.integrity import check_tree
 
 LOGIT_TOLERANCE = 1e-4
 WINDOW = 7
@@ -33,7 +35,7 @@ def test_a_tree_gives_the_logits_of_the_original_model(model_type, budget, tiny,
     for _ in range(3):
         run.tree.extend_each(sequences, rng.integers(3, 128, len(sequences)).tolist())
         run.run()
-    run.tree.check()
+    check_tree(run.tree)
     for sequence in sequences:
         tokens = sequence.tokens().tolist()
         error = (run.logits_of(tokens) - dense_logits(model, tokens)).abs().max()
@@ -152,7 +154,7 @@ def test_a_subclass_that_keeps_the_forward_is_accepted(tiny):
     model = tiny("llama")
     cls = type(model.model.layers[0].self_attn)
     model.model.layers[0].self_attn.__class__ = type("ShardedLlamaAttention", (cls,), {})
-    assert [layer.original.__name__ for layer in attention_layers(patch(model))] == [
+    assert [original_class(layer).__name__ for layer in attention_layers(patch(model)).values()] == [
         "ShardedLlamaAttention",
         "LlamaAttention",
     ]
@@ -173,6 +175,6 @@ def test_a_forward_hidden_behind_a_wrapper_is_refused(wrap, tiny):
 def test_layers_come_in_the_order_of_their_index(tiny):
     model = tiny("llama", num_hidden_layers=3)
     layers = attention_layers(model)
-    assert [layer.index for layer in layers] == [0, 1, 2]
-    assert [layer.name for layer in layers] == [f"model.layers.{i}.self_attn" for i in range(3)]
+    assert [layer.layer_idx for layer in layers.values()] == [0, 1, 2]
+    assert list(layers) == [f"model.layers.{i}.self_attn" for i in range(3)]
     assert isinstance(model, PreTrainedModel)

@@ -42,7 +42,7 @@ def test_the_installed_transformers_has_all_that_is_relied_on():
 
 def stand_in(**parts):
     """A module that has what is given, and whatever else is relied on from the installed transformers."""
-    names = ("AttentionInterface", "AttentionMaskInterface", "Cache", "PreTrainedConfig")
+    names = ("AttentionInterface", "AttentionMaskInterface", "Cache", "PreTrainedConfig", "models")
     module = ModuleType("transformers")
     vars(module).update({"__version__": "9.0", **{name: getattr(transformers, name) for name in names}, **parts})
     return module

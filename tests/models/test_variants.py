@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prefixkit.attention.variants import UnknownVariant, lookup
-from prefixkit.models.variants import register_variant
+from prefixkit.models.layer import register_variant
 
 
 def test_nothing_asked_is_plain_causal_attention():
@@ -27,7 +27,7 @@ def test_a_window_of_w_shows_the_last_w_positions():
     q, kv = torch.tensor([[5]]), torch.arange(8)[None]
     visible = variant.mask_mod(q, kv, torch.zeros(1, 1, 1, dtype=torch.long)) & (kv <= q)
     assert visible.flatten().nonzero().flatten().tolist() == [3, 4, 5]
-    assert variant.reach == 3
+    assert variant.window == 3
 
 
 def test_the_cap_bounds_scores_before_the_window_hides_keys():
@@ -35,7 +35,7 @@ def test_the_cap_bounds_scores_before_the_window_hides_keys():
     zero = torch.zeros(1, 1, 1, dtype=torch.long)
     scores = variant.score_mod(torch.tensor([[-100.0, 1.0, 100.0]]), zero, zero, zero)
     assert torch.allclose(scores, 2.0 * torch.tanh(torch.tensor([[-50.0, 0.5, 50.0]])))
-    assert variant.reach == 3
+    assert variant.window == 3
 
 
 def test_sinks_are_kept_as_they_were():
@@ -74,7 +74,7 @@ def test_windows_and_caps_stay_registered():
     key = register_variant(11, 3.5, None, owner)
     del owner
     gc.collect()
-    assert lookup(key).reach == 11
+    assert lookup(key).window == 11
 
 
 class Owner:

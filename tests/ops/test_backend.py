@@ -5,76 +5,85 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 
 import prefixkit.backends  # noqa: F401  (registers them)
-from prefixkit.backends.cuda.probe import GpuFacts, probe
+from prefixkit.backends.cuda import probe as cuda_probe
+from prefixkit.backends.cuda.probe import probe
 from prefixkit.cli.env import facts
 from prefixkit.cuda import nvrtc
 from prefixkit.ops import backend
 from prefixkit.ops.backend import BackendError, Choice, choose
+from tests.fake_gpu import pretend
 
 GPU = torch.device("cuda", 0)
-GOOD = GpuFacts(
-    name="Test GPU", capability=(9, 0), hip=False, nvrtc=(13, 0), archs=(75, 80, 86, 89, 90, 100), driver=(13, 0)
-)
 NO_NVRTC = nvrtc.NvrtcMissing(f"cuda-core with NVRTC cannot be used (No module named 'cuda'); {nvrtc.REMEDY}")
 
 
 @pytest.fixture(autouse=True)
-def unset(monkeypatch):
+def machine(monkeypatch):
+    """Makes this a machine whose GPU our kernels serve, but for some facts about it."""
     monkeypatch.delenv(backend.VARIABLE, raising=False)
 
+    def nvrtc_version(found):
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-def machine(**facts):
-    """What a GPU with these facts can run, for ``choose``."""
-    return lambda device: probe(replace(GOOD, **facts))
+    def make(capability=(9, 0), hip=None, version=(13, 0), driver=(13, 0)):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        pretend(monkeypatch, capability)
+        monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: nvrtc_version(version))
+        monkeypatch.setattr(nvrtc, "supported_archs", lambda: (75, 80, 86, 89, 90, 100))
+        monkeypatch.setattr(cuda_probe, "driver_cuda", lambda: driver)
+
+    make()
+    return make
 
 
 def test_all_there_means_our_kernels():
-    assert probe(GOOD) == Choice("cuda", "Test GPU, kernels for sm_90a by NVRTC 13.0", "")
-    assert choose(GPU, machine()) == probe(GOOD)
+    assert choose(GPU) == probe(GPU) == Choice("cuda", "Test GPU, kernels for sm_90a by NVRTC 13.0", "")
 
 
 @pytest.mark.parametrize(
     ("facts", "reason", "remedy"),
     [
-        ({"nvrtc": NO_NVRTC}, "No module named 'cuda'", "pip install 'prefixkit[cuda]'"),
+        ({"version": NO_NVRTC}, "No module named 'cuda'", "pip install 'prefixkit[cuda]'"),
         ({"capability": (7, 5)}, "need compute capability 8.0 or later, this GPU has 7.5", ""),
         ({"capability": (13, 0)}, "this NVRTC does not know", "install a newer one"),
         ({"driver": (12, 8)}, "serves CUDA 12.8, and does not load what NVRTC 13.0 makes", "update the driver"),
-        ({"hip": True}, "this torch is built for AMD's", ""),
+        ({"hip": "6.4"}, "this torch is built for AMD's", ""),
     ],
 )
-def test_what_is_missing_means_torch_with_a_reason_and_a_remedy(facts, reason, remedy):
-    found = probe(replace(GOOD, **facts))
+def test_what_is_missing_means_torch_with_a_reason_and_a_remedy(machine, facts, reason, remedy):
+    machine(**facts)
+    found = probe(GPU)
     assert found.name == "torch"
     assert reason in found.reason
     assert remedy in found.remedy
-    assert choose(GPU, machine(**facts)) == found
+    assert choose(GPU) == found
 
 
 def test_the_variable_overrides_the_probe(monkeypatch):
     monkeypatch.setenv(backend.VARIABLE, "torch")
-    assert choose(GPU, machine()).name == "torch"
+    assert choose(GPU).name == "torch"
     monkeypatch.setenv(backend.VARIABLE, "CUDA")
-    assert choose(GPU, machine()).name == "cuda"
+    assert choose(GPU).name == "cuda"
 
 
-def test_asking_for_what_cannot_run_is_an_error_with_the_reason(monkeypatch):
-    poor = machine(nvrtc=NO_NVRTC)
+def test_asking_for_what_cannot_run_is_an_error_with_the_reason(machine, monkeypatch):
+    machine(version=NO_NVRTC)
     monkeypatch.setenv(backend.VARIABLE, "cuda")
     with pytest.raises(BackendError, match=r"PREFIXKIT_BACKEND=cuda, but the kernels cannot run: .*pip install"):
-        choose(GPU, poor)
+        choose(GPU)
     monkeypatch.setenv(backend.VARIABLE, "cpu")
     with pytest.raises(BackendError, match="the tensors are on cuda:0; move the model to the CPU, or unset"):
-        choose(GPU, poor)
+        choose(GPU)
     monkeypatch.setenv(backend.VARIABLE, "triton")
     with pytest.raises(BackendError, match=r"must be one of cuda, torch, cpu, or unset.*got 'triton'"):
-        choose(GPU, poor)
+        choose(GPU)
 
 
 def test_tensors_on_the_cpu_always_run_there(monkeypatch):
@@ -84,7 +93,7 @@ def test_tensors_on_the_cpu_always_run_there(monkeypatch):
 
 
 def test_without_a_gpu_asking_for_one_is_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pretend(monkeypatch)
     monkeypatch.delenv(backend.VARIABLE, raising=False)
     assert backend.best().name == "cpu"
     monkeypatch.setenv(backend.VARIABLE, "cuda")
@@ -98,21 +107,31 @@ def test_devices_of_other_kinds_are_refused():
         choose(torch.device("meta"))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_device_is_refused_by_name_where_no_backend_is_registered(device):
+def test_a_device_is_refused_by_name_where_no_backend_is_registered():
     """In a process of its own, that imports the ops alone."""
-    run = f"from prefixkit.ops.backend import backend_for; import torch; backend_for(torch.device({device!r}, 0))"
-    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False)
-    assert "BackendError: no backend" in done.stderr and "import prefixkit.backends first" in done.stderr
+    run = """
+import torch
+from prefixkit.ops.backend import BackendError, backend_for
+for device in ("cpu", "cuda"):
+    try:
+        backend_for(torch.device(device, 0))
+    except BackendError as error:
+        print(device, error)
+"""
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()
+    assert [line.split()[0] for line in said] == ["cpu", "cuda"]
+    assert all("no backend" in line and "import prefixkit.backends first" in line for line in said)
 
 
-def test_a_choice_reads_as_one_line():
+def test_a_choice_reads_as_one_line(machine):
     """As the log says it at the first use of a device, and ``prefixkit env``."""
-    line = str(probe(replace(GOOD, nvrtc=NO_NVRTC)))
+    assert str(probe(GPU)) == "cuda: Test GPU, kernels for sm_90a by NVRTC 13.0"
+    machine(version=NO_NVRTC)
+    line = str(probe(GPU))
     assert line.startswith("torch: cuda-core with NVRTC cannot be used")
     assert line.endswith("pip install 'prefixkit[cuda]'")
     assert "\n" not in line
-    assert str(probe(GOOD)) == "cuda: Test GPU, kernels for sm_90a by NVRTC 13.0"
 
 
 def test_the_first_use_says_what_runs_in_one_line(monkeypatch, caplog):

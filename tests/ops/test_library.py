@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from prefixkit.backends.torch.planner import NoSuchPlan, bind
 from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
 from prefixkit.ops.library import NoBackward
 from tests.attention.forests import Case, plan_of, random_case
+from tests.covering import pairwise_cover
 
 ops = torch.ops.prefixkit
 
@@ -42,12 +44,16 @@ def arguments(case: Case, variant: str = "causal") -> tuple[Any, ...]:
     return case.q, case.k_pages, case.v_pages, case.positions, held[-1].tensors, case.scale, variant
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_opcheck_kv_append(dtype: torch.dtype) -> None:
-    for slots in (torch.tensor([3, 31, 0]), torch.zeros(0, dtype=torch.int64)):
-        key, value = torch.randn(2, len(slots), 2, 16).to(dtype)
-        torch.library.opcheck(ops.kv_append.default, (key, value, *pages(dtype), slots))
-        torch.library.opcheck(ops.kv_append.default, (key.requires_grad_(), value, *pages(dtype), slots))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slots", "gradient"), pairwise_cover(product(DTYPES, ((3, 31, 0), ()), (False, True))), ids=str
+)
+def test_opcheck_kv_append(dtype: torch.dtype, slots: tuple[int, ...], gradient: bool) -> None:
+    key, value = torch.randn(2, len(slots), 2, 16).to(dtype)
+    where = torch.tensor(slots, dtype=torch.int64)
+    torch.library.opcheck(ops.kv_append.default, (key.requires_grad_(gradient), value, *pages(dtype), where))
 
 
 # With gradients the AOT check runs the backward and compares it with eager's; ours refuses in both, which
@@ -55,15 +61,15 @@ def test_opcheck_kv_append(dtype: torch.dtype) -> None:
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-@pytest.mark.parametrize("variant", ["causal", "window", "cap"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_opcheck_tree_attention(dtype: torch.dtype, variant: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "variant", "seed"), pairwise_cover(product(DTYPES, ("causal", "window", "cap"), range(3))), ids=str
+)
+def test_opcheck_tree_attention(dtype: torch.dtype, variant: str, seed: int) -> None:
     key = {"causal": "causal", "window": register(sliding_window(5)), "cap": register(soft_cap(4.0))}[variant]
-    for seed in range(3):
-        case = random_case(np.random.default_rng(seed), dtype)
-        torch.library.opcheck(ops.tree_attention.default, arguments(case, key), test_utils=CHECKS)
-        case.q.requires_grad_()
-        torch.library.opcheck(ops.tree_attention.default, arguments(case, key), test_utils=CHECKS[:3])
+    case = random_case(np.random.default_rng(seed), dtype)
+    torch.library.opcheck(ops.tree_attention.default, arguments(case, key), test_utils=CHECKS)
+    case.q.requires_grad_()
+    torch.library.opcheck(ops.tree_attention.default, arguments(case, key), test_utils=CHECKS[:3])
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -1,8 +1,9 @@
-"""Rotary embedding and appending as one op: what it computes, what it refuses, and that torch knows it by its schema."""
+"""Rotary embedding and appending as one op: what it computes and refuses, and that torch knows its schema."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.attention.rotations import (
     random_rows,
     random_slots,
 )
+from tests.covering import pairwise_cover
 from tests.ops.test_library import changed
 
 ops = torch.ops.prefixkit
@@ -31,16 +33,23 @@ def arguments(dtype: torch.dtype = torch.float32, tokens: int = 3, head_major: b
     return [*random_rows(rng, dtype, tokens, 4, 2, 16), k_pages, v_pages, random_slots(rng, tokens, 32)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck(dtype: torch.dtype) -> None:
-    for tokens in (1, 3):
-        for head_major in (False, True):
-            args = arguments(dtype, tokens, head_major)
-            torch.library.opcheck(ops.rotary_append.default, args)
-            args[:3] = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in args[:3]]
-            torch.library.opcheck(ops.rotary_append.default, args)
-    rows = [x.new_empty(x.shape) for x in arguments(dtype, 0)[:5]]
-    torch.library.opcheck(ops.rotary_append.default, [*rows, *args[5:7], torch.arange(0)])
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "head_major", "heads_first"),
+    pairwise_cover(product(DTYPES, (1, 3), (False, True), (False, True))),
+    ids=str,
+)
+def test_opcheck(dtype: torch.dtype, tokens: int, head_major: bool, heads_first: bool) -> None:
+    args = arguments(dtype, tokens, head_major)
+    if heads_first:
+        args[:3] = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in args[:3]]
+    torch.library.opcheck(ops.rotary_append.default, args)
+
+
+def test_opcheck_without_rows() -> None:
+    args = arguments(torch.bfloat16, 0)
+    rows = [x.new_empty(x.shape) for x in args[:5]]
+    pages = arguments(torch.bfloat16, 3)[5:7]
+    torch.library.opcheck(ops.rotary_append.default, [*rows, *pages, torch.arange(0)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

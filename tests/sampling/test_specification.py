@@ -142,8 +142,9 @@ def test_a_kept_set_ignores_masked_tokens():
             assert (sample_tokens(logits, params, np.full(3, u))[0] % 2 == 1).all()
 
 
-@pytest.mark.parametrize("params", [FILTERS[1], FILTERS[7], FILTERS[14], FILTERS[17]], ids=label)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("params", "seed"), [(FILTERS[1], 0), (FILTERS[7], 1), (FILTERS[14], 0), (FILTERS[17], 1)], ids=label
+)
 def test_frequencies_are_the_distribution(params, seed):
     count, vocab = 10_000, 60
     logits = normal(seed, 1, vocab, 1.5)

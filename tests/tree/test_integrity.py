@@ -1,4 +1,4 @@
-"""check() notices: each invariant broken by hand, one at a time."""
+"""check_tree() notices: each invariant broken by hand, one at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from prefixkit.tree import PrefixTree, Sequence
+from tests.tree.integrity import check_tree
 
 
 def a_tree() -> tuple[PrefixTree, Sequence, Sequence]:
     tree = PrefixTree(16, page_size=4)
     a, b = tree.insert([1, 2, 3, 4, 5, 6]), tree.insert([1, 2, 7])
-    tree.check()
+    check_tree(tree)
     return tree, a, b
 
 
@@ -57,7 +58,7 @@ def test_a_broken_invariant_is_named(breakage: Callable[..., object], invariant:
     tree, a, b = a_tree()
     breakage(tree, a, b)
     with pytest.raises(AssertionError, match=invariant):
-        tree.check()
+        check_tree(tree)
 
 
 def test_two_owners_of_a_slot() -> None:
@@ -67,4 +68,4 @@ def test_two_owners_of_a_slot() -> None:
     tree.allocator.release(b.node.pages)
     b.node.page_buffer = np.array(a.node.pages)
     with pytest.raises(AssertionError, match="one owner"):
-        tree.check()
+        check_tree(tree)

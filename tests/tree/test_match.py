@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from prefixkit.tree import PrefixTree
+from tests.tree.integrity import check_tree
 from tests.tree.model import fingerprint
 
 
@@ -42,18 +43,7 @@ def test_it_finds_the_longest_prefix_and_changes_nothing(seed: int) -> None:
         found = tree.match(asked)
         assert found.length == longest
         assert found.node.start + found.offset == longest
-        assert tree.missing_pages(asked) <= -(-(len(asked) - longest) // 4)
     assert fingerprint(tree) == before
-
-
-def test_missing_pages_is_what_insert_takes() -> None:
-    rng = np.random.default_rng(3)
-    tree = PrefixTree(4096, page_size=4)
-    for _ in range(100):
-        tokens = rng.integers(0, 3, rng.integers(1, 20))
-        missing, free = tree.missing_pages(tokens), tree.allocator.free
-        tree.insert(tokens)
-        assert free - tree.allocator.free == missing
 
 
 def test_insert_takes_a_match_that_was_found_before() -> None:
@@ -64,4 +54,4 @@ def test_insert_takes_a_match_that_was_found_before() -> None:
         tree.insert(tokens, tree.match(tokens))
         same.insert(tokens)
     assert fingerprint(tree) == fingerprint(same)
-    tree.check()
+    check_tree(tree)

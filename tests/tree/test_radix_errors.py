@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from prefixkit.tree import OutOfPages, PrefixTree, Sequence
+from tests.tree.integrity import check_tree
 from tests.tree.model import fingerprint
 
 
@@ -48,7 +49,7 @@ class TestErrors:
         with pytest.raises(error):
             mistake(_Without(tree, forks), a, b, other)
         assert fingerprint(tree) == before
-        tree.check()
+        check_tree(tree)
 
 
 class _Without:

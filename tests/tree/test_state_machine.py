@@ -18,7 +18,9 @@ from hypothesis.stateful import (
 )
 
 from prefixkit.tree import OutOfPages, PrefixTree, Sequence
+from prefixkit.tree.pages import pages_for
 from prefixkit.tree.snapshot import TreeSnapshot
+from tests.tree.integrity import check_tree
 from tests.tree.model import RememberingPool, assert_snapshot_is_fresh, fingerprint
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
@@ -61,7 +63,8 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(tokens=TOKENS)
     def insert(self, tokens: list[int]) -> None:
-        self.attempt(self.tree.missing_pages(tokens), lambda: self.add(self.tree.insert(tokens), tokens))
+        need = pages_for(len(tokens) - self.tree.match(tokens).length, self.tree.page_size)
+        self.attempt(need, lambda: self.add(self.tree.insert(tokens), tokens))
 
     @precondition(lambda self: self.handles)
     @rule(number=PICK, keep=st.integers(0, 20), tokens=TOKENS)
@@ -137,7 +140,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def bookkeeping_is_consistent(self) -> None:
-        self.tree.check()
+        check_tree(self.tree)
 
     @invariant()
     def sequences_hold_their_tokens(self) -> None:
@@ -152,10 +155,10 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def stored_once(self) -> None:
-        stats = self.tree.stats()
-        assert stats.sequences == len(self.model)
-        assert stats.tokens_unshared == sum(map(len, self.model.values()))
-        assert stats.tokens_stored <= stats.tokens_unshared
+        snapshot = self.tree.snapshot()
+        assert len(snapshot.sequence_id) == len(self.model)
+        assert snapshot.num_tokens_unshared == sum(map(len, self.model.values()))
+        assert snapshot.num_tokens <= snapshot.num_tokens_unshared
 
     @invariant()
     def snapshots_of_one_version_only_grow(self) -> None:
@@ -172,7 +175,7 @@ class TreeMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for sequence in getattr(self, "handles", []):
             self.tree.release(sequence)
-            self.tree.check()
+            check_tree(self.tree)
         if hasattr(self, "tree"):
             assert self.tree.allocator.free == self.tree.allocator.num_pages
             assert self.tree.nodes() == []

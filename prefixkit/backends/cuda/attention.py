@@ -14,13 +14,13 @@ from torch import Tensor
 from prefixkit.attention.variants import Variant, lookup
 from prefixkit.backends.cuda import variants as cuda_variants
 from prefixkit.backends.cuda.checks import check_packed_numbers
+from prefixkit.backends.cuda.kernels import ATTENTION, attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
 from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS
-from prefixkit.backends.cuda.units import ATTENTION, attention_unit, kernel_for
 from prefixkit.backends.torch import backend as torch_backend
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import CudaError, form, launch
+from prefixkit.cuda.launch import CudaError, Memo, form, launch
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.cuda.tensor_maps import holds_groups, kept_maps
 from prefixkit.ops.backend import NotCapturable
@@ -32,9 +32,8 @@ log = logging.getLogger("prefixkit")
 _COUNTERS = 4096
 # Left for graphs whenever something runs without one: so many may be captured in between.
 _SPARE_COUNTERS = 2048
-_MEMO_SIZE = 4096
 LOG2E = math.log2(math.e)
-# Addresses of rows are 32 bits of 16-byte pieces where there are no tensor maps.
+# Without tensor maps a row's address is a 32-bit number of 16 bytes.
 MOST_BYTES = 2**36
 
 
@@ -43,39 +42,33 @@ class UnsupportedHeads(BadShape):
 
 
 @dataclass(frozen=True, eq=False)
-class _Ready:
-    """A launch but for its pointers; ``function`` is None where plain torch serves.
+class _Prepared:
+    """A launch but for its pointers, good while the variant lives, whose ``parameters`` it has the address of.
 
-    It is good as long as the variant lives, whose ``parameters`` it has the address of.
+    ``function`` is None where plain torch serves.
     """
 
     variant: ref[Variant]
     function: jit.Function | None
-    blocks: int
-    threads: int
-    shared: int
+    blocks: int = 0
+    threads: int = 0
+    shared: int = 0
     numbers: tuple[int, ...] = ()
     parameters: int = 0
-    reach: int = 0
+    window: int = 0
     boxes: bool = False
     by_maps: bool = False
     form: tuple[int, ...] = ()  # of the pages
 
 
-_memo: dict[Hashable, _Ready] = {}
+_memo: Memo[_Prepared] = Memo()
 _last: tuple[tuple[object, ...], tuple[int, ...], tuple[Tensor, ...]] = ((), (), ())
 _counters: dict[int, tuple[list[Tensor], dict[object, int]]] = {}
 _said: set[str] = set()
 
 
 def tree_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    q_positions: Tensor,
-    plan: Sequence[Tensor],
-    scale: float,
-    variant: str,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, plan: Sequence[Tensor], scale: float, variant: str
 ) -> tuple[Tensor, Tensor]:
     """``tree_attention`` by our kernel, or in plain torch where the dtype or the variant has none.
 
@@ -84,13 +77,11 @@ def tree_attention(
         CudaError: the launch failed.
     """
     signature = launch_form(variant, q, k_pages, v_pages)
-    ready = _memo.get(signature)
-    if ready is None or ready.variant() is None:
-        ready = _prepare(q, k_pages, v_pages, q_positions, variant)
-        if len(_memo) >= _MEMO_SIZE:
-            _memo.clear()
-        _memo[signature] = ready
-    if ready.function is None:
+    prepared = _memo.get(signature)
+    if prepared is None or prepared.variant() is None:
+        prepared = _memo.keep(signature, _prepare(q, k_pages, v_pages, q_positions, variant))
+    function, by_maps = prepared.function, prepared.by_maps
+    if function is None:
         if len(plan) == WORK_TENSORS + TREE_TENSORS:
             raise NotCapturable(
                 f"tree_attention: a plan in a CUDA graph's tensors is for the kernels only, which serve neither "
@@ -102,53 +93,29 @@ def tree_attention(
         q = q.clone(memory_format=torch.contiguous_format)
     if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
         raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
-    head = kept_maps(k_pages, v_pages, ready.form) if ready.by_maps else ()
+    head = kept_maps(k_pages, v_pages, prepared.form) if by_maps else ()
     addresses = _plan_pointers(q, q_positions, work, nodes)
     if checked():
         check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
     rows, heads, head_dim = q.shape
-    device = ready.function.device
+    device = function.device
     stream, capturing = torch._C._cuda_getCurrentRawStream(device), torch._C._cuda_isCurrentStreamCapturing()
     out = torch.empty_like(q)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
     partials = work[5].shape[0] * heads  # every partial row merges once
-    partial_states = room_for_partials(partials * (head_dim + 1), q.device)  # given back on return
-    partial_out = partial_states.data_ptr()
-    pointers = (
-        q.data_ptr(),
-        k_pages.data_ptr(),
-        v_pages.data_ptr(),
-        q_positions.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
-        partial_out,
-        partial_out + 4 * partials * head_dim,
-        _counter(device, stream, capturing),
+    workspace = partials_workspace(partials * (head_dim + 1), q.device)  # given back on return
+    partial_out = workspace.data_ptr()
+    values: tuple[int | float | bytes, ...] = (
+        *head,
+        *(q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), q_positions.data_ptr(), out.data_ptr(), lse.data_ptr()),
+        *(partial_out, partial_out + 4 * partials * head_dim, _counter(device, stream, capturing)),
         *addresses,
+        *prepared.numbers,
+        *(scale, scale * LOG2E, prepared.parameters, prepared.window),
+        *(work[1].shape[0], work[2].shape[0], prepared.boxes, rows),
     )
-    launch(
-        ready.function,
-        ATTENTION_LAYOUT[ready.by_maps],
-        (
-            *head,
-            *pointers,
-            *ready.numbers,
-            scale,
-            scale * LOG2E,
-            ready.parameters,
-            ready.reach,
-            work[1].shape[0],
-            work[2].shape[0],
-            ready.boxes,
-            rows,
-        ),
-        (ready.blocks, 1, 1),
-        ready.threads,
-        ready.shared,
-        _say(q, k_pages, work, nodes, variant),
-        together=True,
-        follows=ready.by_maps,
-    )
+    layout, grid, say = ATTENTION_LAYOUT[by_maps], (prepared.blocks, 1, 1), _say(q, k_pages, work, nodes, variant)
+    launch(function, layout, values, grid, prepared.threads, prepared.shared, say, cooperative=True, pdl=by_maps)
     return out, lse
 
 
@@ -157,7 +124,7 @@ def launch_form(key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Hashab
     return key, q.shape[1:], q.dtype, q.device, *form(k_pages), *form(v_pages)
 
 
-def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, key: str) -> _Ready:
+def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, key: str) -> _Prepared:
     """Check what differs from layer to layer, and find the kernel."""
     check_attention(q, k_pages, v_pages, q_positions)
     variant = lookup(key)
@@ -178,44 +145,44 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
     page, slot, head, _ = k_pages.stride()
     if v_pages.stride() != k_pages.stride() or page % 8 or slot % 8 or head % 8:
         raise BadShape(
-            f"tree_attention: k_pages and v_pages must have the same strides, multiples of 8, got {k_pages.stride()} and "
-            f"{v_pages.stride()}; make them with KVPool"
+            f"tree_attention: k_pages and v_pages must have the same strides, multiples of 8, got {k_pages.stride()} "
+            f"and {v_pages.stride()}; make them with KVPool"
         )
     if not kernel.by_maps and k_pages.shape[0] * page * k_pages.element_size() > MOST_BYTES:
         raise BadShape(
-            f"tree_attention: this kernel reaches {MOST_BYTES >> 30} GiB of keys, from page to page {page} elements, got "
-            f"{k_pages.shape[0]} pages; make a smaller pool, or one tensor per layer"
+            f"tree_attention: this kernel reaches {MOST_BYTES >> 30} GiB of keys, from page to page {page} elements, "
+            f"got {k_pages.shape[0]} pages; make a smaller pool, or one tensor per layer"
         )
-    function = jit.load(attention_unit(kernel, head_dim, q.dtype == torch.float16, variant), device)[ATTENTION]
+    half = q.dtype == torch.float16
+    function = jit.load(attention_unit(kernel, head_dim, half, variant), device)[ATTENTION]
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     shared = function.max_shared if kernel.shared is None else kernel.shared
     numbers = (page, head, slot, heads, k_pages.shape[2], k_pages.shape[1])
     parameters = cuda_variants.on_device(key, heads, q.device).data_ptr()
-    ATTENTION_LAYOUT[kernel.by_maps].check(function)
-    return _Ready(
+    return _Prepared(
         ref(variant),
-        function,
+        ATTENTION_LAYOUT[kernel.by_maps].check(function),
         blocks,
         kernel.threads,
         shared,
         numbers,
         parameters,
-        reach=variant.reach or 0,
+        window=variant.window or 0,
         boxes=holds_groups(k_pages.shape[1]),
         by_maps=kernel.by_maps,
-        form=(*k_pages.shape, page, slot, head, q.dtype == torch.float16),
+        form=(*k_pages.shape, page, slot, head, half),
     )
 
 
-def _by_torch(variant: Variant, why: str) -> _Ready:
+def _by_torch(variant: Variant, why: str) -> _Prepared:
     if why not in _said:
         _said.add(why)
         log.warning("tree_attention runs in plain torch: %s", why)
-    return _Ready(ref(variant), None, 0, 0, 0)
+    return _Prepared(ref(variant), None)
 
 
 def _plan_pointers(q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> tuple[int, ...]:
-    """Addresses of work and nodes, checked once for all layers: the tensors of the last call are known by their identity."""
+    """Addresses of work and nodes, checked once for all layers: the last call's tensors are known by their identity."""
     global _last
     ids = (q.shape[0], q.device, id(q_positions), *map(id, work), *map(id, nodes))
     last = _last
@@ -234,32 +201,30 @@ def _plan_pointers(q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes
     return last[1]
 
 
-def room_for_partials(elements: int, device: torch.device) -> Tensor:
-    """Float32 room for partial states, of torch's allocator: a call's own, which the next on its stream may take over.
+def partials_workspace(elements: int, device: torch.device) -> Tensor:
+    """Float32 workspace for partial states, of torch's allocator: a call's own, which the next on its stream may reuse.
 
-    While a graph is captured it lies in the graph's memory, and so lives as long as the graph.
-
-    Returns:
-        ``elements`` and up to an eighth more, but no more than the next power of two: trees grow little by little, and
-        torch should find the block of the last call.
+    While a graph is captured it lies in the graph's memory, and so lives as long as the graph.  It has up to an eighth
+    more than ``elements``, but no more than the next power of two: trees grow little by little, and torch should find
+    the block of the last call.
     """
     step = 1 << max(elements.bit_length() - 4, 0)
     return torch.empty(-(-elements // step) * step, dtype=torch.float32, device=device)
 
 
 def _counter(device: int, stream: int, capturing: bool) -> int:
-    """Address of a counter that no other launch in flight uses: launches of one stream, or one graph, follow each other."""
+    """Address of a counter that no other launch in flight uses: those of one stream, or one graph, run in order."""
     blocks, taken = _counters.setdefault(device, ([], {}))
     key: object = ("graph", _capture_id(stream)) if capturing else stream
     number = taken.setdefault(key, len(taken))
-    room = _COUNTERS * len(blocks)
+    capacity = _COUNTERS * len(blocks)
     if capturing:
-        if number >= room:
+        if number >= capacity:
             del taken[key]
             raise CudaError(
                 "tree_attention: call it once before capturing it in a CUDA graph, so that it can set up memory"
             )
-    elif len(taken) > room - _SPARE_COUNTERS:  # graphs to come cannot make room
+    elif len(taken) > capacity - _SPARE_COUNTERS:  # graphs to come cannot allocate
         blocks.append(torch.zeros(_COUNTERS, dtype=torch.int32, device=torch.device("cuda", device)))
         torch.cuda.synchronize(device)  # other streams may use it next
     return blocks[number // _COUNTERS].data_ptr() + 4 * (number % _COUNTERS)

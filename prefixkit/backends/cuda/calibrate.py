@@ -1,8 +1,9 @@
 """A short measured run that finds what attention costs on a GPU: below two seconds, once per machine.
 
-Each path runs items of known number and length, some of them cut in two so that they write partial states.  A worker's time is
+Each path runs items of known number and length, some of them split in two so that they write partial states.  A
+worker's time is
 
-    base + unit time x (units + start x items + (write + merge) x items that write a state)
+    base + time of a KV tile x (tiles + start x items + (write + merge) x items that write a state)
 
 and least squares gives the four numbers.  What sharing costs follows from them.
 """
@@ -25,7 +26,7 @@ Doubles = NDArray[np.float64]
 
 log = logging.getLogger("prefixkit")
 
-# (rounds, tokens of an item, items that a row is cut into): each worker takes one item per round.
+# (rounds, tokens of an item, splits of a row): each worker takes one item per round.
 DECODE_POINTS = (
     (1, 1024, 1),
     (2, 1024, 1),
@@ -37,7 +38,7 @@ DECODE_POINTS = (
     (32, 16, 2),
 )
 TILE_POINTS = ((1, 4096, 1), (2, 2048, 1), (4, 1024, 1), (8, 256, 1), (4, 512, 2), (8, 128, 2), (12, 64, 2))
-# Forests that are measured with their roots shared and not: (roots, leaves of each, tokens of a root); leaves of 32 tokens.
+# Forests measured with their roots shared and not: (roots, leaves of each, tokens of a root); leaves of 32 tokens.
 FORESTS = (
     (64, 4, 32),
     (64, 4, 96),
@@ -56,10 +57,10 @@ SHAPES = (((8, 1), FORESTS), ((32, 8), FORESTS + THIN))
 
 @dataclass(frozen=True)
 class Fit:
-    """``us = base + unit x (units + start x items + state x leaving)``; ``error`` is the root mean square relative error."""
+    """``us = base + tile x (tiles + start x items + state x states)``; ``error`` is relative, root mean square."""
 
     base: float
-    unit: float
+    tile: float
     start: float
     state: float
     error: float
@@ -71,14 +72,14 @@ def fit(points: Sequence[Point]) -> Fit:
     Raises:
         ValueError: the times do not grow with the work.
     """
-    columns = np.array([[1.0, p.units, p.items, p.leaving] for p in points])
+    columns = np.array([[1.0, p.tiles, p.items, p.states] for p in points])
     us = np.array([p.us for p in points])
     found = _least_squares(columns, us, 1 / us)
-    base, unit, start, state = found.tolist()
-    if not unit > 0:
+    base, tile, start, state = found.tolist()
+    if not tile > 0:
         raise ValueError(f"the times do not grow with the work: {us.round(1).tolist()} us")
     error = float(np.sqrt(np.mean((columns @ found / us - 1) ** 2)))
-    return Fit(base, unit, start / unit, state / unit, error)
+    return Fit(base, tile, start / tile, state / tile, error)
 
 
 def _least_squares(columns: Doubles, values: Doubles, weight: Doubles) -> Doubles:
@@ -94,18 +95,18 @@ def _least_squares(columns: Doubles, values: Doubles, weight: Doubles) -> Double
 
 
 def fit_sharing(forests: Sequence[Shared], kv_byte: float) -> CostModel:
-    """Least squares of what shared forests took longer for all that they were spared; each kind pays for merging at all."""
+    """Least squares of what sharing cost beyond the KV that it spared; each kind of forest pays for merging at all."""
     kinds = np.eye(max(f.kind for f in forests) + 1)
     columns = np.array([[*kinds[f.kind], f.tile, f.decode, f.partial_bytes] for f in forests])
-    us = np.array([f.shared_us - f.folded_us + f.spared_bytes * kv_byte for f in forests])
+    us = np.array([f.shared_us - f.unshared_us + f.spared_bytes * kv_byte for f in forests])
     weight = 1 / np.array([f.shared_us for f in forests])
     tile, decode, partial_byte = _least_squares(columns, us, weight)[-3:].tolist()
     return CostModel(item=0.0, kv_byte=kv_byte, partial_byte=partial_byte, tile_item=tile, decode_item=decode)
 
 
 def cost_from(decode: Fit, tile: Fit, forests: Sequence[Shared], num_sms: int, known: GpuCost = H200) -> GpuCost:
-    """The costs behind all measurements; ``known`` gives the units, and how a state's cost divides into writing and folding."""
-    kv_byte = decode.unit / (known.decode.workers * num_sms * known.decode.kv_tile * 4 * HEAD_DIM)
+    """The costs behind all measurements; ``known`` gives KV tiles, and what part of a state's cost is writing it."""
+    kv_byte = decode.tile / (known.decode.workers * num_sms * known.decode.kv_tile * 4 * HEAD_DIM)
     return GpuCost(fit_sharing(forests, kv_byte), _role(known.tile, tile), _role(known.decode, decode))
 
 
@@ -113,7 +114,7 @@ def _role(known: Role, found: Fit) -> Role:
     share = known.write / (known.write + known.merge)
     return replace(
         known,
-        tokens_per_us=known.workers * known.kv_tile / found.unit,
+        tokens_per_us=known.workers * known.kv_tile / found.tile,
         start=found.start,
         write=found.state * share,
         merge=found.state * (1 - share),

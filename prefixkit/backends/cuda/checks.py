@@ -1,7 +1,7 @@
 """Checked mode: with ``PREFIXKIT_CHECK=1`` the ops read their integers back and refuse what points outside.
 
-A kernel trusts its plan: a wrong page number reads another sequence's keys, or no memory at all.  Checking costs a copy from
-the GPU and a wait, so it is for tests and for finding errors; a graph capture goes unchecked.
+A kernel trusts its plan: a wrong page number reads another sequence's keys, or no memory at all.  Checking costs a copy
+from the GPU and a wait, so it is for tests and for finding errors; a graph capture goes unchecked.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor]
     partials = int((partial[written] + q_end[written] - q_begin[written]).max(initial=0))
     if partials > counts[3]:
         raise BadPlan(f"{op}: items write {partials} partial rows, but counts say {counts[3]}")
-    _merge_numbers(op, partials, merge_indptr[: rows + 1], merge_indices)
+    _partition(op, "merge_indptr", merge_indptr[: rows + 1], len(merge_indices), "merge_indices")
+    merged = merge_indices[: merge_indptr[rows]]
+    if len(merged) and (merged.min() < 0 or merged.max() >= partials):
+        raise BadPlan(f"{op}: merge_indices must be 0..{partials - 1}, got {merged.min()}..{merged.max()}")
 
 
 def _check_tree(op: str, pages: Sequence[int], nodes: Sequence[Array]) -> Array:
@@ -66,11 +69,11 @@ def _check_tree(op: str, pages: Sequence[int], nodes: Sequence[Array]) -> Array:
     if len(used) and (used.min() < 0 or used.max() >= num_pages):
         raise BadPlan(f"{op}: nodes.pages must be 0..{num_pages - 1}, got {used.min()}..{used.max()}: of another pool?")
     _partition(op, "nodes.page_indptr", page_indptr, len(page), "pages")
-    room = np.diff(page_indptr) * page_size - first_slot
-    short = np.flatnonzero((length > 0) & (length > room))
+    capacity = np.diff(page_indptr) * page_size - first_slot
+    short = np.flatnonzero((length > 0) & (length > capacity))
     if len(short):
         node = int(short[0])
-        raise BadPlan(f"{op}: node {node} has {length[node]} tokens, but its pages hold {room[node]}")
+        raise BadPlan(f"{op}: node {node} has {length[node]} tokens, but its pages hold {capacity[node]}")
     return length
 
 
@@ -84,13 +87,6 @@ def _check_segments(op: str, segments: Array, length: Array) -> None:
     if np.any(wrong):
         n, b, e = segments[np.argmax(wrong)]
         raise BadPlan(f"{op}: a segment reads tokens {b}..{e} of node {n}, which has {length[n]}: of an older tree?")
-
-
-def _merge_numbers(op: str, partials: int, indptr: Array, indices: Array) -> None:
-    _partition(op, "merge_indptr", indptr, len(indices), "merge_indices")
-    used = indices[: indptr[-1]]
-    if len(used) and (used.min() < 0 or used.max() >= partials):
-        raise BadPlan(f"{op}: merge_indices must be 0..{partials - 1}, got {used.min()}..{used.max()}")
 
 
 def _partition(op: str, name: str, bounds: Array, count: int, what: str) -> None:

@@ -7,13 +7,13 @@ import logging
 from dataclasses import asdict, replace
 from functools import cache
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from prefixkit.attention.gpu_cost import H200, GpuCost, Role
 from prefixkit.attention.sharing import CostModel
+from prefixkit.backends.cuda import calibrate, measure
 from prefixkit.cuda import kernel_cache
 from prefixkit.cuda.jit import driver_cuda
 from prefixkit.cuda.nvrtc import CSRC
@@ -25,24 +25,19 @@ log = logging.getLogger("prefixkit")
 H200_SMS, H200_TBPS = 132, 4.8
 
 
-def folder() -> Path:
-    """Where measured costs are kept."""
-    return cache_dir() / "costs"
-
-
 def place_of(device: torch.device) -> Path:
-    """The file of a GPU's costs; its name depends on the GPU, the driver, our version and our kernels."""
+    """The file of a GPU's costs; its name depends on the GPU, the driver, our kernels and how they are measured."""
+    name = torch.cuda.get_device_name(device)
     digest = sha256()
-    for part in (torch.cuda.get_device_name(device), driver_cuda(), _version(), H200):
+    for part in (name, driver_cuda(), H200):
         digest.update(repr(part).encode() + b"\0")
-    for source in sorted(CSRC.rglob("*.cu*")):
+    for source in (*sorted(CSRC.rglob("*.cu*")), Path(calibrate.__file__), Path(measure.__file__)):
         digest.update(source.read_bytes())
-    name = "-".join(torch.cuda.get_device_name(device).split())
-    return folder() / f"{name}-{digest.hexdigest()[:16]}.json"
+    return cache_dir() / "costs" / f"{'-'.join(name.split())}-{digest.hexdigest()[:16]}.json"
 
 
 def gpu_cost(device: torch.device) -> GpuCost:
-    """The costs that were measured on this machine, or an estimate from the number of multiprocessors and the bandwidth."""
+    """The costs measured on this machine, or an estimate from the number of multiprocessors and the bandwidth."""
     return _known(device, str(cache_dir()))
 
 
@@ -61,15 +56,15 @@ def _known(device: torch.device, _: str) -> GpuCost:
 def estimate(num_sms: int, tbps: float) -> GpuCost:
     """The H200's costs, where ``num_sms`` multiprocessors share a bandwidth of ``tbps`` TB/s."""
     faster = tbps / H200_TBPS
-    each = faster * H200_SMS / num_sms
+    known, smaller = H200.sharing, H200_SMS / num_sms
     sharing = CostModel(
-        item=H200.sharing.item * H200_SMS / num_sms,
-        kv_byte=H200.sharing.kv_byte / faster,
-        partial_byte=H200.sharing.partial_byte / faster,
-        tile_item=H200.sharing.tile_item * H200_SMS / num_sms,
-        decode_item=H200.sharing.decode_item / faster,
+        item=known.item * smaller,
+        kv_byte=known.kv_byte / faster,
+        partial_byte=known.partial_byte / faster,
+        tile_item=known.tile_item * smaller,
+        decode_item=known.decode_item / faster,
     )
-    return GpuCost(sharing, H200.tile, replace(H200.decode, tokens_per_us=H200.decode.tokens_per_us * each))
+    return GpuCost(sharing, H200.tile, replace(H200.decode, tokens_per_us=H200.decode.tokens_per_us * faster * smaller))
 
 
 def bandwidth_tbps(device: torch.device) -> float:
@@ -77,31 +72,24 @@ def bandwidth_tbps(device: torch.device) -> float:
     from cuda.bindings import driver
 
     index = device.index if device.index is not None else torch.cuda.current_device()
-    attribute = driver.CUdevice_attribute
-    clock, width = (
-        int(driver.cuDeviceGetAttribute(which, driver.CUdevice(index))[1])
-        for which in (
-            attribute.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
-            attribute.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
-        )
-    )
+    of = driver.CUdevice_attribute
+    asked = of.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, of.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH
+    clock, width = (int(driver.cuDeviceGetAttribute(each, driver.CUdevice(index))[1]) for each in asked)
     return clock * 1e3 * 2 * width / 8 / 1e12 or H200_TBPS
 
 
-def measure(device: torch.device) -> tuple[Path, GpuCost, bool]:
+def measured_cost(device: torch.device) -> tuple[Path, GpuCost, bool]:
     """Costs of a GPU, from the disk if they are there: their file, the costs, and whether they were measured now.
 
     Raises:
         ValueError: the times make no sense.
     """
-    from prefixkit.backends.cuda.calibrate import calibrate
-
     place = place_of(device)
     with kernel_cache.making(place):  # of processes that start together one measures, and alone
         there = read(place)
         if there is not None:
             return place, there, False
-        found = calibrate(device)
+        found = calibrate.calibrate(device)
         write(place, found)
     _known.cache_clear()
     return place, found, True
@@ -127,10 +115,3 @@ def write(place: Path, cost: GpuCost) -> bool:
         log.warning("costs cannot be kept in %s (%s)", place.parent, error.strerror or error)
         return False
     return True
-
-
-def _version() -> str:
-    try:
-        return version("prefixkit")
-    except PackageNotFoundError:
-        return ""

@@ -54,17 +54,9 @@ _ATTENTION = define(
 # Of keys and values each, as ``tensor_maps`` makes them.
 _MAPS = define(
     "Maps",
-    (
-        TENSOR_MAP,
-        "k_map v_map",
-        "dimensions (D, slots, KV heads, pages), boxes of (64, 16, 1, 1), 128-byte swizzle",
-    ),
+    (TENSOR_MAP, "k_map v_map", "dimensions (D, slots, KV heads, pages), boxes of (64, 16, 1, 1), 128-byte swizzle"),
     (TENSOR_MAP, "k_row v_row", "the same with boxes of (64, 1, 1, 1)"),
-    (
-        TENSOR_MAP,
-        "k_group v_group",
-        "dimensions (64, slots, D / 64, KV heads, pages), boxes of (64, 16, D / 64, 1, 1)",
-    ),
+    (TENSOR_MAP, "k_group v_group", "dimensions (64, slots, D / 64, KV heads, pages), boxes of (64, 16, D / 64, 1, 1)"),
 )
 # By whether the kernel reads pages by tensor maps (PREFIXKIT_MAPS), which then come first.
 ATTENTION = {False: _ATTENTION, True: replace(_ATTENTION, fields=_MAPS.fields + _ATTENTION.fields)}
@@ -137,11 +129,7 @@ SAMPLE = define(
     "Sample",
     ("const void*", "logits", "[rows, vocab]"),
     ("SamplingRecord*", "records", "[rows]"),
-    (
-        "unsigned int*",
-        "seen",
-        "[rows, words], bit t % 32 of word t / 32: the sequence holds token t",
-    ),
+    ("unsigned int*", "seen", "[rows, words], bit t % 32 of word t / 32: the sequence holds token t"),
     ("long long*", "tokens", "[rows]"),
     ("float*", "logprobs", "[rows]"),
     ("long long", "stride", "of a row of logits, in elements"),

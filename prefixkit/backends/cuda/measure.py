@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from prefixkit.attention.bsr import BSR, OPEN
+from prefixkit.attention.bsr import decompose
 from prefixkit.attention.gpu_cost import DECODE_ROWS, H200, TILE_ROWS, GpuCost, Role
 from prefixkit.attention.plan import make_plan
+from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.staging import upload
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
+from prefixkit.tree.snapshot import TreeSnapshot
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 GROUP = HEADS // KV_HEADS
 REPEATS, CALLS = 5, 4
-Longs = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement of a path: what each worker does, in units and items, and the microseconds that it took."""
+    """One measurement of a path: KV tiles, items and written states of each worker, and its microseconds."""
 
-    units: float
+    tiles: float
     items: float
-    leaving: float
+    states: float
     us: float
 
 
@@ -38,7 +40,7 @@ class Shared:
     Attributes:
         kind: Forests of a kind have as many heads.
         tile, decode: Tiles of all shared roots, for each KV head.
-        partial_bytes: Of the partial states that they leave.
+        partial_bytes: Of the partial states that they write.
         spared_bytes: Bytes of KV that are not read again.
     """
 
@@ -48,17 +50,7 @@ class Shared:
     partial_bytes: float
     spared_bytes: float
     shared_us: float
-    folded_us: float
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Rows over nodes of their own, laid end to end in the pool: ``(q_begin, queries, causal, nodes)`` and the tree."""
-
-    formats: BSR
-    start: Longs
-    length: Longs
-    positions: Longs
+    unshared_us: float
 
 
 class Memory:
@@ -75,71 +67,34 @@ class Memory:
         """Time rows of ``queries`` queries over ``parts`` nodes of ``tokens`` tokens, an item for each node."""
         workers = role.workers * self.num_sms
         count = max(1, rounds * workers // (KV_HEADS * parts))
-        node = np.arange(count * parts)
-        place, row = node % parts, node // parts
-        indptr, length = np.arange(len(node) + 1), np.full(len(node), tokens)
-        rows = _rows(row * queries, (row + 1) * queries, place == parts - 1, indptr, node, length)
-        position = np.repeat(parts * tokens - queries, count)[:, None] + np.arange(queries)
-        us = self._time(_Rows(rows, place * tokens, length, position.ravel()), HEADS, KV_HEADS, _uncut(role))
-        items = np.ceil(len(node) * KV_HEADS / workers)  # what the busiest worker does
+        tree = _forest(count, range(-1, parts - 1), [tokens] * parts, queries)
+        us = self._time(tree, tree.below > 0, HEADS, KV_HEADS, _unsplit(role))
+        items = np.ceil(count * parts * KV_HEADS / workers)  # what the busiest worker does
         return Point(items * -(-tokens // role.kv_tile), items, items * (parts > 1), us)
 
     def compare(self, kind: int, heads: int, kv_heads: int, roots: int, leaves: int, tokens: int, leaf: int) -> Shared:
-        """Time a forest of ``roots`` with ``leaves`` each, one query at each leaf's end, shared and folded."""
-        count = roots * leaves
-        root = np.arange(roots) * (leaves + 1)
-        mine = (root[:, None] + 1 + np.arange(leaves)).ravel()  # leaves, in depth-first order
-        is_root = np.isin(np.arange(roots * (leaves + 1)), root)
-        start, length = np.where(is_root, 0, tokens), np.where(is_root, tokens, leaf)
-        positions = np.full(count, tokens + leaf - 1)
-        query = np.arange(count)
-        folded = _rows(
-            query,
-            query + 1,
-            np.ones(count, bool),
-            2 * np.arange(count + 1),
-            np.stack((mine - 1 - query % leaves, mine), 1).ravel(),
-            length,
-        )
-        dense = np.arange(roots) * leaves
-        shared = _rows(
-            np.concatenate((dense, query)),
-            np.concatenate((dense + leaves, query + 1)),
-            np.repeat((False, True), (roots, count)),
-            np.arange(roots + count + 1),
-            np.concatenate((root, mine)),
-            length,
-        )
-        times = [self._time(_Rows(rows, start, length, positions), heads, kv_heads, H200) for rows in (shared, folded)]
+        """Time a forest of ``roots`` with ``leaves`` each, one query at each leaf's end, with roots shared and not."""
+        tree = _forest(roots, [-1, *[0] * leaves], [tokens, *[leaf] * leaves], 1)
+        is_root = tree.below > 0
+        times = [self._time(tree, shared, heads, kv_heads, H200) for shared in (is_root, is_root & False)]
         tiles = -(-leaves // (TILE_ROWS * kv_heads // heads)) * roots * kv_heads
         spared = roots * (leaves - 1) * tokens * kv_heads * HEAD_DIM * 4
         # The roots' states, and those of the leaves, which would have none if nothing were shared.
-        states = 2 * count * 4 * heads * (HEAD_DIM + 1)
+        states = 2 * roots * leaves * 4 * heads * (HEAD_DIM + 1)
         is_thin = leaves * heads <= DECODE_ROWS * kv_heads
         return Shared(kind, 0 if is_thin else tiles, tiles if is_thin else 0, states, spared, *times)
 
-    def _time(self, rows: _Rows, heads: int, kv_heads: int, cost: GpuCost) -> float:
+    def _time(self, tree: StepTree, shared: NDArray[np.bool_], heads: int, kv_heads: int, cost: GpuCost) -> float:
         """Median microseconds of a call."""
-        count = len(rows.positions)
-        plan = make_plan(
-            [rows.formats],
-            rows.length.astype(np.int32),
-            count,
-            group=heads // kv_heads,
-            kv_heads=kv_heads,
-            num_sms=self.num_sms,
-            cost=cost,
-        )
-        work = [self._int(array) for array in plan.arrays()]
-        indptr = np.concatenate(([0], np.cumsum(-(-rows.length // PAGE))))
-        used = int(indptr[-1])
-        places = np.linspace(0, max(self.pages - used, 0), CALLS, dtype=np.int64)
-        trees = [
-            [self._int(a) for a in (rows.start, rows.length, indptr, place + np.arange(used), 0 * rows.start)]
-            for place in places
-        ]
-        positions = torch.from_numpy(rows.positions.astype(np.int64)).to(self.device)
-        q = torch.randn(count, heads, HEAD_DIM, device=self.device, dtype=torch.bfloat16)
+        shape, rows = HeadShape(heads, kv_heads, HEAD_DIM, 2), tree.queries.num_rows
+        formats = [decompose(tree, shape, cost.sharing, shared)]
+        options = {"group": shape.group, "kv_heads": kv_heads, "num_sms": self.num_sms}
+        work = upload(make_plan(formats, tree.length, rows, cost=cost, **options).arrays(), self.device)
+        start, length, indptr, pages, first_slot = tree.arrays()
+        places = np.linspace(0, max(self.pages - len(pages), 0), CALLS, dtype=np.int32)
+        trees = [upload([start, length, indptr, place + pages, first_slot], self.device) for place in places]
+        positions = torch.from_numpy(tree.positions).to(self.device)
+        q = torch.randn(rows, heads, HEAD_DIM, device=self.device, dtype=torch.bfloat16)
         k, v = self.k[:, :, :kv_heads], self.v[:, :, :kv_heads]
 
         def call(number: int) -> None:
@@ -147,19 +102,30 @@ class Memory:
 
         return _graph_us(call)
 
-    def _int(self, array: NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(np.array(array, dtype=np.int32)).to(self.device)
+
+def _forest(copies: int, parent: Sequence[int], length: Sequence[int], queries: int) -> StepTree:
+    """Copies of a tree in depth-first order, over pages laid end to end, with ``queries`` rows at each leaf's end."""
+    nodes = len(parent)
+    start, end = [0] * nodes, list(range(1, nodes + 1))
+    for node in range(1, nodes):
+        start[node] = start[parent[node]] + length[parent[node]]
+    for node in range(nodes - 1, 0, -1):
+        end[parent[node]] = max(end[parent[node]], end[node])
+    first = np.repeat(np.arange(copies, dtype=np.int32) * nodes, nodes)
+    parents, starts, lengths, ends = (
+        np.tile(np.array(part, np.int32), copies) for part in (parent, start, length, end)
+    )
+    parents, ends = np.where(parents < 0, parents, parents + first), ends + first
+    indptr = np.concatenate(([0], np.cumsum(-(-lengths // PAGE)))).astype(np.int32)
+    pages = np.arange(indptr[-1], dtype=np.int32)
+    leaf = np.flatnonzero(ends == np.arange(len(ends)) + 1).astype(np.int32)
+    no_sequences = leaf[:0], np.zeros(0, dtype=np.int64)
+    placed = starts, lengths, lengths, 0 * lengths, indptr, pages
+    snapshot = TreeSnapshot(0, PAGE, parents, ends, *placed, *no_sequences)
+    return StepTree(snapshot, Queries(leaf, lengths[leaf] - queries, lengths[leaf]))
 
 
-def _rows(begin: Longs, end: Longs, causal: NDArray[np.bool_], indptr: Longs, node: Longs, length: Longs) -> BSR:
-    """Rows over whole nodes; causal ones end OPEN."""
-    ends = length[node]
-    ends[indptr[1:][causal] - 1] = OPEN
-    columns = [np.asarray(column, dtype=np.int32) for column in (begin, end, indptr, node, 0 * node, ends)]
-    return BSR(columns[0], columns[1], causal, *columns[2:])
-
-
-def _uncut(role: Role) -> GpuCost:
+def _unsplit(role: Role) -> GpuCost:
     """Costs by which no item is split."""
     whole = replace(role, merge=1000.0)
     return replace(H200, decode=whole) if role == H200.decode else replace(H200, tile=whole)

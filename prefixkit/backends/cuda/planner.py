@@ -20,29 +20,29 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.staging import upload
 from prefixkit.backends.cuda.cost_cache import gpu_cost
+from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
-from prefixkit.backends.cuda.units import kernel_for
 from prefixkit.backends.torch.planner import BoundPlan, TorchPlanner
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.tree.snapshot import Ints
 
 log = logging.getLogger("prefixkit")
 
-# A plan's tensors: those of the work (``Plan.arrays``), then the tree's, then a handle for variants without a CUDA body.
+# A plan's tensors: the work (``Plan.arrays``), then the tree, then a handle for variants without a CUDA body.
 WORK_TENSORS, TREE_TENSORS = 6, 5
 
 
 class CudaPlanner(Planner):
     """Plans for the CUDA kernels.
 
-    The work's tensors stay while the tree does; each step brings the tree's: start, length (tokens visible in this step),
-    page_indptr, pages, first_slot.
+    The work's tensors stay while the tree does; each step brings the tree's: start, length (tokens visible in this
+    step), page_indptr, pages, first_slot.
 
     Attributes:
         gpu: What the paths of the GPU cost.
         num_sms: Blocks to plan for, one or two per multiprocessor.
-        launch: Makes plans on the GPU, from a capacity and the tree to the work's tensors; None plans in numpy.  Numpy makes
-            those that need too much memory in any case.
+        launch: Makes plans on the GPU, from a capacity and the tree to the work's tensors; None plans in numpy.  Numpy
+            makes those that need too much memory in any case.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ def _bound(plan: StepPlan, nodes: list[Tensor], tree: StepTree) -> StepPlan:
 
 
 def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> int:
-    """Token KVs that a plan of these rows reads in a run over all heads: each tile of a row reads all tokens of the row.
+    """Token KVs that a plan of these rows reads in a run over all heads: each tile reads all tokens of its row.
 
     Args:
         rows: The block-sparse rows.

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.backends.cuda import layouts
-from prefixkit.backends.cuda.sampling_tiling import WARPS, Tiling, tile
-from prefixkit.backends.cuda.units import KERNEL_VARIABLE, SAMPLE, sample_name
+from prefixkit.backends.cuda.kernels import KERNEL_VARIABLE, SAMPLE, WARPS, SampleTiling, sample_name, sample_tiling
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
 
@@ -35,10 +34,9 @@ def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logpro
 
 
 @cache
-def _tiling(device: int, vocab: int, portable: bool) -> Tiling:
+def _tiling(device: int, vocab: int, portable: bool) -> SampleTiling:
     """How rows of a vocabulary are divided on a GPU; ``portable`` as on GPUs of compute capability 8.6 to 8.9."""
-    function = next(iter(jit.load(SAMPLE, device).values()))
-    layouts.SAMPLE.check(function)
+    function = layouts.SAMPLE.check(next(iter(jit.load(SAMPLE, device).values())))
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
     max_shared = min(function.max_shared, 99 * 1024) if portable else function.max_shared
-    return tile(vocab, max_shared, hopper and not portable)
+    return sample_tiling(vocab, max_shared, hopper and not portable)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from prefixkit.backends.cuda.units import units
+from prefixkit.backends.cuda.cost_cache import measured_cost
+from prefixkit.backends.cuda.kernels import compiled_ahead, kernel_for
 from prefixkit.cuda import jit, kernel_cache
 from prefixkit.cuda.nvrtc import Unit, arch_for, nvrtc_version, supported_archs
 
@@ -57,7 +58,7 @@ def warm_up(archs: list[str]) -> Iterator[Compiled]:
         NvrtcMissing, CompileError: from the compiler.
     """
     for arch in archs:
-        for unit in units(arch):
+        for unit in compiled_ahead(arch):
             there = kernel_cache.read(kernel_cache.entry(unit, arch, nvrtc_version())) is not None
             began = time.perf_counter()
             jit.binary(unit, arch)
@@ -66,9 +67,6 @@ def warm_up(archs: list[str]) -> Iterator[Compiled]:
 
 def measure_costs() -> Iterator[str]:
     """Measure each GPU whose attention kernels run, unless that was done; a line for each that says what was found."""
-    from prefixkit.backends.cuda.cost_cache import measure
-    from prefixkit.backends.cuda.units import kernel_for
-
     for index in range(torch.cuda.device_count()):
         name = f"{torch.cuda.get_device_name(index)} (cuda:{index})"
         kernel = kernel_for(arch_for(torch.cuda.get_device_capability(index), supported_archs()), 128, 4)
@@ -76,7 +74,7 @@ def measure_costs() -> Iterator[str]:
             yield f"{name}: costs are estimated, for only Hopper's kernel is measured"
             continue
         try:
-            place, cost, now = measure(torch.device("cuda", index))
+            place, cost, now = measured_cost(torch.device("cuda", index))
         except ValueError as error:
             yield f"{name}: costs are estimated, for {error}"
             continue

@@ -38,8 +38,8 @@ def _append_on_cpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages
     shifted = slots.numpy().view(np.uint64) + np.uint64(1)
     if len(shifted) and int(shifted.max()) > num_slots:
         raise IndexError(
-            f"{op}: slots {int(slots.min())}..{int(slots.max())}, but the pages hold slots 0..{num_slots - 1}, and only "
-            "-1 says that a row writes nothing"
+            f"{op}: slots {int(slots.min())}..{int(slots.max())}, but the pages hold slots 0..{num_slots - 1}, and "
+            "only -1 says that a row writes nothing"
         )
     if not shifted.all():
         rows = torch.from_numpy(np.flatnonzero(shifted))

@@ -33,8 +33,9 @@ def tree_attention(
     if not plan:
         raise BadShape("tree_attention: plan must be the tensors of Step.plan, got none")
     bound = find_plan(plan[-1])
-    if bound.num_rows != q.shape[0]:
-        raise BadShape(f"tree_attention: the plan is for {bound.num_rows} queries, but q has {q.shape[0]} rows")
+    rows = bound.tree.queries.num_rows
+    if rows != q.shape[0]:
+        raise BadShape(f"tree_attention: the plan is for {rows} queries, but q has {q.shape[0]} rows")
     program = bound.program(k_pages.shape, q.shape[1], q.dtype, q.device, variant)
     return run_program(program, q, k_pages, v_pages, scale, lookup(variant))
 

@@ -1,7 +1,12 @@
-"""Calls: what one run of an attention kernel reads, masks and multiplies."""
+"""Calls: which tiles share one run of an attention kernel, and what it reads and masks.
+
+A call costs some 20 us before its first multiplication, so small tiles are batched: gathered into one padded block of
+``[batch, length]`` keys for ``[batch, rows]`` queries.  Large tiles are called alone, and read the pool where it lies.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,24 +14,12 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.variants import Variant
-from prefixkit.backends.torch.batches import Heads
-from prefixkit.backends.torch.pieces import DENSE, MASKED, SQUARE, Array, Pieces
+from prefixkit.backends.torch.merge import Index, index_of
+from prefixkit.backends.torch.tiles import FULL, MASKED, TRIANGLE, Array, Tiles
+from prefixkit.backends.torch.tuning import Heads
 from prefixkit.tree.ragged import ranges
 
-
-@dataclass(frozen=True, eq=False)
-class Scoring:
-    """What a call needs to compute its scores in plain torch.
-
-    Attributes:
-        q_position: ``[batch, 1, rows, 1]`` int64.
-        kv_position: ``[batch, 1, 1, length]`` int64.
-        visible: Bool, broadcasts to ``[batch, heads, rows, length]``, or None if everything is.
-    """
-
-    q_position: Tensor
-    kv_position: Tensor
-    visible: Tensor | None
+Positions = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,151 +27,176 @@ class Call:
     """One kernel call: ``batch`` blocks of ``rows`` queries against ``length`` keys each.
 
     Attributes:
-        batch, rows, length: The block; ragged pieces are padded up to it.
-        first_row: First query row, when the call's rows are consecutive; else -1.
-        row_index: ``[batch * rows]`` int64 query rows otherwise.
-        first_slot: First slot, when the call's keys are one run; else -1.
-        slot_index: ``[batch * length]`` int64 slots otherwise.
+        batch, rows, length: The block; ragged tiles are padded up to it.
+        row: Its ``batch * rows`` query rows.
+        slot: Its ``batch * length`` slots.
         causal: Row i of a block sees its keys 0..i.
-        folded: Query heads of one KV head are rows of one matrix: rows of the result have heads in the order
+        grouped: Query heads of one KV head are rows of one matrix: rows of the result have heads in the order
             ``(group, kv_heads)`` instead of ``(kv_heads, group)``.
-        mask: float32 0 or -inf, broadcasts to the kernel's scores; or None.
-        empty: Bool ``[batch * rows, heads or 1]``, True where the mask hides all keys; or None.
-        scoring: Set where torch's flash attention does not serve; scores are computed in plain torch then.
+        mask: What else is visible, or None for all: float32 0 or -inf that broadcasts to the kernel's scores; where
+            scores are computed in plain torch bool that broadcasts to ``[batch, heads, rows, length]``.
+        empty: Bool ``[batch * rows, heads or 1]``, True where the kernel's mask hides all keys; or None.
+        positions: Set where torch's flash attention does not serve, and scores are computed in plain torch: of queries
+            ``[batch, 1, rows, 1]`` and of keys ``[batch, 1, 1, length]``, int64.
     """
 
     batch: int
     rows: int
     length: int
-    first_row: int
-    row_index: Tensor | None
-    first_slot: int
-    slot_index: Tensor | None
+    row: Index
+    slot: Index
     causal: bool
-    folded: bool
-    mask: Tensor | None = None
-    empty: Tensor | None = None
-    scoring: Scoring | None = None
+    grouped: bool
+    mask: Tensor | None
+    empty: Tensor | None
+    positions: Positions | None
+
+
+def batches(tiles: Tiles, heads: Heads, scored: bool) -> Iterator[Array]:
+    """Which tiles share a call: arrays of tile numbers, each tile once, those of a batch ascending by row.
+
+    ``scored`` says that scores or masks take memory: see ``Tuning.scored_rows``.
+    """
+    tuning = heads.tuning
+    tokens, rows = tiles.tokens, tiles.rows
+    single_run = np.diff(tiles.indptr) == 1
+    alone = (
+        (single_run & (tokens > heads.longest_copy))
+        | (rows * tokens * heads.score_us > 10 * tuning.call_us)
+        | (tiles.mask == MASKED)
+        | ((tiles.mask == TRIANGLE) & (tokens != rows))
+    )
+    for tile in np.flatnonzero(alone):
+        yield np.array([tile])
+    for mask in (FULL, TRIANGLE):
+        candidates = np.flatnonzero(~alone & (tiles.mask == mask))
+        for members in _buckets(rows[candidates], tokens[candidates], heads):
+            batch = candidates[members]
+            batch = batch[np.argsort(tiles.row[batch], kind="stable")]
+            longest, most = int(tokens[batch].max()), int(rows[batch].max())
+            limit = tuning.batch_elements // (longest * heads.kv_elements)
+            if scored:
+                limit = min(limit, tuning.call_elements // (most * longest * heads.heads))
+            yield from np.array_split(batch, -(-len(batch) // max(1, limit)))
+
+
+def _buckets(rows: Array, tokens: Array, heads: Heads) -> list[Array]:
+    """Group blocks of similar shape: a block joins a larger bucket while padding it costs less than one more call."""
+    if not len(rows):
+        return []
+    tuning = heads.tuning
+    # As one number per block, rows above tokens.
+    shapes, which, count = np.unique(_round_up(rows) << 32 | _round_up(tokens), return_inverse=True, return_counts=True)
+    token_us = heads.kv_elements * (tuning.copy_us + tuning.read_us)
+    leaders: list[tuple[int, int]] = []
+    bucket_of_shape = np.zeros(len(shapes), dtype=np.int64)
+    for index in range(len(shapes) - 1, -1, -1):
+        r, n = divmod(int(shapes[index]), 1 << 32)
+        best, best_cost = -1, tuning.call_us
+        for number, (big_r, big_n) in enumerate(leaders):
+            padding_us = int(count[index]) * ((big_r * big_n - r * n) * heads.score_us + (big_n - n) * token_us)
+            if big_r >= r and big_n >= n and padding_us < best_cost:
+                best, best_cost = number, padding_us
+        if best < 0:
+            best = len(leaders)
+            leaders.append((r, n))
+        bucket_of_shape[index] = best
+    bucket = bucket_of_shape[which]
+    return [np.flatnonzero(bucket == number) for number in range(len(leaders))]
+
+
+def _round_up(sizes: Array) -> Array:
+    """Up to the next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
+    step = 1 << np.maximum(np.frexp(np.maximum(sizes, 1) - 0.5)[1] - 3, 0).astype(np.int64)
+    rounded: Array = -(-sizes // step) * step
+    return rounded
 
 
 def make_call(
-    pieces: Pieces, batch: Array, q_positions: Array, heads: Heads, variant: Variant, *, flash: bool, views: bool
+    tiles: Tiles, batch: Array, q_positions: Array, heads: Heads, variant: Variant, *, flash: bool, views: bool
 ) -> Call | None:
-    """The call for some pieces of one kind, or None if the variant hides all their keys.
+    """The call for some tiles with masks of one kind, or None if the variant hides all their keys.
 
     Args:
-        pieces, batch: The pieces, and the numbers of those that the call holds.
+        tiles, batch: The tiles, and the numbers of those that the call holds.
         q_positions: ``[T]`` position of each query row.
         heads, variant: What is computed.
         flash: torch's flash attention computes it; else scores are computed in plain torch.
         views: A run of consecutive slots can be read where it lies; else every key is gathered by its slot.
     """
-    rows, tokens = pieces.rows[batch], pieces.tokens[batch]
+    rows, tokens, mask = tiles.rows[batch], tiles.tokens[batch], int(tiles.mask[batch[0]])
     most, longest = int(rows.max()), int(tokens.max())
-    row_grid = pieces.row[batch][:, None] + np.minimum(np.arange(most), rows[:, None] - 1)
-    runs = ranges(pieces.indptr[batch], np.diff(pieces.indptr)[batch])
-    single_run = views and len(runs) == 1
-    kind = int(pieces.kind[batch[0]])
-    padded = kind == DENSE and not bool(np.all(tokens == longest))
-    visible = torch.from_numpy(np.arange(longest) < tokens[:, None])[:, None, None, :] if padded else None
-    scoring = None
-    if not flash or variant.mask_mod is not None or kind == MASKED:
-        kv_position = _padded(ranges(pieces.position[runs], pieces.count[runs]), tokens, longest)
-        scoring = _scoring(q_positions[row_grid], kv_position, visible, kind, heads, variant, flash)
-        if scoring.visible is not None and not bool(scoring.visible.any()):
-            return None
-        visible = scoring.visible
-    causal = flash and kind == SQUARE and (scoring is None or visible is None)
-    folded = flash and not causal and heads.group > 1 and most < heads.tuning.fold_rows
-    consecutive = bool(np.all(np.diff(row_grid.reshape(-1)) == 1))
-    mask = empty = None
-    if flash and visible is not None:
-        mask = _mask(visible, most, heads, folded)
-        empty = None if scoring is None else _empty(visible, most, heads, folded)  # padding alone empties no row
-    slots = None
-    if not single_run:
-        slots = _padded(ranges(pieces.slot[runs], pieces.count[runs]), tokens, longest).reshape(-1)
+    row = tiles.row[batch][:, None] + np.minimum(np.arange(most), rows[:, None] - 1)
+    runs = ranges(tiles.indptr[batch], np.diff(tiles.indptr)[batch])
+    positions = None
+    if not flash or variant.mask_mod is not None or mask == MASKED:
+        kv_position = _padded(ranges(tiles.position[runs], tiles.count[runs]), tokens)
+        positions = torch.from_numpy(q_positions[row])[:, None, :, None], torch.from_numpy(kv_position)[:, None, None]
+    by_tile = visible = _visible(mask, tokens, most, positions)
+    if positions is not None and variant.mask_mod is not None:
+        visible = _narrowed(by_tile, variant.mask_mod(*positions, heads.numbers()), (len(batch), -1, most, longest))
+    if visible is not None and not bool(visible.any()):
+        return None
+    causal = flash and mask == TRIANGLE and visible is by_tile
+    grouped = flash and not causal and heads.group > 1 and most < heads.tuning.group_rows
+    empty = None
+    if flash:
+        positions = None
+        visible, empty = (None, None) if causal or visible is None else _for_flash(visible, most, heads, grouped)
+    if views and len(runs) == 1:
+        slot: Index = int(tiles.slot[runs[0]])
+    else:
+        slot = torch.from_numpy(_padded(ranges(tiles.slot[runs], tiles.count[runs]), tokens).reshape(-1))
     return Call(
         batch=len(batch),
         rows=most,
         length=longest,
-        first_row=int(row_grid[0, 0]) if consecutive else -1,
-        row_index=None if consecutive else torch.from_numpy(row_grid.reshape(-1)),
-        first_slot=int(pieces.slot[runs[0]]) if single_run else -1,
-        slot_index=None if slots is None else torch.from_numpy(slots),
+        row=index_of(row.reshape(-1)),
+        slot=slot,
         causal=causal,
-        folded=folded,
-        mask=mask,
+        grouped=grouped,
+        mask=visible,
         empty=empty,
-        scoring=None if flash else scoring,
+        positions=positions,
     )
 
 
-def _padded(values: Array, tokens: Array, longest: int) -> Array:
+def _padded(values: Array, tokens: Array) -> Array:
     """``[batch, longest]``: ragged rows laid end to end in ``values``, each padded with its last (real) element."""
     begin = np.cumsum(tokens) - tokens
-    grid: Array = values[begin[:, None] + np.minimum(np.arange(longest), tokens[:, None] - 1)]
+    grid: Array = values[begin[:, None] + np.minimum(np.arange(tokens.max()), tokens[:, None] - 1)]
     return grid
 
 
-def _scoring(
-    q_position: Array,
-    kv_position: Array,
-    visible: Tensor | None,
-    kind: int,
-    heads: Heads,
-    variant: Variant,
-    flash: bool,
-) -> Scoring:
-    """Positions of a call's rows and keys, and who sees whom.
-
-    A SQUARE whose mask hides nothing more keeps ``visible`` None if the kernel can do the triangle itself.
-    """
-    q = torch.from_numpy(q_position)[:, None, :, None]
-    kv = torch.from_numpy(kv_position)[:, None, None, :]
-    if kind == SQUARE:
-        base = torch.ones(q.shape[2], kv.shape[3], dtype=torch.bool).tril()[None, None]
-    elif kind == MASKED:
-        base = kv <= q
-    else:
-        base = torch.ones(1, 1, 1, 1, dtype=torch.bool) if visible is None else visible
-    shown = base
-    if variant.mask_mod is not None:
-        allowed = variant.mask_mod(q, kv, heads.numbers())
-        shown = allowed & base
-        shown = shown.expand(len(q), shown.shape[1], q.shape[2], kv.shape[3])
-        if torch.equal(shown, base.expand_as(shown)):
-            shown = base
-    if shown is base and kind == DENSE:
-        return Scoring(q, kv, visible)
-    if shown is base and kind == SQUARE and flash:
-        return Scoring(q, kv, None)
-    return Scoring(q, kv, shown)
-
-
-def _mask(visible: Tensor, rows: int, heads: Heads, folded: bool) -> Tensor:
-    """Additive mask of shape ``[batch, 1 or heads or kv_heads, 1 or rows or rows * group, length]``."""
-    if folded and visible.shape[1:3] != (1, 1):
-        visible = _fold(visible, rows, heads)
-    return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-
-
-def _fold(visible: Tensor, rows: int, heads: Heads) -> Tensor:
-    """``[batch, heads or 1, rows, length]`` to ``[batch, kv_heads or 1, rows * group, length]``."""
-    batch, per_head, _, length = visible.shape
-    if per_head == 1:
-        return visible.repeat_interleave(heads.group, dim=2)
-    grouped = visible.view(batch, heads.kv_heads, heads.group, rows, length).transpose(2, 3)
-    return grouped.reshape(batch, heads.kv_heads, rows * heads.group, length)
-
-
-def _empty(visible: Tensor, rows: int, heads: Heads, folded: bool) -> Tensor | None:
-    """``[batch * rows, heads or 1]`` True where no key is visible, or None if there is no such row."""
-    empty = ~visible.any(dim=-1)
-    if not bool(empty.any()):
+def _visible(mask: int, tokens: Array, rows: int, positions: Positions | None) -> Tensor | None:
+    """What the tiles' own masks show; None where that is everything, or a triangle that the kernel makes by itself."""
+    longest = int(tokens.max())
+    if mask == TRIANGLE:
+        return None if positions is None else torch.ones(rows, longest, dtype=torch.bool).tril()[None, None]
+    if mask == MASKED:
+        assert positions is not None, "such a mask is made of them"
+        return positions[1] <= positions[0]
+    if bool(np.all(tokens == longest)):
         return None
-    batch, per_head = empty.shape[:2]
-    empty = empty.expand(batch, per_head, rows)
-    if folded and per_head > 1:
-        empty = empty.view(batch, heads.kv_heads, heads.group, rows).transpose(1, 2)
-    return empty.reshape(batch, per_head, rows).transpose(1, 2).reshape(batch * rows, per_head)
+    return torch.from_numpy(np.arange(longest) < tokens[:, None])[:, None, None]
+
+
+def _narrowed(by_tile: Tensor | None, allowed: Tensor, shape: tuple[int, int, int, int]) -> Tensor | None:
+    """What a variant leaves visible, of this shape; ``by_tile`` itself where it hides nothing more."""
+    whole = torch.ones(1, 1, 1, 1, dtype=torch.bool) if by_tile is None else by_tile
+    shown = (allowed & whole).expand(shape)
+    return by_tile if torch.equal(shown, whole.expand_as(shown)) else shown
+
+
+def _for_flash(visible: Tensor, rows: int, heads: Heads, grouped: bool) -> tuple[Tensor, Tensor | None]:
+    """``Call.mask`` and ``Call.empty`` of a call of torch's flash attention."""
+    empty = ~visible.any(dim=-1).expand(-1, -1, rows)
+    per_head = visible.shape[1] > 1
+    split = (heads.kv_heads, heads.group)
+    if grouped and per_head:
+        visible = torch.unflatten(visible, 1, split).transpose(2, 3).flatten(2, 3)
+        empty = torch.unflatten(empty, 1, split).transpose(1, 2).flatten(1, 2)
+    elif grouped and visible.shape[2] > 1:
+        visible = visible.repeat_interleave(heads.group, dim=2)
+    mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+    return mask, empty.transpose(1, 2).flatten(0, 1) if bool(empty.any()) else None

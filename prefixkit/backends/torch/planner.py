@@ -15,9 +15,8 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.staging import upload
 from prefixkit.attention.variants import lookup
 from prefixkit.backends.torch import tuning
-from prefixkit.backends.torch.batches import Heads
-from prefixkit.backends.torch.pieces import Work
 from prefixkit.backends.torch.program import Program, compile_program
+from prefixkit.backends.torch.tuning import Heads
 
 
 class NoSuchPlan(ValueError):
@@ -27,13 +26,12 @@ class NoSuchPlan(ValueError):
 class BoundPlan:
     """A plan bound to the lengths and positions of one step, with the programs that layers have asked for.
 
-    An op cannot take a Python object, so it takes :attr:`handle`: an int64 CPU tensor that names this plan for as long as the
-    plan is referenced.
+    An op cannot take a Python object, so it takes :attr:`handle`: an int64 CPU tensor that names this plan for as long
+    as the plan is referenced.
     """
 
     def __init__(self, plan: Callable[[], Plan], tree: StepTree) -> None:
-        self._plan, self._tree = plan, tree
-        self._work: Work | None = None
+        self._plan, self.tree = plan, tree
         self._programs: dict[tuple[object, ...], Program] = {}
         number = next(_numbers)
         self.handle = torch.tensor([number])
@@ -58,28 +56,10 @@ class BoundPlan:
         asked = (*pool_shape, heads, dtype, device, key, costs)
         if asked not in self._programs:
             num_pages, _, kv_heads, head_dim = pool_shape
-            program = compile_program(
-                self.work,
-                num_pages,
-                Heads(heads, kv_heads, head_dim, costs),
-                lookup(key),
-                exact_views=on_cpu and dtype == torch.float32,
-                flash=on_cpu,
-            )
+            layer = Heads(heads, kv_heads, head_dim, costs)
+            program = compile_program(self._plan(), self.tree, num_pages, layer, lookup(key), dtype, on_cpu=on_cpu)
             self._programs[asked] = program if on_cpu else program.to(device)
         return self._programs[asked]
-
-    @property
-    def num_rows(self) -> int:
-        """Query rows that it is for."""
-        return self._tree.queries.num_rows
-
-    @property
-    def work(self) -> Work:
-        """The plan in numpy."""
-        if self._work is None:
-            self._work = Work.of(self._plan(), self._tree)
-        return self._work
 
 
 _numbers = itertools.count(1)
@@ -106,7 +86,7 @@ def find_plan(handle: Tensor) -> BoundPlan:
 
 
 class TorchPlanner(Planner):
-    """Plans for plain torch, on a CPU or a GPU: every row of the formats is one item, and programs batch items into calls."""
+    """Plans for plain torch, on a CPU or a GPU: every row of the formats is one item."""
 
     def specify(self, tree: StepTree) -> Plan:
         return make_plan(self.formats(tree), tree.length, tree.queries.num_rows)

@@ -1,4 +1,4 @@
-"""Programs: the kernel calls of one layer of a step, and how their results merge; made from a plan, run in every layer."""
+"""Programs: a layer's kernel calls, and how their results merge; made from a plan once, run in every layer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prefixkit.attention.plan import Plan
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.variants import Variant
-from prefixkit.backends.torch.batches import Heads, batches
-from prefixkit.backends.torch.calls import Call, make_call
+from prefixkit.backends.torch.calls import Call, batches, make_call
 from prefixkit.backends.torch.merge import Merge, plan_merge
-from prefixkit.backends.torch.pieces import Array, Pieces, Work, cut, detach_long_runs
+from prefixkit.backends.torch.tiles import Array, Tiles, make_tiles, split_keys
+from prefixkit.backends.torch.tuning import Heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,18 +24,18 @@ class Program:
 
     Attributes:
         heads: The heads that it computes.
-        calls: In order; call ``i`` makes block ``i``.
-        merge: From the blocks' rows to the output's.
-        folded: Every block has its heads in the order ``(group, kv_heads)``; else blocks are brought to query-head order.
+        calls: In order; each makes a state.
+        merge: From the rows of these states to the output's.
+        grouped: Every state has its heads in the order ``(group, kv_heads)``; else all are brought to query-head order.
         may_be_empty: A partial state may have seen no key.
-        on_cpu: Made for a CPU: keys lie in token-major pages and count as float32.  Else pages have any layout, and keys
-            are gathered in their own dtype.
+        on_cpu: Made for a CPU: keys lie in token-major pages and count as float32.  Else pages have any layout, and
+            keys are gathered in their own dtype.
     """
 
     heads: Heads
     calls: tuple[Call, ...]
     merge: Merge
-    folded: bool
+    grouped: bool
     may_be_empty: bool
     on_cpu: bool
 
@@ -54,83 +56,84 @@ def _moved(part: Any, device: torch.device) -> Any:
 
 
 def compile_program(
-    work: Work, num_pages: int, heads: Heads, variant: Variant, *, exact_views: bool, flash: bool
+    plan: Plan, tree: StepTree, num_pages: int, heads: Heads, variant: Variant, dtype: torch.dtype, *, on_cpu: bool
 ) -> Program:
-    """The program of a step's work for one pool, one set of heads and one variant.
+    """The program of a step's plan for one pool, one set of heads and one variant.
 
     Args:
-        work: The plan, and the tree that it is for.
+        plan, tree: The plan, and the tree that it is for.
         num_pages: Pages of the pool.
         heads: The heads of the layer.
         variant: The attention variant.
-        exact_views: Keys can be used where they lie; else they are copied, or converted to float32, first.
-        flash: The program is for a CPU: torch's flash attention serves, where the variant leaves scores alone.  Else it
-            is for plain torch on a GPU, and runs on tensors of any device.
+        dtype: Of the pages.
+        on_cpu: The program is for a CPU: torch's flash attention serves, where the variant leaves scores alone, and
+            reads float32 keys where they lie.  Else it is for plain torch on a GPU, and runs on tensors of any device.
 
     Raises:
         IndexError: a node names a slot that the pool does not have.
     """
-    by_flash = flash and variant.score_mod is None
-    scored = not by_flash or variant.mask_mod is not None
-    pieces = cut(work, variant.reach, heads.tuning.scored_rows if scored else None)
-    _check_slots(pieces, num_pages * work.page_size)
-    pieces = detach_long_runs(
-        pieces,
-        shortest=heads.longest_copy if flash else np.iinfo(np.int64).max,
-        longest=_longest(pieces, heads, exact_views, scored),
+    flash = on_cpu and variant.score_mod is None
+    scored = not flash or variant.mask_mod is not None
+    positions = tree.positions
+    tiles = make_tiles(plan, tree, variant.window, heads.tuning.scored_rows if scored else None)
+    _check_slots(tiles, num_pages * tree.snapshot.page_size)
+    tiles = split_keys(
+        tiles,
+        shortest=heads.longest_copy if on_cpu else np.iinfo(np.int64).max,
+        longest=_longest(tiles, heads, on_cpu and dtype == torch.float32, scored),
     )
     calls: list[Call] = []
-    block = np.full(len(pieces), -1, dtype=np.int64)
-    base = np.zeros(len(pieces), dtype=np.int64)
-    for batch in batches(pieces, heads, scored):
-        call = make_call(pieces, batch, work.q_positions, heads, variant, flash=by_flash, views=flash)
+    call_of, first = np.full((2, len(tiles)), -1, dtype=np.int64)
+    for batch in batches(tiles, heads, scored):
+        call = make_call(tiles, batch, positions, heads, variant, flash=flash, views=on_cpu)
         if call is not None:
-            block[batch], base[batch] = len(calls), np.arange(len(batch)) * call.rows
+            call_of[batch], first[batch] = len(calls), np.arange(len(batch)) * call.rows
             calls.append(call)
+    row, tile, within = _partials(plan, len(positions), tiles, call_of)
+    heights = np.array([call.batch * call.rows for call in calls], dtype=np.int64)
     return Program(
         heads=heads,
         calls=tuple(calls),
-        merge=_merge(work, pieces, block, base, np.array([call.batch * call.rows for call in calls], dtype=np.int64)),
-        folded=all(call.folded for call in calls),
-        may_be_empty=not by_flash or any(call.empty is not None for call in calls),
-        on_cpu=flash,
+        merge=plan_merge(len(positions), row, call_of[tile], first[tile] + within, heights),
+        grouped=all(call.grouped for call in calls),
+        may_be_empty=not flash or any(call.empty is not None for call in calls),
+        on_cpu=on_cpu,
     )
 
 
-def _check_slots(pieces: Pieces, num_slots: int) -> None:
-    low, high = pieces.slot.min(initial=0), (pieces.slot + pieces.count).max(initial=0)
+def _check_slots(tiles: Tiles, num_slots: int) -> None:
+    low, high = tiles.slot.min(initial=0), (tiles.slot + tiles.count).max(initial=0)
     if low < 0 or high > num_slots:
         raise IndexError(
             f"tree_attention: nodes name slots {low}..{high - 1}, but the pages hold slots 0..{num_slots - 1}"
         )
 
 
-def _longest(pieces: Pieces, heads: Heads, exact_views: bool, scored: bool) -> Array:
-    """Tokens beyond which a dense piece is cut, to bound the memory of copies, scores and masks."""
+def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: bool) -> Array:
+    """Tokens beyond which a tile's keys are split, to bound the memory of copies, scores and masks."""
     most = heads.tuning.call_elements
-    longest: Array = np.full(len(pieces), max(1, most // heads.kv_elements))
+    longest: Array = np.full(len(tiles), max(1, most // heads.kv_elements))
     if exact_views:
-        longest[np.diff(pieces.indptr) == 1] = np.iinfo(np.int64).max
+        longest[np.diff(tiles.indptr) == 1] = np.iinfo(np.int64).max
     if scored:
-        np.minimum(longest, np.maximum(1, most // (heads.heads * pieces.rows)), out=longest)
+        np.minimum(longest, np.maximum(1, most // (heads.heads * tiles.rows)), out=longest)
     return longest
 
 
-def _merge(work: Work, pieces: Pieces, block: Array, base: Array, heights: Array) -> Merge:
-    """Order each row's partials by the plan's merge order, then by the pieces of an item."""
-    kept = np.flatnonzero(block >= 0)
-    piece = np.repeat(kept, pieces.rows[kept])
-    within = np.arange(len(piece)) - np.repeat(np.cumsum(pieces.rows[kept]) - pieces.rows[kept], pieces.rows[kept])
-    row = pieces.row[piece] + within
-    item = pieces.item[piece]
-    partial_begin = work.partial_begin[item]
-    partial = np.where(partial_begin < 0, -1, partial_begin + row - work.q_begin[item])
-    turn = np.full(int(max(partial.max(initial=-1), work.merge_indices.max(initial=-1))) + 2, -1)
-    turn[work.merge_indices] = np.arange(len(work.merge_indices))
+def _partials(plan: Plan, num_rows: int, tiles: Tiles, call_of: Array) -> tuple[Array, Array, Array]:
+    """Query row, tile and place in the tile of each partial, in the plan's merge order, then by an item's tiles."""
+    kept = np.flatnonzero(call_of >= 0)
+    rows = tiles.rows[kept]
+    tile = np.repeat(kept, rows)
+    within = np.arange(len(tile)) - np.repeat(np.cumsum(rows) - rows, rows)
+    row = tiles.row[tile] + within
+    items = plan.items[tiles.item[tile]]
+    partial = np.where(items[:, 2] < 0, -1, items[:, 2] + row - items[:, 0])
+    turn = np.full(int(max(partial.max(initial=-1), plan.merge_indices.max(initial=-1))) + 2, -1)
+    turn[plan.merge_indices] = np.arange(len(plan.merge_indices))
     listed = turn[partial[partial >= 0]]
-    owner = np.repeat(np.arange(len(work.q_positions)), np.diff(work.merge_indptr))
+    owner = np.repeat(np.arange(num_rows), np.diff(plan.merge_indptr))
     assert np.array_equal(owner[listed], row[partial >= 0]), "a partial merges into another query's row"
     assert np.all(listed >= 0), "a partial merges nowhere"
-    order = np.lexsort((piece, turn[partial], row))
-    piece = piece[order]
-    return plan_merge(len(work.q_positions), row[order], block[piece], (base[piece] + within[order]), heights)
+    order = np.lexsort((tile, turn[partial], row))
+    return row[order], tile[order], within[order]

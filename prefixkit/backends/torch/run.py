@@ -7,16 +7,16 @@ import threading
 import torch
 from torch import Tensor
 
-from prefixkit.attention.state import State, empty_state
 from prefixkit.attention.variants import ScoreMod, Variant
 from prefixkit.backends.torch import tuning
-from prefixkit.backends.torch.batches import Heads
-from prefixkit.backends.torch.calls import Call, Scoring
-from prefixkit.backends.torch.merge import run_merge
+from prefixkit.backends.torch.calls import Call, Positions
+from prefixkit.backends.torch.merge import State, pick, run_merge
 from prefixkit.backends.torch.program import Program
+from prefixkit.backends.torch.tuning import Heads
 from prefixkit.ops.checks import BadShape
 
-# Returns the softmax's natural log-sum-exp besides the output, reads strided keys, and shares KV heads among query heads.
+# Returns the softmax's natural log-sum-exp besides the output, reads strided keys, and shares KV heads among query
+# heads.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -47,38 +47,40 @@ def _check(heads: Heads, variant: Variant, k_pages: Tensor, v_pages: Tensor, on_
 
 def _run(program: Program, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, variant: Variant) -> State:
     """One program on queries ``[T, heads, head_dim]``; the state comes back contiguous, in query-head order."""
-    heads, rows = program.heads, len(q)
-    sinks = None if variant.sinks is None else variant.sinks.to(device=q.device, dtype=torch.float32)
-    if not program.calls:
-        empty = empty_state(rows, heads.heads, heads.head_dim, device=q.device)
-        return empty if sinks is None else State(empty.out, sinks.repeat(rows, 1))
-    q = q.contiguous()
-    grouped = q
-    if any(call.folded for call in program.calls):
-        grouped = q.view(rows, heads.kv_heads, heads.group, heads.head_dim).transpose(1, 2).contiguous()
+    heads = program.heads
+    q = grouped = q.contiguous()
+    if any(call.grouped for call in program.calls):
+        grouped = q.view(-1, heads.kv_heads, heads.group, heads.head_dim).transpose(1, 2).contiguous()
     numbers = heads.numbers(q.device) if variant.score_mod is not None else None
-    blocks = []
+    states = []
     for call in program.calls:
         # K and V of a call are gathered into the thread's scratch, so a call must finish before the next begins.
         if program.on_cpu:
             k, v = _keys(call, k_pages, heads, 0), _keys(call, v_pages, heads, 1)
         else:
             k, v = _gathered(call, k_pages, heads), _gathered(call, v_pages, heads)
-        if call.scoring is not None:
-            block = _scored(call, call.scoring, variant.score_mod, numbers, _rows(call, q), k, v, heads, scale)
+        count = call.batch * call.rows
+        rows = pick(grouped if call.grouped else q, call.row, count)
+        if call.positions is not None:
+            out, lse = _scored(call, call.positions, variant.score_mod, numbers, rows, k, v, heads, scale)
         else:
-            block = _kernel(call, _rows(call, grouped if call.folded else q), k, v, heads, scale)
-            if call.folded and not program.folded:
-                block = _unfold(block, heads)
-        blocks.append(block)
-    if sinks is not None and program.folded:
+            out, lse = _kernel(call, rows, k, v, heads, scale)
+        # From [batch, heads, rows] to rows; heads of a matrix are in the call's order.
+        out = out.transpose(1, 2).reshape(count, heads.heads, heads.head_dim)
+        lse = lse.transpose(1, 2).reshape(count, heads.heads)
+        if call.empty is not None:
+            lse.masked_fill_(call.empty, -torch.inf)  # the kernel says 0 for a row that sees nothing
+        state = State(out, lse)
+        states.append(_in_query_order(state, heads) if call.grouped and not program.grouped else state)
+    sinks = None if variant.sinks is None else variant.sinks.to(device=q.device, dtype=torch.float32)
+    if sinks is not None and program.grouped:
         sinks = sinks.view(heads.kv_heads, heads.group).T.reshape(-1)
-    state = run_merge(program.merge, blocks, program.may_be_empty, sinks)
-    state = _unfold(state, heads) if program.folded else state
+    state = run_merge(program.merge, states, q, program.may_be_empty, sinks)
+    state = _in_query_order(state, heads) if program.grouped else state
     return State(state.out.contiguous(), state.lse.contiguous())
 
 
-def _unfold(state: State, heads: Heads) -> State:
+def _in_query_order(state: State, heads: Heads) -> State:
     """Heads from the order ``(group, kv_heads)`` to ``(kv_heads, group)``, contiguous."""
     if heads.group == 1:
         return state
@@ -87,16 +89,9 @@ def _unfold(state: State, heads: Heads) -> State:
     return State(out.reshape(state.out.shape), lse.reshape(state.lse.shape))
 
 
-def _rows(call: Call, q: Tensor) -> Tensor:
-    """``[batch * rows, ...]`` the call's queries, contiguous."""
-    if call.row_index is not None:
-        return q.index_select(0, call.row_index)
-    count = call.batch * call.rows
-    return q if count == len(q) else q.narrow(0, call.first_row, count)
-
-
 class Scratch(threading.local):
-    """Buffers that a CPU thread keeps until it ends: fresh ones would cost a page fault per 4 KB, as much as filling them.
+    """Buffers that a CPU thread keeps until it ends: fresh ones would cost a page fault per 4 KB, as much as filling
+    them.
 
     There are six at most, for keys and for values in three dtypes, each of up to ``Tuning.call_elements`` elements,
     so a thread keeps 256 MiB at most, and 128 MiB while all is float32.  What a call needs beyond that is its own.
@@ -121,14 +116,14 @@ _scratch = Scratch()
 
 
 def _keys(call: Call, pages: Tensor, heads: Heads, use: int) -> Tensor:
-    """``[batch, kv_heads, length, head_dim]`` float32 keys or values of a call: a view of token-major pages if possible."""
+    """``[batch, kv_heads, length, head_dim]`` float32 keys or values: a view of token-major pages if possible."""
     tokens, width = call.batch * call.length, heads.kv_elements
-    slots = _slots(pages)
-    if call.slot_index is None:
-        found = slots.narrow(0, call.first_slot, tokens)
+    slots = pages.as_strided((pages.shape[0] * pages.shape[1], width), (pages.stride(1), 1))
+    if isinstance(call.slot, int):
+        found = slots.narrow(0, call.slot, tokens)
     else:
         found = _scratch.take(use, tokens, width, slots.dtype)
-        torch.index_select(slots, 0, call.slot_index, out=found)
+        torch.index_select(slots, 0, call.slot, out=found)
     if found.dtype != torch.float32:
         found = _scratch.take(use, tokens, width, torch.float32).copy_(found)
     step = found.stride(0)
@@ -138,40 +133,27 @@ def _keys(call: Call, pages: Tensor, heads: Heads, use: int) -> Tensor:
 
 def _gathered(call: Call, pages: Tensor, heads: Heads) -> Tensor:
     """``[batch, kv_heads, length, head_dim]`` a copy of a call's keys or values, from pages of any layout."""
-    assert call.slot_index is not None, "only a program for a CPU reads keys where they lie"
+    assert isinstance(call.slot, Tensor), "only a program for a CPU reads keys where they lie"
     size = pages.shape[1]
-    found = pages[call.slot_index // size, call.slot_index % size]
+    found = pages[call.slot // size, call.slot % size]
     return found.reshape(call.batch, call.length, heads.kv_heads, heads.head_dim).transpose(1, 2)
 
 
-def _slots(pages: Tensor) -> Tensor:
-    """Pages as one matrix: ``[slots, kv_heads * head_dim]``, a view."""
-    num_pages, page_size, kv_heads, head_dim = pages.shape
-    return pages.as_strided((num_pages * page_size, kv_heads * head_dim), (pages.stride(1), 1))
-
-
-def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: float) -> State:
-    """torch's flash attention; a block's rows are contiguous, heads in the call's order."""
-    fold = heads.group if call.folded else 1
-    together, rows = heads.heads // fold, call.rows * fold
+def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: float) -> tuple[Tensor, Tensor]:
+    """torch's flash attention: out and lse ``[batch, heads or kv_heads, rows or rows * group, ...]``."""
+    group = heads.group if call.grouped else 1
+    together, rows = heads.heads // group, call.rows * group
     step = together * heads.head_dim
     q = q.as_strided(
         (call.batch, together, rows, heads.head_dim), (rows * step, heads.head_dim, step, 1), q.storage_offset()
     )
     out, lse = _flash(q, k, v, 0.0, call.causal, attn_mask=call.mask, scale=scale)
-    count = call.batch * call.rows
-    block = State(
-        out.transpose(1, 2).reshape(count, heads.heads, heads.head_dim),
-        lse.transpose(1, 2).reshape(count, heads.heads),
-    )
-    if call.empty is not None:
-        block.lse.masked_fill_(call.empty, -torch.inf)  # the kernel says 0 for a row that sees nothing
-    return block
+    return out, lse
 
 
 def _scored(
     call: Call,
-    where: Scoring,
+    positions: Positions,
     score_mod: ScoreMod | None,
     numbers: Tensor | None,
     q: Tensor,
@@ -179,8 +161,8 @@ def _scored(
     v: Tensor,
     heads: Heads,
     scale: float,
-) -> State:
-    """Attention in plain torch, scores in memory; a row that sees nothing comes out empty."""
+) -> tuple[Tensor, Tensor]:
+    """Scores in memory: out and lse ``[batch, heads, rows, ...]``; a row that sees nothing comes out empty."""
     batch, rows, group, kv_heads = call.batch, call.rows, heads.group, heads.kv_heads
     q = q.view(batch, rows, kv_heads, group, heads.head_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(batch * kv_heads, group * rows, heads.head_dim)
@@ -188,21 +170,16 @@ def _scored(
     score = _product(q, k.transpose(1, 2)).mul_(scale).view(batch, heads.heads, rows, call.length)
     if score_mod is not None:
         assert numbers is not None, "made for it"
-        score = score_mod(score, where.q_position, where.kv_position, numbers).to(torch.float32)
-    if where.visible is not None:
-        score = score.masked_fill(~where.visible, -torch.inf)
+        score = score_mod(score, *positions, numbers).to(torch.float32)
+    if call.mask is not None:
+        score = score.masked_fill(~call.mask, -torch.inf)
     top = score.amax(dim=-1, keepdim=True)
     top = top.masked_fill_(top == -torch.inf, 0.0)
     weight = torch.exp(score - top)
     total = weight.sum(dim=-1, keepdim=True)
     out = _product(weight.to(v.dtype).view(batch * kv_heads, group * rows, call.length), v)
     out = out.view(batch, heads.heads, rows, heads.head_dim) / total.masked_fill(total == 0, 1.0)
-    lse = (top + total.log()).squeeze(-1)
-    count = batch * rows
-    return State(
-        out.transpose(1, 2).reshape(count, heads.heads, heads.head_dim),
-        lse.transpose(1, 2).reshape(count, heads.heads),
-    )
+    return out, (top + total.log()).squeeze(-1)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

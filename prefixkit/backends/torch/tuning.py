@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Tuning:
-    """Costs and limits.  They decide how work is cut and batched, never what is computed.
+    """Costs and limits.  They decide how work is split and batched, never what is computed.
 
-    Times are microseconds; the defaults are those of one thread of a 2.6 GHz x86 server core with AVX-512, float32, 3 KV
-    heads of 64.
+    Times are microseconds; the defaults are those of one thread of a 2.6 GHz x86 server core with AVX-512, float32, 3
+    KV heads of 64.
 
     Attributes:
         call_us: One more kernel call, with the Python around it.
         copy_us: Gathering one element of K and one of V.
         read_us: Reading them in the kernel.
         multiply_us: One multiplication and addition.
-        batch_elements: Elements of K in a batched call; so many, gathered, half fit a core's second-level cache.  Twice as
-            many cost 10 % more per element, a quarter as many twice the calls.
+        batch_elements: Elements of K in a batched call; so many, gathered, half fit a core's second-level cache.  Twice
+            as many cost 10 % more per element, a quarter as many twice the calls.
         call_elements: Elements of gathered K, of scores or of a mask in any call: 64 MB of float32.
-        scored_rows: Queries per tile where scores are computed in plain torch, or masked: it bounds their memory, and few of
-            the keys that a tile reads are hidden from some of its queries.
-        fold_rows: With fewer queries than this per block, the query heads of one KV head become rows of one matrix: 45 us
-            a query instead of 60 for 1,000 keys.  With more it makes no difference, and queries need not be copied.
+        scored_rows: Queries per tile where scores are computed in plain torch, or masked: it bounds their memory, and
+            few of the keys that a tile reads are hidden from some of its queries.
+        group_rows: With fewer queries than this per block, the query heads of one KV head become rows of one matrix: 45
+            us a query instead of 60 for 1,000 keys.  With more it makes no difference, and queries need not be copied.
     """
 
     call_us: float = 20.0
@@ -33,7 +36,7 @@ class Tuning:
     batch_elements: int = 1 << 19
     call_elements: int = 1 << 24
     scored_rows: int = 128
-    fold_rows: int = 64
+    group_rows: int = 64
 
 
 CPU = Tuning()
@@ -46,5 +49,39 @@ GPU = Tuning(
     batch_elements=1 << 26,
     call_elements=1 << 26,
     scored_rows=512,
-    fold_rows=0,
+    group_rows=0,
 )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a layer, and what work on them costs where it runs."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tuning: Tuning
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of one token's K."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def longest_copy(self) -> int:
+        """Tokens from which on copying K and V costs more than one more call."""
+        return max(1, int(self.tuning.call_us / (self.tuning.copy_us * self.kv_elements)))
+
+    @property
+    def score_us(self) -> float:
+        """Arithmetic of one query with one key, over all heads."""
+        return 2 * self.heads * self.head_dim * self.tuning.multiply_us
+
+    def numbers(self, device: torch.device | str = "cpu") -> Tensor:
+        """``[heads, 1, 1]`` int64, for variants."""
+        return torch.arange(self.heads, device=device)[:, None, None]

@@ -1,11 +1,11 @@
-// Attention of few query rows (at most 8) to long KV: the bandwidth path.  Each warp works alone.
+// The decode (GEMV) path: attention of at most 8 tile rows to long KV.  Each warp works alone.
 //
-// shapes     an item has up to 8 rows, (query, head of the group) pairs of one KV head.
-// tiling     KV comes in tiles of 16 tokens through a warp's own ring of KV tiles, filled by TMA (on Hopper) or by
-//            16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so rows cost
-//            an eighth of a tile and the output takes D / 4 registers.
+// shapes     an item has up to 8 tile rows, (query, head of the group) pairs of one KV head.
+// tiling     KV tiles of 16 tokens pass through a warp's own ring, filled by TMA (on Hopper) or by 16-byte copies that
+//            run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so
+//            tile rows cost an eighth of a product and the output takes D / 4 registers.
 // cost       2 x 2 D bytes per token; D / 8 matrix instructions per 16 tokens.
-// limits     rows of any page size and stride; each row's page is looked up by one lane.
+// limits     any page size and stride.
 #pragma once
 #include "attention/gather.cuh"
 #include "attention/merge.cuh"
@@ -16,14 +16,13 @@ constexpr int DECODE_KV_TILE = 16;
 constexpr int DECODE_KV_TILE_BYTES = DECODE_KV_TILE * COLUMNS * 128;  // of K, and of V
 constexpr int STAGE_BYTES = 2 * DECODE_KV_TILE_BYTES;
 
-struct DecodeKVTile {  // what the computing side must know of a KV tile; 32 bytes
+struct DecodeKVTile {  // what a consumer must know of a KV tile; 32 bytes
     int q_begin, rows, partial, head;
     int flags;     // FIRST, LAST of its item; CAUSAL: compare positions; STOP: no more work
     int low, high; // tokens [low, high) count
     int position;  // of token 0
 };
 enum { FIRST = 1, LAST = 2, CAUSAL = 4, STOP = 8 };
-
 
 constexpr int BATCH = 8, DECODE_WARPS = 4;
 
@@ -38,8 +37,6 @@ struct Resolved {  // an item and its first segment
     DEVICE int rows() const { return rows_head & 255; }
     DEVICE int head() const { return rows_head >> 8; }
 };
-constexpr int RESOLVED_BYTES = 52;
-static_assert(sizeof(Resolved) == RESOLVED_BYTES, "what a launch reserves");
 
 // Entry `entry` of the decode list, or STOP behind its end.
 DEVICE Resolved resolve_item(const Attention& a, int entry) {
@@ -54,8 +51,8 @@ DEVICE Resolved resolve_item(const Attention& a, int entry) {
 #pragma unroll 1
         for (int i = item.q_begin; i < item.q_end; ++i) first = min(first, int(a.q_positions[i]));
     }
-    r.range = visible_range(a, item.causal, first, item.causal ? int(a.q_positions[item.q_end - 1]) : 0);
-    // A single query needs no comparison: the segment's end says it all.
+    r.range = visible_range(a, item, first);
+    // The visible range alone masks for a single query.
     r.flags = FIRST | (item.causal && item.q_end - item.q_begin > 1 ? CAUSAL : 0);
     r.seg = item.seg_begin + 1, r.seg_end = item.seg_end;
     r.span = load_span(a, item.node, item.begin, item.end, r.range);
@@ -63,7 +60,69 @@ DEVICE Resolved resolve_item(const Attention& a, int entry) {
     return r;
 }
 
-// The state of up to 8 rows; a lane holds columns (rows of the item) 2 (lane % 4) and + 1, and dims lane / 4 (+ 8) of each 16.
+// A worker's walk over the decode list, by LANES lanes of a warp that hold the same state.  They resolve BATCH items at
+// once, a lane each, because each item is a chain of dependent reads.
+template <int LANES> struct DecodeWalk {
+    const Attention& a;
+    Resolved* batch;
+    int worker;
+    int taken = 0;       // items begun
+    int seg, flags;      // of the current item
+    Span span;           // what is left of its segment
+    int page = 0;        // of the next KV tile
+
+    DEVICE DecodeWalk(const Attention& a, Resolved* batch, int worker) : a(a), batch(batch), worker(worker) {
+        begin_item();
+    }
+
+    DEVICE int lane() const { return lane_anew() & (LANES - 1); }
+    DEVICE void sync() const { __syncwarp(LANES == 32 ? ~0u : 0xffffu << (lane_anew() & 16)); }
+    DEVICE const Resolved& current() const { return batch[(taken - 1) % BATCH]; }
+
+    DEVICE void begin_item() {
+        if (taken % BATCH == 0) {
+            sync();
+            const int mine = lane();
+            if (mine < BATCH) batch[mine] = resolve_item(a, entry_of(taken + mine, worker, DECODE_WARPS * gridDim.x));
+            sync();
+        }
+        const Resolved& r = batch[taken++ % BATCH];
+        flags = r.flags, seg = r.seg, span = r.span;
+        if (flags & STOP) return;
+        page = r.page;
+        if (span.slot >= span.end) skip_empty(a, span, seg, r.seg_end, r.range), look_up();
+    }
+
+    DEVICE void look_up() {
+        if (holds_groups(a) && span.slot < span.end) page = a.pages[span.pages + page_index(a, span.slot)];
+    }
+
+    // Passes to the KV tile at `slot` or behind; returns whether this item has none.
+    DEVICE bool advance(int slot) {
+        span.slot = slot;
+        skip_empty(a, span, seg, current().seg_end, current().range);
+        return span.slot >= span.end;
+    }
+
+    // Tells the consumer of the KV tile whose token 0 has this position.
+    DEVICE void describe(DecodeKVTile* kv_tile, int low, int high, int position, bool last) const {
+        const Resolved& item = current();
+        int4* to = (int4*)kv_tile;
+        to[0] = make_int4(item.q_begin, item.rows(), item.partial, item.head());
+        to[1] = make_int4((flags & (FIRST | CAUSAL)) | (last ? LAST : 0), low, high, position);
+    }
+
+    // Brings the current item's queries to L1, where they are read a few KV tiles later.
+    DEVICE void prefetch_queries() const {
+        const Resolved& item = current();
+        const int group = group_of(a);
+        const char* q = (const char*)(a.q + ((long long)item.q_begin * a.heads + item.head() * group) * D);
+        for (int row = 0; row < item.rows(); row += group, q += (long long)a.heads * D * 2)
+            for (int at = lane() * 32; at < group * D * 2; at += LANES * 32) touch(q + at);
+    }
+};
+
+// The state of up to 8 tile rows: a lane holds rows 2 (lane % 4) (+ 1) and columns lane / 4 (+ 8) of each 16.
 struct DecodeState {
     u32 q[D / 16][2];
     float o[D / 16][4];
@@ -71,11 +130,10 @@ struct DecodeState {
     int position[2], q_head[2];
 };
 
-// An item's queries, early: registers for them are free once the last item's scores are there.
+// Reads an item's queries, early: registers for them are free once the previous item's scores are computed.
 DEVICE void decode_queries(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
-    const int lane = lane_anew(), group = group_of(a);
-    const int n = lane / 4, query = divide_small(n, group);
-    const u16* q = a.q + ((long long)(c.q_begin + query) * a.heads + c.head * group + n - query * group) * D + 2 * (lane & 3);
+    const int lane = lane_anew(), n = lane / 4;
+    const u16* q = a.q + TileRow(a, c.head, n).index(a, c.q_begin) * D + 2 * (lane & 3);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
         s.q[k][0] = n < c.rows ? *(const u32*)(q + 16 * k) : 0;
@@ -84,76 +142,63 @@ DEVICE void decode_queries(const Attention& a, const DecodeKVTile& c, DecodeStat
 }
 
 DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
-    const int lane = lane_anew(), group = group_of(a);
 #pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s.o[k][i] = 0.f;
-    }
+    for (int k = 0; k < D / 16; ++k) s.o[k][0] = s.o[k][1] = s.o[k][2] = s.o[k][3] = 0.f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         s.base[i] = LOWEST, s.sum[i] = s.weight[i] = 0.f;
         if (MODIFIED || (c.flags & CAUSAL)) {
-            const int row = min(2 * (lane & 3) + i, c.rows - 1);
-            const int of = divide_small(row, group);
-            s.position[i] = int(a.q_positions[c.q_begin + of]);
-            s.q_head[i] = c.head * group + row - of * group;
+            const TileRow row(a, c.head, min(2 * (lane_anew() & 3) + i, c.rows - 1));
+            s.position[i] = int(a.q_positions[c.q_begin + row.query]), s.q_head[i] = row.head;
         }
     }
 }
 
-// Zeros for the values that a KV tile lacks: TMA brought whatever lay there, and 0 * NaN is NaN.
+// Clears the values outside tokens [low, high): TMA loads whatever lies there, and 0 * NaN is NaN.
 DEVICE void clear_absent(u32 values, int low, int high) {
-    const int lane = lane_anew();
 #pragma unroll 1
-    for (int piece = lane; piece < DECODE_KV_TILE * ROW_VECTORS; piece += 32) {
-        const int row = piece / ROW_VECTORS;
-        if (row < low || row >= high) store_zeros(values + piece_at<DECODE_KV_TILE>(row, piece % ROW_VECTORS));
+    for (int i = lane_anew(); i < DECODE_KV_TILE * ROW_VECTORS; i += 32) {
+        const int row = i / ROW_VECTORS;
+        if (row < low || row >= high) store_zeros(values + vector_at<DECODE_KV_TILE>(row, i % ROW_VECTORS));
     }
-    async_fence();  // the copy engine writes here next
+    async_fence();  // TMA writes here next
     __syncwarp();
 }
 
 DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeState& s, u32 stage) {
     const int lane = lane_anew();
-    float dot[4][4] = {};  // on Hopper, products that wait for each other would each wait for the tile warps' too
-    const int k_row = lane & 15, k_column = lane >> 4;
-    const u32 k_base = stage + k_row * 128, k_turn = ((k_column ^ k_row) & 7) << 4;
+    float dot[4][4] = {};  // independent sums: on Hopper each dependent product would wait for the tile warps' too
+    const MatrixRow<DECODE_KV_TILE> keys(stage, lane & 15, lane >> 4);
 #pragma unroll
-    for (int first = 0; first < D / 16; first += 4) {  // four loads under way at a time
+    for (int first = 0; first < D / 16; first += 4) {  // four loads in flight at a time
         u32 m[4][4];
 #pragma unroll
         for (int k = first; k < first + 4 && k < D / 16; ++k)
-            load_matrix(m[k - first], k_base + (k / 4) * (DECODE_KV_TILE * 128) + (k_turn ^ ((2 * k & 7) << 4)));
+            load_matrix(m[k - first], keys.at(k));
 #pragma unroll
         for (int k = first; k < first + 4 && k < D / 16; ++k) mma(dot[k & 3], m[k - first], s.q[k][0], s.q[k][1]);
     }
     const int low = c.low, high = c.high, flags = c.flags;
-    if (by_boxes(a) && (low > 0 || high < DECODE_KV_TILE)) clear_absent(stage + DECODE_KV_TILE_BYTES, low, high);
-    const int v_row = (lane & 7) + 8 * (lane >> 4), v_column = (lane >> 3) & 1;
-    const u32 v_base = stage + DECODE_KV_TILE_BYTES + v_row * 128, v_turn = ((v_column ^ v_row) & 7) << 4;
-    u32 v[4][4];  // the first of them while exponentials are taken
+    const u32 values = stage + DECODE_KV_TILE_BYTES;
+    if (PREFIXKIT_MAPS && a.tma_groups && (low > 0 || high < DECODE_KV_TILE)) clear_absent(values, low, high);
+    const MatrixRow<DECODE_KV_TILE> value_row(values, (lane & 7) + 8 * (lane >> 4), (lane >> 3) & 1);
+    u32 v[4][4];  // the first loads overlap the exponentials
 #pragma unroll
-    for (int k = 0; k < 4 && k < D / 16; ++k) load_matrix_transposed(v[k], v_base + (v_turn ^ ((2 * k & 7) << 4)));
+    for (int k = 0; k < 4 && k < D / 16; ++k) load_matrix_transposed(v[k], value_row.at(k));
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int token = lane / 4 + 8 * (i / 2), position = c.position + token;
         bool visible = token >= low && token < high;
         if (flags & CAUSAL) visible = visible && position <= s.position[i & 1];
-        x[i] = exponent((dot[0][i] + dot[1][i]) + (dot[2][i] + dot[3][i]), a.scale, visible, s.position[i & 1], position, s.q_head[i & 1], a.parameters);
+        const float sum = (dot[0][i] + dot[1][i]) + (dot[2][i] + dot[3][i]);
+        x[i] = exponent(sum, a.scale, visible, s.position[i & 1], position, s.q_head[i & 1], a.parameters);
     }
-    // The base rises only when a score passes it by more than HEADROOM; see tile.cuh.
     float top[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
     if (__any_sync(~0u, top[0] > s.base[0] + HEADROOM || top[1] > s.base[1] + HEADROOM)) {
 #pragma unroll
-        for (int d = 4; d < 32; d <<= 1) {
-            top[0] = fmaxf(top[0], __shfl_xor_sync(~0u, top[0], d));
-            top[1] = fmaxf(top[1], __shfl_xor_sync(~0u, top[1], d));
-        }
-#pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float base = fmaxf(s.base[i], top[i]), shrink = exp2_fast(s.base[i] - base);
+            const float base = fmaxf(s.base[i], lanes_max<4, 32>(top[i])), shrink = exp2_fast(s.base[i] - base);
             s.base[i] = base, s.sum[i] *= shrink, s.weight[i] *= shrink;
 #pragma unroll
             for (int k = 0; k < D / 16; ++k) s.o[k][i] *= shrink, s.o[k][i + 2] *= shrink;
@@ -171,42 +216,37 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
 #pragma unroll
     for (int first = 0; first < D / 16; first += 4) {
 #pragma unroll
-        for (int k = first; k < first + 4 && k < D / 16; ++k) {
-            if (first > 0) load_matrix_transposed(v[k - first], v_base + (k / 4) * (DECODE_KV_TILE * 128) + (v_turn ^ ((2 * k & 7) << 4)));
-        }
+        for (int k = first; k < first + 4 && k < D / 16; ++k)
+            if (first > 0) load_matrix_transposed(v[k - first], value_row.at(k));
 #pragma unroll
         for (int k = first; k < first + 4 && k < D / 16; ++k) mma(s.o[k], v[k - first], p0, p1);
     }
 }
 
 DEVICE void decode_finish(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
-    const int lane = lane_anew(), group = group_of(a);
+    const int lane = lane_anew();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        float sum = s.sum[i], weight = s.weight[i];
-#pragma unroll
-        for (int d = 4; d < 32; d <<= 1) sum += __shfl_xor_sync(~0u, sum, d), weight += __shfl_xor_sync(~0u, weight, d);
+        const float sum = lanes_sum<4, 32>(s.sum[i]), weight = lanes_sum<4, 32>(s.weight[i]);
         const int row = 2 * (lane & 3) + i;
         if (row >= c.rows) continue;
-        const int query = divide_small(row, group), head = c.head * group + row - query * group;
-        float lse = sum > 0.f ? (s.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
+        const float lse = sum > 0.f ? (s.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
         float factor = weight > 0.f ? reciprocal(weight) : 0.f;
+        const long long at =
+            finish_row(a, c.q_begin, c.partial, TileRow(a, c.head, row), lse, factor, lane < 4) * D + lane / 4;
         if (c.partial >= 0) {
-            const long long at = (long long)(c.partial + query) * a.heads + head;
-            float* to = a.partial_out + at * D + lane / 4;
 #pragma unroll
-            for (int k = 0; k < D / 16; ++k) to[16 * k] = s.o[k][i] * factor, to[16 * k + 8] = s.o[k][i + 2] * factor;
-            if (lane < 4) a.partial_lse[at] = lse;
+            for (int k = 0; k < D / 16; ++k) {
+                float* to = a.partial_out + at + 16 * k;
+                to[0] = s.o[k][i] * factor, to[8] = s.o[k][i + 2] * factor;
+            }
         } else {
-            factor *= join_sink(lse, head, a.parameters);
-            const long long at = (long long)(c.q_begin + query) * a.heads + head;
-            u16* to = a.out + at * D + lane / 4;
 #pragma unroll
             for (int k = 0; k < D / 16; ++k) {
                 const u32 both = pack(s.o[k][i] * factor, s.o[k][i + 2] * factor);
-                to[16 * k] = u16(both), to[16 * k + 8] = u16(both >> 16);
+                u16* to = a.out + at + 16 * k;
+                to[0] = u16(both), to[8] = u16(both >> 16);
             }
-            if (lane < 4) a.lse[at] = lse;
         }
     }
 }

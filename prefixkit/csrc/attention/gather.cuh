@@ -1,11 +1,10 @@
 // Rows of KV from pages into tiles of shared memory.
 //
-// A tile of ROWS rows is kept in columns of 64 elements, 128 bytes a row, with the 128-byte swizzle that wgmma and conflict-free
-// ldmatrix want: piece c (16 bytes) of row r lies at (c / 8) * ROWS * 128 + r * 128 + ((c ^ r) % 8) * 16.
+// A tile of ROWS rows consists of blocks of 64 columns, 128 bytes a row, with the 128-byte swizzle of TMA, wgmma and
+// conflict-free ldmatrix: 16-byte vector c of row r lies at (c / 8) * ROWS * 128 + r * 128 + ((c ^ r) % 8) * 16.
 //
-// Rows come in groups of 16 tokens that begin at a multiple of 16 slots.  Where such a group lies in one page (page sizes that
-// 16 divides) and is complete, it comes as a TMA box (Hopper), or its copies take one instruction and no arithmetic
-// each; else every row is looked up.
+// Rows come in groups of 16 tokens that begin at a multiple of 16 slots.  A complete group inside one page is one TMA
+// load (Hopper), or 16-byte copies from one address; each other row is looked up.
 #pragma once
 #include "attention/plan.cuh"
 
@@ -13,55 +12,64 @@ namespace prefixkit {
 
 constexpr int GROUP = 16;
 constexpr int COLUMNS = (D + 63) / 64;
-constexpr bool EVEN = 32 % ROW_VECTORS == 0;      // a warp copies whole rows
+constexpr bool EVEN = 32 % ROW_VECTORS == 0;  // a warp copies whole rows
 
-template <int ROWS> DEVICE u32 piece_at(int row, int kv_tile) {
-    return (kv_tile >> 3) * (ROWS * 128) + row * 128 + (((kv_tile ^ row) & 7) << 4);
+template <int ROWS> DEVICE u32 vector_at(int row, int column) {
+    return (column >> 3) * (ROWS * 128) + row * 128 + (((column ^ row) & 7) << 4);
 }
 
-// Whether groups of 16 come as TMA boxes, which the host decides, or at least lie in one page each.
-DEVICE bool by_boxes(const Attention& a) { return PREFIXKIT_MAPS && a.tma_groups; }
+// Addresses for ldmatrix in a tile of ROWS rows: `row`, from vector `column` (0 or 1) on in steps of 16 columns.
+template <int ROWS> struct MatrixRow {
+    u32 base, swizzle;
+
+    DEVICE MatrixRow(u32 tile, int row, int column) : base(tile + row * 128), swizzle(((column ^ row) & 7) << 4) {}
+    DEVICE u32 at(int i) const { return base + (i / 4) * (ROWS * 128) + (swizzle ^ ((2 * i & 7) << 4)); }
+};
+
+// Whether each group of 16 slots lies in one page.
+DEVICE bool pages_are_aligned(const Attention& a) {
+    return a.page_size % GROUP == 0 && (a.page_size & (a.page_size - 1)) == 0;
+}
+// Whether groups can be copied whole; on Hopper the host decides, because TMA copies them.
 DEVICE bool holds_groups(const Attention& a) {
-    if (PREFIXKIT_MAPS) return a.tma_groups;
-    return EVEN && a.page_size % GROUP == 0 && (a.page_size & (a.page_size - 1)) == 0 && a.slot_stride == D;
+    return PREFIXKIT_MAPS ? a.tma_groups : EVEN && pages_are_aligned(a) && a.slot_stride == D;
 }
 // The page of a slot, and its place there; page sizes are powers of two here.
 DEVICE int page_index(const Attention& a, int slot) { return slot >> (__ffs(a.page_size) - 1); }
 DEVICE int place_in_page(const Attention& a, int slot) { return slot & (a.page_size - 1); }
 
-// A complete group, whose row 0 begins at `from`.  `to`: row 0 of the group in the tile.
-template <int ROWS> DEVICE void copy_group(u32 to, const u16* from) {
-    constexpr int STEP = EVEN ? 32 / ROW_VECTORS : 1;  // rows at a time
-    const int lane = lane_anew(), column = lane % ROW_VECTORS, sub = lane / ROW_VECTORS;
-    const u32 base = to + (column >> 3) * (ROWS * 128) + sub * 128, turn = ((column ^ sub) & 7) << 4;
-    from += sub * D + column * 8;
+// A complete group in one page, whose slots lie `stride` elements apart, to rows of a tile from `to` on.
+template <int ROWS> DEVICE void copy_group(u32 to, const u16* from, long long stride) {
+    // A warp copies BLOCK vectors of STEP rows at a time; BLOCK is the largest power of two that divides a row.
+    constexpr int BLOCK = ROW_VECTORS & -ROW_VECTORS, STEP = 32 / BLOCK;
+    const int lane = lane_anew(), column = lane % BLOCK, sub = lane / BLOCK;
+    const u32 base = to + (column >> 3) * (ROWS * 128) + sub * 128, swizzle = ((column ^ sub) & 7) << 4;
+    from += sub * stride + column * 8;
 #pragma unroll
-    for (int i = 0; i < GROUP / STEP; ++i) {
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(base + i * STEP * 128 + (turn ^ ((i * STEP & 7) << 4))),
-                     "l"(from + i * STEP * D) : "memory");
-    }
+    for (int row = 0; row < GROUP; row += STEP)
+#pragma unroll
+        for (int c = 0; c < ROW_VECTORS; c += BLOCK)
+            copy16(base + (c >> 3) * (ROWS * 128) + row * 128 + (swizzle ^ (((row ^ c) & 7) << 4)),
+                   from + row * stride + c * 8, true);
 }
 
-// Any 16 rows: lane i (and i + 16) knows where row i begins, in 16-byte vectors, and whether it is there; absent rows become zero.
-template <int ROWS> DEVICE void copy_rows(u32 to, const u16* base, u32 row_begin, u32 present) {
-    const int lane = lane_anew();
-#pragma unroll 1
-    for (int piece = lane; piece < GROUP * ROW_VECTORS; piece += 32) {
-        const int row = piece / ROW_VECTORS, column = piece % ROW_VECTORS;
-        const u32 begin = __shfl_sync(~0u, row_begin, row);
-        copy16(to + piece_at<ROWS>(row, column), base + (long long)begin * 8 + column * 8, present >> row & 1);
-    }
-}
-
-// Tokens [low, high) of the group at `slot`, the others zero.
+// Tokens [low, high) of the group at `slot` of a node, whose first page is number `pages`; the others become zero.
+// Lane i (and i + 16) looks up where row i begins.
 template <int ROWS>
-DEVICE void gather_rows(const Attention& a, const u16* base, u32 to, const Span& span, int slot, int low, int high, int head) {
-    const int token = lane_anew() & 15;
+DEVICE void gather_rows(
+    const Attention& a, const u16* base, u32 to, int pages, int slot, int low, int high, int head) {
+    const int lane = lane_anew(), token = lane & 15;
     const bool mine = token >= low && token < high;
     const u32 index = u32(slot + token) / u32(a.page_size);
-    const int page = mine ? a.pages[span.pages + index] : 0;
+    const int page = mine ? a.pages[pages + index] : 0;
     const u32 begin = mine ? row_of(a, page, slot + token - index * a.page_size, head) : 0;
-    copy_rows<ROWS>(to, base, begin, __ballot_sync(~0u, mine) & 0xffff);
+    const u32 present = __ballot_sync(~0u, mine);
+#pragma unroll 1
+    for (int i = lane; i < GROUP * ROW_VECTORS; i += 32) {
+        const int row = i / ROW_VECTORS, column = i % ROW_VECTORS;
+        const long long from = __shfl_sync(~0u, begin, row);
+        copy16(to + vector_at<ROWS>(row, column), base + from * 8 + column * 8, present >> row & 1);
+    }
 }
 
 }  // namespace prefixkit

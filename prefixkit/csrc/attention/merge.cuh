@@ -1,9 +1,8 @@
-// The end of a launch: a grid barrier, then merging of partial states, in the plan's order.  Here: how one head of one row is merged where there
-// are few of them, by a warp.
+// The end of a launch: a grid barrier, then the merge of partial states in the plan's order; here each head by a warp.
 //
 // tiling a lane looks up one partial (its row, its log-sum-exp) and sums a few columns over all.
-// cost   reads each partial state once (4 D + 4 bytes per head) and writes each row once; the grid barrier costs about 1.5 us.  What a merge
-//        of few heads costs is the latency of its reads, and of its instructions, each of which comes once: the code is short.
+// cost   each partial state (4 D + 4 bytes per head) is read once; the grid barrier costs 1.5 us.  A merge of few heads
+//        costs the latency of its reads and of fetching its code, so the code is short.
 // limits all blocks must be resident at once, which a cooperative launch sees to.
 #pragma once
 #include "attention/plan.cuh"
@@ -11,8 +10,7 @@
 
 namespace prefixkit {
 
-// A barrier of the whole grid.  One thread of each block calls it; works for any grid size and resets itself: the top bit of
-// the counter flips once all have come.
+// Called by one thread of each block; the counter resets itself: its top bit flips once all blocks have arrived.
 DEVICE void grid_barrier(u32* counter) {
     fence_device();
     const u32 mine = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
@@ -20,10 +18,20 @@ DEVICE void grid_barrier(u32* counter) {
     while (((before ^ load_acquire(counter)) & 0x80000000u) == 0) {}
 }
 
+// Ends an item's row, as a partial state or with the sink as output: scales `factor`, stores the log-sum-exp if
+// `writes` and returns the row's index in [rows, heads].
+DEVICE long long finish_row(
+    const Attention& a, int q_begin, int partial, const TileRow& row, float lse, float& factor, bool writes) {
+    if (partial < 0) factor *= join_sink(lse, row.head, a.parameters);
+    const long long at = row.index(a, partial < 0 ? q_begin : partial);
+    if (writes) (partial < 0 ? a.lse : a.partial_lse)[at] = lse;
+    return at;
+}
+
 // A head being merged, by lanes that hold some columns each.
 template <int VECTORS> struct Merged {
-    float4 sum[VECTORS];
-    float top, total;
+    float4 sum[VECTORS] = {};
+    float top = MINUS_INFINITY, total = 0.f;
 };
 
 DEVICE void scale(float4& x, float by) { x.x *= by, x.y *= by, x.z *= by, x.w *= by; }
@@ -31,8 +39,9 @@ DEVICE void add(float4& sum, float weight, const float4& x) {
     sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
 }
 
-// The next `count` (at most N) partials, which join in order: all weights first, for they need not wait for each other.
-template <int N, int VECTORS> DEVICE void merge_partials(Merged<VECTORS>& f, const float (&lse)[N], const float4 (&x)[N][VECTORS], int count) {
+// Adds `count` (at most N) partials in order; the weights are computed first, because they do not depend on each other.
+template <int N, int VECTORS>
+DEVICE void merge_partials(Merged<VECTORS>& f, const float (&lse)[N], const float4 (&x)[N][VECTORS], int count) {
     float top = f.top, weight[N];
 #pragma unroll
     for (int i = 0; i < N; ++i)
@@ -54,45 +63,47 @@ template <int N, int VECTORS> DEVICE void merge_partials(Merged<VECTORS>& f, con
     }
 }
 
-// Writes a head; this is `lane` of LANES that hold it.
-template <int LANES, int VECTORS> DEVICE void finish_head(const Attention& a, const Merged<VECTORS>& f, int row, int head, int lane) {
+// Writes a head; `column(j)` is where this lane's vector j begins, and one lane `writes` the log-sum-exp.
+template <int VECTORS, class Column>
+DEVICE void finish_head(const Attention& a, const Merged<VECTORS>& f, int row, int head, bool writes, Column column) {
     float lse = f.total > 0.f ? f.top + LN2 * log2_fast(f.total) : MINUS_INFINITY;
     const float factor = (f.total > 0.f ? reciprocal(f.total) : 0.f) * join_sink(lse, head, a.parameters);
     const long long at = (long long)row * a.heads + head;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j)
-        *(uint2*)(a.out + at * D + 4 * (lane + LANES * j)) =
+        *(uint2*)(a.out + at * D + column(j)) =
             make_uint2(pack(f.sum[j].x * factor, f.sum[j].y * factor), pack(f.sum[j].z * factor, f.sum[j].w * factor));
-    if (lane == 0) a.lse[at] = lse;
+    if (writes) a.lse[at] = lse;
 }
 
 // Whether there are so few heads to merge that each gets a warp of its own, or two share one.
 DEVICE bool few_heads(const Attention& a, int rows, int warps) { return rows * a.heads <= 2 * int(gridDim.x) * warps; }
 
-// The partials of one head of one row: how many, where their list begins, and this lane's of the first 32.
-struct HeadParts {
-    int begin = 0, count = 0, mine = 0;
+// Where the plan lists a row's partials: `entry` counts heads row by row, of which there are `entries`.
+struct PartialList {
+    int begin = 0, count = 0;
 
-    DEVICE HeadParts() {}
-    DEVICE HeadParts(const Attention& a, int unit, int units) {
-        if (unit >= units) return;
-        const int row = unit / a.heads;
+    DEVICE PartialList(const Attention& a, int entry, int entries) {
+        if (entry >= entries) return;
+        const int row = entry / a.heads;
         begin = a.merge_indptr[row], count = a.merge_indptr[row + 1] - begin;
-        mine = look_up(a, 0);
     }
+    // This lane's of 32.
     DEVICE int look_up(const Attention& a, int first) const {
         const int i = first + lane_anew();
         return i < count ? a.merge_indices[begin + i] : 0;
     }
 };
 
-constexpr int HEAD_VECTORS = (D + 127) / 128, HEAD_LANES = D / 4 / HEAD_VECTORS, HEAD_PARTS = 32 / HEAD_VECTORS, HEAD_STEP = 4;
+constexpr int HEAD_VECTORS = (D + 127) / 128, HEAD_LANES = D / 4 / HEAD_VECTORS, HEAD_PARTS = 32 / HEAD_VECTORS;
+constexpr int HEAD_STEP = 4;
 static_assert(HEAD_LANES * HEAD_VECTORS * 4 == D, "lanes hold a head together");
 
-// Partials [first, first + 32) of a head, of which this lane knows one.
+// Adds `count` (at most 32) partials of a head, of which this lane knows one.
 DEVICE void merge_head(const Attention& a, Merged<HEAD_VECTORS>& f, int mine, int count, int head) {
-    const int lane = lane_anew();
-    float lse = lane < count ? load_global1(a.partial_lse + (long long)mine * a.heads + head) : MINUS_INFINITY, weight = 0.f;
+    const int lane = lane_anew(), column = 4 * min(lane, HEAD_LANES - 1);
+    float lse = MINUS_INFINITY, weight = 0.f;
+    if (lane < count) lse = load_global1(a.partial_lse + (long long)mine * a.heads + head);
 #pragma unroll 1
     for (int first = 0; first < count; first += HEAD_PARTS) {
         float4 x[HEAD_PARTS][HEAD_VECTORS];
@@ -103,21 +114,16 @@ DEVICE void merge_head(const Attention& a, Merged<HEAD_VECTORS>& f, int mine, in
 #pragma unroll
             for (int i = step; i < step + HEAD_STEP; ++i) {
                 const int part = __shfl_sync(~0u, mine, min(first + i, count - 1));
-                const float* from = a.partial_out + ((long long)part * a.heads + head) * D + 4 * min(lane, HEAD_LANES - 1);
+                const float* from = a.partial_out + ((long long)part * a.heads + head) * D + column;
 #pragma unroll
                 for (int j = 0; j < HEAD_VECTORS; ++j) x[i][j] = load_global(from + 4 * HEAD_LANES * j);
             }
         }
-        if (first == 0) {  // while they come
-            float top = lse, total;
-#pragma unroll
-            for (int d = 16; d > 0; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-            top = fmaxf(top, f.top);
+        if (first == 0) {  // while these loads are in flight
+            const float top = fmaxf(lanes_max<1, 32>(lse), f.top);
             const float base = top == MINUS_INFINITY ? 0.f : top, shrink = exp2_fast((f.top - base) * LOG2E);
-            weight = total = exp2_fast((lse - base) * LOG2E);
-#pragma unroll
-            for (int d = 16; d > 0; d >>= 1) total += __shfl_xor_sync(~0u, total, d);
-            f.top = top, f.total = f.total * shrink + total;
+            weight = exp2_fast((lse - base) * LOG2E);
+            f.top = top, f.total = f.total * shrink + lanes_sum<1, 32>(weight);
 #pragma unroll
             for (int j = 0; j < HEAD_VECTORS; ++j) scale(f.sum[j], shrink);
         }
@@ -134,26 +140,29 @@ DEVICE void merge_head(const Attention& a, Merged<HEAD_VECTORS>& f, int mine, in
     }
 }
 
-// `warp` of `warps` in each block: merges its share of all heads.  What it merges first, the plan says, so it looks that up before it
-// waits at `barrier` for the other blocks, whose partial states it reads.
+// `warp` of `warps` in each block: merges its share of all heads.  It looks up the first one before it waits at
+// `barrier` for the partial states of other blocks.
 template <class Barrier> DEVICE void merge_heads(const Attention& a, int rows, int warp, int warps, Barrier barrier) {
-    const int units = rows * a.heads, step = gridDim.x * warps;
-    int unit = blockIdx.x + gridDim.x * warp;
-    HeadParts now(a, unit, units);
+    const int entries = rows * a.heads, step = gridDim.x * warps;
+    int entry = blockIdx.x + gridDim.x * warp;
+    PartialList now(a, entry, entries);
+    int mine = now.look_up(a, 0);
     barrier();
 #pragma unroll 1
-    for (; unit < units; unit += step) {
-        const HeadParts next(a, unit + step, units);
+    for (; entry < entries; entry += step) {
+        const PartialList next(a, entry + step, entries);
+        const int later = next.look_up(a, 0);
         if (now.count > 0) {
-            const int row = unit / a.heads, head = unit - row * a.heads;
-            Merged<HEAD_VECTORS> f = {};
-            f.top = MINUS_INFINITY;
+            const int row = entry / a.heads, head = entry - row * a.heads;
+            Merged<HEAD_VECTORS> f;
 #pragma unroll 1
             for (int first = 0; first < now.count; first += 32)
-                merge_head(a, f, first ? now.look_up(a, first) : now.mine, min(32, now.count - first), head);
-            if (lane_anew() < HEAD_LANES) finish_head<HEAD_LANES>(a, f, row, head, lane_anew());
+                merge_head(a, f, first ? now.look_up(a, first) : mine, min(32, now.count - first), head);
+            const int lane = lane_anew();
+            if (lane < HEAD_LANES)
+                finish_head(a, f, row, head, lane == 0, [&](int j) { return 4 * (lane + HEAD_LANES * j); });
         }
-        now = next;
+        now = next, mine = later;
     }
 }
 

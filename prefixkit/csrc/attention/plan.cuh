@@ -1,58 +1,67 @@
-// What a launch gets: tensors, the packed plan, the tree; and how a work list is walked.
+// The parameter of a launch (tensors, the packed plan, the tree), and how workers walk a work list.
 #pragma once
 #include "common/ptx.cuh"
 #include "layouts/attention.h"
 
 namespace prefixkit {
 
-#ifndef PREFIXKIT_HEAD_DIM
-#define PREFIXKIT_HEAD_DIM 128
-#endif
 constexpr int D = PREFIXKIT_HEAD_DIM;
-constexpr int ROW_VECTORS = D / 8;                          // 16-byte vectors of a head's row
+constexpr int ROW_VECTORS = D / 8;  // 16-byte vectors of a head's row
 static_assert(D % 16 == 0 && D <= 256, "head sizes are multiples of 16 up to 256");
 
 #ifndef PREFIXKIT_MAPS
-#define PREFIXKIT_MAPS 0  // 1: KV comes in boxes where pages allow it (Hopper); Attention begins with tensor maps
+#define PREFIXKIT_MAPS 0  // 1: TMA loads KV where pages allow it (Hopper); Attention begins with tensor maps
 #endif
 
 // Brings the parameter into the constant cache, a line at a time, before it is needed.
 DEVICE void hold_parameters(const Attention& a) {
-    asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot), "r"(a.heads), "r"(a.tma_groups));
+    asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot));
+    asm volatile("" ::"r"(a.heads), "r"(a.tma_groups));
 }
 
-// `thread` of `threads` in each block: rows that pad a batch see no key, so they come out as 0, like rows of that kind anywhere.  What
-// follows computes with them too, and must find numbers.
+// `thread` of `threads` in each block: rows that pad a batch become 0 with lse -inf, like any row that sees no key.
 DEVICE void clear_padding(const Attention& a, int thread, int threads) {
 #pragma unroll 1
     for (int row = a.counts[2] + blockIdx.x; row < a.rows; row += gridDim.x) {
         uint2* out = (uint2*)(a.out + (long long)row * a.heads * D);
 #pragma unroll 1
         for (int i = thread; i < a.heads * (D / 4); i += threads) out[i] = make_uint2(0, 0);
-        for (int head = thread; head < a.heads; head += threads) a.lse[(long long)row * a.heads + head] = MINUS_INFINITY;
+        for (int i = thread; i < a.heads; i += threads) a.lse[(long long)row * a.heads + i] = MINUS_INFINITY;
     }
 }
 
 // Query heads of a KV head.
 DEVICE int group_of(const Attention& a) { return divide_small(a.heads, a.kv_heads); }
 
+// Of a tile row: its query, counted from the item's first, and its query head.
+struct TileRow {
+    int query, head;
+
+    DEVICE TileRow(const Attention& a, int kv_head, int row) {
+        const int group = group_of(a);
+        query = divide_small(row, group), head = kv_head * group + row - query * group;
+    }
+    // Its index in [rows, heads], where the item's first query has row `first`.
+    DEVICE long long index(const Attention& a, int first) const { return (long long)(first + query) * a.heads + head; }
+};
+
 // Queries [q_begin, q_end) read segments [seg_begin, seg_end); `node, begin, end` repeat the first one.
 struct Item {
     int q_begin, q_end, partial, seg_begin, seg_end, node, begin, end, causal, head;
 };
 
-// Entry `e` of a walk over the tile list, as load_item numbers them: head after head where the plan says so, so that the keys and values
-// of all heads together do not crowd the L2.
+// What the walk over the tile list takes as its entry `entry`: where the plan says so it goes head by head, so that the
+// KV of fewer heads competes for the L2.
 DEVICE int walk_entry(const Attention& a, int entry) {
     const int items = a.counts[0];
     return a.counts[4] ? entry % items * a.kv_heads + entry / items : entry;
 }
 
-// Entry `e` of a work list: items in order, and each for all KV heads.  Nothing that can be used behind the `room` entries that it holds.
-DEVICE Item load_item(const int4* items, int entry, int kv_heads, int room) {
+// Entry `entry` of a work list: each item for all KV heads.  Entries beyond `capacity` items are zero.
+DEVICE Item load_item(const int4* items, int entry, int kv_heads, int capacity) {
     const int index = entry / kv_heads;
     int4 a = {}, b = {};
-    if (index < room) a = items[2 * index], b = items[2 * index + 1];
+    if (index < capacity) a = items[2 * index], b = items[2 * index + 1];
     Item item;
     item.head = entry - index * kv_heads;
     item.q_begin = a.x, item.q_end = a.y, item.partial = a.z, item.seg_begin = a.w;
@@ -73,14 +82,14 @@ struct Span {
     int position;  // position of slot 0
 };
 
-// Positions that an item's queries can see.
+// Positions [low, high) that an item's queries can see.
 struct VisibleRange {
-    int low, high;  // [low, high)
+    int low, high;
 };
 
-// `last` and `first`: the largest and smallest position among the item's queries.
-DEVICE VisibleRange visible_range(const Attention& a, bool causal, int first, int last) {
-    return {a.window > 0 ? first - a.window + 1 : 0, causal ? last + 1 : 0x7fffffff};
+// `first`: the smallest position among the item's queries, where the variant has a window.
+DEVICE VisibleRange visible_range(const Attention& a, const Item& item, int first) {
+    return {a.window > 0 ? first - a.window + 1 : 0, item.causal ? int(a.q_positions[item.q_end - 1]) + 1 : 0x7fffffff};
 }
 
 // The smallest position among an item's queries; a warp works together.  Only variants with a window need it.
@@ -104,10 +113,31 @@ DEVICE Span load_span(const Attention& a, int node, int begin, int end, const Vi
     s.position = start - first;
     return s;
 }
+DEVICE Span load_segment(const Attention& a, int seg, const VisibleRange& range) {
+    return load_span(a, a.segments[3 * seg], a.segments[3 * seg + 1], a.segments[3 * seg + 2], range);
+}
 
-// Where a slot's row begins, in 16-byte vectors: 32 bits reach 64 GB.
+// Advances from an empty span to the first of the segments [seg, seg_end) that is not.
+DEVICE void skip_empty(const Attention& a, Span& span, int& seg, const int& seg_end, const VisibleRange& range) {
+    for (; span.slot >= span.end && seg < seg_end; ++seg) span = load_segment(a, seg, range);
+}
+
+// Where a slot's row begins, in 16-byte vectors: 32 bits address 64 GB.
 DEVICE u32 row_of(const Attention& a, int page, int slot_in_page, int head) {
-    return u32(page) * u32(a.page_stride >> 3) + u32(head) * u32(a.head_stride >> 3) + u32(slot_in_page) * u32(a.slot_stride >> 3);
+    return u32(page) * u32(a.page_stride >> 3) + u32(head) * u32(a.head_stride >> 3) +
+           u32(slot_in_page) * u32(a.slot_stride >> 3);
+}
+
+// The largest, or the sum, of x over lanes whose numbers differ in the bits FROM, 2 FROM, ..., TO / 2.
+template <int FROM, int TO> DEVICE float lanes_max(float x) {
+#pragma unroll
+    for (int d = FROM; d < TO; d <<= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+    return x;
+}
+template <int FROM, int TO> DEVICE float lanes_sum(float x) {
+#pragma unroll
+    for (int d = FROM; d < TO; d <<= 1) x += __shfl_xor_sync(~0u, x, d);
+    return x;
 }
 
 }  // namespace prefixkit

@@ -1,4 +1,4 @@
-// From tiles to items: partial rows, the segments of what is split, the order of merging, and the order of the lists.
+// From tiles to items: partial rows, the segments of KV splits, the order of merging, and the order of the lists.
 //
 // _order_items, _split, _number_partials and _sort of attention/plan.py.
 #pragma once
@@ -7,15 +7,17 @@
 namespace prefixkit {
 
 // Each query below a shared ancestor has an own-node tile too, so shared-prefix tiles always write partial states.
-DEVICE bool leaves(int number) { return !(at(TILE_OF)[number] & 1) || at(SPLITS)[number] > 1 || at(UP)[at(TILE_OF)[number] >> 1] >= 0; }
+DEVICE bool writes_partial(int number) {
+    const int key = at(TILE_OF)[number];
+    return !(key & 1) || at(SPLITS)[number] > 1 || at(UP)[key >> 1] >= 0;
+}
 
-// Pieces of all tiles that a query is in.
+// KV splits of all tiles that a query is in.
 DEVICE int splits_of(int query, int node) {
     int sum = 0;
-#pragma unroll 1
-    for (bool causal = true; node >= 0; causal = false) {
+    ROLLED for (bool own = true; node >= 0; own = false) {
         const int next = at(UP)[node];
-        sum += at(SPLITS)[tile_with(query, node, causal)];
+        sum += at(SPLITS)[tile_with(query, node, own)];
         node = next;
     }
     return sum;
@@ -23,37 +25,28 @@ DEVICE int splits_of(int query, int node) {
 
 // How many partial states each query has.
 DEVICE bool number_merges() {
-    int turn = 0;
-    u64 total = 0;
-#pragma unroll 1
-    for (int base = 0; base < p.queries; base += THREADS) {
-        const int q = base + threadIdx.x;
-        int splits = 0;
-        if (q < p.queries) {
-            const int node = at(QUERY_NODE)[q] = find(at(FIRST_ROW), p.nodes, q);
-            splits = splits_of(q, node);
-        }
-        const u64 before = scan(p.sums, turn, total, splits > 1 ? splits : 0);
-        if (q < p.queries) p.a.merge_indptr[q] = low_of(before);
-    }
+    const auto partials = [](int q) {
+        const int splits = splits_of(q, at(QUERY_NODE)[q] = find(at(FIRST_ROW), p.nodes, q));
+        return u64(splits > 1 ? splits : 0);
+    };
+    const u64 total = scan_each(p.queries, partials, [](int q, u64 before) { p.a.merge_indptr[q] = low_of(before); });
     if (threadIdx.x == 0) p.a.merge_indptr[p.queries] = low_of(total);
     __syncthreads();
     return total <= u64(p.a.partial_capacity);
 }
 
-// Items of a shared-prefix row go by split, then by tile; all its tiles but the last have the same splits.
+// Items of a node's shared-prefix tiles go by split, then by tile; all its tiles but the last have the same splits.
 DEVICE int place_of(int number, int split) {
     const int key = at(TILE_OF)[number], node = key >> 1;
     if (key & 1) return at(FIRST_ITEM)[number] + split;
-    const int first = at(TILE_BASE)[node], others = dense_tiles(node) - 1, mine = number - first;
+    const int first = at(TILE_BASE)[node], others = shared_tiles(node) - 1, mine = number - first;
     const int full = at(SPLITS)[first], last = at(SPLITS)[first + others];
     if (mine == others) return at(FIRST_ITEM)[first] + min(split + 1, full) * others + split;
     return at(FIRST_ITEM)[first] + split * others + mine + min(split, last);
 }
 
 DEVICE void order_items() {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < p.items; i += THREADS) {
+    ROLLED for (int i = threadIdx.x; i < p.items; i += THREADS) {
         const int number = find(at(FIRST_ITEM), p.tiles, i), split = i - at(FIRST_ITEM)[number];
         at(ITEM_SPLIT)[place_of(number, split)] = number << SPLIT_BITS | split;
     }
@@ -61,25 +54,24 @@ DEVICE void order_items() {
 }
 
 struct Split {
-    int low, high;           // tokens of the row
+    int low, high;           // tokens of the BSR row
     int row;                 // its first segment
-    int first, last, token;  // segments taken, counted in the row; tokens before the first
+    int first, last, token;  // segments read, counted in the row; tokens before the first
     bool open;               // to the row's end, as far as it grows
 };
 
-// Which of its row's segments an item takes.
+// Which segments of its BSR row an item reads.
 DEVICE Split split_of(const Tile& x, int split, int splits, int kv_tiles, int kv_tile) {
     Split c;
     c.low = int(divide(kv_tiles * split, splits)) * kv_tile;
     c.high = split + 1 == splits ? x.tokens : int(divide(kv_tiles * (split + 1), splits)) * kv_tile;
-    c.row = at(SEGMENT_BASE)[x.node] + (x.causal && at(SHARED)[x.node] ? at(INHERITED)[x.node] + 1 : 0);
+    c.row = at(SEGMENT_BASE)[x.node] + (x.own && at(SHARED)[x.node] ? at(INHERITED)[x.node] + 1 : 0);
     c.first = 0, c.last = at(INHERITED)[x.node], c.token = 0;
-    c.open = x.causal && split + 1 == splits;
+    c.open = x.own && split + 1 == splits;
     if (splits == 1 || !c.last) return c;
     const int end = c.last;
     int before = 0;
-#pragma unroll 1
-    for (int s = 0; s <= end && (before < c.high || c.open); ++s) {
+    ROLLED for (int s = 0; s <= end && (before < c.high || c.open); ++s) {
         if (before <= c.low) c.first = s, c.token = before;
         c.last = s;
         before += s < end ? at(LENGTH)[p.a.segments[3 * (c.row + s)]] : 0;
@@ -90,8 +82,7 @@ DEVICE Split split_of(const Tile& x, int split, int splits, int kv_tiles, int kv
 DEVICE void write_split(const Split& c, int node, int to) {
     int token = c.token;
     const int end = at(INHERITED)[node];
-#pragma unroll 1
-    for (int s = c.first; s <= c.last; ++s) {
+    ROLLED for (int s = c.first; s <= c.last; ++s) {
         const int n = s == end ? node : p.a.segments[3 * (c.row + s)], length = at(LENGTH)[n];
         int* out = p.a.segments + 3 * (to + s - c.first);
         out[0] = n, out[1] = max(c.low - token, 0);
@@ -100,12 +91,11 @@ DEVICE void write_split(const Split& c, int node, int to) {
     }
 }
 
-// Partial rows, and the segments of what is split.
+// Partial rows, and the segments of KV splits.
 DEVICE bool make_items() {
     int turn = 0;
     u64 total = 0;
-#pragma unroll 1
-    for (int base = 0; base < p.items; base += THREADS) {
+    ROLLED for (int base = 0; base < p.items; base += THREADS) {
         const int i = base + threadIdx.x;
         const bool there = i < p.items;
         Tile x = {};
@@ -117,20 +107,19 @@ DEVICE bool make_items() {
             splits = at(SPLITS)[number], decode = u32(at(TILE_KV_TILES)[number]) >> 31;
             const int kv_tile = p.a.cost[decode].kv_tile;
             c = split_of(x, split, splits, at(TILE_KV_TILES)[number] & 0x7fffffff, kv_tile);
-            rows = leaves(number) ? x.end - x.begin : 0;
+            rows = writes_partial(number) ? x.end - x.begin : 0;
             kv_tiles = max(1, ceil_div(c.high - c.low, kv_tile));
         }
         const int segments = c.last - c.first + 1;
-        const u64 before = scan(p.sums, turn, total, join(rows, splits > 1 ? segments : 0));
+        const u64 before = scan(turn, total, join(rows, splits > 1 ? segments : 0));
         if (there) {
             const int to = p.row_segments + low_of(before);
-            at(ITEM_PARTIAL)[i] = at(PART_OF)[at(FIRST_ITEM)[number] + split] = rows ? high_of(before) : -1;
+            at(ITEM_PARTIAL)[i] = at(PARTIAL_OF)[at(FIRST_ITEM)[number] + split] = rows ? high_of(before) : -1;
             at(ITEM_SEGMENT)[i] = splits > 1 ? to : c.row, at(ITEM_COUNT)[i] = segments;
             at(ITEM_KV_TILES)[i] = kv_tiles | decode << 31;
             if (splits > 1 && to + segments <= p.a.segment_capacity) write_split(c, x.node, to);
         }
-#pragma unroll 1
-        for (int role = 0; role < 2; ++role) {
+        ROLLED for (int role = 0; role < 2; ++role) {
             const u32 longest = __reduce_max_sync(~0u, there && decode == role ? kv_tiles : 0);
             if (lane_of() == 0 && longest) atomicMax(p.kv_tiles + role, int(longest));
         }
@@ -141,16 +130,14 @@ DEVICE bool make_items() {
 
 // From the end: the own node's splits, then those of the shared ancestors.
 DEVICE void fill_merges() {
-#pragma unroll 1
-    for (int q = threadIdx.x; q < p.queries; q += THREADS) {
+    ROLLED for (int q = threadIdx.x; q < p.queries; q += THREADS) {
         int to = p.a.merge_indptr[q + 1], node = at(QUERY_NODE)[q];
         if (to == p.a.merge_indptr[q]) continue;
-#pragma unroll 1
-        for (bool causal = true; node >= 0; causal = false) {
-            const int number = tile_with(q, node, causal), offset = q - tile(number).begin;
-            const int* parts = at(PART_OF) + at(FIRST_ITEM)[number];
+        ROLLED for (bool own = true; node >= 0; own = false) {
+            const int number = tile_with(q, node, own), offset = q - tile(number).begin;
+            const int* partials = at(PARTIAL_OF) + at(FIRST_ITEM)[number];
 #pragma unroll 4
-            for (int split = at(SPLITS)[number] - 1; split >= 0; --split) p.a.merge_indices[--to] = parts[split] + offset;
+            for (int split = at(SPLITS)[number]; split-- > 0;) p.a.merge_indices[--to] = partials[split] + offset;
             node = at(UP)[node];
         }
     }
@@ -164,25 +151,23 @@ DEVICE void write_item(int item, int place) {
     const int* first = p.a.segments + 3 * segment;
     int4* to = place < p.item_count[0] ? p.a.tile_items + 2 * place : p.a.decode_items + 2 * (place - p.item_count[0]);
     to[0] = make_int4(x.begin, x.end, at(ITEM_PARTIAL)[item], segment);
-    to[1] = make_int4(2 * at(ITEM_COUNT)[item] + x.causal, first[0], first[1], first[2]);
+    to[1] = make_int4(2 * at(ITEM_COUNT)[item] + x.own, first[0], first[1], first[2]);
 }
 
 DEVICE void sort_items() {
     constexpr int KEYS = 2 * ORDER_LEVELS;
     int *mine = counters + warp_of() * KEYS, *key_begin = counters + WARPS * KEYS;
-#pragma unroll 1
-    for (int i = lane_of(); i < KEYS; i += 32) mine[i] = 0;
+    ROLLED for (int i = lane_of(); i < KEYS; i += 32) mine[i] = 0;
     __syncwarp();
     const int range = (p.items + WARPS - 1) / WARPS, begin = warp_of() * range, end = min(p.items, begin + range);
-#pragma unroll 1
-    for (int pass = 0; pass < 2; ++pass) {
-#pragma unroll 1
-        for (int base = begin; base < end; base += 32) {
+    ROLLED for (int pass = 0; pass < 2; ++pass) {
+        ROLLED for (int base = begin; base < end; base += 32) {
             const int i = base + lane_of();
             int key = -1;
             if (i < end) {
                 const int packed = at(ITEM_KV_TILES)[i], decode = packed < 0, kv_tiles = packed & 0x7fffffff;
-                key = (decode + 1) * ORDER_LEVELS - 1 - int(divide(u32(kv_tiles) * (ORDER_LEVELS - 1), p.kv_tiles[decode]));
+                const u32 level = divide(u32(kv_tiles) * (ORDER_LEVELS - 1), p.kv_tiles[decode]);
+                key = (decode + 1) * ORDER_LEVELS - 1 - int(level);
             }
             const u32 alike = __match_any_sync(~0u, key);
             const int rank = __popc(alike & ((1u << lane_of()) - 1));
@@ -203,10 +188,9 @@ DEVICE void sort_items() {
                 column[w * KEYS] = sum;
                 sum += count;
             }
-        int turn = 0;
-        u64 total = 0;
-        const int place = low_of(scan(p.sums, turn, total, u64(sum)));
-        if (threadIdx.x < KEYS) key_begin[threadIdx.x] = place;
+        scan_each(THREADS, [=](int) { return u64(sum); }, [=](int key, u64 before) {
+            if (key < KEYS) key_begin[key] = low_of(before);
+        });
         __syncthreads();
     }
 }

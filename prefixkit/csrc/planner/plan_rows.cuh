@@ -1,6 +1,6 @@
-// From nodes to rows to tiles: prefix sums over the tree, the decision what is shared, and the rows' segments.
+// From nodes to tiles: prefix sums over the tree, the decision what is shared, and the segments of each BSR row.
 //
-// decide_sharing and decompose of attention/sharing.py and formats.py, and _tile of gpu_plan.py, on a block of 1,024 threads.
+// decide_sharing of attention/sharing.py, decompose of attention/bsr.py, and _tile of attention/plan.py.
 #pragma once
 #include "planner/plan_state.cuh"
 
@@ -8,18 +8,14 @@ namespace prefixkit {
 
 // Where the queries of each node begin.
 DEVICE bool count_rows() {
-    int turn = 0;
-    u64 total = 0;
-#pragma unroll 1
-    for (int base = 0; base < p.nodes; base += THREADS) {
-        const int n = base + threadIdx.x;
-        int rows = 0, parent = 0, end = 0, length = 0;
-        if (n < p.nodes) rows = p.a.own[n], parent = p.a.parent[n], end = p.a.subtree_end[n], length = p.a.length[n];
-        const u64 before = scan(p.sums, turn, total, join(rows, rows > 0));
-        if (n >= p.nodes) continue;
-        at(FIRST_ROW)[n] = high_of(before), at(UP)[n] = low_of(before);  // nodes with queries before each, for now
+    const auto load = [](int n) {
+        const int rows = p.a.own[n], parent = p.a.parent[n], end = p.a.subtree_end[n], length = p.a.length[n];
         at(PARENT)[n] = parent, at(SUBTREE_END)[n] = end, at(LENGTH)[n] = length;
-    }
+        return join(rows, rows > 0);
+    };
+    const u64 total = scan_each(p.nodes, load, [](int n, u64 before) {
+        at(FIRST_ROW)[n] = high_of(before), at(UP)[n] = low_of(before);  // nodes with queries before each, for now
+    });
     if (threadIdx.x == 0) at(FIRST_ROW)[p.nodes] = p.queries = high_of(total), at(UP)[p.nodes] = low_of(total);
     __syncthreads();
     return p.queries <= p.a.row_capacity;
@@ -28,9 +24,9 @@ DEVICE bool count_rows() {
 // decide_sharing of attention/sharing.py; the same operations in the same order.
 CALLED bool gains(int most, int spared, int n) {
     const double gain = __dmul_rn(double((long long)(most - spared - 1) * at(LENGTH)[n]), p.a.gain_per_token);
-    const int rows = below(n);
+    const int rows = queries_below(n);
     const double tiled = __dmul_rn(double(full_tiles(rows + p.a.many - 1)), p.a.price_tile);
-    const double item = __dadd_rn(p.a.item, is_thin(rows) ? p.a.price_decode : tiled);
+    const double item = __dadd_rn(p.a.item, by_decode(rows) ? p.a.price_decode : tiled);
     return gain > __dadd_rn(item, __dmul_rn(double(rows), p.a.price_per_row));
 }
 
@@ -50,20 +46,17 @@ DEVICE void climb(int node) {
 }
 
 DEVICE void share() {
-#pragma unroll 1
-    for (int n = threadIdx.x; n < p.nodes; n += THREADS) {
+    ROLLED for (int n = threadIdx.x; n < p.nodes; n += THREADS) {
         const int most = at(UP)[at(SUBTREE_END)[n]] - at(UP)[n + 1];
         at(MOST)[n] = most;
         at(SHARED)[n] = most > 1 && gains(most, 0, n) ? 2 : 0;  // 2: a candidate
         at(PENDING)[n] = at(SPARED)[n] = 0;
     }
     __syncthreads();
-#pragma unroll 1
-    for (int n = threadIdx.x; n < p.nodes; n += THREADS) {
+    ROLLED for (int n = threadIdx.x; n < p.nodes; n += THREADS) {
         if (at(SHARED)[n] != 2) continue;
         int above = at(PARENT)[n];
-#pragma unroll 1
-        while (above >= 0) {
+        ROLLED while (above >= 0) {
             const int mark = at(SHARED)[above], next = at(PARENT)[above];
             if (mark == 2) break;
             above = next;
@@ -72,90 +65,82 @@ DEVICE void share() {
         if (above >= 0) atomicAdd(at(PENDING) + above, 1);
     }
     __syncthreads();
-#pragma unroll 1
-    for (int n = threadIdx.x; n < p.nodes; n += THREADS) at(UP)[n] = at(SHARED)[n] == 2 && at(PENDING)[n] == 0;
+    ROLLED for (int n = threadIdx.x; n < p.nodes; n += THREADS) at(UP)[n] = at(SHARED)[n] == 2 && at(PENDING)[n] == 0;
     __syncthreads();
-#pragma unroll 1
-    for (int n = threadIdx.x; n < p.nodes; n += THREADS)
+    ROLLED for (int n = threadIdx.x; n < p.nodes; n += THREADS)
         if (at(UP)[n]) climb(n);
     __syncthreads();
 }
 
-// A row's segments: folded ancestors, root first, then the node.
-CALLED void write_row(int base, int node, int folded, bool causal) {
+// A BSR row's segments: `inherited` ancestors, root first, then the node.
+CALLED void write_row(int base, int node, int inherited, bool own) {
     int n = node;
-#pragma unroll 1
-    for (int to = base + folded, next; to >= base; n = next) {
+    ROLLED for (int to = base + inherited, next; to >= base; n = next) {
         const int length = at(LENGTH)[n];
         next = at(PARENT)[n];
         if (n != node && !length) continue;
         if (to < p.a.segment_capacity) {
             int* s = p.a.segments + 3 * to;
-            s[0] = n, s[1] = 0, s[2] = n == node && causal ? OPEN_END : length;
+            s[0] = n, s[1] = 0, s[2] = n == node && own ? OPEN_END : length;
         }
         --to;
     }
 }
 
 DEVICE bool make_rows() {
-    int turn = 0;
-    u64 total = 0;
-#pragma unroll 1
-    for (int base = 0; base < p.nodes; base += THREADS) {
-        const int n = base + threadIdx.x;
-        const bool dense = n < p.nodes && at(SHARED)[n], causal = n < p.nodes && own(n) > 0;
-        const int kinds = dense + causal;
-        int folded = 0, seen = 0, above = -1;
-        if (kinds) {
+    int inherited;
+    bool shared, own;
+    const auto read = [&](int n) {
+        shared = at(SHARED)[n], own = own_queries(n) > 0, inherited = 0;
+        int tokens = 0, above = -1;
+        if (shared || own) {
             above = at(PARENT)[n];
-#pragma unroll 1
-            while (above >= 0) {
+            ROLLED while (above >= 0) {
                 const int is_shared = at(SHARED)[above], length = at(LENGTH)[above], next = at(PARENT)[above];
                 if (is_shared) break;
-                folded += length > 0, seen += length;
+                inherited += length > 0, tokens += length;
                 above = next;
             }
-            seen += at(LENGTH)[n];
+            tokens += at(LENGTH)[n];
         }
-        const int tiles = kinds ? dense_tiles(n) + tiles_of(own(n)) : 0;
-        const u64 before = scan(p.sums, turn, total, join(kinds * (folded + 1), tiles));
-        if (n >= p.nodes) continue;
-        at(UP)[n] = above, at(INHERITED)[n] = folded, at(TOKENS)[n] = seen;
+        at(UP)[n] = above, at(INHERITED)[n] = inherited, at(TOKENS)[n] = tokens;
+        return join((shared + own) * (inherited + 1), shared_tiles(n) + tiles_of(own_queries(n)));
+    };
+    const u64 total = scan_each(p.nodes, read, [&](int n, u64 before) {
         at(SEGMENT_BASE)[n] = high_of(before), at(TILE_BASE)[n] = low_of(before);
-#pragma unroll 1
-        for (int kind = !dense; kind < 1 + causal; ++kind)
-            write_row(high_of(before) + (dense && kind ? folded + 1 : 0), n, folded, kind);
-    }
+        ROLLED for (int kind = !shared; kind < 1 + own; ++kind)
+            write_row(high_of(before) + (shared && kind ? inherited + 1 : 0), n, inherited, kind);
+    });
+    const bool fits = low_of(total) <= p.a.tile_capacity + p.a.decode_capacity;
     if (threadIdx.x == 0) {
         p.row_segments = high_of(total), at(TILE_BASE)[p.nodes] = p.tiles = low_of(total);
-        if (p.tiles <= p.a.tile_capacity + p.a.decode_capacity) take(TILE_OF, FIRST_ITEM, p.tiles + 1), take(QUERY_NODE, QUERY_NODE, p.queries);
+        if (fits) take(TILE_OF, FIRST_ITEM, p.tiles + 1), take(QUERY_NODE, QUERY_NODE, p.queries);
     }
     __syncthreads();
-    return p.row_segments <= p.a.segment_capacity && p.tiles <= p.a.tile_capacity + p.a.decode_capacity;
+    return p.row_segments <= p.a.segment_capacity && fits;
 }
 
 DEVICE bool make_tiles() {
-#pragma unroll 1
-    for (int base = 0; base < p.tiles; base += THREADS) {
+    ROLLED for (int base = 0; base < p.tiles; base += THREADS) {
         const int number = base + threadIdx.x;
         const bool there = number < p.tiles;
         int kv_tiles = 0, decode = 0, seen = 0;
         if (there) {
             const int node = find(at(TILE_BASE), p.nodes, number);
-            at(TILE_OF)[number] = 2 * node + (number - at(TILE_BASE)[node] >= dense_tiles(node));
+            at(TILE_OF)[number] = 2 * node + (number >= first_tile(node, true));
             const Tile x = tile(number);
-            decode = is_thin(x.end - x.begin);
+            decode = by_decode(x.end - x.begin);
             seen = x.tokens, kv_tiles = max(1, ceil_div(x.tokens, p.a.cost[decode].kv_tile));
             at(TILE_KV_TILES)[number] = kv_tiles | decode << 31;
         }
-#pragma unroll 1
-        for (int role = 0; role < 2; ++role) {
+        ROLLED for (int role = 0; role < 2; ++role) {
             const bool mine = there && decode == role;
             const u32 count = __popc(__ballot_sync(~0u, mine));
             if (!count) continue;
             const u32 most = __reduce_max_sync(~0u, mine ? kv_tiles : 0);
             const u64 sum = warp_sums(mine ? seen : 0);
-            if (lane_of() == 31) atomicMax(p.longest + role, int(most)), atomicAdd(p.of + role, int(count)), atomicAdd(p.tokens + role, sum);
+            if (lane_of() != 31) continue;
+            atomicMax(p.longest + role, int(most)), atomicAdd(p.of + role, int(count)), atomicAdd(p.tokens + role, sum);
         }
     }
     __syncthreads();

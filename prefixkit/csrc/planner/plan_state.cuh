@@ -1,48 +1,51 @@
-// What the planner knows at any moment, in shared memory: its arguments, arrays of nodes, tiles and items; and what follows from them.
+// What the planner knows at any moment, in shared memory: its arguments, arrays of nodes, tiles and items.
 #pragma once
 #include "planner/plan_block.cuh"
 #include "layouts/plan_tree.h"
 
 namespace prefixkit {
 
-constexpr int CANDIDATES = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8, DECODE_ROWS = 8;
+constexpr int CANDIDATES = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8;
+constexpr int DECODE_ROWS = 8;
 constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
-constexpr int COUNTER_INTS = (WARPS + 1) * 2 * ORDER_LEVELS;
+constexpr int COUNTER_INTS = (WARPS + 1) * 2 * ORDER_LEVELS, LEVEL_INTS = WARPS * (LEVELS + 1);
 constexpr int OPEN_END = 0x7fffffff;
 static_assert(CANDIDATES == WARPS, "a warp per candidate");
-static_assert(COUNTER_INTS >= WARPS * (LEVELS + 1) + 2 * BINS, "counters are too few");
+static_assert(COUNTER_INTS >= LEVEL_INTS + 2 * BINS, "counters are too few");
 
-// Of roles with one worker on a multiprocessor, and with many: CANDIDATES and CANDIDATES_OF_MANY of attention/kv_split.py.
+// Of roles with one worker on a multiprocessor, and with many: the CANDIDATES of attention/kv_split.py.
 __constant__ int CANDIDATE_SPLITS[2][CANDIDATES] = {
-    {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132},
-    {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528}};
+    {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16,
+     18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132},
+    {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11,  12,  13,  14,  15,  16,
+     18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528}};
 constexpr int SPLIT_BITS = 10;  // of ITEM_SPLIT
 
-// Arrays of nodes in the making of a plan.
+// Arrays of nodes.
 enum NodeArray {
     PARENT, SUBTREE_END, LENGTH,
     FIRST_ROW,               // [nodes + 1] the first query of each node
-    SHARED,                  // 1: a shared-prefix row
-    UP, INHERITED, TOKENS,   // of nodes with rows: nearest shared ancestor; folded ancestors below it; tokens with those
+    SHARED,                  // 1: has shared-prefix tiles
+    UP, INHERITED, TOKENS,   // of nodes with tiles: nearest shared ancestor; ancestors below it; tokens with those
     SEGMENT_BASE, TILE_BASE,
     NODE_ARRAYS,
     MOST = INHERITED, NEAR = TOKENS, PENDING = SEGMENT_BASE, SPARED = TILE_BASE  // while sharing is decided
 };
 // Arrays of tiles, queries and items.
 enum Array {
-    TILE_OF,                 // 2 * node + causal
-    TILE_KV_TILES,              // and the top bit: on the decode path
+    TILE_OF,                 // 2 * node, and 1 of an own-node tile
+    TILE_KV_TILES,           // and the top bit: on the decode path
     SPLITS, FIRST_ITEM,
     QUERY_NODE,
     ITEM_SPLIT,              // tile << SPLIT_BITS | split
     ITEM_SEGMENT, ITEM_COUNT, ITEM_KV_TILES, ITEM_PARTIAL,
-    PART_OF,                 // the same by tile and split
+    PARTIAL_OF,              // the same by tile and split
     ARRAYS
 };
 
 struct State {
     PlanTree a;
-    Scan sums;
+    u64 sums[2][WARPS];      // of warps, in turn
     int* array[ARRAYS];      // in shared memory, or in `scratch` once that is full; both are addressed alike
     int* shared;
     int* global;
@@ -64,43 +67,69 @@ DEVICE int* at(Array which) { return p.array[which]; }
 #define PREFIXKIT_PLAN_NODES 2304
 #endif
 constexpr int NODES = PREFIXKIT_PLAN_NODES;
-DEVICE int* at(NodeArray which) { return NODES ? dynamic_shared + which * (NODES + 4) : p.a.scratch + which * (p.a.node_capacity + 4); }
+DEVICE int* at(NodeArray which) {
+    return NODES ? dynamic_shared + which * (NODES + 4) : p.a.scratch + which * (p.a.node_capacity + 4);
+}
 
 // Takes memory for some arrays of `count` ints; one thread does it, before the block's barrier.
 DEVICE void take(int from, int to, int count) {
     count = (count + 3) & ~3;
-#pragma unroll 1
-    for (int which = from; which <= to; ++which) {
+    ROLLED for (int which = from; which <= to; ++which) {
         if (count <= p.shared_left) p.array[which] = p.shared, p.shared += count, p.shared_left -= count;
         else p.array[which] = p.global, p.global += count;
     }
 }
 
-// ---- rows of a node ----
-DEVICE int below(int n) { return at(FIRST_ROW)[at(SUBTREE_END)[n]] - at(FIRST_ROW)[n + 1]; }
-DEVICE int own(int n) { return at(FIRST_ROW)[n + 1] - at(FIRST_ROW)[n]; }
+// Prefix sums over the block: the sum of the values before this thread's, of `total` and this call; adds the block's to
+// `total`.  `turn` alternates, so that a thread ahead writes other sums than those still read.
+CALLED u64 scan(int& turn, u64& total, u64 value) {
+    const u64 sum = warp_sums(value);
+    if (lane_of() == 31) p.sums[turn][warp_of()] = sum;
+    __syncthreads();
+    const u64 warps = warp_sums(p.sums[turn][lane_of()]);
+    turn ^= 1;
+    const u64 before = __shfl_sync(~0u, warps, max(warp_of() - 1, 0));
+    const u64 result = total + sum - value + (warp_of() ? before : 0);
+    total += __shfl_sync(~0u, warps, 31);
+    return result;
+}
+// store(i, the sum of value(j) over j < i) for each i < count; returns the sum of all.
+template <class V, class S> DEVICE u64 scan_each(int count, V value, S store) {
+    int turn = 0;
+    u64 total = 0;
+    ROLLED for (int base = 0; base < count; base += THREADS) {
+        const int i = base + threadIdx.x;
+        const u64 before = scan(turn, total, i < count ? value(i) : 0);
+        if (i < count) store(i, before);
+    }
+    return total;
+}
+
+// ---- tiles of a node: shared-prefix tiles of the queries below it, own-node tiles of its own ----
+DEVICE int queries_below(int n) { return at(FIRST_ROW)[at(SUBTREE_END)[n]] - at(FIRST_ROW)[n + 1]; }
+DEVICE int own_queries(int n) { return at(FIRST_ROW)[n + 1] - at(FIRST_ROW)[n]; }
 DEVICE int full_tiles(int queries) { return int(u64(queries) * p.a.magic >> 32); }  // queries / many
-DEVICE bool is_thin(int queries) { return queries * p.a.group <= DECODE_ROWS; }
-DEVICE int tiles_of(int queries) { return is_thin(queries) ? queries > 0 : full_tiles(queries + p.a.many - 1); }
-DEVICE int dense_tiles(int n) { return at(SHARED)[n] ? tiles_of(below(n)) : 0; }
+DEVICE bool by_decode(int queries) { return queries * p.a.group <= DECODE_ROWS; }
+DEVICE int tiles_of(int queries) { return by_decode(queries) ? queries > 0 : full_tiles(queries + p.a.many - 1); }
+DEVICE int shared_tiles(int n) { return at(SHARED)[n] ? tiles_of(queries_below(n)) : 0; }
+DEVICE int first_tile(int n, bool own) { return at(TILE_BASE)[n] + (own ? shared_tiles(n) : 0); }
 
 struct Tile {
-    int node, causal, begin, end, tokens;
+    int node, own, begin, end, tokens;
 };
 DEVICE Tile tile(int number) {
-    const int key = at(TILE_OF)[number], node = key >> 1, causal = key & 1;
-    const int begin = at(FIRST_ROW)[node + 1 - causal], queries = causal ? own(node) : below(node);
-    const int place = number - at(TILE_BASE)[node] - (causal ? dense_tiles(node) : 0);
-    Tile x = {node, causal, begin + place * p.a.many, begin + queries, at(TOKENS)[node]};
-    if (!is_thin(queries)) x.end = min(x.begin + p.a.many, x.end);
-    if (causal) x.tokens = max(x.tokens - (begin + queries - x.end), 0);
+    const int key = at(TILE_OF)[number], node = key >> 1, own = key & 1;
+    const int begin = at(FIRST_ROW)[node + 1 - own], queries = own ? own_queries(node) : queries_below(node);
+    const int place = number - first_tile(node, own);
+    Tile x = {node, own, begin + place * p.a.many, begin + queries, at(TOKENS)[node]};
+    if (!by_decode(queries)) x.end = min(x.begin + p.a.many, x.end);
+    if (own) x.tokens = max(x.tokens - (begin + queries - x.end), 0);
     return x;
 }
 // The tile of a query among those of a node's shared-prefix tiles, or its own-node tiles.
-CALLED int tile_with(int query, int node, bool causal) {
-    const int first = at(TILE_BASE)[node] + (causal ? dense_tiles(node) : 0);
-    const int begin = at(FIRST_ROW)[node + 1 - causal], queries = causal ? own(node) : below(node);
-    return first + (is_thin(queries) ? 0 : full_tiles(query - begin));
+CALLED int tile_with(int query, int node, bool own) {
+    const int begin = at(FIRST_ROW)[node + 1 - own], queries = own ? own_queries(node) : queries_below(node);
+    return first_tile(node, own) + (by_decode(queries) ? 0 : full_tiles(query - begin));
 }
 
 }  // namespace prefixkit

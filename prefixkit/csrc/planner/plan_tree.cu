@@ -1,13 +1,13 @@
-// A plan for tree_attention, made where it is used: what attention/plan.py specifies, bit by bit, in one launch.
+// A plan for tree_attention, made on the GPU: what attention/plan.py specifies, bit by bit, in one launch.
 //
 // shapes   a tree of `nodes` in depth-first order with `own` query rows in each; six arrays of fixed capacity come out.
-// tiling   one block of 1,024 threads, for the work is small and its steps depend on each other: a thread per node, tile, query or
-//          item, some twenty prefix sums in between.  Sharing climbs from the lowest candidates, the last child taking its parent up.
+// tiling   one block of 1,024 threads, for the work is small and its steps depend on each other: a thread per node,
+//          tile, query or item, some twenty prefix sums in between.  Sharing is decided from the lowest candidates up.
 //          Each warp tries one candidate number of KV splits.  Items are sorted by counting.
-// cost     48 us for 1,024 leaves and 2,047 nodes on an H200: latency of shared memory, barriers of the block, and instructions, which
-//          all warps issue on one multiprocessor.  Chains of folded nodes are walked one node at a time: 2,000 of them take 550 us.
-// limits   what does not fit sets counts[7], with no items.  Numbers: tiles below 2^21, queries below 2^25, KV tiles of a row below 2^20, sums
-//          below 2^31.
+// cost     48 us for 1,024 leaves and 2,047 nodes on an H200: latency of shared memory, barriers and instructions on
+//          one multiprocessor.  Ancestors that share nothing are walked one at a time: 2,000 of them take 550 us.
+// limits   a plan that exceeds a capacity sets counts[7], with no items.  Tiles are below 2^21, queries below 2^25, KV
+//          tiles of a BSR row below 2^20, sums below 2^31.
 #include "planner/plan_items.cuh"
 #include "planner/plan_rows.cuh"
 #include "planner/plan_split.cuh"
@@ -20,9 +20,11 @@ DEVICE void finish(bool fits) {
     const int items = p.item_count[0];
     const bool alike = 4 * p.tokens[0] >= 3 * u64(p.of[0]) * u64(p.longest[0]) * u64(p.a.cost[0].kv_tile);
     const bool by_head = p.a.kv_heads > 1 && items * p.a.kv_heads > p.a.num_sms && (items >= p.a.num_sms || alike);
-    const bool streams = __dmul_rn(double(3 * p.tokens[0]), p.a.decode_rate) <= __dmul_rn(double(p.tokens[1]), p.a.tile_rate);
+    const double tile_time = __dmul_rn(double(3 * p.tokens[0]), p.a.decode_rate);
+    const bool streams = tile_time <= __dmul_rn(double(p.tokens[1]), p.a.tile_rate);
     int4* counts = (int4*)p.a.counts;
-    counts[0] = fits ? make_int4(p.item_count[0], p.item_count[1], p.queries, p.a.merge_indptr[p.queries]) : make_int4(0, 0, p.queries, 0);
+    counts[0] = make_int4(0, 0, p.queries, 0);
+    if (fits) counts[0] = make_int4(items, p.item_count[1], p.queries, p.a.merge_indptr[p.queries]);
     counts[1] = make_int4(fits && by_head, fits && streams, 0, !fits);
 }
 

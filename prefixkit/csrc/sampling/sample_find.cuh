@@ -20,9 +20,10 @@ template <class V> DEVICE V block_sums(V x, V* table, V& all) {
     return before;
 }
 
-// Whether this thread has the token at which the kept weights of warp number `owner` exceed `target`, and which; by a block.
+// The token at which the kept weights of warp `owner` exceed `target`, if this thread has it, else -1; by a block.
 template <class T, bool CACHED>
-DEVICE int find_token(const Row<T, CACHED>& row, const Filter& filter, int owner, u64 target, bool top_p, bool stored, Nucleus n, u32 drop) {
+DEVICE int find_token(const Row<T, CACHED>& row, const Filter& filter, int owner, u64 target, bool top_p, bool stored,
+                      Nucleus n, u32 drop) {
     constexpr int EACH = 8;
     Shared& s = shared();
     const int begin = row.begin(owner % WARPS), end = begin + 128 * row.steps(owner % WARPS);
@@ -32,7 +33,7 @@ DEVICE int find_token(const Row<T, CACHED>& row, const Filter& filter, int owner
         float w[EACH];
 #pragma unroll
         for (int j = 0; j < EACH; j += 4) {
-            const float4 x = at < end ? weight_at(row, filter, at + j, stored) : make_float4(0, 0, 0, 0);
+            const float4 x = at < end ? filter.weight(row.score(at + j), CACHED && stored) : make_float4(0, 0, 0, 0);
             w[j] = floorf(x.x), w[j + 1] = floorf(x.y), w[j + 2] = floorf(x.z), w[j + 3] = floorf(x.w);
         }
         if (top_p) {

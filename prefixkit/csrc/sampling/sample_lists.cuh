@@ -1,4 +1,4 @@
-// A row's few tokens that matter, in lists: each warp its own, then all of them in every block, and ranked there by comparing each with each.
+// A row's few tokens that matter: a list for each warp, then one of all in every block, ranked by comparing all pairs.
 #pragma once
 #include "sampling/sample_find.cuh"
 
@@ -9,7 +9,7 @@ constexpr int CHOSEN = BINS / 2, LIST = CHOSEN / WARPS;
 DEVICE float* list_of(int warp) { return (float*)shared().bins + warp * LIST; }
 DEVICE u32* chosen() { return shared().bins + CHOSEN; }
 
-// Appends those of four that f takes to this warp's list of `count`, and counts them; those beyond its end are only counted.
+// Appends those of four that f takes to this warp's list of `count`; those beyond its end are only counted.
 template <class F> DEVICE void append(float4 x, u32& count, F f) {
     float* list = list_of(warp_of());
     each(x, [&](float y) {
@@ -27,10 +27,11 @@ template <class F> DEVICE void each_listed(u32 count, F f) {
 // All lists into every block, as keys; `count` is of this warp's.  How many there are; -1 if that is too many.
 DEVICE int gather_lists(u32 count) {
     Shared& s = shared();
-    tell(s.firsts, count);
+    publish(s.firsts, count);
     cluster_sync();
     const int at = 2 * lane_of(), list = thread_of() / 4;  // four threads a list
-    const u32 first = at < warps() ? s.firsts[at] : 0, second = at < warps() ? s.firsts[at + 1] : 0, sums = warp_sums(first + second);
+    const u32 first = at < warps() ? s.firsts[at] : 0, second = at < warps() ? s.firsts[at + 1] : 0;
+    const u32 sums = warp_sums(first + second);
     const int all = __shfl_sync(~0u, sums, 31);
     if (__ballot_sync(~0u, max(first, second) > LIST) || all > CHOSEN) return -1;
     const u32 even = __shfl_sync(~0u, first, list / 2), odd = __shfl_sync(~0u, second, list / 2);
@@ -76,21 +77,23 @@ template <class V, class F> DEVICE Least least_chosen(int count, u64 need, F val
     return {s.least, s.above};
 }
 
-// A score that the largest ones of at least `need` threads of the cluster reach, and of few more; they lie in `chosen`.
+// A score below which the largest of at least `need` threads of the cluster, and of few more, do not lie; see `chosen`.
 DEVICE float bound(u32 need) {
     Shared& s = shared();
     u32 keys[MOST_BLOCKS];
 #pragma unroll
-    for (int rank = 0; rank < MOST_BLOCKS; ++rank) keys[rank] = rank < cluster_size() ? peer(chosen(), rank)[thread_of()] : 0;
-    // As many warps as there are reach the least of their largest.
-    u32 least = need <= warps() ? key_of(table_min(s.tops)) : key_of(MINUS_INFINITY), most = key_of(table_max(s.tops));
+    for (int rank = 0; rank < MOST_BLOCKS; ++rank)
+        keys[rank] = rank < cluster_size() ? peer(chosen(), rank)[thread_of()] : 0;
+    // The largest of every warp is at least the least of these.
+    u32 least = key_of(need <= warps() ? table_reduce(s.tops, -MINUS_INFINITY, least_of<float>) : MINUS_INFINITY);
+    u32 most = key_of(table_max(s.tops));
 #pragma unroll 1
     for (int turn = 0; least < most; ++turn) {
         const u32 middle = most - (most - least) / 2;
-        u32 reach = 0;
-        for (u32 key : keys) reach += key >= middle;
-        u64* table = s.parts + (turn & 1) * WARPS;  // whoever is late still reads the other one
-        const u32 sum = warp_total(reach);
+        u32 count = 0;
+        for (u32 key : keys) count += key >= middle;
+        u64* table = s.parts + (turn & 1) * WARPS;  // late threads still read the other one
+        const u32 sum = __reduce_add_sync(~0u, count);
         if (lane_of() == 0) table[warp_of()] = sum;
         __syncthreads();
         u32 all = 0;
@@ -105,17 +108,14 @@ DEVICE float bound(u32 need) {
     return of_key(least);
 }
 
-// Lists the tokens that reach `low`, and adds up exponentials where asked for.
-template <class T, bool CACHED> DEVICE u32 list_scores(const Row<T, CACHED>& row, float low, float top, bool sums, float& exps) {
+// Lists the tokens of at least `low`, and adds up exponentials where asked for.
+template <class T, bool CACHED>
+DEVICE u32 list_scores(const Row<T, CACHED>& row, float low, float top, bool sums, float& exps) {
     u32 count = 0;
-    const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
-#pragma unroll 2
-    for (int step = 0; step < steps; ++step) {
-        const float4 x = row.score(begin + 128 * step);
+    row.template each_score<2>([&](int, int, float4 x) {
         if (sums) exps += exps_of(x, top);
-        if (!__ballot_sync(~0u, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)) >= low)) continue;
-        append(x, count, [=](float y) { return y >= low; });
-    }
+        if (__ballot_sync(~0u, largest(x) >= low)) append(x, count, [=](float y) { return y >= low; });
+    });
     return count;
 }
 

@@ -20,10 +20,10 @@ struct Kept {
 };
 
 // Sums of warps into the tables, less what is dropped of the tokens as light as the border: the first by id.
-DEVICE void settle(Kept kept, Nucleus n) {
+DEVICE void publish_kept(Kept kept, Nucleus n) {
     Shared& s = shared();
-    tell(s.sums, warp_sum(kept.above));
-    tell(s.ties, warp_sum(kept.ties));
+    publish(s.sums, warp_sum(kept.above));
+    publish(s.ties, warp_sum(kept.ties));
     cluster_sync();
     if (warp_of() == 0) {
         const u32 surplus = table_sum(s.ties) - n.count;
@@ -43,21 +43,19 @@ DEVICE void settle(Kept kept, Nucleus n) {
     __syncthreads();
 }
 
-// Of the whole row, whatever it holds.
+// Of the whole row.
 template <class T, bool CACHED> DEVICE Kept weigh_nucleus(const Row<T, CACHED>& row, const Filter& filter, Nucleus n) {
     Kept kept;
     Sum sum;
-    const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    row.template each_score<1>([&](int step, int, float4 x) {
         if ((step & 127) == 127) kept.above += sum.take();
-        const float4 w = weight_at(row, filter, begin + 128 * step, true);
-        if (fmaxf(fmaxf(w.x, w.y), fmaxf(w.z, w.w)) < n.border) continue;
+        const float4 w = filter.weight(x, CACHED);
+        if (largest(w) < n.border) return;
         each(w, [&](float y) {
             kept.ties += y == n.border;
             if (y > n.border && y >= n.least) sum.add(y);
         });
-    }
+    });
     kept.above += sum.take();
     return kept;
 }
@@ -65,51 +63,41 @@ template <class T, bool CACHED> DEVICE Kept weigh_nucleus(const Row<T, CACHED>& 
 // By the first digit of weights, and a list of the tokens that have it; by all digits where the list is too long.
 template <class T, bool CACHED>
 DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u64 need, u64 total, float least) {
-    // What is lighter lies outside, for all such tokens together hold less than is left over.
+    // Lighter tokens lie outside: all of them together hold less than is left over.
     const float floor = fmaxf(__ull2float_rd((total - need) / u32(row.vocab)), 1.0f);
-    const int steps = row.steps(warp_of()), begin = row.begin(warp_of()) + 4 * lane_of();
     Border b = {0, need};
     Kept kept;
     Nucleus n;
 #pragma unroll 1
     for (int turn = 0; turn < 3; ++turn) {
-        b = next_digit<Masses>(b, turn, [&](u32* bins, int turn, u32 key) {
-#pragma unroll 2
-            for (int step = 0; step < steps; ++step) {
-                const float4 w = weight_at(row, filter, begin + 128 * step, true);
-                if (fmaxf(fmaxf(w.x, w.y), fmaxf(w.z, w.w)) < floor) continue;
-                each(w, [&](float y) {
-                    if (y >= floor) count_one<Masses>(bins, turn, key, y);
-                });
-            }
-        });
+        b = next_digit<Masses>(row, b, turn, floor, [&](float4 x) { return filter.weight(x, CACHED); });
         if (turn) continue;
-        cluster_sync();  // nobody reads the bins any more
-        const float from = Masses::float_of(b.key << Masses::shift(0)), to = Masses::float_of((b.key + 1) << Masses::shift(0));
+        cluster_sync();  // no block reads the bins any more
+        const float from = Masses::float_of(b.key << Masses::shift(0));
+        const float to = Masses::float_of((b.key + 1) << Masses::shift(0));
         Sum sum;
         u32 count = 0;
-#pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
+        row.template each_score<1>([&](int step, int, float4 x) {
             if ((step & 127) == 127) kept.above += sum.take();
-            const float4 w = weight_at(row, filter, begin + 128 * step, true);
-            const float most = fmaxf(fmaxf(w.x, w.y), fmaxf(w.z, w.w));
-            if (!__ballot_sync(~0u, most >= from)) continue;
+            const float4 w = filter.weight(x, CACHED);
+            const float most = largest(w);
+            if (!__ballot_sync(~0u, most >= from)) return;
             if (most >= to) each(w, [&](float y) {
                 if (y >= to && y >= least) sum.add(y);
             });
             append(w, count, [=](float y) { return y >= from && y < to; });
-        }
+        });
         kept.above += sum.take();
         const int all = gather_lists(count);
         if (all < 0) continue;
         const Least at = least_chosen<u64>(all, b.need, [](u32 key) { return u64(of_key(key)); });
         n = nucleus_of(of_key(at.key), b.need - at.above, least);
         each_listed(count, [&](float y) { kept.add(y, n); });
-        settle(kept, n);
+        publish_kept(kept, n);
         return n;
     }
     n = nucleus_of(Masses::float_of(b.key), b.need, least);
-    settle(weigh_nucleus(row, filter, n), n);
+    publish_kept(weigh_nucleus(row, filter, n), n);
     return n;
 }
 
@@ -126,7 +114,7 @@ DEVICE Nucleus nucleus_of_chosen(const Filter& filter, int all, u32 count, doubl
     const Nucleus n = nucleus_of(__int_as_float(int(at.key)), need - at.above, least);
     Kept kept;
     each_listed(count, [&](float y) { kept.add(filter.weight(y), n); });
-    settle(kept, n);
+    publish_kept(kept, n);
     return n;
 }
 

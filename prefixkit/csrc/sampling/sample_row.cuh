@@ -1,4 +1,4 @@
-// One row of logits: what a block has of it, and which warp reads what.
+// One row of logits, and which warp reads which tokens.
 #pragma once
 #include "layouts/sampling_record.h"
 #include "layouts/sample.h"
@@ -25,19 +25,18 @@ template <class T, bool CACHED> struct Row {
     float penalty;
     bool penalised, aligned;
 
-    DEVICE Row(const Sample& a, int row, float* room) {
+    DEVICE Row(const Sample& a, int row, float* shared) {
         logits = (const T*)a.logits + row * a.stride;
         seen = a.seen + (long long)row * a.words;
-        cache = room, vocab = a.vocab, segment = a.segment;
+        cache = shared, vocab = a.vocab, segment = a.segment;
         first = cluster_rank() * WARPS * segment;
         aligned = a.aligned;
     }
-    DEVICE void obey(const SamplingRecord& params) { penalty = params.penalty, penalised = params.penalty != 1.0f; }
     DEVICE int begin(int warp) const { return first + warp * segment; }
     // Steps of 128 tokens.
     DEVICE int steps(int warp) const { return min(segment, max(vocab - begin(warp), 0) + 127) >> 7; }
 
-    // Has this warp's logits brought into the L2 cache, all at once.
+    // Starts to bring this warp's logits into L2.
     DEVICE void fetch() const {
         const int from = begin(warp_of()), count = min(segment, max(vocab - from, 0)), line = 128 / int(sizeof(T));
         for (int i = line * lane_of(); i < count; i += 32 * line) prefetch(logits + from + i);
@@ -58,7 +57,6 @@ template <class T, bool CACHED> struct Row {
 #pragma unroll
             for (int j = 0; j < BATCH; ++j) f(at + 128 * (step + j), x[j]);
         }
-        // What is left: loads that are under way together too, four at a time.
 #pragma unroll 1
         for (; step < full; step += 4) {
             float4 x[4];
@@ -87,6 +85,12 @@ template <class T, bool CACHED> struct Row {
         if (CACHED) return *(const float4*)(cache + (i - first));
         const float4 x = raw(i);
         return penalised ? penalise(i, x) : x;
+    }
+    // f(step, i, scores) for this lane's tokens i to i + 3, of all steps.
+    template <int UNROLL, class F> DEVICE void each_score(F f) const {
+        const int count = steps(warp_of()), at = begin(warp_of()) + 4 * lane_of();
+#pragma unroll UNROLL
+        for (int step = 0; step < count; ++step) f(step, at + 128 * step, score(at + 128 * step));
     }
     DEVICE void keep(int i, float4 x) const { *(float4*)(cache + (i - first)) = x; }
 };

@@ -1,5 +1,5 @@
-// The k-th largest score, and the least weight of a nucleus, without sorting: digits of the key from the highest down.  The blocks
-// of a cluster count how much each value of a digit holds, add up, and go on with the tokens of the one that reaches the rank.
+// The k-th largest score, and the least weight of a nucleus, without sorting: digits of the key from the highest down.
+// The blocks of a cluster count each value of a digit, add up, and go on with the tokens of the one at the wanted rank.
 #pragma once
 #include "sampling/sample_block.cuh"
 
@@ -24,14 +24,14 @@ struct Counts {
     static DEVICE u64 value(u64 x, u32) { return x; }
 };
 
-// Weights of at least 1 are added up: three digits of 10, 10 and 9 bits.  Those of a bin have one exponent, so mantissas are summed.
+// Weights of at least 1: three digits of 10, 10 and 9 bits.  A bin has one exponent, so mantissas are summed.
 struct Masses {
     static constexpr int SIZE = BINS / 2;
     static DEVICE u32 key(float x) { return u32(__float_as_int(x)) - (126u << 23); }
     static DEVICE float float_of(u32 key) { return __int_as_float(int(key + (126u << 23))); }
     static DEVICE int shift(int turn) { return turn == 0 ? 19 : turn == 1 ? 9 : 0; }
     static DEVICE int bits(int turn) { return turn == 2 ? 9 : 10; }
-    // In two halves of 12 bits, so that neither sum of 2^20 of them overflows, and no thread waits for what was there before.
+    // In two halves of 12 bits: neither sum of 2^20 of them overflows, and no thread waits for the sum before.
     static DEVICE void add(u32* bins, int bin, float x) {
         const u32 mantissa = (u32(__float_as_int(x)) & 0x7fffffu) | 0x800000u;
         atomicAdd(bins + bin, mantissa & 0xfffu);
@@ -46,28 +46,33 @@ struct Masses {
     }
 };
 
-// Clears the bins, once no other block reads them any more.
-DEVICE void clear_bins() {
-    cluster_sync();
-    for (int i = thread_of(); i < BINS; i += THREADS) shared().bins[i] = 0;
-    __syncthreads();
-}
+DEVICE float largest(float4 x) { return fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)); }
+template <class F> DEVICE void each(float4 x, F f) { f(x.x), f(x.y), f(x.z), f(x.w); }
 
 struct Border {
     u32 key;
     u64 need;  // of what those with this key hold
 };
 
-// One digit: which bin reaches `need`, summed from the largest digit down.  `count(bins, turn, key)` counts this block's tokens whose
-// key begins with `key`, of bits(turn) fewer digits, into the bins, the largest digit into bin 0.  At least one cluster_sync must
-// follow before a block ends or writes into its bins.
-template <class K, class F> DEVICE Border next_digit(Border b, int turn, F count) {
+// One digit: in which bin the sum from the largest digit down is `need` or more.  Counts tokens whose value(score) is
+// at least `floor` and whose key begins with b.key.  A cluster_sync must follow before a block ends or writes its bins.
+template <class K, class R, class F> DEVICE Border next_digit(const R& row, Border b, int turn, float floor, F value) {
     Shared& s = shared();
     const int bits = K::bits(turn), shift = K::shift(turn), blocks = cluster_size();
     const int mine = K::SIZE / blocks, part = mine / WARPS;  // bins of a block, and of a warp
-    const auto key_in = [=](int bin) { return ((b.key << bits) | ((1u << bits) - 1 - u32(bin))) << shift; };
-    clear_bins();
-    count(s.bins, turn, b.key);
+    const u32 mask = (1u << bits) - 1;
+    const auto key_in = [=](int bin) { return ((b.key << bits) | (mask - u32(bin))) << shift; };
+    cluster_sync();  // no other block reads the bins any more
+    for (int i = thread_of(); i < BINS; i += THREADS) s.bins[i] = 0;
+    __syncthreads();
+    row.template each_score<2>([&](int, int, float4 scores) {
+        const float4 x = value(scores);
+        if (!(largest(x) >= floor)) return;
+        each(x, [&](float y) {
+            const u32 digits = K::key(y) >> shift;
+            if (y >= floor && (turn == 0 || digits >> bits == b.key)) K::add(s.bins, int(mask - (digits & mask)), y);
+        });
+    });
     cluster_sync();
     // Each warp adds up its bins of all blocks, and keeps the sums in their place: no other warp reads these.
     const int begin = cluster_rank() * mine + warp_of() * part, used = 1 << bits;
@@ -78,20 +83,14 @@ template <class K, class F> DEVICE Border next_digit(Border b, int turn, F count
         K::put(s.bins, bin, held);
         sum += K::value(held, key_in(bin));
     }
-    tell(s.parts, warp_sum(sum));
+    publish(s.parts, warp_sum(sum));
     cluster_sync();
-    const Place at = reach(warps(), b.need, [&](int i) { return s.parts[i]; });
+    const Place at = find_sum(warps(), b.need, [&](int i) { return s.parts[i]; });
     const u32* bins = peer(s.bins, at.index / WARPS);
     const int from = at.index * part;
-    const Place bin = reach(min(part, max(used - from, 1)), b.need - at.before,
+    const Place bin = find_sum(min(part, max(used - from, 1)), b.need - at.before,
                             [&](int i) { return K::value(K::get(bins, from + i), key_in(from + i)); });
     return {key_in(from + bin.index) >> shift, b.need - at.before - bin.before};
-}
-
-// Counts a token whose key begins with `key`.
-template <class K> DEVICE void count_one(u32* bins, int turn, u32 key, float x) {
-    const u32 k = K::key(x), mask = (1u << K::bits(turn)) - 1, digits = k >> K::shift(turn);
-    if (turn == 0 || digits >> K::bits(turn) == key) K::add(bins, int(mask - (digits & mask)), x);
 }
 
 }  // namespace prefixkit

@@ -8,11 +8,11 @@ constexpr int TOP_BITS = 39;  // the likeliest token weighs 2^39
 constexpr float TOP = 549755813888.0f;
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 
-// 2^39 exp((score - top) / temperature), not yet cut to a whole number.  No operation may be fused with another.
+// 2^39 exp((score - top) / temperature), not yet a whole number.  No operation may be fused with another.
 DEVICE float weigh(float score, float top, float rate) {
-    constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: the units are in the lowest bit
+    constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: ones are in the lowest bit
     const float power = fmaxf(__fmul_rn(__fsub_rn(score, top), rate), -64.0f);
-    const float moved = add_down(power, MAGIC);
+    const float moved = __fadd_rd(power, MAGIC);
     const float f = __fsub_rn(power, __fsub_rn(moved, MAGIC));
     float g = __fmul_rn(f, TOP * 0x1.eca6e2p-10f);
     g = __fmul_rn(__fadd_rn(g, TOP * 0x1.269dfcp-7f), f);
@@ -24,16 +24,16 @@ DEVICE float weigh(float score, float top, float rate) {
     return __int_as_float(int(u32(__float_as_int(g)) + (u32(__float_as_int(moved)) << 23)));
 }
 
-// The sum of up to 1,023 weights, each cut to a whole number: multiples of 2^17, and what is left, in 32 bits each.
+// The sum of up to 1,023 weights, each rounded down to a whole number: multiples of 2^17, and the rest.
 struct Sum {
     u32 high = 0, low = 0;
 
     DEVICE void add(float weight) {
         constexpr float MANY = 1099511627776.0f, FEW = 8388608.0f;  // 2^40 counts in steps of 2^17, 2^23 in ones
-        const float moved = add_down(weight, MANY);
+        const float moved = __fadd_rd(weight, MANY);
         const float rest = __fsub_rn(weight, __fsub_rn(moved, MANY));
         high += u32(__float_as_int(moved)) - u32(__float_as_int(MANY));
-        low += u32(__float_as_int(add_down(rest, FEW))) - u32(__float_as_int(FEW));
+        low += u32(__float_as_int(__fadd_rd(rest, FEW))) - u32(__float_as_int(FEW));
     }
     // The sum, which is then 0 again.
     DEVICE u64 take() {
@@ -43,7 +43,7 @@ struct Sum {
     }
 };
 
-// How much top-p asks for, of `total`.
+// The weight that top-p keeps, of `total`.
 DEVICE u64 share(u64 total, double top_p) {
     const u64 wanted = __double2ull_rz(ceil(__dmul_rn(top_p, __ull2double_rn(total))));
     return max(1ull, min(wanted, total));

@@ -13,9 +13,9 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,39 +24,30 @@ from torch.fx.experimental import _config as shapes_config
 
 from prefixkit.attention.step import Step
 from prefixkit.models.attention import cache_among, is_tree_class, original_class, shallow_copy, subclass
-from prefixkit.models.compile.packing import capturing, compile_packed
+from prefixkit.models.compile.packing import Compiler, Function, capturing, compile_packed
 from prefixkit.models.compile.rotary import with_rotary_append
-from prefixkit.models.compile.traced import TracedLayer, TracedStep
+from prefixkit.models.compile.traced import TracedLayer
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
-from prefixkit.models.layer import CacheLayer
+from prefixkit.models.layer import CacheLayer, TracedStep
 from prefixkit.models.tree_cache import TreeCache
 
 log = logging.getLogger("prefixkit")
 
-OPS = ("kv_append", "tree_attention")
-Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-_Key = tuple[int, int, bool, tuple[Callable[..., Any], ...]]
+_Key = tuple[int, int, bool, tuple[Function, ...]]
 
 
-def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
     """Inductor without CUDA graphs of its own: callers may capture the function that it makes."""
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})
-    return cast(Callable[..., Any], compiled)
+    return compiled  # type: ignore[no-any-return]
 
 
-def compile_layer(
-    graph: torch.fx.GraphModule, inputs: Sequence[Any], compiler: Compiler = inductor
-) -> Callable[..., Any]:
-    """``compiler(graph, inputs)`` for a layer's graph, with packed projections, and one op that turns heads and appends."""
-    return compile_packed(with_rotary_append(graph), inputs, compiler, is_own_op)
-
-
-def is_own_op(node: torch.fx.Node) -> bool:
-    """Whether a node calls one of prefixkit's ops."""
-    return node.op == "call_function" and str(node.target).startswith("prefixkit.")
+def compile_layer(graph: torch.fx.GraphModule, inputs: Sequence[Any], compiler: Compiler = inductor) -> Function:
+    """``compiler(graph, inputs)`` for a layer's graph, with packed projections, and one op that rotates and appends."""
+    return compile_packed(with_rotary_append(graph), inputs, compiler)
 
 
 class NotCompilable(TypeError):
@@ -69,12 +60,11 @@ class CompiledLayers:
     Layers are compiled at the first step of each number of rows, which takes seconds, and not during the capture of a
     CUDA graph.  A layer that cannot be compiled runs as it is, after one warning that says why.
 
-    A layer's first compiled step packs the weights of q, k and v: it moves them into one piece of memory, and they stay
+    A layer's first compiled step packs the weights of q, k and v: it moves them into one block of memory, and they stay
     the same Parameter objects with the same values.  ``unpatch`` gives each weight its own memory back.  CUDA graphs
     that were captured of this model before must be captured again, which engines do by themselves.
 
     Attributes:
-        cache: The cache of the steps.
         rows: The numbers of rows to compile for; None for any.
         compiler: Makes a function of a layer's graph and its inputs, as a backend of torch.compile does.
         graphs: Number of compiled graphs.
@@ -84,13 +74,8 @@ class CompiledLayers:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        cache: TreeCache,
-        rows: Container[int] | None = None,
-        compiler: Compiler = compile_layer,
+        self, model: nn.Module, cache: TreeCache, rows: Container[int] | None = None, compiler: Compiler = compile_layer
     ) -> None:
-        self._cache = weakref.ref(cache)  # cache.compiled refers to this object
         self.rows = rows
         self.compiler = compiler
         self.graphs = 0
@@ -100,7 +85,7 @@ class CompiledLayers:
         self._classes: tuple[type[nn.Module], ...] = ()
         self._step = TracedStep()
         self._copies: dict[nn.Module, _LayerCopy] = {}
-        self._functions: dict[_Key, Callable[..., Any]] = {}
+        self._functions: dict[_Key, Function] = {}
         self._ready: set[_Key] = set()
         self._key: _Key = (0, 0, False, ())
         self._backend = functools.partial(_backend, weakref.ref(self))  # torch never frees a backend
@@ -112,17 +97,9 @@ class CompiledLayers:
         classes = [layer_class(original_class(layer)) for layer, _ in layers]  # type: ignore[arg-type]
         self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
         for index, (layer, child) in enumerate(layers):
-            self._copies[layer] = _LayerCopy(
-                layer, child, TracedLayer(cache.pool.k(index), cache.pool.v(index), self._step)
-            )
+            self._copies[layer] = _LayerCopy(layer, child, TracedLayer(index, cache.pool, self._step))
             layer.__class__ = classes[index]
         cache.compiled = self
-
-    @property
-    def cache(self) -> TreeCache:
-        cache = self._cache()
-        assert cache is not None, "the cache refers to this object"
-        return cache
 
     def begin(self, step: Step) -> None:
         """Make the step's tensors the inputs of the graphs, if its number of rows is one to compile for.
@@ -142,15 +119,15 @@ class CompiledLayers:
                 )
             self._step.load(step)
 
-    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``layer`` returns in the step in progress.
+    def run(self, cache: TreeCache, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``layer``, called with ``cache``, returns in the step in progress.
 
         Raises:
             IncompleteStep: it has run in this step.
             ValueError: the model was called with other positions or another mask than ``TreeCache.inputs()``; or a
                 CUDA graph is being captured, and weights have moved since such a step ran.
         """
-        cache, copy = self.cache, self._copies.get(layer)
+        copy = self._copies.get(layer)
         if copy is None:  # the layer is of another model, or was put in later
             return original_class(layer).forward(layer, *args, **kwargs)
         copy.check(cache, kwargs)
@@ -187,11 +164,11 @@ class CompiledLayers:
             self._ready.add(key)
         return result
 
-    def _function(self, rows: int) -> Callable[..., Any]:
+    def _function(self, rows: int) -> Function:
         # Code of its own, because torch limits how many graphs belong to one code object.
         code = _run_layer.__code__.replace(co_name=f"layer_of_{rows}_rows")
         function = FunctionType(code, globals())
-        compiled: Callable[..., Any] = torch.compile(function, backend=self._backend, fullgraph=True, dynamic=False)
+        compiled: Function = torch.compile(function, backend=self._backend, fullgraph=True, dynamic=False)
         return compiled
 
     def _give_up(self, reason: str) -> None:
@@ -220,8 +197,7 @@ class _LayerCopy:
     """A shallow copy of a decoder layer, with the original attention class, whose cache is a :class:`TracedLayer`."""
 
     def __init__(self, layer: nn.Module, child: str, traced: TracedLayer) -> None:
-        self.layer, self.child, self.traced = layer, child, traced
-        self.index = int(layer.get_submodule(child).layer_idx)  # type: ignore[arg-type]
+        self.layer, self.child, self.traced, self.index = layer, child, traced, traced.index
         self._parts: tuple[object, ...] = ()
         self._current = layer
 
@@ -259,17 +235,9 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
         cache = cache_among(args, kwargs)
         if cache is None or cache.compiled is None or not cache.compiled.active:
             return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention.py
-        return cache.compiled.run(self, args, kwargs)
+        return cache.compiled.run(cache, self, args, kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        # Copies are of the original class: they belong to no cache.
-        return _blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
-
-    return subclass(original, forward, reduce)
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    return original.__new__(original)
+    return subclass(original, forward, object.__new__)  # copies are of the original class: they belong to no cache
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -280,14 +248,14 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """
     found: list[tuple[nn.Module, str]] = []
     pretrained = pretrained_model(model)
-    for attention in attention_layers(model):
-        above, _, child = attention.name.rpartition(".")
+    for name, attention in attention_layers(model).items():
+        above, _, child = name.rpartition(".")
         layer = pretrained.get_submodule(above)
         if not above.rpartition(".")[2].isdigit() or any(layer is other for other, _ in found):
-            raise NotCompilable(f"{attention.name} is not the only attention of a layer of its own")
-        if getattr(attention.module, "sinks", None) is not None:
+            raise NotCompilable(f"{name} is not the only attention of a layer of its own")
+        if getattr(attention, "sinks", None) is not None:
             raise NotCompilable(
-                f"{attention.name} has attention sinks, whose values are part of its variant: each layer would need a "
+                f"{name} has attention sinks, whose values are part of its variant: each layer would need a "
                 "graph of its own"
             )
         for module in layer.modules():
@@ -299,15 +267,14 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return found
 
 
-def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
     """Compile one layer's graph, after a check that it calls each op once."""
     owner = of()
     assert owner is not None, "its run() is on the call stack"
-    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    for op in OPS:
-        if (count := sum(op in call for call in calls)) != 1:
+    for op in (torch.ops.prefixkit.kv_append, torch.ops.prefixkit.tree_attention):
+        if (count := len(graph.graph.find_nodes(op="call_function", target=op))) != 1:
             raise RuntimeError(f"a layer calls {op} {count} times, not once")
-    log.info("compiling a layer for steps of %d rows, which takes seconds", owner.cache.step.num_rows)
+    log.info("compiling a layer for steps of %d rows, which takes seconds", owner._key[0])
     compiled = owner.compiler(graph, inputs)
     owner.graphs += 1
     return compiled

@@ -1,4 +1,4 @@
-"""Packed weights: several weights in one piece of memory, so that one product reads them all and none is stored twice.
+"""Packed weights: several weights in one block of memory, so that one product reads them all and none is stored twice.
 
 Each weight keeps a storage of its own, over its part of that memory: tools that save models drop, or refuse, weights
 that have a storage in common.
@@ -8,32 +8,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """The storage of one packed weight.
-
-    Attributes:
-        storage: A weak reference; while there is one, no other storage has the same handle.
-        pack: A number that the weights which were packed together have in common.
-    """
-
-    storage: StorageWeakRef
-    pack: int
-
-
-_moves = 0
-# Handle of a storage -> the part that it is.
-_parts: dict[int, _Part] = {}
 # Kernels load vectors of so many bytes: each weight must begin at a multiple.
 ALIGN = 16
+# The attribute of a packed weight's storage: a number that the weights which were packed together have in common.
+_PACK = "_prefixkit_pack"
+_moves = 0
 
 
 def packed_view(weights: Sequence[Tensor]) -> Tensor | None:
@@ -64,11 +48,11 @@ def movable(weights: Sequence[Tensor]) -> bool:
     if any(weight.device.type == "cpu" and weight.untyped_storage().is_shared() for weight in weights):
         return False
     storages = Counter(weight.untyped_storage()._cdata for weight in weights)
-    return all(_holders(weight) == storages[weight.untyped_storage()._cdata] for weight in weights)
+    return all(_holders(weight) - _NO_TENSORS == storages[weight.untyped_storage()._cdata] for weight in weights)
 
 
 def pack(weights: Sequence[Tensor]) -> Tensor:
-    """Move weights into one piece of memory, each the same tensor object with the same values.
+    """Move weights into one block of memory, each the same tensor object with the same values.
 
     During the call these weights are in memory twice.
 
@@ -85,11 +69,10 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
             torch.cuda.synchronize(whole.device)
         for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
             weight.data = torch.from_dlpack(part)  # type: ignore[attr-defined]  # its storage keeps the whole alive
-    _count_move()
-    _forget_freed_parts()
+    global _moves
+    _moves += 1
     for weight in weights:
-        storage = weight.untyped_storage()
-        _parts[storage._cdata] = _Part(StorageWeakRef(storage), _moves)  # type: ignore[no-untyped-call]
+        setattr(weight.untyped_storage(), _PACK, _moves)
     return whole
 
 
@@ -102,10 +85,13 @@ def unpack(weights: Iterable[Tensor]) -> None:
     Args:
         weights: Any tensors; those that are not packed stay as they are.
     """
+    global _moves
     packs: dict[int, list[Tensor]] = defaultdict(list)
     for weight in weights:
-        if (part := _part_of(weight)) is not None:
-            packs[part.pack].append(weight)
+        # Weights of other types or layouts were never packed, and may have no storage.
+        strided = type(weight) is nn.Parameter and weight.layout == torch.strided
+        if strided and (number := getattr(weight.untyped_storage(), _PACK, 0)):
+            packs[number].append(weight)
     for members in packs.values():
         with torch.inference_mode(members[0].is_inference()), torch.no_grad():
             # One copy for each storage: parameters that were tied while they were packed stay tied.
@@ -118,25 +104,7 @@ def unpack(weights: Iterable[Tensor]) -> None:
                 empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
                 weight.data = empty.set_(copy, weight.storage_offset(), weight.shape, weight.stride())
             storages.clear()
-        _count_move()
-    _forget_freed_parts()
-
-
-def _part_of(weight: Tensor) -> _Part | None:
-    if type(weight) is not nn.Parameter or weight.layout != torch.strided:
-        return None  # never packed, and may have no storage
-    return _parts.get(weight.untyped_storage()._cdata)
-
-
-def _forget_freed_parts() -> None:
-    freed = [handle for handle, part in _parts.items() if part.storage.expired()]  # type: ignore[no-untyped-call]
-    for handle in freed:
-        del _parts[handle]
-
-
-def _count_move() -> None:
-    global _moves
-    _moves += 1
+        _moves += 1
 
 
 def moves() -> int:
@@ -145,15 +113,9 @@ def moves() -> int:
 
 
 def _holders(tensor: Tensor) -> int:
-    """Tensors over the memory of this one."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - _OWN_REFERENCES
+    """Tensors over the memory of this one, and what the question itself adds to the count."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def _own_references() -> int:
-    storage = torch.empty(1).untyped_storage()  # no tensor is left over it
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
-# What the question itself adds to the count.
-_OWN_REFERENCES = _own_references()
+# The count of a storage that no tensor is over.
+_NO_TENSORS = _holders(torch.empty(1)) - 1

@@ -14,7 +14,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,13 +24,22 @@ from prefixkit.models.compile.packed_weights import ALIGN, movable, pack, packed
 
 log = logging.getLogger("prefixkit")
 
-_Function = Callable[..., Any]
-_LINEAR = (torch._C._nn.linear, nn.functional.linear)
+Function = Callable[..., Any]
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Function]
 _IN_PLACE = {value for name, value in vars(operator).items() if name.startswith("__i")} | {operator.setitem}
 # Functions by these names change what comes after them: torch.amp's, torch.set_grad_enabled, ...
 _MODES = ("_enter", "_exit", "_set", "set_")
 # What one multiprocessor computes of a product at a time: rows and columns.
 _TILE = 128
+
+
+class _Product(NamedTuple):
+    """A call of ``linear``."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
 
 
 def capturing() -> bool:
@@ -43,24 +52,23 @@ def multiprocessors(device: torch.device) -> float:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else math.inf
 
 
-def compile_packed(
-    graph: fx.GraphModule,
-    inputs: Sequence[Any],
-    compiler: Callable[[fx.GraphModule, Sequence[Any]], _Function],
-    reads: Callable[[fx.Node], bool],
-    capturing: Callable[[], bool] = capturing,
-    multiprocessors: Callable[[torch.device], float] = multiprocessors,
-) -> _Function:
-    """``compiler(graph, inputs)``, but products of one input become one product over packed weights.
+def fills(rows: int, columns: int, device: torch.device) -> bool:
+    """Whether a product of these sizes has a tile for each multiprocessor of a GPU; no product fills a CPU."""
+    return -(-rows // _TILE) * -(-columns // _TILE) >= multiprocessors(device)
+
+
+def is_own_op(node: fx.Node) -> bool:
+    """Whether a node calls one of prefixkit's ops."""
+    return node.op == "call_function" and str(node.target).startswith("prefixkit.")
+
+
+def compile_packed(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> Function:
+    """``compiler(graph, inputs)``, but a layer's q, k and v projections are one product over packed weights.
 
     Args:
         graph: As dynamo traced it, parameters among its inputs.  It is not changed.
         inputs: The inputs it was traced with.
         compiler: Makes a function of a graph's inputs.
-        reads: Whether products are packed that this node depends on, directly or through other nodes.  It holds for
-            the calls of prefixkit's ops, which depend on a layer's q, k and v and on no other product of their input.
-        capturing: Whether a CUDA graph is being captured, asked when weights must be moved.
-        multiprocessors: How many a device has; a product with a tile for each of them stays as it is.
 
     Returns:
         A function of the inputs of ``graph``.  It raises ValueError if weights must be moved during the capture of a
@@ -71,14 +79,14 @@ def compile_packed(
     # In the order of the inputs, also once some are gone.
     given = dict(zip(copied.graph.find_nodes(op="placeholder"), inputs, strict=True))
     place = {node: at for at, node in enumerate(given)}
-    groups = projection_groups(copied.graph, given, reads, multiprocessors)
+    groups = projection_groups(copied.graph, given)
     if mode is None or not groups:
         return compiler(graph, inputs)
     packs = []
     for group in groups:
         _replace(copied.graph, group, [len(given[product.weight]) for product in group])
         for nodes in _parameters(group):
-            packs.append(_PackedInput([place[node] for node in nodes], capturing))
+            packs.append([place[node] for node in nodes])
             rows, like = sum(len(given[node]) for node in nodes), given[nodes[0]]
             with torch.inference_mode(like.is_inference()), mode:
                 given[nodes[0]] = torch.empty((rows, *like.shape[1:]), dtype=like.dtype, device=like.device)
@@ -96,58 +104,44 @@ def compile_packed(
     return _PackedGraph(compiled, packs, [place[node] for node in given])
 
 
+@dataclass(eq=False)
 class _PackedGraph:
-    """A compiled graph over packed weights, as a function of the separate ones."""
+    """A compiled graph over packed weights, as a function of the separate ones.
 
-    def __init__(self, compiled: _Function, packs: list[_PackedInput], kept: list[int]) -> None:
-        self._compiled, self._packs, self._kept = compiled, packs, kept
+    Layers share graphs, so each call brings other weights.  Of each list in ``packs``, which has the places of some
+    inputs, the first input of the compiled graph is all of them packed; ``kept`` are the places of its inputs.
+    """
+
+    compiled: Function
+    packs: list[list[int]]
+    kept: list[int]
+    warned: bool = False
 
     def __call__(self, *inputs: Any) -> Any:
         given = list(inputs)
-        for one in self._packs:
-            given[one.places[0]] = one.of(inputs)
-        return self._compiled(*[given[place] for place in self._kept])
-
-
-class _PackedInput:
-    """Which inputs of a graph are one packed input.  Layers share graphs, so each call brings other weights."""
-
-    def __init__(self, places: list[int], capturing: Callable[[], bool]) -> None:
-        self.places, self._capturing = places, capturing
-        self._warned = False
-
-    def of(self, inputs: Sequence[Any]) -> Tensor:
-        weights = [inputs[place] for place in self.places]
-        whole = packed_view(weights)
-        return self._pack(weights) if whole is None else whole
+        for places in self.packs:
+            weights = [inputs[place] for place in places]
+            whole = packed_view(weights)
+            given[places[0]] = self._pack(weights) if whole is None else whole
+        return self.compiled(*[given[place] for place in self.kept])
 
     def _pack(self, weights: list[Tensor]) -> Tensor:
         if not movable(weights):
-            if not self._warned:
+            if not self.warned:
                 log.warning(
                     "weights of a layer share their memory with other tensors, so each of its steps copies %.0f MiB; "
                     "drop those tensors, such as a state dict, and make the engine anew",
                     sum(weight.nbytes for weight in weights) / 2**20,
                 )
-            self._warned = True
+            self.warned = True
             with torch.no_grad():
                 return torch.cat(weights)
-        if self._capturing():
+        if capturing():
             raise ValueError(
                 "a layer's weights have moved, and cannot be packed while a CUDA graph is captured; run such a step "
                 "once before"
             )
         return pack(weights)
-
-
-@dataclass(frozen=True, eq=False)
-class _Product:
-    """A call of ``linear``."""
-
-    node: fx.Node
-    x: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
 
 
 def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
@@ -165,27 +159,23 @@ def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def projection_groups(
-    graph: fx.Graph,
-    given: dict[fx.Node, Any],
-    reads: Callable[[fx.Node], bool],
-    multiprocessors: Callable[[torch.device], float] = multiprocessors,
-) -> list[list[_Product]]:
-    """Products of one input that can be one."""
+def projection_groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> list[list[_Product]]:
+    """Products of one input that can be one: those that prefixkit's ops depend on, directly or through other nodes.
+
+    The ops depend on a layer's q, k and v, and on no other product of their input.
+    """
     found: dict[Hashable, list[_Product]] = defaultdict(list)
-    needed = _needed(graph, reads)
+    needed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if is_own_op(node) or not needed.isdisjoint(node.users):
+            needed.add(node)
     writes = 0
     for node in graph.nodes:
         writes += may_write(node)  # the input may be another by then
-        product = _product(node)
-        if (
-            product is not None
-            and node in needed
-            and not _fills(product, given, multiprocessors)
-            and _is_free(product.weight, 2, given)
-            and _is_free(product.bias, 1, given)
-        ):
-            forms = [_form(given[one]) for one in (product.weight, product.bias) if one is not None]
+        product = _product(node) if node in needed else None
+        if product is not None and _is_free(product, given):
+            values = [given[one] for one in product[2:] if one is not None]
+            forms = [(value.dtype, value.device, value.is_inference()) for value in values]
             found[writes, product.x, *forms].append(product)
     groups = []
     for group in found.values():
@@ -199,17 +189,8 @@ def projection_groups(
     return groups
 
 
-def _needed(graph: fx.Graph, reads: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """The nodes that ``reads`` accepts, and all that these depend on."""
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if reads(node) or not found.isdisjoint(node.users):
-            found.add(node)
-    return found
-
-
 def _product(node: fx.Node) -> _Product | None:
-    if node.op != "call_function" or node.target not in _LINEAR:
+    if node.op != "call_function" or node.target is not nn.functional.linear:
         return None
     given = dict(zip(("input", "weight", "bias"), node.args, strict=False), **node.kwargs)
     x, weight, bias = given["input"], given["weight"], given.get("bias")
@@ -218,44 +199,27 @@ def _product(node: fx.Node) -> _Product | None:
     return _Product(node, x, weight, bias)
 
 
-def _is_free(node: fx.Node | None, dims: int, given: dict[fx.Node, Any]) -> bool:
-    """Whether a weight, if there is one, is an ordinary contiguous parameter that one product alone reads."""
-    if node is None:
-        return True
-    value = given.get(node)
-    return (
-        type(value) is nn.Parameter
-        and value.ndim == dims
-        and value.is_contiguous()
-        and not value.is_meta
-        and value.numel() > 0
-        and value.nbytes % ALIGN == 0
-        and len(node.users) == 1
-    )
+def _is_free(product: _Product, given: dict[fx.Node, Any]) -> bool:
+    """Whether a product is too small to fill a GPU, of ordinary contiguous parameters that no other node reads."""
+    for node, dims in zip(product[2:], (2, 1), strict=True):
+        value = None if node is None else given.get(node)
+        if node is not None and not (
+            type(value) is nn.Parameter
+            and value.ndim == dims
+            and value.is_contiguous()
+            and not value.is_meta
+            and value.numel() > 0
+            and value.nbytes % ALIGN == 0
+            and len(node.users) == 1
+        ):
+            return False
+    weight, x = given[product.weight], product.x.meta.get("example_value")
+    return not (isinstance(x, Tensor) and fills(math.prod(x.shape[:-1]), len(weight), weight.device))
 
 
-def _fills(product: _Product, given: dict[fx.Node, Any], multiprocessors: Callable[[torch.device], float]) -> bool:
-    weight, x = given.get(product.weight), product.x.meta.get("example_value")
-    if not isinstance(weight, Tensor) or not isinstance(x, Tensor):
-        return False
-    return fills(math.prod(x.shape[:-1]), len(weight), weight.device, multiprocessors)
-
-
-def fills(
-    rows: int, columns: int, device: torch.device, multiprocessors: Callable[[torch.device], float] = multiprocessors
-) -> bool:
-    """Whether a product of these sizes has a tile for each multiprocessor of a GPU; no product fills a CPU."""
-    return -(-rows // _TILE) * -(-columns // _TILE) >= multiprocessors(device)
-
-
-def _form(tensor: Tensor) -> Hashable:
-    return tensor.dtype, tensor.device, tensor.is_inference()
-
-
-def _parameters(group: list[_Product]) -> list[list[fx.Node]]:
+def _parameters(group: list[_Product]) -> list[tuple[fx.Node, ...]]:
     """The weights, and the biases if there are any."""
-    biases = [product.bias for product in group if product.bias is not None]
-    return [[product.weight for product in group], *([biases] if biases else [])]
+    return [nodes for nodes in zip(*(product[2:] for product in group), strict=True) if None not in nodes]
 
 
 def _replace(graph: fx.Graph, group: list[_Product], rows: list[int]) -> None:

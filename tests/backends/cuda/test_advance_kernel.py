@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver")
 
-from prefixkit.backends.cuda import advance as by_kernel
-from prefixkit.backends.cuda.units import ADVANCE
+from prefixkit.backends.cuda import kv as by_kernel
+from prefixkit.backends.cuda.kernels import ADVANCE
 from prefixkit.backends.torch.advance import advance as by_torch
 from prefixkit.cuda.nvrtc import CSRC
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree

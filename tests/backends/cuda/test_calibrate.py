@@ -9,33 +9,33 @@ from prefixkit.backends.cuda.calibrate import DECODE_POINTS, SHAPES, TILE_POINTS
 from prefixkit.backends.cuda.measure import Point, Shared
 
 
-def points(role, shapes, base, unit, start, state, noise=0.0):
+def points(role, shapes, base, tile, start, state, noise=0.0):
     rng = np.random.default_rng(0)
     for rounds, tokens, parts in shapes:
-        units, leaving = rounds * -(-tokens // role.kv_tile), rounds * (parts > 1)
-        us = base + unit * (units + start * rounds + state * leaving)
-        yield Point(units, rounds, leaving, us * (1 + noise * rng.standard_normal()))
+        tiles, states = rounds * -(-tokens // role.kv_tile), rounds * (parts > 1)
+        us = base + tile * (tiles + start * rounds + state * states)
+        yield Point(tiles, rounds, states, us * (1 + noise * rng.standard_normal()))
 
 
 @pytest.mark.parametrize(("role", "shapes"), [(H200.decode, DECODE_POINTS), (H200.tile, TILE_POINTS)])
 def test_a_fit_finds_the_costs_behind_the_times(role, shapes):
-    found = fit(list(points(role, shapes, base=6.0, unit=1.3, start=1.5, state=2.0)))
-    assert [found.base, found.unit, found.start, found.state] == pytest.approx([6.0, 1.3, 1.5, 2.0])
+    found = fit(list(points(role, shapes, base=6.0, tile=1.3, start=1.5, state=2.0)))
+    assert [found.base, found.tile, found.start, found.state] == pytest.approx([6.0, 1.3, 1.5, 2.0])
     assert found.error < 1e-9
-    noisy = fit(list(points(role, shapes, base=6.0, unit=1.3, start=1.5, state=2.0, noise=0.02)))
-    assert noisy.unit == pytest.approx(1.3, rel=0.1)
+    noisy = fit(list(points(role, shapes, base=6.0, tile=1.3, start=1.5, state=2.0, noise=0.02)))
+    assert noisy.tile == pytest.approx(1.3, rel=0.1)
     assert 0 < noisy.error < 0.04
 
 
 def test_no_part_costs_less_than_nothing():
-    found = fit(list(points(H200.decode, DECODE_POINTS, base=20.0, unit=1.0, start=-0.5, state=0.0)))
+    found = fit(list(points(H200.decode, DECODE_POINTS, base=20.0, tile=1.0, start=-0.5, state=0.0)))
     assert min(found.base, found.start, found.state) >= 0
-    assert found.unit > 0
+    assert found.tile > 0
 
 
 def test_times_that_do_not_grow_with_the_work_are_refused():
     with pytest.raises(ValueError, match="do not grow with the work"):
-        fit([Point(units, 1, 0, 100.0 - units) for units in (1, 5, 20, 60)])
+        fit([Point(tiles, 1, 0, 100.0 - tiles) for tiles in (1, 5, 20, 60)])
 
 
 def forests(sharing):
@@ -44,9 +44,9 @@ def forests(sharing):
             thin = leaves * heads <= 8 * kv_heads
             tile, decode = (0, roots * kv_heads) if thin else (roots * kv_heads, 0)
             states, spared = roots * leaves * heads * 1032, roots * leaves * tokens * 512 * kv_heads
-            folded = 30.0 + spared * sharing.kv_byte
+            unshared = 30.0 + spared * sharing.kv_byte
             priced = tile * sharing.tile_item + decode * sharing.decode_item + states * sharing.partial_byte
-            yield Shared(kind, tile, decode, states, spared, 34.0 + 2 * kind + priced, folded)
+            yield Shared(kind, tile, decode, states, spared, 34.0 + 2 * kind + priced, unshared)
 
 
 def test_what_sharing_costs_is_found_behind_forests_measured_with_and_without():
@@ -56,7 +56,7 @@ def test_what_sharing_costs_is_found_behind_forests_measured_with_and_without():
         assert getattr(found, name) == pytest.approx(getattr(behind, name)), name
 
 
-def test_costs_have_the_units_of_the_kernels_and_the_rates_that_were_measured():
+def test_costs_have_the_tiles_of_the_kernels_and_the_rates_that_were_measured():
     measured = list(forests(H200.sharing))
     cost = cost_from(Fit(5, 1.1, 1.0, 0.8, 0), Fit(5, 1.85, 1.5, 2.0, 0), measured, 132)
     assert cost.decode.kv_tile == H200.decode.kv_tile

@@ -13,14 +13,12 @@ from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
+from prefixkit.backends.cuda.kernels import PLAN
 from prefixkit.backends.cuda.layouts import PLAN_TREE
 from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
-from prefixkit.backends.cuda.units import PLAN
 from tests.attention.planning import random_cost, random_shape, random_tree, size_of, specified
 from tests.emulation.build import build
 from tests.named_trees import tree, tree_of
-
-RECIPROCAL = 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));', "inverse = 1.0f / float(b);"
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
@@ -30,7 +28,7 @@ if shutil.which("g++") is None:
 def kernel(request, tmp_path_factory):
     """The source with the block's instructions on the CPU in place of the GPU's."""
     folder, nodes = tmp_path_factory.mktemp("kernel"), f"-DPREFIXKIT_PLAN_NODES={request.param}"
-    function = build(folder, "planner", {"planner/plan_block.cuh": RECIPROCAL}, PLAN.headers, nodes).plan_on_cpu
+    function = build(folder, "planner", {}, PLAN.headers, nodes).plan_on_cpu
     function.argtypes = [ctypes.c_char_p]
     return function
 
@@ -123,7 +121,7 @@ def test_long_nodes_in_hundreds_of_pieces(kernel, leaves):
 
 
 def test_a_planner_that_launches_it_makes_the_steps_of_one_that_does_not(kernel):
-    """Trees change under both; what their steps say is the same, also of leaves that grow, without the plan on the host."""
+    """Trees change under both; their steps say the same, also of leaves that grow, without the plan on the host."""
     device = torch.device("cpu")
     for seed in range(6):
         rng = np.random.default_rng(seed)

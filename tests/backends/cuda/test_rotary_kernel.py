@@ -1,4 +1,4 @@
-"""The kernel that rotates and appends, its own source run on the CPU thread by thread, launch and all: the op's bits."""
+"""The kernel that rotates and appends, its own source run on the CPU thread by thread with its launch: equal bits."""
 
 from __future__ import annotations
 
@@ -13,39 +13,14 @@ import torch
 pytest.importorskip("cuda.bindings.driver")
 
 
-from prefixkit.backends.cuda import append as cuda_ops
-from prefixkit.backends.cuda import rotary as cuda_rotary
-from prefixkit.backends.cuda.units import ROTARY, rotary_name
+from prefixkit.backends.cuda import kv
+from prefixkit.backends.cuda.kernels import ROTARY, rotary_name
 from prefixkit.checking import checked_mode
+from prefixkit.cuda.launch import Memo
 from prefixkit.ops.checks import BadShape
 from tests.attention.rotations import DTYPES, bits, fresh_rng, nan_pages, random_rows, random_slots
 from tests.attention.slots import SLOTS, WRONG, Appended, rotations
 from tests.emulation.build import build
-
-
-def instruction(dtype, name):
-    return (
-        f"template <> DEVICE u32 narrow2<{dtype}>(float low, float high) "
-        f'{{ u32 y; asm("cvt.rn.{name}x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }}\n'
-    )
-
-
-def function(dtype, name):
-    both = f"{name}(low) | {name}(high) << 16"
-    return f"template <> DEVICE u32 narrow2<{dtype}>(float low, float high) {{ return {both}; }}\n"
-
-
-# The conversions that a GPU has instructions for, and rotary_emulation/ptx.cuh functions.
-INSTEAD = {
-    "common/floats.cuh": (
-        'float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits)); return y;',
-        "return half_to_float(x.bits);",
-    ),
-    "kv/rotary_ptx.cuh": (
-        instruction("BFloat", "bf16") + instruction("Half", "f16"),
-        function("BFloat", "to_bfloat") + function("Half", "to_half"),
-    ),
-}
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
@@ -53,7 +28,7 @@ if shutil.which("g++") is None:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("rotary"), "rotary", INSTEAD, ROTARY.headers)
+    return build(tmp_path_factory.mktemp("rotary"), "rotary", {}, ROTARY.headers)
 
 
 class Gpu:
@@ -61,6 +36,7 @@ class Gpu:
 
     def __init__(self, library):
         self.library, self.loaded, self.launched = library, 0, []
+        self.capability = (9, 0)
 
     def load(self, unit, device):
         self.loaded += 1
@@ -69,9 +45,9 @@ class Gpu:
         names = {rotary_name(str(dtype).removeprefix("torch.")): str(dtype).removeprefix("torch.") for dtype in DTYPES}
         return {name: SimpleNamespace(name=dtype, parameter_bytes=size) for name, dtype in names.items()}
 
-    def launch(self, function, layout, values, grid, block, shared, describe, follows):
+    def launch(self, function, layout, values, grid, block, shared, describe, pdl):
         assert block == 256 and shared == 0 and grid[1:] == (1, 1)
-        self.launched.append(follows)
+        self.launched.append(pdl)
         tokens, heads, _, half, _ = values[-5:]
         ctypes.memset(values[5], 0xFF, tokens * heads * 2 * half * 16)  # rotated: NaN
         struct = ctypes.create_string_buffer(layout.packer.pack(*values), self.library.rotary_bytes())
@@ -81,18 +57,18 @@ class Gpu:
 @pytest.fixture
 def gpu(library, monkeypatch):
     gpu = Gpu(library)
-    monkeypatch.setattr(cuda_rotary, "_memo", {})
-    monkeypatch.setattr(cuda_rotary, "launch", gpu.launch)
+    monkeypatch.setattr(kv, "_rotations", Memo())
+    monkeypatch.setattr(kv, "launch", lambda *args, **options: gpu.launch(*args, **options))
     monkeypatch.setattr("prefixkit.cuda.jit.load", gpu.load)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu.capability)
     return gpu
 
 
 def compare(rows, shape, slots, head_major=True):
-    """Kernel and op on the same rows, each with pages of its own: bits of all that they give and leave, and of the rows."""
+    """Kernel and op on the same rows, each with pages of its own: bits of all that they return and write."""
     before = [bits(x) for x in rows]
     (k, v, pool), (op_k, op_v, op_pool) = (nan_pages(shape, rows[0].dtype, head_major) for _ in range(2))
-    rotated = cuda_rotary.rotary_append(*rows, k, v, slots)
+    rotated = kv.rotary_append(*rows, k, v, slots)
     there = (slots >= 0) & (slots < shape[0] * shape[1])
     torch.ops.prefixkit.rotary_append(*(x[there] for x in rows), op_k, op_v, slots[there])
     # Whose slot does not exist is rotated all the same.
@@ -138,7 +114,7 @@ def test_tokens_without_a_slot_write_nothing(dtype, gpu):
 @pytest.mark.parametrize("slots", [*SLOTS.values(), *WRONG.values()], ids=[*SLOTS, *WRONG])
 def test_the_kernel_keeps_the_contract_of_slots(slots, gpu):
     appended = Appended(slots, head_major=True)
-    appended.by("rotary_append", cuda_rotary.rotary_append)
+    appended.by("rotary_append", kv.rotary_append)
     appended.check(*rotations(appended))
     assert len(gpu.launched) == 1
 
@@ -163,7 +139,7 @@ def test_numbers_that_no_model_should_have(gpu):
         slots = random_slots(rng, 200, 208)
         k, v, _ = nan_pages((13, 16, 2, 64), dtype, True)
         op_k, op_v, _ = nan_pages((13, 16, 2, 64), dtype)
-        found = [cuda_rotary.rotary_append(*rows, k, v, slots), k]
+        found = [kv.rotary_append(*rows, k, v, slots), k]
         expected = [torch.ops.prefixkit.rotary_append(*rows, op_k, op_v, slots), op_k]
         for one, other in zip(found, expected, strict=True):
             # Which NaN is made is not the op's to say; whether -0 is, is.
@@ -211,7 +187,7 @@ def test_pages_of_keys_and_of_values_have_layouts_of_their_own(keys_head_major, 
         _, v, v_pool = nan_pages((8, 16, 2, 64), dtype, not keys_head_major)
         v = v[::2]
         op_k, op_v, _ = nan_pages((4, 16, 2, 64), dtype)
-        rotated = cuda_rotary.rotary_append(*rows, k, v, slots)
+        rotated = kv.rotary_append(*rows, k, v, slots)
         expected = torch.ops.prefixkit.rotary_append(*rows, op_k, op_v, slots)
         for one, other in ((rotated, expected), (k, op_k), (v, op_v)):
             assert torch.equal(bits(one), bits(other))
@@ -231,9 +207,9 @@ def test_a_form_is_prepared_once(gpu, caplog):
     assert not caplog.records
 
 
-def test_it_follows_the_kernel_ahead_where_gpus_can(gpu, monkeypatch):
+def test_it_is_launched_ahead_of_time_where_gpus_can(gpu):
     rng = fresh_rng()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
+    gpu.capability = (8, 9)
     compare(random_rows(rng, torch.bfloat16, 7, 4, 2, 64), (3, 16, 2, 64), random_slots(rng, 7, 48))
     assert gpu.launched == [False]
 
@@ -272,14 +248,14 @@ FORMS |= {
 
 @pytest.fixture
 def appended(monkeypatch):
-    """``cuda_ops.kv_append`` on this GPU; counts."""
+    """``kv.kv_append`` on this GPU; counts."""
     calls = []
 
     def kv_append(key, value, k_pages, v_pages, slots):
         calls.append(len(slots))
         torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
 
-    monkeypatch.setattr(cuda_ops, "kv_append", kv_append)
+    monkeypatch.setattr(kv, "kv_append", kv_append)
     return calls
 
 
@@ -298,7 +274,7 @@ def test_what_vectors_do_not_fit_is_left_to_torch_with_one_line(form, gpu, appen
             expected = torch.ops.prefixkit.rotary_append(*rows, op_k, op_v, slots)
             args = [*rows, k, v, slots]
             args[at] = how(args[at])
-            rotated = cuda_rotary.rotary_append(*args)
+            rotated = kv.rotary_append(*args)
             found = (rotated, args[5], args[6])
             assert all(torch.equal(bits(x), bits(y)) for x, y in zip(found, (expected, op_k, op_v), strict=True))
             assert rotated.is_contiguous()
@@ -329,11 +305,11 @@ def test_memory_of_the_same_form_may_begin_elsewhere(gpu, appended):
 def test_more_threads_than_32_bits_number_are_left_to_torch(tokens, fits, gpu, monkeypatch):
     """Two for each token, in blocks of 256; tensors without memory."""
     launched = []
-    monkeypatch.setattr(cuda_rotary, "launch", lambda *args, **options: launched.append(args[3]))
-    monkeypatch.setattr(cuda_ops, "kv_append", lambda *args: None)
+    gpu.launch = lambda *args, **options: launched.append(args[3])
+    monkeypatch.setattr(kv, "kv_append", lambda *args: None)
     x, pages = (torch.empty(shape, device="meta").half() for shape in ((tokens, 1, 16), (2**27, 16, 1, 16)))
     slots = torch.empty(tokens, device="meta").long()
-    assert cuda_rotary.rotary_append(x, x, x, x[:, 0], x[:, 0], pages, pages, slots).shape == x.shape
+    assert kv.rotary_append(x, x, x, x[:, 0], x[:, 0], pages, pages, slots).shape == x.shape
     assert launched == ([(2**24 - 1, 1, 1)] if fits else [])
 
 
@@ -342,7 +318,7 @@ def test_bad_arguments_are_named_before_anything_is_launched(gpu):
     k, v, pool = nan_pages((3, 16, 2, 64), torch.bfloat16)
     q, *rest = random_rows(rng, torch.bfloat16, 7, 4, 2, 64)
     with pytest.raises(BadShape, match="rotary_append: q must have shape"):
-        cuda_rotary.rotary_append(q[:6], *rest, k, v, torch.arange(7))
+        kv.rotary_append(q[:6], *rest, k, v, torch.arange(7))
     assert not gpu.launched and not gpu.loaded and pool.isnan().all()
 
 
@@ -351,9 +327,9 @@ def test_slots_that_do_not_exist_are_refused_in_checked_mode(gpu):
     k, v, pool = nan_pages((3, 16, 2, 64), torch.bfloat16)
     rows = random_rows(rng, torch.bfloat16, 4, 4, 2, 64)
     with checked_mode(), pytest.raises(IndexError, match=r"rotary_append: slots must be 0..47, got 1..48"):
-        cuda_rotary.rotary_append(*rows, k, v, torch.tensor([1, 2, 3, 48]))
+        kv.rotary_append(*rows, k, v, torch.tensor([1, 2, 3, 48]))
     with checked_mode(), pytest.raises(ValueError, match="distinct"):
-        cuda_rotary.rotary_append(*rows, k, v, torch.tensor([1, 2, -1, 1]))
+        kv.rotary_append(*rows, k, v, torch.tensor([1, 2, -1, 1]))
     assert not gpu.launched and pool.isnan().all()
     with checked_mode():
         compare(rows, (3, 16, 2, 64), torch.tensor([-1, 5, -1, 47]))

@@ -1,4 +1,4 @@
-"""The sampling kernel's own source, run on the CPU thread by thread: the tokens that the specification draws, without a GPU."""
+"""The sampling kernel's own source, run on the CPU thread by thread: the tokens of the specification, without a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.backends.cuda import layouts, sampling_tiling
-from prefixkit.backends.cuda.sampling_tiling import Tiling, tile
-from prefixkit.backends.cuda.units import SAMPLE
+from prefixkit.backends.cuda import layouts
+from prefixkit.backends.cuda.kernels import SAMPLE, SAMPLE_HEAD_BYTES, WARPS, SampleTiling, sample_tiling
 from prefixkit.cuda.nvrtc import CSRC
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD, mask, records, words
 from prefixkit.sampling.params import SamplingParams
@@ -49,10 +48,10 @@ def run(library, logits, laws, keys, steps, histories, tiling, active=None):
 
 
 TILINGS = {
-    "one block": lambda vocab: tile(vocab, 10**9, False),
-    "one block, read again": lambda vocab: Tiling(1, tile(vocab, 10**9, False).segment, False),
-    "two": lambda vocab: Tiling(2, -(-vocab // 2048) * 128, True),
-    "two, read again": lambda vocab: Tiling(2, -(-vocab // 2048) * 128, False),
+    "one block": lambda vocab: sample_tiling(vocab, 10**9, False),
+    "one block, read again": lambda vocab: SampleTiling(1, sample_tiling(vocab, 10**9, False).segment, False),
+    "two": lambda vocab: SampleTiling(2, -(-vocab // 2048) * 128, True),
+    "two, read again": lambda vocab: SampleTiling(2, -(-vocab // 2048) * 128, False),
 }
 
 
@@ -82,7 +81,7 @@ def test_larger_clusters(library, blocks):
     logits, laws = rows_of(rng, rows, vocab, torch.float32), random_params(rng, rows, vocab)
     histories = [rng.integers(0, vocab, 50) for _ in range(rows)]
     keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
-    tiling = Tiling(blocks, -(-vocab // (1024 * blocks)) * 128, True)
+    tiling = SampleTiling(blocks, -(-vocab // (1024 * blocks)) * 128, True)
     tokens, *_ = run(library, logits, laws, keys, steps, histories, tiling)
     assert tokens.tolist() == sample_tokens(logits, laws, uniforms(keys, steps), histories)[0].tolist()
 
@@ -103,7 +102,7 @@ def test_vocabularies_of_models_as_gpus_deal_them_out(library, vocab, max_shared
     logits[0], laws[0] = 0.0, SamplingParams(top_p=0.9)  # the heaviest row there is
     histories = [rng.integers(0, vocab, 500) for _ in range(rows)]
     keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 10**6, rows)
-    tiling = tile(vocab, max_shared, clusters)
+    tiling = sample_tiling(vocab, max_shared, clusters)
     tokens, logprobs, *_ = run(library, logits, laws, keys, steps, histories, tiling)
     expected, _ = sample_tokens(logits, laws, uniforms(keys, steps), histories)
     assert tokens.tolist() == expected.tolist()
@@ -127,7 +126,7 @@ def test_extreme_rows(library, name):
     logits = row.expand(len(laws), -1)
     keys, steps = np.arange(len(laws), dtype=np.uint64), np.zeros(len(laws), dtype=np.int64)
     histories = [np.array([], dtype=np.int64)] * len(laws)
-    tokens, *_ = run(library, logits, laws, keys, steps, histories, Tiling(1, 128, True))
+    tokens, *_ = run(library, logits, laws, keys, steps, histories, SampleTiling(1, 128, True))
     assert tokens.tolist() == sample_tokens(logits, laws, uniforms(keys, steps))[0].tolist()
 
 
@@ -140,7 +139,9 @@ def test_a_row_that_cannot_be_drawn_from_gets_minus_1(library, value):
     keys, steps = np.zeros(4, dtype=np.uint64), np.arange(4)
     histories = [np.array([1])] * 4
     active = np.array([1, 1, 1, 0])
-    tokens, logprobs, after, seen = run(library, logits, laws, keys, steps, histories, Tiling(1, 128, True), active)
+    tokens, logprobs, after, seen = run(
+        library, logits, laws, keys, steps, histories, SampleTiling(1, 128, True), active
+    )
     assert tokens[1] == -1
     assert np.isnan(logprobs[1])
     assert np.array_equal(seen[1], mask(np.array([1]), 300))
@@ -174,15 +175,15 @@ def test_the_source_has_the_same_polynomial():
 
 
 def test_the_cache_follows_what_blocks_share(library):
-    assert library.head_bytes() == sampling_tiling.HEAD_BYTES
+    assert library.head_bytes() == SAMPLE_HEAD_BYTES
 
 
 def test_rows_are_dealt_out_whole():
     for vocab in (1, 17, 1000, 32_000, 49_152, 128_256, 262_144, MOST_VOCAB):
         for shared, clusters in ((99 * 1024, False), (163 * 1024, False), (227 * 1024, True)):
-            tiling = tile(vocab, shared, clusters)
-            assert tiling.blocks * sampling_tiling.WARPS * tiling.segment >= vocab
+            tiling = sample_tiling(vocab, shared, clusters)
+            assert tiling.blocks * WARPS * tiling.segment >= vocab
             assert tiling.shared <= shared
-    assert tile(128_256, 227 * 1024, True) == Tiling(8, 2048, True)
-    assert tile(32_000, 227 * 1024, True) == Tiling(2, 2048, True)
-    assert not tile(128_256, 99 * 1024, False).cached
+    assert sample_tiling(128_256, 227 * 1024, True) == SampleTiling(8, 2048, True)
+    assert sample_tiling(32_000, 227 * 1024, True) == SampleTiling(2, 2048, True)
+    assert not sample_tiling(128_256, 99 * 1024, False).cached

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from prefixkit.backends.cuda import warmup
-from prefixkit.backends.cuda.units import ADVANCE, APPEND
+from prefixkit.backends.cuda.kernels import ADVANCE, APPEND
 from prefixkit.backends.cuda.warmup import NoTarget, targets, warm_up
 from prefixkit.cuda import jit, nvrtc
 from prefixkit.cuda.nvrtc import NvrtcMissing
+from tests.fake_gpu import pretend
 
 try:
     nvrtc.nvrtc_version()
@@ -19,8 +19,8 @@ except NvrtcMissing as missing:
 
 def test_a_second_warm_up_finds_all_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path))
-    monkeypatch.setattr(jit, "_binaries", {})
-    monkeypatch.setattr(warmup, "units", lambda arch: (APPEND, ADVANCE))
+    jit.binary.cache_clear()
+    monkeypatch.setattr(warmup, "compiled_ahead", lambda arch: (APPEND, ADVANCE))
     first, second = list(warm_up(["sm_80"])), list(warm_up(["sm_80"]))
     assert [done.unit for done in first] == [APPEND, ADVANCE]
     assert all(done.seconds is not None and done.seconds > 0 for done in first)
@@ -39,13 +39,11 @@ def test_an_unknown_target_is_refused_with_the_known_ones(arch):
 
 
 def test_without_a_gpu_a_target_must_be_named(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pretend(monkeypatch)
     with pytest.raises(NoTarget, match="name a target, such as sm_90a"):
         targets(None)
 
 
 def test_with_gpus_their_targets_are_each_taken_once(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), (8, 0), (9, 0)][index])
+    pretend(monkeypatch, (9, 0), (8, 0), (9, 0))
     assert targets(None) == ["sm_80", "sm_90a"]

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.plan import Plan
-from prefixkit.attention.reference import reference_attention
-from prefixkit.attention.state import State
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, sliding_window, soft_cap
 from prefixkit.backends.cuda.checks import check_packed_numbers
 from prefixkit.backends.torch import tuning
+from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.run import run_program
 from prefixkit.ops.checks import BadShape
 from tests.attention.forests import (
-    FOLD_ALL,
     SHARE_ALL,
+    SHARE_NONE,
     Case,
     gpu_plan_of,
     gpu_program_of,
@@ -30,6 +29,7 @@ from tests.attention.forests import (
     random_split_plan,
     run_on,
 )
+from tests.attention.reference import reference_attention
 
 
 def variant_of(rng: np.random.Generator, seed: int, heads: int) -> Variant:
@@ -57,7 +57,7 @@ def check(results: tuple[Tensor, Tensor], case: Case, variant: Variant) -> None:
 
 
 def plan_as(kind: str, rng: np.random.Generator, case: Case, seed: int) -> Plan:
-    cost = SHARE_ALL if seed % 2 else FOLD_ALL
+    cost = SHARE_ALL if seed % 2 else SHARE_NONE
     if kind == "split":
         return random_split_plan(rng, case, cost)
     if kind == "whole":
@@ -79,7 +79,7 @@ def test_a_forest_under_a_variant_equals_the_reference(seed: int, kind: str) -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_large_pieces_are_cut_to_bound_the_memory(seed: int) -> None:
+def test_large_tiles_are_split_to_bound_the_memory(seed: int) -> None:
     """Of scores, masks and gathered keys."""
     rng = np.random.default_rng(seed)
     case = random_case(rng, heads=(4, 2, 32))
@@ -95,7 +95,7 @@ def test_large_pieces_are_cut_to_bound_the_memory(seed: int) -> None:
 
 def test_calls_are_padded_only_where_that_is_cheaper_than_another_call() -> None:
     case = random_case(np.random.default_rng(2), heads=(4, 2, 32))
-    plan = plan_of(case, FOLD_ALL)
+    plan = plan_of(case, SHARE_NONE)
     dear, cheap = (gpu_program_of(case, plan, CAUSAL, replace(tuning.GPU, call_us=us)) for us in (1e6, 1e-9))
     assert len(dear.calls) < len(cheap.calls)
     for program in (dear, cheap):

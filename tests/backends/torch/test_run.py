@@ -1,4 +1,4 @@
-"""The torch executor: how plans become pieces, pieces calls, and calls results."""
+"""The torch executor: how plans become tiles, tiles calls, and calls results."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, CostModel
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, register, sliding_window, soft_cap
 from prefixkit.backends.torch import tuning
-from prefixkit.backends.torch.batches import Heads, batches
-from prefixkit.backends.torch.pieces import DENSE, MASKED, SQUARE, Array, Pieces, Work, cut, detach_long_runs
+from prefixkit.backends.torch.calls import batches
 from prefixkit.backends.torch.planner import bind, find_plan
 from prefixkit.backends.torch.program import Program
 from prefixkit.backends.torch.run import Scratch
+from prefixkit.backends.torch.tiles import FULL, MASKED, TRIANGLE, Array, Tiles, make_tiles, split_keys
+from prefixkit.backends.torch.tuning import Heads
 from tests.attention.forests import (
-    FOLD_ALL,
     SHARE_ALL,
+    SHARE_NONE,
     Case,
     attend,
     fill,
@@ -36,7 +37,6 @@ from tests.attention.forests import (
     program_of,
     random_case,
     random_split_plan,
-    work_of,
 )
 
 
@@ -61,61 +61,63 @@ def decode_case(shared: int, leaves: list[int]) -> Case:
     return tree_case([-1] + [0] * len(leaves), [shared, *leaves], runs)
 
 
-# Pieces
+# Tiles
 
 
-def seen_by_items(work: Work) -> Counter[tuple[int, int]]:
-    """(query row, slot) of every key that an item shows to a query; straight from the meaning of a work list."""
+def step_tree(case: Case) -> StepTree:
+    return StepTree(case.snapshot, case.queries)
+
+
+def seen_by_items(plan: Plan, tree: StepTree) -> Counter[tuple[int, int]]:
+    """(query row, slot) of every key that an item shows to a query; straight from the meaning of a plan."""
     seen: Counter[tuple[int, int]] = Counter()
-    for item, (q_begin, q_end, causal) in enumerate(zip(work.q_begin, work.q_end, work.causal, strict=True)):
-        first = work.segment_begin[item]
-        for node, begin, end in work.segments[first : first + work.segment_count[item]].tolist():
-            for offset in range(begin, min(end, int(work.length[node]))):
-                within = int(work.first_slot[node]) + offset
-                page = int(work.pages[work.page_indptr[node] + within // work.page_size])
+    for q_begin, q_end, _, first, shape, *_ in plan.items.tolist():
+        for node, begin, end in plan.segments[first : first + (shape >> 1)].tolist():
+            for offset in range(begin, min(end, int(tree.length[node]))):
+                slot = int(tree.snapshot.slots(np.array([node]), np.array([offset]))[0])
                 for row in range(q_begin, q_end):
-                    if not causal or work.start[node] + offset <= work.q_positions[row]:
-                        seen[row, page * work.page_size + within % work.page_size] += 1
+                    if not shape & 1 or tree.snapshot.start[node] + offset <= tree.positions[row]:
+                        seen[row, slot] += 1
     return seen
 
 
-def seen_by_pieces(pieces: Pieces, q_positions: Array) -> Counter[tuple[int, int]]:
+def seen_by_tiles(tiles: Tiles, q_positions: Array) -> Counter[tuple[int, int]]:
     seen: Counter[tuple[int, int]] = Counter()
-    for piece in range(len(pieces)):
-        runs = range(pieces.indptr[piece], pieces.indptr[piece + 1])
-        keys = [(int(pieces.slot[r]) + i, int(pieces.position[r]) + i) for r in runs for i in range(pieces.count[r])]
-        for i in range(pieces.rows[piece]):
-            row = int(pieces.row[piece]) + i
+    for tile in range(len(tiles)):
+        runs = range(tiles.indptr[tile], tiles.indptr[tile + 1])
+        keys = [(int(tiles.slot[r]) + i, int(tiles.position[r]) + i) for r in runs for i in range(tiles.count[r])]
+        for i in range(tiles.rows[tile]):
+            row = int(tiles.row[tile]) + i
             for j, (slot, position) in enumerate(keys):
-                kind = pieces.kind[piece]
-                if kind == DENSE or (kind == SQUARE and j <= i) or (kind == MASKED and position <= q_positions[row]):
+                mask = tiles.mask[tile]
+                if mask == FULL or (mask == TRIANGLE and j <= i) or (mask == MASKED and position <= q_positions[row]):
                     seen[row, slot] += 1
     return seen
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_pieces_show_each_query_what_its_items_show_it(seed: int) -> None:
+def test_tiles_show_each_query_what_its_items_show_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
-    cost = (SHARE_ALL, FOLD_ALL, CPU_COST)[seed % 3]
+    cost = (SHARE_ALL, SHARE_NONE, CPU_COST)[seed % 3]
     plan = random_split_plan(rng, case, cost) if seed % 5 == 0 else plan_of(case, cost)
-    work = work_of(case, plan)
-    pieces = cut(work, None, None if seed % 2 else int(rng.integers(1, 9)))
-    assert seen_by_pieces(pieces, work.q_positions) == seen_by_items(work)
-    longest = rng.integers(1, 30, len(pieces))
-    detached = detach_long_runs(pieces, int(rng.integers(1, 12)), longest)
-    assert seen_by_pieces(detached, work.q_positions) == seen_by_items(work)
+    tree = step_tree(case)
+    tiles = make_tiles(plan, tree, None, None if seed % 2 else int(rng.integers(1, 9)))
+    assert seen_by_tiles(tiles, tree.positions) == seen_by_items(plan, tree)
+    longest = rng.integers(1, 30, len(tiles))
+    detached = split_keys(tiles, int(rng.integers(1, 12)), longest)
+    assert seen_by_tiles(detached, tree.positions) == seen_by_items(plan, tree)
 
 
-def test_reach_drops_keys_that_no_query_of_the_tile_sees() -> None:
+def test_a_window_drops_keys_that_no_query_of_the_tile_sees() -> None:
     case = tree_case([-1, 0], [100, 60], [(1, 0, 60)])
-    work = work_of(case, plan_of(case, FOLD_ALL))
-    for tile_rows, keys in ((None, 9 + 60), (20, 3 * (9 + 20))):
-        assert cut(work, 10, tile_rows).tokens.sum() == keys
+    plan = plan_of(case, SHARE_NONE)
+    for most_rows, keys in ((None, 9 + 60), (20, 3 * (9 + 20))):
+        assert make_tiles(plan, step_tree(case), 10, most_rows).tokens.sum() == keys
 
 
 def test_a_causal_item_may_span_positions_with_gaps() -> None:
-    """No plan makes such items, but a work list may: rows of two leaves, positions 3, 4, 3, 4, under one mask."""
+    """No planner makes them, but a plan may hold them: rows of two leaves, positions 3, 4, 3, 4, under one mask."""
     case = tree_case([-1, 0, 0], [3, 2, 2], [(1, 0, 2), (2, 0, 2)])
     # One item of both leaves' queries over the root and, as they stand at the same positions, the first leaf.
     plan = Plan(
@@ -126,10 +128,10 @@ def test_a_causal_item_may_span_positions_with_gaps() -> None:
         merge_indptr=np.zeros(5, dtype=np.int32),
         merge_indices=np.zeros(0, dtype=np.int32),
     )
-    work = work_of(case, plan)
-    pieces = cut(work, None, None)
-    assert seen_by_pieces(pieces, work.q_positions) == seen_by_items(work)
-    assert MASKED in pieces.kind
+    tree = step_tree(case)
+    tiles = make_tiles(plan, tree, None, None)
+    assert seen_by_tiles(tiles, tree.positions) == seen_by_items(plan, tree)
+    assert MASKED in tiles.mask
     out, _ = attend(case, plan)
     k, v = (pages.flatten(0, 1).repeat_interleave(3, dim=1) for pages in (case.k_pages, case.v_pages))
     slots = [*range(3), *range(16, 18)]
@@ -143,24 +145,24 @@ def test_a_causal_item_may_span_positions_with_gaps() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_batches_hold_every_piece_once_and_stay_small(seed: int) -> None:
+def test_batches_hold_every_tile_once_and_stay_small(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = decode_case(50, rng.integers(1, 40, 30).tolist())
-    pieces = cut(work_of(case, plan_of(case, SHARE_ALL)), None, None)
+    tiles = make_tiles(plan_of(case, SHARE_ALL), step_tree(case), None, None)
     heads = Heads(6, 2, 32, replace(tuning.CPU, batch_elements=1 << 12))
-    made = list(batches(pieces, heads, scored=False))
-    assert sorted(np.concatenate(made).tolist()) == list(range(len(pieces)))
+    made = list(batches(tiles, heads, scored=False))
+    assert sorted(np.concatenate(made).tolist()) == list(range(len(tiles)))
     for batch in made:
-        assert np.all(np.diff(pieces.row[batch]) >= 0)
-        assert len(batch) == 1 or len(batch) * pieces.tokens[batch].max() * heads.kv_elements <= 1 << 12
+        assert np.all(np.diff(tiles.row[batch]) >= 0)
+        assert len(batch) == 1 or len(batch) * tiles.tokens[batch].max() * heads.kv_elements <= 1 << 12
 
 
 def test_equal_leaves_are_one_call_without_mask_and_long_nodes_are_not_copied() -> None:
     case = decode_case(800, [16] * 12)
     program = program_of(case, plan_of(case, SHARE_ALL))
     shared, leaves = program.calls
-    assert (shared.rows, shared.length, shared.slot_index, shared.first_slot) == (12, 800, None, 0)
-    assert (leaves.batch, leaves.rows, leaves.length, leaves.mask, leaves.first_row) == (12, 1, 16, None, 0)
+    assert (shared.rows, shared.length, shared.slot) == (12, 800, 0)
+    assert (leaves.batch, leaves.rows, leaves.length, leaves.mask, leaves.row) == (12, 1, 16, None, 0)
 
 
 def test_ragged_leaves_take_few_calls() -> None:
@@ -174,7 +176,7 @@ def test_a_fresh_prompt_is_one_call_bitwise_equal_to_sdpa() -> None:
     case = tree_case([-1], [300], [(0, 0, 300)])
     plan = plan_of(case, CPU_COST)
     (call,) = program_of(case, plan).calls
-    assert call.causal and call.slot_index is None
+    assert call.causal and isinstance(call.slot, int)
     out, _ = attend(case, plan)
     k, v = (pages.flatten(0, 1)[:300].transpose(0, 1)[None] for pages in (case.k_pages, case.v_pages))
     q = case.q.transpose(0, 1)[None]
@@ -188,7 +190,7 @@ def test_a_window_wider_than_the_text_costs_what_causal_costs(runs: list[tuple[i
     plan = plan_of(case, SHARE_ALL)
 
     def work(program: Program) -> list[tuple[int, ...]]:
-        return sorted((c.batch, c.rows, c.length, c.causal, c.mask is None, c.folded) for c in program.calls)
+        return sorted((c.batch, c.rows, c.length, c.causal, c.mask is None, c.grouped) for c in program.calls)
 
     causal, window = program_of(case, plan), program_of(case, plan, sliding_window(4096))
     assert all(call.mask is None for call in window.calls)
@@ -196,11 +198,11 @@ def test_a_window_wider_than_the_text_costs_what_causal_costs(runs: list[tuple[i
     if runs[0][0] == 1:
         assert work(causal) == work(window)
     else:
-        # Rows are tiled for the mask's sake, so what was half of a square becomes dense tiles and small squares.
+        # Rows are tiled for the mask's sake, so what was a triangle becomes full tiles and small triangles.
         assert pairs[1] <= 300 * 300 / 2
 
 
-def test_a_narrow_window_reads_only_what_it_reaches() -> None:
+def test_a_narrow_window_reads_only_what_is_in_it() -> None:
     case = decode_case(2000, [20] * 8)
     plan = plan_of(case, SHARE_ALL)
     assert sum(c.batch * c.length for c in program_of(case, plan, sliding_window(64)).calls) <= 64 + 8 * 20
@@ -210,10 +212,10 @@ def test_a_narrow_window_reads_only_what_it_reaches() -> None:
 def test_gathers_are_bounded() -> None:
     costs = replace(tuning.CPU, call_us=1e9, batch_elements=1 << 11, call_elements=1 << 12)
     case = tree_case([-1, 0, 0], [500, 400, 30], [(1, 399, 400), (2, 29, 30)], orderly=False)
-    program = program_of(case, plan_of(case, FOLD_ALL), CAUSAL, costs)
+    program = program_of(case, plan_of(case, SHARE_NONE), CAUSAL, costs)
     assert len(program.calls) > 10
     for call in program.calls:
-        assert call.slot_index is None or call.batch * call.length * 2 * 32 <= costs.call_elements
+        assert isinstance(call.slot, int) or call.batch * call.length * 2 * 32 <= costs.call_elements
 
 
 # Rows and merging
@@ -221,7 +223,7 @@ def test_gathers_are_bounded() -> None:
 
 def test_rows_that_no_item_mentions_come_out_empty() -> None:
     case = decode_case(20, [5, 6, 7])
-    plan = plan_of(case, FOLD_ALL)
+    plan = plan_of(case, SHARE_NONE)
     rest = plan.tile_items[plan.tile_items[:, 0] != 1]
     partial = replace(plan, counts=np.array([len(rest), *plan.counts[1:]], dtype=np.int32), tile_items=rest)
     (whole, _), (out, lse) = attend(case, plan), attend(case, partial)
@@ -242,8 +244,8 @@ def test_a_query_that_its_variant_shows_nothing_is_empty() -> None:
         assert torch.isfinite(lse[:, ::2]).all()
 
 
-@pytest.mark.parametrize("leaves", [[5, 6, 7], [5] * 70], ids=["folded heads", "heads in order"])
-@pytest.mark.parametrize("cost", [SHARE_ALL, FOLD_ALL], ids=["several partials", "one"])
+@pytest.mark.parametrize("leaves", [[5, 6, 7], [5] * 70], ids=["grouped heads", "heads in order"])
+@pytest.mark.parametrize("cost", [SHARE_ALL, SHARE_NONE], ids=["several partials", "one"])
 def test_sinks_join_the_sum_of_the_row(leaves: list[int], cost: CostModel) -> None:
     """As one more key without a value: to a rounding of the log-sum-exp, as it is without sinks."""
     sinks = torch.tensor([-3.0, 0.0, 2.0, 4.0, 8.0, 30.0])
@@ -260,7 +262,7 @@ def test_a_row_that_no_item_mentions_has_its_sinks_only() -> None:
     sinks = torch.arange(6.0)
     variant = attention_sinks(sinks)
     case = decode_case(20, [5, 6, 7])
-    plan = plan_of(case, FOLD_ALL)
+    plan = plan_of(case, SHARE_NONE)
     for mentioned in (plan.tile_items[plan.tile_items[:, 0] != 1], plan.tile_items[:0]):
         partial = replace(
             plan, counts=np.array([len(mentioned), *plan.counts[1:]], dtype=np.int32), tile_items=mentioned
@@ -388,7 +390,7 @@ def poisoned_memory() -> Iterator[None]:
 def test_every_element_is_written(seed: int, variant: Variant, request: pytest.FixtureRequest) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
-    cost = (SHARE_ALL, FOLD_ALL)[seed % 2]
+    cost = (SHARE_ALL, SHARE_NONE)[seed % 2]
     plan = random_split_plan(rng, case, cost) if seed % 3 == 0 else plan_of(case, cost)
     clean = attend(case, plan, register(variant))
     request.getfixturevalue("poisoned_memory")

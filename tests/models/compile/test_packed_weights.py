@@ -135,8 +135,10 @@ def test_one_pack_at_most_is_in_memory_twice_while_weights_are_unpacked():
     wholes = [StorageWeakRef(pack(weights).untyped_storage()) for weights in packs]
     size = sum(weight.nbytes for weight in packs[0])
     in_memory = []
+    # Weak references keep handles unique.
+    parts = [StorageWeakRef(weight.untyped_storage()) for weights in packs for weight in weights]
     copies = Copies(
-        {weight.untyped_storage()._cdata for weights in packs for weight in weights},
+        {part.cdata for part in parts},
         lambda: in_memory.append(copies.bytes() + size * sum(not whole.expired() for whole in wholes)),
     )
     with copies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import fx, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
+from prefixkit.models.compile import packing
 from prefixkit.models.compile.packed_weights import movable, pack, packed_view
 from prefixkit.models.compile.packing import compile_packed, projection_groups
 from tests.models.compile.decode import Decode
@@ -52,10 +54,10 @@ class Compiler:
         self.graphs.append(graph)
         return graph.forward
 
-    def of(self, function, **options):
-        """``function`` with packed products; options are those of ``compile_packed``."""
+    def of(self, function):
+        """``function`` with packed products."""
         torch._dynamo.reset()
-        backend = functools.partial(compile_packed, **{"compiler": self, "reads": is_output} | options)
+        backend = functools.partial(compile_packed, compiler=self)
         made = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
         return torch.inference_mode()(lambda *args: made(*args))
 
@@ -66,7 +68,15 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler():
+def every_product(monkeypatch):
+    """Products that outputs read are packed, or what a test puts in place of ``reader``."""
+    reads = SimpleNamespace(reader=is_output)
+    monkeypatch.setattr(packing, "is_own_op", lambda node: reads.reader(node))
+    return reads
+
+
+@pytest.fixture
+def compiler(every_product):
     return Compiler()
 
 
@@ -114,7 +124,7 @@ def test_products_of_one_input_are_one_product_of_the_same_parameters(bias, comp
     assert all(parameter.grad.shape == parameter.shape for parameter in module.parameters())
 
 
-def test_only_products_that_certain_nodes_read_are_packed(compiler, rng):
+def test_only_products_that_certain_nodes_read_are_packed(compiler, rng, every_product):
     """Here those that a sine reads.  In whole numbers, where float32 is exact."""
     parts, x = nn.ModuleList(nn.Linear(WIDTH, 8, bias=False) for _ in range(4)), input_of(rng).mul(9).round()
     for part in parts:
@@ -126,7 +136,8 @@ def test_only_products_that_certain_nodes_read_are_packed(compiler, rng):
 
     with torch.inference_mode():
         expected = function(x)
-    found = compiler.of(function, reads=lambda node: "sin" in node.name)(x)
+    every_product.reader = lambda node: "sin" in node.name
+    found = compiler.of(function)(x)
     assert compiler.products == [3]
     assert packed_view([parts[0].weight, parts[3].weight]) is not None
     assert packed_view([parts[1].weight, parts[2].weight]) is None
@@ -169,11 +180,11 @@ def test_weights_that_were_exchanged_are_packed_again(compiler, rng):
     assert compiler.products == [2]
 
 
-def test_weights_cannot_move_while_a_graph_is_captured(compiler, rng):
-    module, x, capturing = Heads(), input_of(rng), []
-    function = compiler.of(module, capturing=lambda: bool(capturing))
+def test_weights_cannot_move_while_a_graph_is_captured(compiler, rng, monkeypatch):
+    module, x = Heads(), input_of(rng)
+    function = compiler.of(module)
     function(x)
-    capturing.append(True)
+    monkeypatch.setattr(packing, "capturing", lambda: True)
     assert not unlike(module, x, function(x)).any(), "they lie where they should"
     module.double().float()
     at = [weight.data_ptr() for weight in module.weights()]
@@ -232,10 +243,11 @@ def test_parts_that_no_vector_load_could_begin_with_stay_apart(compiler, rng):
 
 
 @pytest.mark.parametrize(("rows", "products"), [(128, [2]), (129, [3]), (385, [4])])
-def test_products_that_fill_a_gpu_stay_apart(rows, products, compiler, rng):
+def test_products_that_fill_a_gpu_stay_apart(rows, products, compiler, rng, monkeypatch):
     """Of 6, 2 and 3 tiles for each 128 rows, on a GPU of 8 multiprocessors."""
     module = Heads(rows=(6 * 128, 2 * 128, 3 * 128)).eval()
-    run = compiler.of(module, multiprocessors=lambda device: 8)
+    monkeypatch.setattr(packing, "multiprocessors", lambda device: 8)
+    run = compiler.of(module)
     x = input_of(rng, rows)
     assert not unlike(module, x, run(x)).any()
     assert compiler.products == products
@@ -298,7 +310,7 @@ def test_an_input_that_is_written_is_another_one(write, compiler, rng):
     assert compiler.products == [2]
 
 
-def test_a_triton_kernel_of_the_model_may_write_its_input():
+def test_a_triton_kernel_of_the_model_may_write_its_input(every_product):
     graph = fx.Graph()
     x, weights = graph.placeholder("x"), [graph.placeholder(name) for name in "ab"]
     linear = nn.functional.linear
@@ -306,10 +318,10 @@ def test_a_triton_kernel_of_the_model_may_write_its_input():
     graph.call_function(triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "kwargs": {"x": x}})
     graph.output((first, graph.call_function(linear, (x, weights[1]))))
     given = {weight: nn.Parameter(torch.randn(8, WIDTH)) for weight in weights}
-    assert projection_groups(graph, given, is_output) == []
+    assert projection_groups(graph, given) == []
 
 
-def test_what_no_part_of_a_product_can_be_used_for_stays_as_it_was(rng):
+def test_what_no_part_of_a_product_can_be_used_for_stays_as_it_was(rng, every_product):
     """Rows and heads as one dimension: the parts of a product have its stride."""
     module, x = Heads(rows=(16, 16, 16)), input_of(rng)
 
@@ -317,9 +329,8 @@ def test_what_no_part_of_a_product_can_be_used_for_stays_as_it_was(rng):
         return [part(x).view(-1, 8) for part in module.parts]
 
     torch._dynamo.reset()
-    compiled = torch.compile(
-        function, backend=functools.partial(compile_packed, compiler=aot_eager, reads=is_output), fullgraph=True
-    )
+    backend = functools.partial(compile_packed, compiler=aot_eager)
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
     with torch.inference_mode():
         assert [torch.equal(*pair) for pair in zip(compiled(x), function(x), strict=True)] == [True] * 3
     assert packed_view(module.weights()) is None

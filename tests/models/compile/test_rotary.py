@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefixkit.models.compile.layers import inductor, is_own_op
+from prefixkit.models.compile.layers import inductor
 from prefixkit.models.compile.packing import compile_packed
 from prefixkit.models.compile.rotary import with_rotary_append
 from prefixkit.ops.library import NoBackward
@@ -73,7 +73,7 @@ def keys_first(given, pages, slots, attention):
 def angles_for_others_too(given, pages, slots, attention):
     q, k, v, cos, sin = given
     wide = cos.unsqueeze(1), sin.unsqueeze(1)
-    q, k = (x.mul(wide[0]) + swapped(x) * wide[1] for x in (q, k))
+    q, k = (x * wide[0] + swapped(x) * wide[1] for x in (q, k))
     append(k, v, pages, slots)
     return attend(q, pages, attention) * wide[0].transpose(1, 2)
 
@@ -178,7 +178,7 @@ def test_layers_of_families_say_the_same_with_one_op(family, dynamo, rng):
         return functional(graph, inputs)
 
     def as_it_is(graph, inputs):
-        return compile_packed(graph, inputs, as_traced, is_own_op)
+        return compile_packed(graph, inputs, as_traced)
 
     decode = Decode(TreeDriver, make_model(family), rng)
     with_op, without = decode.runner(compiler=noted), decode.runner(compiler=as_it_is)

@@ -89,6 +89,7 @@ TURNS = {
     ),
     "only cos": lambda x, cos, sin: x * cos.unsqueeze(1) + x * sin.unsqueeze(1),
     "and then the other way": lambda x, cos, sin: -turned(x, cos, sin),
+    "a number for cos": lambda x, cos, sin: x * 0.5 + swapped(x) * sin.unsqueeze(1),
     "angles first": lambda x, cos, sin: cos.unsqueeze(1) * x + sin.unsqueeze(1) * swapped(x),
 }
 

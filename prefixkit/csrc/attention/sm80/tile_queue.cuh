@@ -1,11 +1,11 @@
 // The KV tiles of a block's tile items in the order in which they are computed, looked up ahead of their copies.
 //
-// shapes     an item has any number of rows, TILE of them a tile; its KV tiles of KV_TILE tokens begin at multiples of 16 slots.
-// tiling     an item of more rows than a tile is walked once for each slice of TILE rows: whatever tiles a plan was made for.
-//            A queue of QUEUE KV tiles in shared memory, which one warp refills: a lane looks up one group of 16 tokens, so that the pages
-//            of many KV tiles cost the latency of one read.
+// shapes     an item has any number of rows, TILE of them a tile; its KV tiles begin at multiples of 16 slots.
+// tiling     an item of more than TILE rows is walked once for each slice of TILE rows, so plans do not depend on
+//            TILE.  One warp refills a queue of QUEUE KV tiles in shared memory, a lane for each group of 16 tokens, so
+//            that the pages of many KV tiles cost the latency of one read.
 // cost       one refill for several KV tiles of a long segment, and one for every short segment.
-// limits     groups of at most 128 tiles, 65,536 KV heads.
+// limits     GQA groups of at most 128 tiles, 65,536 KV heads.
 #pragma once
 #include "attention/gather.cuh"
 #include "attention/sm80/merge_rows.cuh"
@@ -13,66 +13,61 @@
 
 namespace prefixkit {
 
-#ifndef PREFIXKIT_SHARED
-#define PREFIXKIT_SHARED 101376                  // 99 KB are what the smallest of these GPUs gives a block
-#endif
-
 constexpr int BLOCK_WARPS = 4;
-constexpr int PLANNED_ROWS = 128;                // of an item, unless one query's group has more
-constexpr int STRIPES = D <= 128 ? 2 : 1;        // of 64 rows in a tile
+constexpr int PLANNED_ROWS = 128;          // of an item, unless one query's group has more
+constexpr int STRIPES = D <= 128 ? 2 : 1;  // of 64 rows in a tile
 constexpr int TILE = 64 * STRIPES;
 // Tokens of a KV tile, where three tiles of so many fit beside the queries.
 constexpr int KV_TILE = (TILE + 3 * 64) * COLUMNS * 128 + 1024 <= PREFIXKIT_SHARED ? 64 : 32;
-constexpr int PARTS = KV_TILE / GROUP;              // groups of a KV tile, one for each warp that copies
+constexpr int PARTS = KV_TILE / GROUP;  // groups of a KV tile, one for each warp that copies
 constexpr int Q_BYTES = TILE * COLUMNS * 128, SLOT_BYTES = KV_TILE * COLUMNS * 128;
 
 struct __align__(16) KVTile {
-    u32 row[4];                                  // where each group begins, in 16-byte vectors; RAGGED: its rows must be looked up
-    u32 what;                                    // flags: FIRST, LAST, CAUSAL, STOP; low << 8, high << 16: tokens [low, high) count
-    int position;                                // of token 0
-    int q_begin, partial;                        // of the item
-    u32 tile;                                    // KV head, rows of this tile << 16, slice of the group << 24
-    int pages, slot;                             // of the node, and where in them token 0 lies
+    u32 row[4];              // where each group begins, in 16-byte vectors; RAGGED: its rows must be looked up
+    u32 bits;                // FIRST, LAST, CAUSAL, STOP; low << 8; high << 16: tokens [low, high) count
+    int position;            // of token 0
+    int q_begin, partial;    // of the item
+    u32 tile;                // KV head, rows of this tile << 16, slice of the item << 24
+    int pages, slot;         // of the node, and where in them token 0 lies
     int pad;
 
-    DEVICE int flags() const { return what & 255; }
-    DEVICE int low() const { return what >> 8 & 255; }
-    DEVICE int high() const { return what >> 16; }
+    DEVICE int flags() const { return bits & 255; }
+    DEVICE int low() const { return bits >> 8 & 255; }
+    DEVICE int high() const { return bits >> 16; }
     DEVICE int head() const { return tile & 65535; }
     DEVICE int rows() const { return tile >> 16 & 255; }
     DEVICE int row0() const { return (tile >> 24) * TILE; }
 };
 constexpr u32 RAGGED = ~0u;
 
-// Tiles of the largest item that a plan may hold.  The walk goes through the first tiles of all items, then the second ones and so on.
+// Slices of the largest item that a plan may hold.  The walk takes the first slices of all items, then the second ones.
 DEVICE int slices_of(const Attention& a) { return (max(group_of(a), PLANNED_ROWS) + TILE - 1) / TILE; }
 
 // Where a block is in its share of the tile list.
 struct __align__(16) Walk {
-    int round, filled;                           // entries begun; KV tiles in the queue so far
-    int flags, seg, seg_end;                     // of the item
-    int first;                                   // position of its first query
-    VisibleRange range;                                 // of its queries
+    int round, filled;        // entries begun; KV tiles in the queue so far
+    int flags, seg, seg_end;  // of the item
+    int first;                // position of its first query
+    VisibleRange range;       // of its queries
     int q_begin, partial;
     u32 tile;
-    Span span;                                   // what is left of its segment
-    int pad[1];
+    Span span;                // what is left of its segment
+    int pad;
 };
-enum { CLIP = 16 };                              // a causal item: not all of its queries see all that one sees
+enum { CLIP = 16 };  // a causal item: its queries may see different tokens
 
 constexpr int EXTRA_BYTES = TILE * 4 + int(sizeof(Walk));  // positions of the tile's rows, and the walk
 constexpr int KV_TILE_INFO = int(sizeof(KVTile));
 constexpr int FITTING = (PREFIXKIT_SHARED - Q_BYTES - EXTRA_BYTES - 8 * KV_TILE_INFO) / SLOT_BYTES;
-// Odd, so that a step on keys always fetches keys.
-constexpr int SLOTS = FITTING >= 5 ? 5 : 3;
-constexpr int AHEAD = SLOTS / 2;                 // KV tiles fetched before they are computed
+constexpr int SLOTS = FITTING >= 5 ? 5 : 3;  // odd, so that a step on keys always fetches keys
+constexpr int AHEAD = SLOTS / 2;             // KV tiles fetched before they are computed
 constexpr int INFOS_FIT = (PREFIXKIT_SHARED - Q_BYTES - EXTRA_BYTES - SLOTS * SLOT_BYTES) / KV_TILE_INFO;
 constexpr int QUEUE = INFOS_FIT >= 32 ? 32 : INFOS_FIT >= 16 ? 16 : 8;
 constexpr int TILE_BYTES = Q_BYTES + SLOTS * SLOT_BYTES + EXTRA_BYTES + QUEUE * KV_TILE_INFO;
 
 struct TileShared {
     u32 q, ring;
-    int* positions;                              // of the tile's rows
+    int* positions;  // of the tile's rows
     KVTile* kv_tiles;
     Walk* walk;
 };
@@ -85,14 +80,8 @@ struct Refill {
 
     DEVICE Refill(const Attention& a, const TileShared& s) : a(a), kv_tiles(s.kv_tiles), w(*s.walk) {}
 
-    // The first item.
-    DEVICE void begin() {
-        w.round = w.filled = 0;
-        next_item();
-    }
-
     DEVICE void next_item() {
-        const int group = group_of(a), heads = a.counts[0] * a.kv_heads, entries = heads * slices_of(a);
+        const int heads = a.counts[0] * a.kv_heads, entries = heads * slices_of(a);
         Item item = {};
         int slice = 0, rows = 0;
         do {
@@ -102,62 +91,54 @@ struct Refill {
             rows = 0;  // beyond the last entry
             if (entry == entries) continue;
             item = load_item(a.tile_items, walk_entry(a, entry - slice * heads), a.kv_heads, a.tile_capacity);
-            rows = min(TILE, (item.q_end - item.q_begin) * group - slice * TILE);
+            rows = min(TILE, (item.q_end - item.q_begin) * group_of(a) - slice * TILE);
         } while (rows <= 0);
         w.tile = u32(item.head) | u32(rows) << 16 | u32(slice) << 24;
         w.q_begin = item.q_begin, w.partial = item.partial;
         w.first = item.causal ? int(a.q_positions[item.q_begin]) : 0;
-        w.range = visible_range(a, item.causal, first_position(a, item), item.causal ? int(a.q_positions[item.q_end - 1]) : 0);
+        w.range = visible_range(a, item, first_position(a, item));
         w.flags = FIRST | (item.causal ? CLIP : 0);
         w.seg = item.seg_begin + 1, w.seg_end = item.seg_end;
         w.span = load_span(a, item.node, item.begin, item.end, w.range);
-        skip_empty();
+        skip_empty(a, w.span, w.seg, w.seg_end, w.range);
     }
 
-    DEVICE void skip_empty() {
-        while (w.span.slot >= w.span.end && w.seg < w.seg_end) {
-            w.span = load_span(a, a.segments[3 * w.seg], a.segments[3 * w.seg + 1], a.segments[3 * w.seg + 2], w.range);
-            ++w.seg;
-        }
-    }
-
-    // At most `room` KV tiles of one segment.  An item without tokens gives one empty KV tile.
-    DEVICE void add(int room) {
+    // Adds at most `most` KV tiles of one segment.  An item without tokens gives one empty KV tile.
+    DEVICE void add(int most) {
         const int lane = lane_anew(), mine = lane / PARTS, part = lane % PARTS;
         const int begin = w.span.slot & ~15, left = (w.span.end - begin + KV_TILE - 1) / KV_TILE;
-        const int count = min(min(room, 32 / PARTS), (w.flags & STOP) ? room : max(1, left));
+        const int count = min(min(most, 32 / PARTS), (w.flags & STOP) ? most : max(1, left));
         const int slot = begin + mine * KV_TILE, at = slot + part * GROUP;
         const int low = mine == 0 ? w.span.slot - begin : 0, high = max(0, min(KV_TILE, w.span.end - slot));
-        const bool in_pages = a.page_size % GROUP == 0 && (a.page_size & (a.page_size - 1)) == 0;
-        const bool whole = in_pages && mine < count && !(w.flags & STOP) && part * GROUP >= low && (part + 1) * GROUP <= high;
+        const bool inside = part * GROUP >= low && (part + 1) * GROUP <= high;
+        const bool whole = pages_are_aligned(a) && mine < count && !(w.flags & STOP) && inside;
         const int page = whole ? a.pages[w.span.pages + page_index(a, at)] : 0;
         KVTile* to = kv_tiles + (w.filled + mine) % QUEUE;
-        const int position = w.span.position + slot, pages = w.span.pages, flags = w.flags;
-        const int head = w.tile & 65535, q_begin = w.q_begin, partial = w.partial, first = w.first;
-        const u32 tile = w.tile;
+        const Walk was = w;
         bool done = false;
-        if (!(flags & STOP)) {
+        if (!(w.flags & STOP)) {
             w.span.slot = begin + count * KV_TILE;
-            skip_empty();
+            skip_empty(a, w.span, w.seg, w.seg_end, w.range);
             done = w.span.slot >= w.span.end;
             w.flags &= ~FIRST;
         }
         if (mine < count) {
-            to->row[part] = whole ? row_of(a, page, place_in_page(a, at), head) : RAGGED;
+            to->row[part] = whole ? row_of(a, page, place_in_page(a, at), was.tile & 65535) : RAGGED;
             if (part == 0) {
+                const int position = was.span.position + slot;
                 // Where the first query sees the whole KV tile, so do the others.
-                const bool compare = (flags & CLIP) && position + KV_TILE - 1 > first;
-                to->what = (flags & STOP) | (mine == 0 ? flags & FIRST : 0) | (mine == count - 1 && done ? LAST : 0) |
-                           (compare ? CAUSAL : 0) | low << 8 | high << 16;
-                to->position = position, to->q_begin = q_begin, to->partial = partial, to->tile = tile;
-                to->pages = pages, to->slot = slot;
+                const bool compare = (was.flags & CLIP) && position + KV_TILE - 1 > was.first;
+                to->bits = (was.flags & STOP) | (mine == 0 ? was.flags & FIRST : 0) | (compare ? CAUSAL : 0) |
+                           (mine == count - 1 && done ? LAST : 0) | low << 8 | high << 16;
+                to->position = position, to->q_begin = was.q_begin, to->partial = was.partial, to->tile = was.tile;
+                to->pages = was.span.pages, to->slot = slot;
             }
         }
         w.filled += count;
         if (done) next_item();
     }
 
-    // Adds KV tiles up to number `limit`, until number `need` is there.
+    // Adds KV tiles up to number `limit`, until the queue has number `need`.
     DEVICE void until(int need, int limit, Walk* keep) {
         do add(limit - w.filled); while (w.filled <= need);
         __syncwarp();

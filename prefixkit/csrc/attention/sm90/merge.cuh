@@ -1,8 +1,8 @@
 // The end of a launch on Hopper where there are many rows to merge: partial states come by bulk copies.
 //
-// tiling     a warp merges slabs of 8 heads of a row, 4 lanes a head.  A partial state of a slab is 8 D floats in one copy, which a ring in
-//            shared memory, free by now, holds six of: loads through L1, of which the rings leave 28 KB, would keep too few under way.
-// cost       reads each partial state once (4 D + 4 bytes per head), at what the L2 gives.
+// tiling     a warp merges slabs of 8 heads of a row, 4 lanes a head.  A slab of a partial state is one copy of 8 D
+//            floats into a ring of six in shared memory: the 28 KB of L1 would keep too few loads in flight.
+// cost       reads each partial state once (4 D + 4 bytes per head), at the bandwidth of the L2.
 // limits     heads are a multiple of 4: 16-byte copies of log-sum-exps.
 #pragma once
 #include "attention/merge.cuh"
@@ -21,21 +21,16 @@ struct SlabRing {
         lse = rings + SLAB_WARPS * SLAB_STAGES * SLAB_BYTES + warp * (SLAB_STAGES * SLAB * 4);
         full = rings + SLAB_WARPS * SLAB_STAGES * (SLAB_BYTES + SLAB * 4) + warp * (SLAB_STAGES * 8);
     }
-    DEVICE void begin() const {
-        for (int i = 0; i < SLAB_STAGES; ++i) barrier_init(full + 8 * i, 1);
-        async_fence();
-    }
 };
 
-// Up to 32 pairs (row, slab) of one warp, lane i knowing number i.
-struct SlabUnits {
-    int first, step, number;        // unit i is first + i * step
-    int begin, count, part0, part1; // this lane's: where its partials are listed, how many, the first two
+// Up to 32 pairs (row, slab) of one warp: pair i is number first + i * step of all, and lane i knows its partials.
+struct SlabBatch {
+    int first, step, size;
+    int begin = 0, count = 0, part0 = 0, part1 = 0;  // where this lane's partials are listed, how many, the first two
 
-    DEVICE SlabUnits(const Attention& a, int first, int step, int units, int slabs) : first(first), step(step) {
-        number = first < units ? min(32, (units - first + step - 1) / step) : 0;
-        begin = count = part0 = part1 = 0;
-        if (lane_anew() >= number) return;
+    DEVICE SlabBatch(const Attention& a, int first, int step, int pairs, int slabs) : first(first), step(step) {
+        size = first < pairs ? min(32, (pairs - first + step - 1) / step) : 0;
+        if (lane_anew() >= size) return;
         const int row = (first + lane_anew() * step) / slabs;
         begin = a.merge_indptr[row], count = a.merge_indptr[row + 1] - begin;
         if (count > 0) part0 = a.merge_indices[begin];
@@ -44,85 +39,82 @@ struct SlabUnits {
 };
 
 // A partial of a pair, in the order in which they are merged.
-struct SlabPlace {
-    int unit = 0, part = 0;
-    // Passes over units without partials; false at the end.
-    DEVICE bool settle(const SlabUnits& u) {
-        while (unit < u.number && part >= __shfl_sync(~0u, u.count, unit)) ++unit, part = 0;
-        return unit < u.number;
+struct SlabPartial {
+    int pair = 0, part = 0;
+    // Passes over pairs without partials; false at the end.
+    DEVICE bool find(const SlabBatch& b) {
+        while (pair < b.size && part >= __shfl_sync(~0u, b.count, pair)) ++pair, part = 0;
+        return pair < b.size;
     }
 };
 
-DEVICE void slab_issue(const Attention& a, const SlabRing& ring, const SlabUnits& u, SlabPlace& place, int slabs, int stage) {
-    if (!place.settle(u)) return;
-    const int unit = u.first + place.unit * u.step, head = unit % slabs * SLAB, heads = min(SLAB, a.heads - head);
-    const int first = __shfl_sync(~0u, place.part == 0 ? u.part0 : u.part1, place.unit), begin = __shfl_sync(~0u, u.begin, place.unit);
-    const long long at = (long long)(place.part < 2 ? first : a.merge_indices[begin + place.part]) * a.heads + head;
+DEVICE void slab_issue(
+    const Attention& a, const SlabRing& ring, const SlabBatch& b, SlabPartial& p, int slabs, int stage) {
+    if (!p.find(b)) return;
+    const int head = (b.first + p.pair * b.step) % slabs * SLAB, heads = min(SLAB, a.heads - head);
+    const int known = __shfl_sync(~0u, p.part == 0 ? b.part0 : b.part1, p.pair);
+    const int begin = __shfl_sync(~0u, b.begin, p.pair);
+    const long long at = (long long)(p.part < 2 ? known : a.merge_indices[begin + p.part]) * a.heads + head;
     if (lane_anew() == 0) {
         barrier_arrive_expect(ring.full + 8 * stage, heads * (D * 4 + 4));
         copy_bulk(ring.data + stage * SLAB_BYTES, a.partial_out + at * D, heads * (D * 4), ring.full + 8 * stage);
         copy_bulk(ring.lse + stage * (SLAB * 4), a.partial_lse + at, heads * 4, ring.full + 8 * stage);
     }
-    ++place.part;
+    ++p.part;
 }
 
-// Vector j of a lane: heads begin at different ones, so that the 8 lanes that read together find different banks.
-DEVICE int slab_column(int lane, int j) { return 4 * (lane % SLAB_LANES + SLAB_LANES * ((j + lane / SLAB_LANES) % SLAB_VECTORS)); }
+// Where a lane's vector j begins in its head; heads begin at different ones, so that 8 lanes read from different banks.
+DEVICE int slab_column(int lane, int j) {
+    return 4 * (lane % SLAB_LANES + SLAB_LANES * ((j + lane / SLAB_LANES) % SLAB_VECTORS));
+}
 
 DEVICE void slab_merge(const SlabRing& ring, int stage, Merged<SLAB_VECTORS>& f) {
     const int lane = lane_anew(), head = lane / SLAB_LANES;
     float lse[1] = {load_shared1(ring.lse + stage * (SLAB * 4) + 4 * head)};
     float4 x[1][SLAB_VECTORS];
 #pragma unroll
-    for (int j = 0; j < SLAB_VECTORS; ++j) x[0][j] = load_shared(ring.data + stage * SLAB_BYTES + 4 * (head * D + slab_column(lane, j)));
+    for (int j = 0; j < SLAB_VECTORS; ++j)
+        x[0][j] = load_shared(ring.data + stage * SLAB_BYTES + 4 * (head * D + slab_column(lane, j)));
     merge_partials<1>(f, lse, x, 1);
 }
 
-DEVICE void slab_finish(const Attention& a, const Merged<SLAB_VECTORS>& f, int row, int slab) {
-    const int lane = lane_anew(), head = slab * SLAB + lane / SLAB_LANES;
-    if (head >= a.heads) return;
-    float lse = f.total > 0.f ? f.top + LN2 * log2_fast(f.total) : MINUS_INFINITY;
-    const float factor = (f.total > 0.f ? reciprocal(f.total) : 0.f) * join_sink(lse, head, a.parameters);
-    const long long at = (long long)row * a.heads + head;
-#pragma unroll
-    for (int j = 0; j < SLAB_VECTORS; ++j)
-        *(uint2*)(a.out + at * D + slab_column(lane, j)) =
-            make_uint2(pack(f.sum[j].x * factor, f.sum[j].y * factor), pack(f.sum[j].z * factor, f.sum[j].w * factor));
-    if (lane % SLAB_LANES == 0) a.lse[at] = lse;
-}
-
-// `warp` of SLAB_WARPS in each block: merges its share of all rows.  `block_barrier` returns once no warp of the block uses the rings,
-// `all_barrier` once all partial states are written.
+// `warp` of SLAB_WARPS in each block: merges its share of all rows.  `block_barrier` returns once no warp of the block
+// uses the rings, `all_barrier` once all partial states are written.
 template <class BlockBarrier, class AllBarrier>
-DEVICE void merge_slabs(const Attention& a, int rows, u32 rings, int warp, BlockBarrier block_barrier, AllBarrier all_barrier) {
-    const int slabs = (a.heads + SLAB - 1) / SLAB, units = rows * slabs, step = gridDim.x * SLAB_WARPS;
+DEVICE void merge_slabs(
+    const Attention& a, int rows, u32 rings, int warp, BlockBarrier block_barrier, AllBarrier all_barrier) {
+    const int slabs = (a.heads + SLAB - 1) / SLAB, pairs = rows * slabs, step = gridDim.x * SLAB_WARPS;
     const SlabRing ring(rings, warp);
     int first = blockIdx.x + gridDim.x * warp, stage = 0, phase = 0;
-    SlabUnits u(a, first, step, units, slabs);
+    SlabBatch b(a, first, step, pairs, slabs);
     block_barrier();
-    if (lane_anew() == 0) ring.begin();
+    if (lane_anew() == 0) {
+        for (int i = 0; i < SLAB_STAGES; ++i) barrier_init(ring.full + 8 * i, 1);
+        async_fence();
+    }
     all_barrier();
     async_fence_global();  // partial states were written by ordinary stores
-    while (u.number > 0) {
-        SlabPlace ahead, here;
+    while (b.size > 0) {
+        SlabPartial ahead, here;
 #pragma unroll 1
-        for (int i = 0; i < SLAB_STAGES; ++i) slab_issue(a, ring, u, ahead, slabs, (stage + i) % SLAB_STAGES);
-        while (here.settle(u)) {
-            Merged<SLAB_VECTORS> f = {};
-            f.top = MINUS_INFINITY;
-            const int count = __shfl_sync(~0u, u.count, here.unit), unit = u.first + here.unit * step;
+        for (int i = 0; i < SLAB_STAGES; ++i) slab_issue(a, ring, b, ahead, slabs, (stage + i) % SLAB_STAGES);
+        while (here.find(b)) {
+            Merged<SLAB_VECTORS> f;
+            const int count = __shfl_sync(~0u, b.count, here.pair), pair = b.first + here.pair * step;
 #pragma unroll 1
             for (; here.part < count; ++here.part) {
                 barrier_wait(ring.full + 8 * stage, phase);
                 slab_merge(ring, stage, f);
                 __syncwarp();
-                slab_issue(a, ring, u, ahead, slabs, stage);
+                slab_issue(a, ring, b, ahead, slabs, stage);
                 if (++stage == SLAB_STAGES) stage = 0, phase ^= 1;
             }
-            slab_finish(a, f, unit / slabs, unit % slabs);
+            const int lane = lane_anew(), head = pair % slabs * SLAB + lane / SLAB_LANES;
+            auto column = [&](int j) { return slab_column(lane, j); };
+            if (head < a.heads) finish_head(a, f, pair / slabs, head, lane % SLAB_LANES == 0, column);
         }
         first += 32 * step;
-        u = SlabUnits(a, first, step, units, slabs);
+        b = SlabBatch(a, first, step, pairs, slabs);
     }
 }
 

@@ -1,12 +1,12 @@
-// Attention of many query rows to shared KV on Hopper: the matrix path.
+// The tensor-core tile path on Hopper: attention of many tile rows to shared KV.
 //
-// shapes     an item has up to 128 rows, (query, head of the group) pairs of one KV head, and any KV.
-// tiling     two warpgroups of 64 rows share KV tiles of 64 tokens, which two warps load (tile_load.cuh).  Q lives in registers:
-//            with Q in shared memory, wgmma would read its 2 KB again with every 2 KB of K, more than shared memory gives.  S = Q K^T,
-//            P stays in registers.  Each warpgroup issues Q K^T of a KV tile before P V of the last, and what it needs for the next KV tile it
-//            looks up meanwhile; the exponents of one hide behind the products of the other, without taking turns.
-// uniform    all that says where a KV tile lies is in the uniform registers of a warp: descriptors from ordinary ones cost each product
-//            some 30 cycles, as much as it takes.  So flags and counts that decide over branches go through `uniform`.
+// shapes     an item has up to 128 tile rows, (query, head of the group) pairs of one KV head, and any KV.
+// tiling     two warpgroups of 64 rows share KV tiles of 64 tokens, which two warps load (tile_load.cuh).  Q and P stay
+//            in registers: with Q in shared memory, wgmma would read its 2 KB again with every 2 KB of K.  A warpgroup
+//            issues Q K^T of a KV tile before P V of the one before; the exponentials of one warpgroup overlap the
+//            products of the other, without taking turns.
+// uniform    stages, flags and counts go through `uniform`: descriptors in ordinary registers cost each product some 30
+//            cycles, as much as it takes.
 // cost       4 D flops per row and token against 790 TFLOP/s (dense bf16); 4 D bytes of KV per token and tile.
 // limits     D 64 or 128; items of at most 64 rows leave the second warpgroup idle.
 #pragma once
@@ -15,16 +15,15 @@
 
 namespace prefixkit {
 
-constexpr int TILE = 128;                        // rows: two warpgroups of 64
-
 DEVICE void scores(TileState& w, u32 tile) {
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i) wgmma_rows(w.s, w.q + 4 * i, tile + (i / 4) * (KV_TILE * 8) + (i % 4) * 2, i != 0);
+    for (int i = 0; i < D / 16; ++i)
+        wgmma_rows(w.s, w.q + 4 * i, tile + (i / 4) * (KV_TILE * 8) + (i % 4) * 2, i != 0);
     wgmma_commit();
 }
 
-// Outputs, and the sums of the weights that they are made of: a column of ones beside V.
+// Adds to outputs, and to the sums of their weights by a column of ones beside V.
 DEVICE void add_values(TileState& w, u32 tile, u32 ones) {
     wgmma_fence();
 #pragma unroll
@@ -42,23 +41,23 @@ DEVICE void write_ones(u32 at) {
     async_fence();
 }
 
-// Exponentials are taken against a base for each row, which need not be the largest exponent: it starts at LOWEST and rises only when
-// one passes it by too much, for then lanes must agree on a new one, and older sums and outputs shrink (as in FlashAttention-4).
-// Outputs are divided by the sum of exponentials as the product with V sees them, rounded: else the largest, which is not 1 here,
-// would weigh too much or too little by its rounding.  The log-sum-exp is of the exponentials themselves.
+// A row's base (variant.cuh) rises seldom, because lanes then agree on a new one and shrink older sums and outputs (as
+// in FlashAttention-4).  Outputs are divided by the sum of the rounded exponentials, as the product with V uses them:
+// the largest is not 1 here and is rounded like the others.  The log-sum-exp uses the exponentials themselves.
 
-// The common case: no mask, no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was too
-// large: then the scores are lost, and nothing else has changed.
+// The common case: no mask, no search for the largest.  Returns false, the same in all lanes of a warp, if an
+// exponential was too large: then the scores are lost, and nothing else has changed.
 DEVICE bool exponentials_at_once(const Attention& a, TileState& w) {
     float sum[2] = {};
 #pragma unroll
-    for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]), sum[i >> 1 & 1] += w.s[i];
+    for (int i = 0; i < KV_TILE / 2; ++i)
+        w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]), sum[i >> 1 & 1] += w.s[i];
     if (__any_sync(~0u, sum[0] > ALLOWED || sum[1] > ALLOWED)) return false;
     w.sum[0] += sum[0], w.sum[1] += sum[1];
     return true;
 }
 
-// The scores that were lost, by each warp for itself: its operands of wgmma are those of mma too.
+// Computes the lost scores again, each warp for itself: its operands of wgmma are those of mma too.
 DEVICE void scores_again(TileState& w, u32 k) {
     const int lane = lane_anew();
 #pragma unroll
@@ -67,7 +66,7 @@ DEVICE void scores_again(TileState& w, u32 k) {
 #pragma unroll
         for (int i = 0; i < D / 16; i += 2) {
             u32 m[4];
-            load_matrix(m, k + piece_at<KV_TILE>(8 * j + (lane & 7), 2 * i + (lane >> 3)));
+            load_matrix(m, k + vector_at<KV_TILE>(8 * j + (lane & 7), 2 * i + (lane >> 3)));
             mma(dot, {w.q[4 * i], w.q[4 * i + 1], w.q[4 * i + 2], w.q[4 * i + 3]}, m[0], m[1]);
             mma(dot, {w.q[4 * i + 4], w.q[4 * i + 5], w.q[4 * i + 6], w.q[4 * i + 7]}, m[2], m[3]);
         }
@@ -76,21 +75,24 @@ DEVICE void scores_again(TileState& w, u32 k) {
     }
 }
 
-// Any case.  Returns whether the base rose, the same in all lanes of a warp; then `shrink` holds the factors for outputs.
-DEVICE bool exponentials(const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, TileState& w, float (&shrink)[2]) {
-    const int column = 2 * (threadIdx.x & 3), group = group_of(a);
+// Any case.  Returns whether the base rose, the same in all lanes of a warp; then `shrink` holds the factors for
+// outputs.
+DEVICE bool exponentials(
+    const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, TileState& w, float (&shrink)[2]) {
+    const int column = 2 * (threadIdx.x & 3);
     if (MODIFIED || (c.flags & COMPARE)) {
         int head[2], q_position[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = min(row0 + 8 * i, item.rows - 1), query = row / group;
-            head[i] = item.head * group + row - query * group;
-            q_position[i] = MODIFIED || (c.flags & CAUSAL) ? int(a.q_positions[item.q_begin + query]) : 0;
+            const TileRow row(a, item.head, min(row0 + 8 * i, item.rows - 1));
+            head[i] = row.head;
+            q_position[i] = MODIFIED || (c.flags & CAUSAL) ? int(a.q_positions[item.q_begin + row.query]) : 0;
         }
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i) {
             const int row = i >> 1 & 1, token = 8 * (i / 4) + column + (i & 1), position = c.position + token;
-            const bool visible = token >= c.low && token < c.high && (!(c.flags & CAUSAL) || position <= q_position[row]);
+            bool visible = token >= c.low && token < c.high;
+            visible = visible && (!(c.flags & CAUSAL) || position <= q_position[row]);
             w.s[i] = exponent(w.s[i], a.scale, visible, q_position[row], position, head[row], a.parameters);
         }
     } else {
@@ -101,22 +103,22 @@ DEVICE bool exponentials(const Attention& a, const KVTileInfo& c, const TileItem
 #pragma unroll
     for (int i = 0; i < KV_TILE / 8; ++i) {
 #pragma unroll
-        for (int row = 0; row < 2; ++row) top[row] = fmaxf(top[row], fmaxf(w.s[4 * i + 2 * row], w.s[4 * i + 2 * row + 1]));
+        for (int row = 0; row < 2; ++row)
+            top[row] = fmaxf(top[row], fmaxf(w.s[4 * i + 2 * row], w.s[4 * i + 2 * row + 1]));
     }
     const bool rose = __any_sync(~0u, top[0] > w.base[0] + HEADROOM || top[1] > w.base[1] + HEADROOM);
     if (rose) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            top[row] = fmaxf(top[row], __shfl_xor_sync(~0u, top[row], 1));
-            top[row] = fmaxf(top[row], __shfl_xor_sync(~0u, top[row], 2));
-            const float base = fmaxf(w.base[row], top[row]);
+            const float base = fmaxf(w.base[row], lanes_max<1, 4>(top[row]));
             shrink[row] = exp2_fast(w.base[row] - base);
             w.base[row] = base;
             w.sum[row] *= shrink[row];
         }
     }
 #pragma unroll
-    for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] = exp2_fast(w.s[i] - w.base[i >> 1 & 1]), w.sum[i >> 1 & 1] += w.s[i];
+    for (int i = 0; i < KV_TILE / 2; ++i)
+        w.s[i] = exp2_fast(w.s[i] - w.base[i >> 1 & 1]), w.sum[i >> 1 & 1] += w.s[i];
     return rose;
 }
 
@@ -126,9 +128,9 @@ DEVICE void pack_exponentials(TileState& w) {
 }
 
 // Where a warpgroup is in the rings.
-struct Place {
+struct Cursor {
     u32 stage = 0, phase = 0;
-    u32 before = 0;          // the stage of the KV tile before
+    u32 before = 0;  // the stage of the KV tile before
     DEVICE void next(const TileShared& s) {
         before = stage;
         if (++stage == s.stages) stage = 0, phase ^= 1;
@@ -136,23 +138,25 @@ struct Place {
 };
 
 DEVICE u32 keys_at(const TileShared& s, u32 stage) { return descriptor(s.k, 16) + stage * (KV_TILE_BYTES / 16); }
-DEVICE u32 values_at(const TileShared& s, u32 stage) { return descriptor(s.v, KV_TILE * 128) + stage * (KV_TILE_BYTES / 16); }
-DEVICE void wait_unit(const TileShared& s, const Place& at) { barrier_wait(s.full + 8 * at.stage, at.phase); }
-DEVICE int kv_tile_flags(const TileShared& s, const Place& at) { return uniform(load_shared_int(s.kv_tiles + 16 * at.stage)); }
-
-DEVICE KVTileInfo read_unit(const TileShared& s, const Place& at) {
-    const int4 x = load_shared_int4(s.kv_tiles + 16 * at.stage);
-    return {x.x, x.y, x.z, x.w};
+DEVICE u32 values_at(const TileShared& s, u32 stage) {
+    return descriptor(s.v, KV_TILE * 128) + stage * (KV_TILE_BYTES / 16);
+}
+DEVICE int kv_tile_flags(const TileShared& s, const Cursor& at) {
+    return uniform(load_shared_int(s.kv_tiles + 16 * at.stage));
+}
+// The flags of a KV tile, once it has landed.
+DEVICE int wait_kv_tile(const TileShared& s, const Cursor& at) {
+    barrier_wait(s.full + 8 * at.stage, at.phase);
+    return kv_tile_flags(s, at);
 }
 
-// Each warp tells the loaders that it has read a stage.
+// Each warp tells the producers that it has read a stage.
 DEVICE void free_stage(u32 empty, u32 stage) { barrier_arrive_warp(empty + 8 * stage); }
 
-// An item with no rows for this warpgroup: only keeps the count.
-DEVICE void tile_skip(const TileShared& s, Place& at) {
+// Passes over an item with no rows for this warpgroup.
+DEVICE void tile_skip(const TileShared& s, Cursor& at) {
     for (bool last = false; !last; at.next(s)) {
-        wait_unit(s, at);
-        last = kv_tile_flags(s, at) & LAST;
+        last = wait_kv_tile(s, at) & LAST;
         free_stage(s.k_empty, at.stage);
         free_stage(s.v_empty, at.stage);
     }
@@ -161,72 +165,71 @@ DEVICE void tile_skip(const TileShared& s, Place& at) {
 // The row of a thread's first scores; it has those of 8 rows further too.
 DEVICE int first_row(int half) { return 64 * half + 16 * (threadIdx.x >> 5 & 3) + (threadIdx.x & 31) / 4; }
 
-DEVICE TileItem read_item(const TileShared& s, int place) {
-    const int4 x = load_shared_int4(s.items + 16 * place);
+template <class T> DEVICE T load_record(u32 from) {
+    const int4 x = load_shared_int4(from);
     return {x.x, x.y, x.z, x.w};
 }
+DEVICE TileItem read_item(const TileShared& s, int place) { return load_record<TileItem>(s.items + 16 * place); }
 
-// What the next products need, looked up while scores are computed; `flags` only mean something if the KV tile is `there`.
-struct Coming {
-    u32 keys, values;        // descriptors: of the next KV tile's keys, of this one's values
-    int flags;
-    bool there;
+// What the next products need, looked up while scores are computed.
+struct Lookahead {
+    u32 keys, values;  // descriptors: of the next KV tile's keys, of this one's values
+    bool landed;       // the next KV tile
+    int flags;         // of the next KV tile, if it has landed
+
+    DEVICE Lookahead(const TileShared& s, const Cursor& at) {
+        Cursor next = at;
+        next.next(s);
+        landed = barrier_ended(s.full + 8 * next.stage, next.phase);
+        flags = landed ? kv_tile_flags(s, next) : 0;
+        keys = uniform(keys_at(s, next.stage)), values = uniform(values_at(s, at.stage));
+    }
 };
-DEVICE Coming look_ahead(const TileShared& s, const Place& at) {
-    Place next = at;
-    next.next(s);
-    Coming c;
-    c.there = barrier_ended(s.full + 8 * next.stage, next.phase);
-    c.flags = c.there ? kv_tile_flags(s, next) : 0;
-    c.keys = uniform(keys_at(s, next.stage)), c.values = uniform(values_at(s, at.stage));
-    return c;
-}
 
-// Tensor cores cut their sums off where a float32 ends, always towards zero: weights, all of one sign, lose 5e-4 in 134,000 tokens, and
-// values a quarter of that.  So what weights there are is added to the rest of them every so often, rounded to nearest.
-constexpr int BRING_OVER = 32;                   // KV tiles
-DEVICE void bring_over(TileState& w) {
+// Tensor cores truncate their sums towards zero: weights, all of one sign, lose 5e-4 in 134,000 tokens, and values a
+// quarter of that.  So every FLUSH KV tiles the weights are added to an ordinary sum, rounded to nearest.
+constexpr int FLUSH = 32;
+DEVICE void flush_weights(TileState& w) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) w.rest[i] += w.weight[2 * i], w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
 }
 
-// When the values of the KV tile before have been added: their stage is free, and weights can be replaced.
-DEVICE void finish_values(const TileShared& s, TileState& w, const Place& at, bool any = true) {
+// Waits until the values of the KV tile before, if `any`, have been added, and frees their stage.
+DEVICE void finish_values(const TileShared& s, TileState& w, const Cursor& at, bool any = true) {
     wgmma_wait<0>();
     pin(w.o), pin(w.weight);
     if (any) free_stage(s.v_empty, at.before);
 }
 
-// Items one after the other.  The next one is asked for before the last values of this one: if it is there by then, its queries come while
-// this one ends.
+// Items one after the other.  The next one is polled before the last values of this one are added: if it is published
+// by then, its queries are read while this one ends.
 struct Items {
     int number = 0;
-    int rows;                // of this item; 0: no more
-    int next;                // of the next one, if `asked`
-    bool asked = false;
+    int rows;  // of this item; 0: no more
+    int next;  // of the next one, if `published`
+    bool published = false;
 
     DEVICE int place() const { return number & 1; }
     DEVICE void begin(const TileShared& s) {
-        if (!asked) barrier_wait(s.item_full + 8 * place(), number >> 1 & 1);
+        if (!published) barrier_wait(s.item_full + 8 * place(), number >> 1 & 1);
         rows = uniform(load_shared_int(s.items + 16 * place() + 4));
     }
-    DEVICE void ask(const TileShared& s) {
-        asked = barrier_ended(s.item_full + 8 * (place() ^ 1), number + 1 >> 1 & 1);
-        if (asked) next = uniform(load_shared_int(s.items + 16 * (place() ^ 1) + 4));
+    DEVICE void poll(const TileShared& s) {
+        published = barrier_ended(s.item_full + 8 * (place() ^ 1), number + 1 >> 1 & 1);
+        if (published) next = uniform(load_shared_int(s.items + 16 * (place() ^ 1) + 4));
     }
 };
 
 // The item is read again where it is needed: registers are short.
-DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Place& at, int half, Items& items) {
+DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cursor& at, int half, Items& items) {
     const int place = items.place();
-    int kv_tiles = 0;                            // since weights were brought over
+    int kv_tiles = 0;  // since weights were flushed
     float shrink[2];
-    wait_unit(s, at);
-    int flags = kv_tile_flags(s, at) | COMPARE;  // the first KV tile finds a base
+    int flags = wait_kv_tile(s, at) | COMPARE;  // the first KV tile finds a base
     scores(w, keys_at(s, at.stage));
-    wgmma_wait<0>();                          // no values yet
+    wgmma_wait<0>();  // no values yet
     pin(w.s);
-    Coming next = look_ahead(s, at);
+    Lookahead next(s, at);
     for (bool first = true;; first = false) {
         wgmma_wait<1>();
         pin(w.s);
@@ -235,7 +238,8 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Pla
             finish_values(s, w, at);
         } else {
             if (!compare) scores_again(w, s.k + at.stage * KV_TILE_BYTES);
-            const bool rose = exponentials(a, read_unit(s, at), read_item(s, place), first_row(half), w, shrink);
+            const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
+            const bool rose = exponentials(a, kv_tile, read_item(s, place), first_row(half), w, shrink);
             finish_values(s, w, at, !first);
             if (rose) {
 #pragma unroll
@@ -246,26 +250,21 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Pla
             }
         }
         pack_exponentials(w);
-        if (++kv_tiles == BRING_OVER) bring_over(w), kv_tiles = 0;
+        if (++kv_tiles == FLUSH) flush_weights(w), kv_tiles = 0;
         if (flags & LAST) break;
         at.next(s);
-        if (next.there) {
-            flags = next.flags;
-        } else {
-            wait_unit(s, at);
-            flags = kv_tile_flags(s, at);
-        }
+        flags = next.landed ? next.flags : wait_kv_tile(s, at);
         const u32 values = next.values;
         scores(w, next.keys);
-        free_stage(s.k_empty, at.before);      // while the tensor cores have more than enough to do
-        next = look_ahead(s, at);
+        free_stage(s.k_empty, at.before);  // while the tensor cores are busy
+        next = Lookahead(s, at);
         add_values(w, values, s.ones);
     }
     add_values(w, values_at(s, at.stage), s.ones);
     free_stage(s.k_empty, at.stage);
     at.next(s);
-    items.ask(s);
-    if (items.asked && 64 * half < items.next) read_queries(a, read_item(s, place ^ 1), w, first_row(half));
+    items.poll(s);
+    if (items.published && 64 * half < items.next) read_queries(a, read_item(s, place ^ 1), w, first_row(half));
     finish_values(s, w, at);
     const TileItem item = read_item(s, place);
     free_stage(s.item_empty, place);
@@ -275,19 +274,19 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Pla
 // One warpgroup: rows 64 `half`... of every item of this block.
 DEVICE void tile_role(const Attention& a, const TileShared& s, int half) {
     TileState w;
-    Place at;
+    Cursor at;
     for (Items items;; ++items.number) {
-        const bool asked = items.asked;
+        const bool published = items.published;
         items.begin(s);
         if (items.rows == 0) break;
         if (64 * half < items.rows) {
-            if (!asked) read_queries(a, read_item(s, items.place()), w, first_row(half));
+            if (!published) read_queries(a, read_item(s, items.place()), w, first_row(half));
             tile_begin(w);
             tile_item(a, s, w, at, half, items);
         } else {
             tile_skip(s, at);
             free_stage(s.item_empty, items.place());
-            items.asked = false;
+            items.published = false;
         }
     }
 }

@@ -1,8 +1,7 @@
 // Rows of tile items on Hopper: queries into registers at an item's beginning, states out of them at its end.
 //
-// tiling     wgmma gives the four lanes of a quad interleaved pairs of a row's columns.  Lanes exchange what they hold, so that memory
-//            sees 64 bytes of a row in one piece: in pairs of columns it would see 8 times as many lines as there are in the rows, and
-//            each costs a cycle.
+// tiling     wgmma gives the four lanes of a quad interleaved pairs of a row's columns.  Lanes exchange them, so that
+//            each access covers 64 contiguous bytes of a row; pairs of columns would take 8 times as many cycles.
 // cost       32 shuffles a warp for queries, 32 for outputs (D 128).
 #pragma once
 #include "attention/variant.cuh"
@@ -11,25 +10,19 @@
 namespace prefixkit {
 
 struct TileState {
-    u32 q[D / 4];         // operands: queries
-    float s[KV_TILE / 2];    // scores, then exponentials, of two rows
-    u32 p[KV_TILE / 4];      // the same, rounded, as operand
+    u32 q[D / 4];          // operands: queries
+    float s[KV_TILE / 2];  // scores, then exponentials, of two rows
+    u32 p[KV_TILE / 4];    // the same, rounded, as operand
     float o[D / 2];
-    float base[2];        // of the two rows
-    float sum[2];         // of this thread's exponentials
-    float weight[4];      // of the row's, rounded: two of each row, the same in the four lanes that hold it
-    float rest[2];        // and those of earlier KV tiles
+    float base[2];         // of the two rows
+    float sum[2];          // of this thread's exponentials
+    float weight[4];       // of the row's, rounded: two of each row, the same in the four lanes that hold it
+    float rest[2];         // and those of earlier KV tiles
 };
 
 struct TileItem {
     int q_begin, rows, partial, head;
 };
-
-// Query and head of a row of an item, as an index of [rows, heads].
-DEVICE long long row_at(const Attention& a, int first, int row, int head, int group) {
-    const int query = divide_small(row, group);
-    return (long long)(first + query) * a.heads + head * group + row - query * group;
-}
 
 // Lane i of each quad gets x[i] of its lanes 0 to 3.
 DEVICE void transpose_quad(u32 (&x)[4]) {
@@ -50,11 +43,10 @@ DEVICE void transpose_quad(u32 (&x)[4]) {
 
 // Reads queries, rows row0 and row0 + 8, as they lie in memory; rows that the item lacks repeat its last.
 DEVICE void read_queries(const Attention& a, const TileItem& item, TileState& w, int row0) {
-    const int group = group_of(a);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = min(row0 + 8 * i, item.rows - 1);
-        const u16* q = a.q + row_at(a, item.q_begin, row, item.head, group) * D + 8 * (threadIdx.x & 3);
+        const u16* q = a.q + TileRow(a, item.head, row).index(a, item.q_begin) * D + 8 * (threadIdx.x & 3);
 #pragma unroll
         for (int m = 0; m < D / 32; ++m) {
             const uint4 x = *(const uint4*)(q + 32 * m);
@@ -99,37 +91,33 @@ DEVICE void store_halves(u16* to, const TileState& w, int i, float factor, bool 
     for (int j = 0; j < D / 8; j += 4) {
         u32 x[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) x[k] = pack(w.o[4 * (j + k) + 2 * i] * factor, w.o[4 * (j + k) + 2 * i + 1] * factor);
+        for (int k = 0; k < 4; ++k) {
+            const float* o = w.o + 4 * (j + k) + 2 * i;
+            x[k] = pack(o[0] * factor, o[1] * factor);
+        }
         transpose_quad(x);
         if (there) *(uint4*)(to + 8 * j) = make_uint4(x[0], x[1], x[2], x[3]);
     }
 }
 
 DEVICE void tile_finish(const Attention& a, const TileItem& item, TileState& w, int row0) {
-    const int group = group_of(a);
-    const bool partial = item.partial >= 0;
     float factor[2];
     long long at[2];
-    bool there[2];
-    // All that is not columns first: what is read later stands behind the stores.
+    // All that is not columns first: reads would wait behind the stores.
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const float weight = w.rest[i] + w.weight[2 * i];
-        float sum = w.sum[i];
-#pragma unroll
-        for (int d = 1; d < 4; d <<= 1) sum += __shfl_xor_sync(~0u, sum, d);
+        const float weight = w.rest[i] + w.weight[2 * i], sum = lanes_sum<1, 4>(w.sum[i]);
         const int row = row0 + 8 * i;
-        there[i] = row < item.rows;
         factor[i] = weight > 0.f ? reciprocal(weight) : 0.f;
-        at[i] = row_at(a, partial ? item.partial : item.q_begin, row, item.head, group);
-        float lse = sum > 0.f ? (w.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
-        if (!partial) factor[i] *= join_sink(lse, item.head * group + row - divide_small(row, group) * group, a.parameters);
-        if (there[i] && (threadIdx.x & 3) == 0) (partial ? a.partial_lse : a.lse)[at[i]] = lse;
+        const float lse = sum > 0.f ? (w.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
+        const bool writes = row < item.rows && (threadIdx.x & 3) == 0;
+        at[i] = D * finish_row(a, item.q_begin, item.partial, TileRow(a, item.head, row), lse, factor[i], writes);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (partial) store_floats(a.partial_out + at[i] * D, w, i, factor[i], there[i]);
-        else store_halves(a.out + at[i] * D, w, i, factor[i], there[i]);
+        const bool there = row0 + 8 * i < item.rows;
+        if (item.partial >= 0) store_floats(a.partial_out + at[i], w, i, factor[i], there);
+        else store_halves(a.out + at[i], w, i, factor[i], there);
     }
 }
 

@@ -1,11 +1,10 @@
 // Attention over a whole tree in one launch, for Hopper (sm_90a).
 //
-// shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D 64 or 128; see plan.cuh for all that a launch gets.
-// tiling     one block per multiprocessor, with roles: two warps load KV tiles for two warpgroups that multiply tiles (tile.cuh),
-//            two load KV tiles for four warps that stream decode items (decode_load.cuh) beside them, so that matrix-bound
-//            prefixes and memory-bound suffixes share each multiprocessor.  At the end all blocks wait at a grid barrier and merge partial states
-//            (merge.cuh, merge_sm90.cuh).
-// cost       floor = max(KV bytes / 4.3 TB/s, flops / 790 TFLOP/s); docs/kernel_log.md has predictions and measurements.
+// shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D 64 or 128; see plan.cuh.
+// tiling     one block per multiprocessor, with roles: two warps load KV tiles for two warpgroups that multiply tiles
+//            (tile.cuh), two load KV tiles for four warps that stream decode items (decode_load.cuh), so that
+//            compute-bound and bandwidth-bound work share each multiprocessor.  After a grid barrier the blocks merge.
+// cost       floor = max(KV bytes / 4.3 TB/s, flops / 790 TFLOP/s); measurements are in docs/kernel_log.md.
 // limits     the grid is one block per multiprocessor; SHARED_BYTES of dynamic shared memory, 512 threads.
 #define PREFIXKIT_MAPS 1
 #include "attention/sm90/merge.cuh"
@@ -14,12 +13,12 @@
 
 namespace prefixkit {
 
-// How the rings share the memory: stages of tiles, and of each decode warp.
-struct Room { int tile, decode; };
-constexpr Room MIXED = D <= 64 ? Room{4, 6} : Room{4, 3};
-constexpr Room STREAMS = D <= 64 ? MIXED : Room{2, 5};  // where decode items are by far the longer part
-constexpr Room ALONE = {0, 4};                          // where there are no tiles; with 6, memory gives 1% less
-DEVICE constexpr int bytes_of(Room room) { return 2 * room.tile * KV_TILE_BYTES + DECODE_WARPS * room.decode * STAGE_BYTES; }
+// Stages of the rings that share the memory: of tiles, and of each decode warp.
+struct Stages { int tile, decode; };
+constexpr Stages MIXED = D <= 64 ? Stages{4, 6} : Stages{4, 3};
+constexpr Stages STREAMS = D <= 64 ? MIXED : Stages{2, 5};  // where decode items are by far the longer part
+constexpr Stages ALONE = {0, 4};  // where there are no tile items; 6 stages cost 1% of the bandwidth
+DEVICE constexpr int bytes_of(Stages n) { return 2 * n.tile * KV_TILE_BYTES + DECODE_WARPS * n.decode * STAGE_BYTES; }
 constexpr int RING_BYTES = bytes_of(MIXED) > bytes_of(ALONE) ? bytes_of(MIXED) : bytes_of(ALONE);
 
 // What a block keeps in shared memory; the rings begin at multiples of 1024.
@@ -28,23 +27,23 @@ struct Shared {
     u64 barriers[TILE_BARRIERS + DECODE_BARRIERS];
     int4 items[2];
     KVTileInfo kv_tiles[TILE_STAGES];
-    u32 ones[32];                                // not the last: memcheck takes wgmma_ones to read 256 bytes
+    u32 ones[32];  // not the last: memcheck takes wgmma_ones to read 256 bytes
     DecodeKVTile decode_kv_tiles[DECODE_WARPS * RING_STAGES];
     Resolved batches[DECODE_WARPS * BATCH];
 };
 constexpr int SHARED_BYTES = sizeof(Shared);
-static_assert(bytes_of(STREAMS) <= RING_BYTES, "either way of sharing the room fits");
-static_assert(MIXED.tile <= TILE_STAGES && MIXED.decode <= RING_STAGES && STREAMS.decode <= RING_STAGES && ALONE.decode <= RING_STAGES, "barriers");
-static_assert(SLAB_RING_BYTES <= RING_BYTES, "partial states come where keys and values were");
+static_assert(bytes_of(STREAMS) <= RING_BYTES && SLAB_RING_BYTES <= RING_BYTES, "all uses of the rings fit");
+static_assert(MIXED.tile <= TILE_STAGES && MIXED.decode <= RING_STAGES, "barriers");
+static_assert(STREAMS.decode <= RING_STAGES && ALONE.decode <= RING_STAGES, "barriers");
 static_assert((sizeof(Shared::rings) + sizeof(Shared::barriers)) % 16 == 0, "what follows is read by 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 
 // 65,536 registers: 4 warpgroups of 128 threads at 512 in all.
 constexpr int LOAD_REGISTERS = 48, DECODE_REGISTERS = 96, TILE_REGISTERS = 184;
 
-DEVICE TileShared tile_shared(Shared& s, Room room) {
+DEVICE TileShared tile_shared(Shared& s, Stages stages) {
     TileShared w;
-    w.stages = room.tile;
+    w.stages = stages.tile;
     w.k = kept(shared_address(s.rings)), w.v = w.k + w.stages * KV_TILE_BYTES;
     const auto at = [&](const void* p) { return w.k + u32((const unsigned char*)p - s.rings); };
     w.full = at(s.barriers), w.k_empty = w.full + 8 * TILE_STAGES, w.v_empty = w.k_empty + 8 * TILE_STAGES;
@@ -54,13 +53,10 @@ DEVICE TileShared tile_shared(Shared& s, Room room) {
 }
 
 // The decode rings lie behind those of the tiles, or have all the memory where there are none.
-DEVICE DecodeShared decode_shared(Shared& s, Room room) {
-    DecodeShared n;
-    n.rings = shared_address(s.rings) + 2 * room.tile * KV_TILE_BYTES;
-    n.stages = room.decode;
-    n.full = shared_address(s.barriers) + 8 * TILE_BARRIERS, n.empty = n.full + 8 * DECODE_WARPS * RING_STAGES;
-    n.kv_tiles = s.decode_kv_tiles, n.batches = s.batches;
-    return n;
+DEVICE DecodeShared decode_shared(Shared& s, Stages stages) {
+    const u32 full = shared_address(s.barriers) + 8 * TILE_BARRIERS;
+    return {shared_address(s.rings) + 2 * stages.tile * KV_TILE_BYTES, stages.decode, full,
+            full + 8 * DECODE_WARPS * RING_STAGES, s.decode_kv_tiles, s.batches};
 }
 
 // The tile warps, once all warps of all blocks are done.
@@ -71,7 +67,8 @@ DEVICE void merge(const Attention& a, u32 rings) {
         if (thread == 0) grid_barrier(a.sync);
         named_barrier<4, 256>();
     };
-    if (a.heads % 4 == 0 && !few_heads(a, rows, SLAB_WARPS)) merge_slabs(a, rows, rings, thread >> 5, block_barrier, all_barrier);
+    if (a.heads % 4 == 0 && !few_heads(a, rows, SLAB_WARPS))
+        merge_slabs(a, rows, rings, thread >> 5, block_barrier, all_barrier);
     else merge_heads(a, rows, thread >> 5, SLAB_WARPS, [&] { block_barrier(), all_barrier(); });
 }
 
@@ -87,23 +84,23 @@ extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid
     __syncthreads();
     pdl_wait();
     const int warp = uniform(threadIdx.x >> 5), role = warp >> 2;
-    const Room room = a.counts[0] == 0 ? ALONE : a.counts[5] ? STREAMS : MIXED;
+    const Stages stages = a.counts[0] == 0 ? ALONE : a.counts[5] ? STREAMS : MIXED;
     if (role == 0) {
         registers_down<LOAD_REGISTERS>();
-        if (warp < 2) tile_load(a, tile_shared(shared, room), warp == 1);
-        else decode_load(a, decode_shared(shared, room), warp - 2);
+        if (warp < 2) tile_load(a, tile_shared(shared, stages), warp == 1);
+        else decode_load(a, decode_shared(shared, stages), warp - 2);
         __syncwarp();
         named_arrive<1, 512>();
     } else if (role == 1) {
         registers_down<DECODE_REGISTERS>();
         clear_padding(a, threadIdx.x - 128, 128);
-        decode_role(a, decode_shared(shared, room), warp - 4);
+        decode_role(a, decode_shared(shared, stages), warp - 4);
         named_arrive<1, 512>();
     } else {
         registers_up<TILE_REGISTERS>();
         if (threadIdx.x == 256) write_ones(shared_address(shared.ones));
         named_barrier<5, 256>();
-        tile_role(a, tile_shared(shared, room), role - 2);
+        tile_role(a, tile_shared(shared, stages), role - 2);
         if (a.counts[3] != 0) merge(a, shared_address(shared.rings));
     }
 }

@@ -1,12 +1,11 @@
-// Hopper's decode path on the CPU: shared memory as an array, barriers, products of a warp, and a copy engine whose boxes land in any order.  Takes the
-// place of csrc/common/ptx.cuh.
+// Hopper's decode path on the CPU: shared memory as an array, barriers, products of a warp, and TMA loads that land in
+// any order.  Takes the place of csrc/common/ptx.cuh.
 #pragma once
 #define EMULATED_THREADS 192
 #define EMULATED_BLOCKS 1
 #include "fibers.cuh"
 #include <cstdlib>
 #include <map>
-#include <vector>
 #include <vector>
 
 struct float2 { float x, y; };
@@ -38,11 +37,15 @@ DEVICE u32 swizzled(u32 a) { return a ^ (a >> 7 & 7) << 4; }
 // ---- barriers: threads arrive, bytes land ----
 struct Barrier { int count = 0, pending = 0; long long bytes = 0; u32 phase = 0; };
 static std::map<u32, Barrier> barriers;
-DEVICE void settle_barrier(Barrier& b) { if (b.pending == 0 && b.bytes == 0) b.pending = b.count, b.phase ^= 1; }
+DEVICE void end_phase(Barrier& b) { if (b.pending == 0 && b.bytes == 0) b.pending = b.count, b.phase ^= 1; }
 DEVICE void barrier_init(u32 a, u32 count) { barriers[a] = Barrier{int(count), int(count), 0, 0}; }
-DEVICE void barrier_arrive(u32 a) { Barrier& b = barriers.at(a); if (--b.pending < 0) std::abort(); settle_barrier(b); }
+DEVICE void barrier_arrive(u32 a) { Barrier& b = barriers.at(a); if (--b.pending < 0) std::abort(); end_phase(b); }
 DEVICE void barrier_arrive_expect(u32 a, u32 bytes) { barriers.at(a).bytes += bytes; barrier_arrive(a); }
-DEVICE void bytes_landed(u32 a, u32 bytes) { Barrier& b = barriers.at(a); if ((b.bytes -= bytes) < 0) std::abort(); settle_barrier(b); }
+DEVICE void bytes_landed(u32 a, u32 bytes) {
+    Barrier& b = barriers.at(a);
+    if ((b.bytes -= bytes) < 0) std::abort();
+    end_phase(b);
+}
 static long long spins;
 void land_one();
 DEVICE void barrier_wait(u32 a, u32 parity) {
@@ -55,7 +58,7 @@ DEVICE void barrier_wait(u32 a, u32 parity) {
 
 // ---- copies ----
 struct FakeMap { const u16* base; long long size[5], stride[5]; int box[5]; };  // elements, innermost first
-// Boxes land in any order, some time after they were asked for.
+// Loads land in any order, some time after they are issued.
 struct Flying { u32 to; FakeMap map; int at[5]; u32 barrier; };
 static std::vector<Flying> flying;
 DEVICE void land(const Flying& f) {
@@ -87,8 +90,12 @@ DEVICE void tma_copy_of(u32 to, const void* map, const int (&at)[5], u32 barrier
     std::memcpy(&f.map, map, sizeof(f.map));
     flying.push_back(f);
 }
-DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, u32 barrier, u64) { tma_copy_of(to, map, {x, y, z, w, 0}, barrier); }
-DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, int v, u32 barrier, u64) { tma_copy_of(to, map, {x, y, z, w, v}, barrier); }
+DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, u32 barrier, u64) {
+    tma_copy_of(to, map, {x, y, z, w, 0}, barrier);
+}
+DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, int v, u32 barrier, u64) {
+    tma_copy_of(to, map, {x, y, z, w, v}, barrier);
+}
 DEVICE void copy16(u32, const void*, bool) { std::abort(); }
 DEVICE u64 policy_stream() { return 0; }
 DEVICE void touch(const void* p) { volatile char x = *(const char*)p; (void)x; }
@@ -135,8 +142,10 @@ DEVICE void load_matrix(u32 (&a)[4], u32 address) {
 DEVICE void load_matrix_transposed(u32 (&a)[4], u32 address) {
     const Lanes rows = of_lanes(address);
     const int column = lane_anew() / 4, row = 2 * (lane_anew() % 4);
-    for (int i = 0; i < 4; ++i)
-        a[i] = load_address<u16>(rows(8 * i + row) + 2 * column) | u32(load_address<u16>(rows(8 * i + row + 1) + 2 * column)) << 16;
+    for (int i = 0; i < 4; ++i) {
+        const u32 low = load_address<u16>(rows(8 * i + row) + 2 * column);
+        a[i] = low | u32(load_address<u16>(rows(8 * i + row + 1) + 2 * column)) << 16;
+    }
 }
 DEVICE u32 transpose8(u32 x) {
     const Lanes all = of_lanes(x);
@@ -144,14 +153,16 @@ DEVICE u32 transpose8(u32 x) {
     return half_of(all(4 * row + column / 2), column % 2) | half_of(all(4 * (row + 1) + column / 2), column % 2) << 16;
 }
 DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    const Lanes left[2] = {of_lanes(a[0], a[1]), of_lanes(a[2], a[3])}, right = of_lanes(b0, b1);  // by the half of the sum
+    const Lanes left[2] = {of_lanes(a[0], a[1]), of_lanes(a[2], a[3])};  // by the half of the sum
+    const Lanes right = of_lanes(b0, b1);
     for (int i = 0; i < 4; ++i) {
         const int m = lane_anew() / 4 + 8 * (i / 2), n = 2 * (lane_anew() % 4) + i % 2;
         for (int k = 0; k < 16; ++k) {
             const int pair = k % 8 / 2;
-            d[i] += from_half(half_of(left[k / 8](m % 8 * 4 + pair, m / 8), k % 2)) * from_half(half_of(right(4 * n + pair, k / 8), k % 2));
+            const u32 x = half_of(left[k / 8](m % 8 * 4 + pair, m / 8), k % 2);
+            d[i] += from_half(x) * from_half(half_of(right(4 * n + pair, k / 8), k % 2));
         }
     }
 }
 }  // namespace prefixkit
-#define fmaxf(a, b) std::fmax(float(a), float(b))
+#define fmaxf(...) std::fmax(__VA_ARGS__)

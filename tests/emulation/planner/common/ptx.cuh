@@ -26,3 +26,7 @@ static inline int __reduce_add_sync(unsigned, int value) {
 }
 static inline int atomicSub(int* to, int value) { const int old = *to; *to -= value; return old; }
 static inline int atomicMax(int* to, int value) { const int old = *to; *to = max(old, value); return old; }
+
+namespace prefixkit {
+inline float reciprocal(float x) { return 1.0f / x; }
+}  // namespace prefixkit

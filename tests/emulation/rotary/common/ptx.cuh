@@ -11,11 +11,18 @@ struct Dim { unsigned x; };
 static Dim blockIdx, threadIdx;
 
 namespace prefixkit {
-inline float half_to_float(u16 x) { return float(emulation::as<_Float16>(x)); }
-inline u32 to_half(float x) { return emulation::as<u16>(_Float16(x)); }
+struct Half { u16 bits; };
+struct BFloat { u16 bits; };
+inline float widen(float x) { return x; }
+inline float widen(BFloat x) { return __uint_as_float(u32(x.bits) << 16); }
+inline float widen(Half x) { return float(emulation::as<_Float16>(x.bits)); }
+inline u32 round_to(Half, float x) { return emulation::as<u16>(_Float16(x)); }
 // To the nearest, ties to even; the GPU's not-a-number.
-inline u32 to_bfloat(float x) {
+inline u32 round_to(BFloat, float x) {
     const u32 bits = __float_as_uint(x);
     return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+template <class T> inline u32 pack(float low, float high) { return round_to(T{}, low) | round_to(T{}, high) << 16; }
+inline void pdl_launch() {}
+inline void pdl_await() {}
 }  // namespace prefixkit

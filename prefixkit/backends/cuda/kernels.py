@@ -1,4 +1,4 @@
-"""Every unit of CUDA source that is compiled: for the ops, for compiling ahead, and for continuous integration."""
+"""Every kernel: how its source is compiled, at a call or ahead, and how its work is tiled."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda import variants as cuda_variants
 from prefixkit.cuda.nvrtc import Unit
 
-WIDTHS = (16, 8, 4, 2)
+VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # bytes: type
 APPEND = Unit(
-    "kv/append.cu", tuple(f"prefixkit::kv_append<{width}>" for width in WIDTHS), headers=(layouts.MOVE.header,)
+    "kv/append.cu",
+    tuple(f"prefixkit::kv_append<{vector}>" for vector in VECTORS.values()),
+    headers=(layouts.MOVE.header,),
 )
 FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
 
@@ -28,13 +30,8 @@ ADVANCE = Unit("kv/advance.cu", ("prefixkit::advance",), headers=(layouts.ADVANC
 # For trees of so many nodes, all of whose arrays fit in shared memory; and for any.
 PLAN_NODES = 2304
 PLAN, PLAN_LARGE = (
-    Unit(
-        "planner/plan_tree.cu",
-        ("prefixkit::plan_tree",),
-        (("PREFIXKIT_PLAN_NODES", str(nodes)),),
-        (layouts.PLAN_TREE.header,),
-    )
-    for nodes in (PLAN_NODES, 0)
+    Unit("planner/plan_tree.cu", ("prefixkit::plan_tree",), (("PREFIXKIT_PLAN_NODES", n),), (layouts.PLAN_TREE.header,))
+    for n in (str(PLAN_NODES), "0")
 )
 
 
@@ -49,13 +46,56 @@ SAMPLE = Unit(
     headers=(layouts.SAMPLING_RECORD.header, layouts.SAMPLE.header),
 )
 
+WARPS = 8  # of a block of the sampling kernel
+_WARP_STEP = 128  # tokens that a warp takes at a time
+# struct Shared of csrc/sampling/sample_block.cuh; the row's cache follows.
+SAMPLE_HEAD_BYTES = 64 * (8 + 8 + 4 + 3 * 4 + 4) + 32 + 2048 * 4
+
+
+@dataclass(frozen=True)
+class SampleTiling:
+    """How the blocks of the sampling kernel share a row of logits.
+
+    Attributes:
+        blocks: Of a row's cluster.
+        segment: Tokens of each warp.
+        cached: Whether the blocks keep the row in shared memory, so that logits are read once.
+    """
+
+    blocks: int
+    segment: int
+    cached: bool
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+        return SAMPLE_HEAD_BYTES + (4 * WARPS * self.segment if self.cached else 0)
+
+
+def sample_tiling(vocab: int, max_shared: int, clusters: bool) -> SampleTiling:
+    """The fewest blocks of which three fit on a multiprocessor, so that some read while others compute; else the most.
+
+    Args:
+        vocab: Tokens of a row.
+        max_shared: Most shared memory of a block, in bytes.
+        clusters: Whether GPUs have thread block clusters (compute capability 9.0 and later).
+    """
+    for blocks in (1, 2, 4, 8) if clusters else (1,):
+        segment = -(-vocab // (blocks * WARPS * _WARP_STEP)) * _WARP_STEP
+        tiling = SampleTiling(blocks, segment, True)
+        if tiling.shared <= max_shared // 3:
+            return tiling
+    # Every pass reads again what does not fit; more blocks to a row would not change that.
+    return SampleTiling(blocks, segment, tiling.shared <= max_shared)
+
+
 ATTENTION = "prefixkit::tree_attention"
-# ``PREFIXKIT_KERNEL=portable``: the portable kernel also where there is one for the GPU at hand; for tests and comparisons.
+# ``PREFIXKIT_KERNEL=portable``: the portable kernel also where the GPU has one of its own; for tests and comparisons.
 KERNEL_VARIABLE = "PREFIXKIT_KERNEL"
 HOPPER_HEAD_DIMS = (64, 128)
 # Head sizes of the models there are; the portable kernel serves every multiple of 16 up to 256.
 COMMON_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-# Shared memory of a multiprocessor in KB, of which each block costs 1 KB more than it asks for; others have at least 100.
+# KB of shared memory of a multiprocessor, of which a block takes 1 more than it asks for; others have at least 100.
 _SHARED_KB = {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100": 228, "sm_103": 228, "sm_110": 228}
 
 
@@ -88,7 +128,7 @@ def kernel_for(arch: str, head_dim: int, group: int) -> Kernel | None:
     if head_dim % 16 or not 0 < head_dim <= 256:
         return None
     total = _SHARED_KB.get(arch, 100)
-    # Two blocks keep the matrix units busy while one of them waits; where memory is short they fit with small heads only.
+    # Two blocks keep tensor cores busy while one of them waits; where memory is short they fit with small heads only.
     blocks = 2 if total >= 164 or head_dim <= 64 else 1
     return Kernel(
         "attention/sm80/tree_attention.cu", 128 if head_dim <= 128 else 64, 128, blocks, (total // blocks - 1) * 1024
@@ -108,8 +148,8 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant) 
     return Unit(kernel.file, (ATTENTION,), (*defines, ("PREFIXKIT_VARIANT", f'"{name}"')), (layout, (name, text)))
 
 
-def units(arch: str) -> tuple[Unit, ...]:
-    """What is compiled ahead for a target: every common head size and dtype plain, and two sizes once with every variant."""
+def compiled_ahead(arch: str) -> tuple[Unit, ...]:
+    """What is compiled ahead: every common head size and dtype with plain attention, two sizes with every variant."""
     kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
     plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
     slopes = [1.0, 0.5]

@@ -4,16 +4,13 @@ import io
 
 from rich.console import Console
 
-from prefixkit.cli.savings import plant
-from prefixkit.cli.tree_view import View, show_tree
+from prefixkit.cli.views import plant, show_tree
 
 
 def picture(prompts, width=120, **options):
-    names = [name for name, _ in prompts]
-    forest = plant([list(text.encode()) for _, text in prompts], names, page_size=16)
-    view = View(forest.names, lambda tokens: bytes(tokens).decode(), **options)
+    tree, names = plant([list(text.encode()) for _, text in prompts], [name for name, _ in prompts])
     console = Console(file=io.StringIO(), width=width)
-    show_tree(forest.tree, view, "title", console)
+    show_tree(tree, names, lambda tokens: bytes(tokens).decode(), "title", console, **options)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 

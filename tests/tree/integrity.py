@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.tree.node import Node, Sequence
-from prefixkit.tree.pages import PageAllocator
+from prefixkit.tree import Node, PrefixTree, Sequence
 
 
-class Checked(Protocol):
-    """What a tree shows of itself: its root, and the pages that its nodes hold."""
-
-    root: Node
-    allocator: PageAllocator
-    reserved: int
-
-    @property
-    def page_size(self) -> int: ...
-
-
-def check(tree: Checked) -> None:
+def check_tree(tree: PrefixTree) -> None:
     """Raise AssertionError where an invariant does not hold.  Reads only."""
     nodes = _reachable(tree.root)
     for node in nodes:
@@ -61,7 +47,7 @@ def _check_links(node: Node) -> None:
             _require(int(child.tokens[0]) == token, "a branch is named after its first token", child)
 
 
-def _check_sequences(node: Node, tree: Checked) -> None:
+def _check_sequences(node: Node, tree: PrefixTree) -> None:
     for id, sequence in node.sequences.items():
         _require(isinstance(sequence, Sequence) and sequence.id == id, "sequences are filed by id", sequence)
         _require(sequence.node is node and sequence.tree is tree, "a sequence knows where it ends", sequence)
@@ -89,7 +75,7 @@ def _check_node(node: Node, page_size: int) -> None:
         _require(not node.children[0].continues(node), "an only child that continues its parent is merged", node)
 
 
-def _check_pages(nodes: list[Node], tree: Checked) -> None:
+def _check_pages(nodes: list[Node], tree: PrefixTree) -> None:
     held = np.concatenate([node.pages for node in nodes])
     refcounts = np.bincount(held, minlength=tree.allocator.num_pages)
     _require(np.array_equal(refcounts, tree.allocator.refcounts), "every page counts its holders", refcounts)

@@ -6,14 +6,16 @@ positions up to ``p``.  Query head ``h`` reads KV head ``h // (heads // kv_heads
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from einops import einsum, repeat
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.state import State
 from prefixkit.attention.variants import CAUSAL, Variant
+from prefixkit.backends.torch.merge import State
 from prefixkit.tree.snapshot import TreeSnapshot
 
 
@@ -27,7 +29,7 @@ def reference_attention(
     scale: float,
     variant: Variant = CAUSAL,
 ) -> State:
-    """Attention of any queries over the tree, one query at a time.
+    """Attention of any queries over the tree, one run of queries of one node at a time.
 
     Args:
         snapshot: The tree.
@@ -41,15 +43,15 @@ def reference_attention(
     Returns:
         The state in float64: ``out [rows, heads, head_dim]``, ``lse [rows, heads]``.
     """
+    starts = np.flatnonzero(np.diff(query_node, prepend=-1))
+    runs = [slice(*bounds) for bounds in pairwise([*starts.tolist(), len(query_node)])]
     states = [
-        _one_query(
-            *visible_tokens(snapshot, int(node), int(position)), int(position), row, k_pages, v_pages, scale, variant
-        )
-        for node, position, row in zip(query_node, query_position, q, strict=True)
+        _one_node(snapshot, int(query_node[run][0]), query_position[run], q[run], k_pages, v_pages, scale, variant)
+        for run in runs
     ]
     rows, heads, head_dim = q.shape
-    out = torch.stack([state.out for state in states]) if states else q.new_zeros(0, heads, head_dim).double()
-    lse = torch.stack([state.lse for state in states]) if states else q.new_zeros(0, heads).double()
+    out = torch.cat([state.out for state in states]) if states else q.new_zeros(0, heads, head_dim).double()
+    lse = torch.cat([state.lse for state in states]) if states else q.new_zeros(0, heads).double()
     return State(out, lse)
 
 
@@ -65,36 +67,38 @@ def visible_tokens(snapshot: TreeSnapshot, node: int, position: int) -> tuple[ND
     return snapshot.slots(nodes, offsets), snapshot.start[nodes].astype(np.int64) + offsets
 
 
-def _one_query(
-    slots: NDArray[np.int64],
-    kv_positions: NDArray[np.int64],
-    q_position: int,
+def _one_node(
+    snapshot: TreeSnapshot,
+    node: int,
+    positions: NDArray[np.integer],
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     scale: float,
     variant: Variant,
 ) -> State:
-    """``q [heads, head_dim]`` against all its keys at once."""
-    heads = len(q)
+    """``q [rows, heads, head_dim]`` of one node against all the keys that the last of them sees."""
+    slots, kv_positions = map(torch.from_numpy, visible_tokens(snapshot, node, int(positions.max())))
+    heads, page_size = q.shape[1], k_pages.shape[1]
     group = heads // k_pages.shape[2]
-    page, offset = torch.from_numpy(slots // k_pages.shape[1]), torch.from_numpy(slots % k_pages.shape[1])
     k, v = (
-        repeat(pages[page, offset].double(), "len kv_heads dim -> len (kv_heads group) dim", group=group)
+        repeat(pages[slots // page_size, slots % page_size].double(), "len h dim -> len (h group) dim", group=group)
         for pages in (k_pages, v_pages)
     )
-    score = scale * einsum(q.double(), k, "heads dim, len heads dim -> heads len")[:, None]  # [heads, 1 row, len]
+    score = scale * einsum(q.double(), k, "rows heads dim, len heads dim -> heads rows len")
     where = (
-        torch.full((1, 1), q_position),
-        torch.from_numpy(kv_positions)[None, :],
+        torch.from_numpy(positions.astype(np.int64))[:, None],
+        kv_positions[None, :],
         torch.arange(heads)[:, None, None],
     )
     if variant.score_mod is not None:
         score = variant.score_mod(score, *where)
+    visible = where[1] <= where[0]
     if variant.mask_mod is not None:
-        score = score.masked_fill(~variant.mask_mod(*where), -torch.inf)
-    lse = torch.logsumexp(score, dim=-1)[:, 0]
+        visible = visible & variant.mask_mod(*where)
+    score = score.masked_fill(~visible, -torch.inf)
+    lse = torch.logsumexp(score, dim=-1)
     if variant.sinks is not None:
-        lse = torch.logaddexp(lse, variant.sinks.double())
-    weight = torch.exp(score[:, 0] - lse.masked_fill(lse == -torch.inf, 0.0)[:, None])
-    return State(einsum(weight, v, "heads len, len heads dim -> heads dim"), lse)
+        lse = torch.logaddexp(lse, variant.sinks.double()[:, None])
+    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return State(einsum(weight, v, "heads rows len, len heads dim -> rows heads dim"), lse.T)

@@ -1,0 +1,142 @@
+"""``kv_append``, ``rotary_append`` and ``advance`` by our kernels: check, pick the instantiation, pack its argument.
+
+A model calls each op again and again with tensors of the same shapes.  So what a call must be and how it is launched is
+worked out once per set of shapes, strides and dtypes, and found again by these.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefixkit.backends.cuda import layouts
+from prefixkit.backends.cuda.kernels import ADVANCE, APPEND, ROTARY, VECTORS, rotary_name
+from prefixkit.checking import checked
+from prefixkit.cuda import jit
+from prefixkit.cuda.launch import Memo, form, launch
+from prefixkit.ops.checks import check_append, check_append_slots, check_rotary
+from prefixkit.ops.rotary import rotate
+
+log = logging.getLogger("prefixkit")
+
+_THREADS, _ADVANCE_THREADS = 256, 128
+_VECTOR = 16
+
+# Launches but for their pointers: the kernel, the rest of its argument, its blocks; of rotations, whether PDL is there.
+_appends: Memo[tuple[jit.Function, tuple[int, ...], tuple[int, int, int]]] = Memo()
+# None: forms that the kernel does not take.
+_rotations: Memo[tuple[jit.Function, tuple[int, ...], tuple[int, int, int], bool] | None] = Memo()
+
+
+def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """``kv_append``."""
+    pointers = (key.data_ptr(), value.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr())
+    aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
+    signature = (aligned, *form(key), *form(value), *form(k_pages), *form(v_pages), *form(slots))
+    prepared = _appends.get(signature)
+    if prepared is None:
+        check_append(key, value, k_pages, v_pages, slots)
+        if key.stride(2) != 1 or value.stride(2) != 1 or not slots.is_contiguous():
+            return kv_append(key.contiguous(), value.contiguous(), k_pages, v_pages, slots.contiguous())
+        prepared = _appends.keep(signature, _prepare_append(key, value, k_pages, v_pages, aligned))
+    function, constants, grid = prepared
+    if checked():
+        check_append_slots("kv_append", slots, k_pages)
+    launch(function, layouts.MOVE, pointers + constants, grid, _THREADS, 0, say("kv_append", key, k_pages))
+
+
+def say(op: str, *tensors: Tensor) -> Callable[[], str]:
+    """What an error says of a call."""
+
+    def described() -> str:
+        shapes = ", ".join(f"{list(tensor.shape)} {tensor.dtype} strides {list(tensor.stride())}" for tensor in tensors)
+        return f"{op} on {tensors[0].device}: {shapes}"
+
+    return described
+
+
+def _prepare_append(
+    key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, aligned: int
+) -> tuple[jit.Function, tuple[int, ...], tuple[int, int, int]]:
+    tokens, kv_heads, head_dim = key.shape
+    num_pages, page_size = k_pages.shape[:2]
+    strides, head = _byte_strides(key, value, k_pages, v_pages), head_dim * key.element_size()
+    widest = math.gcd(16, aligned or 16, head, *strides)
+    width = next(width for width in VECTORS if widest % width == 0)
+    vectors = head // width
+    constants = (*(stride // width for stride in strides), num_pages * page_size, tokens, kv_heads, vectors, page_size)
+    function = jit.load(APPEND, k_pages.device.index)[f"prefixkit::kv_append<{VECTORS[width]}>"]
+    return layouts.MOVE.check(function), constants, (-(-tokens * kv_heads * vectors // _THREADS), 1, 1)
+
+
+def _byte_strides(*tensors: Tensor) -> list[int]:
+    """Strides in bytes of each tensor's axes but the last; 0 for an axis of one element, which has no step."""
+    return [
+        stride * x.element_size() if length > 1 else 0
+        for x in tensors
+        for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    ]
+
+
+def rotary_append(
+    q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
+) -> Tensor:
+    """``rotary_append``: one launch, or plain torch and ``kv_append`` where vectors of 16 bytes do not fit."""
+    tensors = (q, key, value, cos, sin, k_pages, v_pages, slots)
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    aligned = functools.reduce(int.__or__, pointers[:7]) % _VECTOR == 0
+    signature = (aligned, *((x.shape, x.stride(), x.dtype, x.device) for x in tensors))
+    if signature not in _rotations:
+        check_rotary(*tensors)
+        if _rotations.keep(signature, _prepare_rotary(*tensors) if aligned else None) is None:
+            log.info("rotary_append on %s runs as torch and kv_append: not all of it lies at 16 bytes", q.device)
+    prepared = _rotations[signature]
+    if prepared is None:
+        kv_append(rotate(key, cos, sin), value, k_pages, v_pages, slots)
+        return rotate(q, cos, sin)
+    function, constants, grid, pdl = prepared
+    if checked():
+        check_append_slots("rotary_append", slots, k_pages)
+    rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    values = (*pointers[:5], rotated.data_ptr(), *pointers[5:], *constants)
+    launch(function, layouts.ROTARY, values, grid, _THREADS, 0, say("rotary_append", q, key, k_pages), pdl=pdl)
+    return rotated
+
+
+def _prepare_rotary(
+    q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
+) -> tuple[jit.Function, tuple[int, ...], tuple[int, int, int], bool] | None:
+    """None where vectors of 16 bytes do not fit."""
+    (tokens, heads, head_dim), kv_heads = q.shape, key.shape[1]
+    num_pages, page_size = k_pages.shape[:2]
+    strides, half = _byte_strides(q, key, value, cos, sin, k_pages, v_pages), head_dim * q.element_size() // 2
+    adjacent = all(x.stride(-1) == 1 for x in (q, key, value, cos, sin)) and slots.is_contiguous()
+    threads = tokens * (heads + kv_heads) * (half // _VECTOR)
+    if not adjacent or any(stride % _VECTOR for stride in (half, *strides)) or threads >= 2**32 - _THREADS:
+        return None
+    device = k_pages.device.index
+    function = layouts.ROTARY.check(jit.load(ROTARY, device)[rotary_name(str(q.dtype).removeprefix("torch."))])
+    vectors = (stride // _VECTOR for stride in strides)
+    constants = (*vectors, num_pages * page_size, tokens, heads, kv_heads, half // _VECTOR, page_size)
+    return function, constants, (-(-threads // _THREADS), 1, 1), torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def advance(*arguments: Any) -> None:
+    """``advance``."""
+    *tensors, rows, page_size = arguments
+    device = tensors[0].device
+    values = (*(tensor.data_ptr() for tensor in tensors), rows, page_size)
+    say = f"advance on {device}: {rows} rows".__str__
+    grid = (-(-rows // _ADVANCE_THREADS), 1, 1)
+    launch(_advance_kernel(device.index), layouts.ADVANCE, values, grid, _ADVANCE_THREADS, 0, say)
+
+
+@functools.cache
+def _advance_kernel(device: int) -> jit.Function:
+    return layouts.ADVANCE.check(jit.load(ADVANCE, device)[ADVANCE.names[0]])

@@ -1,0 +1,11 @@
+"""The model that these tests share."""
+
+import pytest
+
+import prefixkit
+from tests.tiny import tiny_llama
+
+
+@pytest.fixture(scope="package")
+def model():
+    return prefixkit.patch(tiny_llama())

@@ -1,0 +1,72 @@
+"""Samples are the unpatched model's, the report counts what they share, and they need not be kept."""
+
+import logging
+
+import numpy as np
+import torch
+
+import prefixkit
+from prefixkit.api import make_engine
+from prefixkit.engine.request import Request
+from prefixkit.sampling.params import SamplingParams
+from tests.api.cases import HEAD, PROMPTS, TOKENIZER
+from tests.tiny import EOS, tiny_llama
+
+
+def stock_greedy(prompt, new=20):
+    plain = tiny_llama()
+    ids = torch.tensor([TOKENIZER(prompt)["input_ids"]])
+    out = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
+    return out[0, ids.shape[1] :].tolist()
+
+
+def test_greedy_tokens_are_those_of_the_unpatched_model(model):
+    result = prefixkit.generate(model, TOKENIZER, PROMPTS, temperature=0, max_new_tokens=20)
+    assert [sample.tokens for sample in result] == [stock_greedy(prompt) for prompt in PROMPTS]
+
+
+def test_a_samples_logprobs_are_the_models_own(model):
+    (sample,) = prefixkit.generate(model, TOKENIZER, PROMPTS[:1], temperature=0.7, top_k=5, max_new_tokens=8, seed=3)
+    prompt = TOKENIZER(PROMPTS[0])["input_ids"]
+    with torch.no_grad():
+        logits = tiny_llama()(torch.tensor([prompt + sample.tokens])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    np.testing.assert_allclose(sample.logprobs, expected.numpy(), atol=1e-4)
+
+
+def test_the_report_counts_what_was_shared(model):
+    result = prefixkit.generate(model, TOKENIZER, PROMPTS, n=3, max_new_tokens=5, stop_token_ids=())
+    report = result.report
+    lengths = [len(TOKENIZER(prompt)["input_ids"]) for prompt in PROMPTS]
+    head = len(TOKENIZER(HEAD)["input_ids"])
+    assert report.tokens_plain_batch == sum(3 * (length + 4) for length in lengths)
+    distinct = head + (lengths[0] - head) + (lengths[1] - head) + lengths[2]
+    # "    " is shared by the two bodies as well.
+    assert report.tokens_computed == distinct - 4 + 15 * 4
+    assert (report.prompts, report.samples, report.new_tokens) == (5, 15, 75)
+    assert report.kv_bytes_read < report.kv_bytes_read_unshared
+    assert "tokens computed" in str(report)
+
+
+def test_samples_that_are_not_kept_go_to_on_sample_and_are_counted(model):
+    options = {"n": 3, "max_new_tokens": 8, "seed": 3}
+    seen = []
+    result = prefixkit.generate(model, TOKENIZER, PROMPTS, keep=False, on_sample=seen.append, **options)
+    kept = prefixkit.generate(model, TOKENIZER, PROMPTS, **options)
+    assert result.samples == ()
+    assert sorted(seen, key=lambda sample: (sample.prompt_index, sample.index)) == list(kept)
+    assert result.report.samples == 15
+    assert result.report.new_tokens == kept.report.new_tokens
+
+
+def test_sequences_beyond_the_models_positions_are_warned_of(model, caplog):
+    with caplog.at_level(logging.WARNING, "prefixkit"):
+        prefixkit.generate(model, TOKENIZER, [[1] * 2040], temperature=0, max_new_tokens=9, stop_token_ids=[EOS])
+    assert "made for 2048 positions" in caplog.text
+
+
+def test_without_graphs_nothing_is_compiled_and_the_log_says_so(caplog):
+    requests = [Request(0, np.arange(3, 9), SamplingParams(max_new_tokens=2, temperature=0.0))]
+    engine = make_engine(prefixkit.patch(tiny_llama()), requests, compiled=True)
+    assert "layers run without torch.compile: there are no CUDA graphs" in caplog.text
+    assert len(engine.run(requests)[0].tokens) == 2

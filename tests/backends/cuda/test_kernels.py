@@ -1,0 +1,132 @@
+"""Which kernel serves whom, and that every instantiation compiles within its budget, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prefixkit.attention.variants import CAUSAL, soft_cap
+from prefixkit.backends.cuda.kernels import (
+    ATTENTION,
+    FLOATS,
+    SAMPLE,
+    attention_unit,
+    compiled_ahead,
+    kernel_for,
+    sample_name,
+)
+from prefixkit.cuda import jit, nvrtc
+from prefixkit.cuda.nvrtc import NvrtcMissing, Unit
+from scripts.compile_all import ARCHS, BUDGET, compile_one, complaints
+from tests.covering import pairwise_cover
+
+ROOT = Path(__file__).parents[3]
+PORTABLE, HOPPER = "attention/sm80/tree_attention.cu", "attention/sm90/tree_attention.cu"
+
+
+def nvrtc_is_there() -> bool:
+    try:
+        return bool(nvrtc.nvrtc_version())
+    except NvrtcMissing:
+        return False
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_103", "sm_120", "sm_121"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 192, 240, 256])
+def test_every_gpu_and_every_multiple_of_16_up_to_256_is_served(arch, head_dim):
+    kernel = kernel_for(arch, head_dim, 1)
+    assert kernel is not None
+    assert kernel.file == (HOPPER if arch == "sm_90a" and head_dim in (64, 128) else PORTABLE)
+
+
+@pytest.mark.parametrize("head_dim", [8, 72, 100, 272])
+def test_other_head_sizes_have_no_kernel(head_dim):
+    assert kernel_for("sm_90a", head_dim, 1) is None
+
+
+def test_groups_larger_than_a_hopper_tile_take_the_portable_kernel():
+    assert [kernel_for("sm_90a", 128, group).file for group in (71, 128, 129)] == [HOPPER, HOPPER, PORTABLE]
+
+
+def test_the_portable_kernel_can_be_asked_for(monkeypatch):
+    monkeypatch.setenv("PREFIXKIT_KERNEL", "portable")
+    assert kernel_for("sm_90a", 128, 4).file == PORTABLE
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("head_dim", [48, 96, 256])
+def test_the_blocks_of_a_multiprocessor_fit_in_its_shared_memory(arch, head_dim):
+    """Of which the smallest GPUs have 100 KB, A100 164, H100 228; each block takes 1 KB more than it asks for."""
+    kernel = kernel_for(arch, head_dim, 1)
+    room = {"sm_80": 164, "sm_90a": 228}.get(arch, 100) * 1024
+    assert kernel.blocks_per_sm * (kernel.shared + 1024) <= room
+    assert kernel.tile_rows == (64 if head_dim > 128 else 128)
+
+
+def test_sources_differ_by_all_that_the_source_asks_of_the_preprocessor():
+    kernel = kernel_for("sm_80", 96, 1)
+    unit = attention_unit(kernel, 96, True, CAUSAL)
+    assert dict(unit.defines) == {
+        "PREFIXKIT_HEAD_DIM": "96",
+        "PREFIXKIT_HALF": "1",
+        "PREFIXKIT_BLOCKS": "2",
+        "PREFIXKIT_SHARED": str(81 * 1024),
+    }
+    capped = attention_unit(kernel, 96, True, soft_cap(3.0))
+    assert capped.headers and capped.names == (ATTENTION,)
+    assert len(set(compiled_ahead("sm_90a"))) == len(compiled_ahead("sm_90a"))
+
+
+def instantiations() -> Iterator[tuple[Unit, str]]:
+    """Every kernel for every target; of the cases of a source (head sizes, dtypes, ways to keep rows) each pair.
+
+    ``scripts/compile_all.py`` compiles all of them.
+    """
+    portable: dict[tuple[str, str, tuple[str, bool]], Unit] = {}
+    sampling = []
+    for arch in ARCHS:
+        for unit in compiled_ahead(arch):
+            defines = dict(unit.defines)
+            if unit is SAMPLE:
+                sampling += [(arch, dtype, cached) for dtype in FLOATS for cached in (True, False)]
+            elif unit.file == PORTABLE:
+                kind = defines["PREFIXKIT_HALF"], "PREFIXKIT_VARIANT" in defines
+                portable[arch, defines["PREFIXKIT_HEAD_DIM"], kind] = unit
+            else:
+                yield unit, arch
+    # Variants in heads of 128 spill the most.
+    for case in pairwise_cover(portable, always=[case for case in portable if case[1:] == ("128", ("0", True))]):
+        yield portable[case], case[0]
+    for arch, dtype, cached in pairwise_cover(sampling):
+        yield replace(SAMPLE, names=(sample_name(dtype, cached),)), arch
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not nvrtc_is_there(), reason="needs NVRTC")
+@pytest.mark.parametrize(
+    ("unit", "arch"), [pytest.param(*case, id=f"{case[1]} {case[0]}") for case in instantiations()]
+)
+def test_an_instantiation_compiles_within_its_budget(unit: Unit, arch: str) -> None:
+    """Compiled once on this machine, while its source and the compiler stay as they are."""
+    record = compile_one((unit, arch), jit.binary)
+    assert not list(complaints([record], json.loads(BUDGET.read_text())))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not nvrtc_is_there(), reason="needs NVRTC")
+def test_the_script_that_compiles_all_writes_what_kernels_take(tmp_path: Path) -> None:
+    out = tmp_path / "kernels.json"
+    command = [sys.executable, str(ROOT / "scripts" / "compile_all.py"), "--only", "kv/advance", "--out", str(out)]
+    path = os.pathsep.join([str(ROOT), *sys.path[1:]])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    records = json.loads(out.read_text())["units"]
+    assert [record["arch"] for record in records] == list(ARCHS)
+    assert all(list(record["kernels"]) == ["prefixkit::advance"] for record in records)
