@@ -23,12 +23,12 @@ import torch
 import prefixkit
 from benchmarks.runner import Row, Run, arguments, replayed_ms
 from benchmarks.shapes import LLAMA_8B
-from prefixkit.api import make_engine
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import Request
 from prefixkit.models import kv_spec
 from prefixkit.runners.graph import GraphDecoder
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.session import make_engine
 from tests.tree.integrity import check_tree
 
 PROFILED_STEPS = 40

@@ -8,20 +8,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefixkit.api import Result, beam_search, generate
+    from prefixkit.api import beam_search, generate
     from prefixkit.engine.report import Report
-    from prefixkit.engine.request import Sample, TokenEvent
+    from prefixkit.engine.request import BeamParams, Sample, TokenEvent
     from prefixkit.models.errors import UnsupportedModel
     from prefixkit.models.patch import patch, patched, unpatch
+    from prefixkit.sampling.params import SamplingParams
+    from prefixkit.session import Result, Session, SessionBusy
 
 __version__ = "0.1.0"
 
 # Where each public name lives.  Names load on first use, so that `prefixkit.tree` alone needs no torch, and the command
 # line answers before transformers is imported.
 _HOME = {
+    "BeamParams": "prefixkit.engine.request",
     "Report": "prefixkit.engine.report",
-    "Result": "prefixkit.api",
+    "Result": "prefixkit.session",
     "Sample": "prefixkit.engine.request",
+    "SamplingParams": "prefixkit.sampling.params",
+    "Session": "prefixkit.session",
+    "SessionBusy": "prefixkit.session",
     "TokenEvent": "prefixkit.engine.request",
     "UnsupportedModel": "prefixkit.models",
     "beam_search": "prefixkit.api",
@@ -32,9 +38,13 @@ _HOME = {
 }
 
 __all__ = [
+    "BeamParams",
     "Report",
     "Result",
     "Sample",
+    "SamplingParams",
+    "Session",
+    "SessionBusy",
     "TokenEvent",
     "UnsupportedModel",
     "beam_search",

@@ -78,15 +78,13 @@ def _per_prompt(
     common = {name: value for name, value in fields.items() if name not in lists}
     if params is None:
         params = kind(**{name: values[0] for name, values in lists.items() if values}, **common)
-    elif isinstance(params, kind):
-        params = replace(params, **common)
-    if isinstance(params, kind):
-        own = [params] * count
-    else:
-        own = list(params)
-        if len(own) != count or not all(isinstance(one, kind) for one in own):
-            raise ValueError(f"params must be a {kind.__name__} or one per prompt, got {len(own)} for {count} prompts")
-        own = [replace(one, **common) for one in own]
+    own = [params] * count if isinstance(params, SamplingParams | BeamParams) else list(params)
+    if len(own) != count or not all(isinstance(one, kind) for one in own):
+        kinds = ", ".join(sorted({type(one).__name__ for one in own})) or "none"
+        raise ValueError(
+            f"params must be {kind.__name__}, one for all or one per prompt, got {len(own)} ({kinds}) for {count} prompts"
+        )
+    own = [replace(one, **common) for one in own] if common else own
     if not lists:
         return own
     changes = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]

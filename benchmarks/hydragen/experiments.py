@@ -15,10 +15,10 @@ from benchmarks.hydragen.report import SMALLER_FLASH
 from benchmarks.hydragen.step import Rig
 from benchmarks.runner import Row, input_sets, replay_us, wall_seconds
 from benchmarks.tree_attention.rivals import MOST_EXPANDED_BYTES
-from prefixkit.api import make_engine
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.session import make_engine
 
 # What a step may take beside the compiled ceiling: so much of attention's floor, and so much of all.
 FLOORS, SLACK = 1.35, 0.03

@@ -13,7 +13,6 @@ from rich.syntax import Syntax
 from transformers.utils import logging as transformers_logging
 
 import prefixkit
-from prefixkit.api import Result
 from prefixkit.cli.loading import DEMO, load_model, load_tokenizer, resolve
 from prefixkit.cli.output import LineFile
 from prefixkit.cli.prompts import encode_prompts, task_prompts
@@ -22,6 +21,7 @@ from prefixkit.cli.terminal import line, visible
 from prefixkit.cli.views import headline, plant, show_report, show_tree
 from prefixkit.demo.humaneval import CHAT_STOP, Problem, load_problems
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.session import Result
 
 ASKED = ("HumanEval/22", "HumanEval/23", "HumanEval/28", "HumanEval/35")  # easy: a model this small solves some
 SHOWN = ("HumanEval/13", "HumanEval/27", "HumanEval/42", "HumanEval/45", "HumanEval/60")  # the few-shot examples

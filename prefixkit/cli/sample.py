@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 import prefixkit
-from prefixkit.api import Result
 from prefixkit.cli.errors import Interrupted
 from prefixkit.cli.loading import check_device, check_dtype, load_model, load_tokenizer, resolve
 from prefixkit.cli.output import LineFile
@@ -22,6 +21,7 @@ from prefixkit.cli.views import headline, show_report
 from prefixkit.engine.memory import parse_size
 from prefixkit.engine.request import Sample
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.session import Result
 from prefixkit.tree.pages import MAX_PAGE_SIZE
 
 
@@ -91,7 +91,7 @@ def stream(
 
     Args:
         prompts: Token ids of each prompt by its id.
-        params: Its ``stop_token_ids`` are left to the model's own end-of-text tokens.
+        params: How each prompt is sampled.
         logprobs: Write each token's log-probability too.
         options: More arguments of :func:`prefixkit.generate`.
 
@@ -99,8 +99,6 @@ def stream(
         Interrupted: Ctrl-C; what had finished is in ``out``, whole.
     """
     ids, wanted = list(prompts), len(prompts) * params.n
-    options |= asdict(params)
-    del options["stop_token_ids"]
     with Meter(wanted, params.max_new_tokens, console) as meter:
 
         def finished(sample: Sample) -> None:
@@ -117,7 +115,7 @@ def stream(
 
         try:
             return prefixkit.generate(
-                model, tokenizer, prompts.values(), **options, on_sample=finished, on_step=meter.count_tokens
+                model, tokenizer, prompts.values(), params, **options, on_sample=finished, on_step=meter.count_tokens
             )
         except KeyboardInterrupt:
             place = f"they are in {out.name}, every line whole" if out.lines else f"nothing was written to {out.name}"
