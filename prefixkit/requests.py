@@ -93,9 +93,9 @@ def _per_prompt(
 
 def _values(name: str, value: Any, count: int) -> list[Any]:
     """The value for each prompt; what each of them is, the parameters check."""
-    if not isinstance(value, Iterable) or getattr(value, "ndim", None) == 0:  # arrays of no dimension are numbers
+    if isinstance(value, int) or getattr(value, "ndim", None) == 0:  # arrays and tensors of no dimension are numbers
         return [value] * count
-    if isinstance(value, str | bytes):
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be one integer or one per prompt, got {type(value).__name__} {value!r}")
     values = value.tolist() if hasattr(value, "tolist") else list(value)
     if len(values) != count:

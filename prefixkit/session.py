@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -101,6 +102,7 @@ class Session:
         self._kv_budget, self._page_size = kv_budget, page_size
         self._prefill_chunk, self._compiled = prefill_chunk, compiled
         self._lock = threading.Lock()
+        self._stream: weakref.ref[Generator[Sample, None, None]] | None = None
         self._engine: Engine | None = None
         self.resume()
 
@@ -129,7 +131,10 @@ class Session:
             self._engine = None
 
     def close(self) -> None:
-        """End the session; the same as :meth:`release_memory`, and where a ``with`` block ends."""
+        """End the session, and its stream if one is open: what the end of a ``with`` block does."""
+        stream = None if self._stream is None else self._stream()
+        if stream is not None and not stream.gi_running:
+            stream.close()
         self.release_memory()
 
     def __enter__(self) -> Session:
@@ -174,7 +179,7 @@ class Session:
         *,
         on_token: Callable[[TokenEvent], None] | None = None,
         **fields: Unpack[SamplingFields],
-    ) -> Iterator[Sample]:
+    ) -> Generator[Sample, None, None]:
         """As :meth:`generate`, but gives each sample as it finishes and keeps none.
 
         Everything is checked before this returns.  The session is busy until the iterator ends or is closed, as it is when
@@ -185,14 +190,16 @@ class Session:
             engine = self._ready()
             check_fits(requests, engine.tree, engine.pool.spec.bytes_per_token)
 
-        def samples() -> Iterator[Sample]:
+        def samples() -> Generator[Sample, None, None]:
             with self._busy():
                 engine = self._ready()
-                engine.on_sample, engine.on_token, engine.on_step = None, on_token, None
+                engine.keep, engine.on_sample, engine.on_token, engine.on_step = True, None, on_token, None
                 prepare(engine, self.model, self.tokenizer, requests)
                 yield from engine.stream(requests)
 
-        return samples()
+        stream = samples()
+        self._stream = weakref.ref(stream)
+        return stream
 
     def beam_search(
         self,

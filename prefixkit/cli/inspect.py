@@ -10,6 +10,7 @@ from prefixkit.cli.terminal import line
 from prefixkit.cli.views import plant, show_report, show_tree
 from prefixkit.engine.report import Report
 from prefixkit.tree import PrefixTree
+from prefixkit.tree.pages import pages_for
 
 
 def run_inspect(
@@ -66,7 +67,9 @@ def estimate(tree: PrefixTree, samples: int, max_new_tokens: int, bytes_per_toke
     snapshot, grown = tree.snapshot(), max_new_tokens - 1
     prompts, distinct = len(snapshot.sequence_id), snapshot.num_tokens
     sequences, prompt_tokens = prompts * samples, snapshot.num_tokens_unshared * samples
-    pages = tree.allocator.num_pages - tree.allocator.free + sequences * -(-grown // tree.page_size)
+    pages = tree.allocator.num_pages - tree.allocator.free + sequences * pages_for(grown, tree.page_size)
+    # Of the samples that begin at a node, the first continues in its last page.
+    pages -= sum(pages_for(grown, tree.page_size) - node.pages_to_add(grown) for node in tree.nodes() if node.sequences)
     own_reads = sequences * grown * (grown + 1) // 2
     return Report(
         prompts=prompts,

@@ -203,6 +203,8 @@ class Engine:
             self.tree.release(run.sequence)
             self._finish(run.state, [sample], finished)
             self._hand_over([sample])
+            if not self.keep:
+                finished.clear()
 
         with self._decode_seconds():
             decoding.step(give)

@@ -126,7 +126,7 @@ def as_token_ids(name: str, value: object) -> tuple[int, ...]:
 def as_stop_strings(value: object) -> tuple[str, ...]:
     value = (value,) if isinstance(value, str) else value
     if isinstance(value, bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"stop must be a string or a tuple of strings, got {value!r}")
+        raise TypeError(f"stop must be a tuple of strings, got {value!r}; one string may stand for itself")
     strings = tuple(value)
     for string in strings:
         if not isinstance(string, str):

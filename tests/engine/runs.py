@@ -17,7 +17,7 @@ def alone(prompt, params, index):
         u = uniforms(np.array([sample_key(params.seed, index, prompt)]), np.array([step]))
         token = int(sample_tokens(torch.from_numpy(logits_after(tokens))[None], params, u, [np.array(tokens)])[0])
         tokens.append(token)
-        if token in params.stop_token_ids:
+        if token in (params.stop_token_ids or ()):
             break
     return tokens[len(prompt) :]
 
