@@ -5,8 +5,6 @@ python -m benchmarks.attention --scales | --prefill                           la
 python -m benchmarks.attention --plot RESULTS.json PICTURE.svg                no GPU needed
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from functools import partial

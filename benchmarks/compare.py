@@ -6,8 +6,6 @@
 Each checkout runs in a process of its own (``compare_server.py``).  Below 1.00 the new one is faster.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

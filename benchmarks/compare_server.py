@@ -6,8 +6,6 @@ All that it knows of a checkout are the names that both have: in ``benchmarks`` 
 ``[what, case]`` a line from stdin, and writes ``{"value": ...}`` or ``{"error": ...}`` a line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

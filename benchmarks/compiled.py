@@ -6,8 +6,6 @@ Sequences share 2,048 tokens and have 64 of their own.  ``attention: false`` is 
 once: the least that faster attention could leave.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from typing import Any

@@ -6,8 +6,6 @@ Each system runs in a process of its own: tokens per second (of wall time, and o
 busy machine disturbs less), and how far its resident memory grew over the loaded model.  None may stop early.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

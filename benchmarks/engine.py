@@ -9,8 +9,6 @@ tokens of one step to waiting for the next; to begin and end); by the profiler, 
 ``make_engine`` and ``requests`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

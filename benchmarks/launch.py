@@ -3,8 +3,6 @@
 python -m benchmarks.launch --out benchmarks/results/launch.json
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

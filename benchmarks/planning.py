@@ -5,8 +5,6 @@
 The aim: below 50 us on the GPU for 1,024 leaves and 2,048 nodes (CUDA-graph replay, median).
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from dataclasses import replace

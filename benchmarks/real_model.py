@@ -6,8 +6,6 @@
 ``--compare``: how often each device solves each problem, and whether both could be samples of one distribution.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """What all benchmarks share: command line, record of a run, times of captured graphs, contenders in turns, tables."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

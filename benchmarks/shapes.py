@@ -1,7 +1,5 @@
 """Models by their sizes, with random weights: what a step takes does not depend on the weights' values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

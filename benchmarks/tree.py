@@ -11,8 +11,6 @@
 ``with_tails`` and ``insert_all`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -72,12 +72,12 @@ benchmark() {
 }
 if wants launch; then part launch 90 "$python" benchmarks/launch.py --out "$out/launch.json" || failed=1; fi
 if wants planning; then part planning 60 "$python" benchmarks/planning.py --out "$out/planning.json" || failed=1; fi
-if wants sampling; then part sampling 60 "$python" benchmarks/sampling.py --out "$out/sampling.json" || failed=1; fi
+if wants sampling; then part sampling 60 "$python" benchmarks/kernels.py --kernel sampling --out "$out/sampling.json" || failed=1; fi
 if wants decode; then benchmark decode "${DECODE_SECONDS:-150}" --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
 if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
 if wants engine; then part engine "${ENGINE_SECONDS:-110}" "$python" benchmarks/engine.py --rows "${ENGINE_ROWS:-64,1024}" --out "$out/engine.json" || failed=1; fi
 if wants prefill; then benchmark prefill "${PREFILL_SECONDS:-60}" --prefill; fi
-if wants rotary; then part rotary 60 "$python" benchmarks/rotary.py --out "$out/rotary.json" || failed=1; fi
+if wants rotary; then part rotary 60 "$python" benchmarks/kernels.py --kernel rotary --out "$out/rotary.json" || failed=1; fi
 if wants compare; then
     part compare "${COMPARE_SECONDS:-560}" "$python" benchmarks/compare.py --old "${OLD:-build/old}" --out "$out/compare.json" \
         --seconds "$((${COMPARE_SECONDS:-560} - 40))" ${COMPARE_OPTIONS:-} || failed=1

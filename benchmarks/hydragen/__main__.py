@@ -8,8 +8,6 @@ python -m benchmarks.hydragen --report RESULTS.json                             
 (n) parallel generation.  Results go to DIR/hydragen.json after each row; the report to DOCS/hydragen.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

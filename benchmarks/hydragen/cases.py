@@ -1,7 +1,5 @@
 """What decodes: shared levels, private suffixes; its tree, bytes, the least time of its attention, its step."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """What each row of ``jobs.toml`` measures: functions of a :class:`Rig` and the row's numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The attention cores that are compared: each lays KV out in the arena, appends a step's K and V to it, and attends."""
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -34,7 +32,7 @@ class Arena:
         self._used = 0
 
     @staticmethod
-    def of_free_memory(device: torch.device, dtype: torch.dtype, most: int | None = None) -> Arena:
+    def of_free_memory(device: torch.device, dtype: torch.dtype, most: int | None = None) -> "Arena":
         """All that is free but the reserve, or ``most`` bytes; on a CPU a little."""
         if device.type == "cpu":
             most = CPU_BYTES

@@ -1,7 +1,5 @@
 """A decode step of a whole model with one of the attention cores, as a replayed CUDA graph, at several lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -13,7 +11,7 @@ from torch.nn.functional import linear
 
 from benchmarks.hydragen.cases import Case, TreeState, mean
 from benchmarks.hydragen.methods import METHODS, Arena, Core, DoesNotFit, Parts, Tree
-from benchmarks.rotary import rotated
+from benchmarks.kernels import rotated
 from benchmarks.runner import Row, captured, failure, free_memory, replayed_ms, wall_seconds
 from benchmarks.shapes import Shape
 from benchmarks.tree_attention.inputs import planner_for
@@ -51,7 +49,7 @@ class Rig:
         return patch(self.shape.build(self.device, self.dtype))
 
     @cached_property
-    def _compiled(self) -> CompiledStep:
+    def _compiled(self) -> "CompiledStep":
         return CompiledStep(self.model, compile=self.on_gpu)
 
     @cached_property

@@ -3,8 +3,6 @@
 ``Pool``, ``make`` and ``ours`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """One fused kernel that merges partial attention of all levels of a tree, as a careful user of Hydragen has it."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 Where prompts share, the aim is to be ahead by the share: by what the rivals compute over what a tree computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import partial

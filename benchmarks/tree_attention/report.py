@@ -1,7 +1,5 @@
 """What came out of a run over workloads: lines, summaries, a picture."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -4,8 +4,6 @@ A rival is prepared for a workload's inputs and gives a function of the input se
 head size]``, or raises :class:`Unfit`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Workloads by name, and the least time that their attention can take."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
