@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from benchmarks.cpu_sampling import prefill_once
-from benchmarks.hydragen.cases import Case, mean, two_level
+from benchmarks.hydragen.cases import Case, two_level
 from benchmarks.hydragen.methods import METHODS
 from benchmarks.hydragen.report import SMALLER_FLASH
 from benchmarks.hydragen.step import Rig
@@ -51,8 +51,7 @@ def step_row(case: Case, rig: Rig, methods: tuple[str, ...], compiled: tuple[str
     measured |= {f"{method}, compiled": rig.measure(method, state, compiled=True) for method in compiled}
     row = case.row("step", rig.shape) | {"methods": measured}
     if ceiling := measured.get("none, compiled", {}).get("step_ms"):
-        floor = mean({new: case.floor_ms(rig.shape, new) for new in case.lengths})
-        row["aim_ms"] = round((ceiling + FLOORS * floor) * (1 + SLACK), 4)
+        row["aim_ms"] = round((ceiling + FLOORS * case.mean_floor_ms(rig.shape)) * (1 + SLACK), 4)
     return row
 
 
@@ -134,12 +133,11 @@ def engine_seconds(rig: Rig, prompts: list[np.ndarray], n: int, new: int, compil
 
     With ``compiled`` layers the run is the engine's second: compiling takes longer than most runs.
     """
-    model = rig.model
-    rig.drop_arena()
+    rig.drop("arena")
     params = SamplingParams(n=n, temperature=1.0, max_new_tokens=new, seed=1)
     requests = [Request(index, prompt, params) for index, prompt in enumerate(prompts)]
     budget = int(torch.cuda.mem_get_info(rig.device)[0] * MEMORY_SHARE) if rig.on_gpu else None
-    engine = make_engine(model, requests, kv_budget=budget, compiled=compiled)
+    engine = make_engine(rig.model, requests, kv_budget=budget, compiled=compiled)
     if compiled:
         engine.run(requests)
         engine.report = Report()
@@ -195,7 +193,7 @@ def expand(rig: Rig, batch: int, prompt: int) -> Row:
 
 
 def _stock_prompt(rig: Rig, prompt: int) -> torch.Tensor:
-    rig.drop_arena()
+    rig.drop("arena")
     return torch.from_numpy(tokens(prompt, rig, seed=3)).long().to(rig.device)[None]
 
 
