@@ -1,14 +1,13 @@
-"""The engine on one GPU, with a Llama-3.1-8B shape and random bf16 weights: ``rows`` samples of one prompt.
+"""A Llama-3.1-8B shape with random bf16 weights on one GPU: ``rows`` samples of one prompt in the engine.
 
     python -m benchmarks.engine [--rows 64,256,1024] [--prompt 2048] [--new 128] [--out FILE]
-    python -m benchmarks.engine --long 2000 [--rows 512] [--out FILE]   sequences that end and arrive: memory, captures
-    python -m benchmarks.engine --full [--new 256] [--out FILE]         more samples than memory holds
+    python -m benchmarks.engine --long 2000 | --full [--rows 512] [--new 256]    that end and arrive; more than fit memory
+    python -m benchmarks.engine --step           one step's graph: layers compiled or not, with and without attention
 
-The wall time of a decode step; that of its graph alone; what the host does besides waiting (in all; the median from the
-tokens of one step to waiting for the next; to begin and end); by the profiler, how long the GPU had nothing to do.
 ``make_engine`` and ``requests`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -17,18 +16,27 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import prefixkit
-from benchmarks.runner import Row, Run, arguments, replayed_ms
+from benchmarks.runner import Row, Run, arguments, captured, free_memory, replayed_ms, spread
 from benchmarks.shapes import LLAMA_8B
+from benchmarks.tree_attention.inputs import planner_for
+from benchmarks.tree_attention.workloads import PAGE, workload
 from prefixkit.api import make_engine
+from prefixkit.attention.queries import StepTree
+from prefixkit.attention.step import Step, build_step
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import Request
-from prefixkit.models import kv_spec
-from prefixkit.runners.graph import GraphDecoder
+from prefixkit.models import ModelRunner, kv_spec
+from prefixkit.ops import library
+from prefixkit.ops.backend import Backend, backend_for
+from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams
 
 PROFILED_STEPS = 40
+# Of the step alone: tokens that sequences share, tokens of their own, replays of its graph after some that warm up.
+PREFIX, SUFFIX, REPLAYS, WARM = 2048, 64, 15, 3
 
 
 def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Request]:
@@ -38,12 +46,12 @@ def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Requ
 
 def waits_of(engine: Engine, asked: list[Request]) -> list[tuple[float, float]]:
     """When the host began to wait for the tokens of each step of a run, and when they were there, in seconds."""
-    decoder, waits = graph_decoder(engine), []
-    read = decoder.read
+    decoder: Any = engine.decoder
+    read, waits = decoder.read, []
 
     def timed() -> Any:
         began = time.perf_counter()
-        decoder._arrays.ring.ready[decoder._unread[0][0]].synchronize()  # type: ignore[union-attr]
+        decoder._arrays.ring.ready[decoder._unread[0][0]].synchronize()
         waits.append((began, time.perf_counter()))
         return read()
 
@@ -52,13 +60,8 @@ def waits_of(engine: Engine, asked: list[Request]) -> list[tuple[float, float]]:
     return waits
 
 
-def graph_decoder(engine: Engine) -> GraphDecoder:
-    assert isinstance(engine.decoder, GraphDecoder)
-    return engine.decoder
-
-
 def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any], compiled: bool) -> Row:
-    """One prompt, ``rows`` samples."""
+    """A decode step's wall time, its graph's alone, what the host does besides waiting, how long the GPU is idle."""
     asked = requests(1, prompt, n=rows, max_new_tokens=new, **sampling)
     engine = make_engine(model, asked, compiled=compiled)
     engine.run(asked)  # captures
@@ -69,7 +72,7 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
     between = [began - there for (_, there), (began, _) in itertools.pairwise(waits)]
     working = seconds - sum(there - began for began, there in waits)
     # The last graph by itself; its rows have ended, so trees do not grow.
-    decoder = graph_decoder(engine)
+    decoder: Any = engine.decoder
     replays = replayed_ms(decoder._graphs[decoder._running], 20)
     return {
         "rows": rows,
@@ -92,8 +95,7 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
 
 def idle(engine: Engine, asked: list[Request]) -> float:
     """The part of a decode in which no kernel and no copy ran, by the profiler, over steps in its middle."""
-    decoder, taken = graph_decoder(engine), itertools.count(1)
-    step = decoder.step
+    taken, step = itertools.count(1), engine.decoder.step
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
     def counted() -> None:
@@ -105,7 +107,7 @@ def idle(engine: Engine, asked: list[Request]) -> float:
             torch.cuda.synchronize()
             profiler.stop()
 
-    with mock.patch.object(decoder, "step", counted):
+    with mock.patch.object(engine.decoder, "step", counted):
         engine.run(asked)
     spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type.name == "CUDA")
     busy, at = 0.0, spans[0][0]
@@ -160,26 +162,75 @@ def full_run(model: Any, prompt: int, new: int) -> Row:
 
 
 def memory_mib() -> dict[str, int]:
-    most = {"most_allocated_mib": torch.cuda.max_memory_allocated() >> 20}
-    now = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    return {"allocated_mib": now[0] >> 20, **most, "reserved_mib": now[1] >> 20}
+    parts = {"allocated": "memory_allocated", "most_allocated": "max_memory_allocated", "reserved": "memory_reserved"}
+    return {f"{name}_mib": getattr(torch.cuda, of)() >> 20 for name, of in parts.items()}
+
+
+def without_attention(device: torch.device) -> Backend:
+    """A backend whose tree_attention returns at once; appending stays: the least that faster attention could leave."""
+
+    def returns_at_once(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+    return dataclasses.replace(backend_for(device), tree_attention=returns_at_once)
+
+
+def step_ms(runner: ModelRunner, step: Step) -> dict[str, float]:
+    """Median and spread of replays of one captured step."""
+    graph = captured(lambda: runner(step), torch.cuda.Stream())
+    times = spread(replayed_ms(graph, REPLAYS + WARM)[WARM:])
+    del graph
+    free_memory()
+    return {"ms": times["median"], "least_ms": times["best"], "most_ms": times["worst"]}
+
+
+def measure_step(run: Run, model: Any, batches: list[int]) -> None:
+    """A decode step of sequences that share a prefix, its layers as they are and through torch.compile."""
+    spec = kv_spec(model)
+    pool = KVPool(spec, PREFIX // PAGE + max(batches) * -(-SUFFIX // PAGE), PAGE)
+    for layer, kv in itertools.product(range(spec.num_layers), (pool.k, pool.v)):
+        kv(layer).normal_()
+    planner = planner_for(LLAMA_8B.heads, spec.kv_heads, spec.head_dim, spec.device, spec.dtype)
+    runners = {"eager": ModelRunner(model, pool), "compiled": ModelRunner(model, pool, compiled=True)}
+    layers: Any = runners["compiled"].compiled
+    for batch in batches:
+        work = workload(f"2L b{batch} p{PREFIX} s{SUFFIX}", LLAMA_8B.heads, LLAMA_8B.kv_heads)
+        tokens = np.random.default_rng(batch).integers(0, LLAMA_8B.vocab, batch)
+        step = build_step(StepTree(work.snapshot, work.queries), tokens, np.arange(batch), planner, "cuda")
+        for name, runner in runners.items():
+            graphs, seconds, began = layers.graphs, layers.seconds, time.perf_counter()
+            runner(step)
+            torch.cuda.synchronize()
+            row: Row = {"batch": batch, "modules": name, "first_step_s": time.perf_counter() - began}
+            if name == "compiled":
+                made = {"graphs": layers.graphs - graphs, "compile_s": layers.seconds - seconds}
+                row |= made | {"fallback": layers.reason}
+            for attention in (True, False):
+                with mock.patch.object(library, "backend_for", backend_for if attention else without_attention):
+                    row = row | {"attention": attention, **step_ms(runner, step)}
+                text = f"{'with' if attention else 'without':8s} attention {row['ms']:7.2f} ms"
+                run.add("rows", row, f"batch {batch:5d}  {name:9s} {text}")
 
 
 def main() -> None:
     sizes: Row = {"rows": [64, 256, 1024], "prompt": 2048, "new": 128, "layers": LLAMA_8B.layers}
     long = {"type": int, "default": 0, "help": "so many steps with sequences that end and arrive"}
-    options = arguments(__doc__, **sizes, long=long, full=False)
+    options = arguments(__doc__, **sizes, long=long, full=False, step=False)
     run = Run(options)
     model = prefixkit.patch(LLAMA_8B.build("cuda", torch.bfloat16, layers=options.layers))
     if options.long:
         run.result["long"] = long_run(model, options.long, options.rows[0], options.prompt)
     if options.full:
         run.result["full"] = full_run(model, options.prompt, options.new)
-    if not (options.long or options.full):
+    if options.step:
+        run.result["layers"] = options.layers
+        measure_step(run, model, options.rows)
+        run.result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if not (options.long or options.full or options.step):
         plain, filtered = {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
         for rows, way in itertools.product(options.rows, ((plain, False), (plain, True), (filtered, True))):
             run.add("decode", decode(model, rows, options.prompt, options.new, *way))
-    run.finish("long", "full", "seconds")
+    run.finish("long", "full", "peak_gib", "seconds")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,6 @@ if wants compare; then
     part compare "${COMPARE_SECONDS:-560}" "$python" benchmarks/compare.py --old "${OLD:-build/old}" --out "$out/compare.json" \
         --seconds "$((${COMPARE_SECONDS:-560} - 40))" ${COMPARE_OPTIONS:-} || failed=1
 fi
-if wants compiled; then part compiled 150 "$python" benchmarks/compiled.py --out "$out/compiled.json" || failed=1; fi
+if wants compiled; then part compiled 150 "$python" benchmarks/engine.py --step --out "$out/compiled.json" || failed=1; fi
 echo "$((SECONDS - began)) s in all, results in $out" | tee -a "$summary"
 exit "$failed"

@@ -22,7 +22,7 @@ import torch
 from benchmarks.hydragen import experiments
 from benchmarks.hydragen.report import LAYOUT, write
 from benchmarks.hydragen.step import Rig, complaints, differences
-from benchmarks.runner import OUT_OF_TIME, ROOT, Row, Run, arguments, ceilings, identity, some_of
+from benchmarks.runner import OUT_OF_TIME, ROOT, Row, Run, arguments, ceilings, identity
 from benchmarks.shapes import SHAPES
 
 LETTERS, NAMES = tuple(LAYOUT["sections"]), ("experiment", "shape", "name")
@@ -35,7 +35,7 @@ def main(given: list[str] | None = None) -> None:
         __doc__,
         given,
         out=Path("build/hydragen"),
-        only=some_of(*LETTERS),
+        only=list(LETTERS),
         quick={"action": "store_true", "help": "the most important rows only"},
         shape={"default": "", "help": "model shapes, with commas between; tiny runs on a CPU"},
         report={"type": Path, "metavar": "RESULTS.json", "help": "write their figures and report into --docs"},
