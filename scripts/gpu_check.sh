@@ -70,8 +70,8 @@ benchmark() {
     shift 2
     part "$name" "$limit" "$python" benchmarks/attention.py --out "$out/$name.json" --seconds "$((limit - 20))" "$@" || failed=1
 }
-if wants launch; then part launch 90 "$python" benchmarks/launch.py --out "$out/launch.json" || failed=1; fi
-if wants planning; then part planning 60 "$python" benchmarks/planning.py --out "$out/planning.json" || failed=1; fi
+if wants launch; then part launch 90 "$python" benchmarks/host.py --launch --out "$out/launch.json" || failed=1; fi
+if wants planning; then part planning 60 "$python" benchmarks/host.py --out "$out/planning.json" || failed=1; fi
 if wants sampling; then part sampling 60 "$python" benchmarks/kernels.py --kernel sampling --out "$out/sampling.json" || failed=1; fi
 if wants decode; then benchmark decode "${DECODE_SECONDS:-150}" --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
 if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
