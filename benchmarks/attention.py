@@ -18,7 +18,7 @@ from benchmarks.tree_attention.workloads import DECODE, HEADS, SCALES, workload
 
 
 def decode(run: Run, options: argparse.Namespace, pool: Pool, heads: int, kv_heads: int, name: str) -> Row:
-    """A row of ours, every rival that fits and the recorded anchor, on the same numbers."""
+    """Ours, every rival that fits and the recorded anchor, on the same numbers."""
     inputs = make(workload(name, heads, kv_heads), pool, options.shuffled)
     row: Row = {
         "floor_us": round(inputs.workload.floor_us, 2),
@@ -31,8 +31,8 @@ def decode(run: Run, options: argparse.Namespace, pool: Pool, heads: int, kv_hea
         row["anchor"] = {"best": anchor["best"], "us": anchor["best_us"]}
     expected = ours(inputs, 0)
     for rival in {"all": RIVALS, "none": []}.get(options.rivals, options.rivals.split(",")):
-        timed = outcome(partial(RIVALS[rival], inputs), expected, inputs.sets) if run.left > 0 else OUT_OF_TIME
-        row["rivals"][rival] = timed
+        late = run.left <= 0
+        row["rivals"][rival] = OUT_OF_TIME if late else outcome(partial(RIVALS[rival], inputs), expected, inputs.sets)
     return row
 
 
@@ -45,10 +45,8 @@ def measure(run: Run, options: argparse.Namespace) -> None:
         row: Row = {"heads": [heads, kv_heads], name: str(of)}
         if options.only not in report.name_of(row) or identity(row, ("heads", name)) in there:
             continue
-        if options.prefill:
-            row |= prefill.measure(of, heads, kv_heads, pool)
-        else:
-            row |= decode(run, options, pool, heads, kv_heads, of)
+        measured = prefill.measure if options.prefill else partial(decode, run, options)
+        row |= measured(pool, heads, kv_heads, of)
         run.add(key, row, report.line(row))
     if not options.prefill:
         rows = run.result.get("workloads", [])

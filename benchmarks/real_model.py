@@ -22,9 +22,6 @@ from prefixkit.demo.chat import encode_messages
 from prefixkit.demo.humaneval import CHAT_STOP, Problem, chat_messages, load_problems
 from prefixkit.demo.model import load_demo
 
-# Of a program.
-SECONDS = 5
-
 
 def passes(problem: Problem, completion: str) -> bool:
     """Whether the head and the completion pass the problem's tests."""
@@ -33,7 +30,7 @@ def passes(problem: Problem, completion: str) -> bool:
     task = read_problems()[problem.id]
     program = f"{problem.head.rstrip()}{completion}\n\n{task['test']}\ncheck({task['entry_point']})\n"
     try:
-        ran = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=SECONDS, check=False)
+        ran = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=5, check=False)
     except subprocess.TimeoutExpired:
         return False
     return ran.returncode == 0
@@ -70,11 +67,9 @@ def fisher(a: int, b: int, n: int) -> float:
     """Two-sided probability that ``a`` and ``b`` of ``n`` each come from one distribution."""
     total = math.comb(2 * n, a + b)
 
-    def chance(k: int) -> float:
-        return math.comb(n, k) * math.comb(n, a + b - k) / total if 0 <= a + b - k <= n else 0.0
-
-    mine = chance(a)
-    return min(1.0, sum(chance(k) for k in range(n + 1) if chance(k) <= mine * (1 + 1e-9)))
+    chances = [math.comb(n, k) * math.comb(n, a + b - k) / total for k in range(max(0, a + b - n), min(n, a + b) + 1)]
+    mine = chances[a - max(0, a + b - n)]
+    return min(1.0, sum(chance for chance in chances if chance <= mine * (1 + 1e-9)))
 
 
 def compare(first: Row, second: Row) -> Row:
@@ -95,11 +90,8 @@ def main() -> None:
     choices = {"choices": ("float32", "bfloat16", "float16"), "default": "float32"}
     sizes: Row = {"problems": 12, "samples": 16, "temperature": 0.6}
     options = arguments(__doc__, device="cpu", dtype=choices, **sizes, compare={"type": Path, "nargs": 2})
-    run = Run(options, options.device)
-    if options.compare:
-        run.result |= compare(*(json.loads(path.read_text()) for path in options.compare))
-    else:
-        run.result |= measure(options)
+    run, compared = Run(options, options.device), [json.loads(path.read_text()) for path in options.compare or ()]
+    run.result |= compare(*compared) if compared else measure(options)
     run.finish()
     print(json.dumps(run.result, indent=1))
 

@@ -8,8 +8,6 @@ import torch
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama of these sizes."""
-
     name: str
     hidden: int
     layers: int

@@ -1,6 +1,7 @@
 """What came out of a run over workloads: lines, summaries, a picture."""
 
 import json
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,14 @@ def line(row: Row) -> str:
 def summary(rows: list[Row]) -> dict[str, Any]:
     """Geometric means, and where ours is behind."""
     result: dict[str, Any] = {"workloads": len(rows)}
-    anchors = {name_of(row): row["anchor"]["us"] / row["us"] for row in rows if "anchor" in row}
-    rivals = {name_of(row): best[1] / row["us"] for row in rows if (best := best_rival(row))}
+    anchors = [(row["anchor"]["us"] / row["us"], name_of(row)) for row in rows if "anchor" in row]
+    rivals = [(best[1] / row["us"], name_of(row)) for row in rows if (best := best_rival(row))]
     for what, ratios in (("anchor", anchors), ("rival", rivals)):
         if ratios:
-            least, name = min((ratio, name) for name, ratio in ratios.items())
-            ahead = sum(ratio >= 1 for ratio in ratios.values())
-            found = {"geomean": round(geomean(ratios.values()), 3), "ahead": ahead, "of": len(ratios)}
-            result[f"best {what} / ours"] = found | {"least": [name, round(least, 3)]}
+            least, name = min(ratios)
+            found = {"geomean": round(geomean(ratio for ratio, _ in ratios), 3), "of": len(ratios)}
+            found |= {"ahead": sum(ratio >= 1 for ratio, _ in ratios), "least": [name, round(least, 3)]}
+            result[f"best {what} / ours"] = found
     if long := [r["us"] / r["floor_us"] for r in rows if r["floor_us"] > LONG_US]:
         found = {"geomean": round(geomean(long), 3), "most": round(max(long), 3)}
         result[f"time / floor, floor above {LONG_US:.0f} us"] = found
@@ -60,10 +61,9 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 def skipped(rows: list[Row]) -> dict[str, dict[str, int]]:
     """Why rivals did not run, and on how many workloads."""
-    reasons: dict[str, dict[str, int]] = {}
+    reasons: dict[str, dict[str, int]] = defaultdict(Counter)
     for name, why in (item for row in rows for item in row["rivals"].items() if isinstance(item[1], str)):
-        of, short = reasons.setdefault(name, {}), why if len(why) < 90 else why[:87] + "..."
-        of[short] = of.get(short, 0) + 1
+        reasons[name][why if len(why) < 90 else why[:87] + "..."] += 1
     return reasons
 
 
