@@ -104,15 +104,10 @@ def measure(system: str, case: str, new: int) -> Row:
     tokens = RUN[system](model, tokenizer, prompts, n, new)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        "tokens": tokens,
-        "tokens_per_second": tokens / seconds,
-        "tokens_per_cpu_second": tokens / cpu_seconds,
-        "memory_growth_mib": max(0, peak - before) / 2**20,
-        "prompt_tokens": statistics.mean(len(prompt) for prompt in prompts),
-    }
+    row: Row = {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens}
+    row |= {"tokens_per_second": tokens / seconds, "tokens_per_cpu_second": tokens / cpu_seconds}
+    row["memory_growth_mib"] = max(0, peak - before) / 2**20
+    return row | {"prompt_tokens": statistics.mean(len(prompt) for prompt in prompts)}
 
 
 def main() -> None:

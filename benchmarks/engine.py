@@ -74,23 +74,14 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
     # The last graph by itself; its rows have ended, so trees do not grow.
     decoder: Any = engine.decoder
     replays = replayed_ms(decoder._graphs[decoder._running], 20)
-    return {
-        "rows": rows,
-        "prompt": prompt,
-        "new": new,
-        "sampling": sampling,
-        "compiled": compiled,
-        "tokens_per_second": round(rows * new / total),
-        "decode_step_ms": round(1e3 * seconds / steps, 3),
-        "replay_ms": round(statistics.fmean(replays), 3),
-        "host_ms": round(1e3 * working / steps, 3),
-        "host_step_ms": round(1e3 * statistics.median(between), 3),
-        "host_begin_end_ms": round(1e3 * (working - sum(between)), 1),
-        "prefill_and_first_ms": round(1e3 * (total - seconds), 1),
-        "capture_s": round(report.seconds_capturing, 2),
-        "graph_mib": round(report.graph_bytes / 2**20),
-        "idle": round(idle(engine, asked), 4),
-    }
+    row: Row = {"rows": rows, "prompt": prompt, "new": new, "sampling": sampling, "compiled": compiled}
+    row |= {"tokens_per_second": round(rows * new / total), "decode_step_ms": round(1e3 * seconds / steps, 3)}
+    row |= {"replay_ms": round(statistics.fmean(replays), 3), "host_ms": round(1e3 * working / steps, 3)}
+    row["host_step_ms"] = round(1e3 * statistics.median(between), 3)
+    row["host_begin_end_ms"] = round(1e3 * (working - sum(between)), 1)
+    row["prefill_and_first_ms"] = round(1e3 * (total - seconds), 1)
+    row |= {"capture_s": round(report.seconds_capturing, 2), "graph_mib": round(report.graph_bytes / 2**20)}
+    return row | {"idle": round(idle(engine, asked), 4)}
 
 
 def idle(engine: Engine, asked: list[Request]) -> float:
@@ -129,14 +120,10 @@ def long_run(model: Any, steps: int, rows: int, prompt: int) -> Row:
         engine.run(requests(10, prompt, seed=len(held), **sampling))
         held.append({"steps": engine.report.steps, "captures": engine.report.captures, **memory_mib()})
     engine.tree.check()
-    report = engine.report
-    return {
-        **{name: getattr(report, name) for name in ("steps", "decode_steps", "samples", "captures")},
-        "seconds": round(report.seconds, 1),
-        "tokens_per_second": round(report.tokens_per_second),
-        "rounds": held,
-        "pages_back": engine.tree.allocator.free == engine.tree.allocator.num_pages,
-    }
+    report, pages = engine.report, engine.tree.allocator
+    row: Row = {name: getattr(report, name) for name in ("steps", "decode_steps", "samples", "captures")}
+    row |= {"seconds": round(report.seconds, 1), "tokens_per_second": round(report.tokens_per_second)}
+    return row | {"rounds": held, "pages_back": pages.free == pages.num_pages}
 
 
 def full_run(model: Any, prompt: int, new: int) -> Row:
@@ -148,17 +135,11 @@ def full_run(model: Any, prompt: int, new: int) -> Row:
     samples = engine.run(asked)
     pool, report = engine.tree.allocator.num_pages, engine.report
     pool_bytes = pool * engine.tree.page_size * engine.pool.spec.bytes_per_token
-    return {
-        "samples": len(samples),
-        "complete": all(len(sample.tokens) == new for sample in samples),
-        "steps": report.steps,
-        "tokens_per_second": round(report.tokens_per_second),
-        "pool_gib": round(pool_bytes / 2**30, 1),
-        "pool_used": round(report.kv_bytes_held_peak / pool_bytes, 3),
-        "least_free_gib": round(min(left) / 2**30, 2),
-        **memory_mib(),
-        "pages_back": engine.tree.allocator.free == pool,
-    }
+    row: Row = {"samples": len(samples), "complete": all(len(sample.tokens) == new for sample in samples)}
+    row |= {"steps": report.steps, "tokens_per_second": round(report.tokens_per_second)}
+    row |= {"pool_gib": round(pool_bytes / 2**30, 1), "pool_used": round(report.kv_bytes_held_peak / pool_bytes, 3)}
+    row |= {"least_free_gib": round(min(left) / 2**30, 2), **memory_mib()}
+    return row | {"pages_back": engine.tree.allocator.free == pool}
 
 
 def memory_mib() -> dict[str, int]:

@@ -51,16 +51,10 @@ def measure(options: argparse.Namespace) -> Row:
     solved = dict.fromkeys((problem.id for problem in problems), 0)
     for ok, sample in zip(won, result, strict=True):
         solved[problems[sample.prompt_index].id] += ok
-    return {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "dtype": str(dtype),
-        "samples": options.samples,
-        "solved": solved,
-        "problems_solved": sum(wins > 0 for wins in solved.values()),
-        "tokens_per_second": round(result.report.tokens_per_second, 1),
-        "decode_steps": result.report.decode_steps,
-        "captures": result.report.captures,
-    }
+    report, device = result.report, torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    row: Row = {"device": device, "dtype": str(dtype), "samples": options.samples, "solved": solved}
+    row |= {"problems_solved": sum(map(bool, solved.values())), "tokens_per_second": round(report.tokens_per_second, 1)}
+    return row | {"decode_steps": report.decode_steps, "captures": report.captures}
 
 
 def fisher(a: int, b: int, n: int) -> float:
@@ -76,14 +70,9 @@ def compare(first: Row, second: Row) -> Row:
     """Solved of each problem, and the least of the probabilities, times their number."""
     n = first["samples"]
     rows = {name: (wins, second["solved"][name]) for name, wins in first["solved"].items()}
-    least = min(fisher(*pair, n) for pair in rows.values())
-    return {
-        "of": n,
-        "solved": rows,
-        "both": sum(a > 0 and b > 0 for a, b in rows.values()),
-        "one only": sum((a > 0) != (b > 0) for a, b in rows.values()),
-        "p": round(min(1.0, least * len(rows)), 3),
-    }
+    least, solved = min(fisher(*pair, n) for pair in rows.values()), [(a > 0) + (b > 0) for a, b in rows.values()]
+    found: Row = {"of": n, "solved": rows, "both": solved.count(2), "one only": solved.count(1)}
+    return found | {"p": round(min(1.0, least * len(rows)), 3)}
 
 
 def main() -> None:

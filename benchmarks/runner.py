@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 Row = dict[str, Any]
+Action = Callable[[], object]
 ROOT = Path(__file__).parents[1]
 OUT_OF_TIME = "out of time"
 # Inputs rotate through more than twice the L2 of an H200.
@@ -121,18 +122,12 @@ def machine(device: str | None = None) -> Row:
     names = ("torch", "numpy", "transformers", "triton", "flashinfer-python", "cuda-core")
     packages = {name: next((of.version for of in distributions(name=name)), "not installed") for name in names}
     if device == "cpu" or not torch.cuda.is_available():
-        return {"gpu": "none", "cpu": _processor(), "python": platform.python_version(), **packages}
+        cpu = _printed("sed", "-n", "s/^model name[^:]*: //p;T;q", "/proc/cpuinfo") or platform.processor()
+        return {"gpu": "none", "cpu": cpu, "python": platform.python_version(), **packages}
     gpu = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": gpu.name,
-        "multiprocessors": gpu.multi_processor_count,
-        "l2_bytes": gpu.L2_cache_size,
-        "driver": _printed(*NVIDIA_SMI, "--query-gpu=driver_version") or "unknown",
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "python": platform.python_version(),
-        **packages,
-    }
+    found: Row = {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count, "l2_bytes": gpu.L2_cache_size}
+    found |= {"driver": _printed(*NVIDIA_SMI, "--query-gpu=driver_version") or "unknown", "cuda": torch.version.cuda}
+    return found | {"cudnn": torch.backends.cudnn.version(), "python": platform.python_version(), **packages}
 
 
 def clocks() -> Row:
@@ -148,12 +143,6 @@ def _printed(*command: str) -> str:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def input_sets(kv_bytes: int) -> int:
@@ -223,11 +212,7 @@ def replayed_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
 
 
 def wall_seconds(
-    run: Callable[[], object],
-    repeats: int = 1,
-    warm: int = 0,
-    wait: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
+    run: Action, repeats: int = 1, warm: int = 0, wait: Action = lambda: None, clock: Any = time.perf_counter
 ) -> list[float]:
     """Of each call on the host's clock, after ``warm`` that do not count; ``wait`` lets a device finish."""
     times = []

@@ -78,12 +78,7 @@ class Rig:
         return METHODS[method].kv_bytes(case, self.spec().bytes_per_token) <= self.arena.flat.nbytes
 
     def core(self, method: str, state: TreeState, layers: int | None = None) -> Core:
-        """A method's core over a fresh arena.
-
-        Raises:
-            DoesNotFit: its KV is larger than the arena.
-            ValueError: it is one of ``wrong``.
-        """
+        """A method's core over a fresh arena; DoesNotFit, or ValueError for one of ``wrong``."""
         if method in self.wrong:
             raise ValueError(self.wrong[method])
         kind, spec = METHODS[method], self.spec(layers)
@@ -183,19 +178,18 @@ def complaints(found: dict[str, float | str]) -> dict[str, str]:
 
 def _copy(tree: Tree, core: Parts) -> None:
     """The tree's KV into the layout of ``core``."""
-    snapshot, nodes = tree.state.snapshot, tree.state.nodes
-    shared, own = nodes[: core.levels], nodes[core.levels :]
-    for which, pages in enumerate((tree.pool.k(0), tree.pool.v(0))):
-
-        def tokens(node: int, pages: Tensor = pages) -> Tensor:
-            slots = snapshot.slots(np.int32(node), np.arange(snapshot.length[node]))
-            return pages.flatten(0, 1)[torch.from_numpy(slots).to(pages.device)]
-
-        for level, kv in zip(shared, core.level_kv[0], strict=True):
-            kv[which].copy_(torch.stack([tokens(node) for node in level]).transpose(1, 2))
-        for row, kv in enumerate(core.own_kv[0][which]):
-            path = [level[row * len(level) // len(nodes[-1])] for level in own]
-            kv.copy_(torch.cat([tokens(node) for node in path]))
+    snapshot, case, first = tree.state.snapshot, tree.state.case, 0
+    # The slots of each sequence's tokens, level after level.
+    each = [np.repeat(nodes, case.batch // len(nodes)) for nodes in tree.state.nodes]
+    levels = [snapshot.slots(nodes[:, None], np.arange(snapshot.length[nodes[0]])[None]) for nodes in each]
+    slots = torch.from_numpy(np.concatenate(levels, axis=1)).to(core.spec.device)
+    kv = [pages.flatten(0, 1)[slots] for pages in (tree.pool.k(0), tree.pool.v(0))]
+    for (nodes, tokens), level in zip(case.levels, core.level_kv[0], strict=False):
+        for dense, every in zip(level, kv, strict=True):
+            dense.copy_(every[:: case.batch // nodes, first : first + tokens].transpose(1, 2))
+        first += tokens
+    for dense, every in zip(core.own_kv[0], kv, strict=True):
+        dense.copy_(every[:, first:])
 
 
 # Weights of one input: as they are multiplied, and how many rows of each belong to which of them.
