@@ -1,7 +1,7 @@
 """A Llama-3.1-8B shape with random bf16 weights on one GPU: ``rows`` samples of one prompt in the engine.
 
     python -m benchmarks.engine [--rows 64,256,1024] [--prompt 2048] [--new 128] [--out FILE]
-    python -m benchmarks.engine --long 2000 | --full [--rows 512] [--new 256]    that end and arrive; more than fit memory
+    python -m benchmarks.engine --long 2000 | --full [--rows 512] [--new 256]    arrivals; a full memory
     python -m benchmarks.engine --step           one step's graph: layers compiled or not, with and without attention
 
 ``make_engine`` and ``requests`` are what ``benchmarks/compare.py`` calls in every checkout.

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -76,11 +77,7 @@ class Run:
         return (getattr(self._options, "seconds", None) or math.inf) - (time.monotonic() - self._began)
 
     def taken_up(self, key: str, names: tuple[str, ...], beside: tuple[str, ...] = ()) -> set[str]:
-        """Keep the rows under ``key`` of ``--resume`` that had time, and all ``beside``; returns the rows' identities.
-
-        Raises:
-            SystemExit: they are of another machine.
-        """
+        """Keep the rows under ``key`` of ``--resume`` that had time, and all ``beside``; returns their identities."""
         if self._options.resume is None:
             return set()
         known, here = json.loads(self._options.resume.read_text()), self.result["machine"]
@@ -122,7 +119,9 @@ def machine(device: str | None = None) -> Row:
     names = ("torch", "numpy", "transformers", "triton", "flashinfer-python", "cuda-core")
     packages = {name: next((of.version for of in distributions(name=name)), "not installed") for name in names}
     if device == "cpu" or not torch.cuda.is_available():
-        cpu = _printed("sed", "-n", "s/^model name[^:]*: //p;T;q", "/proc/cpuinfo") or platform.processor()
+        cpuinfo = Path("/proc/cpuinfo")
+        known = re.search("model name.*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+        cpu = known[1] if known else platform.processor()
         return {"gpu": "none", "cpu": cpu, "python": platform.python_version(), **packages}
     gpu = torch.cuda.get_device_properties(0)
     found: Row = {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count, "l2_bytes": gpu.L2_cache_size}
@@ -156,7 +155,7 @@ class Replay:
     def __init__(self, run: Callable[[int], object], sets: int) -> None:
         for index in range(sets):
             run(index)
-        about = max(_elapsed_us(lambda: run(0)), 1.0)
+        about = max(_elapsed_us(partial(run, 0)), 1.0)
         self._calls = -(-max(8, min(64, int(GRAPH_US / about))) // sets) * sets if about < LONG_CALL_US else sets
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):

@@ -76,10 +76,9 @@ def jobs(letters: list[str], shapes: list[str]) -> list[Job]:
 
 
 def run_jobs(jobs: list[Job], rig_of: Callable[[str], Rig], seconds: float, done: Callable[[Job, Row], None]) -> None:
-    """Do the jobs, shape after shape so that one model is in memory.
+    """Do the jobs, shape after shape so that one model is in memory; a job that does not begin in time says so.
 
-    A shape's share of the time is by what its jobs are expected to take; what it leaves goes to those after it.  A job
-    that does not begin in time gives a row that says so.
+    A shape's share of the time is by what its jobs are expected to take; what it leaves goes to those after it.
     """
     end, shapes = time.monotonic() + seconds, list(dict.fromkeys(job.shape for job in jobs))
     for index, shape in enumerate(shapes):

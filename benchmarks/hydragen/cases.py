@@ -100,7 +100,7 @@ def case_tree(case: Case) -> tuple[TreeSnapshot, list[np.ndarray]]:
 
 
 class TreeState:
-    """The step of a case at any number of new tokens, in tensors that stay: so one captured graph serves all lengths."""
+    """The step of a case at any number of new tokens, in tensors that stay: one captured graph serves all lengths."""
 
     def __init__(self, case: Case, planner: Planner, device: torch.device, share: bool = True) -> None:
         self.case, self.planner, self._device = case, planner, device

@@ -129,10 +129,7 @@ def tokens(count: int, rig: Rig, seed: int) -> np.ndarray:
 
 
 def engine_seconds(rig: Rig, prompts: list[np.ndarray], n: int, new: int, compiled: bool = False) -> Row:
-    """Sample ``n`` continuations of each prompt at temperature 1, all to their full length; prefill counts.
-
-    With ``compiled`` layers the run is the engine's second: compiling takes longer than most runs.
-    """
+    """Sample ``n`` continuations of each prompt to their full length; ``compiled``: in a second run."""
     rig.drop("arena")
     params = SamplingParams(n=n, temperature=1.0, max_new_tokens=new, seed=1)
     requests = [Request(index, prompt, params) for index, prompt in enumerate(prompts)]
@@ -142,8 +139,7 @@ def engine_seconds(rig: Rig, prompts: list[np.ndarray], n: int, new: int, compil
         engine.run(requests)
         engine.report = Report()
     engine.run(requests)
-    report = engine.report
-    found = {"seconds": round(report.seconds, 4), "new_tokens": report.new_tokens}
+    report, found = engine.report, {"seconds": round(engine.report.seconds, 4), "new_tokens": engine.report.new_tokens}
     return found | {"tokens_per_s": round(report.new_tokens / report.seconds, 1), "steps": report.steps}
 
 

@@ -26,10 +26,7 @@ class DoesNotFit(Exception):
 
 
 class Arena:
-    """Memory for all KV of a run: random numbers, made once; :meth:`take` gives views of them until :meth:`reset`.
-
-    ``num_bytes`` of it, or all that is free but the reserve, on a CPU a little.
-    """
+    """Random numbers for all KV of a run: ``num_bytes`` or what is free; views of them until :meth:`reset`."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, num_bytes: int | None = None) -> None:
         if num_bytes is None and device.type == "cpu":
@@ -147,12 +144,9 @@ class Tree(Core):
 
 
 class Parts(Core):
-    """Dense KV: ``levels`` of the case stored once and attended to by all below, everything else held by each sequence.
+    """Dense KV: ``levels`` of the case stored once and attended to by all below, the rest held by each sequence."""
 
-    No level: flash attention without sharing.  One: Hydragen.  More: Hydragen's hierarchy.
-    """
-
-    levels = 0
+    levels = 0  # flash attention without sharing; 1: Hydragen; more: Hydragen's hierarchy
 
     def __init__(self, state: TreeState, spec: KVSpec, heads: int, arena: Arena) -> None:
         super().__init__(state, spec, heads, arena)
@@ -190,7 +184,7 @@ class Parts(Core):
         if not self.levels and not on_cpu:  # flash packs the query heads of a KV head itself, and splits long KV
             return self._flash(q, k, v, 1, scale)[0]
         # The query heads of a KV head together; without groups a view.
-        packed = q.view(batch, kv_heads, -1, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
+        packed = q.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
         parts = attend_levels(packed, self.level_kv[layer], self._attends, scale)
         if on_cpu:
             beyond = (torch.arange(self._own) >= self._used[:, None])[:, None, None]
@@ -207,8 +201,7 @@ class Parts(Core):
         """Attention of ``rows`` rows of each sequence to its own KV, whose lengths are on the device."""
         indptr, longest = (self._begin_q[rows], self._begin_k), (rows, self._own)
         flat, options = (k.flatten(0, 1), v.flatten(0, 1)), {"scale": scale, "seqused_k": self._used}
-        found = torch.ops.aten._flash_attention_forward(q, *flat, *indptr, *longest, 0.0, False, False, **options)
-        return found[0], found[1]
+        return torch.ops.aten._flash_attention_forward(q, *flat, *indptr, *longest, 0.0, False, False, **options)[:2]
 
     def _fastest(self, nodes: int, k: Tensor, v: Tensor) -> Attend:
         """The library that is fastest on a level; plain matrix products on a CPU."""
@@ -252,8 +245,7 @@ def merge_parts(parts: list[Tensor], lses: list[Tensor], rows_per_node: list[int
         return merge(parts, lses, rows_per_node, heads)
 
     def by_row(part: Tensor, rows: int) -> Tensor:
-        nodes, kv_heads, _, size = part.shape
-        return part.reshape(nodes, kv_heads, rows, -1, size).transpose(1, 2).reshape(-1, heads, size)
+        return part.unflatten(2, (rows, -1)).transpose(1, 2).reshape(-1, heads, part.shape[-1])
 
     outs = [by_row(part, rows) for part, rows in zip(parts, rows_per_node, strict=True)]
     weights = [by_row(lse[..., None], rows) for lse, rows in zip(lses, rows_per_node, strict=True)]

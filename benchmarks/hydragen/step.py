@@ -30,8 +30,8 @@ CHECKED, CHECKED_AT = Case(((1, 200), (4, 37)), batch=16, new=24, private=5), 11
 class Rig:
     """One model on one device, memory for KV (``capacity`` bytes, or what is free), and what holds for several cases.
 
-    ``wrong`` are methods that are not measured, for their answers differ from ours, with the reason; ``smaller`` is flash
-    without sharing at batches that fit, in place of larger ones.
+    ``wrong`` are methods that are not measured, for their answers differ from ours, with the reason; ``smaller`` is
+    flash without sharing at batches that fit, in place of larger ones.
     """
 
     def __init__(self, shape: Shape, device: torch.device, capacity: int | None = None) -> None:
@@ -56,7 +56,7 @@ class Rig:
         return Arena(self.device, self.dtype, self._capacity)
 
     def drop(self, *names: str) -> None:
-        """Give the memory of ``arena``, ``model`` or ``_compiled`` back, the first for what brings a pool of its own."""
+        """Give the memory of ``arena``, ``model`` or ``_compiled`` back."""
         for name in names:
             self.__dict__.pop(name, None)
         free_memory()
