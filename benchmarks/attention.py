@@ -3,6 +3,9 @@
 python -m benchmarks.attention [--only TEXT] [--rivals NAMES] [--out FILE]    the 87 workloads
 python -m benchmarks.attention --scales | --prefill                           larger trees; prompts, not single tokens
 python -m benchmarks.attention --plot RESULTS.json PICTURE.svg                no GPU needed
+
+``--only`` is part of a name, heads first; ``--rivals`` names with commas between, all or none; ``--shuffled`` strews
+pages over the pool; ``--before`` compares with an earlier JSON.
 """
 
 import argparse
@@ -53,18 +56,9 @@ def measure(run: Run, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = arguments(
-        __doc__,
-        only={"default": "", "help": "workloads whose name, heads first, contains this"},
-        rivals={"default": "all", "help": "names with commas between; all; none"},
-        scales=False,
-        prefill=False,
-        shuffled={"action": "store_true", "help": "strew the tree's pages over the pool"},
-        before={"type": Path, "help": "an earlier run's JSON, to compare with"},
-        plot={"type": Path, "nargs": 2, "metavar": ("RESULTS", "PICTURE")},
-        seconds=240.0,
-        resume=True,
-    )
+    files: Row = {"before": {"type": Path}, "plot": {"type": Path, "nargs": 2, "metavar": ("RESULTS", "PICTURE")}}
+    flags = dict.fromkeys(("scales", "prefill", "shuffled"), False)
+    options = arguments(__doc__, only="", rivals="all", **flags, **files, seconds=240.0, resume=True)
     if options.plot:
         report.plot(*options.plot)
         return

@@ -3,7 +3,8 @@
     git archive bacee24 --prefix=build/old/ | tar x        # once; build/ is ignored by git
     python -m benchmarks.compare --old build/old [--new .] [--cases attention,engine,tree] [--out FILE]
 
-Each checkout runs in a process of its own (``compare_server.py``).  Below 1.00 the new one is faster.
+Each checkout runs in a process of its own (``compare_server.py``).  Below 1.00 the new one is faster.  ``--only`` is
+part of a case's name.
 """
 
 import json
@@ -107,18 +108,9 @@ def summary(rows: list[Row]) -> dict[str, Row]:
 
 
 def main(given: list[str] | None = None) -> dict[str, Row]:
-    options = arguments(
-        __doc__,
-        given,
-        old={"type": Path, "required": True, "help": "the folder of a checkout"},
-        new={"type": Path, "default": ROOT, "help": "of another; this one by default"},
-        cases=[*(GPU if torch.cuda.is_available() else ()), *CPU],
-        only={"default": "", "help": "cases whose name contains this"},
-        turns=5,
-        small=False,
-        seconds=540.0,
-        resume=True,
-    )
+    of: Row = {"old": {"type": Path, "required": True}, "new": {"type": Path, "default": ROOT}}
+    of |= {"cases": [*(GPU if torch.cuda.is_available() else ()), *CPU], "only": ""}
+    options = arguments(__doc__, given, **of, turns=5, small=False, seconds=540.0, resume=True)
     run = Run(options)
     there = run.taken_up("cases", NAMES)
     checkouts = [Checkout("old", options.old), Checkout("new", options.new)]

@@ -73,8 +73,7 @@ print(ready - began, imported - ready, done - ready)
 
 
 def starts(cache: str, processes: int) -> list[dict[str, float]]:
-    """Seconds of fresh processes that start together: until torch has touched the GPU, from there until prefixkit is
-    imported, and until ``tree_attention`` has its first result, planning, appending and loading kernels included."""
+    """Seconds of fresh processes that start together: until torch has the GPU, then to imports, and to a result."""
     # NVRTC keeps a cache of its own, and a cold start must not find it.
     paths = os.pathsep.join([str(ROOT), *sys.path[1:]])
     own = {"PREFIXKIT_CACHE": cache, "CUDA_CACHE_DISABLE": "1", "PYTHONPATH": paths}

@@ -4,7 +4,7 @@ python -m benchmarks.hydragen [--only a,b,c,d,n] [--quick] [--seconds N] [--out 
 python -m benchmarks.hydragen --resume RESULTS.json ...                                 what that run had no time for
 python -m benchmarks.hydragen --report RESULTS.json                                     figures and report again; no GPU
 
-Results go to DIR/hydragen.json after each row; ``report.toml`` names the experiments.
+Results go to DIR/hydragen.json after each row; ``report.toml`` names the experiments; ``--shape tiny`` runs on a CPU.
 """
 
 import argparse
@@ -31,18 +31,9 @@ ORDER = ("CodeLlama-7B", "Llama-3.1-8B", "Yi-6B", "8/1 heads", "CodeLlama-13B")
 
 
 def main(given: list[str] | None = None) -> None:
-    options = arguments(
-        __doc__,
-        given,
-        out=Path("build/hydragen"),
-        only=list(LETTERS),
-        quick={"action": "store_true", "help": "the most important rows only"},
-        shape={"default": "", "help": "model shapes, with commas between; tiny runs on a CPU"},
-        report={"type": Path, "metavar": "RESULTS.json", "help": "write their figures and report into --docs"},
-        docs=ROOT / "docs",
-        seconds=0.0,
-        resume=True,
-    )
+    files: Row = {"out": Path("build/hydragen"), "report": {"type": Path}, "docs": ROOT / "docs"}
+    chosen: Row = {"only": list(LETTERS), "shape": ",".join(ORDER), "quick": False, "seconds": 0.0, "resume": True}
+    options = arguments(__doc__, given, **files, **chosen)
     if options.report:
         print(f"wrote {write(json.loads(options.report.read_text()), options.docs)}")
         return
@@ -100,7 +91,7 @@ def run_jobs(jobs: list[Job], rig_of: Callable[[str], Rig], seconds: float, done
 
 def measure(options: argparse.Namespace) -> Row:
     """Do the jobs and return what is in the JSON."""
-    shapes = options.shape.split(",") if options.shape else list(ORDER)
+    shapes = options.shape.split(",")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and shapes != ["tiny"]:
         raise SystemExit("no CUDA device: on a CPU only --shape tiny runs")

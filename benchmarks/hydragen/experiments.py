@@ -166,7 +166,8 @@ def latency(rig: Rig, requests: int, prompt: int, new: int, n: int) -> Row:
 
 def generate(rig: Rig, batch: int, prompt: int) -> Row:
     """``model.generate(do_sample=True)``: a step is the difference between a longer run and a shorter one."""
-    model, ids = rig.model, _stock_prompt(rig, prompt).expand(batch, -1)
+    rig.drop("arena")
+    model, ids = rig.model, torch.from_numpy(tokens(prompt, rig, seed=3)).long().to(rig.device).expand(batch, -1)
     ends: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
 
     def seconds(new: int) -> float:
@@ -180,17 +181,13 @@ def generate(rig: Rig, batch: int, prompt: int) -> Row:
 
 def expand(rig: Rig, batch: int, prompt: int) -> Row:
     """The prompt's cache computed once and repeated for each sample, then plain steps."""
-    model, ids = rig.model, _stock_prompt(rig, prompt)
-    steps = prefill_once(model, ids, batch, lambda logits: torch.multinomial(logits.float().softmax(-1), 1))
+    rig.drop("arena")
+    ids = torch.from_numpy(tokens(prompt, rig, seed=3)).long().to(rig.device)[None]
+    steps = prefill_once(rig.model, ids, batch, lambda logits: torch.multinomial(logits.float().softmax(-1), 1))
     with torch.inference_mode():
         prefill, *_ = wall_seconds(lambda: next(steps), 1 + STOCK_WARM, wait=rig.wait)
         seconds = wall_seconds(lambda: [next(steps) for _ in range(STOCK_STEPS)], wait=rig.wait)[0]
     return _stock("prefill once, expand", batch, prompt, seconds / STOCK_STEPS, prefill)
-
-
-def _stock_prompt(rig: Rig, prompt: int) -> torch.Tensor:
-    rig.drop("arena")
-    return torch.from_numpy(tokens(prompt, rig, seed=3)).long().to(rig.device)[None]
 
 
 def _stock(what: str, batch: int, prompt: int, step: float, prefill: float) -> Row:
