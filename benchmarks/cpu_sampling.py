@@ -2,8 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_sampling [--case three-level] --out benchmarks/results/cpu_sampling.json
 
-Each system runs in a process of its own: tokens per second (of wall time, and of the thread's own CPU time, which a
-busy machine disturbs less), and how far its resident memory grew over the loaded model.  None may stop early.
+Tokens per second of wall time and of CPU time, and how far memory grew, each system in a process of its own.
 """
 
 import multiprocessing
@@ -39,11 +38,10 @@ def prompts_of(case: str, tokenizer: Any) -> tuple[list[list[int]], int]:
 
 def run_stock(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new: int) -> int:
     """``model.generate`` with num_return_sequences: the prompt is repeated n times and prefilled n times."""
-    lengths = {"min_new_tokens": new, "max_new_tokens": new}
+    lengths = {"min_new_tokens": new, "max_new_tokens": new, "num_return_sequences": n}
     for prompt in prompts:
         given = {"attention_mask": torch.ones(1, len(prompt), dtype=torch.long), "pad_token_id": 0}
-        sampling = {"do_sample": True, "num_return_sequences": n, "top_k": 0, **SAMPLING}
-        out = model.generate(torch.tensor([prompt]), **given, **sampling, **lengths)
+        out = model.generate(torch.tensor([prompt]), do_sample=True, top_k=0, **given, **lengths, **SAMPLING)
         assert out.shape == (n, len(prompt) + new), out.shape
     return len(prompts) * n * new
 

@@ -36,7 +36,6 @@ def insert_all(sequences: list[Any], page_size: int) -> PrefixTree:
 
 
 def mark_all(tree: PrefixTree) -> None:
-    """All of the tree's uncomputed tokens are computed."""
     nodes = tree.uncomputed()
     tree.mark_computed([node for node, _, _ in nodes], [length for _, _, length in nodes])
 

@@ -16,6 +16,7 @@ LAYOUT = tomllib.loads(Path(__file__).with_name("report.toml").read_text())
 COLUMNS: dict[str, list[str]] = LAYOUT["columns"]
 INTRO, *_named = Path(__file__).with_name("page.md").read_text().split("\n=== ")
 NOTES = {name: note.strip() for name, _, note in (part.partition("\n") for part in _named)}
+WRAPPED = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False)
 # Parts of the page, and a figure or None.
 Section = tuple[list[str], Any]
 
@@ -49,11 +50,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
 
 def _note(name: str, /, **values: Any) -> str:
     """A note of ``page.md`` with its values filled in."""
-    return _wrapped(NOTES[name].format(**values))
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    return WRAPPED.fill(NOTES[name].format(**values))
 
 
 def _flat(row: Row) -> Row:
@@ -70,7 +67,7 @@ def _machine(result: Row) -> str:
     if reached := "; ".join(f"{name.replace('_', ' ')} {n}" for name, n in (result.get("ceilings") or {}).items()):
         text += f" Reached in this run: {reached}."
     text += f" It took {result['seconds']:.0f} s in all." if "seconds" in result else ""
-    return _wrapped(text + (f" Commit {result['commit']}." if "commit" in result else ""))
+    return WRAPPED.fill(text + (f" Commit {result['commit']}." if "commit" in result else ""))
 
 
 def number(row: Row, method: str, what: str = "step_ms") -> float | None:

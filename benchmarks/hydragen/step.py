@@ -62,7 +62,6 @@ class Rig:
         free_memory()
 
     def wait(self) -> None:
-        """For the device."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
@@ -74,7 +73,6 @@ class Rig:
         return KVSpec(layers or self.shape.layers, self.shape.kv_heads, self.shape.head_dim, self.dtype, self.device)
 
     def fits(self, method: str, case: Case) -> bool:
-        """Whether a method's KV of a case fits."""
         return METHODS[method].kv_bytes(case, self.spec().bytes_per_token) <= self.arena.flat.nbytes
 
     def core(self, method: str, state: TreeState, layers: int | None = None) -> Core:
