@@ -3,38 +3,142 @@
 python -m benchmarks.attention [--only TEXT] [--rivals NAMES] [--out FILE]    the 87 workloads
 python -m benchmarks.attention --scales | --prefill                           larger trees; prompts, not single tokens
 python -m benchmarks.attention --plot RESULTS.json PICTURE.svg                no GPU needed
-"""
 
-from __future__ import annotations
+``--only`` is part of a name, heads first; ``--rivals`` names with commas between, all or none; ``--shuffled`` strews
+pages over the pool; ``--before`` compares with an earlier JSON.
+"""
 
 import argparse
 import json
-from functools import partial
+from collections import Counter, defaultdict
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks.runner import OUT_OF_TIME, Row, Run, arguments, ceilings, identity, replay_us
-from benchmarks.tree_attention import prefill, report
+from benchmarks.runner import OUT_OF_TIME, Row, Run, arguments, ceilings, geomean, identity, replay_us
+from benchmarks.tree_attention import prefill
 from benchmarks.tree_attention.inputs import Pool, make, ours
 from benchmarks.tree_attention.rivals import RIVALS, outcome
 from benchmarks.tree_attention.workloads import DECODE, HEADS, SCALES, workload
 
+# Floors above: time over floor counts.  Below: microseconds above it.
+LONG_US, SHORT_US = 30.0, 10.0
+ANCHORS = Path(__file__).parent / "anchors" / "h200_decode_attention.json"
+
+
+@cache
+def anchors() -> dict[tuple[int, int, str], Row]:
+    """Recorded times of other systems, by query heads, KV heads and workload."""
+    known = json.loads(ANCHORS.read_text())["workloads"]
+    return {(w["q_heads"], w["kv_heads"], w["workload"]): w for w in known}
+
+
+def best_rival(row: Row) -> tuple[str, float] | None:
+    """The fastest rival of this run."""
+    timed = {name: us for name, us in row["rivals"].items() if isinstance(us, int | float)}
+    return min(timed.items(), key=lambda item: item[1]) if timed else None
+
+
+def line(row: Row) -> str:
+    """One workload in one line."""
+    us = row["us"]
+    text = f"{name_of(row):34s} {us:9.1f} us = {us / row['floor_us']:6.2f} floors of {row['floor_us']:8.1f}"
+    if rival := best_rival(row):
+        text += f" | {rival[0]:18s} {rival[1]:9.1f} {rival[1] / us:5.2f}x"
+    if "share" in row:
+        text += f" of share {row['share']:.2f}"
+    if anchor := row.get("anchor"):
+        text += f" | anchor {anchor['best']:12s} {anchor['us']:8.1f} {anchor['us'] / us:5.2f}x"
+    return text + f" | plan {row['plan_ms']:.1f} ms"
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """Geometric means, and where ours is behind."""
+    result: dict[str, Any] = {"workloads": len(rows)}
+    anchors = [(row["anchor"]["us"] / row["us"], name_of(row)) for row in rows if "anchor" in row]
+    rivals = [(best[1] / row["us"], name_of(row)) for row in rows if (best := best_rival(row))]
+    for what, ratios in (("anchor", anchors), ("rival", rivals)):
+        if ratios:
+            least, name = min(ratios)
+            found = {"geomean": round(geomean(ratio for ratio, _ in ratios), 3), "of": len(ratios)}
+            found |= {"ahead": sum(ratio >= 1 for ratio, _ in ratios), "least": [name, round(least, 3)]}
+            result[f"best {what} / ours"] = found
+    if long := [r["us"] / r["floor_us"] for r in rows if r["floor_us"] > LONG_US]:
+        found = {"geomean": round(geomean(long), 3), "most": round(max(long), 3)}
+        result[f"time / floor, floor above {LONG_US:.0f} us"] = found
+    if short := [r["us"] - r["floor_us"] for r in rows if r["floor_us"] < SHORT_US]:
+        found = {"mean": round(sum(short) / len(short), 2), "most": round(max(short), 2)}
+        result[f"us above floor, floor below {SHORT_US:.0f} us"] = found
+    return result
+
+
+def skipped(rows: list[Row]) -> dict[str, dict[str, int]]:
+    """Why rivals did not run, and on how many workloads."""
+    reasons: dict[str, dict[str, int]] = defaultdict(Counter)
+    for name, why in (item for row in rows for item in row["rivals"].items() if isinstance(item[1], str)):
+        reasons[name][why if len(why) < 90 else why[:87] + "..."] += 1
+    return reasons
+
+
+def compare(before: list[Row], after: list[Row]) -> dict[str, Any]:
+    """Earlier time over later time for each workload that both have."""
+    known = {name_of(row): row["us"] for row in before}
+    ratios = {name_of(row): round(known[name_of(row)] / row["us"], 3) for row in after if name_of(row) in known}
+    ordered = dict(sorted(ratios.items(), key=lambda item: item[1]))
+    return {"geomean": round(geomean(ordered.values()), 3), "each": ordered} if ordered else {}
+
+
+def name_of(row: Row) -> str:
+    """Of a workload or of prompts, heads first."""
+    return f"{row['heads'][0]}/{row['heads'][1]} {row.get('workload') or row['prompts']}"
+
+
+def plot(results: Path, picture: Path) -> None:
+    """Draw time over floor, ours and the best of the others, into ``picture``, whose ending says how (svg, png)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    found = json.loads(results.read_text())
+    rows, nothing = sorted(found["workloads"], key=lambda row: row["floor_us"]), float("nan")
+    floors = [row["floor_us"] for row in rows]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    left.plot(floors, [row["us"] / row["floor_us"] for row in rows], "o", ms=4, label="prefixkit")
+    for label, marker, times in (
+        ("best rival in this run", "x", [(best_rival(row) or ("", nothing))[1] for row in rows]),
+        ("best recorded anchor", "+", [row.get("anchor", {}).get("us", nothing) for row in rows]),
+    ):
+        over_floor = [time / row["floor_us"] for time, row in zip(times, rows, strict=True)]
+        left.plot(floors, over_floor, marker, ms=5, alpha=0.7, label=label)
+        over_ours = [time / row["us"] for time, row in zip(times, rows, strict=True)]
+        right.plot(floors, over_ours, marker, ms=5, label=f"{label} / ours")
+    right.set_yticks([0.5, 0.7, 1.0, 1.4, 2.0, 3.0])
+    for axes, what in ((left, "time / floor"), (right, "their time / ours")):
+        axes.set(xscale="log", yscale="log", xlabel="floor, us", ylabel=what)
+        axes.axhline(1.0, color="grey", lw=0.8)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+            axis.set_minor_formatter(ticker.NullFormatter())
+        axes.grid(alpha=0.3, which="both")
+        axes.legend()
+    ran = found["machine"]
+    figure.suptitle(f"tree attention, {len(rows)} workloads, {ran['gpu']}, torch {ran['torch']}, cuDNN {ran['cudnn']}")
+    figure.savefig(picture)
+
 
 def decode(run: Run, options: argparse.Namespace, pool: Pool, heads: int, kv_heads: int, name: str) -> Row:
-    """A row of ours, every rival that fits and the recorded anchor, on the same numbers."""
+    """Ours, every rival that fits and the recorded anchor, on the same numbers."""
     inputs = make(workload(name, heads, kv_heads), pool, options.shuffled)
-    row: Row = {
-        "floor_us": round(inputs.workload.floor_us, 2),
-        "us": round(replay_us(partial(ours, inputs), inputs.sets), 2),
-        "plan_ms": round(inputs.plan_ms, 2),
-        "input_sets": inputs.sets,
-        "rivals": {},
-    }
-    if anchor := report.anchors().get((heads, kv_heads, name)):
+    us = replay_us(partial(ours, inputs), inputs.sets)
+    row: Row = {"floor_us": round(inputs.workload.floor_us, 2), "us": round(us, 2)}
+    row |= {"plan_ms": round(inputs.plan_ms, 2), "input_sets": inputs.sets, "rivals": {}}
+    if anchor := anchors().get((heads, kv_heads, name)):
         row["anchor"] = {"best": anchor["best"], "us": anchor["best_us"]}
     expected = ours(inputs, 0)
     for rival in {"all": RIVALS, "none": []}.get(options.rivals, options.rivals.split(",")):
-        timed = outcome(partial(RIVALS[rival], inputs), expected, inputs.sets) if run.left > 0 else OUT_OF_TIME
-        row["rivals"][rival] = timed
+        late = run.left <= 0
+        row["rivals"][rival] = OUT_OF_TIME if late else outcome(partial(RIVALS[rival], inputs), expected, inputs.sets)
     return row
 
 
@@ -45,36 +149,25 @@ def measure(run: Run, options: argparse.Namespace) -> None:
     pool, there = Pool(), run.taken_up(key, ("heads", name))
     for heads, kv_heads, of in prefill.PROMPTS if options.prefill else named:
         row: Row = {"heads": [heads, kv_heads], name: str(of)}
-        if options.only not in report.name_of(row) or identity(row, ("heads", name)) in there:
+        if options.only not in name_of(row) or identity(row, ("heads", name)) in there:
             continue
-        if options.prefill:
-            row |= prefill.measure(of, heads, kv_heads, pool)
-        else:
-            row |= decode(run, options, pool, heads, kv_heads, of)
-        run.add(key, row, report.line(row))
+        measured = prefill.measure if options.prefill else partial(decode, run, options)
+        row |= measured(pool, heads, kv_heads, of)
+        run.add(key, row, line(row))
     if not options.prefill:
         rows = run.result.get("workloads", [])
-        run.result |= {"summary": report.summary(rows), "skipped": report.skipped(rows)}
+        run.result |= {"summary": summary(rows), "skipped": skipped(rows)}
         if options.before:
             before = json.loads(options.before.read_text())["workloads"]
-            run.result["faster than before"] = report.compare(before, rows)
+            run.result["faster than before"] = compare(before, rows)
 
 
 def main() -> None:
-    options = arguments(
-        __doc__,
-        only={"default": "", "help": "workloads whose name, heads first, contains this"},
-        rivals={"default": "all", "help": "names with commas between; all; none"},
-        scales=False,
-        prefill=False,
-        shuffled={"action": "store_true", "help": "strew the tree's pages over the pool"},
-        before={"type": Path, "help": "an earlier run's JSON, to compare with"},
-        plot={"type": Path, "nargs": 2, "metavar": ("RESULTS", "PICTURE")},
-        seconds=240.0,
-        resume=True,
-    )
+    files: Row = {"before": {"type": Path}, "plot": {"type": Path, "nargs": 2, "metavar": ("RESULTS", "PICTURE")}}
+    flags = dict.fromkeys(("scales", "prefill", "shuffled"), False)
+    options = arguments(__doc__, only="", rivals="all", **flags, **files, seconds=240.0, resume=True)
     if options.plot:
-        report.plot(*options.plot)
+        plot(*options.plot)
         return
     run = Run(options)
     run.result["ceilings"] = ceilings()

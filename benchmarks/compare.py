@@ -3,10 +3,9 @@
     git archive bacee24 --prefix=build/old/ | tar x        # once; build/ is ignored by git
     python -m benchmarks.compare --old build/old [--new .] [--cases attention,engine,tree] [--out FILE]
 
-Each checkout runs in a process of its own (``compare_server.py``).  Below 1.00 the new one is faster.
+Each checkout runs in a process of its own (``compare_server.py``).  Below 1.00 the new one is faster.  ``--only`` is
+part of a case's name.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -14,14 +13,16 @@ import statistics
 import subprocess
 import sys
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.runner import ROOT, Row, Run, arguments, geomean, identity, in_turns, some_of, table
+from benchmarks.runner import ROOT, Row, Run, arguments, geomean, identity, in_turns, table
 from benchmarks.tree_attention.workloads import DECODE, HEADS
 
+# Kinds of cases: those of a GPU are only known where there is one.
 GPU, CPU = ("attention", "engine"), ("sampling", "tree", "admission")
 NAMES = ("kind", "name")
 
@@ -37,28 +38,28 @@ class Checkout:
         if not (folder / "prefixkit" / "__init__.py").exists():
             raise SystemExit(f"--{name} takes a checkout of prefixkit, got {folder}; export one: see --help")
         self.name = name
-        command = [sys.executable, str(ROOT / "benchmarks" / "compare_server.py")]
+        self._pipe, theirs = Pipe()
+        command = [sys.executable, str(ROOT / "benchmarks" / "compare_server.py"), str(theirs.fileno())]
         environment = {**os.environ, "PYTHONPATH": str(folder.resolve())}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process = subprocess.Popen(command, env=environment, **pipes)
+        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+        theirs.close()
 
     def close(self) -> None:
         """End the process."""
-        self._process.stdin.close()
+        self._pipe.send(None)
         self._process.wait()
 
     def ask(self, what: str, case: Row | None = None) -> Any:
         """``prepare`` a case in place of the last one; its ``time`` in its unit; ``where`` the checkout is."""
-        self._process.stdin.write(json.dumps([what, case]) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
+        try:
+            self._pipe.send((what, case))
+            value, error = self._pipe.recv()
+        except (EOFError, OSError) as ended:
             code = self._process.wait()
-            raise SystemExit(f"the process of --{self.name} ended with {code} while it had to {what} {case}")
-        found = json.loads(answer)
-        if "error" in found:
-            raise Failed(f"{self.name}: {found['error']}")
-        return found["value"]
+            raise SystemExit(f"the process of --{self.name} ended with {code}, asked to {what} {case}") from ended
+        if error:
+            raise Failed(f"{self.name}: {error}")
+        return value
 
 
 def cases(kind: str, small: bool) -> list[Row]:
@@ -107,22 +108,9 @@ def summary(rows: list[Row]) -> dict[str, Row]:
 
 
 def main(given: list[str] | None = None) -> dict[str, Row]:
-    gpu = torch.cuda.is_available()
-    kinds = some_of(*GPU, *CPU) | {"default": [*GPU, *CPU] if gpu else list(CPU)}
-    options = arguments(
-        __doc__,
-        given,
-        old={"type": Path, "required": True, "help": "the folder of a checkout"},
-        new={"type": Path, "default": ROOT, "help": "of another; this one by default"},
-        cases=kinds,
-        only={"default": "", "help": "cases whose name contains this"},
-        turns=5,
-        small=False,
-        seconds=540.0,
-        resume=True,
-    )
-    if not gpu and (needy := set(options.cases) & set(GPU)):
-        raise SystemExit(f"{', '.join(sorted(needy))} need a GPU, and there is none; choose from {', '.join(CPU)}")
+    of: Row = {"old": {"type": Path, "required": True}, "new": {"type": Path, "default": ROOT}}
+    of |= {"cases": [*(GPU if torch.cuda.is_available() else ()), *CPU], "only": ""}
+    options = arguments(__doc__, given, **of, turns=5, small=False, seconds=540.0, resume=True)
     run = Run(options)
     there = run.taken_up("cases", NAMES)
     checkouts = [Checkout("old", options.old), Checkout("new", options.new)]

@@ -2,13 +2,10 @@
 
 All that it knows of a checkout are the names that both have: in ``benchmarks`` ``engine.make_engine`` and ``requests``,
 ``tree.with_tails`` and ``insert_all``, ``tree_attention.inputs.Pool``, ``make`` and ``ours``,
-``tree_attention.workloads.workload``; and ``prefixkit.patch``.  Clocks and shapes are those of this folder.  It reads
-``[what, case]`` a line from stdin, and writes ``{"value": ...}`` or ``{"error": ...}`` a line.
+``tree_attention.workloads.workload``; and ``prefixkit.patch``.  Clocks and shapes are those of this folder.  It takes
+``(what, case)`` from a pipe, and answers ``(value, error)``.
 """
 
-from __future__ import annotations
-
-import json
 import os
 import sys
 import time
@@ -16,6 +13,7 @@ import types
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ def cpu_seconds(run: Callable[[], object], repeats: int = 1) -> float:
 
 
 def engine_of(name: str, prompt: int, rows: int, new: int) -> tuple[Any, list[Any]]:
-    """An engine with a model of :func:`model`, and its request for ``rows`` samples of one prompt."""
+    """An engine, and its request for ``rows`` samples of one prompt."""
     from benchmarks.engine import make_engine, requests
 
     asked = requests(1, prompt, n=rows, max_new_tokens=new, temperature=1.0)
@@ -60,9 +58,8 @@ def model(name: str) -> Any:
     """A patched model with random weights: Llama-3.1-8B's shape on the GPU, or one of the small ones on the CPU."""
     import prefixkit
 
-    shape = shapes.SHAPES[name]
-    on_gpu = shape is shapes.LLAMA_8B
-    return prefixkit.patch(shape.build("cuda" if on_gpu else "cpu", torch.bfloat16 if on_gpu else torch.float32))
+    where = ("cuda", torch.bfloat16) if name == shapes.LLAMA_8B.name else ("cpu", torch.float32)
+    return prefixkit.patch(shapes.SHAPES[name].build(*where))
 
 
 def attention(case: runner.Row) -> Time:
@@ -114,7 +111,7 @@ def admission(case: runner.Row) -> Time:
     asked = [replace(request, tokens=prompt) for request, prompt in zip(asked, prompts, strict=True)]
 
     def admit() -> None:
-        made = make_engine(model("words"), asked)  # its scheduler refers to it weakly
+        made = make_engine(model("words"), asked)  # the scheduler refers to it weakly
         scheduler = made.scheduler
         scheduler.submit(asked)
         scheduler.admit()
@@ -131,33 +128,24 @@ CASES = {"attention": attention, "engine": engine, "sampling": sampling, "tree":
 
 
 def main() -> None:
-    # What a library prints must not come between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     torch.set_num_threads(1)
-    ready: Time | None = None
-    for line in sys.stdin:
-        what, case = json.loads(line)
+    pipe, ready = Connection(int(sys.argv[1])), None
+    for what, case in iter(pipe.recv, None):
         try:
+            if what == "where":
+                import prefixkit
+
+                pipe.send((str(Path(prefixkit.__file__).parents[1]), None))
+                continue
             if what == "prepare":
                 ready = None  # before the next one, or both must fit
                 if case["kind"] != "attention":
                     pool.cache_clear()
                 runner.free_memory()
                 ready = CASES[case["kind"]](case)
-                ready()  # warm
-                value: object = None
-            elif what == "where":
-                import prefixkit
-
-                value = str(Path(prefixkit.__file__).parents[1])
-            else:
-                value = ready()  # type: ignore[misc]
-            answer: dict[str, object] = {"value": value}
+            pipe.send((ready(), None))  # the first one warms up
         except Exception as error:
-            answer = {"error": runner.failure(error)}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+            pipe.send((None, runner.failure(error)))
 
 
 if __name__ == "__main__":

@@ -2,20 +2,16 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_sampling [--case three-level] --out benchmarks/results/cpu_sampling.json
 
-Each system runs in a process of its own: tokens per second (of wall time, and of the thread's own CPU time, which a
-busy machine disturbs less), and how far its resident memory grew over the loaded model.  None may stop early.
+Tokens per second of wall time and of CPU time, and how far memory grew, each system in a process of its own.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
+import multiprocessing
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.runner import ROOT, Row, Run, arguments, table
+from benchmarks.runner import Row, Run, arguments, table
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 
@@ -42,18 +38,17 @@ def prompts_of(case: str, tokenizer: Any) -> tuple[list[list[int]], int]:
 
 def run_stock(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new: int) -> int:
     """``model.generate`` with num_return_sequences: the prompt is repeated n times and prefilled n times."""
-    lengths = {"min_new_tokens": new, "max_new_tokens": new}
+    lengths = {"min_new_tokens": new, "max_new_tokens": new, "num_return_sequences": n}
     for prompt in prompts:
         given = {"attention_mask": torch.ones(1, len(prompt), dtype=torch.long), "pad_token_id": 0}
-        sampling = {"do_sample": True, "num_return_sequences": n, "top_k": 0, **SAMPLING}
-        out = model.generate(torch.tensor([prompt]), **given, **sampling, **lengths)
+        out = model.generate(torch.tensor([prompt]), do_sample=True, top_k=0, **given, **lengths, **SAMPLING)
         assert out.shape == (n, len(prompt) + new), out.shape
     return len(prompts) * n * new
 
 
 def run_prefill_once(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new: int) -> int:
     """Prefill each prompt once, repeat its KV cache n times, then decode n rows: what a careful user writes by hand."""
-    from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
+    from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
     warm, nucleus = TemperatureLogitsWarper(SAMPLING["temperature"]), TopPLogitsWarper(SAMPLING["top_p"])
 
@@ -105,55 +100,39 @@ def measure(system: str, case: str, new: int) -> Row:
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # resident (Linux)
     began, cpu_began = time.perf_counter(), time.process_time()
     tokens = RUN[system](model, tokenizer, prompts, n, new)
-    found: Row = {
-        "seconds": time.perf_counter() - began,
-        "cpu_seconds": time.process_time() - cpu_began,
-        "tokens": tokens,
-    }
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found["tokens_per_second"] = tokens / found["seconds"]
-    found["tokens_per_cpu_second"] = tokens / found["cpu_seconds"]
-    found["memory_growth_mib"] = max(0, peak - before) / 2**20
-    return found | {"prompt_tokens": statistics.mean(len(prompt) for prompt in prompts)}
+    row: Row = {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens}
+    row |= {"tokens_per_second": tokens / seconds, "tokens_per_cpu_second": tokens / cpu_seconds}
+    row["memory_growth_mib"] = max(0, peak - before) / 2**20
+    return row | {"prompt_tokens": statistics.mean(len(prompt) for prompt in prompts)}
 
 
 def main() -> None:
     case = {"choices": ("one-prompt", "three-level"), "default": "one-prompt"}
-    systems, child = {"nargs": "+", "choices": RUN, "default": list(RUN)}, {"choices": RUN, "help": argparse.SUPPRESS}
+    systems = {"nargs": "+", "choices": RUN, "default": list(RUN)}
     repeats = {"type": int, "default": 1, "help": "runs of each system, in turns; the median is reported"}
-    options = arguments(__doc__, case=case, new=64, systems=systems, repeats=repeats, child=child)
-    if options.child:
-        print(json.dumps(measure(options.child, options.case, options.new)))
-        return
+    options = arguments(__doc__, case=case, new=64, systems=systems, repeats=repeats)
     run = Run(options, "cpu")
     run.result |= {"case": options.case, "new_tokens": options.new, **run.result["machine"]}
     found: dict[str, list[Row]] = {system: [] for system in options.systems}
-    for _ in range(options.repeats):
-        for system in options.systems:
-            given = ["--child", system, "--case", options.case, "--new", str(options.new)]
-            command = [sys.executable, "-m", "benchmarks.cpu_sampling", *given]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
-            found[system].append(json.loads(done.stdout.splitlines()[-1]))
-            print(f"{system:14}{found[system][-1]['tokens_per_second']:10.1f} tokens/s", flush=True)
+    for system in options.repeats * options.systems:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            found[system].append(process.submit(measure, system, options.case, options.new).result())
+        print(f"{system:14}{found[system][-1]['tokens_per_second']:10.1f} tokens/s", flush=True)
     results = {of: {key: statistics.median(row[key] for row in rows) for key in rows[0]} for of, rows in found.items()}
     run.result["results"] = results
     run.finish()
-    print(f"\n{options.case}, {options.new} new tokens a sample, one thread\n\n{report(results)}")
-
-
-def report(results: dict[str, Row]) -> str:
-    """A table of each system, and of what prefixkit gains over it."""
-    ours = results.get("prefixkit")
-    rows = []
+    ours, rows = results.get("prefixkit"), []
     for system, row in results.items():
         cells = [f"{row[key]:.1f}" for key in ("seconds", "cpu_seconds", "tokens_per_second", "memory_growth_mib")]
         if ours:
-            rates = ("tokens_per_second", "tokens_per_cpu_second")
-            cells += [f"{ours[rate] / row[rate]:.2f}x" for rate in rates]
+            cells += [f"{ours[rate] / row[rate]:.2f}x" for rate in ("tokens_per_second", "tokens_per_cpu_second")]
             cells.append(f"{row['memory_growth_mib'] / max(ours['memory_growth_mib'], 1e-9):.1f}x")
         rows.append((system, *cells))
     head = ("system", "seconds", "CPU s", "tokens/s", "growth MiB", "prefixkit is", "by CPU s", "memory")
-    return table(head if ours else head[:5], rows)
+    print(f"\n{options.case}, {options.new} new tokens a sample, one thread\n")
+    print(table(head if ours else head[:5], rows))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
-"""The engine on one GPU, with a Llama-3.1-8B shape and random bf16 weights: ``rows`` samples of one prompt.
+"""A Llama-3.1-8B shape with random bf16 weights on one GPU: ``rows`` samples of one prompt in the engine.
 
     python -m benchmarks.engine [--rows 64,256,1024] [--prompt 2048] [--new 128] [--out FILE]
-    python -m benchmarks.engine --long 2000 [--rows 512] [--out FILE]   sequences that end and arrive: memory, captures
-    python -m benchmarks.engine --full [--new 256] [--out FILE]         more samples than memory holds
+    python -m benchmarks.engine --long 2000 | --full [--rows 512] [--new 256]    arrivals; a full memory
+    python -m benchmarks.engine --step           one step's graph: layers compiled or not, with and without attention
 
-The wall time of a decode step; that of its graph alone; what the host does besides waiting (in all; the median from the
-tokens of one step to waiting for the next; to begin and end); by the profiler, how long the GPU had nothing to do.
 ``make_engine`` and ``requests`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import itertools
 import statistics
 import time
@@ -19,19 +16,32 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import prefixkit
-from benchmarks.runner import Row, Run, arguments, replayed_ms
+from benchmarks.runner import Row, Run, arguments, captured, free_memory, replayed_ms, spread
 from benchmarks.shapes import LLAMA_8B
+<<<<<<< HEAD
+=======
+from benchmarks.tree_attention.inputs import planner_for
+from benchmarks.tree_attention.workloads import PAGE, workload
+from prefixkit.session import make_engine
+from prefixkit.attention.queries import StepTree
+from prefixkit.attention.step import Step, build_step
+>>>>>>> w-int
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import Request
-from prefixkit.models import kv_spec
-from prefixkit.runners.graph import GraphDecoder
+from prefixkit.models import ModelRunner, kv_spec
+from prefixkit.ops import library
+from prefixkit.ops.backend import Backend, backend_for
+from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session import make_engine
 from tests.tree.integrity import check_tree
 
 PROFILED_STEPS = 40
+# Of the step alone: tokens that sequences share, tokens of their own, replays of its graph after some that warm up.
+PREFIX, SUFFIX, REPLAYS, WARM = 2048, 64, 15, 3
 
 
 def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Request]:
@@ -41,12 +51,12 @@ def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Requ
 
 def waits_of(engine: Engine, asked: list[Request]) -> list[tuple[float, float]]:
     """When the host began to wait for the tokens of each step of a run, and when they were there, in seconds."""
-    decoder, waits = graph_decoder(engine), []
-    read = decoder.read
+    decoder: Any = engine.decoder
+    read, waits = decoder.read, []
 
     def timed() -> Any:
         began = time.perf_counter()
-        decoder._arrays.ring.ready[decoder._unread[0][0]].synchronize()  # type: ignore[union-attr]
+        decoder._arrays.ring.ready[decoder._unread[0][0]].synchronize()
         waits.append((began, time.perf_counter()))
         return read()
 
@@ -55,13 +65,8 @@ def waits_of(engine: Engine, asked: list[Request]) -> list[tuple[float, float]]:
     return waits
 
 
-def graph_decoder(engine: Engine) -> GraphDecoder:
-    assert isinstance(engine.decoder, GraphDecoder)
-    return engine.decoder
-
-
 def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any], compiled: bool) -> Row:
-    """One prompt, ``rows`` samples."""
+    """A decode step's wall time, its graph's alone, what the host does besides waiting, how long the GPU is idle."""
     asked = requests(1, prompt, n=rows, max_new_tokens=new, **sampling)
     engine = make_engine(model, asked, compiled=compiled)
     engine.run(asked)  # captures
@@ -72,31 +77,21 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
     between = [began - there for (_, there), (began, _) in itertools.pairwise(waits)]
     working = seconds - sum(there - began for began, there in waits)
     # The last graph by itself; its rows have ended, so trees do not grow.
-    decoder = graph_decoder(engine)
+    decoder: Any = engine.decoder
     replays = replayed_ms(decoder._graphs[decoder._running], 20)
-    return {
-        "rows": rows,
-        "prompt": prompt,
-        "new": new,
-        "sampling": sampling,
-        "compiled": compiled,
-        "tokens_per_second": round(rows * new / total),
-        "decode_step_ms": round(1e3 * seconds / steps, 3),
-        "replay_ms": round(statistics.fmean(replays), 3),
-        "host_ms": round(1e3 * working / steps, 3),
-        "host_step_ms": round(1e3 * statistics.median(between), 3),
-        "host_begin_end_ms": round(1e3 * (working - sum(between)), 1),
-        "prefill_and_first_ms": round(1e3 * (total - seconds), 1),
-        "capture_s": round(report.seconds_capturing, 2),
-        "graph_mib": round(report.graph_bytes / 2**20),
-        "idle": round(idle(engine, asked), 4),
-    }
+    row: Row = {"rows": rows, "prompt": prompt, "new": new, "sampling": sampling, "compiled": compiled}
+    row |= {"tokens_per_second": round(rows * new / total), "decode_step_ms": round(1e3 * seconds / steps, 3)}
+    row |= {"replay_ms": round(statistics.fmean(replays), 3), "host_ms": round(1e3 * working / steps, 3)}
+    row["host_step_ms"] = round(1e3 * statistics.median(between), 3)
+    row["host_begin_end_ms"] = round(1e3 * (working - sum(between)), 1)
+    row["prefill_and_first_ms"] = round(1e3 * (total - seconds), 1)
+    row |= {"capture_s": round(report.seconds_capturing, 2), "graph_mib": round(report.graph_bytes / 2**20)}
+    return row | {"idle": round(idle(engine, asked), 4)}
 
 
 def idle(engine: Engine, asked: list[Request]) -> float:
     """The part of a decode in which no kernel and no copy ran, by the profiler, over steps in its middle."""
-    decoder, taken = graph_decoder(engine), itertools.count(1)
-    step = decoder.step
+    taken, step = itertools.count(1), engine.decoder.step
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
     def counted() -> None:
@@ -108,7 +103,7 @@ def idle(engine: Engine, asked: list[Request]) -> float:
             torch.cuda.synchronize()
             profiler.stop()
 
-    with mock.patch.object(decoder, "step", counted):
+    with mock.patch.object(engine.decoder, "step", counted):
         engine.run(asked)
     spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type.name == "CUDA")
     busy, at = 0.0, spans[0][0]
@@ -130,14 +125,10 @@ def long_run(model: Any, steps: int, rows: int, prompt: int) -> Row:
         engine.run(requests(10, prompt, seed=len(held), **sampling))
         held.append({"steps": engine.report.steps, "captures": engine.report.captures, **memory_mib()})
     check_tree(engine.tree)
-    report = engine.report
-    return {
-        **{name: getattr(report, name) for name in ("steps", "decode_steps", "samples", "captures")},
-        "seconds": round(report.seconds, 1),
-        "tokens_per_second": round(report.tokens_per_second),
-        "rounds": held,
-        "pages_back": engine.tree.allocator.free == engine.tree.allocator.num_pages,
-    }
+    report, pages = engine.report, engine.tree.allocator
+    row: Row = {name: getattr(report, name) for name in ("steps", "decode_steps", "samples", "captures")}
+    row |= {"seconds": round(report.seconds, 1), "tokens_per_second": round(report.tokens_per_second)}
+    return row | {"rounds": held, "pages_back": pages.free == pages.num_pages}
 
 
 def full_run(model: Any, prompt: int, new: int) -> Row:
@@ -149,40 +140,83 @@ def full_run(model: Any, prompt: int, new: int) -> Row:
     samples = engine.run(asked)
     pool, report = engine.tree.allocator.num_pages, engine.report
     pool_bytes = pool * engine.tree.page_size * engine.pool.spec.bytes_per_token
-    return {
-        "samples": len(samples),
-        "complete": all(len(sample.tokens) == new for sample in samples),
-        "steps": report.steps,
-        "tokens_per_second": round(report.tokens_per_second),
-        "pool_gib": round(pool_bytes / 2**30, 1),
-        "pool_used": round(report.kv_bytes_held_peak / pool_bytes, 3),
-        "least_free_gib": round(min(left) / 2**30, 2),
-        **memory_mib(),
-        "pages_back": engine.tree.allocator.free == pool,
-    }
+    row: Row = {"samples": len(samples), "complete": all(len(sample.tokens) == new for sample in samples)}
+    row |= {"steps": report.steps, "tokens_per_second": round(report.tokens_per_second)}
+    row |= {"pool_gib": round(pool_bytes / 2**30, 1), "pool_used": round(report.kv_bytes_held_peak / pool_bytes, 3)}
+    row |= {"least_free_gib": round(min(left) / 2**30, 2), **memory_mib()}
+    return row | {"pages_back": engine.tree.allocator.free == pool}
 
 
 def memory_mib() -> dict[str, int]:
-    most = {"most_allocated_mib": torch.cuda.max_memory_allocated() >> 20}
-    now = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    return {"allocated_mib": now[0] >> 20, **most, "reserved_mib": now[1] >> 20}
+    parts = {"allocated": "memory_allocated", "most_allocated": "max_memory_allocated", "reserved": "memory_reserved"}
+    return {f"{name}_mib": getattr(torch.cuda, of)() >> 20 for name, of in parts.items()}
+
+
+def without_attention(device: torch.device) -> Backend:
+    """A backend whose tree_attention returns at once; appending stays: the least that faster attention could leave."""
+
+    def returns_at_once(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+    return dataclasses.replace(backend_for(device), tree_attention=returns_at_once)
+
+
+def step_ms(runner: ModelRunner, step: Step) -> dict[str, float]:
+    """Median and spread of replays of one captured step."""
+    graph = captured(lambda: runner(step), torch.cuda.Stream())
+    times = spread(replayed_ms(graph, REPLAYS + WARM)[WARM:])
+    del graph
+    free_memory()
+    return {"ms": times["median"], "least_ms": times["best"], "most_ms": times["worst"]}
+
+
+def measure_step(run: Run, model: Any, batches: list[int]) -> None:
+    """A decode step of sequences that share a prefix, its layers as they are and through torch.compile."""
+    spec = kv_spec(model)
+    pool = KVPool(spec, PREFIX // PAGE + max(batches) * -(-SUFFIX // PAGE), PAGE)
+    for layer, kv in itertools.product(range(spec.num_layers), (pool.k, pool.v)):
+        kv(layer).normal_()
+    planner = planner_for(LLAMA_8B.heads, spec.kv_heads, spec.head_dim, spec.device, spec.dtype)
+    runners = {"eager": ModelRunner(model, pool), "compiled": ModelRunner(model, pool, compiled=True)}
+    layers: Any = runners["compiled"].compiled
+    for batch in batches:
+        work = workload(f"2L b{batch} p{PREFIX} s{SUFFIX}", LLAMA_8B.heads, LLAMA_8B.kv_heads)
+        tokens = np.random.default_rng(batch).integers(0, LLAMA_8B.vocab, batch)
+        step = build_step(StepTree(work.snapshot, work.queries), tokens, np.arange(batch), planner, "cuda")
+        for name, runner in runners.items():
+            graphs, seconds, began = layers.graphs, layers.seconds, time.perf_counter()
+            runner(step)
+            torch.cuda.synchronize()
+            row: Row = {"batch": batch, "modules": name, "first_step_s": time.perf_counter() - began}
+            if name == "compiled":
+                made = {"graphs": layers.graphs - graphs, "compile_s": layers.seconds - seconds}
+                row |= made | {"fallback": layers.reason}
+            for attention in (True, False):
+                with mock.patch.object(library, "backend_for", backend_for if attention else without_attention):
+                    row = row | {"attention": attention, **step_ms(runner, step)}
+                text = f"{'with' if attention else 'without':8s} attention {row['ms']:7.2f} ms"
+                run.add("rows", row, f"batch {batch:5d}  {name:9s} {text}")
 
 
 def main() -> None:
     sizes: Row = {"rows": [64, 256, 1024], "prompt": 2048, "new": 128, "layers": LLAMA_8B.layers}
     long = {"type": int, "default": 0, "help": "so many steps with sequences that end and arrive"}
-    options = arguments(__doc__, **sizes, long=long, full=False)
+    options = arguments(__doc__, **sizes, long=long, full=False, step=False)
     run = Run(options)
     model = prefixkit.patch(LLAMA_8B.build("cuda", torch.bfloat16, layers=options.layers))
     if options.long:
         run.result["long"] = long_run(model, options.long, options.rows[0], options.prompt)
     if options.full:
         run.result["full"] = full_run(model, options.prompt, options.new)
-    if not (options.long or options.full):
+    if options.step:
+        run.result["layers"] = options.layers
+        measure_step(run, model, options.rows)
+        run.result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if not (options.long or options.full or options.step):
         plain, filtered = {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
         for rows, way in itertools.product(options.rows, ((plain, False), (plain, True), (filtered, True))):
             run.add("decode", decode(model, rows, options.prompt, options.new, *way))
-    run.finish("long", "full", "seconds")
+    run.finish("long", "full", "peak_gib", "seconds")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ Each program that a sample makes runs against the problem's tests in a process o
 (Fisher's exact test).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -25,9 +23,6 @@ from benchmarks.runner import Row, Run, arguments
 from prefixkit.demo.humaneval import CHAT_STOP, Problem, chat_messages, encode_messages, load_problems
 from prefixkit.demo.model import load_demo
 
-# Of a program.
-SECONDS = 5
-
 
 def passes(problem: Problem, completion: str) -> bool:
     """Whether the head and the completion pass the problem's tests."""
@@ -36,7 +31,7 @@ def passes(problem: Problem, completion: str) -> bool:
     task = read_problems()[problem.id]
     program = f"{problem.head.rstrip()}{completion}\n\n{task['test']}\ncheck({task['entry_point']})\n"
     try:
-        ran = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=SECONDS, check=False)
+        ran = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=5, check=False)
     except subprocess.TimeoutExpired:
         return False
     return ran.returncode == 0
@@ -57,52 +52,36 @@ def measure(options: argparse.Namespace) -> Row:
     solved = dict.fromkeys((problem.id for problem in problems), 0)
     for ok, sample in zip(won, result, strict=True):
         solved[problems[sample.prompt_index].id] += ok
-    return {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "dtype": str(dtype),
-        "samples": options.samples,
-        "solved": solved,
-        "problems_solved": sum(wins > 0 for wins in solved.values()),
-        "tokens_per_second": round(result.report.tokens_per_second, 1),
-        "decode_steps": result.report.decode_steps,
-        "captures": result.report.captures,
-    }
+    report, device = result.report, torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    row: Row = {"device": device, "dtype": str(dtype), "samples": options.samples, "solved": solved}
+    row |= {"problems_solved": sum(map(bool, solved.values())), "tokens_per_second": round(report.tokens_per_second, 1)}
+    return row | {"decode_steps": report.decode_steps, "captures": report.captures}
 
 
 def fisher(a: int, b: int, n: int) -> float:
     """Two-sided probability that ``a`` and ``b`` of ``n`` each come from one distribution."""
     total = math.comb(2 * n, a + b)
 
-    def chance(k: int) -> float:
-        return math.comb(n, k) * math.comb(n, a + b - k) / total if 0 <= a + b - k <= n else 0.0
-
-    mine = chance(a)
-    return min(1.0, sum(chance(k) for k in range(n + 1) if chance(k) <= mine * (1 + 1e-9)))
+    chances = [math.comb(n, k) * math.comb(n, a + b - k) / total for k in range(max(0, a + b - n), min(n, a + b) + 1)]
+    mine = chances[a - max(0, a + b - n)]
+    return min(1.0, sum(chance for chance in chances if chance <= mine * (1 + 1e-9)))
 
 
 def compare(first: Row, second: Row) -> Row:
     """Solved of each problem, and the least of the probabilities, times their number."""
     n = first["samples"]
     rows = {name: (wins, second["solved"][name]) for name, wins in first["solved"].items()}
-    least = min(fisher(*pair, n) for pair in rows.values())
-    return {
-        "of": n,
-        "solved": rows,
-        "both": sum(a > 0 and b > 0 for a, b in rows.values()),
-        "one only": sum((a > 0) != (b > 0) for a, b in rows.values()),
-        "p": round(min(1.0, least * len(rows)), 3),
-    }
+    least, solved = min(fisher(*pair, n) for pair in rows.values()), [(a > 0) + (b > 0) for a, b in rows.values()]
+    found: Row = {"of": n, "solved": rows, "both": solved.count(2), "one only": solved.count(1)}
+    return found | {"p": round(min(1.0, least * len(rows)), 3)}
 
 
 def main() -> None:
     choices = {"choices": ("float32", "bfloat16", "float16"), "default": "float32"}
     sizes: Row = {"problems": 12, "samples": 16, "temperature": 0.6}
     options = arguments(__doc__, device="cpu", dtype=choices, **sizes, compare={"type": Path, "nargs": 2})
-    run = Run(options, options.device)
-    if options.compare:
-        run.result |= compare(*(json.loads(path.read_text()) for path in options.compare))
-    else:
-        run.result |= measure(options)
+    run, compared = Run(options, options.device), [json.loads(path.read_text()) for path in options.compare or ()]
+    run.result |= compare(*compared) if compared else measure(options)
     run.finish()
     print(json.dumps(run.result, indent=1))
 

@@ -1,18 +1,19 @@
 """What all benchmarks share: command line, record of a run, times of captured graphs, contenders in turns, tables."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
 import math
+import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +23,10 @@ import numpy as np
 import torch
 
 Row = dict[str, Any]
+Action = Callable[[], object]
 ROOT = Path(__file__).parents[1]
 OUT_OF_TIME = "out of time"
-# Inputs rotate through so many bytes, more than twice the L2 of an H200.
+# Inputs rotate through more than twice the L2 of an H200.
 ROTATE_BYTES = 1.5e8
 NVIDIA_SMI = ("nvidia-smi", "--id=0", "--format=csv,noheader,nounits")
 GRAPH_US, WARM_US, LONG_CALL_US = 1_000.0, 10_000.0, 10_000.0
@@ -33,8 +35,8 @@ GRAPH_US, WARM_US, LONG_CALL_US = 1_000.0, 10_000.0, 10_000.0
 def arguments(doc: str | None, given: list[str] | None = None, **options: Any) -> argparse.Namespace:
     """The command line: ``--out FILE``, and an option for each keyword.
 
-    A keyword's value is the option's default: a list takes ``64,256`` or ``64 256``, False is a flag, a dictionary is
-    what ``add_argument`` takes.  ``resume=True`` adds ``--resume RESULTS.json``.
+    A keyword's value is the option's default: a list of numbers takes ``64,256``, one of names some of these names,
+    False is a flag, a dictionary is what ``add_argument`` takes.  ``resume=True`` adds ``--resume``.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {"out": {"type": Path, "help": "where the results go, as JSON, after each row"}, **options}
@@ -42,7 +44,7 @@ def arguments(doc: str | None, given: list[str] | None = None, **options: Any) -
         known["resume"] = {"type": Path, "metavar": "RESULTS.json", "help": "keep these, and measure the rest"}
     for name, default in known.items():
         if isinstance(default, list):
-            how: Row = {"type": _numbers, "nargs": "+", "default": default, "action": _Joined}
+            how: Row = {"type": partial(_listed, default), "default": default}
         elif default is False:
             how = {"action": "store_true"}
         else:
@@ -51,36 +53,19 @@ def arguments(doc: str | None, given: list[str] | None = None, **options: Any) -
     return parser.parse_args(given)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-class _Joined(argparse.Action):
-    """Keep the lists that an option was given as one."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
-        setattr(namespace, self.dest, [number for part in values for number in part])
-
-
-def some_of(*known: str) -> dict[str, Any]:
-    """An option that takes some of these names, with commas between; all by default."""
-
-    def names(text: str) -> list[str]:
-        found = [name.strip() for name in text.split(",")]
-        if unknown := sorted(set(found) - set(known)):
-            raise argparse.ArgumentTypeError(f"takes some of {', '.join(known)}, got {', '.join(unknown)}")
-        return found
-
-    return {"type": names, "default": list(known), "help": f"some of {', '.join(known)}"}
+def _listed(default: list[Any], text: str) -> list[Any]:
+    if not any(isinstance(one, str) for one in default):
+        return [int(number) for number in text.split(",")]
+    if unknown := sorted({name.strip() for name in text.split(",")} - set(default)):
+        raise argparse.ArgumentTypeError(f"takes some of {', '.join(default)}, got {', '.join(unknown)}")
+    return [name.strip() for name in text.split(",")]
 
 
 class Run:
     """A run with these :func:`arguments`: the record that its JSON holds, and what is left of ``--seconds``."""
 
     def __init__(self, options: argparse.Namespace, device: str | None = None) -> None:
-        self._began, self._before = time.monotonic(), 0.0
-        self._out, self._seconds = options.out, getattr(options, "seconds", None) or math.inf
-        self._resume = json.loads(path.read_text()) if (path := getattr(options, "resume", None)) else None
+        self._began, self._before, self._options = time.monotonic(), 0.0, options
         self.result: Row = {"commit": commit} if (commit := _printed("git", "rev-parse", "--short", "HEAD")) else {}
         command = shlex.join(["python", *sys.orig_argv[1:]])
         self.result |= {"command": command, "machine": machine(device), "clocks": [clocks()]}
@@ -89,26 +74,22 @@ class Run:
     @property
     def left(self) -> float:
         """Seconds until the run's limit."""
-        return self._seconds - (time.monotonic() - self._began)
+        return (getattr(self._options, "seconds", None) or math.inf) - (time.monotonic() - self._began)
 
     def taken_up(self, key: str, names: tuple[str, ...], beside: tuple[str, ...] = ()) -> set[str]:
-        """Keep the rows under ``key`` of ``--resume`` that had time, and all ``beside``; returns the rows' identities.
-
-        Raises:
-            SystemExit: they are of another machine.
-        """
-        if self._resume is None:
+        """Keep the rows under ``key`` of ``--resume`` that had time, and all ``beside``; returns their identities."""
+        if self._options.resume is None:
             return set()
-        before, here = self._resume["machine"], self.result["machine"]
-        if before != here:
+        known, here = json.loads(self._options.resume.read_text()), self.result["machine"]
+        if (before := known["machine"]) != here:
             raise SystemExit(f"those results are of another machine: {before}, this is {here}; leave --resume out")
-        self.result |= {name: self._resume[name] for name in beside}
-        self.result[key] = [row for row in self._resume[key] if row.get("skipped") != OUT_OF_TIME]
-        self._before = self.result["seconds_before"] = self._resume.get("seconds", 0.0)
+        self.result |= {name: known[name] for name in beside}
+        self.result[key] = [row for row in known[key] if row.get("skipped") != OUT_OF_TIME]
+        self._before = self.result["seconds_before"] = known.get("seconds", 0.0)
         return {identity(row, names) for row in self.result[key]}
 
     def add(self, key: str, row: Row, line: str | None = None) -> None:
-        """Append a row under ``key``, print its line (its JSON without one), and write the file."""
+        """Append a row under ``key``, print its line or JSON, and write the file."""
         self.result.setdefault(key, []).append(row)
         print(json.dumps(row) if line is None else line, flush=True)
         self.write()
@@ -116,9 +97,9 @@ class Run:
     def write(self) -> None:
         """The JSON so far."""
         self.result["seconds"] = round(self._before + time.monotonic() - self._began, 1)
-        if self._out is not None:
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._out.write_text(json.dumps(self.result, indent=1) + "\n")
+        if out := self._options.out:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(self.result, indent=1) + "\n")
 
     def finish(self, *shown: str) -> None:
         """Write the JSON for the last time, and print the parts of it that are named."""
@@ -138,41 +119,29 @@ def machine(device: str | None = None) -> Row:
     names = ("torch", "numpy", "transformers", "triton", "flashinfer-python", "cuda-core")
     packages = {name: next((of.version for of in distributions(name=name)), "not installed") for name in names}
     if device == "cpu" or not torch.cuda.is_available():
-        return {"gpu": "none", "cpu": _processor(), "python": platform.python_version(), **packages}
+        cpuinfo = Path("/proc/cpuinfo")
+        known = re.search("model name.*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+        cpu = known[1] if known else platform.processor()
+        return {"gpu": "none", "cpu": cpu, "python": platform.python_version(), **packages}
     gpu = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": gpu.name,
-        "multiprocessors": gpu.multi_processor_count,
-        "l2_bytes": gpu.L2_cache_size,
-        "driver": _printed(*NVIDIA_SMI, "--query-gpu=driver_version") or "unknown",
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "python": platform.python_version(),
-        **packages,
-    }
+    found: Row = {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count, "l2_bytes": gpu.L2_cache_size}
+    found |= {"driver": _printed(*NVIDIA_SMI, "--query-gpu=driver_version") or "unknown", "cuda": torch.version.cuda}
+    return found | {"cudnn": torch.backends.cudnn.version(), "python": platform.python_version(), **packages}
 
 
 def clocks() -> Row:
     """SM clock, power and temperature now; without a GPU the load of the CPUs."""
     if found := _printed(*NVIDIA_SMI, "--query-gpu=clocks.sm,power.draw,temperature.gpu"):
         return dict(zip(("sm_mhz", "watts", "celsius"), found.split(", "), strict=True))
-    cpuload = Path("/proc/loadavg")
-    return {"load": cpuload.read_text().split()[0]} if cpuload.exists() else {}
+    return {"load": f"{os.getloadavg()[0]:.2f}"}
 
 
 def _printed(*command: str) -> str:
     """What a command prints; nothing where there is none, or it fails."""
     try:
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-    return found.stdout.strip()
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def input_sets(kv_bytes: int) -> int:
@@ -186,7 +155,7 @@ class Replay:
     def __init__(self, run: Callable[[int], object], sets: int) -> None:
         for index in range(sets):
             run(index)
-        about = max(_elapsed_us(lambda: run(0)), 1.0)
+        about = max(_elapsed_us(partial(run, 0)), 1.0)
         self._calls = -(-max(8, min(64, int(GRAPH_US / about))) // sets) * sets if about < LONG_CALL_US else sets
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
@@ -203,7 +172,7 @@ class Replay:
 
 
 def replay_us(run: Callable[[int], object], sets: int = 1, repeats: int = 7) -> float:
-    """Microseconds of ``run(index)`` over so many input sets; see :class:`Replay`."""
+    """Of ``run(index)`` over so many input sets; see :class:`Replay`."""
     return Replay(run, sets).us(repeats)
 
 
@@ -242,11 +211,7 @@ def replayed_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
 
 
 def wall_seconds(
-    run: Callable[[], object],
-    repeats: int = 1,
-    warm: int = 0,
-    wait: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
+    run: Action, repeats: int = 1, warm: int = 0, wait: Action = lambda: None, clock: Any = time.perf_counter
 ) -> list[float]:
     """Of each call on the host's clock, after ``warm`` that do not count; ``wait`` lets a device finish."""
     times = []
@@ -273,13 +238,9 @@ def ceilings() -> dict[str, float]:
     a, b = (torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda") for _ in "ab")
     x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "xy")
     small = torch.zeros(1, device="cuda")
-    copy = round(2 * 2**31 / replay_us(lambda _: torch.neg(a, out=b)) / 1e6, 3)  # a kernel; copy_ is a copy engine's
-    product = round(2 * 8192**3 / replay_us(lambda _: x @ y) / 1e6, 1)
-    return {
-        "copy_TBps": copy,
-        "matmul_TFLOPs": product,
-        "graph_node_us": round(replay_us(lambda _: small.add_(1.0)), 3),
-    }
+    copy = 2 * 2**31 / replay_us(lambda _: torch.neg(a, out=b)) / 1e6  # a kernel; copy_ is a copy engine's
+    product, node = 2 * 8192**3 / replay_us(lambda _: x @ y) / 1e6, replay_us(lambda _: small.add_(1.0))
+    return {"copy_TBps": round(copy, 3), "matmul_TFLOPs": round(product, 1), "graph_node_us": round(node, 3)}
 
 
 def failure(error: Exception) -> str:
@@ -298,8 +259,8 @@ def free_memory() -> None:
 
 def spread(times: list[float]) -> dict[str, float]:
     """Best, median, mean, 99th percentile and worst."""
-    middle = {"best": min(times), "median": statistics.median(times), "mean": statistics.fmean(times)}
-    return middle | {"p99": float(np.quantile(times, 0.99)), "worst": max(times)}
+    best, median, p99, worst = (float(q) for q in np.quantile(times, (0.0, 0.5, 0.99, 1.0)))
+    return {"best": best, "median": median, "mean": statistics.fmean(times), "p99": p99, "worst": worst}
 
 
 def geomean(values: Iterable[float]) -> float:

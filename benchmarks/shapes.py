@@ -1,8 +1,8 @@
 """Models by their sizes, with random weights: what a step takes does not depend on the weights' values."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama of these sizes."""
+    """A Llama of these sizes; see ``shapes.toml``."""
 
     name: str
     hidden: int
@@ -47,16 +47,6 @@ class Shape:
         return model.to(dtype).eval().requires_grad_(False)
 
 
-LLAMA_8B = Shape("Llama-3.1-8B", 4096, 32, 32, 8, 14336, 128256)
-TINY = Shape("tiny", 64, 2, 4, 2, 96, 260, head_dim=16)
-EVERY = (
-    Shape("CodeLlama-7B", 4096, 32, 32, 32, 11008, 32016),
-    Shape("CodeLlama-13B", 5120, 40, 40, 40, 13824, 32016),
-    LLAMA_8B,
-    Shape("Yi-6B", 4096, 32, 32, 4, 11008, 64000),
-    Shape("8/1 heads", 1024, 1, 8, 1, 1024, 1024),
-    TINY,
-    replace(TINY, name="small", hidden=256, layers=4, mlp=768, vocab=32000, head_dim=64),
-    replace(TINY, name="words", vocab=32000),
-)
-SHAPES = {shape.name: shape for shape in EVERY}
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+SHAPES = {name: Shape(name, *sizes) for name, sizes in TABLE["shapes"].items()}
+LLAMA_8B, TINY = SHAPES["Llama-3.1-8B"], SHAPES["tiny"]

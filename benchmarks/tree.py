@@ -2,17 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.tree --out benchmarks/results/tree.json
 
-- build: 1,024 sequences of 16,384 tokens that differ in their last 128; below 0.2 s.
-- linearity: time per token from 1e5 to 1e7 tokens; the slope of log(time) over log(tokens) should be 1.
-- admission: 500 to 10,000 prompts of some 100 tokens, 70 of them shared by 50; 10,000 below 0.5 s, and linear.
-- decode: `extend_each` for 1,024 leaves, `mark_computed` and `snapshot()`; below 2 ms at the median, steps that take
-  new pages included.  Beside it, beams that fork and die at every step, where the snapshot is rebuilt.
-
 ``with_tails`` and ``insert_all`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
 
-from __future__ import annotations
-
+import itertools
 import statistics
 from typing import Any
 
@@ -44,7 +37,6 @@ def insert_all(sequences: list[Any], page_size: int) -> PrefixTree:
 
 
 def mark_all(tree: PrefixTree) -> None:
-    """All of the tree's uncomputed tokens are computed."""
     nodes = tree.uncomputed()
     tree.mark_computed([node for node, _, _ in nodes], [length for _, _, length in nodes])
 
@@ -52,14 +44,13 @@ def mark_all(tree: PrefixTree) -> None:
 def measure_build(run: Run, rng: np.random.Generator, repeats: int) -> None:
     print("build: 1,024 sequences of 16,384 tokens, the last 128 differ (target 0.2 s)")
     sequences = with_tails(rng, 1024, 16_384, 128)
-    for dtype in (np.int32, np.int64):
+    for dtype, page_size in itertools.product((np.int32, np.int64), (1, 16, 128)):
         given = [sequence.astype(dtype) for sequence in sequences]
-        for page_size in (1, 16, 128):
-            times = spread(wall_seconds(lambda g=given, p=page_size: insert_all(g, p), repeats))
-            found = {"median_s": times["median"], "worst_s": times["worst"]}
-            row: Row = {"dtype": np.dtype(dtype).name, "page_size": page_size, **found}
-            text = f"page {page_size:>3}   median {times['median']:.3f} s  worst {times['worst']:.3f} s"
-            run.add("build", row, f"  {row['dtype']}  {text}")
+        times = spread(wall_seconds(lambda g=given, p=page_size: insert_all(g, p), repeats))
+        row: Row = {"dtype": np.dtype(dtype).name, "page_size": page_size}
+        row |= {"median_s": times["median"], "worst_s": times["worst"]}
+        text = f"page {page_size:>3}   median {times['median']:.3f} s  worst {times['worst']:.3f} s"
+        run.add("build", row, f"  {row['dtype']}  {text}")
 
 
 def measure_linearity(run: Run, rng: np.random.Generator, repeats: int) -> None:
@@ -104,18 +95,19 @@ def measure_admission(run: Run, rng: np.random.Generator, repeats: int) -> None:
 
 def binary_tree(rng: np.random.Generator, page_size: int, prefix: int) -> tuple[PrefixTree, list[Sequence]]:
     """1,024 leaves below 1,023 inner nodes: ``prefix`` shared tokens, then ten levels of forks, 32 tokens apart."""
-    paths = [rng.integers(0, VOCABULARY, prefix, dtype=np.int32)]
+    paths = [rng.integers(0, VOCABULARY, prefix)]
     for _ in range(10):
-        forks = [(path, branch) for path in paths for branch in (0, 1)]
-        paths = [np.concatenate([p, [b], rng.integers(0, VOCABULARY, 31)]).astype(np.int32) for p, b in forks]
+        forks = itertools.product(paths, (0, 1))
+        paths = [np.concatenate([path, [branch], rng.integers(0, VOCABULARY, 31)]) for path, branch in forks]
     tree = PrefixTree((prefix + 4_000_000) // page_size, page_size)
-    handles = [tree.insert(path) for path in paths]
+    handles = [tree.insert(path.astype(np.int32)) for path in paths]
     mark_all(tree)
     tree.snapshot()
     return tree, handles
 
 
 def measure_decode(run: Run, rng: np.random.Generator, page_size: int, prefix: int, steps: int) -> None:
+    """A step of decoding: below 2 ms at the median, steps that take new pages included."""
     tree, handles = binary_tree(rng, page_size, prefix)
     parts: dict[str, list[float]] = {"extend_each": [], "mark_computed": [], "snapshot": []}
     for _ in range(steps):

@@ -133,7 +133,7 @@ class Session:
     def close(self) -> None:
         """End the session, and its stream if one is open: what the end of a ``with`` block does."""
         stream = None if self._stream is None else self._stream()
-        if stream is not None and not stream.gi_running:
+        if stream is not None and not stream.gi_running:  # type: ignore[attr-defined]
             stream.close()
         self.release_memory()
 

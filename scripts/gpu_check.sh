@@ -79,25 +79,25 @@ benchmark() {
     shift 2
     part "$name" "$limit" "$python" benchmarks/attention.py --out "$out/$name.json" --seconds "$((limit - 20))" "$@" || failed=1
 }
-# script NAME SECONDS OPTIONS...: the same for a benchmark of that name.
+# script NAME SECONDS FILE OPTIONS...: the same for another benchmark.
 script() {
-    local name=$1 limit=$2
-    shift 2
-    part "$name" "$limit" "$python" "benchmarks/$name.py" --out "$out/$name.json" "$@" || failed=1
+    local name=$1 limit=$2 file=$3
+    shift 3
+    part "$name" "$limit" "$python" "benchmarks/$file.py" --out "$out/$name.json" "$@" || failed=1
 }
-if wants launch; then script launch 90; fi
-if wants planning; then script planning 60; fi
-if wants sampling; then script sampling 60; fi
+if wants launch; then script launch 90 host --launch; fi
+if wants planning; then script planning 60 host; fi
+if wants sampling; then script sampling 60 kernels --kernel sampling; fi
 if wants decode; then benchmark decode "${DECODE_SECONDS:-150}" --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
 if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
-if wants engine; then script engine "${ENGINE_SECONDS:-110}" --rows "${ENGINE_ROWS:-64,1024}"; fi
+if wants engine; then script engine "${ENGINE_SECONDS:-110}" engine --rows "${ENGINE_ROWS:-64,1024}"; fi
 if wants prefill; then benchmark prefill "${PREFILL_SECONDS:-60}" --prefill; fi
-if wants rotary; then script rotary 60; fi
+if wants rotary; then script rotary 60 kernels --kernel rotary; fi
 if wants compare; then
     # shellcheck disable=SC2086
-    script compare "${COMPARE_SECONDS:-560}" --old "${OLD:-build/old}" --seconds "$((${COMPARE_SECONDS:-560} - 40))" \
+    script compare "${COMPARE_SECONDS:-560}" compare --old "${OLD:-build/old}" --seconds "$((${COMPARE_SECONDS:-560} - 40))" \
         ${COMPARE_OPTIONS:-}
 fi
-if wants compiled; then script compiled 150; fi
+if wants compiled; then script compiled 150 engine --step; fi
 echo "$((SECONDS - began)) s in all, results in $out" | tee -a "$summary"
 exit "$failed"

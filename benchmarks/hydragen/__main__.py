@@ -4,11 +4,8 @@ python -m benchmarks.hydragen [--only a,b,c,d,n] [--quick] [--seconds N] [--out 
 python -m benchmarks.hydragen --resume RESULTS.json ...                                 what that run had no time for
 python -m benchmarks.hydragen --report RESULTS.json                                     figures and report again; no GPU
 
-(a) decoding throughput  (b) one layer's attention  (c) questions about a long document  (d) two-level sharing
-(n) parallel generation.  Results go to DIR/hydragen.json after each row; the report to DOCS/hydragen.md.
+Results go to DIR/hydragen.json after each row; ``report.toml`` names the experiments; ``--shape tiny`` runs on a CPU.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -16,36 +13,27 @@ import json
 import time
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.hydragen import experiments
-from benchmarks.hydragen.report import write
+from benchmarks.hydragen.report import LAYOUT, write
 from benchmarks.hydragen.step import Rig, complaints, differences
-from benchmarks.runner import OUT_OF_TIME, ROOT, Row, Run, arguments, ceilings, identity, some_of
+from benchmarks.runner import OUT_OF_TIME, ROOT, Row, Run, arguments, ceilings, identity
 from benchmarks.shapes import SHAPES
 
-LETTERS, NAMES = ("a", "b", "c", "d", "n"), ("experiment", "shape", "name")
+LETTERS, NAMES = tuple(LAYOUT["sections"]), ("experiment", "shape", "name")
 FULL_SECONDS, QUICK_SECONDS = 440.0, 150.0
 ORDER = ("CodeLlama-7B", "Llama-3.1-8B", "Yi-6B", "8/1 heads", "CodeLlama-13B")
 
 
 def main(given: list[str] | None = None) -> None:
-    options = arguments(
-        __doc__,
-        given,
-        out={"type": Path, "default": Path("build/hydragen"), "help": "a folder for JSON, figures and report"},
-        only=some_of(*LETTERS),
-        quick={"action": "store_true", "help": "the most important rows only"},
-        shape={"default": "", "help": "model shapes, with commas between; tiny runs on a CPU"},
-        report={"type": Path, "metavar": "RESULTS.json", "help": "write their figures and report into --docs"},
-        docs=ROOT / "docs",
-        seconds=0.0,
-        resume=True,
-    )
+    files: Row = {"out": Path("build/hydragen"), "report": {"type": Path}, "docs": ROOT / "docs"}
+    chosen: Row = {"only": list(LETTERS), "shape": ",".join(ORDER), "quick": False, "seconds": 0.0, "resume": True}
+    options = arguments(__doc__, given, **files, **chosen)
     if options.report:
         print(f"wrote {write(json.loads(options.report.read_text()), options.docs)}")
         return
@@ -55,8 +43,7 @@ def main(given: list[str] | None = None) -> None:
     print(f"wrote {options.out}, {write(result, folder)}")  # the report beside the JSON
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One row of results; see ``jobs.toml``."""
 
     experiment: str
@@ -67,12 +54,12 @@ class Job:
     run: Callable[[Rig], Row]
 
 
-def jobs(letter: str, shapes: list[str]) -> list[Job]:
-    """Those of an experiment."""
+def jobs(letters: list[str], shapes: list[str]) -> list[Job]:
+    """Those of some experiments."""
     known = tomllib.loads(Path(__file__).with_name("jobs.toml").read_text())["jobs"]
     found = []
-    for shape, of in itertools.product(shapes, (of for of in known if of["experiment"] == letter)):
-        for priority, rows in of["rows"].get(shape, {}).items():
+    for letter, shape, of in itertools.product(letters, shapes, known):
+        for priority, rows in of["rows"].get(shape, {}).items() if of["experiment"] == letter else ():
             for case in (dict(zip(of["columns"], row, strict=True)) for row in rows):
                 run = partial(getattr(experiments, of["run"]), **case)
                 found.append(Job(letter, shape, of["name"].format(**case), int(priority), of["seconds"], run))
@@ -80,10 +67,9 @@ def jobs(letter: str, shapes: list[str]) -> list[Job]:
 
 
 def run_jobs(jobs: list[Job], rig_of: Callable[[str], Rig], seconds: float, done: Callable[[Job, Row], None]) -> None:
-    """Do the jobs, shape after shape so that one model is in memory.
+    """Do the jobs, shape after shape so that one model is in memory; a job that does not begin in time says so.
 
-    A shape's share of the time is by what its jobs are expected to take; what it leaves goes to those after it.  A job
-    that does not begin in time gives a row that says so.
+    A shape's share of the time is by what its jobs are expected to take; what it leaves goes to those after it.
     """
     end, shapes = time.monotonic() + seconds, list(dict.fromkeys(job.shape for job in jobs))
     for index, shape in enumerate(shapes):
@@ -100,20 +86,20 @@ def run_jobs(jobs: list[Job], rig_of: Callable[[str], Rig], seconds: float, done
                 done(job, row | {"seconds": round(time.monotonic() - began, 2)})
         finally:
             if rig is not None:
-                rig.close()
+                rig.drop("arena", "model", "_compiled")
 
 
 def measure(options: argparse.Namespace) -> Row:
     """Do the jobs and return what is in the JSON."""
-    shapes = options.shape.split(",") if options.shape else list(ORDER)
+    shapes = options.shape.split(",")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and shapes != ["tiny"]:
         raise SystemExit("no CUDA device: on a CPU only --shape tiny runs")
     run = Run(options, device.type)
     run.result |= {"ceilings": ceilings() if device.type == "cuda" else {}, "checks": {}, "rows": []}
     there = run.taken_up("rows", NAMES, beside=("checks",))
-    asked = [job for letter in options.only for job in jobs(letter, shapes) if not options.quick or job.priority == 1]
-    left = [job for job in asked if identity(vars(job), NAMES) not in there]
+    asked = [job for job in jobs(options.only, shapes) if not options.quick or job.priority == 1]
+    left = [job for job in asked if identity(job._asdict(), NAMES) not in there]
 
     def rig_of(shape: str) -> Rig:
         rig = Rig(SHAPES[shape], device)
@@ -124,20 +110,15 @@ def measure(options: argparse.Namespace) -> Row:
 
     def done(job: Job, row: Row) -> None:
         row = {name: getattr(job, name) for name in NAMES} | row
-        run.add("rows", row, f"{len(run.result['rows']) + 1:3d}/{len(asked)} {line(row)}")
+        text = f"{len(run.result['rows']) + 1:3d}/{len(asked)} ({job.experiment}) {job.shape:13s} {job.name:28s}"
+        shown = {name: row[name] for name in ("skipped", "floor_ms", "aim_ms", "step_ms", "ours") if name in row}
+        shown |= {name: found.get("step_ms", found.get("skipped")) for name, found in row.get("methods", {}).items()}
+        run.add("rows", row, " | ".join([f"{text} {row['seconds']:6.1f} s", *(f"{n} {x}" for n, x in shown.items())]))
 
     left.sort(key=lambda job: shapes.index(job.shape))
     run_jobs(left, rig_of, options.seconds, done)
     run.finish()
     return run.result
-
-
-def line(row: Row) -> str:
-    """A row in one line."""
-    text = f"({row['experiment']}) {row['shape']:13s} {row['name']:28s} {row.get('seconds', 0):6.1f} s"
-    shown = {name: row[name] for name in ("skipped", "floor_ms", "aim_ms", "step_ms", "ours") if name in row}
-    shown |= {name: found.get("step_ms", found.get("skipped")) for name, found in row.get("methods", {}).items()}
-    return " | ".join([text, *(f"{name} {value}" for name, value in shown.items())])
 
 
 if __name__ == "__main__":

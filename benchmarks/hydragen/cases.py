@@ -1,7 +1,5 @@
 """What decodes: shared levels, private suffixes; its tree, bytes, the least time of its attention, its step."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
@@ -18,9 +16,6 @@ from prefixkit.attention.step import Step, build_step
 from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.named_trees import tree
-
-# By this cost nothing is worth sharing.
-NEVER = CostModel(item=1e30, kv_byte=0.0, partial_byte=0.0)
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class Case:
 
     @property
     def lengths(self) -> tuple[int, int, int]:
-        """New tokens at which a step is measured: at the beginning, half way, at the end."""
+        """New tokens at which a step is measured."""
         return 1, self.new // 2, self.new
 
     def own(self, levels: int) -> int:
@@ -70,9 +65,11 @@ class Case:
 
     def row(self, kind: str, shape: Shape) -> Row:
         """The beginning of a row of results."""
-        floors = {new: self.floor_ms(shape, new) for new in self.lengths}
-        at = {str(new): round(ms, 4) for new, ms in floors.items()}
-        return {"kind": kind, "case": asdict(self), "floor_ms": round(mean(floors), 4), "floors_ms": at}
+        at = {str(new): round(self.floor_ms(shape, new), 4) for new in self.lengths}
+        return {"kind": kind, "case": asdict(self), "floor_ms": round(self.mean_floor_ms(shape), 4), "floors_ms": at}
+
+    def mean_floor_ms(self, shape: Shape) -> float:
+        return mean({new: self.floor_ms(shape, new) for new in self.lengths})
 
 
 def two_level(batch: int, prefix: int, new: int, private: int = 0) -> Case:
@@ -88,60 +85,50 @@ def mean(at: dict[int, float]) -> float:
 
 def case_tree(case: Case) -> tuple[TreeSnapshot, list[np.ndarray]]:
     """A case's tree with leaves as long as they get; for each level, then for the leaves, their nodes in order."""
-    counts, tokens = case.counts, [count for _, count in case.levels] + [case.private + case.new]
-    parent, length, nodes = [], [], [[] for _ in counts]
+    tokens, parent, level_of = [count for _, count in case.levels] + [case.private + case.new], [], []
+    below = [count // above for above, count in pairwise([1, *case.counts])]
 
-    def grow(level: int, above: int, count: int) -> None:
-        for _ in range(count):
-            node = len(parent)
-            nodes[level].append(node)
+    def grow(level: int, above: int) -> None:
+        for _ in range(below[level] if level < len(below) else 0):
             parent.append(above)
-            length.append(tokens[level])
-            if level + 1 < len(counts):
-                grow(level + 1, node, counts[level + 1] // counts[level])
+            level_of.append(level)
+            grow(level + 1, len(parent) - 1)
 
-    grow(0, -1, counts[0])
-    return tree(parent, length), [np.array(found, np.int32) for found in nodes]
+    grow(0, -1)
+    nodes = [np.flatnonzero(np.array(level_of) == level).astype(np.int32) for level in range(len(below))]
+    return tree(parent, [tokens[level] for level in level_of]), nodes
 
 
 class TreeState:
-    """The step of a case at any number of new tokens, in tensors that stay: so one captured graph serves all lengths.
-
-    ``snapshot`` and ``nodes`` are those of :func:`case_tree`, ``step`` is at the length of the last :meth:`at`.
-    """
+    """The step of a case at any number of new tokens, in tensors that stay: one captured graph serves all lengths."""
 
     def __init__(self, case: Case, planner: Planner, device: torch.device, share: bool = True) -> None:
         self.case, self.planner, self._device = case, planner, device
         self.snapshot, self.nodes = case_tree(case)
-        if not share:
-            planner.cost = replace(NEVER, tile_heads=planner.cost.tile_heads)
+        if not share:  # by this cost nothing is worth sharing
+            planner.cost = CostModel(item=1e30, kv_byte=0.0, partial_byte=0.0, tile_heads=planner.cost.tile_heads)
         if isinstance(planner, CudaPlanner):
             planner.launch = None  # the host's plans fit into tensors of a size that is known before
             planner.gpu = replace(planner.gpu, sharing=planner.cost)
         self._plan: list[torch.Tensor] = []
-        self.step = self._build(*self._grown(case.new))
+        self.step = self._build(case.new)
 
     def at(self, new: int) -> None:
         """Let each sequence have so many new tokens; the last of them is the query of this step."""
-        kept, now = self.step, self._build(*self._grown(new))
+        kept, now = self.step, self._build(new)
         kept.positions.copy_(now.positions)
         kept.slots.copy_(now.slots)
         stay = {name: getattr(kept, name) for name in ("tokens", "positions", "slots", "logit_rows")}
         self.step = replace(now, **stay)
 
-    def _grown(self, new: int) -> tuple[TreeSnapshot, Queries]:
-        full, leaf = self.snapshot, self.nodes[-1]
-        length = full.length.copy()
+    def _build(self, new: int) -> Step:
+        leaf, length, planner = self.nodes[-1], self.snapshot.length.copy(), self.planner
         length[leaf] = self.case.private + new
         computed = length.copy()
         computed[leaf] -= 1
         # Another version for each length: plans are made anew.
-        snapshot = replace(full, version=new, length=length, computed=computed)
-        return snapshot, Queries(leaf, length[leaf] - 1, length[leaf])
-
-    def _build(self, snapshot: TreeSnapshot, queries: Queries) -> Step:
-        rows, planner = np.arange(self.case.batch, dtype=np.int64), self.planner
-        of = StepTree(snapshot, queries)
+        snapshot = replace(self.snapshot, version=new, length=length, computed=computed)
+        rows, of = np.arange(self.case.batch), StepTree(snapshot, Queries(leaf, computed[leaf], length[leaf]))
         step = build_step(of, rows % 251, rows, planner, self._device)
         if not isinstance(planner, CudaPlanner):
             return step

@@ -1,7 +1,5 @@
 """What each row of ``jobs.toml`` measures: functions of a :class:`Rig` and the row's numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +7,7 @@ import numpy as np
 import torch
 
 from benchmarks.cpu_sampling import prefill_once
-from benchmarks.hydragen.cases import Case, mean, two_level
+from benchmarks.hydragen.cases import Case, two_level
 from benchmarks.hydragen.methods import METHODS
 from benchmarks.hydragen.report import SMALLER_FLASH
 from benchmarks.hydragen.step import Rig
@@ -53,8 +51,7 @@ def step_row(case: Case, rig: Rig, methods: tuple[str, ...], compiled: tuple[str
     measured |= {f"{method}, compiled": rig.measure(method, state, compiled=True) for method in compiled}
     row = case.row("step", rig.shape) | {"methods": measured}
     if ceiling := measured.get("none, compiled", {}).get("step_ms"):
-        floor = mean({new: case.floor_ms(rig.shape, new) for new in case.lengths})
-        row["aim_ms"] = round((ceiling + FLOORS * floor) * (1 + SLACK), 4)
+        row["aim_ms"] = round((ceiling + FLOORS * case.mean_floor_ms(rig.shape)) * (1 + SLACK), 4)
     return row
 
 
@@ -132,22 +129,17 @@ def tokens(count: int, rig: Rig, seed: int) -> np.ndarray:
 
 
 def engine_seconds(rig: Rig, prompts: list[np.ndarray], n: int, new: int, compiled: bool = False) -> Row:
-    """Sample ``n`` continuations of each prompt at temperature 1, all to their full length; prefill counts.
-
-    With ``compiled`` layers the run is the engine's second: compiling takes longer than most runs.
-    """
-    model = rig.model
-    rig.drop_arena()
+    """Sample ``n`` continuations of each prompt to their full length; ``compiled``: in a second run."""
+    rig.drop("arena")
     params = SamplingParams(n=n, temperature=1.0, max_new_tokens=new, seed=1)
     requests = [Request(index, prompt, params) for index, prompt in enumerate(prompts)]
     budget = int(torch.cuda.mem_get_info(rig.device)[0] * MEMORY_SHARE) if rig.on_gpu else None
-    engine = make_engine(model, requests, kv_budget=budget, compiled=compiled)
+    engine = make_engine(rig.model, requests, kv_budget=budget, compiled=compiled)
     if compiled:
         engine.run(requests)
         engine.report = Report()
     engine.run(requests)
-    report = engine.report
-    found = {"seconds": round(report.seconds, 4), "new_tokens": report.new_tokens}
+    report, found = engine.report, {"seconds": round(engine.report.seconds, 4), "new_tokens": engine.report.new_tokens}
     return found | {"tokens_per_s": round(report.new_tokens / report.seconds, 1), "steps": report.steps}
 
 
@@ -174,7 +166,8 @@ def latency(rig: Rig, requests: int, prompt: int, new: int, n: int) -> Row:
 
 def generate(rig: Rig, batch: int, prompt: int) -> Row:
     """``model.generate(do_sample=True)``: a step is the difference between a longer run and a shorter one."""
-    model, ids = rig.model, _stock_prompt(rig, prompt).expand(batch, -1)
+    rig.drop("arena")
+    model, ids = rig.model, torch.from_numpy(tokens(prompt, rig, seed=3)).long().to(rig.device).expand(batch, -1)
     ends: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
 
     def seconds(new: int) -> float:
@@ -188,17 +181,13 @@ def generate(rig: Rig, batch: int, prompt: int) -> Row:
 
 def expand(rig: Rig, batch: int, prompt: int) -> Row:
     """The prompt's cache computed once and repeated for each sample, then plain steps."""
-    model, ids = rig.model, _stock_prompt(rig, prompt)
-    steps = prefill_once(model, ids, batch, lambda logits: torch.multinomial(logits.float().softmax(-1), 1))
+    rig.drop("arena")
+    ids = torch.from_numpy(tokens(prompt, rig, seed=3)).long().to(rig.device)[None]
+    steps = prefill_once(rig.model, ids, batch, lambda logits: torch.multinomial(logits.float().softmax(-1), 1))
     with torch.inference_mode():
         prefill, *_ = wall_seconds(lambda: next(steps), 1 + STOCK_WARM, wait=rig.wait)
         seconds = wall_seconds(lambda: [next(steps) for _ in range(STOCK_STEPS)], wait=rig.wait)[0]
     return _stock("prefill once, expand", batch, prompt, seconds / STOCK_STEPS, prefill)
-
-
-def _stock_prompt(rig: Rig, prompt: int) -> torch.Tensor:
-    rig.drop_arena()
-    return torch.from_numpy(tokens(prompt, rig, seed=3)).long().to(rig.device)[None]
 
 
 def _stock(what: str, batch: int, prompt: int, step: float, prefill: float) -> Row:

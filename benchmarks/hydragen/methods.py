@@ -1,7 +1,5 @@
 """The attention cores that are compared: each lays KV out in the arena, appends a step's K and V to it, and attends."""
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,6 +11,7 @@ from torch import Tensor
 from benchmarks.hydragen.cases import Case, TreeState
 from benchmarks.runner import replay_us
 from benchmarks.tree_attention.rivals import Attend, attend_levels, cudnn, flash
+from benchmarks.tree_attention.workloads import PAGE
 from prefixkit.models.layer import CacheLayer
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 
@@ -27,21 +26,16 @@ class DoesNotFit(Exception):
 
 
 class Arena:
-    """Memory for all KV of a run: random numbers, made once; :meth:`take` gives views of them until :meth:`reset`."""
+    """Random numbers for all KV of a run: ``num_bytes`` or what is free; views of them until :meth:`reset`."""
 
-    def __init__(self, elements: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.flat = torch.empty(elements, device=device, dtype=dtype).normal_()
-        self._used = 0
-
-    @staticmethod
-    def of_free_memory(device: torch.device, dtype: torch.dtype, most: int | None = None) -> Arena:
-        """All that is free but the reserve, or ``most`` bytes; on a CPU a little."""
-        if device.type == "cpu":
-            most = CPU_BYTES
-        elif most is None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, num_bytes: int | None = None) -> None:
+        if num_bytes is None and device.type == "cpu":
+            num_bytes = CPU_BYTES
+        elif num_bytes is None:
             torch.cuda.empty_cache()
-            most = max(int(torch.cuda.mem_get_info(device)[0] - RESERVE_BYTES), 0)
-        return Arena(most // dtype.itemsize, device, dtype)
+            num_bytes = max(int(torch.cuda.mem_get_info(device)[0] - RESERVE_BYTES), 0)
+        self.flat = torch.empty(num_bytes // dtype.itemsize, device=device, dtype=dtype).normal_()
+        self.reset()
 
     def check(self, num_bytes: float) -> None:
         """Raise DoesNotFit unless so many bytes of KV fit."""
@@ -65,20 +59,19 @@ class ArenaPool(KVPool):
 
     def __init__(self, spec: KVSpec, num_pages: int, arena: Arena) -> None:
         self._arena = arena
-        super().__init__(spec, num_pages, 16)
+        super().__init__(spec, num_pages, PAGE)
 
     def _pages(self) -> tuple[Tensor, ...]:
         spec, on_cpu = self.spec, self.spec.device.type == "cpu"
-        inner = (self.page_size, spec.kv_heads) if on_cpu else (spec.kv_heads, self.page_size)
+        inner = (PAGE, spec.kv_heads) if on_cpu else (spec.kv_heads, PAGE)
         pages = self._arena.take(spec.num_layers, self.num_pages, *inner, spec.head_dim)
-        layers = pages if on_cpu else pages.transpose(2, 3)
-        return tuple(layers[layer] for layer in range(spec.num_layers))
+        return (pages if on_cpu else pages.transpose(2, 3)).unbind()
 
 
 class Core:
     """Attention of a decode step; this one does none: what is left is the ceiling."""
 
-    # Whether it rotates queries and keys itself where layers are compiled, by :meth:`Tree.rotary_append`.
+    # Whether :meth:`rotary_append` takes queries and keys that are not rotated, where layers are compiled.
     rotates = False
 
     def __init__(self, state: TreeState, spec: KVSpec, heads: int, arena: Arena) -> None:
@@ -98,6 +91,11 @@ class Core:
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Take ``[batch, kv_heads, head_dim]`` of a layer."""
 
+    def rotary_append(self, layer: int, q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate queries and keys if it ``rotates``, append keys and values, and return the queries."""
+        self.append(layer, key, value)
+        return q
+
     def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """``[batch, heads, head_dim]`` to as much."""
         return q
@@ -105,7 +103,7 @@ class Core:
     def installed(self) -> AbstractContextManager[Any]:
         """A context in which a patched model attends by this core, not over the tree."""
 
-        def update(cached: CacheLayer, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        def update(cached: CacheLayer, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             self.append(cached.index, key[0].transpose(0, 1), value[0].transpose(0, 1))
             cached.appended = True
             return key, value
@@ -134,7 +132,6 @@ class Tree(Core):
         self.pool.append(layer, key, value, self.state.step.slots)
 
     def rotary_append(self, layer: int, q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate queries and keys, append keys and values, and return the queries."""
         pages = self.pool.k(layer), self.pool.v(layer)
         return torch.ops.prefixkit.rotary_append(q, key, value, cos, sin, *pages, self.state.step.slots)
 
@@ -147,21 +144,16 @@ class Tree(Core):
 
 
 class Parts(Core):
-    """Dense KV: ``levels`` of the case stored once and attended to by all below, everything else held by each sequence.
+    """Dense KV: ``levels`` of the case stored once and attended to by all below, the rest held by each sequence."""
 
-    No level: flash attention without sharing.  One: Hydragen.  More: Hydragen's hierarchy.
-    """
-
-    levels = 0
+    levels = 0  # flash attention without sharing; 1: Hydragen; more: Hydragen's hierarchy
 
     def __init__(self, state: TreeState, spec: KVSpec, heads: int, arena: Arena) -> None:
         super().__init__(state, spec, heads, arena)
         case, layers, device = state.case, range(spec.num_layers), spec.device
         shared, self._own = case.levels[: self.levels], case.own(self.levels)
-        self.level_kv = [
-            [[arena.take(nodes, spec.kv_heads, tokens, spec.head_dim) for _ in "kv"] for nodes, tokens in shared]
-            for _ in layers
-        ]
+        sizes = [(nodes, spec.kv_heads, tokens, spec.head_dim) for nodes, tokens in shared]
+        self.level_kv = [[[arena.take(*size) for _ in "kv"] for size in sizes] for _ in layers]
         own = case.batch, self._own, spec.kv_heads, spec.head_dim
         self.own_kv = [[arena.take(*own) for _ in "kv"] for _ in layers]
         self._group, self._before = heads // spec.kv_heads, self._own - case.new
@@ -192,7 +184,7 @@ class Parts(Core):
         if not self.levels and not on_cpu:  # flash packs the query heads of a KV head itself, and splits long KV
             return self._flash(q, k, v, 1, scale)[0]
         # The query heads of a KV head together; without groups a view.
-        packed = q.view(batch, kv_heads, -1, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
+        packed = q.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
         parts = attend_levels(packed, self.level_kv[layer], self._attends, scale)
         if on_cpu:
             beyond = (torch.arange(self._own) >= self._used[:, None])[:, None, None]
@@ -209,8 +201,7 @@ class Parts(Core):
         """Attention of ``rows`` rows of each sequence to its own KV, whose lengths are on the device."""
         indptr, longest = (self._begin_q[rows], self._begin_k), (rows, self._own)
         flat, options = (k.flatten(0, 1), v.flatten(0, 1)), {"scale": scale, "seqused_k": self._used}
-        found = torch.ops.aten._flash_attention_forward(q, *flat, *indptr, *longest, 0.0, False, False, **options)
-        return found[0], found[1]
+        return torch.ops.aten._flash_attention_forward(q, *flat, *indptr, *longest, 0.0, False, False, **options)[:2]
 
     def _fastest(self, nodes: int, k: Tensor, v: Tensor) -> Attend:
         """The library that is fastest on a level; plain matrix products on a CPU."""
@@ -254,8 +245,7 @@ def merge_parts(parts: list[Tensor], lses: list[Tensor], rows_per_node: list[int
         return merge(parts, lses, rows_per_node, heads)
 
     def by_row(part: Tensor, rows: int) -> Tensor:
-        nodes, kv_heads, _, size = part.shape
-        return part.reshape(nodes, kv_heads, rows, -1, size).transpose(1, 2).reshape(-1, heads, size)
+        return part.unflatten(2, (rows, -1)).transpose(1, 2).reshape(-1, heads, part.shape[-1])
 
     outs = [by_row(part, rows) for part, rows in zip(parts, rows_per_node, strict=True)]
     weights = [by_row(lse[..., None], rows) for lse, rows in zip(lses, rows_per_node, strict=True)]

@@ -1,9 +1,7 @@
 """A decode step of a whole model with one of the attention cores, as a replayed CUDA graph, at several lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from torch.nn.functional import linear
 
 from benchmarks.hydragen.cases import Case, TreeState, mean
 from benchmarks.hydragen.methods import METHODS, Arena, Core, DoesNotFit, Parts, Tree
-from benchmarks.rotary import rotated
+from benchmarks.kernels import rotated
 from benchmarks.runner import Row, captured, failure, free_memory, replayed_ms, wall_seconds
 from benchmarks.shapes import Shape
 from benchmarks.tree_attention.inputs import planner_for
@@ -32,9 +30,8 @@ CHECKED, CHECKED_AT = Case(((1, 200), (4, 37)), batch=16, new=24, private=5), 11
 class Rig:
     """One model on one device, memory for KV (``capacity`` bytes, or what is free), and what holds for several cases.
 
-    Attributes:
-        wrong: Methods that are not measured, for their answers differ from ours; with the reason.
-        smaller: Flash without sharing at batches that fit, in place of larger ones.
+    ``wrong`` are methods that are not measured, for their answers differ from ours, with the reason; ``smaller`` is
+    flash without sharing at batches that fit, in place of larger ones.
     """
 
     def __init__(self, shape: Shape, device: torch.device, capacity: int | None = None) -> None:
@@ -47,30 +44,24 @@ class Rig:
 
     @cached_property
     def model(self) -> Any:
-        self.drop_arena()
         return patch(self.shape.build(self.device, self.dtype))
 
     @cached_property
-    def _compiled(self) -> CompiledStep:
+    def _compiled(self) -> "CompiledStep":
         return CompiledStep(self.model, compile=self.on_gpu)
 
     @cached_property
     def arena(self) -> Arena:
-        return Arena.of_free_memory(self.device, self.dtype, self._capacity)
+        _ = self.model  # before the arena, which takes what memory it leaves
+        return Arena(self.device, self.dtype, self._capacity)
 
-    def drop_arena(self) -> None:
-        """Give its memory back, for what brings a pool of its own."""
-        self.__dict__.pop("arena", None)
+    def drop(self, *names: str) -> None:
+        """Give the memory of ``arena``, ``model`` or ``_compiled`` back."""
+        for name in names:
+            self.__dict__.pop(name, None)
         free_memory()
 
-    def close(self) -> None:
-        """Give the model's memory back too."""
-        for name in ("model", "_compiled"):
-            self.__dict__.pop(name, None)
-        self.drop_arena()
-
     def wait(self) -> None:
-        """For the device."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
@@ -82,17 +73,10 @@ class Rig:
         return KVSpec(layers or self.shape.layers, self.shape.kv_heads, self.shape.head_dim, self.dtype, self.device)
 
     def fits(self, method: str, case: Case) -> bool:
-        """Whether a method's KV of a case fits."""
-        _ = self.model
         return METHODS[method].kv_bytes(case, self.spec().bytes_per_token) <= self.arena.flat.nbytes
 
     def core(self, method: str, state: TreeState, layers: int | None = None) -> Core:
-        """A method's core over a fresh arena.
-
-        Raises:
-            DoesNotFit: its KV is larger than the arena.
-            ValueError: it is one of ``wrong``.
-        """
+        """A method's core over a fresh arena; DoesNotFit, or ValueError for one of ``wrong``."""
         if method in self.wrong:
             raise ValueError(self.wrong[method])
         kind, spec = METHODS[method], self.spec(layers)
@@ -121,21 +105,11 @@ class Rig:
 
     def measure(self, method: str, state: TreeState, compiled: bool = False) -> Row:
         """Milliseconds of a step at the case's lengths and tokens per second; or why there are none."""
+        return self.attempt(partial(self._measure, method, state, compiled))
 
-        def run() -> Row:
-            _ = self.model  # before the arena, which takes what memory it leaves
-            return self._measure(self.core(method, state), compiled)
-
-        return self.attempt(run)
-
-    def _measure(self, core: Core, compiled: bool) -> Row:
-        case = core.state.case
-
-        def compiled_step() -> None:
-            now = core.state.step
-            now.tokens.copy_(self._compiled(now.tokens, now.positions, core))
-
-        step = compiled_step if compiled else self.eager_step(core)
+    def _measure(self, method: str, state: TreeState, compiled: bool) -> Row:
+        core = self.core(method, state)
+        step = self.step(core, compiled)
         core.at(1)
         with core.installed():
             graph = captured(step) if self.on_gpu else None
@@ -144,29 +118,26 @@ class Rig:
             return replayed_ms(graph, count) if graph else [1e3 * seconds for seconds in wall_seconds(step, count)]
 
         at: dict[int, float] = {}
-        for new in (1,) if type(core) is Core else dict.fromkeys(case.lengths):
+        for new in (1,) if type(core) is Core else dict.fromkeys(state.case.lengths):
             core.at(new)
             with core.installed():
-                at[new] = _median(ms)
+                count = max(FEWEST_REPLAYS, min(REPLAYS, int(REPLAY_MS / max(ms(1)[0], 1e-3))))
+                at[new] = float(np.median(ms(count)))
         step_ms = mean(at) if len(at) == 3 else float(np.mean(list(at.values())))
         row: Row = {"ms": {str(new): round(took, 4) for new, took in at.items()}, "step_ms": round(step_ms, 4)}
-        row["tokens_per_s"] = round(case.batch / step_ms * 1e3, 1)
+        row["tokens_per_s"] = round(state.case.batch / step_ms * 1e3, 1)
         return row | ({"chosen": core.chosen} if core.chosen else {})
 
-    def eager_step(self, core: Core) -> Callable[[], None]:
-        """The step through the model's own modules."""
-        runner = ModelRunner(self.model, core.pool)
+    def step(self, core: Core, compiled: bool = False) -> Callable[[], Tensor]:
+        """The step through the model's own modules, as they are or compiled."""
+        runner, state = ModelRunner(self.model, core.pool), core.state
 
-        def step() -> None:
-            core.state.step.tokens.copy_(runner.compute(core.state.step).argmax(-1))
+        def run() -> Tensor:
+            now = state.step
+            chosen = self._compiled(now.tokens, now.positions, core) if compiled else runner.compute(now).argmax(-1)
+            return now.tokens.copy_(chosen)
 
-        return step
-
-
-def _median(run: Callable[[int], list[float]]) -> float:
-    """Over replays: fewer where they take long."""
-    count = max(FEWEST_REPLAYS, min(REPLAYS, int(REPLAY_MS / max(run(1)[0], 1e-3))))
-    return float(np.median(run(count)))
+        return run
 
 
 def differences(rig: Rig) -> dict[str, float | str]:
@@ -205,19 +176,18 @@ def complaints(found: dict[str, float | str]) -> dict[str, str]:
 
 def _copy(tree: Tree, core: Parts) -> None:
     """The tree's KV into the layout of ``core``."""
-    snapshot, nodes = tree.state.snapshot, tree.state.nodes
-    shared, own = nodes[: core.levels], nodes[core.levels :]
-    for which, pages in enumerate((tree.pool.k(0), tree.pool.v(0))):
-
-        def tokens(node: int, pages: Tensor = pages) -> Tensor:
-            slots = snapshot.slots(np.int32(node), np.arange(snapshot.length[node]))
-            return pages.flatten(0, 1)[torch.from_numpy(slots).to(pages.device)]
-
-        for level, kv in zip(shared, core.level_kv[0], strict=True):
-            kv[which].copy_(torch.stack([tokens(node) for node in level]).transpose(1, 2))
-        for row, kv in enumerate(core.own_kv[0][which]):
-            path = [level[row * len(level) // len(nodes[-1])] for level in own]
-            kv.copy_(torch.cat([tokens(node) for node in path]))
+    snapshot, case, first = tree.state.snapshot, tree.state.case, 0
+    # The slots of each sequence's tokens, level after level.
+    each = [np.repeat(nodes, case.batch // len(nodes)) for nodes in tree.state.nodes]
+    levels = [snapshot.slots(nodes[:, None], np.arange(snapshot.length[nodes[0]])[None]) for nodes in each]
+    slots = torch.from_numpy(np.concatenate(levels, axis=1)).to(core.spec.device)
+    kv = [pages.flatten(0, 1)[slots] for pages in (tree.pool.k(0), tree.pool.v(0))]
+    for (nodes, tokens), level in zip(case.levels, core.level_kv[0], strict=False):
+        for dense, every in zip(level, kv, strict=True):
+            dense.copy_(every[:: case.batch // nodes, first : first + tokens].transpose(1, 2))
+        first += tokens
+    for dense, every in zip(core.own_kv[0], kv, strict=True):
+        dense.copy_(every[:, first:])
 
 
 # Weights of one input: as they are multiplied, and how many rows of each belong to which of them.
@@ -251,9 +221,8 @@ def _last(h: Tensor, out: Tensor, layer: Any, norm: Any, head: Any) -> Tensor:
 class CompiledStep:
     """``tokens, positions [batch]`` to the next tokens, a Llama's modules through torch.compile, attention by a core.
 
-    Layers come as arguments, so that all share three compiled functions.  With attention, q, k and v are packed where
-    prefixkit's compiled layers pack them, and prefixkit's core rotates and appends in one launch, as these layers do;
-    without, modules are as they are.  ``compile=False`` runs the same functions as they are.
+    Layers come as arguments, so that all share three compiled functions.  With attention, q, k and v are packed, and
+    rotated and appended, as in prefixkit's compiled layers.  ``compile=False`` runs the same functions as they are.
     """
 
     def __init__(self, model: Any, compile: bool) -> None:
@@ -272,11 +241,7 @@ class CompiledStep:
         angles = None if core.rotates else (cos, sin)
         q, k, v = self._before(h, layers[0], _packed(layers[0], rows), angles)
         for index, layer in enumerate(layers):
-            if core.rotates:
-                q = core.rotary_append(index, q, k, v, cos, sin)
-            else:
-                core.append(index, k, v)
-            out = core.attend(index, q, scale)
+            out = core.attend(index, core.rotary_append(index, q, k, v, cos, sin), scale)
             self._any_batch(h, out)
             if index + 1 < len(layers):
                 following = layers[index + 1]

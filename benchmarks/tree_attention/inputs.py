@@ -3,8 +3,6 @@
 ``Pool``, ``make`` and ``ours`` are what ``benchmarks/compare.py`` calls in every checkout.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,13 +42,9 @@ class Pool:
 
 @dataclass(eq=False)
 class Inputs:
-    """One workload's tensors.
+    """One workload's tensors: for each set ``q [rows, heads, head size]``, ``k`` and ``v`` as in :class:`Pool`.
 
-    Attributes:
-        q: For each set ``[rows, heads, head size]``.
-        k, v: For each set pages ``[pages, kv_heads, page size, head size]``.
-        page_order: The page table: where the tree's pages are.
-        step: Plan and tree, on the device; planning took ``plan_ms``.
+    ``page_order`` is the page table; ``step`` has plan and tree on the device, and planning took ``plan_ms``.
     """
 
     workload: Workload
@@ -72,16 +66,13 @@ class Inputs:
 
     def dense(self, level: Level, pages: Tensor) -> Tensor:
         """``[nodes, kv_heads, tokens, head size]`` a level's K or V, contiguous."""
-        where = torch.from_numpy(level.pages.reshape(-1).astype(np.int64)).to(GPU)
-        nodes, count = level.pages.shape
-        taken = pages[where].view(nodes, count, self.workload.kv_heads, PAGE, HEAD_DIM)
-        return taken.transpose(1, 2).reshape(nodes, self.workload.kv_heads, count * PAGE, HEAD_DIM)
+        taken = pages[torch.from_numpy(level.pages.astype(np.int64)).to(GPU)]
+        return taken.transpose(1, 2).flatten(2, 3)
 
     def packed_q(self, index: int) -> Tensor:
         """``[kv_heads, rows * group, head size]``: the query heads of one KV head together, whatever the level."""
-        w = self.workload
-        grouped = self.q[index].view(-1, w.kv_heads, w.heads // w.kv_heads, HEAD_DIM)
-        return grouped.transpose(0, 1).reshape(w.kv_heads, -1, HEAD_DIM)
+        grouped = self.q[index].unflatten(1, (self.workload.kv_heads, -1))
+        return grouped.transpose(0, 1).flatten(1, 2)
 
 
 def planner_for(heads: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Planner:

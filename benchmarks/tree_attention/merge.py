@@ -1,7 +1,5 @@
 """One fused kernel that merges partial attention of all levels of a tree, as a careful user of Hydragen has it."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -43,27 +41,13 @@ def _merge(
 def merge(parts: list[Tensor], lses: list[Tensor], rows_per_node: list[int], heads: int) -> Tensor:
     """``[rows, heads, head size]`` in the parts' dtype from the levels' partial states.
 
-    Args:
-        parts: For each level ``[nodes, kv_heads, rows below x group, head size]``, any strides but 1 over the last.
-        lses: For each level ``[nodes, kv_heads, rows below x group]`` float32, natural logarithm.
-        rows_per_node: Queries below each node of a level.
-        heads: Query heads.
+    Each level has ``[nodes, kv_heads, rows below x group, head size]``, any strides but 1 over the last, the natural
+    ``lses`` without the last, float32, and ``rows_per_node`` queries below each node.
     """
     nodes, kv_heads, _, head_dim = parts[0].shape
     rows = nodes * rows_per_node[0]
     out = torch.empty(rows, heads, head_dim, dtype=parts[0].dtype, device=parts[0].device)
-    _merge[(triton.cdiv(rows * heads, ROWS),)](
-        out,
-        tuple(parts),
-        tuple(lses),
-        tuple(rows_per_node),
-        tuple(tuple(part.stride()[:3]) for part in parts),
-        tuple(tuple(lse.stride()) for lse in lses),
-        rows * heads,
-        heads,
-        heads // kv_heads,
-        D=head_dim,
-        R=ROWS,
-        num_warps=4,
-    )
+    strides = tuple(tuple(part.stride()[:3]) for part in parts), tuple(tuple(lse.stride()) for lse in lses)
+    levels, sizes = (tuple(parts), tuple(lses), tuple(rows_per_node)), (rows * heads, heads, heads // kv_heads)
+    _merge[(triton.cdiv(rows * heads, ROWS),)](out, *levels, *strides, *sizes, D=head_dim, R=ROWS, num_warps=4)
     return out

@@ -1,11 +1,5 @@
-"""Prompts: whole, in chunks, and several that share, against causal SDPA of each sequence by itself.
+"""Prompts: whole, in chunks, and several that share, against causal SDPA of each sequence; see ``share``."""
 
-Where prompts share, the aim is to be ahead by the share: by what the rivals compute over what a tree computes.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import partial
 
@@ -59,50 +53,41 @@ PROMPTS = [
 ]
 
 
-def measure(prompts: Prompts, heads: int, kv_heads: int, pool: Pool) -> Row:
-    """A row of ours and of each rival."""
+def measure(pool: Pool, heads: int, kv_heads: int, prompts: Prompts) -> Row:
     torch.cuda.empty_cache()
     snapshot, queries = named_trees.prompts(*astuple(prompts)[1:])
     inputs = prepare(Workload(prompts.name, heads, kv_heads, snapshot), queries, pool)
     of_tree, of_rivals = prompts.flops(heads)
-    row: Row = {
-        "rows": queries.num_rows,
-        "us": round(replay_us(partial(ours, inputs)), 1),
-        "floor_us": round(of_tree / MATMUL_TFLOPS / 1e6, 2),
-        "share": round(of_rivals / of_tree, 3),
-        "plan_ms": round(inputs.plan_ms, 1),
-    }
+    row: Row = {"rows": queries.num_rows, "us": round(replay_us(partial(ours, inputs)), 1)}
+    # Where prompts share, the aim is to be ahead by what the rivals compute over what a tree computes.
+    row |= {"floor_us": round(of_tree / MATMUL_TFLOPS / 1e6, 2), "share": round(of_rivals / of_tree, 3)}
+    row["plan_ms"] = round(inputs.plan_ms, 1)
     expected = _by_sequence(ours(inputs, 0), prompts)[-1]
     q = _by_sequence(inputs.q[0], prompts).transpose(1, 2).contiguous()
     k, v = (_sequences(pages[0], prompts) for pages in (inputs.k, inputs.v))
-
-    def outcome_of(attend: Callable[..., Tensor]) -> float | str:
-        run = partial(attend, q, k, v, inputs.scale)
-        return outcome(lambda: lambda _: run(), expected, 1, of=lambda out: out.transpose(1, 2)[-1], digits=1)
-
-    return row | {"rivals": {"sdpa_flash": outcome_of(_flash), "sdpa_cudnn": outcome_of(_cudnn)}}
+    rivals = {name: partial(attend, q, k, v, inputs.scale) for name, attend in RIVALS.items()}
+    last = {"of": lambda out: out.transpose(1, 2)[-1], "digits": 1}
+    row["rivals"] = {name: outcome(lambda run=run: run, expected, 1, **last) for name, run in rivals.items()}
+    return row
 
 
 def _by_sequence(rows: Tensor, prompts: Prompts) -> Tensor:
     """``[count, queries, heads, head size]`` from a tree's rows, the shared ones in each sequence."""
     shared = 0 if prompts.cached else prompts.prefix
     own = rows[shared:].view(prompts.count, prompts.chunk, *rows.shape[1:])
-    if not shared:
-        return own
     return torch.cat((rows[:shared].expand(prompts.count, *rows[:shared].shape), own), dim=1)
 
 
 def _sequences(pages: Tensor, prompts: Prompts) -> Tensor:
     """``[count, kv_heads, length, head size]`` the K or V of each sequence."""
     kv_heads = pages.shape[1]
-    flat = pages.transpose(0, 1).reshape(kv_heads, -1, HEAD_DIM)
-    own = flat[:, prompts.prefix :].view(kv_heads, prompts.count, prompts.tokens, HEAD_DIM).transpose(0, 1)
-    shared = flat[:, : prompts.prefix].expand(prompts.count, kv_heads, prompts.prefix, HEAD_DIM)
     assert prompts.prefix % PAGE == 0 and prompts.tokens % PAGE == 0
-    return torch.cat((shared, own), dim=2)
+    shared, own = pages.transpose(0, 1).reshape(kv_heads, -1, HEAD_DIM).tensor_split([prompts.prefix], dim=1)
+    each = own.view(kv_heads, prompts.count, prompts.tokens, HEAD_DIM).transpose(0, 1)
+    return torch.cat((shared.expand(prompts.count, *shared.shape), each), dim=2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, _: int) -> Tensor:
     """Causal, ends aligned."""
     by_token = (t.transpose(1, 2) for t in (q, k, v))
     sizes = q.shape[2], k.shape[2]
@@ -110,11 +95,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal, ends aligned.
-
-    Torch's cuDNN aligns beginnings, so what lies before the queries is a call of its own, without a mask, and merged.
-    """
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, _: int) -> Tensor:
+    """The same.  Torch's cuDNN aligns beginnings: what lies before the queries is a call of its own, and merged."""
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     count, heads, queries, _ = q.shape
     before = k.shape[2] - queries
@@ -127,3 +109,6 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     lses = [part[1].view(count, heads, queries) for part in (past, own)]
     merged = merge([past[0], own[0]], lses, [queries, queries], heads)
     return merged.view(count, queries, heads, HEAD_DIM).transpose(1, 2)
+
+
+RIVALS = {"sdpa_flash": _flash, "sdpa_cudnn": _cudnn}

@@ -1,13 +1,10 @@
 """Other ways to the same result, each set up at its best: layouts are made before the clock starts.
 
-A rival is prepared for a workload's inputs and gives a function of the input set's number that returns ``[rows, heads,
-head size]``, or raises :class:`Unfit`.
+A rival takes inputs and gives a function of the input set's number to ``[rows, heads, head size]``, or raises Unfit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,15 +25,11 @@ MOST_EXPANDED_BYTES = 20e9
 
 
 class Unfit(Exception):
-    """A rival cannot run, or is not worth running, on a workload; says why."""
+    """A rival cannot run, or is not worth running; says why."""
 
 
 def outcome(
-    prepare: Callable[[], Run],
-    expected: Tensor,
-    sets: int,
-    of: Callable[[Tensor], Tensor] = lambda out: out,
-    digits: int = 2,
+    prepare: Callable[[], Run], expected: Tensor, sets: int, of: Callable[..., Tensor] = torch.clone, digits: int = 2
 ) -> float | str:
     """A rival's microseconds, or why there are none; ``of``: the part of its answer that is ``expected``."""
     try:
@@ -67,7 +60,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
 def attend_levels(
     q: Tensor, kv: list[list[Tensor]], attends: list[Attend], scale: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """Partial states of levels, one call over all nodes of a level, the queries below a node as one long sequence.
+    """Partial states of levels, one call each, the queries below a node as one long sequence.
 
     ``q [kv_heads, rows * group, head size]``, K and V of each level ``[nodes, kv_heads, tokens, head size]``.
     """
@@ -75,49 +68,41 @@ def attend_levels(
     return [attend(x, k, v, scale) for attend, x, (k, v) in zip(attends, rows, kv, strict=True)]
 
 
-def hydragen(attend: Attend) -> Rival:
+def hydragen(attend: Attend, inputs: Inputs) -> Run:
     """Hydragen: the levels' partial states, and one fused merge."""
+    from benchmarks.tree_attention.merge import merge
 
-    def prepare(inputs: Inputs) -> Run:
-        from benchmarks.tree_attention.merge import merge
+    found, sets = _regular(inputs), range(inputs.sets)
+    q = [inputs.packed_q(i) for i in sets]
+    kv = [[[inputs.dense(level, of[i]) for of in (inputs.k, inputs.v)] for level in found] for i in sets]
 
-        found, sets = _regular(inputs), range(inputs.sets)
-        q = [inputs.packed_q(i) for i in sets]
-        kv = [[[inputs.dense(level, of[i]) for of in (inputs.k, inputs.v)] for level in found] for i in sets]
+    def run(index: int) -> Tensor:
+        parts = attend_levels(q[index], kv[index], [attend] * len(found), inputs.scale)
+        outs, lses = (list(of) for of in zip(*parts, strict=True))
+        return merge(outs, lses, [level.rows for level in found], inputs.workload.heads)
 
-        def run(index: int) -> Tensor:
-            parts = attend_levels(q[index], kv[index], [attend] * len(found), inputs.scale)
-            outs, lses = (list(of) for of in zip(*parts, strict=True))
-            return merge(outs, lses, [level.rows for level in found], inputs.workload.heads)
-
-        return run
-
-    return prepare
+    return run
 
 
-def expanded(attend: Attend) -> Rival:
+def expanded(attend: Attend, inputs: Inputs) -> Run:
     """Attention that shares nothing: every sequence's KV in full, read once for all query heads of a KV head."""
+    found, workload, rows = _regular(inputs), inputs.workload, inputs.step.num_rows
+    needed = 4.0 * HEAD_DIM * workload.kv_heads * workload.tokens_seen
+    if needed > MOST_EXPANDED_BYTES:
+        raise Unfit(f"expanded KV takes more than {MOST_EXPANDED_BYTES / 1e9:.0f} GB")
 
-    def prepare(inputs: Inputs) -> Run:
-        found, workload, rows = _regular(inputs), inputs.workload, inputs.step.num_rows
-        needed = 4.0 * HEAD_DIM * workload.kv_heads * workload.tokens_seen
-        if needed > MOST_EXPANDED_BYTES:
-            raise Unfit(f"expanded KV takes more than {MOST_EXPANDED_BYTES / 1e9:.0f} GB")
+    def expand(pages: Tensor) -> Tensor:
+        return torch.cat([inputs.dense(of, pages).repeat_interleave(of.rows, dim=0) for of in found], dim=2)
 
-        def expand(pages: Tensor) -> Tensor:
-            return torch.cat([inputs.dense(of, pages).repeat_interleave(of.rows, dim=0) for of in found], dim=2)
+    sets = min(inputs.sets, input_sets(int(needed)))  # large as it is, it passes through the L2 by itself
+    kv = [[expand(pages[i]) for pages in (inputs.k, inputs.v)] for i in range(sets)]
+    q = [inputs.q[i].view(rows, workload.kv_heads, -1, HEAD_DIM) for i in range(sets)]
 
-        sets = min(inputs.sets, input_sets(int(needed)))  # large as it is, it passes through the L2 by itself
-        kv = [[expand(pages[i]) for pages in (inputs.k, inputs.v)] for i in range(sets)]
-        q = [inputs.q[i].view(rows, workload.kv_heads, -1, HEAD_DIM) for i in range(sets)]
+    def run(index: int) -> Tensor:
+        k, v = kv[index % sets]
+        return attend(q[index % sets], k, v, inputs.scale)[0].reshape(rows, workload.heads, HEAD_DIM)
 
-        def run(index: int) -> Tensor:
-            k, v = kv[index % sets]
-            return attend(q[index % sets], k, v, inputs.scale)[0].reshape(rows, workload.heads, HEAD_DIM)
-
-        return run
-
-    return prepare
+    return run
 
 
 def _regular(inputs: Inputs) -> list[Level]:
@@ -159,7 +144,7 @@ def flex(inputs: Inputs) -> Run:
 def rows_below(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``[tokens]`` the first query that sees each token in the order of the pages, and one past the last."""
     snapshot = inputs.workload.snapshot
-    if (inputs.page_order[1:] < inputs.page_order[:-1]).any() or (snapshot.length % PAGE).any():
+    if (np.diff(inputs.page_order) < 0).any() or (snapshot.length % PAGE).any():
         raise Unfit("pages are not in order")
     before = np.concatenate(([0], np.cumsum(np.isin(np.arange(snapshot.num_nodes), inputs.workload.leaf))))
     bounds = before[:-1], before[snapshot.subtree_end]
@@ -167,34 +152,25 @@ def rows_below(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def flashinfer_cascade(inputs: Inputs) -> Run:
-    """FlashInfer's MultiLevelCascadeAttentionWrapper over the same pages; planning is not timed."""
-    (library, space, sizes, options), found = _flashinfer(inputs), _regular(inputs)
-    wrapper = library.MultiLevelCascadeAttentionWrapper(len(found), space, "HND")
-    queries = [_steps(len(level.pages), level.rows) for level in found]
-    pages = zip(*(_pages(level.pages) for level in found), strict=True)
-    wrapper.plan(queries, *(list(of) for of in pages), *sizes, causal=False, **options)
-    return lambda index: wrapper.run(inputs.q[index], (inputs.k[index], inputs.v[index]))
-
-
-def flashinfer_decode(inputs: Inputs) -> Run:
-    """FlashInfer's paged decode on tensor cores, which shares pages but reads them for each sequence."""
-    library, space, sizes, options = _flashinfer(inputs)
-    each = np.concatenate([np.repeat(level.pages, level.rows, axis=0) for level in _regular(inputs)], axis=1)
-    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(space, "HND", use_tensor_cores=True)
-    wrapper.plan(*_pages(each), *sizes, kv_data_type=torch.bfloat16, **options)
-    return lambda index: wrapper.run(inputs.q[index], (inputs.k[index], inputs.v[index]))
-
-
-def _flashinfer(inputs: Inputs) -> tuple[Any, Tensor, tuple[int, int, int, int], dict[str, Any]]:
-    """The library, a workspace, and the sizes and options that its plans take."""
+def flashinfer(inputs: Inputs, cascade: bool) -> Run:
+    """FlashInfer's cascade over the same pages, or its paged decode, which reads them for each sequence; as planned."""
     try:
-        import flashinfer
+        import flashinfer as library
     except ImportError as error:
         raise Unfit("flashinfer is not installed") from error
+    found, space = _regular(inputs), torch.empty(512 << 20, dtype=torch.uint8, device=GPU)
     sizes = inputs.workload.heads, inputs.workload.kv_heads, HEAD_DIM, PAGE
     options = {"sm_scale": inputs.scale, "q_data_type": torch.bfloat16}
-    return flashinfer, torch.empty(512 << 20, dtype=torch.uint8, device=GPU), sizes, options
+    if cascade:
+        wrapper = library.MultiLevelCascadeAttentionWrapper(len(found), space, "HND")
+        queries = [_steps(len(level.pages), level.rows) for level in found]
+        pages = zip(*(_pages(level.pages) for level in found), strict=True)
+        wrapper.plan(queries, *(list(of) for of in pages), *sizes, causal=False, **options)
+    else:
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(space, "HND", use_tensor_cores=True)
+        each = np.concatenate([np.repeat(level.pages, level.rows, axis=0) for level in found], axis=1)
+        wrapper.plan(*_pages(each), *sizes, kv_data_type=torch.bfloat16, **options)
+    return lambda index: wrapper.run(inputs.q[index], (inputs.k[index], inputs.v[index]))
 
 
 def _pages(pages: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,11 +184,11 @@ def _steps(count: int, step: int) -> Tensor:
 
 
 RIVALS: dict[str, Rival] = {
-    "hydragen_flash": hydragen(flash),
-    "hydragen_cudnn": hydragen(cudnn),
-    "sdpa_flash": expanded(flash),
-    "sdpa_cudnn": expanded(cudnn),
+    "hydragen_flash": partial(hydragen, flash),
+    "hydragen_cudnn": partial(hydragen, cudnn),
+    "sdpa_flash": partial(expanded, flash),
+    "sdpa_cudnn": partial(expanded, cudnn),
     "flex": flex,
-    "flashinfer_cascade": flashinfer_cascade,
-    "flashinfer_decode": flashinfer_decode,
+    "flashinfer_cascade": partial(flashinfer, cascade=True),
+    "flashinfer_decode": partial(flashinfer, cascade=False),
 }

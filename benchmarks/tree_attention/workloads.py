@@ -1,7 +1,5 @@
 """Workloads by name, and the least time that their attention can take."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,10 +69,7 @@ def workload(name: str, heads: int, kv_heads: int) -> Workload:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """Nodes at one depth of a regular tree, chains counting as one node: alike in length and in their queries below.
-
-    ``pages [nodes, tokens / page size]`` are the pages of each, ``rows`` the number of queries below each node.
-    """
+    """Nodes at one depth of a regular tree, a chain as one: ``[nodes, tokens / page size]``, and queries below each."""
 
     pages: np.ndarray
     rows: int

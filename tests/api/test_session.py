@@ -227,9 +227,9 @@ def test_parameters_that_do_not_fit_are_named(
 
 
 def test_what_a_session_is_made_of_is_checked(model: Any) -> None:
-    with pytest.raises(NotPatched, match="call model = prefixkit.patch"):
+    with pytest.raises(NotPatched, match=r"call model = prefixkit\.patch"):
         Session(tiny_llama())
-    with pytest.raises(ValueError, match="holds no page; .*raise kv_budget"):
+    with pytest.raises(ValueError, match=r"holds no page; .*raise kv_budget"):
         Session(model, kv_budget=1)
     with pytest.raises(ValueError, match="page_size must be an integer from 1 to 128"):
         Session(model, page_size=0)

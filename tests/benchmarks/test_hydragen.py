@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_a_result():
     found = rig.measure("flash", rig.state(two_level(64, 4096, 4)))
     assert found["skipped"].startswith("does not fit: KV of 0.1 GB")
     with pytest.raises(DoesNotFit):
-        Arena(1000, CPU, torch.float32).take(1001)
+        Arena(CPU, torch.float32, 4000).take(1001)
 
 
 def test_flash_gets_the_largest_batch_that_fits():
@@ -123,7 +123,7 @@ def test_compiled_modules_choose_the_models_tokens(method):
         first = state.step.tokens.clone()
         by_functions = CompiledStep(rig.model, compile=False)(first, state.step.positions, core)
         with core.installed():
-            rig.eager_step(core)()
+            rig.step(core)()
     assert torch.equal(state.step.tokens, by_functions)
     assert (CacheLayer.update, CacheLayer.attend) == before
 

@@ -33,7 +33,7 @@ def test_a_replayed_step_chooses_the_tokens_of_the_same_step_run_eagerly(method:
     tokens = state.step.tokens.clone()
     with torch.no_grad():
         core = rig.core(method, state)
-        step = rig.eager_step(core)
+        step = rig.step(core)
         core.at(1)
         with core.installed():
             graph = captured(step)

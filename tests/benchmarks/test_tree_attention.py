@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.tree_attention import report
+from benchmarks import attention as report
 from benchmarks.tree_attention.prefill import Prompts
 from benchmarks.tree_attention.workloads import DECODE, HEADS, levels, workload
 

@@ -1,0 +1,168 @@
+"""Single kernels on one GPU: rotary embedding with appending, sampling, and products of one input.
+
+    python -m benchmarks.kernels --kernel rotary|sampling|products [--rows 64,256,1024] [--out FILE]
+
+Microseconds of captured graphs over inputs from memory; the floor is every byte once at 4.3 TB/s.
+"""
+
+import argparse
+import itertools
+import statistics
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+import prefixkit.backends  # noqa: F401  (registers them)
+from benchmarks.runner import Replay, Row, Run, arguments, in_turns, input_sets, replay_us, wall_seconds
+from benchmarks.tree_attention.workloads import PAGE, READ_TBPS
+from prefixkit.models.compile.packing import fills
+from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)
+from prefixkit.ops.kv_pool import KVPool, KVSpec
+from prefixkit.runners.sampler import Sampler
+from prefixkit.sampling.params import SamplingParams
+from prefixkit.sampling.specification import SamplingBatch
+
+LAYERS = 8
+GROUPS = {"q, k, v": (4096, 1024, 1024), "k, v": (1024, 1024), "gate, up": (14336, 14336)}
+SPREAD, SEED, TEMPERATURE, TOP_P, TOP_K = 3.0, 0, 0.8, 0.95, 50
+FILTERS = {
+    "greedy": {"temperature": 0},
+    "plain": {},
+    "top-k": {"top_k": TOP_K},
+    "top-p": {"top_p": TOP_P},
+    "min-p": {"min_p": 0.05},
+    "all filters": {"top_k": TOP_K, "top_p": TOP_P, "min_p": 0.05},
+    "penalty": {"repetition_penalty": 1.2},
+}
+PARAMS = {name: [SamplingParams(**{"temperature": TEMPERATURE} | given)] for name, given in FILTERS.items()}
+PARAMS["mixed"] = [params for each in PARAMS.values() for params in each]
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As transformers writes it."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+
+def rotary(run: Run, options: argparse.Namespace) -> None:
+    """One launch, and what torch.compile makes of it around ``kv_append``: bf16 parts of one product, a page a row."""
+    for rows in options.rows or (64, 256, 1024):
+        run.add("results", rotary_row(rows, options.heads, options.kv_heads, options.head_dim))
+
+
+def rotary_row(rows: int, heads: int, kv_heads: int, head_dim: int) -> Row:
+    size = 2 * rows * head_dim * (2 * heads + 4 * kv_heads + 2)
+    count, like = input_sets(size), {"device": "cuda", "dtype": torch.bfloat16}
+    pool = KVPool(KVSpec(count, kv_heads, head_dim, torch.bfloat16, torch.device("cuda")), rows, PAGE)
+    slots = torch.arange(rows, device="cuda") * PAGE + 3
+    cos, sin = torch.randn(2, rows, head_dim, **like)
+    products = [torch.randn(rows, heads + 2 * kv_heads, head_dim, **like) for _ in range(count)]
+    parts = [x.split([heads, kv_heads, kv_heads], 1) for x in products]
+    torch._dynamo.reset()  # kernels of this number of rows and of these heads, as a compiled layer has them
+    compiled = torch.compile(rotated, dynamic=False)
+
+    def apart(layer: int) -> Tensor:
+        q, k, v = parts[layer]
+        pool.append(layer, compiled(k, cos, sin), v, slots)
+        return compiled(q, cos, sin)
+
+    def one(layer: int) -> Tensor:
+        return torch.ops.prefixkit.rotary_append(*parts[layer], cos, sin, pool.k(layer), pool.v(layer), slots)
+
+    expected, keys = apart(0).clone(), pool.k(0).clone()
+    pool.k(0).zero_()
+    same = bool(torch.equal(one(0), expected)) and bool(torch.equal(pool.k(0)[:, 3], keys[:, 3]))
+    times = in_turns({name: Replay(run, count).us for name, run in (("apart", apart), ("one", one))}, turns=3)
+    us = {name: round(statistics.median(found), 2) for name, found in times.items()}
+    row: Row = {"rows": rows, "heads": [heads, kv_heads], "head_dim": head_dim}
+    return row | {"floor_us": round(size / READ_TBPS / 1e6, 2), "us": us, "same bits": same}
+
+
+def multinomial(logits: Tensor) -> Tensor:
+    return torch.multinomial(torch.softmax(logits.float() / TEMPERATURE, -1), 1)
+
+
+def gumbel(logits: Tensor) -> Tensor:
+    noise = torch.empty(logits.shape, device=logits.device).exponential_().log_()
+    return torch.sub(logits.float() / TEMPERATURE, noise).argmax(-1)
+
+
+def sorted_top_p(logits: Tensor) -> Tensor:
+    """As transformers has it."""
+    ranked, ids = torch.sort(logits.float() / TEMPERATURE, descending=True)
+    weights = torch.softmax(ranked, -1)
+    beyond = weights.cumsum(-1) - weights >= TOP_P
+    return ids.gather(1, torch.multinomial(weights.masked_fill_(beyond, 0), 1))
+
+
+# They sample from the same distribution, not the same tokens; the first two know no filters.
+RIVALS = {"multinomial": multinomial, "gumbel": gumbel, "sorted top-p": sorted_top_p}
+
+
+def sampling(run: Run, options: argparse.Namespace) -> None:
+    """One launch for all rows, against one read of the logits and torch's ways."""
+    run.result |= {"seed": SEED, "spread": SPREAD, "temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K}
+    print(f"us (times the floor), seed {SEED}, logits {SPREAD} x normal", flush=True)
+    sizes = itertools.product(options.vocab, options.rows or (64, 256, 1024), (torch.float32, torch.bfloat16))
+    for vocab, rows, dtype in sizes:
+        found = sampling_row(rows, vocab, dtype, not options.no_rivals)
+        floor = found["floor_us"]
+        ours = "  ".join(f"{name} {us:.0f} ({us / floor:.2f})" for name, us in found["us"].items())
+        rivals = "  ".join(f"{name} {us:.0f}" for name, us in found.get("rivals_us", {}).items())
+        text = f"{rows:5} x {vocab:6} {found['dtype']:8} floor {floor:.0f} us: {ours} | {rivals}"
+        run.add("results", found, text)
+
+
+def sampling_row(rows: int, vocab: int, dtype: torch.dtype, rivals: bool) -> Row:
+    size = rows * vocab * dtype.itemsize
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    normal = (torch.randn(rows, vocab, device="cuda", generator=generator) for _ in range(input_sets(size)))
+    sets = [(logits * SPREAD).to(dtype) for logits in normal]
+    found: Row = {"rows": rows, "vocab": vocab, "dtype": str(dtype).removeprefix("torch.")}
+    found |= {"floor_us": size / READ_TBPS / 1e6, "us": {}}
+    for name, params in PARAMS.items():
+        rng, sampler = np.random.default_rng(SEED), Sampler(rows, vocab, "cuda")
+        each, histories = [params[row % len(params)] for row in range(rows)], rng.integers(0, vocab, (rows, 1000))
+        keys = rng.integers(0, 2**64, rows, dtype=np.uint64)
+        sampler.load(slice(None), SamplingBatch(each, keys, np.zeros(rows, dtype=int), list(histories)))
+        found["us"][name] = replay_us(lambda index, sampler=sampler: sampler.sample(sets[index]), len(sets))
+        assert int(sampler.tokens.min()) >= 0
+    for name, run in RIVALS.items() if rivals else ():  # the host's part included: what waits cannot be captured
+        seconds = wall_seconds(partial(run, sets[0]), 5, 1, torch.cuda.synchronize)
+        found.setdefault("rivals_us", {})[name] = 1e6 * statistics.median(seconds)
+    return found
+
+
+def products(run: Run, options: argparse.Namespace) -> None:
+    """bf16 products of a Llama-3.1-8B layer, apart and packed into one: what the compiled layers decide by."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for rows, (name, columns) in itertools.product(options.rows or (32, 64, 128, 256, 512, 1024), GROUPS.items()):
+        apart, packed = (products_us(given, rows, options.width) for given in (columns, (sum(columns),)))
+        packs = sum(not fills(rows, n, device) for n in columns)
+        text = f"{rows:5d} rows  {name:9s} apart {apart:6.1f} us  as one {packed:6.1f} us  prefixkit packs {packs}"
+        run.add("results", {"rows": rows, "of": name, "apart_us": apart, "as_one_us": packed, "packs": packs}, text)
+
+
+def products_us(columns: tuple[int, ...], rows: int, width: int) -> float:
+    """Of a layer's products with so many columns each, one after the other."""
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    layers = [[torch.randn(n, width, device="cuda", dtype=torch.bfloat16) for n in columns] for _ in range(LAYERS)]
+    return round(replay_us(lambda layer: [linear(x, weight) for weight in layers[layer]], LAYERS), 2)
+
+
+def main() -> None:
+    kernels = {"rotary": rotary, "sampling": sampling, "products": products}
+    kernel: Row = {"choices": kernels, "required": True}
+    sizes: Row = {"rows": [], "heads": 32, "kv_heads": 8, "head_dim": 128, "width": 4096, "vocab": [32_000, 128_256]}
+    options = arguments(__doc__, kernel=kernel, **sizes, no_rivals=False)
+    torch.set_grad_enabled(False)
+    run = Run(options)
+    kernels[options.kernel](run, options)
+    run.finish()
+
+
+if __name__ == "__main__":
+    main()
