@@ -21,14 +21,10 @@ from torch import Tensor
 import prefixkit
 from benchmarks.runner import Row, Run, arguments, captured, free_memory, replayed_ms, spread
 from benchmarks.shapes import LLAMA_8B
-<<<<<<< HEAD
-=======
 from benchmarks.tree_attention.inputs import planner_for
 from benchmarks.tree_attention.workloads import PAGE, workload
-from prefixkit.session import make_engine
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step, build_step
->>>>>>> w-int
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import Request
 from prefixkit.models import ModelRunner, kv_spec
