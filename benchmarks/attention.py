@@ -1,11 +1,10 @@
 """Tree attention on one GPU: 87 decode workloads against their floors, rivals in the same run and recorded anchors.
 
-python -m benchmarks.attention [--only TEXT] [--rivals NAMES] [--out FILE]    the 87 workloads
+python -m benchmarks.attention [--only TEXT] [--rivals NAMES] [--before EARLIER.json] [--out FILE]    the 87 workloads
 python -m benchmarks.attention --scales | --prefill                           larger trees; prompts, not single tokens
 python -m benchmarks.attention --plot RESULTS.json PICTURE.svg                no GPU needed
 
-``--only`` is part of a name, heads first; ``--rivals`` names with commas between, all or none; ``--shuffled`` strews
-pages over the pool; ``--before`` compares with an earlier JSON.
+``--only``: part of a name, heads first; ``--rivals``: some with commas, all or none; ``--shuffled``: strewn pages.
 """
 
 import argparse
@@ -21,26 +20,20 @@ from benchmarks.tree_attention.inputs import Pool, make, ours
 from benchmarks.tree_attention.rivals import RIVALS, outcome
 from benchmarks.tree_attention.workloads import DECODE, HEADS, SCALES, workload
 
-# Floors above: time over floor counts.  Below: microseconds above it.
-LONG_US, SHORT_US = 30.0, 10.0
-ANCHORS = Path(__file__).parent / "anchors" / "h200_decode_attention.json"
-
 
 @cache
 def anchors() -> dict[tuple[int, int, str], Row]:
     """Recorded times of other systems, by query heads, KV heads and workload."""
-    known = json.loads(ANCHORS.read_text())["workloads"]
-    return {(w["q_heads"], w["kv_heads"], w["workload"]): w for w in known}
+    path = Path(__file__).with_name("anchors") / "h200_decode_attention.json"
+    return {(w["q_heads"], w["kv_heads"], w["workload"]): w for w in json.loads(path.read_text())["workloads"]}
 
 
 def best_rival(row: Row) -> tuple[str, float] | None:
-    """The fastest rival of this run."""
     timed = {name: us for name, us in row["rivals"].items() if isinstance(us, int | float)}
     return min(timed.items(), key=lambda item: item[1]) if timed else None
 
 
 def line(row: Row) -> str:
-    """One workload in one line."""
     us = row["us"]
     text = f"{name_of(row):34s} {us:9.1f} us = {us / row['floor_us']:6.2f} floors of {row['floor_us']:8.1f}"
     if rival := best_rival(row):
@@ -63,12 +56,11 @@ def summary(rows: list[Row]) -> dict[str, Any]:
             found = {"geomean": round(geomean(ratio for ratio, _ in ratios), 3), "of": len(ratios)}
             found |= {"ahead": sum(ratio >= 1 for ratio, _ in ratios), "least": [name, round(least, 3)]}
             result[f"best {what} / ours"] = found
-    if long := [r["us"] / r["floor_us"] for r in rows if r["floor_us"] > LONG_US]:
-        found = {"geomean": round(geomean(long), 3), "most": round(max(long), 3)}
-        result[f"time / floor, floor above {LONG_US:.0f} us"] = found
-    if short := [r["us"] - r["floor_us"] for r in rows if r["floor_us"] < SHORT_US]:
+    if long := [r["us"] / r["floor_us"] for r in rows if r["floor_us"] > 30.0]:
+        result["time / floor, floor above 30 us"] = {"geomean": round(geomean(long), 3), "most": round(max(long), 3)}
+    if short := [r["us"] - r["floor_us"] for r in rows if r["floor_us"] < 10.0]:
         found = {"mean": round(sum(short) / len(short), 2), "most": round(max(short), 2)}
-        result[f"us above floor, floor below {SHORT_US:.0f} us"] = found
+        result["us above floor, floor below 10 us"] = found
     return result
 
 
@@ -148,7 +140,7 @@ def measure(run: Run, options: argparse.Namespace) -> None:
     named = SCALES if options.scales else [(*heads, name) for heads in HEADS for name in DECODE]
     pool, there = Pool(), run.taken_up(key, ("heads", name))
     for heads, kv_heads, of in prefill.PROMPTS if options.prefill else named:
-        row: Row = {"heads": [heads, kv_heads], name: str(of)}
+        row: Row = {"heads": [heads, kv_heads], name: of.name if options.prefill else of}
         if options.only not in name_of(row) or identity(row, ("heads", name)) in there:
             continue
         measured = prefill.measure if options.prefill else partial(decode, run, options)

@@ -3,8 +3,7 @@
     git archive bacee24 --prefix=build/old/ | tar x        # once; build/ is ignored by git
     python -m benchmarks.compare --old build/old [--new .] [--cases attention,engine,tree] [--out FILE]
 
-Each checkout runs in a process of its own (``compare_server.py``).  Below 1.00 the new one is faster.  ``--only`` is
-part of a case's name.
+Each checkout has a process (``compare_server.py``).  Below 1.00 the new one is faster.  ``--only``: part of a name.
 """
 
 import json
@@ -22,8 +21,6 @@ import torch
 from benchmarks.runner import ROOT, Row, Run, arguments, geomean, identity, in_turns, table
 from benchmarks.tree_attention.workloads import DECODE, HEADS
 
-# Kinds of cases: those of a GPU are only known where there is one.
-GPU, CPU = ("attention", "engine"), ("sampling", "tree", "admission")
 NAMES = ("kind", "name")
 
 
@@ -45,7 +42,6 @@ class Checkout:
         theirs.close()
 
     def close(self) -> None:
-        """End the process."""
         self._pipe.send(None)
         self._process.wait()
 
@@ -109,7 +105,8 @@ def summary(rows: list[Row]) -> dict[str, Row]:
 
 def main(given: list[str] | None = None) -> dict[str, Row]:
     of: Row = {"old": {"type": Path, "required": True}, "new": {"type": Path, "default": ROOT}}
-    of |= {"cases": [*(GPU if torch.cuda.is_available() else ()), *CPU], "only": ""}
+    on_gpu = ("attention", "engine") if torch.cuda.is_available() else ()
+    of |= {"cases": [*on_gpu, "sampling", "tree", "admission"], "only": ""}
     options = arguments(__doc__, given, **of, turns=5, small=False, seconds=540.0, resume=True)
     run = Run(options)
     there = run.taken_up("cases", NAMES)

@@ -1,9 +1,7 @@
 """One side of ``compare.py``: prepares and times cases with the checkout that PYTHONPATH names.
 
-All that it knows of a checkout are the names that both have: in ``benchmarks`` ``engine.make_engine`` and ``requests``,
-``tree.with_tails`` and ``insert_all``, ``tree_attention.inputs.Pool``, ``make`` and ``ours``,
-``tree_attention.workloads.workload``; and ``prefixkit.patch``.  Clocks and shapes are those of this folder.  It takes
-``(what, case)`` from a pipe, and answers ``(value, error)``.
+All that it knows of a checkout is ``prefixkit.patch`` and what the functions below import from ``benchmarks``; clocks
+and shapes are those of this folder.  It takes ``(what, case)`` from a pipe, and answers ``(value, error)``.
 """
 
 import os
@@ -29,7 +27,6 @@ sys.modules["benchmarks"] = types.ModuleType("benchmarks")
 sys.modules["benchmarks"].__path__ = [str(CHECKOUT / "benchmarks")]
 
 Time = Callable[[], float]
-PROMPT, NEW = 2048, 64
 
 
 def cpu_seconds(run: Callable[[], object], repeats: int = 1) -> float:
@@ -74,7 +71,7 @@ def attention(case: runner.Row) -> Time:
 
 def engine(case: runner.Row) -> Time:
     """Milliseconds of a decode step of ``rows`` samples of one prompt, graphs captured before."""
-    made, asked = engine_of("Llama-3.1-8B", PROMPT, case["rows"], NEW)
+    made, asked = engine_of("Llama-3.1-8B", 2048, case["rows"], 64)
     made.run(asked)
 
     def timed_run() -> float:

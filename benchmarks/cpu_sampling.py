@@ -101,11 +101,10 @@ def measure(system: str, case: str, new: int) -> Row:
     began, cpu_began = time.perf_counter(), time.process_time()
     tokens = RUN[system](model, tokenizer, prompts, n, new)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    growth = max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20
     row: Row = {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens}
     row |= {"tokens_per_second": tokens / seconds, "tokens_per_cpu_second": tokens / cpu_seconds}
-    row["memory_growth_mib"] = max(0, peak - before) / 2**20
-    return row | {"prompt_tokens": statistics.mean(len(prompt) for prompt in prompts)}
+    return row | {"memory_growth_mib": growth, "prompt_tokens": statistics.mean(map(len, prompts))}
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import prefixkit
 from benchmarks.runner import Row, Run, arguments, captured, free_memory, replayed_ms, spread
@@ -35,9 +34,7 @@ from prefixkit.sampling.params import SamplingParams
 from prefixkit.session import make_engine
 from tests.tree.integrity import check_tree
 
-PROFILED_STEPS = 40
-# Of the step alone: tokens that sequences share, tokens of their own, replays of its graph after some that warm up.
-PREFIX, SUFFIX, REPLAYS, WARM = 2048, 64, 15, 3
+PREFIX, SUFFIX, REPLAYS, WARM = 2048, 64, 15, 3  # of --step: shared and own tokens, replays after those that warm up
 
 
 def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Request]:
@@ -86,7 +83,7 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
 
 
 def idle(engine: Engine, asked: list[Request]) -> float:
-    """The part of a decode in which no kernel and no copy ran, by the profiler, over steps in its middle."""
+    """The part of a decode in which no kernel and no copy ran, by the profiler, over 40 steps in its middle."""
     taken, step = itertools.count(1), engine.decoder.step
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
@@ -95,7 +92,7 @@ def idle(engine: Engine, asked: list[Request]) -> float:
         if number == 20:
             profiler.start()
         step()
-        if number == 20 + PROFILED_STEPS:
+        if number == 60:
             torch.cuda.synchronize()
             profiler.stop()
 
@@ -151,7 +148,7 @@ def memory_mib() -> dict[str, int]:
 def without_attention(device: torch.device) -> Backend:
     """A backend whose tree_attention returns at once; appending stays: the least that faster attention could leave."""
 
-    def returns_at_once(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def returns_at_once(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
     return dataclasses.replace(backend_for(device), tree_attention=returns_at_once)

@@ -38,8 +38,7 @@ from prefixkit.tree.snapshot import TreeSnapshot
 from tests.named_trees import binary, leaf_queries, prompts, tree, tree_of
 
 Case = tuple[TreeSnapshot, Queries]
-# A process of its own; it prints the seconds of its three parts.
-FIRST = """
+FIRST = """# A process of its own; it prints the seconds of its three parts.
 import time; began = time.perf_counter()
 import torch
 torch.zeros(1, device="cuda")
@@ -123,14 +122,6 @@ def cases() -> dict[str, Case]:
     return made | {f"prompt of {tokens:,}": prompts(tokens, tokens) for tokens in (32_768, 131_072)}
 
 
-def gpu_us(tree: StepTree, shape: HeadShape) -> float:
-    """Median of replays of a graph that plans over and over."""
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    planner = GraphPlanner(shape, tree.snapshot.num_nodes, capacity_for(tree, shape, sms), "cuda")
-    planner.load(tree)
-    return replay_us(lambda _: planner.plan(), repeats=10)
-
-
 def replan_us(snapshot: TreeSnapshot, queries: Queries, planner: Planner, device: str, repeats: int) -> Row:
     """Medians of ``build_step`` for a changed tree: until it returns, the device has it, ``kv_tokens_read`` is read."""
     tokens, times = np.zeros(queries.num_rows, dtype=np.int64), []
@@ -175,7 +166,10 @@ def plans(run: Run, name: str, case: Case, repeats: int) -> None:
             row[what] = 1e6 * statistics.median(wall_seconds(action, repeats, warm=3))
         line = f"{heads:2d}/{kv_heads:<2d} {name:36s} host: rows {row['rows_us']:6.0f}  plan {row['plan_us']:6.0f}"
         if torch.cuda.is_available():
-            row["gpu_us"] = gpu_us(step, shape)
+            sms = torch.cuda.get_device_properties(0).multi_processor_count
+            planner = GraphPlanner(shape, step.snapshot.num_nodes, capacity_for(step, shape, sms), "cuda")
+            planner.load(step)
+            row["gpu_us"] = replay_us(lambda _, planner=planner: planner.plan(), repeats=10)  # it plans over and over
             line += f"   GPU {row['gpu_us']:7.1f}"
         run.add("results", row, line)
 

@@ -155,9 +155,8 @@ def products_us(columns: tuple[int, ...], rows: int, width: int) -> float:
 
 def main() -> None:
     kernels = {"rotary": rotary, "sampling": sampling, "products": products}
-    kernel: Row = {"choices": kernels, "required": True}
     sizes: Row = {"rows": [], "heads": 32, "kv_heads": 8, "head_dim": 128, "width": 4096, "vocab": [32_000, 128_256]}
-    options = arguments(__doc__, kernel=kernel, **sizes, no_rivals=False)
+    options = arguments(__doc__, kernel={"choices": kernels, "required": True}, **sizes, no_rivals=False)
     torch.set_grad_enabled(False)
     run = Run(options)
     kernels[options.kernel](run, options)

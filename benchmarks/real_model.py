@@ -1,11 +1,9 @@
 """Which of HumanEval's easy problems SmolLM2-135M-Instruct solves, on any device.
 
     python -m benchmarks.real_model [--device cuda --dtype bfloat16] [--problems 12] [--samples 16] [--out FILE]
-    python -m benchmarks.real_model --compare CPU.json GPU.json
+    python -m benchmarks.real_model --compare CPU.json GPU.json    solved on each; could both be of one distribution?
 
 Each program that a sample makes runs against the problem's tests in a process of its own, for five seconds at most.
-``--compare`` says how often each device solves each problem, and whether both could be samples of one distribution
-(Fisher's exact test).
 """
 
 import argparse
@@ -59,9 +57,8 @@ def measure(options: argparse.Namespace) -> Row:
 
 
 def fisher(a: int, b: int, n: int) -> float:
-    """Two-sided probability that ``a`` and ``b`` of ``n`` each come from one distribution."""
+    """Two-sided probability that ``a`` and ``b`` of ``n`` each come from one distribution: Fisher's exact test."""
     total = math.comb(2 * n, a + b)
-
     chances = [math.comb(n, k) * math.comb(n, a + b - k) / total for k in range(max(0, a + b - n), min(n, a + b) + 1)]
     mine = chances[a - max(0, a + b - n)]
     return min(1.0, sum(chance for chance in chances if chance <= mine * (1 + 1e-9)))

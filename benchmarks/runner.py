@@ -26,8 +26,6 @@ Row = dict[str, Any]
 Action = Callable[[], object]
 ROOT = Path(__file__).parents[1]
 OUT_OF_TIME = "out of time"
-# Inputs rotate through more than twice the L2 of an H200.
-ROTATE_BYTES = 1.5e8
 NVIDIA_SMI = ("nvidia-smi", "--id=0", "--format=csv,noheader,nounits")
 GRAPH_US, WARM_US, LONG_CALL_US = 1_000.0, 10_000.0, 10_000.0
 
@@ -145,8 +143,8 @@ def _printed(*command: str) -> str:
 
 
 def input_sets(kv_bytes: int) -> int:
-    """How many sets of inputs to rotate through, so that none is still in the L2 when its turn comes."""
-    return max(1, min(8, int(ROTATE_BYTES // max(kv_bytes, 1)) + 1))
+    """Sets of inputs, more than twice the L2 of an H200, so that none is still there when its turn comes."""
+    return max(1, min(8, int(1.5e8 // max(kv_bytes, 1)) + 1))
 
 
 class Replay:

@@ -10,7 +10,6 @@ import statistics
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.runner import Row, Run, arguments, spread, wall_seconds
 from prefixkit.engine.memory import pages_needed
@@ -23,8 +22,8 @@ from tests.tree.integrity import check_tree
 VOCABULARY = 50_000
 
 
-def with_tails(rng: np.random.Generator, count: int, length: int, tail: int) -> list[NDArray[np.int32]]:
-    """``count`` sequences of ``length`` tokens that differ only in the last ``tail``."""
+def with_tails(rng: np.random.Generator, count: int, length: int, tail: int) -> list[np.ndarray]:
+    """``count`` sequences of ``length`` int32 tokens that differ only in the last ``tail``."""
     shared = rng.integers(0, VOCABULARY, length - tail, dtype=np.int32)
     return [np.concatenate([shared, rng.integers(0, VOCABULARY, tail, dtype=np.int32)]) for _ in range(count)]
 
@@ -47,10 +46,10 @@ def measure_build(run: Run, rng: np.random.Generator, repeats: int) -> None:
     for dtype, page_size in itertools.product((np.int32, np.int64), (1, 16, 128)):
         given = [sequence.astype(dtype) for sequence in sequences]
         times = spread(wall_seconds(lambda g=given, p=page_size: insert_all(g, p), repeats))
-        row: Row = {"dtype": np.dtype(dtype).name, "page_size": page_size}
-        row |= {"median_s": times["median"], "worst_s": times["worst"]}
+        took = {"median_s": times["median"], "worst_s": times["worst"]}
         text = f"page {page_size:>3}   median {times['median']:.3f} s  worst {times['worst']:.3f} s"
-        run.add("build", row, f"  {row['dtype']}  {text}")
+        name = np.dtype(dtype).name
+        run.add("build", {"dtype": name, "page_size": page_size, **took}, f"  {name}  {text}")
 
 
 def measure_linearity(run: Run, rng: np.random.Generator, repeats: int) -> None:

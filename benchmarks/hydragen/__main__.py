@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,6 @@ from benchmarks.runner import OUT_OF_TIME, ROOT, Row, Run, arguments, ceilings, 
 from benchmarks.shapes import SHAPES
 
 LETTERS, NAMES = tuple(LAYOUT["sections"]), ("experiment", "shape", "name")
-FULL_SECONDS, QUICK_SECONDS = 440.0, 150.0
 ORDER = ("CodeLlama-7B", "Llama-3.1-8B", "Yi-6B", "8/1 heads", "CodeLlama-13B")
 
 
@@ -37,10 +36,9 @@ def main(given: list[str] | None = None) -> None:
     if options.report:
         print(f"wrote {write(json.loads(options.report.read_text()), options.docs)}")
         return
-    options.seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)
+    options.seconds = options.seconds or (150.0 if options.quick else 440.0)
     folder, options.out = options.out, options.out / "hydragen.json"
-    result = measure(options)
-    print(f"wrote {options.out}, {write(result, folder)}")  # the report beside the JSON
+    print(f"wrote {options.out}, {write(measure(options), folder)}")  # the report beside the JSON
 
 
 class Job(NamedTuple):
@@ -54,16 +52,13 @@ class Job(NamedTuple):
     run: Callable[[Rig], Row]
 
 
-def jobs(letters: list[str], shapes: list[str]) -> list[Job]:
-    """Those of some experiments."""
+def jobs(letters: list[str], shapes: list[str]) -> Iterator[Job]:
     known = tomllib.loads(Path(__file__).with_name("jobs.toml").read_text())["jobs"]
-    found = []
     for letter, shape, of in itertools.product(letters, shapes, known):
         for priority, rows in of["rows"].get(shape, {}).items() if of["experiment"] == letter else ():
             for case in (dict(zip(of["columns"], row, strict=True)) for row in rows):
                 run = partial(getattr(experiments, of["run"]), **case)
-                found.append(Job(letter, shape, of["name"].format(**case), int(priority), of["seconds"], run))
-    return found
+                yield Job(letter, shape, of["name"].format(**case), int(priority), of["seconds"], run)
 
 
 def run_jobs(jobs: list[Job], rig_of: Callable[[str], Rig], seconds: float, done: Callable[[Job, Row], None]) -> None:
@@ -115,8 +110,7 @@ def measure(options: argparse.Namespace) -> Row:
         shown |= {name: found.get("step_ms", found.get("skipped")) for name, found in row.get("methods", {}).items()}
         run.add("rows", row, " | ".join([f"{text} {row['seconds']:6.1f} s", *(f"{n} {x}" for n, x in shown.items())]))
 
-    left.sort(key=lambda job: shapes.index(job.shape))
-    run_jobs(left, rig_of, options.seconds, done)
+    run_jobs(sorted(left, key=lambda job: shapes.index(job.shape)), rig_of, options.seconds, done)
     run.finish()
     return run.result
 

@@ -126,8 +126,7 @@ class TreeState:
         length[leaf] = self.case.private + new
         computed = length.copy()
         computed[leaf] -= 1
-        # Another version for each length: plans are made anew.
-        snapshot = replace(self.snapshot, version=new, length=length, computed=computed)
+        snapshot = replace(self.snapshot, version=new, length=length, computed=computed)  # plans are made anew
         rows, of = np.arange(self.case.batch), StepTree(snapshot, Queries(leaf, computed[leaf], length[leaf]))
         step = build_step(of, rows % 251, rows, planner, self._device)
         if not isinstance(planner, CudaPlanner):

@@ -18,12 +18,8 @@ from prefixkit.engine.request import Request
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session import make_engine
 
-# What a step may take beside the compiled ceiling: so much of attention's floor, and so much of all.
-FLOORS, SLACK = 1.35, 0.03
-# Part of the memory that is free which KV may take.
-MEMORY_SHARE = 0.85
-# Steps of stock transformers that are timed, after as many as warm it up.
-STOCK_STEPS, STOCK_WARM = 12, 2
+FLOORS, SLACK = 1.35, 0.03  # what the aim allows beside the compiled ceiling: of attention's floor, and of all
+STOCK_STEPS, STOCK_WARM = 12, 2  # of stock transformers: those that are timed, after some that warm it up
 QUESTION_TOKENS = 14
 
 
@@ -133,7 +129,7 @@ def engine_seconds(rig: Rig, prompts: list[np.ndarray], n: int, new: int, compil
     rig.drop("arena")
     params = SamplingParams(n=n, temperature=1.0, max_new_tokens=new, seed=1)
     requests = [Request(index, prompt, params) for index, prompt in enumerate(prompts)]
-    budget = int(torch.cuda.mem_get_info(rig.device)[0] * MEMORY_SHARE) if rig.on_gpu else None
+    budget = int(torch.cuda.mem_get_info(rig.device)[0] * 0.85) if rig.on_gpu else None  # of the memory that is free
     engine = make_engine(rig.model, requests, kv_budget=budget, compiled=compiled)
     if compiled:
         engine.run(requests)

@@ -15,10 +15,8 @@ from benchmarks.tree_attention.workloads import PAGE
 from prefixkit.models.layer import CacheLayer
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 
-# What the model's activations, logits, graphs and libraries take beside weights and KV.
-RESERVE_BYTES = 12e9
+RESERVE_BYTES = 12e9  # what the model's activations, logits, graphs and libraries take beside weights and KV
 CPU_BYTES = 1 << 24
-ALIGN = 128
 
 
 class DoesNotFit(Exception):
@@ -49,7 +47,7 @@ class Arena:
     def take(self, *shape: int) -> Tensor:
         """The next numbers, in this shape."""
         count = math.prod(shape)
-        begin, self._used = self._used, self._used + -(-count // ALIGN) * ALIGN
+        begin, self._used = self._used, self._used + -(-count // 128) * 128  # aligned
         self.check(self._used * self.flat.itemsize)
         return self.flat[begin : begin + count].view(shape)
 
@@ -71,8 +69,8 @@ class ArenaPool(KVPool):
 class Core:
     """Attention of a decode step; this one does none: what is left is the ceiling."""
 
-    # Whether :meth:`rotary_append` takes queries and keys that are not rotated, where layers are compiled.
-    rotates = False
+    rotates = False  # whether rotary_append takes queries and keys that are not rotated, where layers are compiled
+    levels: int | None = None  # of the case that are stored once; None: all, in a tree's pages
 
     def __init__(self, state: TreeState, spec: KVSpec, heads: int, arena: Arena) -> None:
         self.state, self.spec, self.heads = state, spec, heads
@@ -81,8 +79,8 @@ class Core:
 
     @classmethod
     def kv_bytes(cls, case: Case, bytes_per_token: int) -> int:
-        """What it holds at the end of a case."""
-        return 0
+        """What it holds at the end of a case; one that attends to nothing, nothing."""
+        return 0 if cls is Core else case.tokens_held(cls.levels) * bytes_per_token
 
     def at(self, new: int) -> None:
         """Be ready for sequences of so many new tokens."""
@@ -124,10 +122,6 @@ class Tree(Core):
         super().__init__(state, spec, heads, arena)
         self.pool = ArenaPool(spec, int(state.snapshot.page_indptr[-1]), arena)
 
-    @classmethod
-    def kv_bytes(cls, case: Case, bytes_per_token: int) -> int:
-        return case.tokens_held(None) * bytes_per_token
-
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         self.pool.append(layer, key, value, self.state.step.slots)
 
@@ -165,10 +159,6 @@ class Parts(Core):
         self._first = torch.arange(case.batch, device=device) * self._own + self._before - 1
         self._slots = self._first + 1
         self._attends = [self._fastest(nodes, *kv) for (nodes, _), kv in zip(shared, self.level_kv[0], strict=True)]
-
-    @classmethod
-    def kv_bytes(cls, case: Case, bytes_per_token: int) -> int:
-        return case.tokens_held(cls.levels) * bytes_per_token
 
     def at(self, new: int) -> None:
         super().at(new)

@@ -17,8 +17,7 @@ COLUMNS: dict[str, list[str]] = LAYOUT["columns"]
 INTRO, *_named = Path(__file__).with_name("page.md").read_text().split("\n=== ")
 NOTES = {name: note.strip() for name, _, note in (part.partition("\n") for part in _named)}
 WRAPPED = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False)
-# Parts of the page, and a figure or None.
-Section = tuple[list[str], Any]
+Section = tuple[list[str], Any]  # parts of the page, and a figure or None
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:
@@ -108,8 +107,8 @@ def throughput(rows: list[Row]) -> Section:
             rates = [number(row, name, "tokens_per_s") for name in ("flash", "hydragen", "ours", "ours, compiled")]
             rates[0] = rates[0] or number(row, SMALLER_FLASH, "tokens_per_s")
             line = [row[of] for of in ("batch", "prefix", "new")] + [f"{row['floor_ms']:.2f}", *cells(row, names)]
-            line += [f"{row['aim_ms']:.2f}" if "aim_ms" in row else "-"]
-            line += [ratio(number(row, "ours, compiled"), row.get("aim_ms"))]
+            aim = row.get("aim_ms")
+            line += [f"{aim:.2f}" if aim else "-", ratio(number(row, "ours, compiled"), aim)]
             line += [ratio(number(row, "hydragen"), number(row, "ours")), ratio(rates[2], rates[0])]
             lines.append(line + [f"{rate:,.0f}" if rate else "-" for rate in rates])
         parts += [_note("throughput", shape=shape), table(head, lines)]
@@ -154,8 +153,7 @@ def grid(rows: list[Row]) -> Section:
                 axes.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
         axes.set_xticks(range(len(prefixes)), [f"{prefix:,}" for prefix in prefixes])
         axes.set_yticks(range(len(batches)), [f"{batch:,}" for batch in batches])
-        title = f"{method} over flash, heads {heads}, suffix {row['suffix']}"
-        axes.set(xlabel="prefix", ylabel="batch", title=title)
+        axes.set(xlabel="prefix", ylabel="batch", title=f"{method} over flash, heads {heads}, suffix {row['suffix']}")
         axes.title.set_fontsize(9)
     head = ("heads", "suffix", "method", "points", "speed-up, geometric mean", "most", "time / floor")
     return [_note("grid"), table(head, lines)], figure

@@ -21,26 +21,19 @@ from prefixkit.models.compile.packed_weights import pack, packed_view
 from prefixkit.models.compile.packing import fills
 from prefixkit.ops.kv_pool import KVSpec
 
-REPLAYS, FEWEST_REPLAYS = 10, 5
-# Replays of one length take about so long at most.
-REPLAY_MS = 400.0
 CHECKED, CHECKED_AT = Case(((1, 200), (4, 37)), batch=16, new=24, private=5), 11
 
 
 class Rig:
-    """One model on one device, memory for KV (``capacity`` bytes, or what is free), and what holds for several cases.
-
-    ``wrong`` are methods that are not measured, for their answers differ from ours, with the reason; ``smaller`` is
-    flash without sharing at batches that fit, in place of larger ones.
-    """
+    """One model on one device, memory for KV (``capacity`` bytes or what is free), and what holds for several cases."""
 
     def __init__(self, shape: Shape, device: torch.device, capacity: int | None = None) -> None:
         self.shape, self.device, self._capacity = shape, device, capacity
         self.on_gpu = device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self._ceilings: dict[tuple[int, bool], Row] = {}
-        self.wrong: dict[str, str] = {}
-        self.smaller: dict[Case, Row] = {}
+        self.wrong: dict[str, str] = {}  # methods that are not measured, and why: their answers differ from ours
+        self.smaller: dict[Case, Row] = {}  # flash without sharing at batches that fit, in place of larger ones
 
     @cached_property
     def model(self) -> Any:
@@ -121,7 +114,7 @@ class Rig:
         for new in (1,) if type(core) is Core else dict.fromkeys(state.case.lengths):
             core.at(new)
             with core.installed():
-                count = max(FEWEST_REPLAYS, min(REPLAYS, int(REPLAY_MS / max(ms(1)[0], 1e-3))))
+                count = max(5, min(10, int(400.0 / max(ms(1)[0], 1e-3))))  # about 400 ms at most
                 at[new] = float(np.median(ms(count)))
         step_ms = mean(at) if len(at) == 3 else float(np.mean(list(at.values())))
         row: Row = {"ms": {str(new): round(took, 4) for new, took in at.items()}, "step_ms": round(step_ms, 4)}
@@ -190,8 +183,7 @@ def _copy(tree: Tree, core: Parts) -> None:
         dense.copy_(every[:, first:])
 
 
-# Weights of one input: as they are multiplied, and how many rows of each belong to which of them.
-_Weights = list[tuple[Tensor, list[int]]]
+_Weights = list[tuple[Tensor, list[int]]]  # of one input: as they are multiplied, and the rows of each part
 
 
 def _before(

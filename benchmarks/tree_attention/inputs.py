@@ -69,11 +69,6 @@ class Inputs:
         taken = pages[torch.from_numpy(level.pages.astype(np.int64)).to(GPU)]
         return taken.transpose(1, 2).flatten(2, 3)
 
-    def packed_q(self, index: int) -> Tensor:
-        """``[kv_heads, rows * group, head size]``: the query heads of one KV head together, whatever the level."""
-        grouped = self.q[index].unflatten(1, (self.workload.kv_heads, -1))
-        return grouped.transpose(0, 1).flatten(1, 2)
-
 
 def planner_for(heads: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Planner:
     return backend_for(device).planner_for(HeadShape(heads, kv_heads, head_dim, dtype.itemsize), device, dtype)

@@ -24,9 +24,6 @@ class Prompts:
     prefix: int = 0
     cached: bool = True
 
-    def __str__(self) -> str:
-        return self.name
-
     def flops(self, heads: int) -> tuple[float, float]:
         """Of a tree, and of sequences each for itself."""
 

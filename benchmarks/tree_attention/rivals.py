@@ -15,13 +15,10 @@ from benchmarks.tree_attention.inputs import GPU, Inputs
 from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level
 
 Run = Callable[[int], Tensor]
-Rival = Callable[[Inputs], Run]
 Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
-# Two bf16 kernels differ by rounding: about 0.3% of the output's norm.
-MOST_DIFFERENCE = 0.02
-# Expanded KV beyond this is not tried: it would take milliseconds where sharing takes hundreds of microseconds.
-MOST_EXPANDED_BYTES = 20e9
+MOST_DIFFERENCE = 0.02  # two bf16 kernels differ by rounding: about 0.3% of the output's norm
+MOST_EXPANDED_BYTES = 20e9  # beyond, expanded KV takes milliseconds where sharing takes hundreds of microseconds
 
 
 class Unfit(Exception):
@@ -46,8 +43,7 @@ def outcome(
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Torch's flash attention, no mask: ``out``, ``lse [batch, heads, rows]``."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[:2]
-    return out, lse
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[:2]
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -73,7 +69,8 @@ def hydragen(attend: Attend, inputs: Inputs) -> Run:
     from benchmarks.tree_attention.merge import merge
 
     found, sets = _regular(inputs), range(inputs.sets)
-    q = [inputs.packed_q(i) for i in sets]
+    # The query heads of one KV head together, whatever the level.
+    q = [of.unflatten(1, (inputs.workload.kv_heads, -1)).transpose(0, 1).flatten(1, 2) for of in inputs.q]
     kv = [[[inputs.dense(level, of[i]) for of in (inputs.k, inputs.v)] for level in found] for i in sets]
 
     def run(index: int) -> Tensor:
@@ -106,8 +103,7 @@ def expanded(attend: Attend, inputs: Inputs) -> Run:
 
 
 def _regular(inputs: Inputs) -> list[Level]:
-    found = inputs.levels
-    if found is None:
+    if (found := inputs.levels) is None:
         raise Unfit("nodes of one depth differ in length or in queries")
     return found
 
@@ -125,7 +121,13 @@ def flex(inputs: Inputs) -> Run:
     workload = inputs.workload
     if str(workload) not in FLEX_WORKLOADS:
         raise Unfit("every shape compiles for seconds, and fewer than 128 queries not at all; run on a few workloads")
-    low, high = rows_below(inputs)
+    snapshot = workload.snapshot
+    if (np.diff(inputs.page_order) < 0).any() or (snapshot.length % PAGE).any():
+        raise Unfit("pages are not in order")
+    # Of each token, in the order of the pages: the first query that sees it, and one past the last.
+    before = np.concatenate(([0], np.cumsum(np.isin(np.arange(snapshot.num_nodes), workload.leaf))))
+    bounds = before[:-1], before[snapshot.subtree_end]
+    low, high = (torch.from_numpy(np.repeat(of, snapshot.length)).to(GPU) for of in bounds)
 
     def sees(batch: Tensor, head: Tensor, q_row: Tensor, token: Tensor) -> Tensor:
         return (low[token] <= q_row) & (q_row < high[token])
@@ -139,17 +141,6 @@ def flex(inputs: Inputs) -> Run:
     flat = [[kv.transpose(0, 1).reshape(1, workload.kv_heads, -1, HEAD_DIM) for kv in pair] for pair in each]
     assert len(low) == flat[0][0].shape[2]
     return lambda index: compiled(q[index], *flat[index], **options)[0].transpose(0, 1)
-
-
-def rows_below(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``[tokens]`` the first query that sees each token in the order of the pages, and one past the last."""
-    snapshot = inputs.workload.snapshot
-    if (np.diff(inputs.page_order) < 0).any() or (snapshot.length % PAGE).any():
-        raise Unfit("pages are not in order")
-    before = np.concatenate(([0], np.cumsum(np.isin(np.arange(snapshot.num_nodes), inputs.workload.leaf))))
-    bounds = before[:-1], before[snapshot.subtree_end]
-    low, high = (torch.from_numpy(np.repeat(of, snapshot.length)).to(inputs.q[0].device) for of in bounds)
-    return low, high
 
 
 def flashinfer(inputs: Inputs, cascade: bool) -> Run:
@@ -183,7 +174,7 @@ def _steps(count: int, step: int) -> Tensor:
     return torch.arange(0, (count + 1) * step, step, dtype=torch.int32, device=GPU)
 
 
-RIVALS: dict[str, Rival] = {
+RIVALS: dict[str, Callable[[Inputs], Run]] = {
     "hydragen_flash": partial(hydragen, flash),
     "hydragen_cudnn": partial(hydragen, cudnn),
     "sdpa_flash": partial(expanded, flash),

@@ -10,8 +10,7 @@ from tests.named_trees import PAGE, leaf_queries, tree_of
 
 HEAD_DIM = 128
 HEADS = ((8, 1), (32, 8), (32, 32))
-# What an H200 reads and multiplies; the anchors' floors are of these numbers too.
-READ_TBPS, MATMUL_TFLOPS = 4.3, 790.0
+READ_TBPS, MATMUL_TFLOPS = 4.3, 790.0  # what an H200 reads and multiplies; the anchors' floors are of these too
 
 TWO_LEVEL = [f"2L b{b} p{p} s{s}" for b in (64, 256, 1024) for p in (1024, 4096, 16384) for s in (16, 128, 512)]
 DECODE = ["3L fewshot", "beam d6", *TWO_LEVEL]
