@@ -17,7 +17,7 @@ def test_a_decode_step_names_tokens_positions_and_slots(make):
     step = build_step(StepTree(snapshot, runs((1, 0, 1), (2, 0, 1))), np.array([20, 30]), np.array([0, 1]), make())
     assert step.tokens.tolist() == [20, 30]
     assert step.positions.tolist() == [5, 5]
-    assert step.slots.tolist() == [8, 12]  # fresh pages 2 and 3: a fork never writes into its parent's page
+    assert step.slots.tolist() == [5, 8]  # the first fork goes on in the last page, the second starts page 2
     assert step.logit_rows.tolist() == [0, 1]
     assert step.num_rows == 2
     assert step.length.tolist() == [5, 1, 1]

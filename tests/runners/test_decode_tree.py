@@ -99,7 +99,7 @@ def test_a_row_without_a_page_for_its_token_stands_still() -> None:
         here.advance(batch.num_rows)
         batch = batch.grown(1)
     assert (here.slots == -1).all()
-    capacity = np.diff(batch.snapshot.page_indptr)[batch.leaf] * 4
+    capacity = np.diff(batch.snapshot.page_indptr)[batch.leaf] * 4 - batch.snapshot.first_slot[batch.leaf]
     assert here.nodes[1][batch.leaf].tolist() == capacity.tolist() == batch.snapshot.length[batch.leaf].tolist()
     assert (here.positions.numpy() == (batch.snapshot.start[batch.leaf] + capacity - 1)).all()
 
