@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fresh_rng() -> np.random.Generator:
-    """One whose seed nobody has chosen; pytest shows it where a test fails."""
+    """A generator with a random seed; pytest shows it where a test fails."""
     seed = int.from_bytes(os.urandom(4), "little")
     print("seed", seed)
     return np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Variants: what each does, in five lines of plain torch; what their keys promise."""
+"""Variants: what each does, in five lines of plain torch; what their keys tell apart."""
 
 from __future__ import annotations
 

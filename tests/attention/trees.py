@@ -42,12 +42,12 @@ def random_queries(rng: np.random.Generator, snapshot: TreeSnapshot) -> Queries:
 
 def expected_sight(snapshot: TreeSnapshot, queries: Queries) -> list[set[tuple[int, int]]]:
     """For each query row, the ``(node, offset)`` of every token that it must see."""
-    sight = []
+    visible = []
     for node, offset in zip(queries.row_node().tolist(), queries.row_offset().tolist(), strict=True):
         seen = {(node, i) for i in range(offset + 1)}
         ancestor = int(snapshot.parent[node])
         while ancestor >= 0:
             seen |= {(ancestor, i) for i in range(int(snapshot.length[ancestor]))}
             ancestor = int(snapshot.parent[ancestor])
-        sight.append(seen)
-    return sight
+        visible.append(seen)
+    return visible

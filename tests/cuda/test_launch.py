@@ -85,10 +85,10 @@ def test_tensor_maps_are_made_once_for_a_layer_and_kept_for_so_many(monkeypatch)
 
 @pytest.mark.parametrize("elements", [0, 1, 7, 8, 9, 1000, 2**20 - 1, 2**20, 2**20 + 1])
 def test_partial_states_have_room_and_little_more(elements):
-    room = cuda_attention.partials_workspace(elements, torch.device("cpu"))
-    assert elements <= room.numel() <= elements * 9 / 8
+    space = cuda_attention.partials_workspace(elements, torch.device("cpu"))
+    assert elements <= space.numel() <= elements * 9 / 8
     if elements:
-        assert room.numel() <= 1 << (elements - 1).bit_length(), "what is sized to a power of two stays below it"
+        assert space.numel() <= 1 << (elements - 1).bit_length(), "what is sized to a power of two stays below it"
 
 
 def test_partial_states_go_when_the_call_returns():

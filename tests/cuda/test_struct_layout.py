@@ -96,10 +96,10 @@ extern "C" int wrong_fields(const prefixkit::{layout.name}& s, char* wrong) {{
     packed = layout.packer.pack(*(value_of(number, leaf.code) for number, leaf in enumerate(layout.leaves)))
     wrong = ctypes.create_string_buffer(4096)
     library = ctypes.CDLL(str(tmp_path / "reads.so"))
-    room = (ctypes.c_char * (len(packed) + 64))()
-    at = -ctypes.addressof(room) % 64
-    room[at : at + len(packed)] = packed
-    place = ctypes.c_void_p(ctypes.addressof(room) + at)
+    space = (ctypes.c_char * (len(packed) + 64))()
+    at = -ctypes.addressof(space) % 64
+    space[at : at + len(packed)] = packed
+    place = ctypes.c_void_p(ctypes.addressof(space) + at)
     assert library.wrong_fields(place, wrong) == len(packed) == layout.size
     assert wrong.value == b""
 

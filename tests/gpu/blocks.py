@@ -67,7 +67,7 @@ class Measured:
     def ratio(self) -> float:
         """Largest error over torch's; torch's counts as half a unit in the last place of the largest output at least.
 
-        An output that happens to fall on a representable number leaves torch no error at all, and us no room.
+        An output that happens to fall on a representable number leaves torch no error at all, and us nothing to compare with.
         """
         return self.ours[0] / max(self.theirs[0], self.eps / 2 * self.largest, 1e-30)
 

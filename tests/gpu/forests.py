@@ -46,7 +46,7 @@ class Forest:
 
 
 def draw(seed: int, device: torch.device, growing: int = 0) -> Forest:
-    """A random forest.  ``growing``: only leaves ask, one query each, and each has room for so many tokens more."""
+    """A random forest.  ``growing``: only leaves ask, one query each, and each has pages for so many tokens more."""
     rng = np.random.default_rng(seed)
     kv_heads, head_dim = int(rng.choice(KV_HEADS)), int(rng.choice(HEAD_DIMS))
     heads = kv_heads * int(rng.choice(GROUPS))
@@ -143,13 +143,13 @@ def _queries(rng: np.random.Generator, snapshot: TreeSnapshot, is_leaf: np.ndarr
         chosen = occupied[-1:]
     length = snapshot.length[chosen].astype(np.int64)
     begin, end = length - 1, length.copy()
-    room = MOST_QUERY_HEADS // heads - len(chosen)
+    left = MOST_QUERY_HEADS // heads - len(chosen)
     for run in rng.permutation(len(chosen))[: int(rng.choice([0, 2, 64]))]:
         low = 0 if rng.random() < 0.5 else int(rng.integers(length[run]))
         high = int(length[run]) if rng.random() < 0.5 else int(rng.integers(low + 1, length[run] + 1))
-        if high - low <= room:
+        if high - low <= left:
             begin[run], end[run] = low, high
-            room -= high - low
+            left -= high - low
     leaf = is_leaf[chosen]
     snapshot.computed[chosen[leaf]] = rng.integers(begin[leaf], length[leaf] + 1)
     return Queries(chosen.astype(np.int32), begin.astype(np.int32), end.astype(np.int32))

@@ -35,10 +35,10 @@ class StaticStep:
 
     def __init__(self, first: Step, capacity: PlanCapacity, planner: CudaPlanner) -> None:
         start, length, indptr, pages, first_slot = first.plan[WORK_TENSORS : WORK_TENSORS + TREE_TENSORS]
-        room = [start.clone(), length.clone(), indptr.clone(), pages.new_zeros(PAGES), first_slot.clone()]
+        space = [start.clone(), length.clone(), indptr.clone(), pages.new_zeros(PAGES), first_slot.clone()]
         names = ("tokens", "positions", "slots", "logit_rows")
         work = [torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in capacity.shapes()]
-        planned = planner.step_plan(work, room, first.planned.tree)
+        planned = planner.step_plan(work, space, first.planned.tree)
         same = {name: getattr(first, name).clone() for name in names}
         self.step = replace(first, planned=planned, **same)
         self.names = names
@@ -199,8 +199,8 @@ def test_graphs_of_other_engines_are_captured_again_once_compiled_layers_have_mo
     torch._dynamo.reset()
     model = model_of(128, torch.bfloat16)
     exact = copy.deepcopy(model).double()
-    law = SamplingParams(n=3, temperature=0.0, max_new_tokens=TOKENS, stop_token_ids=())
-    requests = [Request(i, np.array(prompt), law) for i, prompt in enumerate(prompts(10))]
+    params = SamplingParams(n=3, temperature=0.0, max_new_tokens=TOKENS, stop_token_ids=())
+    requests = [Request(i, np.array(prompt), params) for i, prompt in enumerate(prompts(10))]
     with prefixkit.patched(model):
         engine = make_engine(model, requests)
         engine.run(requests)

@@ -297,8 +297,8 @@ def test_advance_begins_the_steps_that_it_does_on_the_cpu(implementation, page_s
     """To the last pages and past them; rows that pad the batch stand still."""
     rng = np.random.default_rng(page_size)
     _, _, batch = make_batch(rng, page_size, 5)
-    room = DecodeCapacity(200, 128, 2048)
-    here, there = DecodeTree(room, page_size, "cpu"), DecodeTree(room, page_size, GPU)
+    space = DecodeCapacity(200, 128, 2048)
+    here, there = DecodeTree(space, page_size, "cpu"), DecodeTree(space, page_size, GPU)
     here.load(batch), there.load(batch)
     for _ in range(8):
         here.sampled = torch.from_numpy(rng.integers(-1, 50, 200))

@@ -22,7 +22,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(params=[(32, 8), (8, 1)], ids=["32/8", "8/1"])
 def planners(request, monkeypatch):
-    """One that has the GPU plan, and its twin that plans on the host."""
+    """One that has the GPU plan, and one like it that plans on the host."""
     monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
     there = planner_for(HeadShape(*request.param, 128, 2), GPU, torch.bfloat16)
     if there.launch is None:

@@ -19,7 +19,7 @@ advance = torch.ops.prefixkit.advance
 
 
 def arguments(seed: int) -> list[Any]:
-    """A random forest, of which some leaves append and some rows pad; a leaf's last page has room, or is full."""
+    """A random forest, of which some leaves append and some rows pad; a leaf's last page has free slots, or is full."""
     rng = np.random.default_rng(seed)
     parents = random_parents(rng, int(rng.integers(1, 12)))
     lengths = rng.integers(1, 12, len(parents))

@@ -64,8 +64,8 @@ def test_steps_are_those_of_torch(seed, page_size, library, monkeypatch):
     monkeypatch.setattr(by_kernel, "launch", launch)
     unit = {ADVANCE.names[0]: SimpleNamespace(name="advance", parameter_bytes=88)}
     monkeypatch.setattr("prefixkit.cuda.jit.load", lambda *rest: unit)
-    room = DecodeCapacity(200, 128, 2048)
-    theirs, ours = (DecodeTree(room, page_size, "cpu") for _ in range(2))
+    space = DecodeCapacity(200, 128, 2048)
+    theirs, ours = (DecodeTree(space, page_size, "cpu") for _ in range(2))
     theirs.load(batch), ours.load(batch)
     for _ in range(8):  # past the last pages
         drawn = torch.from_numpy(rng.integers(-1, 50, 200))

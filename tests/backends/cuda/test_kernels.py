@@ -65,8 +65,8 @@ def test_the_portable_kernel_can_be_asked_for(monkeypatch):
 def test_the_blocks_of_a_multiprocessor_fit_in_its_shared_memory(arch, head_dim):
     """Of which the smallest GPUs have 100 KB, A100 164, H100 228; each block takes 1 KB more than it asks for."""
     kernel = kernel_for(arch, head_dim, 1)
-    room = {"sm_80": 164, "sm_90a": 228}.get(arch, 100) * 1024
-    assert kernel.blocks_per_sm * (kernel.shared + 1024) <= room
+    space = {"sm_80": 164, "sm_90a": 228}.get(arch, 100) * 1024
+    assert kernel.blocks_per_sm * (kernel.shared + 1024) <= space
     assert kernel.tile_rows == (64 if head_dim > 128 else 128)
 
 

@@ -174,8 +174,8 @@ def test_rows_of_any_strides(gpu):
 
 def further_apart(x, vectors):
     """The same rows with so many vectors of NaN behind each head, and heads of NaN behind each row."""
-    room = torch.full((*(length + vectors for length in x.shape[:-1]), x.shape[-1] + 8 * vectors), torch.nan).to(x)
-    return room[tuple(map(slice, x.shape))].copy_(x)
+    space = torch.full((*(length + vectors for length in x.shape[:-1]), x.shape[-1] + 8 * vectors), torch.nan).to(x)
+    return space[tuple(map(slice, x.shape))].copy_(x)
 
 
 @pytest.mark.parametrize("keys_head_major", [True, False], ids=["keys head-major", "values head-major"])
@@ -216,16 +216,16 @@ def test_it_is_launched_ahead_of_time_where_gpus_can(gpu):
 
 def at_two_bytes(x):
     """The same numbers one element further in memory."""
-    room = torch.full((x.numel() + 8,), torch.nan, dtype=x.dtype)
-    moved = room[1 : 1 + x.numel()].view(x.shape)
+    space = torch.full((x.numel() + 8,), torch.nan, dtype=x.dtype)
+    moved = space[1 : 1 + x.numel()].view(x.shape)
     assert moved.data_ptr() % 16 == 2
     return moved.copy_(x)
 
 
 def at_odd_steps(x):
     """Rows of one element more."""
-    room = torch.full((*x.shape[:-1], x.shape[-1] + 1), torch.nan, dtype=x.dtype)
-    return room[..., :-1].copy_(x)
+    space = torch.full((*x.shape[:-1], x.shape[-1] + 1), torch.nan, dtype=x.dtype)
+    return space[..., :-1].copy_(x)
 
 
 def scattered(x):

@@ -32,19 +32,19 @@ def library(tmp_path_factory):
     return build(tmp_path_factory.mktemp("kernel"), "sampling", {}, SAMPLE.headers)
 
 
-def run(library, logits, laws, keys, steps, histories, tiling, active=None):
+def run(library, logits, params, keys, steps, histories, tiling, active=None):
     """Tokens, log-probabilities, steps and masks as the kernel leaves them."""
     rows, vocab = logits.shape
-    law = records(laws, keys, steps).view(RECORD).reshape(rows)
+    table = records(params, keys, steps).view(RECORD).reshape(rows)
     if active is not None:
-        law["active"] = active
+        table["active"] = active
     seen = np.stack([mask(history, vocab) for history in histories])
     tokens, logprobs = np.full(rows, -77, dtype=np.int64), np.full(rows, 77, dtype=np.float32)
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 4 == 0
-    pointers = (logits.data_ptr(), *(array.ctypes.data for array in (law, seen, tokens, logprobs)))
+    pointers = (logits.data_ptr(), *(array.ctypes.data for array in (table, seen, tokens, logprobs)))
     packed = layouts.SAMPLE.packer.pack(*pointers, logits.stride(0), vocab, words(vocab), tiling.segment, aligned)
     library.sample_on_cpu(packed, DTYPES.index(logits.dtype), int(tiling.cached), tiling.blocks, rows)
-    return tokens, logprobs, law["step"], seen
+    return tokens, logprobs, table["step"], seen
 
 
 TILINGS = {
@@ -62,13 +62,13 @@ def test_tokens_are_those_of_the_specification(library, tiling, dtype, vocab):
     rng = np.random.default_rng(vocab)
     rows = 24
     logits = rows_of(rng, rows, vocab, dtype)
-    laws = random_params(rng, rows, vocab)
+    params = random_params(rng, rows, vocab)
     histories = [rng.integers(0, vocab + 5, int(rng.integers(0, 200))) for _ in range(rows)]
     keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 10**6, rows)
-    tokens, logprobs, after, seen = run(library, logits, laws, keys, steps, histories, TILINGS[tiling](vocab))
-    expected, _ = sample_tokens(logits.float(), laws, uniforms(keys, steps), histories)
+    tokens, logprobs, after, seen = run(library, logits, params, keys, steps, histories, TILINGS[tiling](vocab))
+    expected, _ = sample_tokens(logits.float(), params, uniforms(keys, steps), histories)
     for row in range(rows):
-        assert tokens[row] == expected[row], (row, laws[row])
+        assert tokens[row] == expected[row], (row, params[row])
         assert np.array_equal(seen[row], mask(np.append(histories[row], tokens[row]), vocab))
     assert np.array_equal(after, steps + 1)
     exact = torch.log_softmax(logits.double(), -1).gather(1, expected[:, None])[:, 0].numpy()
@@ -78,12 +78,12 @@ def test_tokens_are_those_of_the_specification(library, tiling, dtype, vocab):
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_larger_clusters(library, blocks):
     rng, vocab, rows = np.random.default_rng(blocks), 9001, 6
-    logits, laws = rows_of(rng, rows, vocab, torch.float32), random_params(rng, rows, vocab)
+    logits, params = rows_of(rng, rows, vocab, torch.float32), random_params(rng, rows, vocab)
     histories = [rng.integers(0, vocab, 50) for _ in range(rows)]
     keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
     tiling = SampleTiling(blocks, -(-vocab // (1024 * blocks)) * 128, True)
-    tokens, *_ = run(library, logits, laws, keys, steps, histories, tiling)
-    assert tokens.tolist() == sample_tokens(logits, laws, uniforms(keys, steps), histories)[0].tolist()
+    tokens, *_ = run(library, logits, params, keys, steps, histories, tiling)
+    assert tokens.tolist() == sample_tokens(logits, params, uniforms(keys, steps), histories)[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_larger_clusters(library, blocks):
 )
 def test_vocabularies_of_models_as_gpus_deal_them_out(library, vocab, max_shared, clusters):
     rng, rows = np.random.default_rng(vocab), 16
-    logits, laws = rows_of(rng, rows, vocab, torch.float32), random_params(rng, rows, vocab)
-    logits[0], laws[0] = 0.0, SamplingParams(top_p=0.9)  # the heaviest row there is
+    logits, params = rows_of(rng, rows, vocab, torch.float32), random_params(rng, rows, vocab)
+    logits[0], params[0] = 0.0, SamplingParams(top_p=0.9)  # the heaviest row there is
     histories = [rng.integers(0, vocab, 500) for _ in range(rows)]
     keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 10**6, rows)
     tiling = sample_tiling(vocab, max_shared, clusters)
-    tokens, logprobs, *_ = run(library, logits, laws, keys, steps, histories, tiling)
-    expected, _ = sample_tokens(logits, laws, uniforms(keys, steps), histories)
+    tokens, logprobs, *_ = run(library, logits, params, keys, steps, histories, tiling)
+    expected, _ = sample_tokens(logits, params, uniforms(keys, steps), histories)
     assert tokens.tolist() == expected.tolist()
     exact = torch.log_softmax(logits.double(), -1).gather(1, expected[:, None])[:, 0].numpy()
     assert (np.abs(logprobs - exact) <= logprob_bound(exact, vocab)).all()
@@ -113,7 +113,7 @@ def test_vocabularies_of_models_as_gpus_deal_them_out(library, vocab, max_shared
 @pytest.mark.parametrize("name", NASTY)
 def test_extreme_rows(library, name):
     row = NASTY[name](1000)
-    laws = [
+    params = [
         SamplingParams(temperature=0),
         SamplingParams(),
         SamplingParams(temperature=0.9, top_k=1),
@@ -123,11 +123,11 @@ def test_extreme_rows(library, name):
         SamplingParams(min_p=0.99),
         SamplingParams(temperature=1e30, top_p=0.7),
     ]
-    logits = row.expand(len(laws), -1)
-    keys, steps = np.arange(len(laws), dtype=np.uint64), np.zeros(len(laws), dtype=np.int64)
-    histories = [np.array([], dtype=np.int64)] * len(laws)
-    tokens, *_ = run(library, logits, laws, keys, steps, histories, SampleTiling(1, 128, True))
-    assert tokens.tolist() == sample_tokens(logits, laws, uniforms(keys, steps))[0].tolist()
+    logits = row.expand(len(params), -1)
+    keys, steps = np.arange(len(params), dtype=np.uint64), np.zeros(len(params), dtype=np.int64)
+    histories = [np.array([], dtype=np.int64)] * len(params)
+    tokens, *_ = run(library, logits, params, keys, steps, histories, SampleTiling(1, 128, True))
+    assert tokens.tolist() == sample_tokens(logits, params, uniforms(keys, steps))[0].tolist()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -135,12 +135,12 @@ def test_a_row_that_cannot_be_drawn_from_gets_minus_1(library, value):
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
     logits[1] = value if value == -float("inf") else logits[1]
     logits[1, 123] = value
-    laws = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperature=0), SamplingParams()]
+    params = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperature=0), SamplingParams()]
     keys, steps = np.zeros(4, dtype=np.uint64), np.arange(4)
     histories = [np.array([1])] * 4
     active = np.array([1, 1, 1, 0])
     tokens, logprobs, after, seen = run(
-        library, logits, laws, keys, steps, histories, SampleTiling(1, 128, True), active
+        library, logits, params, keys, steps, histories, SampleTiling(1, 128, True), active
     )
     assert tokens[1] == -1
     assert np.isnan(logprobs[1])
