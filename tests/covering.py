@@ -1,4 +1,4 @@
-"""Few of many cases: each value still occurs, and each pair of values that occurs together in one of them."""
+"""Few of many cases: each value still occurs, and where pairs matter, each two values that occur together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ Case = TypeVar("Case", bound=tuple[Hashable, ...])
 
 
 def pairwise_cover(cases: Iterable[Case], always: Iterable[Case] = ()) -> list[Case]:
-    """A subset of ``cases``, in their order, with ``always`` and every pair of values at two places that the whole has.
+    """A subset of ``cases``, in their order, with ``always`` and every pair of values at two places that the whole has."""
+    return cover(cases, 2, always)
 
-    Greedy: the case with the most new pairs, the earliest of them, until none has any.  The same for equal cases.
+
+def cover(cases: Iterable[Case], size: int, always: Iterable[Case] = ()) -> list[Case]:
+    """The same for every ``size`` values at as many places; 1: every value.
+
+    Greedy: the case with the most new ones, the earliest of them, until none has any.  The same for equal cases.
     """
-    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
+    pairs = {case: set(combinations(enumerate(case), size)) for case in cases}
     kept = set(always)
     missing = set().union(*pairs.values()).difference(*(pairs[case] for case in kept))
     while missing:

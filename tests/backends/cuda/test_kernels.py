@@ -25,7 +25,7 @@ from prefixkit.backends.cuda.kernels import (
 from prefixkit.cuda import jit, nvrtc
 from prefixkit.cuda.nvrtc import NvrtcMissing, Unit
 from scripts.compile_all import ARCHS, BUDGET, compile_one, complaints
-from tests.covering import pairwise_cover
+from tests.covering import cover
 
 ROOT = Path(__file__).parents[3]
 PORTABLE, HOPPER = "attention/sm80/tree_attention.cu", "attention/sm90/tree_attention.cu"
@@ -85,9 +85,9 @@ def test_sources_differ_by_all_that_the_source_asks_of_the_preprocessor():
 
 
 def instantiations() -> Iterator[tuple[Unit, str]]:
-    """Every kernel for every target; of the cases of a source (head sizes, dtypes, ways to keep rows) each pair.
+    """Every kernel for every target; of a source's cases (head sizes, dtypes, ways to keep rows) each for some target.
 
-    ``scripts/compile_all.py`` compiles all of them.
+    ``scripts/compile_all.py`` compiles all of them, and ``scripts/gpu_check.sh`` runs it.
     """
     portable: dict[tuple[str, str, tuple[str, bool]], Unit] = {}
     sampling = []
@@ -102,9 +102,9 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
             else:
                 yield unit, arch
     # Variants in heads of 128 spill the most.
-    for case in pairwise_cover(portable, always=[case for case in portable if case[1:] == ("128", ("0", True))]):
+    for case in cover(portable, 1, always=[case for case in portable if case[1:] == ("128", ("0", True))]):
         yield portable[case], case[0]
-    for arch, dtype, cached in pairwise_cover(sampling):
+    for arch, dtype, cached in cover(sampling, 1):
         yield replace(SAMPLE, names=(sample_name(dtype, cached),)), arch
 
 
