@@ -58,8 +58,8 @@ def generate(
         on_sample: Called with each sample as it finishes.
         on_token: Called with each token as it is sampled, which takes the host some time for each.
         on_step: Called after each step with how many tokens it sampled: for progress, at next to no cost.
-        fields: Fields of :class:`SamplingParams`, in place of those of ``params``; ``n`` and ``seed`` may be lists, one per
-            prompt, and ``stop`` one string.
+        fields: Fields of :class:`SamplingParams`, in place of those of ``params``; ``n`` and ``seed`` may be lists, one
+            per prompt, and ``stop`` one string.
 
     Returns:
         The samples, if they are kept, and a report.  Each sample's ``logprobs`` are those of the model itself, before

@@ -70,7 +70,11 @@ def _per_prompt(
     count: int,
     listed: Sequence[str] = (),
 ) -> list[Params]:
-    """The parameters of each prompt: its own or those of all, with ``fields`` in their place; ``listed`` may be lists."""
+    """The parameters of each prompt: its own or those of all, with ``fields`` in their place.
+
+    Args:
+        listed: The fields that may be lists, one value per prompt.
+    """
     names = kind.__dataclass_fields__
     if unknown := [name for name in fields if name not in names]:
         raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}")
@@ -82,7 +86,8 @@ def _per_prompt(
     if len(own) != count or not all(isinstance(one, kind) for one in own):
         kinds = ", ".join(sorted({type(one).__name__ for one in own})) or "none"
         raise ValueError(
-            f"params must be {kind.__name__}, one for all or one per prompt, got {len(own)} ({kinds}) for {count} prompts"
+            f"params must be {kind.__name__}, one for all or one per prompt, got {len(own)} ({kinds}) "
+            f"for {count} prompts"
         )
     own = [replace(one, **common) for one in own] if common else own
     if not lists:

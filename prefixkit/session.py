@@ -69,8 +69,8 @@ class Session:
     """What sampling from one model needs again and again, made once: the second call costs its steps.
 
     A call at a time: a session that is busy raises :class:`SessionBusy`.  Two sessions may run in two threads, on one
-    model or on two.  A call that raises leaves the session as it was before.  Weights that change in place between calls
-    are used as they are then: no KV outlives a call.
+    model or on two.  A call that raises leaves the session as it was before.  Weights that change in place between
+    calls are used as they are then: no KV outlives a call.
 
     Args:
         model: A model that :func:`prefixkit.patch` has patched.
@@ -80,7 +80,8 @@ class Session:
             free.  The pool is made at once and does not grow; prompts beyond it wait for others to finish.
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
-        compiled: On a GPU, decode through torch.compile, after some seconds of compiling for each bucket of batch sizes.
+        compiled: On a GPU, decode through torch.compile, after some seconds of compiling for each bucket of batch
+            sizes.
 
     Raises:
         NotPatched: the model is not patched.
@@ -182,8 +183,8 @@ class Session:
     ) -> Generator[Sample, None, None]:
         """As :meth:`generate`, but gives each sample as it finishes and keeps none.
 
-        Everything is checked before this returns.  The session is busy until the iterator ends or is closed, as it is when
-        the last reference to it goes; samples that have not finished then are dropped.
+        Everything is checked before this returns.  The session is busy until the iterator ends or is closed, as it is
+        when the last reference to it goes; samples that have not finished then are dropped.
         """
         with self._busy():
             requests = sampling_requests(self.model, self.tokenizer, prompts, params, fields)

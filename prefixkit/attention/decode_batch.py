@@ -17,8 +17,8 @@ class DecodeBatch:
     """What one decode step computes, and the pages that the steps after it will fill.
 
     Attributes:
-        snapshot: A tree whose KV is complete but for the last token of each of the rows' leaves, which hold the pages of
-            their tokens to come.  ``length`` counts the tokens of the step, ``computed`` those before.
+        snapshot: A tree whose KV is complete but for the last token of each of the rows' leaves, which hold the pages
+            of their tokens to come.  ``length`` counts the tokens of the step, ``computed`` those before.
         leaf: ``[rows]`` the node that each row appends to, ascending, each without children.
     """
 

@@ -20,9 +20,10 @@ class Node:
                        | .  .  a  b| c  d  e  f| g  .  .  .|
                               ^ first_slot = 2      ^ end_slot = 9, length = 7
 
-    The slots before belong to the parent.  Those after belong to one child at most, the ``continuation``: the lower half
-    of a split, or the first child that a leaf got.  Other children begin on pages of their own.  So the slots after a leaf
-    are free, which is why leaves grow in place.  A leaf may hold reserved pages behind the page of its last token.
+    The slots before belong to the parent.  Those after belong to one child at most, the ``continuation``: the lower
+    half of a split, or the first child that a leaf got.  Other children begin on pages of their own.  So the slots
+    after a leaf are free, which is why leaves grow in place.  A leaf may hold reserved pages behind the page of its
+    last token.
 
     The arrays have spare capacity at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and
     ``pages`` return as read-only, and as valid until the tree changes.
@@ -126,8 +127,8 @@ class Node:
     def continues(self, parent: Node) -> bool:
         """Whether this node, an only child of ``parent``, could be one node with it.
 
-        The slots must meet, in a page that both hold or at a page boundary.  And ``computed``, which counts from the first
-        token, must have no gap.
+        The slots must meet, in a page that both hold or at a page boundary.  And ``computed``, which counts from the
+        first token, must have no gap.
         """
         meets = self is parent.continuation or parent.end_slot % self._page_size == self.first_slot == 0
         return meets and (parent.computed == parent.length or self.computed == 0)
@@ -178,7 +179,7 @@ class Node:
         return pages
 
     def push_page(self, page: int) -> None:
-        """Add the page that the next `push` needs.  Only for a node whose last page is full and that has none reserved."""
+        """Add the page that the next `push` needs.  Only for a node whose last page is full, with none reserved."""
         held = (self.first_slot + self.length) // self._page_size
         if held == len(self.page_buffer):
             self.page_buffer = _with_capacity(self.page_buffer, held, 1)

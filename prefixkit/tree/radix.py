@@ -26,8 +26,8 @@ class PrefixTree:
     """A radix tree of token sequences whose nodes own slices of ref-counted pages.
 
     A node ends where sequences part or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.  KV is
-    never moved: a split shares the page it cuts, the first child of a leaf continues in the leaf's last page, and further
-    children begin on pages of their own.
+    never moved: a split shares the page it cuts, the first child of a leaf continues in the leaf's last page, and
+    further children begin on pages of their own.
 
     Every method checks before it changes: one that raises has changed nothing.
 
@@ -68,7 +68,8 @@ class PrefixTree:
     def pages_to_extend(self, sequence: Sequence, count: int) -> int:
         """Pages that `extend` takes at most for ``count`` more tokens of ``sequence``, whatever grows beside it.
 
-        Of several sequences that end at one node, the first to grow may take fewer: it continues in the node's last page.
+        Of several sequences that end at one node, the first to grow may take fewer: it continues in the node's last
+        page.
         """
         node = self._node_of(sequence)
         return node.pages_to_add(count) if node.grows_in_place else pages_for(count, self.page_size)
