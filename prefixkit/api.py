@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
+from prefixkit.assembly import make_engine
 from prefixkit.engine.request import BeamFields, BeamParams, Sample, TokenEvent
 from prefixkit.requests import Prompts, beam_requests, sampling_requests
 from prefixkit.sampling.params import SamplingFields, SamplingParams
-from prefixkit.session import Result, make_engine, run
+from prefixkit.session import Result, run
 
 
 def generate(

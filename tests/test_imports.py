@@ -76,7 +76,7 @@ def test_leaves_import_nothing_of_ours():
 def test_only_the_public_interface_and_the_command_line_import_backends():
     for path in sources():
         package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if package not in {"session", "backends", "cli"}:
+        if package not in {"assembly", "backends", "cli"}:
             assert "backends" not in packages_of(imports(path)), path
 
 

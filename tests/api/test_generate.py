@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 import prefixkit
+from prefixkit.assembly import make_engine
 from prefixkit.engine.request import Request
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.session import make_engine
 from tests.api.cases import HEAD, PROMPTS, TOKENIZER
 from tests.tiny import EOS, tiny_llama
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import prefixkit
+from prefixkit.assembly import make_engine
 from prefixkit.attention.capacity import PlanCapacity, capacity_for
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
@@ -22,7 +23,6 @@ from prefixkit.models.compile.packed_weights import packed_view
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.session import make_engine
 from prefixkit.tree import PrefixTree
 from tests.gpu.test_model import model_of, prompts
 
