@@ -57,9 +57,11 @@ class Result:
 class Session:
     """What sampling from one model needs again and again, made once: the second call costs its steps.
 
-    A call at a time: a session that is busy raises :class:`SessionBusy`.  Two sessions may run in two threads, on one
-    model or on two.  A call that raises leaves the session as it was before.  Weights that change in place between
-    calls are used as they are then: no KV outlives a call.
+    A call at a time: a session that is busy raises :class:`SessionBusy`.  On a CPU two sessions may run in two threads,
+    on one model or on two; on a GPU their calls have to take turns, because a graph capture fails while another thread
+    allocates.  A call that raises leaves the session usable.  Weights that change in place between calls are used as
+    they are then: no KV outlives a call.  Where steps cannot run in CUDA graphs, for lack of memory too, the session
+    decodes step by step from then on, with one log line, until :meth:`release_memory` and :meth:`resume`.
 
     Args:
         model: A model that :func:`prefixkit.patch` has patched.
@@ -172,8 +174,9 @@ class Session:
     ) -> Generator[Sample, None, None]:
         """As :meth:`generate`, but gives each sample as it finishes and keeps none.
 
-        Everything is checked before this returns.  The session is busy until the iterator ends or is closed, as it is
-        when the last reference to it goes; samples that have not finished then are dropped.
+        Everything is checked before this returns.  The session is busy from the first sample that is asked for until
+        the iterator ends or is closed, as it is when the last reference to it goes; samples that have not finished then
+        are dropped.
         """
         with self._busy():
             requests = sampling_requests(self.model, self.tokenizer, prompts, params, fields)

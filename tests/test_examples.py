@@ -9,7 +9,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.mark.parametrize("name", ["parallel_sampling", "beam_search", "few_shot_batch"])
+@pytest.mark.parametrize("name", ["parallel_sampling", "beam_search", "few_shot_batch", "session"])
 def test_runs_and_reports(name, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -23,4 +23,5 @@ def test_every_example_is_run_here():
         "parallel_sampling",
         "beam_search",
         "few_shot_batch",
+        "session",
     }

@@ -94,6 +94,7 @@ class DecodeRun:
         self.tokens_alone = sum(run.sequence.length for run in self.runs)
         self._batch, self._grown = DecodeBatch(snapshot, leaf), 0
         last = np.array([run.tokens[-1] for run in self.runs], np.int64)
+        self._before = decoder.captures, decoder.seconds_capturing
         decoder.begin(self._batch, sampling_batch(self.runs), last)
         self._count_batch()
 
@@ -114,6 +115,11 @@ class DecodeRun:
     def ended(self) -> int:
         """Samples that have ended."""
         return int((~self._alive).sum())
+
+    @property
+    def captured(self) -> tuple[int, float]:
+        """CUDA graphs captured for this run, and the seconds that they took."""
+        return self.decoder.captures - self._before[0], self.decoder.seconds_capturing - self._before[1]
 
     def step(self, give: Give) -> None:
         """Start steps as far ahead as is allowed, and read the oldest; ``give`` releases a sample that has ended."""

@@ -103,7 +103,7 @@ class Engine:
             most_running,
             lambda one: tokens_left()(one),  # type: ignore[misc]
         )
-        self.report = Report()
+        self.report, self._earlier_plans = Report(), 0
 
     def run(self, requests: Iterable[Request]) -> list[Sample]:
         """Run requests to their end and return their samples, if they are kept, by prompt, then index.
@@ -124,6 +124,7 @@ class Engine:
         check_fits(requests, self.tree, self.pool.spec.bytes_per_token)
         self.scheduler.submit(requests)
         self.report.prompts += len(requests)
+        self._earlier_plans = self.planner.plans_made - self.report.plans  # of reports before this one
         try:
             while not self.scheduler.idle:
                 began = time.perf_counter()
@@ -215,11 +216,10 @@ class Engine:
         return finished
 
     def _end_decoding(self, decoding: DecodeRun) -> None:
-        assert self.decoder is not None, "it ran"
         self._decoding = None
         self.samples = [run for run in self.samples if run.sequence.tree is not None]
-        self.report.count_decode(decoding, self.decoder, self.pool.spec.bytes_per_token)
-        self.report.plans = self.planner.plans_made
+        self.report.count_decode(decoding, self.pool.spec.bytes_per_token)
+        self.report.plans = self.planner.plans_made - self._earlier_plans
         self._count_held(decoding.pages_held)
 
     @contextmanager
@@ -352,7 +352,7 @@ class Engine:
     def _count(self, step: Step, growing: list[Sequence]) -> None:
         report, spec = self.report, self.pool.spec
         report.steps += 1
-        report.plans = self.planner.plans_made
+        report.plans = self.planner.plans_made - self._earlier_plans
         report.tokens_computed += step.num_rows
         report.kv_bytes_read += step.kv_tokens_read * spec.bytes_per_token
         report.kv_bytes_read_unshared += step.kv_tokens_unshared * spec.bytes_per_token

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prefixkit.engine.decode_run import DecodeRun
-    from prefixkit.runners.decoder import Decoder
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Report:
     seconds_capturing: float = 0.0
     graph_bytes: int = 0
 
-    def count_decode(self, run: DecodeRun, decoder: Decoder, bytes_per_token: int) -> None:
+    def count_decode(self, run: DecodeRun, bytes_per_token: int) -> None:
         """Add a decoder's steps and what they read."""
         self.steps += run.steps
         self.decode_steps += run.steps
@@ -63,8 +62,10 @@ class Report:
         self.kv_bytes_read += run.kv_tokens_read * bytes_per_token
         self.kv_bytes_read_unshared += run.kv_tokens_unshared * bytes_per_token
         self.kv_bytes_unshared_peak = max(self.kv_bytes_unshared_peak, run.tokens_alone * bytes_per_token)
-        self.captures, self.seconds_capturing = decoder.captures, decoder.seconds_capturing
-        self.graph_bytes = decoder.graph_bytes
+        captures, seconds = run.captured
+        self.captures += captures
+        self.seconds_capturing += seconds
+        self.graph_bytes = run.decoder.graph_bytes
 
     @property
     def tokens_per_second(self) -> float:

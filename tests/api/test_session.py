@@ -44,11 +44,13 @@ def assert_empty(session: Session) -> None:
 
 
 def test_every_call_gives_what_a_call_of_its_own_gives(model: Any, session: Session) -> None:
-    expected = told(prefixkit.generate(model, ByteTokenizer(), PROMPTS, **OPTIONS))
+    alone = prefixkit.generate(model, ByteTokenizer(), PROMPTS, **OPTIONS)
+    expected, plans = told(alone), alone.report.plans
     for _ in range(3):
         result = session.generate(PROMPTS, **OPTIONS)
         assert told(result) == expected
         assert result.report.samples == 12 and result.report.prompts == 4, "a report is of one call"
+        assert result.report.plans == plans, "what earlier calls planned does not count"
         session.generate("something else", n=5, max_new_tokens=4)
         assert_empty(session)
 
