@@ -44,16 +44,14 @@ def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Requ
 
 def waits_of(engine: Engine, asked: list[Request]) -> list[tuple[float, float]]:
     """When the host began to wait for the tokens of each step of a run, and when they were there, in seconds."""
-    decoder: Any = engine.decoder
-    read, waits = decoder.read, []
+    read, waits = engine.runner.read, []
 
     def timed() -> Any:
-        began = time.perf_counter()
-        decoder._arrays.ring.ready[decoder._unread[0][0]].synchronize()
+        began, sampled = time.perf_counter(), read()
         waits.append((began, time.perf_counter()))
-        return read()
+        return sampled
 
-    with mock.patch.object(decoder, "read", timed):
+    with mock.patch.object(engine.runner, "read", timed):
         engine.run(asked)
     return waits
 
@@ -70,8 +68,8 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
     between = [began - there for (_, there), (began, _) in itertools.pairwise(waits)]
     working = seconds - sum(there - began for began, there in waits)
     # The last graph by itself; its rows have ended, so trees do not grow.
-    decoder: Any = engine.decoder
-    replays = replayed_ms(decoder._graphs[decoder._running], 20)
+    runner: Any = engine.runner
+    replays = replayed_ms(runner._graphs[runner._running, runner._gives], 20)
     row: Row = {"rows": rows, "prompt": prompt, "new": new, "sampling": sampling, "compiled": compiled}
     row |= {"tokens_per_second": round(rows * new / total), "decode_step_ms": round(1e3 * seconds / steps, 3)}
     row |= {"replay_ms": round(statistics.fmean(replays), 3), "host_ms": round(1e3 * working / steps, 3)}
@@ -84,7 +82,7 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
 
 def idle(engine: Engine, asked: list[Request]) -> float:
     """The part of a decode in which no kernel and no copy ran, by the profiler, over 40 steps in its middle."""
-    taken, step = itertools.count(1), engine.decoder.step
+    taken, step = itertools.count(1), engine.runner.repeat
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
     def counted() -> None:
@@ -96,7 +94,7 @@ def idle(engine: Engine, asked: list[Request]) -> float:
             torch.cuda.synchronize()
             profiler.stop()
 
-    with mock.patch.object(engine.decoder, "step", counted):
+    with mock.patch.object(engine.runner, "repeat", counted):
         engine.run(asked)
     spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type.name == "CUDA")
     busy, at = 0.0, spans[0][0]

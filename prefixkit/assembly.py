@@ -6,8 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 import prefixkit.backends  # noqa: F401 - registers them
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.sharing import HeadShape
@@ -18,9 +16,8 @@ from prefixkit.models import ModelRunner, kv_spec, query_heads
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool
-from prefixkit.runners.decoder import Decoder
-from prefixkit.runners.graph import GraphDecoder
-from prefixkit.runners.sampler import sampler_of
+from prefixkit.runners.eager import EagerRunner
+from prefixkit.runners.graph import GraphRunner
 from prefixkit.tree.radix import PrefixTree
 
 log = logging.getLogger("prefixkit")
@@ -66,35 +63,45 @@ def engine_of(
     chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
     pool = KVPool(spec, num_pages, page_size)
     shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
-    tree = PrefixTree(num_pages, page_size)
-    backend = backend_for(spec.device)
-    planner, runner = backend.planner_for(shape, spec.device, spec.dtype), ModelRunner(model, pool)
-    decoder = graph_decoder(runner, planner, page_size, spec.device) if graphs else None
-    if compiled and decoder is None:
-        log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
-    elif compiled:  # prompts come in any length, so they keep a runner that compiles nothing
-        decoder = graph_decoder(ModelRunner(model, pool, compiled=True), planner, page_size, spec.device, shrink=0.5)
-    return Engine(
-        runner,
-        pool,
-        tree,
-        planner,
-        prefill_chunk=chunk,
-        decoder=decoder,
-        sampler=sampler_of(spec.device),
-        most_running=MOST_RUNNING,
-    )
+    planner = backend_for(spec.device).planner_for(shape, spec.device, spec.dtype)
+    runner = runner_of(model, pool, planner, graphs=graphs, compiled=compiled)
+    return Engine(runner, pool, PrefixTree(num_pages, page_size), prefill_chunk=chunk, most_running=MOST_RUNNING)
 
 
-def graph_decoder(
-    runner: ModelRunner, planner: Planner, page_size: int, device: torch.device, shrink: float = 1.0
-) -> Decoder | None:
-    """What decodes by CUDA graphs; None where that cannot be, with a line in the log if it is a GPU."""
-    if device.type != "cuda":
-        return None
-    backend = backend_for(device)
-    planning = None if backend.graph_planning is None else backend.graph_planning(planner)
+def runner_of(
+    model: Any, pool: KVPool, planner: Planner, *, graphs: bool = True, compiled: bool = False
+) -> EagerRunner | GraphRunner:
+    """What runs a patched model's steps: decode steps by CUDA graphs where that can be, with a line in the log if not.
+
+    Args:
+        model: The patched model.
+        pool: Where its KV goes.
+        planner: Plans its attention.
+        graphs: Whether CUDA graphs are wanted.
+        compiled: Whether layers in these graphs go through torch.compile.
+    """
+    device, plain = pool.spec.device, ModelRunner(model, pool)
+    eager = EagerRunner(plain, planner, device)
+    backend, planning = backend_for(device), None
+    if graphs and device.type == "cuda":
+        planning = None if backend.graph_planning is None else backend.graph_planning(planner)
+        if planning is None:
+            log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
     if planning is None:
-        log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
-        return None
-    return GraphDecoder(runner.compute, planning, page_size, device, shrink, runner.addresses, moves)
+        if compiled:
+            log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
+        return eager
+    # Prompts come in any length, so their steps keep a runner that compiles nothing.
+    steps = ModelRunner(model, pool, compiled=True) if compiled else plain
+    shrink = 0.5 if compiled else 1.0
+    # The sampler takes logits as they are: to convert them to float32 would copy them.
+    return GraphRunner(
+        eager,
+        steps.compute,
+        planning,
+        pool.page_size,
+        device,
+        shrink=shrink,
+        weights=steps.addresses,
+        moves=moves,
+    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.tree.ragged import indptr_of
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 
@@ -88,6 +89,41 @@ class StepTree:
         rows[queries.node[complete]] = np.cumsum(queries.end - queries.begin)[complete] - 1
         return rows
 
+    # -- decode steps: every query is the last token of a leaf ---------------------------------------------------------
+
+    def grown(self, steps: int) -> StepTree:
+        """The decode step ``steps`` steps later; leaves whose pages are full stay as they are."""
+        tree, leaf = self.snapshot, self.queries.node
+        capacity = np.diff(tree.page_indptr)[leaf] * tree.page_size - tree.first_slot[leaf]
+        length, computed = tree.length.copy(), tree.computed.copy()
+        length[leaf] = np.minimum(length[leaf] + steps, capacity)
+        computed[leaf] = np.minimum(computed[leaf] + steps, capacity)
+        return decode_tree(replace(tree, length=length, computed=computed), leaf)
+
+    def keep(self, rows: NDArray[np.intp]) -> StepTree:
+        """The decode step without the leaves of all other rows; ``rows`` ascend.  It names no sequences."""
+        old, leaf = self.snapshot, self.queries.node
+        stays = np.ones(old.num_nodes, dtype=bool)
+        stays[leaf] = False
+        stays[leaf[rows]] = True
+        before = np.concatenate(([0], np.cumsum(stays))).astype(np.int32)  # nodes that stay, before each
+        held = np.diff(old.page_indptr)
+        snapshot = replace(
+            old,
+            tree=object(),  # no plan of the tree itself is one of these nodes
+            parent=np.where(old.parent >= 0, before[old.parent], -1).astype(np.int32)[stays],
+            subtree_end=before[old.subtree_end[stays]],
+            page_indptr=indptr_of(held[stays]),
+            pages=old.pages[np.repeat(stays, held)],
+            start=old.start[stays],
+            length=old.length[stays],
+            computed=old.computed[stays],
+            first_slot=old.first_slot[stays],
+            sequence_node=old.sequence_node[:0],
+            sequence_id=old.sequence_id[:0],
+        )
+        return decode_tree(snapshot, before[leaf[rows]])
+
     def check(self) -> None:
         """Raise ValueError unless the runs are in order, lie inside their nodes, and miss no KV before them."""
         snapshot, node, begin, end = self.snapshot, self.queries.node, self.queries.begin, self.queries.end
@@ -111,3 +147,9 @@ class StepTree:
                 f"node {bad} has KV for fewer than its {snapshot.length[bad]} tokens, but queries sit below it: "
                 "compute ancestors first or in the same step"
             )
+
+
+def decode_tree(snapshot: TreeSnapshot, leaf: Ints) -> StepTree:
+    """A tree with one query row for each of these leaves, ascending: its last token."""
+    end = snapshot.length[leaf]
+    return StepTree(snapshot, Queries(leaf, end - 1, end))

@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from prefixkit.engine.request import BeamParams
 
@@ -77,22 +77,28 @@ class _Candidate:
     score: float  # total over length ** length_penalty
 
 
-def advance(state: BeamSearch, log_probs: Tensor) -> tuple[BeamSearch, BeamMove]:
+def num_candidates(params: BeamParams) -> int:
+    """Continuations that a step ranks: enough that ``num_beams`` of them go on even if every beam may stop."""
+    return max(2, 1 + len(params.stop_token_ids or ())) * params.num_beams
+
+
+def advance(state: BeamSearch, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> tuple[BeamSearch, BeamMove]:
     """One step of the search.
 
     Args:
         state: A search that is not done.
-        log_probs: ``[len(state.beams), vocab]`` float32, the log-softmax of the logits after each beam; ``-inf``
-            forbids a token.
+        tokens: ``[len(state.beams), k]`` the likeliest tokens after each beam: :func:`num_candidates`, or the whole
+            vocabulary if that is smaller.
+        logprobs: ``[len(state.beams), k]`` float32, their log-softmax; ``-inf`` forbids a token.
 
     Returns:
         The next state, and how its beams follow from the old ones.
 
     Raises:
-        ValueError: the search is over, the shape does not fit, or a log-probability is NaN.
+        ValueError: the search is over, a shape or dtype does not fit, or a log-probability is NaN.
     """
     params, length = state.params, 1 + _length(state)
-    candidates = _best_candidates(state, log_probs, length)
+    candidates = _best_candidates(state, tokens, logprobs, length)
     ends = [length == params.max_new_tokens or one.token in (params.stop_token_ids or ()) for one in candidates]
     goes_on = [one for one, end in zip(candidates, ends, strict=True) if not end][: params.num_beams]
     ended = [one for one, end in zip(candidates[: params.num_beams], ends, strict=False) if end]
@@ -133,32 +139,29 @@ def _length(state: BeamSearch) -> int:
     return len(state.beams[0].tokens) if state.beams else 0
 
 
-def _best_candidates(state: BeamSearch, log_probs: Tensor, length: int) -> list[_Candidate]:
+def _best_candidates(
+    state: BeamSearch, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], length: int
+) -> list[_Candidate]:
     """The best continuations of all beams, best first; impossible ones are left out."""
     params = state.params
     if state.done:
         raise ValueError("the search is over; look at finished(state)")
-    if log_probs.ndim != 2 or len(log_probs) != len(state.beams) or log_probs.dtype != torch.float32:
+    fits = logprobs.ndim == 2 and len(logprobs) == len(state.beams) and logprobs.dtype == np.float32
+    if not fits or tokens.shape != logprobs.shape:
         raise ValueError(
-            f"log_probs must be float32 of shape [{len(state.beams)} beams, vocab], "
-            f"got {log_probs.dtype} {list(log_probs.shape)}"
+            f"tokens and float32 logprobs must have shape [{len(state.beams)} beams, k], "
+            f"got {list(tokens.shape)} and {logprobs.dtype} {list(logprobs.shape)}"
         )
-    so_far = torch.tensor([beam.score for beam in state.beams], device=log_probs.device)
-    totals = (log_probs + so_far[:, None]).flatten()
-    wanted = max(2, 1 + len(params.stop_token_ids or ())) * params.num_beams
-    best, index = torch.topk(totals, min(wanted, len(totals)))
-    if bool(best[0].isnan()):  # topk ranks NaN above everything
-        raise ValueError(
-            f"log_probs of beam {int(index[0]) // log_probs.shape[1]} hold NaN; look at what the model computed"
-        )
-    scores = best / length**params.length_penalty
-    values = zip(index.tolist(), log_probs.flatten()[index].tolist(), best.tolist(), scores.tolist(), strict=True)
-    vocab = log_probs.shape[1]
-    return [
-        _Candidate(at // vocab, at % vocab, logprob, total, score)
-        for at, logprob, total, score in values
-        if total > -torch.inf
-    ]
+    if np.isnan(logprobs).any():
+        beam = int(np.isnan(logprobs).any(axis=1).argmax())
+        raise ValueError(f"the log-probabilities of beam {beam} hold NaN; look at what the model computed")
+    so_far = np.array([beam.score for beam in state.beams], np.float32)
+    totals = (logprobs + so_far[:, None]).ravel()
+    best = np.argsort(-totals, kind="stable")[: num_candidates(params)]
+    best = best[totals[best] > -np.inf]
+    scores = totals[best] / np.float32(length**params.length_penalty)
+    columns = (best // logprobs.shape[1], tokens.ravel()[best], logprobs.ravel()[best], totals[best], scores)
+    return [_Candidate(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def _extended(state: BeamSearch, candidate: _Candidate, score: float) -> Beam:
@@ -183,5 +186,5 @@ def _decided(params: BeamParams, hypotheses: tuple[Beam, ...], best_live: float,
     # if the penalty is above 0.  Without "never" the present length stands in for it, by custom.
     flattering = params.early_stopping == "never" and params.length_penalty > 0
     reach = params.max_new_tokens if flattering else length
-    best_possible = torch.tensor(best_live) / reach**params.length_penalty
-    return not best_possible.item() > hypotheses[-1].score
+    best_possible = np.float32(best_live) / np.float32(reach**params.length_penalty)
+    return not best_possible > hypotheses[-1].score

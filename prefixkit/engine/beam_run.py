@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from prefixkit.engine.beam import Beam, BeamSearch, advance, finished
+from prefixkit.engine.beam import Beam, BeamSearch, advance, finished, num_candidates
 from prefixkit.engine.request import BeamParams, Sample
 from prefixkit.engine.scheduler import RequestState
 from prefixkit.tree.radix import PrefixTree, Sequence
@@ -22,37 +23,59 @@ class BeamRun:
         state: Its prompt.
         search: Beams and hypotheses.
         sequences: The tree's sequence of each live beam.
-        logits: ``[beams, vocab]`` those after each beam's last token.
         decode: Token ids to text.
     """
 
     state: RequestState
     search: BeamSearch
     sequences: list[Sequence]
-    logits: Tensor
     decode: Callable[[list[int]], str] | None
+    key: ClassVar[np.uint64] = np.uint64(0)
+    unpipelined: ClassVar[str | None] = "beam search"  # how its beams fork decides what runs next
 
     @classmethod
     def begin(cls, state: RequestState, sequence: Sequence, decode: Callable[[list[int]], str] | None) -> BeamRun:
         """Start the search from a prompt whose first logits are known."""
-        params, logits = state.request.params, state.first_logits
-        assert isinstance(params, BeamParams) and logits is not None
-        return cls(state, BeamSearch(params), [sequence], logits[None], decode)
+        params = state.request.params
+        assert isinstance(params, BeamParams)
+        return cls(state, BeamSearch(params), [sequence], decode)
+
+    @property
+    def top(self) -> int:
+        """Likeliest tokens of each beam that a step looks at."""
+        return num_candidates(self.search.params)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that each beam has chosen."""
+        return len(self.search.beams[0].tokens) if self.search.beams else 0
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens of each beam that may still join the tree: the last one never does."""
+        return max(0, self.search.params.max_new_tokens - 1 - self.num_tokens)
+
+    def history(self) -> NDArray[np.int32]:
+        return self.state.request.tokens
 
     @property
     def pages_left(self) -> int:
         """Pages that the search may still take: each beam a fresh one for each token to come."""
-        params = self.search.params
-        chosen = len(self.search.beams[0].tokens) if self.search.beams else 0
-        return params.num_beams * max(0, params.max_new_tokens - 1 - chosen)
+        return self.search.params.num_beams * self.tokens_left
 
-    def advance(self, tree: PrefixTree) -> tuple[list[tuple[Sequence, int]], list[Sample] | None]:
+    def advance(
+        self, tree: PrefixTree, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
+    ) -> tuple[list[tuple[Sequence, int]], list[Sample] | None]:
         """Take one step of the search, forking beams that go on in several ways and releasing those that go on in none.
+
+        Args:
+            tree: Where the sequences live.
+            tokens, logprobs: ``[beams, top]`` the likeliest tokens after each, best first.
 
         Returns:
             Which sequence is to be extended by which token, and the samples if the search is over.
         """
-        self.search, move = advance(self.search, torch.log_softmax(self.logits, dim=-1))
+        self.search, move = advance(self.search, tokens, logprobs)
         num_children = [move.parents.count(parent) for parent in range(len(self.sequences))]
         handles: list[list[Sequence]] = []
         for sequence, count in zip(self.sequences, num_children, strict=True):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prefixkit.engine.decode_run import DecodeRun
+    from prefixkit.engine.running import RunningBatch
+    from prefixkit.runners.batch import Runner
+
+
+# Counts of a runner, which go on from report to report, and where they are here.
+_OF_RUNNER = {"plans_made": "plans", "graph_steps": "graph_steps", "captures": "captures"}
+_OF_RUNNER["seconds_capturing"] = "seconds_capturing"
 
 
 @dataclass
@@ -28,9 +34,12 @@ class Report:
         kv_bytes_read: KV bytes that attention read.
         kv_bytes_read_unshared: What it would have read for each sequence apart.
         seconds: Wall time.
-        decode_steps: Steps that a decoder ran.
+        decode_steps: Steps that ran no prompt tokens.
         seconds_in_decode: Wall time of these steps, capturing included, until the host had their tokens; the rest of
-            ``seconds`` went to prompts and to steps that ran one by one.
+            ``seconds`` went to prompts and first tokens.
+        graph_steps: Steps that CUDA graphs ran.
+        unpipelined: Decode steps that could not be launched before the tokens of the step before were read, by the
+            reason.
         captures: CUDA graphs captured.
         seconds_capturing: What that took.
         graph_bytes: GPU memory that graphs share.
@@ -50,22 +59,32 @@ class Report:
     seconds: float = 0.0
     decode_steps: int = 0
     seconds_in_decode: float = 0.0
+    graph_steps: int = 0
+    unpipelined: dict[str, int] = field(default_factory=dict)
     captures: int = 0
     seconds_capturing: float = 0.0
     graph_bytes: int = 0
 
-    def count_decode(self, run: DecodeRun, bytes_per_token: int) -> None:
-        """Add a decoder's steps and what they read."""
-        self.steps += run.steps
-        self.decode_steps += run.steps
-        self.tokens_computed += run.rows_run
-        self.kv_bytes_read += run.kv_tokens_read * bytes_per_token
-        self.kv_bytes_read_unshared += run.kv_tokens_unshared * bytes_per_token
-        self.kv_bytes_unshared_peak = max(self.kv_bytes_unshared_peak, run.tokens_alone * bytes_per_token)
-        captures, seconds = run.captured
-        self.captures += captures
-        self.seconds_capturing += seconds
-        self.graph_bytes = run.decoder.graph_bytes
+    def begin(self, runner: Runner) -> None:
+        """Count what the runner does from now on."""
+        self._before = {name: getattr(runner, name) - getattr(self, ours) for name, ours in _OF_RUNNER.items()}
+
+    def count(self, batch: RunningBatch, runner: Runner, bytes_per_token: int) -> None:
+        """Add a batch that has run."""
+        for name, ours in _OF_RUNNER.items():
+            setattr(self, ours, getattr(runner, name) - self._before[name])
+        self.graph_bytes = runner.graph_bytes
+        self.steps += batch.steps
+        if batch.decodes:
+            self.decode_steps += batch.steps
+            for reason in batch.unpipelined:
+                self.unpipelined[reason] = self.unpipelined.get(reason, 0) + batch.steps
+        self.tokens_computed += batch.rows_run
+        self.kv_bytes_read += batch.kv_tokens_read * bytes_per_token
+        self.kv_bytes_read_unshared += batch.kv_tokens_unshared * bytes_per_token
+        self.kv_bytes_unshared_peak = max(self.kv_bytes_unshared_peak, batch.tokens_alone * bytes_per_token)
+        held = batch.pages_held * batch.tree.page_size * bytes_per_token
+        self.kv_bytes_held_peak = max(self.kv_bytes_held_peak, held)
 
     @property
     def tokens_per_second(self) -> float:
@@ -90,10 +109,11 @@ class Report:
         ]
         if self.captures:
             lines.append(
-                f"{self.decode_steps} steps by {self.captures} CUDA graphs, captured in "
+                f"{self.graph_steps} steps by CUDA graphs, {self.captures} captured in "
                 f"{self.seconds_capturing:.1f} s, "
                 f"which share {self.graph_bytes / 2**20:,.0f} MiB"
             )
+        lines += [f"{steps} steps not pipelined: {reason}" for reason, steps in self.unpipelined.items()]
         lines += [f"{what:24}{ours:>14}{plain:>14}{ratio:>10}" for what, ours, plain, ratio in self.rows()]
         return "\n".join(lines)
 

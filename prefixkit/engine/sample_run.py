@@ -1,21 +1,19 @@
-"""One sample in flight, and sampling the next token of all of them."""
+"""One sample in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from prefixkit.engine.request import FinishReason, Sample, TokenEvent
 from prefixkit.engine.scheduler import RequestState
 from prefixkit.engine.stop import StopChecker
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import sample_key
-from prefixkit.sampling.specification import SampleRows, SamplingBatch, sample_on_host
 from prefixkit.tree.radix import Sequence as TreeSequence
 
 
@@ -23,7 +21,7 @@ from prefixkit.tree.radix import Sequence as TreeSequence
 class SampleRun:
     """A sample that is being generated.
 
-    ``logits`` are those after its last token: ``[vocab]``.  ``key`` seeds its private random stream.
+    ``key`` seeds its private random stream.
     """
 
     state: RequestState
@@ -32,7 +30,7 @@ class SampleRun:
     sequence: TreeSequence
     params: SamplingParams
     stop: StopChecker
-    logits: Tensor
+    top: ClassVar[int] = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -46,16 +44,30 @@ class SampleRun:
         special_tokens: Mapping[int, str],
     ) -> SampleRun:
         """Start sample ``index`` of a prompt whose first logits are known."""
-        params, logits = state.request.params, state.first_logits
-        assert isinstance(params, SamplingParams) and logits is not None
+        params = state.request.params
+        assert isinstance(params, SamplingParams)
         key = sample_key(params.seed, index, state.request.tokens, state.request.occurrence)
         stop = StopChecker(params.stop_token_ids or (), params.stop, decode, special_tokens)
-        return cls(state, index, key, sequence, params, stop, logits)
+        return cls(state, index, key, sequence, params, stop)
 
     @property
     def tokens_left(self) -> int:
         """Tokens that may still join the tree: the last one sampled never does."""
         return self.params.max_new_tokens - 1 - len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether tokens are looked at one by one: stop strings are looked for as they come."""
+        return bool(self.params.stop)
+
+    @property
+    def unpipelined(self) -> str | None:
+        """Why its next step cannot start before the host has seen its last token; None if it can."""
+        return None
 
     def history(self) -> NDArray[np.int32]:
         """What the repetition penalty looks at: the prompt's tokens and those sampled."""
@@ -76,11 +88,6 @@ class SampleRun:
             on_token(TokenEvent(self.state.request.prompt_index, self.index, token, logprob, text, reason))
         return None if reason is None else self._sample(reason)
 
-    @property
-    def needs_each_token(self) -> bool:
-        """Whether stop strings must be looked for as the tokens come."""
-        return bool(self.params.stop)
-
     def accept_all(self, tokens: list[int], logprobs: list[float], ends: bool) -> Sample | None:
         """Take tokens of which none but the last can end the sample; returns the sample if ``ends``."""
         self.tokens += tokens
@@ -100,33 +107,3 @@ class SampleRun:
         )
         self.tokens, self.logprobs, self.stop = [], [], StopChecker((), (), None)
         return sample
-
-
-def sample_next(runs: list[SampleRun], sample: SampleRows = sample_on_host) -> Iterator[tuple[SampleRun, int, float]]:
-    """Sample one token for each run; the token of a run does not depend on the other runs.
-
-    Raises:
-        ValueError: logits hold NaN, +inf or no finite value.
-    """
-    if not runs:
-        return
-    tokens, logprobs = sample(torch.stack([run.logits for run in runs]), sampling_batch(runs))
-    sampled = tokens.tolist()
-    if min(sampled) < 0:  # before the other tokens are used
-        raise broken_logits(runs[sampled.index(min(sampled))])
-    yield from zip(runs, sampled, logprobs.tolist(), strict=True)
-
-
-def sampling_batch(runs: list[SampleRun]) -> SamplingBatch:
-    """How the next token of each run is sampled."""
-    keys = np.array([run.key for run in runs], np.uint64)
-    steps = np.array([len(run.tokens) for run in runs], np.int64)
-    return SamplingBatch([run.params for run in runs], keys, steps, [run.history() for run in runs])
-
-
-def broken_logits(run: SampleRun) -> ValueError:
-    """What to raise where a device could sample no token."""
-    return ValueError(
-        f"the logits of sample {run.index} of prompt {run.state.request.prompt_index} hold NaN, +inf or no finite "
-        "value, so no token can be sampled; look at what the model computed"
-    )

@@ -32,17 +32,24 @@ STEP, ACTIVE = 9, 10  # as int32 columns
 MOST_VOCAB = 2**20  # tokens of a row
 
 
+_INACTIVE = SamplingParams()
+
+
 def records(
-    params: Sequence[SamplingParams], keys: NDArray[np.uint64], steps: NDArray[np.integer[Any]]
+    params: Sequence[SamplingParams | None], keys: NDArray[np.uint64], steps: NDArray[np.integer[Any]]
 ) -> NDArray[np.int32]:
-    """``[rows, RECORD_INTS]`` records of active rows: parameters, keys, and how many tokens each row has sampled."""
+    """``[rows, RECORD_INTS]`` records: parameters, keys, and how many tokens each row has sampled.
+
+    Rows without parameters are not active.
+    """
     table = np.zeros(len(params), dtype=RECORD)
+    own = [_INACTIVE if each is None else each for each in params]
     with np.errstate(over="ignore"):  # what float32 does not hold is infinite
         for name in ("temperature", "top_p", "min_p"):
-            table[name] = [getattr(each, name) for each in params]
-        table["penalty"] = [each.repetition_penalty for each in params]
-    table["top_k"] = [min(each.top_k, MOST_VOCAB) for each in params]
-    table["key"], table["step"], table["active"] = keys, steps, 1
+            table[name] = [getattr(each, name) for each in own]
+        table["penalty"] = [each.repetition_penalty for each in own]
+    table["top_k"] = [min(each.top_k, MOST_VOCAB) for each in own]
+    table["key"], table["step"], table["active"] = keys, steps, [each is not None for each in params]
     return table.view(np.int32).reshape(len(params), RECORD_INTS)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
+from torch import Tensor
 
 import prefixkit.ops.library  # noqa: F401 - declares torch.ops.prefixkit
-from prefixkit.attention.decode_batch import DecodeBatch
+from prefixkit.attention.planner import StepPlan
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.staging import Staged
-from prefixkit.tree.snapshot import Ints
+from prefixkit.attention.step import Step
 
 
 class BatchTooLarge(ValueError):
@@ -25,18 +27,18 @@ class DecodeCapacity:
     pages: int
 
     @staticmethod
-    def of(batch: DecodeBatch) -> DecodeCapacity:
-        """What this batch needs."""
-        return DecodeCapacity(batch.num_rows, batch.snapshot.num_nodes, len(batch.snapshot.pages))
+    def of(tree: StepTree) -> DecodeCapacity:
+        """What this decode step needs."""
+        return DecodeCapacity(len(tree.queries.node), tree.snapshot.num_nodes, len(tree.snapshot.pages))
 
     def holds(self, need: DecodeCapacity) -> bool:
         return all(getattr(self, field.name) >= getattr(need, field.name) for field in fields(self))
 
 
 class DecodeTree:
-    """A :class:`DecodeBatch` where a model runs it.
+    """The tree of decode steps where a model runs them: each query is the last token of a leaf.
 
-    :meth:`load` brings a batch; each :meth:`advance` begins a step: every row one position further, its leaf one token
+    :meth:`load` brings a tree; each :meth:`advance` begins a step: every row one position further, its leaf one token
     longer.  Rows beyond the batch's write nothing.
 
     Attributes:
@@ -60,23 +62,25 @@ class DecodeTree:
         self.slots = torch.full((rows,), -1, dtype=torch.int64, device=target)
         self.leaf.fill_(-1)
 
-    def load(self, batch: DecodeBatch) -> None:
-        """Bring a batch: one copy on the current stream, without a wait of the host.  :meth:`advance` begins its step.
+    def load(self, step: StepTree) -> None:
+        """Bring a decode step: one copy on the current stream, without a wait of the host.  :meth:`advance` begins it.
 
         Raises:
             BatchTooLarge: it does not fit; nothing has changed.
         """
-        need = DecodeCapacity.of(batch)
+        need = DecodeCapacity.of(step)
         if not self.capacity.holds(need):
             raise BatchTooLarge(f"a batch of {need} does not fit {self.capacity}; make a DecodeTree as large as that")
-        tree, nodes = batch.snapshot, batch.snapshot.num_nodes
+        tree, leaves, nodes = step.snapshot, step.queries.node, step.snapshot.num_nodes
+        before = tree.computed.copy()  # tokens with KV before the step
+        before[leaves] = step.queries.begin
         *arrays, leaf = self._staged.begin()
         for staged, array in zip(
-            arrays, (tree.start, _before(batch), tree.page_indptr, tree.pages, tree.first_slot), strict=True
+            arrays, (tree.start, before, tree.page_indptr, tree.pages, tree.first_slot), strict=True
         ):
             staged[: len(array)] = array
         arrays[2][nodes + 1 :] = tree.page_indptr[-1]
-        leaf[: batch.num_rows], leaf[batch.num_rows :] = batch.leaf, -1
+        leaf[: len(leaves)], leaf[len(leaves) :] = leaves, -1
         self._staged.send()
 
     def advance(self, rows: int) -> None:
@@ -85,9 +89,15 @@ class DecodeTree:
             self.leaf, *self.nodes, self.sampled, self.tokens, self.positions, self.slots, rows, self.page_size
         )
 
-
-def _before(batch: DecodeBatch) -> Ints:
-    """``[nodes]`` tokens with KV before the batch's step."""
-    length = batch.snapshot.computed.copy()
-    length[batch.leaf] = batch.snapshot.length[batch.leaf] - 1
-    return length
+    def step(self, tree: StepTree, wanted: Tensor, planned: StepPlan) -> Step:
+        """The step of the rows ``wanted``, the first ones, over these arrays; lengths are those of ``tree``."""
+        rows = len(wanted)
+        return Step(
+            tokens=self.tokens[:rows],
+            positions=self.positions[:rows],
+            slots=self.slots[:rows],
+            logit_rows=wanted,
+            length=tree.length,
+            kv_tokens_unshared=int((tree.positions + 1).sum()),
+            planned=planned,
+        )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,17 +20,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.decode_batch import DecodeBatch
 from prefixkit.attention.planner import StepPlan
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
+from prefixkit.runners.batch import Batch, Pace, Sampled, Sampling
 from prefixkit.runners.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
-from prefixkit.runners.decoder import CannotDecode, Sampled, decode_step
-from prefixkit.runners.graph_arrays import GraphArrays, bucket_of
-from prefixkit.sampling.specification import SamplingBatch
+from prefixkit.runners.eager import EagerRunner
+from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays, bucket_of
+from prefixkit.runners.sampler import top_tokens
+from prefixkit.runners.waiting import RefuseWaiting
 
 log = logging.getLogger("prefixkit")
+
+# A plan stays right as leaves grow, but its pieces grow apart.
+REPLAN_EVERY = 64
+# The host never waits for the step before; compacting, and bringing tokens into the tree, cost it about a step.
+PACE = Pace(ahead=2, slack=16, waited_for=8)
+# Steps for which a batch is worth a capture.
+FEWEST_STEPS = 4
+# What a graph gives beside sampled tokens: so many of the likeliest, or the logits in place of all.
+_LOGITS = -1
+_FEWEST_TOP = 16
 
 
 class Graph(Protocol):
@@ -39,132 +52,203 @@ class Graph(Protocol):
         """Start it again."""
 
 
-# A plan stays right as leaves grow, but its pieces grow apart.
-REPLAN_EVERY = 64
+class Capture(Protocol):
+    """Captures work; what it captured shares one pool of memory."""
+
+    def __call__(self, work: Callable[[], None]) -> Graph:
+        """A graph of what ``work`` does on the current stream."""
+
+    @property
+    def bytes(self) -> int:
+        """GPU memory of that pool."""
 
 
-class GraphDecoder:
-    """Decodes by replaying CUDA graphs (see ``Decoder``).
+@dataclass(eq=False)
+class _Captured:
+    """A captured step, and what a replay leaves beside sampled tokens."""
+
+    graph: Graph | None = None
+    top: tuple[Tensor, Tensor] | None = None
+    logits: Tensor | None = None
+
+    def replay(self) -> None:
+        assert self.graph is not None, "captured"
+        self.graph.replay()
+
+
+class GraphRunner:
+    """Replays CUDA graphs for decode steps, and leaves other steps to an eager runner (see ``Runner``).
 
     Args:
+        eager: Runs steps with prompts in them, and all once the model's steps cannot be captured.
         model: Runs a step in a way that can be captured: no waiting for the device, no allocation outside torch.
         planning: How steps in graphs are planned, for the model's heads.
         page_size: Of the pool.
         device: The GPU.
+        pace: How far the host runs ahead.
+        fewest_steps: A batch that goes on for fewer steps captures no graph.
         shrink: A graph for fewer rows is captured where it has at most this part of the rows of the smallest there is
             that would do.  Lower where capturing takes long.
         weights: Says where what the model reads lies; asked once for each batch.  Graphs are captured again once that
             is elsewhere.  None: it never is.
         moves: Counts what may have moved it; asked before each step, and ``weights`` again when it has changed.
-        capture: Makes a graph of the work that its first argument does when called, in the memory pool that is the
-            second.
+        capture: Makes what captures graphs.
 
     Attributes:
-        planned: The plan of the batch at hand.
         captures: Graphs that were captured, again ones included.
         seconds_capturing: What that took.
-        graph_bytes: GPU memory that the graphs share for what steps compute.
+        graph_steps: Steps that graphs ran.
     """
 
     def __init__(
         self,
+        eager: EagerRunner,
         model: Callable[[Step], Tensor],
         planning: GraphPlanning,
         page_size: int,
         device: torch.device | str,
+        *,
+        pace: Pace = PACE,
+        fewest_steps: int = FEWEST_STEPS,
         shrink: float = 1.0,
         weights: Callable[[], Hashable] | None = None,
         moves: Callable[[], int] | None = None,
-        capture: Callable[[Callable[[], None], object], Graph] | None = None,
+        capture: Callable[[], Capture] | None = None,
     ) -> None:
-        self.model, self.planning, self.page_size = model, planning, page_size
-        self.device, self.shrink = torch.device(device), shrink
+        self.eager, self.model, self.planning, self.page_size = eager, model, planning, page_size
+        self.device, self.shrink, self.fewest_steps = torch.device(device), shrink, fewest_steps
         self.weights, self.moves = weights, moves
-        self.capture = capture_graph if capture is None else capture
-        self.planned: StepPlan
-        self.captures = 0
-        self.seconds_capturing = 0.0
-        self._graphs: dict[int, Graph] = {}
-        self._unread: deque[tuple[int, int]] = deque()  # place in the ring, rows
+        self.make_capture: Callable[[], Capture] = CudaCapture if capture is None else capture
+        self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
+        self._pace, self._eagerly, self._refused = pace, False, False
+        self._graphs: dict[tuple[int, int], _Captured] = {}  # by bucket, and what they give
+        self._unread: deque[Sampled | tuple[int, int]] = deque()  # or place in the ring, rows
         self._arrays: GraphArrays | None = None
+        self._capture: Capture | None = None
         self._read_from: Hashable = None  # where the weights are that graphs read
         self._moves = 0  # when that was asked
 
     @property
-    def stale(self) -> bool:
-        if self.moves is None or self.weights is None or self.moves() == self._moves:
-            return False
-        return self.weights() != self._read_from  # else another model's have moved
+    def pace(self) -> Pace:
+        return self.eager.pace if self._eagerly else self._pace
+
+    @property
+    def plans_made(self) -> int:
+        return self.eager.plans_made
 
     @property
     def graph_bytes(self) -> int:
-        if not self._graphs:
-            return 0
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
+        return 0 if self._capture is None else self._capture.bytes
 
-    # -- Decoder -------------------------------------------------------------------------------------------------------
+    @property
+    def reads(self) -> tuple[int, int]:
+        if self._eagerly:
+            return self.eager.reads
+        tree = self._now()
+        return self._planned.kv_tokens_read(tree.length), int((tree.positions + 1).sum())
 
-    def begin(self, batch: DecodeBatch, sampling: SamplingBatch, last: NDArray[np.int64]) -> None:
+    # -- Runner --------------------------------------------------------------------------------------------------------
+
+    def launch(self, batch: Batch) -> None:
         self._unread.clear()
-        try:
-            return self._begin(batch, sampling, last)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = first_line(error)
-        # Not while the error is handled: its traceback holds what was made until then.
-        self._release()
-        raise CannotDecode(f"no memory for CUDA graphs of {batch.num_rows} rows: {reason}")
+        self._eagerly = not self._begin(batch)
+        if self._eagerly:
+            self.eager.launch(batch)
+        else:
+            self._replay()
 
-    def _begin(self, batch: DecodeBatch, sampling: SamplingBatch, last: NDArray[np.int64]) -> None:
-        with self._here():
-            self._forget_moved()
-            arrays = self._reserve(batch)
-            bucket = self._bucket(batch.num_rows)
-            self._graph(arrays, bucket)
-            arrays.start(sampling, last)
-            self._take(arrays, batch, bucket)
+    def repeat(self) -> None:
+        if self._eagerly:
+            return self.eager.repeat()
+        if self._stale:  # some callback has moved the model's weights
+            self.keep(np.arange(self._rows))
+        self._see_moves()
+        self._replay()
 
-    def keep(self, batch: DecodeBatch, rows: NDArray[np.intp]) -> None:
+    def keep(self, rows: NDArray[np.intp]) -> None:
+        if self._eagerly:
+            return self.eager.keep(rows)
         arrays = self._arrays
-        assert arrays is not None and arrays.sampler is not None, "begun before"
+        assert arrays is not None and arrays.sampler is not None, "launched before"
         with self._here():
             self._forget_moved()
-            bucket = self._bucket(batch.num_rows)
+            bucket = self._bucket(len(rows))
             try:
                 self._graph(arrays, bucket)
             except RuntimeError as error:
-                if not (isinstance(error, CannotDecode) or is_out_of_memory(error)):
+                if not (isinstance(error, CannotCapture) or is_out_of_memory(error)):
                     raise
                 log.warning("going on with a graph for more rows: %s", first_line(error))
                 bucket = self._running
                 self._forget_moved()  # what failed may have moved them first
                 self._graph(arrays, bucket)
-            (index,) = upload([rows.astype(np.int64)], self.device)
-            arrays.sampler.keep(index)
-            self._take(arrays, batch, bucket)
+            arrays.sampler.keep(upload([rows.astype(np.int64)], self.device)[0])
+            self._take(arrays, self._now().keep(rows), bucket)
 
-    def step(self) -> None:
-        arrays = self._arrays
-        assert arrays is not None and arrays.sampler is not None, "begun before"
-        if self.stale:
-            raise RuntimeError("the model's weights have moved since the last step: keep all rows before the next one")
-        self._see_moves()
+    def read(self) -> Sampled:
+        if self._eagerly:
+            return self.eager.read()
+        arrays, oldest = self._arrays, self._unread.popleft()
+        assert arrays is not None, "launched before"
+        return oldest if isinstance(oldest, Sampled) else arrays.ring.read(*oldest, max(0, self._gives), self._top)
+
+    def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
+        return self.eager.sample(logits, sampling)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self, batch: Batch) -> bool:
+        """Whether a graph is ready to run the batch's steps."""
+        if self._refused or not batch.decodes:
+            return False
+        sampling, rows = batch.sampling, len(batch.rows)
+        gives = _LOGITS if sampling.process is not None else _top_of(sampling.top)
+        there = any(size >= rows and gives == other for size, other in self._graphs)
+        if batch.steps < self.fewest_steps and not there:
+            return False
+        self._gives, self._top, self._sampling = gives, sampling.top, sampling
+        try:
+            with self._here():
+                self._forget_moved()
+                arrays = self._reserve(batch.tree)
+                bucket = self._bucket(rows)
+                self._graph(arrays, bucket)
+                arrays.start(sampling.batch, batch.tokens)
+                self._take(arrays, batch.tree, bucket)
+                return True
+        except CannotCapture as error:
+            reason = str(error)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = f"no memory for CUDA graphs of {rows} rows: {first_line(error)}"
+        # Not while the error is handled: its traceback holds what was made until then.
+        self._release()
+        self._refused = True
+        log.warning("decoding step by step: %s", reason)
+        return False
+
+    def _replay(self) -> None:
+        arrays, captured = self._arrays, self._graphs[self._running, self._gives]
+        assert arrays is not None and arrays.sampler is not None, "launched before"
         with self._here():
             if self._steps and self._steps % REPLAN_EVERY == 0:
                 arrays.replan()
             self._steps += 1
-            self._graphs[self._running].replay()
-            sampled = arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows]
-            self._unread.append((arrays.ring.send(*sampled), self._rows))
+            self.graph_steps += 1
+            captured.replay()
+            if captured.logits is not None:
+                logits = captured.logits[: self._rows].float()
+                self._unread.append(self.eager.sample(logits, self._sampling))
+                return
+            assert captured.top is not None, "captured"
+            tokens, logprobs = arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows]
+            top = captured.top[0][: self._rows], captured.top[1][: self._rows]
+            self._unread.append((arrays.ring.send(tokens, logprobs, top), self._rows))
 
-    def read(self) -> Sampled:
-        arrays = self._arrays
-        assert arrays is not None, "begun before"
-        place, rows = self._unread.popleft()
-        arrays.ring.ready[place].synchronize()
-        return arrays.ring.tokens[place, :rows].numpy().copy(), arrays.ring.logprobs[place, :rows].numpy().copy()
+    def _now(self) -> StepTree:
+        """The tree of the next step to be started, or of the first."""
+        return self._tree.grown(self._steps) if self._steps else self._tree
 
     def _here(self) -> AbstractContextManager[object]:
         """The GPU as the current device: captures and events go by that."""
@@ -172,29 +256,34 @@ class GraphDecoder:
 
     # -- arrays and graphs ---------------------------------------------------------------------------------------------
 
-    def _take(self, arrays: GraphArrays, batch: DecodeBatch, bucket: int) -> None:
-        arrays.load(batch)
-        self.planned = self._plan_of(arrays, batch)
-        self._running, self._rows, self._steps = bucket, batch.num_rows, 0
+    def _take(self, arrays: GraphArrays, tree: StepTree, bucket: int) -> None:
+        arrays.load(tree)
+        self._tree, self._planned = tree, self._plan_of(arrays, tree)
+        self._running, self._rows, self._steps = bucket, len(tree.queries.node), 0
 
-    def _reserve(self, batch: DecodeBatch) -> GraphArrays:
-        """The arrays, if they hold the batch; else larger ones, for which graphs must be captured anew."""
-        if self._arrays is None or not self._arrays.holds(batch):
+    def _reserve(self, tree: StepTree) -> GraphArrays:
+        """The arrays, if they hold the tree; else larger ones, for which graphs must be captured anew."""
+        if self._arrays is None or not self._arrays.holds(tree):
             if self._graphs:
-                log.info("a batch of %d rows needs larger arrays: CUDA graphs are captured again", batch.num_rows)
-            self._graphs.clear()
+                log.info("%d rows need larger arrays: CUDA graphs are captured again", len(tree.queries.node))
+            self._forget()
             self._arrays = None  # before the new ones are made
-            self._pool = torch.cuda.graph_pool_handle()
-            self._arrays = GraphArrays(batch, self.planning, self.page_size, self.device)
+            self._arrays = GraphArrays(tree, self.planning, self.page_size, self.device)
         return self._arrays
+
+    @property
+    def _stale(self) -> bool:
+        """Whether what graphs read lies elsewhere by now."""
+        if self.moves is None or self.weights is None or self.moves() == self._moves:
+            return False
+        return self.weights() != self._read_from  # else another model's have moved
 
     def _forget_moved(self) -> None:
         """Drop graphs that read weights where they no longer are: that memory may have been reused by now."""
         there = None if self.weights is None else self.weights()
         if self._graphs and there != self._read_from:
             log.info("the model's weights have moved: CUDA graphs are captured again")
-            self._graphs.clear()
-            self._pool = torch.cuda.graph_pool_handle()
+            self._forget()
         self._read_from = there
         self._see_moves()
 
@@ -202,94 +291,100 @@ class GraphDecoder:
         """Note that the moves of weights so far have left those that graphs read where they were."""
         self._moves = self.moves() if self.moves is not None else 0
 
+    def _forget(self) -> None:
+        """Drop all graphs and their memory."""
+        self._graphs.clear()
+        self._capture = None
+
     def _release(self) -> None:
         """Give back all memory of graphs and of what they read and write."""
-        self._graphs.clear()
+        self._forget()
         self._arrays = None
         self._unread.clear()
 
     def _bucket(self, rows: int) -> int:
         """Which bucket's graph is to run so many rows."""
-        there, best = [size for size in self._graphs if size >= rows], bucket_of(rows)
+        best = bucket_of(rows)
+        there = [size for size, gives in self._graphs if size >= rows and gives == self._gives]
         return min(there) if there and best > self.shrink * min(there) else best
 
-    def _graph(self, arrays: GraphArrays, rows: int) -> Graph:
-        """The graph of a bucket, captured if it is its first time.  Then the arrays hold no batch afterwards."""
-        if rows not in self._graphs:
-            began = time.perf_counter()
-            arrays.clear()
-            step = self._step_of(arrays, rows)
-            with torch.inference_mode():
-                # Twice without a graph: everything lazy has happened then.  No row is there, so nothing is written.
-                try:
-                    arrays.make_sampler(self.model(step).shape[1])
-                except NotCapturable as error:
-                    raise CannotDecode(str(error)) from error
-                with _no_waiting():
-                    self.model(step)
-                self._forget_moved()  # compiled layers move theirs in their first step
-                self._graphs[rows] = self._capture(arrays, step)
-            self.captures += 1
-            took = time.perf_counter() - began
-            self.seconds_capturing += took
-            log.info(
-                "captured a decode step of %d rows in %.2f s; graphs hold %.0f MiB",
-                rows,
-                took,
-                self.graph_bytes / 2**20,
-            )
-        return self._graphs[rows]
+    def _graph(self, arrays: GraphArrays, rows: int) -> None:
+        """Capture the graph of a bucket if it is its first time.  Then the arrays hold no batch afterwards."""
+        if (rows, self._gives) in self._graphs:
+            return
+        began = time.perf_counter()
+        arrays.clear()
+        step = arrays.tree.step(arrays.first, arrays.wanted[:rows], self._plan_of(arrays, arrays.first))
+        with torch.inference_mode():
+            # Twice without a graph: everything lazy has happened then.  No row is there, so nothing is written.
+            try:
+                arrays.make_sampler(self.model(step).shape[1])
+            except NotCapturable as error:
+                raise CannotCapture(str(error)) from error
+            with RefuseWaiting():  # type: ignore[no-untyped-call]
+                self.model(step)
+            self._forget_moved()  # compiled layers move theirs in their first step
+            self._graphs[rows, self._gives] = self._captured(arrays, step)
+        self.captures += 1
+        took = time.perf_counter() - began
+        self.seconds_capturing += took
+        held = self.graph_bytes / 2**20
+        log.info("captured a decode step of %d rows in %.2f s; graphs hold %.0f MiB", rows, took, held)
 
-    def _capture(self, arrays: GraphArrays, step: Step) -> Graph:
-        sampler = arrays.sampler
+    def _captured(self, arrays: GraphArrays, step: Step) -> _Captured:
+        sampler, gives, captured = arrays.sampler, self._gives, _Captured()
         assert sampler is not None, "made before"
 
         def run() -> None:
             arrays.tree.advance(step.num_rows)
-            sampler.sample(self.model(step))
+            logits = self.model(step)
+            if gives == _LOGITS:
+                captured.logits = logits
+            else:
+                sampler.sample(logits)
+                captured.top = top_tokens(logits, gives)
 
+        if self._capture is None:
+            self._capture = self.make_capture()
         try:
-            return self.capture(run, self._pool)
+            captured.graph = self._capture(run)
         except RuntimeError as error:
             reason = reason_of(error)
             if is_about_capture(reason):
-                raise CannotDecode(f"a step cannot be captured in a CUDA graph: {first_line(reason)}") from error
+                raise CannotCapture(f"a step cannot be captured in a CUDA graph: {first_line(reason)}") from error
             raise reason from None  # out of memory, or broken
+        return captured
 
-    def _step_of(self, arrays: GraphArrays, rows: int) -> Step:
-        return decode_step(arrays.first, arrays.tree, arrays.wanted[:rows], self._plan_of(arrays, arrays.first))
-
-    def _plan_of(self, arrays: GraphArrays, batch: DecodeBatch) -> StepPlan:
-        return self.planning.step_plan(arrays.planner.work, arrays.tree.nodes, batch.tree)
+    def _plan_of(self, arrays: GraphArrays, tree: StepTree) -> StepPlan:
+        return self.planning.step_plan(arrays.planner.work, arrays.tree.nodes, tree)
 
 
-def capture_graph(work: Callable[[], None], pool: object) -> Graph:
-    """A CUDA graph of what ``work`` does on the current stream, in a memory pool that graphs share."""
-    graph = torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.stream(torch.cuda.current_stream()),  # a capture that fails leaves its own stream the current one
-        torch.cuda.graph(graph, pool=pool),  # type: ignore[arg-type]
-    ):
-        work()
-    return graph
+class CudaCapture:
+    """Captures CUDA graphs in a memory pool that they share.
 
-
-@contextmanager
-def _no_waiting() -> Iterator[None]:
-    """CannotDecode if the host waits for the device: a capture would fail, and not as cleanly.
-
-    Mixtures of experts do that whose layers ask which experts have tokens, and rotary embeddings that ask for the
-    longest position.
+    Captures are of this thread alone: others may allocate, wait and launch meanwhile.
     """
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    except RuntimeError as error:
-        if "synchronizing" not in str(error):
-            raise
-        raise CannotDecode(
-            f"the model waits for the GPU in each step, which no CUDA graph can hold: {first_line(error)}"
-        ) from error
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.stream(
+                torch.cuda.current_stream()
+            ),  # a capture that fails leaves its own stream the current one
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            work()
+        return graph
+
+    @property
+    def bytes(self) -> int:
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
+
+
+def _top_of(count: int) -> int:
+    """How many of the likeliest tokens a graph gives where so many are wanted: graphs serve several counts."""
+    return max(_FEWEST_TOP, 1 << (count - 1).bit_length()) if count else 0

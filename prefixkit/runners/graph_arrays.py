@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.capacity import PlanCapacity
-from prefixkit.attention.decode_batch import DecodeBatch
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.staging import upload
 from prefixkit.ops.backend import GraphPlanning
 from prefixkit.ops.sampling_records import MOST_VOCAB
+from prefixkit.runners.batch import Sampled
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
-from prefixkit.runners.decoder import CannotDecode
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.specification import SamplingBatch
 
@@ -34,72 +32,97 @@ def bucket_of(rows: int) -> int:
     return -(-rows // _STEP_OF_LARGE) * _STEP_OF_LARGE
 
 
-@dataclass(eq=False)
+class CannotCapture(RuntimeError):
+    """A model's steps cannot run in CUDA graphs; nothing has run."""
+
+
 class Ring:
-    """Pinned memory for what recent steps sampled, and when it is there."""
+    """The host's memory for what recent steps sampled, and when it is there; pinned where they run on a GPU."""
 
-    tokens: Tensor
-    logprobs: Tensor
-    ready: list[torch.cuda.Event]
-    sent: int = 0
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self.tokens, self.logprobs = self._buffers(_RING, rows)
+        self._ready = [torch.cuda.Event() for _ in range(_RING)] if self._on_gpu else []  # type: ignore[no-untyped-call]
+        self._top: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows, self._sent = rows, 0
 
-    @staticmethod
-    def of(rows: int) -> Ring:
-        tokens = torch.zeros((_RING, rows), dtype=torch.int64, pin_memory=True)
-        logprobs = torch.zeros((_RING, rows), dtype=torch.float32, pin_memory=True)
-        return Ring(tokens, logprobs, [torch.cuda.Event() for _ in range(_RING)])  # type: ignore[no-untyped-call]
+    def send(self, tokens: Tensor, logprobs: Tensor, top: tuple[Tensor, Tensor]) -> int:
+        """Copy a step's rows on the current stream; returns where they will be.
 
-    def send(self, tokens: Tensor, logprobs: Tensor) -> int:
-        """Copy a step's rows on the current stream; returns where they will be."""
-        place = self.sent % _RING
-        self.tokens[place, : len(tokens)].copy_(tokens, non_blocking=True)
-        self.logprobs[place, : len(tokens)].copy_(logprobs, non_blocking=True)
-        self.ready[place].record()
-        self.sent += 1
+        Of ``top`` only the last step's are kept: steps that have some are not started ahead.
+        """
+        place, (rows, count) = self._sent % _RING, top[0].shape
+        self.tokens[place, :rows].copy_(tokens, non_blocking=True)
+        self.logprobs[place, :rows].copy_(logprobs, non_blocking=True)
+        if count:
+            if count not in self._top:
+                self._top[count] = self._buffers(self._rows, count)
+            for here, there in zip(self._top[count], top, strict=True):
+                here[:rows].copy_(there, non_blocking=True)
+        if self._on_gpu:
+            self._ready[place].record()
+        self._sent += 1
         return place
+
+    def read(self, place: int, rows: int, top: int, count: int) -> Sampled:
+        """A step's rows, once they are there, with the first ``count`` of the ``top`` tokens that it sent."""
+        if self._on_gpu:
+            self._ready[place].synchronize()
+        ids, logprobs = self._top[top] if top else self._buffers(rows, 0)
+        sampled = self.tokens[place, :rows].numpy().copy(), self.logprobs[place, :rows].numpy().copy()
+        return Sampled(*sampled, ids[:rows, :count].numpy().copy(), logprobs[:rows, :count].numpy().copy())
+
+    def _buffers(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """Zeros for tokens and for log-probabilities."""
+        return (
+            torch.zeros(shape, dtype=torch.int64, pin_memory=self._on_gpu),
+            torch.zeros(shape, dtype=torch.float32, pin_memory=self._on_gpu),
+        )
 
 
 class GraphArrays:
     """Everything that graphs read and write, for batches up to a size."""
 
-    def __init__(self, batch: DecodeBatch, planning: GraphPlanning, page_size: int, device: torch.device) -> None:
-        need, rows = DecodeCapacity.of(batch), bucket_of(batch.num_rows)
-        self.first = batch
+    def __init__(self, tree: StepTree, planning: GraphPlanning, page_size: int, device: torch.device) -> None:
+        need = DecodeCapacity.of(tree)
+        rows = bucket_of(need.rows)
+        self.first = tree
         self.rows = rows
         capacity = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, _more(need.pages))
         self.tree = DecodeTree(capacity, page_size, device)
-        plan = planning.capacity_for(batch.tree)
+        plan = planning.capacity_for(tree)
         self.planner = planning.planner(capacity.nodes, _with_slack(plan, rows), device)
         self.wanted = torch.arange(rows, device=device)
-        self.ring = Ring.of(rows)
+        self.ring = Ring(rows, device)
         self.sampler: Sampler | None = None
         self._planning = planning
 
-    def holds(self, batch: DecodeBatch) -> bool:
-        if not self.tree.capacity.holds(DecodeCapacity.of(batch)):
+    def holds(self, tree: StepTree) -> bool:
+        if not self.tree.capacity.holds(DecodeCapacity.of(tree)):
             return False
-        return self.planner.capacity.holds(self._planning.capacity_for(batch.tree))
+        return self.planner.capacity.holds(self._planning.capacity_for(tree))
 
     def make_sampler(self, vocab: int) -> None:
         if self.sampler is None:
             if vocab > MOST_VOCAB:
-                raise CannotDecode(f"the sampling kernel serves up to {MOST_VOCAB} tokens, the model has {vocab}")
+                raise CannotCapture(f"the sampling kernel serves up to {MOST_VOCAB} tokens, the model has {vocab}")
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
                 self.sampler = Sampler(self.rows, vocab, self.tree.leaf.device)
             self.tree.sampled = self.sampler.tokens
 
-    def start(self, sampling: SamplingBatch, last: NDArray[np.int64]) -> None:
+    def start(self, sampling: SamplingBatch, last: NDArray[np.integer]) -> None:
         """Bring the sampling parameters of a batch's rows, and their last tokens."""
         sampler, count = self.sampler, len(last)
         assert sampler is not None, "made before the first graph"
         sampler.active.zero_()
-        sampler.load(slice(0, count), sampling)
-        sampler.tokens[:count] = upload([last], self.tree.leaf.device)[0]
+        if any(params is not None for params in sampling.params):
+            sampler.load(slice(0, count), sampling)
+        sampler.tokens[:count] = upload([last.astype(np.int64)], self.tree.leaf.device)[0]
 
-    def load(self, batch: DecodeBatch) -> None:
-        """Bring a batch and plan it, on the current stream."""
-        self.tree.load(batch)
-        self.planner.load(batch.tree)
+    def load(self, tree: StepTree) -> None:
+        """Bring the tree of decode steps and plan them, on the current stream."""
+        self.tree.load(tree)
+        self.planner.load(tree)
         self.planner.plan()
 
     def replan(self) -> None:

@@ -5,6 +5,7 @@ Nothing waits for the device, and sampling allocates nothing there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from prefixkit.attention.staging import upload
 from prefixkit.ops import library  # noqa: F401  defines the op
 from prefixkit.ops.sampling_records import ACTIVE, MOST_VOCAB, RECORD_INTS, STEP, mask, records, words
-from prefixkit.sampling.specification import Ids, SampleRows, SamplingBatch, sample_on_host
+from prefixkit.sampling.specification import Ids, SamplingBatch
 
 
 class Sampler:
@@ -35,14 +36,15 @@ class Sampler:
             ``t``.  Kept for every row, read where there is a repetition penalty.
 
     Raises:
-        ValueError: a size below 1, or a vocabulary above 2**20.
+        ValueError: a size below 1, or on a GPU a vocabulary above 2**20.
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device | str) -> None:
-        if rows < 1 or not 1 <= vocab <= MOST_VOCAB:
+        most = sys.maxsize if torch.device(device).type == "cpu" else MOST_VOCAB
+        if rows < 1 or not 1 <= vocab <= most:
             raise ValueError(
-                f"a sampler needs at least 1 row and 1 to {MOST_VOCAB} tokens, got {rows} rows of {vocab}; "
-                "sample from larger ones with sampling.specification.sample_tokens"
+                f"a sampler on {device} needs at least 1 row and 1 to {most} tokens, got {rows} rows of {vocab}; "
+                "sample larger vocabularies on the CPU"
             )
         self.rows, self.vocab = rows, vocab
         self._records = torch.zeros(rows, RECORD_INTS, dtype=torch.int32, device=device)
@@ -53,7 +55,8 @@ class Sampler:
         self.logprobs = torch.full((rows,), torch.nan, device=self.device)
 
     def load(self, rows: slice | Sequence[int] | Ids, batch: SamplingBatch) -> None:
-        """Give rows their parameters and make them active: one copy on the current stream, without a wait of the host.
+        """Give rows their parameters, and make those active that have some: one copy on the current stream, without a
+        wait of the host.
 
         Args:
             rows: Which, each once.
@@ -67,7 +70,7 @@ class Sampler:
             raise ValueError(f"a batch of {len(batch.params)} rows cannot be loaded into {len(number)}")
         if len(number) and not (0 <= number.min() <= number.max() < self.rows and len(set(number)) == len(number)):
             raise ValueError(f"rows must be different and from 0 to {self.rows - 1}, got {number.tolist()}")
-        penalised = [i for i, each in enumerate(batch.params) if each.repetition_penalty != 1]
+        penalised = [i for i, each in enumerate(batch.params) if each is not None and each.repetition_penalty != 1]
         arrays: list[NDArray[np.signedinteger]] = [number, records(batch.params, batch.keys, batch.steps)]
         if penalised:
             arrays += [number[penalised], np.stack([mask(batch.histories[i], self.vocab) for i in penalised])]
@@ -113,29 +116,18 @@ class Sampler:
         return self.tokens[: len(logits)], self.logprobs[: len(logits)]
 
 
-def sampler_of(device: torch.device) -> SampleRows:
-    """The sampler of a device; on a CPU the specification itself, which says what is wrong with a row."""
-    return sample_on_host if device.type == "cpu" else DeviceSampler()
+def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of each row, best first, and their log-probabilities; a CUDA graph can capture it.
 
+    Args:
+        logits: ``[n, vocab]``, any float dtype.
+        count: How many; all, where the vocabulary has fewer.
 
-class DeviceSampler:
-    """Samples in steps that no graph holds: first tokens above all, for many samples from one prompt's logits.
-
-    Keeps one sampler, for as many rows as it has met.
+    Returns:
+        ``[n, count]`` int64 and float32.  A row that holds NaN has one in front.
     """
-
-    def __init__(self) -> None:
-        self._sampler: Sampler | None = None
-
-    def __call__(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """As ``specification.sample_on_host``, but token -1 where nothing can be sampled."""
-        rows, vocab = logits.shape
-        if vocab > MOST_VOCAB:
-            return sample_on_host(logits, batch)
-        sampler = self._sampler
-        if sampler is None or sampler.rows < rows or sampler.vocab != vocab or sampler.device != logits.device:
-            with torch.inference_mode(False):
-                sampler = self._sampler = Sampler(rows, vocab, logits.device)
-        sampler.load(slice(0, rows), batch)
-        tokens, logprobs = sampler.sample(logits)
-        return tokens.cpu(), logprobs.cpu()
+    if count == 0:
+        nothing = logits.new_empty(len(logits), 0, dtype=torch.float32)
+        return nothing.long(), nothing
+    best, ids = torch.log_softmax(logits.float(), -1).topk(min(count, logits.shape[1]))
+    return ids, best

@@ -34,7 +34,7 @@ processors, but that theirs leave to the sort which of equally likely tokens top
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.weights import Floats, Scratch, block_sums, invert, least, rate, share, weigh
 
 Ids = NDArray[np.integer[Any]]
@@ -295,23 +294,14 @@ class SamplingBatch:
     """How the rows of a batch are sampled.
 
     Attributes:
-        params: ``[rows]`` of each.
+        params: ``[rows]`` of each; None for a row that is not sampled.
         keys: ``[rows]`` uint64 from ``rng.sample_key``.
         steps: ``[rows]`` how many tokens each has sampled, from 0 to 2**31 - 1.
         histories: For each the tokens that its sequence holds, prompt included; read where there is a repetition
             penalty.
     """
 
-    params: Sequence[SamplingParams]
+    params: Sequence[SamplingParams | None]
     keys: NDArray[np.uint64]
     steps: Ids
     histories: Sequence[Ids]
-
-
-# Samples a token for each row of logits ``[rows, vocab]``; returns tokens and log-probabilities.
-SampleRows = Callable[[Tensor, SamplingBatch], tuple[Tensor, Tensor]]
-
-
-def sample_on_host(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """:func:`sample_tokens` with the random numbers of a batch's keys and steps; raises as it does."""
-    return sample_tokens(logits, batch.params, uniforms(batch.keys, batch.steps), batch.histories)

@@ -19,8 +19,9 @@ from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.backends.torch.planner import TorchPlanner
 from prefixkit.engine.engine import Engine
+from prefixkit.runners.batch import STEP_BY_STEP, Pace
+from prefixkit.runners.eager import EagerRunner
 from prefixkit.tree.radix import PrefixTree
-from tests.engine.eager_decoder import EagerDecoder
 
 VOCAB = 50
 
@@ -95,12 +96,10 @@ def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
 
 
 def make_engine(
-    num_pages: int = 4096, page_size: int = 4, decoder: bool = False, **options
+    num_pages: int = 4096, page_size: int = 4, pace: Pace = STEP_BY_STEP, **options
 ) -> tuple[Engine, FakeModel]:
-    """An engine over a fake model, with or without a decoder; its cost model shares whatever can be shared."""
+    """An engine over a fake model, and the model; its cost model shares whatever can be shared."""
     model = FakeModel(num_pages * page_size, page_size)
     planner = TorchPlanner(HeadShape(1, 1, 1, 4), CostModel(item=0, kv_byte=1, partial_byte=0))
-    engine = Engine(model, FakePool(FakeSpec()), PrefixTree(num_pages, page_size), planner, **options)
-    if decoder:
-        engine.decoder = EagerDecoder(model, planner, page_size, "cpu")
-    return engine, model
+    runner = EagerRunner(model, planner, "cpu", pace)
+    return Engine(runner, FakePool(FakeSpec()), PrefixTree(num_pages, page_size), **options), model

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from prefixkit.engine.beam import BeamMove, BeamSearch, advance, finished
+from prefixkit.engine.beam import BeamMove, BeamSearch, advance, finished, num_candidates
 from prefixkit.engine.request import BeamParams
+from prefixkit.runners.sampler import top_tokens
 from tests.covering import pairwise_cover
 
 VOCAB = 60
@@ -55,12 +57,17 @@ class Biased:
         self.handle.remove()
 
 
+def likeliest(logits, params):
+    """What a step of the search takes."""
+    return (part.numpy() for part in top_tokens(logits, num_candidates(params)))
+
+
 def ours(model, prompt, params):
     """Run the search with the model as it is, over whole sequences; check each move against the beams it leads to."""
     state, rows = BeamSearch(params), [[]]
     while not state.done:
         logits = model(torch.tensor([[*prompt, *row] for row in rows])).logits[:, -1].float()
-        state, move = advance(state, torch.log_softmax(logits, -1))
+        state, move = advance(state, *likeliest(logits, params))
         rows = [[*rows[parent], token] for parent, token in zip(move.parents, move.tokens, strict=True)]
         assert rows == [list(beam.tokens) for beam in state.beams]
         assert sorted(state.beams, key=lambda beam: -beam.score) == list(state.beams)
@@ -181,23 +188,25 @@ A, B, C, STOP = range(4)
 
 
 def log_probs(*rows):
-    return torch.tensor(rows).log()
+    """What a step takes where each beam's next tokens have these probabilities."""
+    best, tokens = torch.tensor(rows).log().sort(descending=True, stable=True)
+    return tokens.numpy(), best.numpy()
 
 
 def test_the_first_step_starts_from_the_prompt_alone():
-    state, move = advance(BeamSearch(BeamParams(2, stop_token_ids=(STOP,))), log_probs([0.5, 0.3, 0.1, 0.1]))
+    state, move = advance(BeamSearch(BeamParams(2, stop_token_ids=(STOP,))), *log_probs([0.5, 0.3, 0.1, 0.1]))
     assert move == BeamMove(parents=(0, 0), tokens=(A, B))
     assert [beam.tokens for beam in state.beams] == [(A,), (B,)]
-    state, move = advance(state, log_probs([0.12, 0.1, 0.08, 0.7], [0.8, 0.1, 0.06, 0.04]))
+    state, move = advance(state, *log_probs([0.12, 0.1, 0.08, 0.7], [0.8, 0.1, 0.06, 0.04]))
     # a-stop 0.35, b-a 0.24, a-a 0.06, ...: the best ends, the next two go on.
     assert move == BeamMove(parents=(1, 0), tokens=(A, A))
     assert [beam.tokens for beam in state.hypotheses] == [(A, STOP)]
 
 
 def test_only_one_of_the_best_num_beams_candidates_may_end():
-    state, _ = advance(BeamSearch(BeamParams(2, stop_token_ids=(STOP,))), log_probs([0.4, 0.3, 0.2, 0.1]))
+    state, _ = advance(BeamSearch(BeamParams(2, stop_token_ids=(STOP,))), *log_probs([0.4, 0.3, 0.2, 0.1]))
     assert state.hypotheses == ()  # the stop token ranked fourth
-    state, _ = advance(BeamSearch(BeamParams(2, stop_token_ids=(STOP,))), log_probs([0.4, 0.1, 0.2, 0.3]))
+    state, _ = advance(BeamSearch(BeamParams(2, stop_token_ids=(STOP,))), *log_probs([0.4, 0.1, 0.2, 0.3]))
     assert [beam.tokens for beam in state.hypotheses] == [(STOP,)]
 
 
@@ -205,8 +214,8 @@ def test_early_stopping_stops_at_num_beams_hypotheses_and_otherwise_goes_on_whil
     first, second = log_probs([0.6, 0.05, 0.05, 0.3]), log_probs([0.7, 0.0, 0.0, 0.3], [0.05, 0.05, 0.0, 0.9])
     done = {}
     for early_stopping in (True, False):
-        state, _ = advance(BeamSearch(BeamParams(2, 1, 0.0, early_stopping, stop_token_ids=(STOP,))), first)
-        state, move = advance(state, second)
+        state, _ = advance(BeamSearch(BeamParams(2, 1, 0.0, early_stopping, stop_token_ids=(STOP,))), *first)
+        state, move = advance(state, *second)
         assert len(state.hypotheses) == 2
         done[early_stopping] = state.done
         assert state.done == (move == BeamMove((), ()))
@@ -217,18 +226,18 @@ def test_never_judges_a_beam_by_the_length_that_flatters_it_most():
     first, second = log_probs([0.6, 0.03, 0.02, 0.35]), log_probs([0.8, 0.0, 0.0, 0.2], [0.5, 0.3, 0.1, 0.1])
     for length_penalty in (-1.0, 2.0):
         params = BeamParams(2, 2, length_penalty, "never", 10, (STOP,))
-        state, _ = advance(BeamSearch(params), first)
-        state, _ = advance(state, second)
+        state, _ = advance(BeamSearch(params), *first)
+        state, _ = advance(state, *second)
         # a-a holds ln 0.48; the worse hypothesis is a-stop, ln 0.12: not out of reach at length 2, nor at length 10.
         assert len(state.hypotheses) == 2
         assert not state.done
 
 
 def test_a_model_that_allows_less_than_num_beams_leaves_fewer_beams(caplog):
-    state, move = advance(BeamSearch(BeamParams(3, 3, stop_token_ids=(STOP,))), log_probs([0.5, 0.0, 0.0, 0.5]))
+    state, move = advance(BeamSearch(BeamParams(3, 3, stop_token_ids=(STOP,))), *log_probs([0.5, 0.0, 0.0, 0.5]))
     assert move == BeamMove((0,), (A,))
     assert len(state.hypotheses) == 1
-    state, move = advance(state, log_probs([0.0, 0.0, 0.0, 1.0]))
+    state, move = advance(state, *log_probs([0.0, 0.0, 0.0, 1.0]))
     assert state.done
     assert move == BeamMove((), ())
     assert [beam.tokens for beam in finished(state)] == [(A, STOP), (STOP,)]  # ln(1/2) over 2 tokens, and over 1
@@ -238,29 +247,30 @@ def test_a_model_that_allows_less_than_num_beams_leaves_fewer_beams(caplog):
 def test_states_are_values(model):
     state = BeamSearch(BeamParams(2, stop_token_ids=(STOP,)))
     step = log_probs([0.5, 0.3, 0.1, 0.1])
-    assert advance(state, step) == advance(state, step)
+    assert advance(state, *step) == advance(state, *step)
     assert state == BeamSearch(BeamParams(2, stop_token_ids=(STOP,)))
 
 
 def test_the_log_probabilities_are_left_alone():
     step = log_probs([0.5, 0.3, 0.1, 0.1])
-    before = step.clone()
-    advance(BeamSearch(BeamParams(2)), step)
-    assert torch.equal(step, before)
+    before = [part.copy() for part in step]
+    advance(BeamSearch(BeamParams(2)), *step)
+    assert all(np.array_equal(part, old) for part, old in zip(step, before, strict=True))
 
 
 def test_what_does_not_fit_says_so():
     state = BeamSearch(BeamParams(2, max_new_tokens=1))
-    with pytest.raises(ValueError, match=r"\[1 beams, vocab\], got torch.float32 \[2, 4\]"):
-        advance(state, torch.zeros(2, 4))
+    tokens = np.arange(4)[None]
+    with pytest.raises(ValueError, match=r"\[1 beams, k\], got \[2, 4\] and float32 \[2, 4\]"):
+        advance(state, tokens.repeat(2, 0), np.zeros((2, 4), np.float32))
     with pytest.raises(ValueError, match="float32"):
-        advance(state, torch.zeros(1, 4, dtype=torch.float64))
-    with pytest.raises(ValueError, match="log_probs of beam 0 hold NaN"):
-        advance(state, torch.tensor([[0.0, float("nan")]]))
+        advance(state, tokens, np.zeros((1, 4)))
+    with pytest.raises(ValueError, match="of beam 0 hold NaN"):
+        advance(state, tokens[:, :2], np.array([[np.nan, 0]], np.float32))
     with pytest.raises(ValueError, match="still runs 1 beams"):
         finished(state)
-    state, _ = advance(state, log_probs([0.5, 0.3, 0.1, 0.1]))
+    state, _ = advance(state, *log_probs([0.5, 0.3, 0.1, 0.1]))
     with pytest.raises(ValueError, match="the search is over"):
-        advance(state, log_probs([0.5, 0.3, 0.1, 0.1]))
+        advance(state, *log_probs([0.5, 0.3, 0.1, 0.1]))
     with pytest.raises(ValueError, match="from 1 to num_beams=2, got 3"):
         finished(state, 3)

@@ -9,6 +9,7 @@ import torch
 
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.scheduler import KVBudgetTooSmall
+from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
 from tests.covering import pairwise_cover
 from tests.engine.fake_model import logits_after, make_engine
@@ -108,7 +109,8 @@ class TestBeams:
     @pytest.mark.parametrize("page_size", [1, 4])
     @pytest.mark.parametrize("num_beams", [1, 2, 5])
     def test_beams_are_those_of_an_exhaustive_replay(self, num_beams, page_size):
-        from prefixkit.engine.beam import BeamSearch, advance, finished
+        from prefixkit.engine.beam import BeamSearch, advance, finished, num_candidates
+        from prefixkit.runners.sampler import top_tokens
 
         params = BeamParams(num_beams, num_return_sequences=num_beams, max_new_tokens=8, stop_token_ids=(1, 2))
         prompts = random_prompts(7, count=5)
@@ -119,7 +121,8 @@ class TestBeams:
             search = BeamSearch(params)
             while not search.done:
                 after = [logits_after([*prompt, *beam.tokens]) for beam in search.beams]
-                search, _ = advance(search, torch.log_softmax(torch.from_numpy(np.stack(after)), dim=-1))
+                likeliest = top_tokens(torch.from_numpy(np.stack(after)), num_candidates(params))
+                search, _ = advance(search, *(part.numpy() for part in likeliest))
             mine = [sample for sample in samples if sample.prompt_index == index]
             assert [tuple(sample.tokens) for sample in mine] == [beam.tokens for beam in finished(search)]
             assert [sample.score for sample in mine] == [beam.score for beam in finished(search)]
@@ -152,7 +155,7 @@ class TestFailure:
                 raise RuntimeError("out of order")
             return model(step)
 
-        engine.model = failing
+        engine.runner.model = failing
         with pytest.raises(RuntimeError, match="out of order"):
             run(engine, random_prompts(4), params)
         assert_all_given_back(engine)
@@ -185,10 +188,10 @@ def test_equal_prompts_draw_from_streams_of_their_occurrence():
     assert not any(s.tokens in [t.tokens for t in samples[:2]] for s in samples[2:])
 
 
-@pytest.mark.parametrize("decoder", [False, True])
-def test_samples_that_are_not_kept_are_gone_once_they_are_given(decoder):
+@pytest.mark.parametrize("pace", [Pace(), Pace(ahead=2, slack=16)])
+def test_samples_that_are_not_kept_are_gone_once_they_are_given(pace):
     params, prompts = SamplingParams(n=3, max_new_tokens=12, seed=5, stop_token_ids=(3, 4)), random_prompts(5)
-    kept = run(make_engine(decoder=decoder)[0], prompts, params)
+    kept = run(make_engine(pace=pace)[0], prompts, params)
     given, alive, most = [], [], 0
 
     def take(sample):
@@ -197,10 +200,10 @@ def test_samples_that_are_not_kept_are_gone_once_they_are_given(decoder):
         alive.append(weakref.ref(sample))
         most = max(most, sum(one() is not None for one in alive))
 
-    engine, _ = make_engine(decoder=decoder, keep=False, on_sample=take)
+    engine, _ = make_engine(pace=pace, keep=False, on_sample=take)
     assert run(engine, prompts, params) == []
     assert sorted(given) == [(s.prompt_index, s.index, s.tokens) for s in kept]
     assert engine.report.samples == len(kept)
     assert not [one for one in alive if one() is not None]
-    if decoder:
+    if pace.ahead > 1:
         assert most <= 2, "a step at a time, not a whole decode"

@@ -155,7 +155,7 @@ def test_an_engine_with_compiled_layers_samples_what_the_model_is_sure_of(
     with prefixkit.patched(model):
         engine = make_engine(model, requests, compiled=True)
         samples = engine.run(requests)
-        runner = engine.decoder.model.__self__  # type: ignore[union-attr]
+        runner = engine.runner.model.__self__  # type: ignore[attr-defined]
     assert runner.compiled.reason is None
     assert 1 < runner.compiled.graphs <= engine.report.captures, "one for each bucket"
     found = [(requests[sample.prompt_index].tokens.tolist(), list(sample.tokens)) for sample in samples]
@@ -204,9 +204,7 @@ def test_graphs_of_other_engines_are_captured_again_once_compiled_layers_have_mo
     with prefixkit.patched(model):
         engine = make_engine(model, requests)
         engine.run(requests)
-        decoder = engine.decoder
-        assert decoder is not None
-        captures = decoder.captures
+        captures = engine.runner.captures
         freed: list[torch.Tensor] = []
 
         def move(_: int = 0) -> None:
@@ -220,9 +218,9 @@ def test_graphs_of_other_engines_are_captured_again_once_compiled_layers_have_mo
         else:
             move()
         samples = engine.run(requests)
-        assert decoder.captures == 2 * captures > 0
+        assert engine.runner.captures == 2 * captures > 0
         engine.run(requests)
-        assert decoder.captures == 2 * captures
+        assert engine.runner.captures == 2 * captures
     freed.clear()
     found = [(requests[sample.prompt_index].tokens.tolist(), list(sample.tokens)) for sample in samples]
     assert _sure_and_right(found, model, exact) > TOKENS, "too few sure tokens to say anything"

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
-import torch
 
-from prefixkit.engine.decode_run import DecodeSettings
-from prefixkit.runners import graph as graphs
 from prefixkit.runners import graph_arrays
+from prefixkit.runners.batch import Pace
+from prefixkit.runners.graph import GraphRunner
 from tests.engine.fake_model import make_engine
-from tests.runners.stand_ins import Decoder, Planning, Ring
+from tests.runners.stand_ins import Capturing, Planning
 
 
 @pytest.fixture
 def decoding(monkeypatch):
-    """A function that makes an engine which decodes by such graphs, and its fake model."""
+    """A function that makes an engine which decodes by graphs that a stand-in captures, and its fake model."""
     monkeypatch.setattr(graph_arrays, "BUCKETS", (1, 2, 3, 5, 8, 13, 21, 34))
-    monkeypatch.setattr(graph_arrays, "Ring", Ring)
-    monkeypatch.setattr(graphs, "_no_waiting", nullcontext)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
 
-    def make(**options):
-        made, model = make_engine(settings=DecodeSettings(fewest_steps=1, slack=2), **options)
-        made.decoder = Decoder(model, Planning(made.planner), made.tree.page_size, "cpu")
+    def make(capturing=None, steps=None, **options):
+        runs = {name: options.pop(name) for name in ("shrink", "weights", "moves") if name in options}
+        made, model = make_engine(**options)
+        planning, page_size = Planning(made.runner.planner), made.tree.page_size
+        capturing = Capturing() if capturing is None else capturing
+        made.runner = GraphRunner(
+            made.runner,
+            model if steps is None else lambda step: steps(model, step),
+            planning,
+            page_size,
+            "cpu",
+            pace=Pace(ahead=2, slack=2, waited_for=8),
+            fewest_steps=1,
+            capture=lambda: capturing,
+            **runs,
+        )
         return made, model
 
     return make

@@ -6,8 +6,6 @@ import torch
 
 from prefixkit.attention.capacity import PlanCapacity
 from prefixkit.attention.planner import StepPlan
-from prefixkit.runners import graph as graphs
-from prefixkit.runners import graph_arrays
 
 
 class Planner:
@@ -35,72 +33,43 @@ class Planning:
     """How steps in such graphs are planned; every row is one item."""
 
     def __init__(self, planner):
-        self._planner = planner
+        self._planner, self.planners = planner, []
 
     def capacity_for(self, tree):
         return PlanCapacity(99, 9, 999, tree.queries.num_rows, 999)
 
     def planner(self, nodes, capacity, device):
-        return Planner(self._planner, nodes, capacity)
+        self.planners.append(Planner(self._planner, nodes, capacity))
+        return self.planners[-1]
 
     def step_plan(self, work, nodes, tree):
         return StepPlan([*work, *nodes], tree, lambda: self._planner.specify(tree))
 
 
-class Ring(graph_arrays.Ring):
-    @staticmethod
-    def of(rows):
-        class Ready:
-            def record(self):
-                pass
-
-            def synchronize(self):
-                pass
-
-        tokens, logprobs = torch.zeros((16, rows), dtype=torch.int64), torch.zeros((16, rows))
-        return Ring(tokens, logprobs, [Ready() for _ in range(16)])
-
-
-class Graph:
-    def __init__(self, arrays, step, model):
-        self.arrays, self.step, self.model = arrays, step, model
-
-    def replay(self):
-        self.arrays.tree.advance(self.step.num_rows)
-        self.arrays.sampler.sample(self.model(self.step))
-
-
-class Decoder(graphs.GraphDecoder):
-    graph_bytes = 0
-
-    def _capture(self, arrays, step):
-        return Graph(arrays, step, self.model)
-
-
 class Capturing:
-    """What captures: graphs that do their work again, or an error when it comes to the n-th."""
+    """Captures work as graphs that do it again, or raises when it comes to the n-th.
 
-    def __init__(self, error=None, fails=1):
-        self.error, self.fails, self.count = error, fails, 0
+    Args:
+        error: What to raise.
+        fails: When: the n-th capture, or those after the n-th that are for more rows than ``runs``.
+        where: Says where weights lie; a graph must find them where they lay when it was captured.
+    """
 
-    def __call__(self, work, pool):
+    bytes = 0
+
+    def __init__(self, error=None, fails=1, always=False, where=lambda: 0):
+        self.error, self.fails, self.always, self.where, self.count = error, fails, always, where, 0
+
+    def __call__(self, work):
         self.count += 1
-        if self.error is not None and self.count == self.fails:
+        late = self.count >= self.fails if self.always else self.count == self.fails
+        if self.error is not None and late:
             raise self.error
+        there, where = self.where(), self.where
 
         class Again:
             def replay(self):
+                assert there == where(), "these weights are gone, that memory may be another's"
                 work()
 
         return Again()
-
-
-def with_capture(made, capture):
-    """An engine whose decoder captures by that."""
-    old = made.decoder
-
-    class Decoder(graphs.GraphDecoder):
-        graph_bytes = 0
-
-    made.decoder = Decoder(old.model, old.planning, old.page_size, "cpu", capture=capture)
-    return made.decoder

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.decode_batch import DecodeBatch
+from prefixkit.attention.queries import StepTree, decode_tree
 from prefixkit.runners.decode_tree import BatchTooLarge, DecodeCapacity, DecodeTree
 from prefixkit.tree.radix import PrefixTree, Sequence
 
 
 def make_batch(
     rng: np.random.Generator, page_size: int, most_steps: int
-) -> tuple[PrefixTree, list[Sequence], DecodeBatch]:
+) -> tuple[PrefixTree, list[Sequence], StepTree]:
     """Some prompts, each with samples of a few tokens, the last of them uncomputed; pages for ``most_steps`` more."""
     tree = PrefixTree(4096, page_size)
     head = rng.integers(0, 50, rng.integers(1, 40))
@@ -26,15 +26,15 @@ def make_batch(
     tree.mark_computed(nodes, [node.length - (node in own) for node in nodes])
     samples.sort(key=lambda sample: sample.node.index)
     tree.reserve(samples, [most_steps] * len(samples))
-    return tree, samples, DecodeBatch(tree.snapshot(), np.array([s.node.index for s in samples], np.int32))
+    return tree, samples, decode_tree(tree.snapshot(), np.array([s.node.index for s in samples], np.int32))
 
 
-def truth(batch: DecodeBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def truth(batch: StepTree) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Positions, slots and visible lengths of the batch's step, from its snapshot."""
-    tree, offset = batch.snapshot, batch.snapshot.length[batch.leaf] - 1
+    tree, offset = batch.snapshot, batch.snapshot.length[batch.queries.node] - 1
     visible = tree.computed.copy()
-    visible[batch.leaf] = tree.length[batch.leaf]
-    return tree.start[batch.leaf] + offset, tree.slots(batch.leaf, offset), visible
+    visible[batch.queries.node] = tree.length[batch.queries.node]
+    return tree.start[batch.queries.node] + offset, tree.slots(batch.queries.node, offset), visible
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -46,22 +46,27 @@ def test_every_step_is_that_of_the_grown_tree_and_rows_can_leave(seed: int, page
     here = DecodeTree(DecodeCapacity(64, 128, 2048), page_size, "cpu")
     here.load(batch)
     for step in range(most):
-        batch.tree.check()
+        batch.check()
         here.sampled = torch.from_numpy(rng.integers(-1, 50, 64))
         here.advance(64)
-        assert here.tokens[: batch.num_rows].tolist() == here.sampled[: batch.num_rows].clamp(min=0).tolist()
-        assert (here.tokens[batch.num_rows :] == 0).all()
+        assert (
+            here.tokens[: batch.queries.num_rows].tolist()
+            == here.sampled[: batch.queries.num_rows].clamp(min=0).tolist()
+        )
+        assert (here.tokens[batch.queries.num_rows :] == 0).all()
         positions, slots, visible = truth(batch)
-        assert here.positions[: batch.num_rows].tolist() == positions.tolist()
-        assert here.slots[: batch.num_rows].tolist() == slots.tolist()
+        assert here.positions[: batch.queries.num_rows].tolist() == positions.tolist()
+        assert here.slots[: batch.queries.num_rows].tolist() == slots.tolist()
         assert here.nodes[1][: batch.snapshot.num_nodes].tolist() == visible.tolist()
-        assert (here.slots[batch.num_rows :] == -1).all() and (here.positions[batch.num_rows :] == 0).all()
+        assert (here.slots[batch.queries.num_rows :] == -1).all() and (
+            here.positions[batch.queries.num_rows :] == 0
+        ).all()
         batch = batch.grown(1)
-        if step % 3 == 2 and batch.num_rows > 1:
-            rows = np.sort(rng.choice(batch.num_rows, batch.num_rows - 1, replace=False))
-            path = [(samples[row], int(batch.snapshot.length[batch.leaf[row]])) for row in rows]
+        if step % 3 == 2 and batch.queries.num_rows > 1:
+            rows = np.sort(rng.choice(batch.queries.num_rows, batch.queries.num_rows - 1, replace=False))
+            path = [(samples[row], int(batch.snapshot.length[batch.queries.node[row]])) for row in rows]
             batch, samples = batch.keep(rows), [samples[row] for row in rows]
-            assert [int(n) for n in batch.snapshot.length[batch.leaf]] == [length for _, length in path]
+            assert [int(n) for n in batch.snapshot.length[batch.queries.node]] == [length for _, length in path]
             here.load(batch)
 
 
@@ -70,10 +75,10 @@ def test_a_kept_batch_is_the_tree_of_the_rows_that_stay(seed: int) -> None:
     """As if the others had been released, but that nodes above them are not merged."""
     rng = np.random.default_rng(seed)
     _, _, batch = make_batch(rng, 4, 5)
-    rows = np.flatnonzero(rng.random(batch.num_rows) < 0.6)
+    rows = np.flatnonzero(rng.random(batch.queries.num_rows) < 0.6)
     kept = batch.keep(rows)
 
-    def path(one: DecodeBatch, node: int) -> list[tuple[int, ...]]:
+    def path(one: StepTree, node: int) -> list[tuple[int, ...]]:
         tree, found = one.snapshot, []
         while node >= 0:
             pages = tree.pages[tree.page_indptr[node] : tree.page_indptr[node + 1]].tolist()
@@ -81,7 +86,7 @@ def test_a_kept_batch_is_the_tree_of_the_rows_that_stay(seed: int) -> None:
             node = int(tree.parent[node])
         return found
 
-    assert [path(kept, int(n)) for n in kept.leaf] == [path(batch, int(n)) for n in batch.leaf[rows]]
+    assert [path(kept, int(n)) for n in kept.queries.node] == [path(batch, int(n)) for n in batch.queries.node[rows]]
     tree, nodes = kept.snapshot, np.arange(kept.snapshot.num_nodes)
     for node in nodes:
         inside = (nodes > node) & (nodes < tree.subtree_end[node])
@@ -96,12 +101,18 @@ def test_a_row_without_a_page_for_its_token_stands_still() -> None:
     here = DecodeTree(DecodeCapacity.of(batch), 4, "cpu")
     here.load(batch)
     for _ in range(6):
-        here.advance(batch.num_rows)
+        here.advance(batch.queries.num_rows)
         batch = batch.grown(1)
     assert (here.slots == -1).all()
-    capacity = np.diff(batch.snapshot.page_indptr)[batch.leaf] * 4 - batch.snapshot.first_slot[batch.leaf]
-    assert here.nodes[1][batch.leaf].tolist() == capacity.tolist() == batch.snapshot.length[batch.leaf].tolist()
-    assert (here.positions.numpy() == (batch.snapshot.start[batch.leaf] + capacity - 1)).all()
+    capacity = (
+        np.diff(batch.snapshot.page_indptr)[batch.queries.node] * 4 - batch.snapshot.first_slot[batch.queries.node]
+    )
+    assert (
+        here.nodes[1][batch.queries.node].tolist()
+        == capacity.tolist()
+        == batch.snapshot.length[batch.queries.node].tolist()
+    )
+    assert (here.positions.numpy() == (batch.snapshot.start[batch.queries.node] + capacity - 1)).all()
 
 
 def test_a_batch_that_does_not_fit_is_refused_by_name() -> None:

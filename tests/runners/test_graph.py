@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixkit.engine.request import Request
+from prefixkit.engine.request import BeamParams, Request
 from prefixkit.runners import graph as graphs
 from prefixkit.runners import graph_arrays
-from prefixkit.runners.decoder import CannotDecode
+from prefixkit.runners.graph_arrays import CannotCapture
 from prefixkit.sampling.params import SamplingParams
+from tests.engine.fake_model import make_engine
 from tests.engine.runs import alone, assert_all_given_back, random_prompts, run
-from tests.runners.stand_ins import Decoder
+from tests.runners.stand_ins import Capturing
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -22,7 +23,7 @@ def test_each_sample_is_what_it_would_be_alone(seed, page_size, decoding):
     made, model = decoding(page_size=page_size)
     samples = run(made, prompts, params)
     assert [s.tokens for s in samples] == [alone(prompts[s.prompt_index], params, s.index) for s in samples]
-    assert made.report.decode_steps >= 13 - 1
+    assert made.report.graph_steps >= 13 - 1
     assert set(model.rows_per_step[1:]) <= {1, 2, 3, 5, 8, 13, 21, 34}, "steps of whole buckets"
     assert_all_given_back(made)
 
@@ -31,25 +32,24 @@ def test_a_bucket_is_captured_once_and_a_larger_batch_makes_all_anew(decoding):
     made, _ = decoding()
     few, many = SamplingParams(n=2, max_new_tokens=6), SamplingParams(n=9, max_new_tokens=6)
     run(made, [np.arange(9)], few)
-    assert made.decoder.captures == 1
+    assert made.runner.captures == 1
     run(made, [np.arange(9)], few)
-    assert made.decoder.captures == 1
+    assert made.runner.captures == 1
     run(made, [np.arange(9)], many)
     run(made, [np.arange(9)], few)
-    assert made.decoder.captures == 3, "nine rows, and two again in the new arrays"
+    assert made.runner.captures == 3, "nine rows, and two again in the new arrays"
 
 
 @pytest.mark.parametrize(("shrink", "buckets"), [(1.0, {8, 5, 2, 1}), (0.5, {8, 2, 1}), (0.2, {8, 1})])
 def test_graphs_for_fewer_rows_are_captured_where_they_are_few_enough(shrink, buckets, decoding):
     """Eight samples that end one after the other; rows are compacted late, so 3 of them are never alone."""
-    made, model = decoding()
-    made.decoder.shrink = shrink
+    made, model = decoding(shrink=shrink)
     params = [SamplingParams(max_new_tokens=20 - 2 * index, seed=1) for index in range(8)]
     samples = made.run(Request(index, np.arange(9), own) for index, own in enumerate(params))
     for sample, own in zip(samples, params, strict=True):
         assert sample.tokens == alone(np.arange(9), own, 0)
-    assert set(made.decoder._graphs) == buckets
-    assert made.decoder.captures == len(buckets)
+    assert set(model.rows_per_step[1:]) == buckets
+    assert made.runner.captures == len(buckets)
 
 
 def test_plans_are_made_anew_now_and_then(decoding, monkeypatch):
@@ -58,23 +58,34 @@ def test_plans_are_made_anew_now_and_then(decoding, monkeypatch):
     params = SamplingParams(n=2, max_new_tokens=14, seed=1)
     samples = run(made, [np.arange(9)], params)
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
-    assert made.decoder._arrays.planner.plans == 1 + 12 // 4
+    (planner,) = made.runner.planning.planners
+    assert planner.plans == 1 + 12 // 4
 
 
 def test_rows_that_cannot_have_a_graph_of_their_own_stay_in_the_one_they_have(decoding, caplog):
-    made, model = decoding()
-    real = Decoder._capture
-
-    def only_once(self, arrays, step):
-        if self.captures:
-            raise CannotDecode("no memory")
-        return real(self, arrays, step)
-
-    made.decoder._capture = only_once.__get__(made.decoder)
+    made, _ = decoding(Capturing(CannotCapture("no memory"), fails=2, always=True))
     params = SamplingParams(n=8, max_new_tokens=14, seed=2, stop_token_ids=tuple(range(6)))
     samples = run(made, [np.arange(9)], params)
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
     assert "going on with a graph for more rows: no memory" in caplog.text
+    assert made.runner.captures == 1
+    assert_all_given_back(made)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_beams_run_in_graphs_beside_samples_and_are_what_they_would_be_step_by_step(decoding, page_size):
+    params = [
+        BeamParams(4, num_return_sequences=4, max_new_tokens=12, stop_token_ids=(3,)),
+        SamplingParams(n=3, max_new_tokens=9, seed=7),
+        BeamParams(2, max_new_tokens=15, stop_token_ids=(5, 6)),
+    ]
+    prompts = [np.arange(9), np.arange(9), np.arange(4)]
+    requests = [Request(i, prompt, own) for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))]
+    made, model = decoding(page_size=page_size)
+    plain, _ = make_engine(page_size=page_size)
+    assert made.run(requests) == plain.run(requests)
+    assert made.report.graph_steps == made.report.decode_steps > 12
+    assert made.report.unpipelined["beam search"] >= 12
     assert_all_given_back(made)
 
 

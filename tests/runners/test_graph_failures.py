@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import numpy as np
@@ -9,43 +10,31 @@ import pytest
 import torch
 
 from prefixkit.ops.backend import NotCapturable
-from prefixkit.runners import graph as graphs
-from prefixkit.runners.decoder import CannotDecode
+from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays
 from prefixkit.sampling.params import SamplingParams
 from tests.engine.runs import alone, assert_all_given_back, run
-from tests.runners.stand_ins import Capturing, with_capture
+from tests.runners.stand_ins import Capturing
 
 PARAMS = SamplingParams(n=2, max_new_tokens=7, seed=1)
 
 
-def test_a_model_that_waits_decodes_without(decoding, monkeypatch, caplog):
-    made, _ = decoding()
+def raising(error):
+    """Steps in graphs that raise."""
 
-    def waits():
-        raise CannotDecode("the model waits")
+    def steps(model, step):
+        raise error
 
-    monkeypatch.setattr(graphs, "_no_waiting", waits)
-    params = SamplingParams(n=2, max_new_tokens=7, seed=1)
-    samples = run(made, [np.arange(9)], params)
-    assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
-    assert "decoding step by step: the model waits" in caplog.text
-    assert_all_given_back(made)
+    return steps
 
 
-def test_attention_that_no_graph_can_hold_decodes_without_and_says_so_once(decoding, caplog):
-    made, model = decoding()
-
-    def by_torch(step):
-        raise NotCapturable("a plan in a CUDA graph's tensors is for the kernels only; run eagerly")
-
-    made.decoder.model = by_torch
-    params = SamplingParams(n=2, max_new_tokens=7, seed=1)
+@pytest.mark.parametrize("error", [CannotCapture("it waits"), NotCapturable("its plan is for the kernels only")])
+def test_a_model_that_no_graph_can_hold_decodes_step_by_step_and_says_so_once(decoding, caplog, error):
+    made, _ = decoding(steps=raising(error))
     for _ in range(2):
-        samples = run(made, [np.arange(9)], params)
-        assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
-    assert caplog.messages == [
-        "decoding step by step: a plan in a CUDA graph's tensors is for the kernels only; run eagerly"
-    ]
+        samples = run(made, [np.arange(9)], PARAMS)
+        assert [s.tokens for s in samples] == [alone(np.arange(9), PARAMS, s.index) for s in samples]
+    assert caplog.messages == [f"decoding step by step: {error}"]
+    assert made.report.graph_steps == made.report.captures == 0
     assert_all_given_back(made)
 
 
@@ -57,8 +46,7 @@ def test_attention_that_no_graph_can_hold_decodes_without_and_says_so_once(decod
     ],
 )
 def test_what_cannot_be_captured_decodes_step_by_step(decoding, caplog, error):
-    made, _ = decoding()
-    with_capture(made, Capturing(error))
+    made, _ = decoding(Capturing(error))
     samples = run(made, [np.arange(9)], PARAMS)
     assert [s.tokens for s in samples] == [alone(np.arange(9), PARAMS, s.index) for s in samples]
     assert f"decoding step by step: a step cannot be captured in a CUDA graph: {error}" in caplog.text
@@ -68,8 +56,7 @@ def test_what_cannot_be_captured_decodes_step_by_step(decoding, caplog, error):
 @pytest.mark.parametrize("type_", [torch.AcceleratorError, RuntimeError])
 @pytest.mark.parametrize("fails", [1, 2])
 def test_a_fault_is_raised_with_its_own_message(decoding, caplog, type_, fails):
-    made, _ = decoding()
-    with_capture(made, Capturing(type_("CUDA error: an illegal memory access was encountered"), fails))
+    made, _ = decoding(Capturing(type_("CUDA error: an illegal memory access was encountered"), fails))
     params = SamplingParams(n=8, max_new_tokens=14, seed=2, stop_token_ids=tuple(range(6)))
     with pytest.raises(type_, match=r"^CUDA error: an illegal memory access"):
         run(made, [np.arange(9)], params)
@@ -78,29 +65,30 @@ def test_a_fault_is_raised_with_its_own_message(decoding, caplog, type_, fails):
 
 
 def test_without_memory_for_a_graph_it_decodes_step_by_step(decoding, caplog):
-    made, _ = decoding()
-    decoder = with_capture(made, Capturing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")))
+    made, _ = decoding(Capturing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")))
     samples = run(made, [np.arange(9)], PARAMS)
     assert [s.tokens for s in samples] == [alone(np.arange(9), PARAMS, s.index) for s in samples]
     assert caplog.messages == [
         "decoding step by step: no memory for CUDA graphs of 2 rows: CUDA out of memory. Tried to allocate 2 GiB."
     ]
-    assert made.decoder is None and decoder.captures == 0
+    assert made.runner.captures == made.report.graph_steps == 0
     assert_all_given_back(made)
 
 
 def test_without_memory_for_the_steps_before_a_capture_nothing_of_it_stays(decoding, caplog):
-    made, model = decoding()
-    kept = []
+    def arrays():
+        return [one for one in gc.get_objects() if isinstance(one, GraphArrays)]
 
-    def no_memory(step):
-        kept.append(weakref.ref(decoder._arrays))
+    gc.collect()
+    before, there = {id(one) for one in arrays()}, []
+
+    def no_memory(model, step):
+        there.extend(weakref.ref(one) for one in arrays() if id(one) not in before)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    decoder = with_capture(made, Capturing())
-    decoder.model = no_memory
+    made, _ = decoding(steps=no_memory)
     samples = run(made, [np.arange(9)], PARAMS)
     assert [s.tokens for s in samples] == [alone(np.arange(9), PARAMS, s.index) for s in samples]
     assert "decoding step by step: no memory for CUDA graphs of 2 rows" in caplog.text
-    assert kept and not any(one() for one in kept), "the arrays are gone while the decoder is still there"
+    assert there and not any(one() for one in there), "the arrays are gone while the runner is still there"
     assert_all_given_back(made)

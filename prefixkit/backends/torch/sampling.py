@@ -18,7 +18,8 @@ def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logpro
     if not len(rows):
         return
     index = torch.from_numpy(rows).to(logits.device)
-    found = _sample_rows(logits[index].float(), table[rows], seen[index])
+    own = logits if len(rows) == len(logits) else logits[index]
+    found = _sample_rows(own.float(), table[rows], seen[index])
     sampled, tokens[index], logprobs[index] = found[0].numpy(), *(part.to(logits.device) for part in found)
     records[index, STEP] += 1
     whole = sampled >= 0

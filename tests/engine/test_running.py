@@ -1,13 +1,13 @@
-"""Decoding many steps at a time over a constant tree: the same samples as step by step, and every page given back."""
+"""Steps launched ahead over a tree that stands still: the same samples as step by step, and every page given back."""
 
 from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
-from prefixkit.engine.decode_run import DecodeSettings
 from prefixkit.engine.request import BeamParams, Request
-from prefixkit.runners.decoder import CannotDecode
+from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
 from tests.covering import pairwise_cover
 from tests.engine.fake_model import make_engine
@@ -24,11 +24,10 @@ def ahead(request):
 
 @pytest.fixture
 def decoding(ahead):
-    """Makes an engine that decodes many steps at a time, however few there are, and its fake model."""
+    """Makes an engine that launches steps ahead of the tokens read, and its fake model."""
 
     def make(slack=16, **options):
-        settings = DecodeSettings(fewest_steps=1, ahead=ahead, slack=slack)
-        return make_engine(decoder=True, settings=settings, **options)
+        return make_engine(pace=Pace(ahead, slack, waited_for=8), **options)
 
     return make
 
@@ -58,7 +57,7 @@ def test_log_probabilities_and_counts_are_those_of_single_steps(decoding):
     expected, found = run(step_by_step, prompts, params), run(many, prompts, params)
     assert [s.logprobs for s in found] == [s.logprobs for s in expected]
     ours, theirs = vars(many.report), vars(step_by_step.report)
-    for name in theirs.keys() - {"seconds", "seconds_in_decode", "decode_steps", "plans"}:
+    for name in theirs.keys() - {"seconds", "seconds_in_decode", "plans"}:
         assert ours[name] == theirs[name], name
     assert ours["plans"] <= theirs["plans"]
 
@@ -130,37 +129,28 @@ def test_a_model_that_fails_loses_no_page(decoding, fails_at):
             raise RuntimeError("no")
         return model(step)
 
-    made.model = made.decoder.model = fail
+    made.runner.model = fail
     with pytest.raises(RuntimeError, match="no"):
         run(made, random_prompts(3), SamplingParams(n=3, max_new_tokens=9))
     assert_all_given_back(made)
 
 
-def test_where_a_decoder_cannot_run_the_model_steps_go_one_by_one(decoding, caplog):
-    made, _ = decoding()
+def broken_from(model, count, row=-1):
+    """The model, but that from its ``count``-th step on the logits of one row are NaN."""
+    steps = iter(range(1000))
 
-    def cannot(batch, sampling, last):
-        raise CannotDecode("its experts wait")
+    def broken(step):
+        logits = model(step)
+        if next(steps) >= count:
+            logits[row] = torch.nan
+        return logits
 
-    made.decoder.begin = cannot
-    params, prompts = SamplingParams(n=3, max_new_tokens=9, seed=2), random_prompts(3)
-    samples = run(made, prompts, params)
-    assert [s.tokens for s in samples] == [alone(prompts[s.prompt_index], params, s.index) for s in samples]
-    assert caplog.text.count("decoding step by step: its experts wait") == 1
-    assert made.report.decode_steps == 0
-    assert_all_given_back(made)
+    return broken
 
 
 def test_logits_that_are_broken_name_the_sample(decoding):
     made, model = decoding()
-    whole_step = made.decoder.read
-
-    def read():
-        tokens, logprobs = whole_step()
-        tokens[1:2] = -1
-        return tokens, logprobs
-
-    made.decoder.read = read
+    made.runner.model = broken_from(model, 2, row=1)
     with pytest.raises(ValueError, match="sample 1 of prompt 0"):
         run(made, [np.arange(5)], SamplingParams(n=3, max_new_tokens=9))
     assert_all_given_back(made)
@@ -187,16 +177,8 @@ def test_steps_tell_how_many_tokens_they_sampled(decoding):
 
 
 def test_first_tokens_that_cannot_be_sampled_lose_no_page(decoding):
-    made, _ = decoding(most_running=2)
-    sampler, calls = made.sampler, iter(range(100))
-
-    def broken(*arguments):
-        tokens, logprobs = sampler(*arguments)
-        if next(calls) == 1:
-            tokens[-1] = -1
-        return tokens, logprobs
-
-    made.sampler = broken
+    made, model = decoding(most_running=2)
+    made.runner.model = broken_from(model, 0)
     with pytest.raises(ValueError, match="of prompt 0 hold NaN"):
         run(made, [np.arange(20)], SamplingParams(n=9, max_new_tokens=6, stop_token_ids=tuple(range(10))))
     assert_all_given_back(made)

@@ -1,0 +1,93 @@
+"""What runs next: first tokens from logits that are known, or a step over uncomputed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkit.engine.beam_run import BeamRun
+from prefixkit.engine.sample_run import SampleRun
+from prefixkit.engine.scheduler import RequestState
+from prefixkit.engine.uncomputed import choose_queries
+from prefixkit.runners.batch import Batch, Sampling
+from prefixkit.sampling.specification import SamplingBatch
+from prefixkit.tree.node import Node
+from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.radix import Sequence as TreeSequence
+
+# A sequence that gets its next token, and the sample or the beam search that it belongs to.
+Row = tuple[TreeSequence, SampleRun | BeamRun]
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """What runs next.
+
+    Attributes:
+        rows: The sequences that get their next tokens, in the order of the results.
+        sampling: How.
+        batch: The step that runs; None where the logits are known.
+        logits: These, ``[rows, vocab]``.
+        nodes: The nodes whose tokens run.
+        prompts: The requests whose logits come back, in the order of ``batch.prompts``.
+        pipelined: Whether such steps may follow one another before their tokens are read.
+    """
+
+    rows: list[Row]
+    sampling: Sampling
+    batch: Batch | None = None
+    logits: Tensor | None = None
+    nodes: Sequence[Node] = ()
+    prompts: Sequence[RequestState] = ()
+    pipelined: bool = False
+
+
+def first_tokens(rows: list[Row]) -> Scheduled | None:
+    """The first tokens of samples and beam searches whose prompts are computed; None where there are none."""
+    if not rows:
+        return None
+    logits = [run.state.first_logits for _, run in rows]
+    return Scheduled(rows, _sampling(rows), logits=torch.stack([each for each in logits if each is not None]))
+
+
+def next_step(tree: PrefixTree, rows: list[Row], prompts: list[RequestState], prefill_chunk: int) -> Scheduled | None:
+    """The step over the tokens that are uncomputed; None where there are none.
+
+    Args:
+        tree: Where the sequences live.
+        rows: All that are growing.
+        prompts: Requests whose prompts' logits are wanted.
+        prefill_chunk: Prompt tokens that may run.
+    """
+    pipelined = not prompts and all(run.unpipelined is None and sequence.node.grows_in_place for sequence, run in rows)
+    if pipelined:
+        tree.reserve([sequence for sequence, _ in rows], [run.tokens_left for _, run in rows])
+    snapshot, nodes = tree.snapshot(), tree.nodes()
+    rows = sorted(rows, key=lambda row: row[0].node.index)
+    leaves = np.array([sequence.node.index for sequence, _ in rows], dtype=np.int64)
+    asking = np.array([state.prompt.node.index for state in prompts], dtype=np.int64)
+    step = choose_queries(snapshot, leaves, asking, prefill_chunk)
+    if step is None:
+        return None
+    queries, row_of = step.queries, step.last_rows()
+    running = [nodes[node] for node in queries.node.tolist()]
+    slices = zip(running, queries.begin.tolist(), queries.end.tolist(), strict=True)
+    tokens = np.concatenate([node.tokens[begin:end] for node, begin, end in slices])
+    computed = np.flatnonzero(row_of[asking] >= 0)
+    sampling = _sampling(rows)
+    steps = max((1 + run.tokens_left for _, run in rows), default=0)
+    batch = Batch(step, tokens, row_of[leaves], row_of[asking[computed]], sampling, steps)
+    asked = [prompts[i] for i in computed.tolist()]
+    return Scheduled(rows, sampling, batch, nodes=running, prompts=asked, pipelined=pipelined)
+
+
+def _sampling(rows: list[Row]) -> Sampling:
+    keys = np.array([run.key for _, run in rows], np.uint64)
+    steps = np.array([run.num_tokens for _, run in rows], np.int64)
+    params = [run.params if isinstance(run, SampleRun) else None for _, run in rows]
+    batch = SamplingBatch(params, keys, steps, [run.history() for _, run in rows])
+    return Sampling(batch, max((run.top for _, run in rows), default=0))

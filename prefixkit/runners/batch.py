@@ -1,0 +1,148 @@
+"""One step of the loop as a value, what comes back of it, and what runs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.queries import StepTree
+from prefixkit.sampling.specification import SamplingBatch
+
+# From ``[rows, vocab]`` float32 logits, which it may change, to those that tokens are sampled from.
+Process = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Which tokens run in a step, and which sequences get their next token from it.
+
+    Attributes:
+        tree: A tree, and the tokens that run as its query rows.
+        tokens: ``[T]`` their ids.
+        rows: ``[R]`` the query row after which each sequence goes on.
+        prompts: ``[P]`` query rows whose logits are wanted.
+        sampling: How the token after each of ``rows`` is sampled.
+        steps: Steps that its sequences may still take, this one included.
+    """
+
+    tree: StepTree
+    tokens: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+    sampling: Sampling
+    steps: int = 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether each query row is the last token of a leaf of its own, after which a sequence goes on."""
+        alone = len(self.prompts) == 0 and len(self.rows) == len(self.tokens) == len(self.tree.queries.node)
+        return alone and not self.tree.below[self.tree.queries.node].any()
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """How the next tokens of a step's sequences are chosen.
+
+    Attributes:
+        batch: Sampling parameters of each sequence; None for those of a beam search.
+        top: Likeliest tokens that come back of each row, for beam searches; 0 for none.
+        process: Logits processors, if there are any: called once for each step, on the host.
+    """
+
+    batch: SamplingBatch
+    top: int = 0
+    process: Process | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """What came of a step, on the host.
+
+    Attributes:
+        tokens: ``[R]`` int64 sampled tokens, -1 where the logits were broken; those of beam searches mean nothing.
+        logprobs: ``[R]`` float32, the log-softmax of the model's own logits at them.
+        top_tokens: ``[R, top]`` int64 the likeliest tokens of each row, best first.
+        top_logprobs: ``[R, top]`` float32 likewise.
+        prompts: ``[P, vocab]`` float32, where they were computed.
+    """
+
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    top_tokens: NDArray[np.int64]
+    top_logprobs: NDArray[np.float32]
+    prompts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far a runner goes before the host changes what it runs.
+
+    Attributes:
+        ahead: Steps that may be under way while the host looks at the tokens of the one before.
+        slack: Rows that have ended stay until they are one in so many: compacting costs the host a little.
+        waited_for: Where requests wait for pages, a batch goes on until one sample in so many has ended.
+    """
+
+    ahead: int = 1
+    slack: int = sys.maxsize
+    waited_for: int = sys.maxsize
+
+
+STEP_BY_STEP = Pace()
+
+
+class Runner(Protocol):
+    """Launches the steps of the loop.  Only :meth:`read` and :meth:`sample` wait for a device.
+
+    Attributes:
+        pace: That of the batch at hand.
+        plans_made: Attention plans made so far.
+        graph_steps, captures, seconds_capturing: Steps that CUDA graphs ran so far, graphs captured and what that took.
+    """
+
+    @property
+    def pace(self) -> Pace: ...
+
+    @property
+    def plans_made(self) -> int: ...
+
+    @property
+    def graph_steps(self) -> int: ...
+
+    @property
+    def captures(self) -> int: ...
+
+    @property
+    def seconds_capturing(self) -> float: ...
+
+    @property
+    def graph_bytes(self) -> int:
+        """GPU memory that graphs share."""
+
+    @property
+    def reads(self) -> tuple[int, int]:
+        """Token KVs that one layer reads in the step launched last, and would read for each row apart."""
+
+    def launch(self, batch: Batch) -> None:
+        """Start the first step of a batch, in place of the last batch, whose unread steps are forgotten."""
+
+    def repeat(self) -> None:
+        """Start another step of a batch that :attr:`~Batch.decodes`: each row runs the token sampled before.
+
+        Each leaf has to hold the pages of its tokens to come.
+        """
+
+    def keep(self, rows: NDArray[np.intp]) -> None:
+        """Go on with these rows of the batch, ascending."""
+
+    def read(self) -> Sampled:
+        """What came of the oldest step that was not read, for the rows that it had."""
+
+    def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
+        """Choose next tokens from ``[R, vocab]`` float32 logits that an earlier step gave, without a step."""

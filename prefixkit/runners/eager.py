@@ -1,0 +1,111 @@
+"""Steps that are planned and run one by one, on any device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.planner import Planner
+from prefixkit.attention.staging import upload
+from prefixkit.attention.step import Step, build_step
+from prefixkit.ops.sampling_records import MOST_VOCAB
+from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Sampled, Sampling
+from prefixkit.runners.sampler import Sampler, top_tokens
+
+
+class EagerRunner:
+    """Runs each step as it is launched (see ``Runner``).
+
+    Args:
+        model: Runs a step: ``Step -> logits [len(step.logit_rows), vocab]`` in float32, after appending the step's KV
+            to the pool.
+        planner: Plans attention for the model's heads.
+        device: Where the model runs.
+        pace: By default the host changes the batch as soon as a row ends: a row that runs on costs more.
+    """
+
+    graph_steps, captures, seconds_capturing, graph_bytes = 0, 0, 0.0, 0
+
+    def __init__(
+        self,
+        model: Callable[[Step], Tensor],
+        planner: Planner,
+        device: torch.device | str = "cpu",
+        pace: Pace = STEP_BY_STEP,
+    ) -> None:
+        self.model, self.planner, self.device, self.pace = model, planner, torch.device(device), pace
+        self._sampler: Sampler | None = None
+        self._last: NDArray[np.int64] = np.empty(0, np.int64)  # what the step before sampled
+        self._unread: deque[Sampled] = deque()
+
+    @property
+    def plans_made(self) -> int:
+        return self.planner.plans_made
+
+    @property
+    def reads(self) -> tuple[int, int]:
+        return self._step.kv_tokens_read, self._step.kv_tokens_unshared
+
+    def launch(self, batch: Batch) -> None:
+        self._unread.clear()
+        self._tree, self._sampling = batch.tree, batch.sampling
+        wanted = np.unique(np.concatenate((batch.rows, batch.prompts)))
+        logits = self._run(batch.tokens, wanted)
+        prompts = logits[np.searchsorted(wanted, batch.prompts)] if len(batch.prompts) else None
+        rows = np.searchsorted(wanted, batch.rows)
+        own = logits if len(rows) == len(logits) else logits[rows]  # ascending, as ``wanted``
+        self._unread.append(self._choose(own, batch.sampling, prompts))
+
+    def repeat(self) -> None:
+        self._tree = self._tree.grown(1)
+        logits = self._run(self._last, np.arange(len(self._last)))
+        self._unread.append(self._choose(logits, None))
+
+    def keep(self, rows: NDArray[np.intp]) -> None:
+        self._tree, self._last = self._tree.keep(rows), self._last[rows]
+        assert self._sampler is not None, "a batch with rows was launched"
+        self._sampler.keep(upload([rows.astype(np.int64)], self._sampler.device)[0])
+
+    def read(self) -> Sampled:
+        return self._unread.popleft()
+
+    def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
+        return self._choose(logits, sampling)
+
+    def _run(self, tokens: NDArray[np.integer], wanted: NDArray[np.integer]) -> Tensor:
+        self._step = build_step(self._tree, tokens, wanted, self.planner, self.device)
+        return self.model(self._step)
+
+    def _choose(self, logits: Tensor, sampling: Sampling | None, prompts: Tensor | None = None) -> Sampled:
+        """Next tokens of rows; without ``sampling`` they are those of the step before."""
+        rows, vocab = logits.shape
+        if sampling is not None:
+            self._top, self._process = sampling.top, sampling.process
+        if not rows:
+            none, nothing = np.empty(0, np.int64), np.empty(0, np.float32)
+            return Sampled(none, nothing, none[:, None], nothing[:, None], prompts)
+        sampler = self._sampler_for(rows, vocab, logits.device)
+        if sampling is not None:
+            sampler.load(slice(0, rows), sampling.batch)
+        scores = logits if self._process is None else self._process(logits.clone())
+        tokens, logprobs = sampler.sample(scores.to(sampler.device))
+        self._last = tokens.cpu().numpy().copy()
+        if self._process is not None:  # the log-probability is the model's own
+            own = torch.log_softmax(logits, -1).gather(1, tokens.to(logits.device).clamp(min=0)[:, None])[:, 0]
+            logprobs = torch.where(tokens < 0, torch.nan, own.to(tokens.device))
+        ids, best = (part.cpu().numpy() for part in top_tokens(logits, self._top))
+        return Sampled(self._last, logprobs.cpu().numpy().copy(), ids, best, prompts)
+
+    def _sampler_for(self, rows: int, vocab: int, device: torch.device) -> Sampler:
+        """One for so many rows, kept for the next batch."""
+        device = device if vocab <= MOST_VOCAB else torch.device("cpu")
+        old = self._sampler
+        if old is None or old.rows < rows or (old.vocab, old.device) != (vocab, device):
+            with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
+                self._sampler = old = Sampler(rows, vocab, device)
+        return old

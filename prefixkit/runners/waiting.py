@@ -1,0 +1,50 @@
+"""Whether a model's step waits for the GPU, which no CUDA graph can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prefixkit.runners.graph_arrays import CannotCapture
+
+_COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+# Ops whose result, or its shape, the host has to see.
+_SEEN = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class RefuseWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """CannotCapture where an op makes the host wait for a GPU: a capture would fail, and not as cleanly.
+
+    Mixtures of experts do that whose layers ask which experts have tokens, and rotary embeddings that ask for the
+    longest position.  Only the thread that enters it is watched.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if waits(func, args, kwargs):
+            raise CannotCapture(f"the model waits for the GPU in each step, which no CUDA graph can hold: {func}")
+        return func(*args, **kwargs)
+
+
+def waits(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host waits for a device in this call of an op."""
+    devices = {one.device.type for one in _tensors([*args, *kwargs.values()])}
+    if func in _COPIES:
+        devices.add(torch.device(kwargs.get("device") or args[0].device).type)
+        waited_for = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        return waited_for and len(devices) > 1
+    return devices != {"cpu"} and bool(devices) and any(tag in _SEEN for tag in getattr(func, "tags", ()))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
