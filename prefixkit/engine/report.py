@@ -64,6 +64,7 @@ class Report:
     captures: int = 0
     seconds_capturing: float = 0.0
     graph_bytes: int = 0
+    _before: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_OF_RUNNER, 0), repr=False, compare=False)
 
     def begin(self, runner: Runner) -> None:
         """Count what the runner does from now on."""

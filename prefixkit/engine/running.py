@@ -141,7 +141,7 @@ class RunningBatch:
         if not self._launched:
             self.runner.launch(scheduled.batch)
             self.tree.mark_computed(scheduled.nodes, scheduled.batch.tree.queries.end)
-            self._count_batch(len(scheduled.batch.tokens))
+            self._query_rows, self._counted = len(scheduled.batch.tokens), False
             self._count_step()
             pace = self.runner.pace
         if scheduled.pipelined:
@@ -219,15 +219,14 @@ class RunningBatch:
             rows = np.flatnonzero(alive)
             self.runner.keep(rows)
             self._rows = self._rows[rows]
-            self._count_batch(len(rows))
+            self._query_rows, self._counted = len(rows), False
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def _count_batch(self, query_rows: int) -> None:
-        self._query_rows, (self._reads, self._alone) = query_rows, self.runner.reads
-
     def _count_step(self) -> None:
         """A step was launched."""
+        if not self._counted:  # while the device is at it
+            self._counted, (self._reads, self._alone) = True, self.runner.reads
         grown, rows = self._launched, len(self._rows)
         self._launched += 1
         self._rows_of_steps.append(self._rows)

@@ -144,7 +144,7 @@ class GraphRunner:
     def reads(self) -> tuple[int, int]:
         if self._eagerly:
             return self.eager.reads
-        tree = self._now()
+        tree = self._tree.grown(self._steps - 1) if self._steps > 1 else self._tree
         return self._planned.kv_tokens_read(tree.length), int((tree.positions + 1).sum())
 
     # -- Runner --------------------------------------------------------------------------------------------------------
@@ -316,13 +316,14 @@ class GraphRunner:
         arrays.clear()
         step = arrays.tree.step(arrays.first, arrays.wanted[:rows], self._plan_of(arrays, arrays.first))
         with torch.inference_mode():
-            # Twice without a graph: everything lazy has happened then.  No row is there, so nothing is written.
+            # First without a graph: everything lazy has happened then.  No row is there, so nothing is written.
             try:
                 arrays.make_sampler(self.model(step).shape[1])
             except NotCapturable as error:
                 raise CannotCapture(str(error)) from error
             with RefuseWaiting():  # type: ignore[no-untyped-call]
-                self.model(step)
+                self.eager.model(step)  # without compiled layers, which dynamo would leave out here
+            self.model(step)
             self._forget_moved()  # compiled layers move theirs in their first step
             self._graphs[rows, self._gives] = self._captured(arrays, step)
         self.captures += 1

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prefixkit.runners.graph_arrays import CannotCapture
 
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+_INDEXED = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 # Ops whose result, or its shape, the host has to see.
 _SEEN = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -39,7 +40,11 @@ def waits(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
         devices.add(torch.device(kwargs.get("device") or args[0].device).type)
         waited_for = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
         return waited_for and len(devices) > 1
-    return devices != {"cpu"} and bool(devices) and any(tag in _SEEN for tag in getattr(func, "tags", ()))
+    if devices <= {"cpu"}:
+        return False
+    if func in _INDEXED:  # by a mask, whose tokens have to be counted first, or by numbers
+        return any(one.dtype in (torch.bool, torch.uint8) for one in _tensors(args[1]))
+    return any(tag in _SEEN for tag in getattr(func, "tags", ()))
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
