@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prefixkit.api import beam_search, generate
     from prefixkit.engine.report import Report
-    from prefixkit.engine.request import BeamParams, Sample, TokenEvent
+    from prefixkit.engine.request import BeamParams, Request, Sample, TokenEvent
     from prefixkit.models.errors import UnsupportedModel
     from prefixkit.models.patch import patch, patched, unpatch
     from prefixkit.sampling.params import SamplingParams
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 _HOME = {
     "BeamParams": "prefixkit.engine.request",
     "Report": "prefixkit.engine.report",
+    "Request": "prefixkit.engine.request",
     "Result": "prefixkit.session",
     "Sample": "prefixkit.engine.request",
     "SamplingParams": "prefixkit.sampling.params",
@@ -40,6 +41,7 @@ _HOME = {
 __all__ = [
     "BeamParams",
     "Report",
+    "Request",
     "Result",
     "Sample",
     "SamplingParams",

@@ -9,7 +9,7 @@ from prefixkit.assembly import make_engine
 from prefixkit.engine.request import BeamFields, BeamParams, Sample, TokenEvent
 from prefixkit.requests import Prompts, beam_requests, sampling_requests
 from prefixkit.sampling.params import SamplingFields, SamplingParams
-from prefixkit.session import Result, run
+from prefixkit.session import Result, listen, run
 
 
 def generate(
@@ -72,13 +72,11 @@ def generate(
             and ``tokenizer`` is None.
         TypeError: a parameter or a prompt of another type.
     """
-    if on_sample is None and not keep:
-        raise ValueError("keep=False drops every sample; pass on_sample to take them, or leave keep out")
     requests = sampling_requests(model, tokenizer, prompts, params, fields)
     engine = make_engine(
         model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk, compiled=compiled
     )
-    engine.keep, engine.on_sample, engine.on_token, engine.on_step = keep, on_sample, on_token, on_step
+    listen(engine, keep, on_sample, on_token, on_step)
     return run(engine, model, tokenizer, requests)
 
 

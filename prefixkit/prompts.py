@@ -44,14 +44,19 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
     several = len(given) > 1 or getattr(prompts, "ndim", 1) == 2  # a tensor or an array is a batch, even of one row
     if several and not any(isinstance(prompt, str) or _is_chat(prompt) for prompt in given):
         _refuse_padding(encoded, tokenizer)
-    for index, tokens in enumerate(encoded):
+    check_ids(encoded, vocab_size)
+    return [tokens.astype(np.int32) for tokens in encoded]
+
+
+def check_ids(prompts: Sequence[NDArray[np.integer]], vocab_size: int) -> None:
+    """Raise ValueError where a token is outside the vocabulary."""
+    for index, tokens in enumerate(prompts):
         outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
         if len(outside):
             raise ValueError(
                 f"prompt {index}: token {int(outside[0])} is outside the model's vocabulary of {vocab_size}; "
                 "encode with the model's own tokenizer"
             )
-    return [tokens.astype(np.int32) for tokens in encoded]
 
 
 def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:

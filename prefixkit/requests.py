@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from prefixkit.engine.request import BeamFields, BeamParams, Request
 from prefixkit.models import NotPatched, is_patched
-from prefixkit.prompts import Prompt, encode_prompts, occurrences
+from prefixkit.prompts import Prompt, check_ids, encode_prompts, occurrences
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 
 Prompts = Prompt | Iterable[Prompt]
-Params = TypeVar("Params", SamplingParams, BeamParams)
+Params = TypeVar("Params", bound=SamplingParams | BeamParams)
 
 
 def sampling_requests(
@@ -29,12 +29,7 @@ def sampling_requests(
     encoded = _encoded(model, tokenizer, prompts)
     each = _per_prompt(SamplingParams, params, fields, len(encoded), ("n", "seed"))
     each = _with_stop_ids(model, tokenizer, each)
-    for own in each:
-        if tokenizer is None and own.stop:
-            raise ValueError(
-                f"stop strings {own.stop!r} are looked for in text, but tokenizer is None; "
-                "pass the model's tokenizer, or use stop_token_ids"
-            )
+    _check_text(tokenizer, each)
     rows = zip(encoded, each, occurrences(encoded), strict=True)
     return [Request(index, tokens, own, before) for index, (tokens, own, before) in enumerate(rows)]
 
@@ -52,10 +47,32 @@ def beam_requests(
     return [Request(index, tokens, own) for index, (tokens, own) in enumerate(zip(encoded, each, strict=True))]
 
 
+def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) -> list[Request]:
+    """Requests with their stop tokens, after the checks that the others have passed."""
+    check_patched(model)
+    asked = list(requests)
+    for one in asked:
+        if not isinstance(one, Request):
+            raise TypeError(f"requests must be prefixkit.Request, got {type(one).__name__}; see generate() for prompts")
+    check_ids([one.tokens for one in asked], model.config.get_text_config().vocab_size)
+    _check_text(tokenizer, [one.params for one in asked])
+    return [replace(one, params=_with_stop_ids(model, tokenizer, [one.params])[0]) for one in asked]
+
+
 def check_patched(model: Any) -> None:
     """Raise NotPatched unless the model is patched."""
     if not is_patched(model):
         raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
+
+
+def _check_text(tokenizer: Any, each: Iterable[SamplingParams | BeamParams]) -> None:
+    """Raise ValueError where stop strings are to be found without a tokenizer."""
+    for own in each:
+        if tokenizer is None and isinstance(own, SamplingParams) and own.stop_strings:
+            raise ValueError(
+                f"stop strings {own.stop_strings!r} are looked for in text, but tokenizer is None; "
+                "pass the model's tokenizer, or use stop_token_ids"
+            )
 
 
 def _encoded(model: Any, tokenizer: Any, prompts: Prompts) -> list[NDArray[np.int32]]:

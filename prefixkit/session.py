@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,7 +19,7 @@ from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, To
 from prefixkit.engine.scheduler import check_fits
 from prefixkit.engine.stop import special_tokens
 from prefixkit.models import kv_spec
-from prefixkit.requests import Prompts, beam_requests, check_patched, sampling_requests
+from prefixkit.requests import Prompts, beam_requests, check_patched, checked_requests, sampling_requests
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 
 log = logging.getLogger("prefixkit")
@@ -57,11 +57,10 @@ class Result:
 class Session:
     """What sampling from one model needs again and again, made once: the second call costs its steps.
 
-    A call at a time: a session that is busy raises :class:`SessionBusy`.  On a CPU two sessions may run in two threads,
-    on one model or on two; on a GPU their calls have to take turns, because a graph capture fails while another thread
-    allocates.  A call that raises leaves the session usable.  Weights that change in place between calls are used as
-    they are then: no KV outlives a call.  Where steps cannot run in CUDA graphs, for lack of memory too, the session
-    decodes step by step from then on, with one log line, until :meth:`release_memory` and :meth:`resume`.
+    A call at a time: a session that is busy raises :class:`SessionBusy`.  Two sessions may run in two threads, on one model
+    or on two.  A call that raises leaves the session usable.  Weights that change in place between calls are used as
+    they are then: no KV outlives a call (see :meth:`weights_changed`).  Where steps cannot run in CUDA graphs, for lack
+    of memory too, a call decodes step by step, with one log line.
 
     Args:
         model: A model that :func:`prefixkit.patch` has patched.
@@ -156,13 +155,9 @@ class Session:
             KVBudgetTooSmall: one of the sequences does not fit the pool.
             ValueError, TypeError: as :func:`prefixkit.generate`.
         """
-        if on_sample is None and not keep:
-            raise ValueError("keep=False drops every sample; pass on_sample to take them, or leave keep out")
         with self._busy():
             requests = sampling_requests(self.model, self.tokenizer, prompts, params, fields)
-            engine = self._ready()
-            engine.keep, engine.on_sample, engine.on_token, engine.on_step = keep, on_sample, on_token, on_step
-            return run(engine, self.model, self.tokenizer, requests)
+            return self._run(requests, keep, on_sample, on_token, on_step)
 
     def stream(
         self,
@@ -186,7 +181,7 @@ class Session:
         def samples() -> Generator[Sample, None, None]:
             with self._busy():
                 engine = self._ready()
-                engine.keep, engine.on_sample, engine.on_token, engine.on_step = True, None, on_token, None
+                listen(engine, True, None, on_token)
                 prepare(engine, self.model, self.tokenizer, requests)
                 yield from engine.stream(requests)
 
@@ -209,9 +204,51 @@ class Session:
         """
         with self._busy():
             requests = beam_requests(self.model, self.tokenizer, prompts, params, fields)
-            engine = self._ready()
-            engine.keep, engine.on_sample, engine.on_token, engine.on_step = True, on_sample, None, None
-            return run(engine, self.model, self.tokenizer, requests)
+            return self._run(requests, True, on_sample)
+
+    def run(
+        self,
+        requests: Iterable[Request],
+        *,
+        keep: bool = True,
+        on_sample: Callable[[Sample], None] | None = None,
+        on_token: Callable[[TokenEvent], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> Result:
+        """Run requests, samples and beam searches in one batch over one tree: what the other calls are made of.
+
+        Args:
+            requests: Token ids, each with how to sample from them or search; their occurrences are taken as they are.
+            keep, on_sample, on_token, on_step: See :func:`prefixkit.generate`.
+
+        Raises:
+            SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
+        """
+        with self._busy():
+            checked = checked_requests(self.model, self.tokenizer, requests)
+            return self._run(checked, keep, on_sample, on_token, on_step)
+
+    def weights_changed(self) -> None:
+        """Say that weights were written to in a way that torch does not count, through ``.data`` or a raw pointer.
+
+        The next call captures its graphs again: a number that a layer read from its weights on the host is part of
+        them.  KV of the old weights is gone in any case, for none outlives its call.
+        """
+        with self._busy():
+            if self._engine is not None:
+                self._engine.runner.forget()
+
+    def _run(
+        self,
+        requests: list[Request],
+        keep: bool,
+        on_sample: Callable[[Sample], None] | None,
+        on_token: Callable[[TokenEvent], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> Result:
+        engine = self._ready()
+        listen(engine, keep, on_sample, on_token, on_step)
+        return run(engine, self.model, self.tokenizer, requests)
 
     def _ready(self) -> Engine:
         if self._engine is None:
@@ -230,6 +267,19 @@ class Session:
             self._lock.release()
 
 
+def listen(
+    engine: Engine,
+    keep: bool,
+    on_sample: Callable[[Sample], None] | None,
+    on_token: Callable[[TokenEvent], None] | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> None:
+    """Say where the samples of the next call go."""
+    if on_sample is None and not keep:
+        raise ValueError("keep=False drops every sample; pass on_sample to take them, or leave keep out")
+    engine.keep, engine.on_sample, engine.on_token, engine.on_step = keep, on_sample, on_token, on_step
+
+
 def run(engine: Engine, model: Any, tokenizer: Any, requests: list[Request]) -> Result:
     """One call: the engine runs requests to their end."""
     prepare(engine, model, tokenizer, requests)
@@ -242,7 +292,7 @@ def prepare(engine: Engine, model: Any, tokenizer: Any, requests: list[Request])
     engine.report, engine.decode, engine.special_tokens = Report(), None, {}
     if tokenizer is not None:
         engine.decode = lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
-        if any(isinstance(request.params, SamplingParams) and request.params.stop for request in requests):
+        if any(isinstance(request.params, SamplingParams) and request.params.stop_strings for request in requests):
             engine.special_tokens = special_tokens(tokenizer, engine.decode)
 
 

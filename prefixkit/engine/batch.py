@@ -90,4 +90,11 @@ def _sampling(rows: list[Row]) -> Sampling:
     steps = np.array([run.num_tokens for _, run in rows], np.int64)
     params = [run.params if isinstance(run, SampleRun) else None for _, run in rows]
     batch = SamplingBatch(params, keys, steps, [run.history() for _, run in rows])
-    return Sampling(batch, max((run.top for _, run in rows), default=0))
+    processed = [(i, run) for i, (_, run) in enumerate(rows) if isinstance(run, SampleRun) and run.processor]
+
+    def process(logits: Tensor) -> Tensor:
+        for i, run in processed:
+            logits[i] = run.processed(logits[i])
+        return logits
+
+    return Sampling(batch, max((run.top for _, run in rows), default=0), process if processed else None)

@@ -13,6 +13,7 @@ in the order in which they were found.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,19 +24,49 @@ from prefixkit.engine.request import BeamParams
 log = logging.getLogger("prefixkit")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Beam:
-    """A sequence of chosen tokens.
+    """A sequence of chosen tokens: those of another beam, and one more.  A value: nothing changes it.
 
     Attributes:
-        tokens: The tokens after the prompt; a finished one includes its stop token.
-        logprobs: The log-probability of each.
-        score: Their sum; for a hypothesis, divided by ``length ** length_penalty``.  A float32 value.
+        parent: The beam before its last token; None for the prompt alone.
+        token, logprob: The last token, and its log-probability.
+        score: The sum of its log-probabilities; for a hypothesis, divided by ``length ** length_penalty``.  A float32
+            value.
+        length: How many tokens were chosen.
     """
 
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
+    parent: Beam | None = None
+    token: int = -1
+    logprob: float = 0.0
     score: float = 0.0
+    length: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens after the prompt; a finished beam's include its stop token."""
+        return tuple(beam.token for beam in self._chosen())
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """The log-probability of each."""
+        return tuple(beam.logprob for beam in self._chosen())
+
+    def _chosen(self) -> list[Beam]:
+        """The beams that this one went through, itself last."""
+        beams, beam = [], self
+        while beam.parent is not None:
+            beams.append(beam)
+            beam = beam.parent
+        return beams[::-1]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Beam):
+            return NotImplemented
+        return (self.score, self.tokens, self.logprobs) == (other.score, other.tokens, other.logprobs)
+
+    def __hash__(self) -> int:
+        return hash((self.score, self.token, self.length))
 
 
 @dataclass(frozen=True)
@@ -68,13 +99,8 @@ class BeamMove:
     tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    parent: int
-    token: int
-    logprob: float
-    total: float  # summed log-probability
-    score: float  # total over length ** length_penalty
+# The parent, token, log-probability, summed log-probability and score of a continuation.
+_Candidate = tuple[int, int, float, float, float]
 
 
 def num_candidates(params: BeamParams) -> int:
@@ -82,33 +108,45 @@ def num_candidates(params: BeamParams) -> int:
     return max(2, 1 + len(params.stop_token_ids or ())) * params.num_beams
 
 
-def advance(state: BeamSearch, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> tuple[BeamSearch, BeamMove]:
-    """One step of the search.
+def advance(
+    states: Sequence[BeamSearch], tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
+) -> list[tuple[BeamSearch, BeamMove]]:
+    """One step of searches whose parameters, numbers of tokens and of live beams are equal.
 
     Args:
-        state: A search that is not done.
-        tokens: ``[len(state.beams), k]`` the likeliest tokens after each beam: :func:`num_candidates`, or the whole
+        states: Searches that are not done.
+        tokens: ``[searches * beams, k]`` the likeliest tokens after each beam: :func:`num_candidates`, or the whole
             vocabulary if that is smaller.
-        logprobs: ``[len(state.beams), k]`` float32, their log-softmax; ``-inf`` forbids a token.
+        logprobs: ``[searches * beams, k]`` float32, their log-softmax; ``-inf`` forbids a token.
 
     Returns:
-        The next state, and how its beams follow from the old ones.
+        The next state of each, and how its beams follow from the old ones.
 
     Raises:
-        ValueError: the search is over, a shape or dtype does not fit, or a log-probability is NaN.
+        ValueError: a search is over, they are not alike, a shape or dtype does not fit, or a log-probability is NaN.
     """
-    params, length = state.params, 1 + _length(state)
-    candidates = _best_candidates(state, tokens, logprobs, length)
-    ends = [length == params.max_new_tokens or one.token in (params.stop_token_ids or ()) for one in candidates]
-    goes_on = [one for one, end in zip(candidates, ends, strict=True) if not end][: params.num_beams]
-    ended = [one for one, end in zip(candidates[: params.num_beams], ends, strict=False) if end]
+    candidates = _best_candidates(states, tokens, logprobs)
+    return [_advanced(state, best) for state, best in zip(states, candidates, strict=True)]
 
-    found = [_extended(state, one, one.score) for one in ended]
-    hypotheses = tuple(sorted((*state.hypotheses, *found), key=lambda beam: -beam.score)[: params.num_beams])
-    if not goes_on or _decided(params, hypotheses, goes_on[0].total, length):
+
+def _advanced(state: BeamSearch, candidates: list[_Candidate]) -> tuple[BeamSearch, BeamMove]:
+    params, length = state.params, 1 + state.beams[0].length
+    last, stops, most = length == params.max_new_tokens, params.stop_token_ids or (), params.num_beams
+    goes_on: list[_Candidate] = []
+    found: list[Beam] = []
+    for rank, one in enumerate(candidates):
+        if last or one[1] in stops:
+            if rank < most:
+                found.append(_extended(state, one, one[4]))
+        elif len(goes_on) < most:
+            goes_on.append(one)
+    hypotheses = state.hypotheses
+    if found:
+        hypotheses = tuple(sorted((*hypotheses, *found), key=lambda beam: -beam.score)[:most])
+    if goes_on and _decided(params, hypotheses, goes_on[0][3], length):
         goes_on = []
-    beams = tuple(_extended(state, one, one.total) for one in goes_on)
-    move = BeamMove(tuple(one.parent for one in goes_on), tuple(one.token for one in goes_on))
+    beams = tuple([_extended(state, one, one[3]) for one in goes_on])
+    move = BeamMove(tuple([one[0] for one in goes_on]), tuple([one[1] for one in goes_on]))
     return BeamSearch(params, beams, hypotheses), move
 
 
@@ -134,39 +172,39 @@ def finished(state: BeamSearch, num_return_sequences: int | None = None) -> list
     return list(state.hypotheses[:count])
 
 
-def _length(state: BeamSearch) -> int:
-    """Tokens chosen so far."""
-    return len(state.beams[0].tokens) if state.beams else 0
-
-
 def _best_candidates(
-    state: BeamSearch, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], length: int
-) -> list[_Candidate]:
-    """The best continuations of all beams, best first; impossible ones are left out."""
-    params = state.params
-    if state.done:
+    states: Sequence[BeamSearch], tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
+) -> list[list[_Candidate]]:
+    """The best continuations of all beams of each search, best first; impossible ones are left out."""
+    first, count = states[0], len(states)
+    if any(state.done for state in states):
         raise ValueError("the search is over; look at finished(state)")
-    fits = logprobs.ndim == 2 and len(logprobs) == len(state.beams) and logprobs.dtype == np.float32
+    beams, length = len(first.beams), 1 + first.beams[0].length
+    if any((len(one.beams), one.beams[0].length + 1, one.params) != (beams, length, first.params) for one in states):
+        raise ValueError("searches take a step together where their parameters, tokens and live beams are as many")
+    fits = logprobs.ndim == 2 and len(logprobs) == count * beams and logprobs.dtype == np.float32
     if not fits or tokens.shape != logprobs.shape:
         raise ValueError(
-            f"tokens and float32 logprobs must have shape [{len(state.beams)} beams, k], "
+            f"tokens and float32 logprobs must have shape [{count} * {beams} beams, k], "
             f"got {list(tokens.shape)} and {logprobs.dtype} {list(logprobs.shape)}"
         )
     if np.isnan(logprobs).any():
-        beam = int(np.isnan(logprobs).any(axis=1).argmax())
+        beam = int(np.isnan(logprobs).any(axis=1).argmax()) % beams
         raise ValueError(f"the log-probabilities of beam {beam} hold NaN; look at what the model computed")
-    so_far = np.array([beam.score for beam in state.beams], np.float32)
-    totals = (logprobs + so_far[:, None]).ravel()
-    best = np.argsort(-totals, kind="stable")[: num_candidates(params)]
-    best = best[totals[best] > -np.inf]
-    scores = totals[best] / np.float32(length**params.length_penalty)
-    columns = (best // logprobs.shape[1], tokens.ravel()[best], logprobs.ravel()[best], totals[best], scores)
-    return [_Candidate(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+    so_far = np.array([beam.score for state in states for beam in state.beams], np.float32)
+    totals = (logprobs + so_far[:, None]).reshape(count, -1)
+    best = np.argsort(-totals, axis=1, kind="stable")[:, : num_candidates(first.params)]
+    total = np.take_along_axis(totals, best, 1)
+    scores = total / np.float32(length**first.params.length_penalty)
+    chosen = (np.take_along_axis(part.reshape(count, -1), best, 1).tolist() for part in (tokens, logprobs))
+    columns = ((best // logprobs.shape[1]).tolist(), *chosen, total.tolist(), scores.tolist())
+    rows = [list(zip(*row, strict=True)) for row in zip(*columns, strict=True)]
+    return [[one for one in row if one[3] > -np.inf] for row in rows] if np.isneginf(total).any() else rows
 
 
 def _extended(state: BeamSearch, candidate: _Candidate, score: float) -> Beam:
-    parent = state.beams[candidate.parent]
-    return Beam((*parent.tokens, candidate.token), (*parent.logprobs, candidate.logprob), score)
+    parent = state.beams[candidate[0]]
+    return Beam(parent, candidate[1], candidate[2], score, parent.length + 1)
 
 
 def _decided(params: BeamParams, hypotheses: tuple[Beam, ...], best_live: float, length: int) -> bool:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.engine.beam import Beam, BeamSearch, advance, finished, num_candidates
+from prefixkit.engine.beam import Beam, BeamMove, BeamSearch, advance, finished, num_candidates
 from prefixkit.engine.request import BeamParams, Sample
 from prefixkit.engine.scheduler import RequestState
 from prefixkit.tree.radix import PrefixTree, Sequence
@@ -48,7 +48,7 @@ class BeamRun:
     @property
     def num_tokens(self) -> int:
         """Tokens that each beam has chosen."""
-        return len(self.search.beams[0].tokens) if self.search.beams else 0
+        return self.search.beams[0].length if self.search.beams else 0
 
     @property
     def tokens_left(self) -> int:
@@ -63,31 +63,26 @@ class BeamRun:
         """Pages that the search may still take: each beam a fresh one for each token to come."""
         return self.search.params.num_beams * self.tokens_left
 
-    def advance(
-        self, tree: PrefixTree, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
-    ) -> tuple[list[tuple[Sequence, int]], list[Sample] | None]:
-        """Take one step of the search, forking beams that go on in several ways and releasing those that go on in none.
-
-        Args:
-            tree: Where the sequences live.
-            tokens, logprobs: ``[beams, top]`` the likeliest tokens after each, best first.
+    def move(self, tree: PrefixTree, search: BeamSearch, move: BeamMove) -> list[tuple[Sequence, int]]:
+        """Go on as the search does: fork beams that go on in several ways, release those that go on in none.
 
         Returns:
-            Which sequence is to be extended by which token, and the samples if the search is over.
+            Which sequence is to be extended by which token.
         """
-        self.search, move = advance(self.search, tokens, logprobs)
-        num_children = [move.parents.count(parent) for parent in range(len(self.sequences))]
-        handles: list[list[Sequence]] = []
-        for sequence, count in zip(self.sequences, num_children, strict=True):
-            handles.append([sequence, *(tree.fork(sequence, count - 1) if count > 1 else [])])
-        for sequence, count in zip(self.sequences, num_children, strict=True):
-            if count == 0:
+        self.search = search
+        old, taken = self.sequences, [False] * len(self.sequences)
+        sequences: list[Sequence] = []
+        for parent in move.parents:
+            sequences.append(tree.fork(old[parent])[0] if taken[parent] else old[parent])
+            taken[parent] = True
+        for sequence, goes_on in zip(old, taken, strict=True):
+            if not goes_on:
                 tree.release(sequence)
-        self.sequences = [handles[parent].pop() for parent in move.parents]
-        growth = list(zip(self.sequences, move.tokens, strict=True))
-        return growth, self._samples() if self.search.done else None
+        self.sequences = sequences
+        return list(zip(sequences, move.tokens, strict=True))
 
-    def _samples(self) -> list[Sample]:
+    def samples(self) -> list[Sample]:
+        """What a search that is done has found."""
         return [self._sample(index, beam) for index, beam in enumerate(finished(self.search))]
 
     def _sample(self, index: int, beam: Beam) -> Sample:
@@ -103,3 +98,33 @@ class BeamRun:
             finish_reason="stop" if stopped else "length",
             score=beam.score,
         )
+
+
+def advance_beams(
+    tree: PrefixTree,
+    runs: list[BeamRun],
+    rows: list[list[int]],
+    tokens: NDArray[np.int64],
+    logprobs: NDArray[np.float32],
+) -> list[tuple[Sequence, int]]:
+    """A step of each search.
+
+    Args:
+        tree: Where the sequences live.
+        runs: The searches.
+        rows: Of each, the row of each beam.
+        tokens, logprobs: ``[rows, top]`` the likeliest tokens, best first.
+
+    Returns:
+        Which sequence is to be extended by which token.
+    """
+    alike: dict[tuple[BeamParams, int, int], list[int]] = {}
+    for i, run in enumerate(runs):
+        alike.setdefault((run.search.params, len(run.sequences), run.num_tokens), []).append(i)
+    moves: dict[int, tuple[BeamSearch, BeamMove]] = {}
+    for (params, _, _), group in alike.items():
+        own, top = [row for i in group for row in rows[i]], num_candidates(params)
+        moves |= zip(
+            group, advance([runs[i].search for i in group], tokens[own, :top], logprobs[own, :top]), strict=True
+        )
+    return [grow for i, run in enumerate(runs) for grow in run.move(tree, *moves[i])]

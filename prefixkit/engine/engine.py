@@ -97,9 +97,10 @@ class Engine:
         """
         requests = list(requests)
         check_fits(requests, self.tree, self.pool.spec.bytes_per_token)
+        self.runner.begin()
+        self.report.begin(self.runner)
         self.scheduler.submit(requests)
         self.report.prompts += len(requests)
-        self.report.begin(self.runner)
         try:
             while not self.scheduler.idle:
                 began = time.perf_counter()
@@ -108,6 +109,7 @@ class Engine:
                 finally:
                     self.report.seconds += time.perf_counter() - began
                 yield from finished
+            self.report.graph_bytes = self.runner.graph_bytes
         finally:
             self._release_all()
 

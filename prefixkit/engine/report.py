@@ -74,7 +74,6 @@ class Report:
         """Add a batch that has run."""
         for name, ours in _OF_RUNNER.items():
             setattr(self, ours, getattr(runner, name) - self._before[name])
-        self.graph_bytes = runner.graph_bytes
         self.steps += batch.steps
         if batch.decodes:
             self.decode_steps += batch.steps

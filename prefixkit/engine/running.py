@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.batch import Scheduled
-from prefixkit.engine.beam_run import BeamRun
+from prefixkit.engine.beam_run import BeamRun, advance_beams
 from prefixkit.engine.request import Sample, TokenEvent
 from prefixkit.engine.sample_run import SampleRun
 from prefixkit.runners.batch import Runner, Sampled
@@ -55,6 +55,7 @@ class RunningBatch:
         self._held = tree.allocator.num_pages - tree.allocator.free - tree.reserved
         self._runs = [run for _, run in scheduled.rows]
         samples = [run if isinstance(run, SampleRun) else None for run in self._runs]
+        self._beams = [run for run in dict.fromkeys(self._runs) if isinstance(run, BeamRun)]
         self._end_slot = np.array([sequence.node.end_slot for sequence, _ in scheduled.rows], np.int64)
         self._grew = np.zeros(len(samples), np.int64)  # tokens that each has added to its leaf
         # Steps that each may take.
@@ -184,16 +185,14 @@ class RunningBatch:
 
     def _take_beams(self, sampled: Sampled, give: Give) -> None:
         """A step of each beam search, which moves its sequences in the tree."""
-        rows: dict[BeamRun, dict[Sequence, int]] = {}
-        for row, (sequence, run) in enumerate(self.scheduled.rows):
-            if isinstance(run, BeamRun):
-                rows.setdefault(run, {})[sequence] = row
-        for run, row_of in rows.items():
-            own = [row_of[sequence] for sequence in run.sequences]
-            growth, samples = run.advance(self.tree, sampled.top_tokens[own], sampled.top_logprobs[own])
-            self._grow += growth
-            if samples is not None:
-                give(run, samples)
+        if not self._beams:
+            return
+        row_of = {sequence: row for row, (sequence, _) in enumerate(self.scheduled.rows)}
+        rows = [[row_of[sequence] for sequence in run.sequences] for run in self._beams]
+        self._grow = advance_beams(self.tree, self._beams, rows, sampled.top_tokens, sampled.top_logprobs)
+        for run in self._beams:
+            if run.search.done:
+                give(run, run.samples())
 
     def _sampled(self, runs: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """``[runs, steps]`` tokens and logprobs that were read."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from prefixkit.engine.request import FinishReason, Sample, TokenEvent
 from prefixkit.engine.scheduler import RequestState
@@ -15,6 +17,9 @@ from prefixkit.engine.stop import StopChecker
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import sample_key
 from prefixkit.tree.radix import Sequence as TreeSequence
+
+if TYPE_CHECKING:
+    from prefixkit.sampling.params import LogitsProcessor
 
 
 @dataclass(eq=False)
@@ -30,6 +35,7 @@ class SampleRun:
     sequence: TreeSequence
     params: SamplingParams
     stop: StopChecker
+    processor: LogitsProcessor | None = None
     top: ClassVar[int] = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -47,13 +53,32 @@ class SampleRun:
         params = state.request.params
         assert isinstance(params, SamplingParams)
         key = sample_key(params.seed, index, state.request.tokens, state.request.occurrence)
-        stop = StopChecker(params.stop_token_ids or (), params.stop, decode, special_tokens)
-        return cls(state, index, key, sequence, params, stop)
+        text = bool(params.stop_functions)
+        stop = StopChecker(params.stop_token_ids or (), params.stop_strings, decode, special_tokens, text=text)
+        processor = None if params.logits_processors is None else params.logits_processors()
+        return cls(state, index, key, sequence, params, stop, processor)
 
     @property
     def tokens_left(self) -> int:
         """Tokens that may still join the tree: the last one sampled never does."""
         return self.params.max_new_tokens - 1 - len(self.tokens)
+
+    def processed(self, logits: Tensor) -> Tensor:
+        """``[vocab]`` logits as the sample's processor gives them.
+
+        Raises:
+            TypeError, ValueError: it gave no tensor, or one of another shape.
+        """
+        assert self.processor is not None, "asked before"
+        ids = torch.from_numpy(self.history().astype(np.int64)).to(logits.device)
+        found = self.processor(ids[None], logits[None])
+        if not isinstance(found, torch.Tensor):
+            raise TypeError(f"a logits processor must return the logits, got {type(found).__name__}")
+        if found.shape != (1, len(logits)):
+            raise ValueError(
+                f"a logits processor must return logits of shape [1, {len(logits)}], got {list(found.shape)}"
+            )
+        return found[0]
 
     @property
     def num_tokens(self) -> int:
@@ -61,17 +86,19 @@ class SampleRun:
 
     @property
     def by_token(self) -> bool:
-        """Whether tokens are looked at one by one: stop strings are looked for as they come."""
+        """Whether tokens are looked at one by one: stop strings and functions are asked as they come."""
         return bool(self.params.stop)
 
     @property
     def unpipelined(self) -> str | None:
         """Why its next step cannot start before the host has seen its last token; None if it can."""
-        return None
+        if self.processor is not None:
+            return "logits processors"
+        return "stop functions" if self.params.stop_functions else None
 
     def history(self) -> NDArray[np.int32]:
-        """What the repetition penalty looks at: the prompt's tokens and those sampled."""
-        if self.params.repetition_penalty == 1.0:
+        """What penalties and logits processors look at: the prompt's tokens and those sampled."""
+        if self.params.repetition_penalty == 1.0 and self.processor is None:
             return self.state.request.tokens
         return np.concatenate([self.state.request.tokens, np.array(self.tokens, dtype=np.int32)])
 
@@ -80,6 +107,8 @@ class SampleRun:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         stopped = self.stop.push(token)
+        if not stopped and (functions := self.params.stop_functions):
+            stopped = any(function(self.tokens.copy(), self.stop.so_far) for function in functions)
         reason: FinishReason | None = None
         if stopped or len(self.tokens) == self.params.max_new_tokens:
             reason = "stop" if stopped else "length"

@@ -45,6 +45,7 @@ class StopChecker:
         stop: Strings that end the sample; its text ends before the earliest of them.
         decode: Token ids to text, without special tokens.  ``None``: no text, and no stop strings.
         special_tokens: The text of tokens that ``decode`` leaves out, by their ids.
+        text: Keep :attr:`so_far` up to date, token by token.
 
     Raises:
         ValueError: stop strings without ``decode``.
@@ -56,6 +57,7 @@ class StopChecker:
         stop: Collection[str],
         decode: Decode | None,
         special_tokens: Mapping[int, str] | None = None,
+        text: bool = False,
     ) -> None:
         if stop and decode is None:
             raise ValueError(
@@ -64,6 +66,7 @@ class StopChecker:
             )
         self._stop_token_ids = frozenset(stop_token_ids)
         self._stop = tuple(stop)
+        self._follows = text or bool(stop)  # whether text is made token by token
         special = special_tokens or {}
         self._special_stop = tuple(string for string in stop if any(text in string for text in special.values()))
         self._plain_stop = tuple(string for string in stop if string not in self._special_stop)
@@ -86,13 +89,13 @@ class StopChecker:
             self._stopped_by_token = True
             return True
         self._tokens.append(token)
-        if self._stop:
+        if self._follows:
             self._commit(self._special.get(token, ""))
         return self._stopped_by_string
 
     def push_all(self, tokens: list[int]) -> bool:
         """Take tokens of which only the last can end the sample, where there are no stop strings; True if it does."""
-        assert tokens and not self._stop, "strings are looked for token by token"
+        assert tokens and not self._follows, "strings are looked for token by token"
         self._tokens += tokens[:-1]
         return self.push(tokens[-1])
 
@@ -104,7 +107,7 @@ class StopChecker:
         """
         if self._stopped_by_token:
             return self.rest()
-        if not self._stop:
+        if not self._follows:
             self._commit()
         sure = len(self._text) if self._stopped_by_string else len(self._text) - self._possible_stop()
         fresh = self._text[self._taken : sure]
@@ -117,6 +120,11 @@ class StopChecker:
         fresh = whole[self._taken :]
         self._taken = len(whole)
         return fresh
+
+    @property
+    def so_far(self) -> str:
+        """The text of the tokens pushed, without a character that is unfinished; kept where ``text`` was asked for."""
+        return self._text
 
     def text(self) -> str:
         """The sample's text: all its tokens decoded at once, or what stands before the stop string."""

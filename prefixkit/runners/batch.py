@@ -129,6 +129,12 @@ class Runner(Protocol):
     def reads(self) -> tuple[int, int]:
         """Token KVs that one layer reads in the step launched last, and would read for each row apart."""
 
+    def forget(self) -> None:
+        """Drop what was made from the model's weights as they were."""
+
+    def begin(self) -> None:
+        """A call begins: what the model's steps read may lie elsewhere than in the call before."""
+
     def launch(self, batch: Batch) -> None:
         """Start the first step of a batch, in place of the last batch, whose unread steps are forgotten."""
 

@@ -51,6 +51,12 @@ class EagerRunner:
     def reads(self) -> tuple[int, int]:
         return self._step.kv_tokens_read, self._step.kv_tokens_unshared
 
+    def forget(self) -> None:
+        """Nothing: each step reads the weights."""
+
+    def begin(self) -> None:
+        """Nothing, likewise."""
+
     def launch(self, batch: Batch) -> None:
         self._unread.clear()
         self._tree, self._sampling = batch.tree, batch.sampling

@@ -89,8 +89,8 @@ class GraphRunner:
         fewest_steps: A batch that goes on for fewer steps captures no graph.
         shrink: A graph for fewer rows is captured where it has at most this part of the rows of the smallest there is
             that would do.  Lower where capturing takes long.
-        weights: Says where what the model reads lies; asked once for each batch.  Graphs are captured again once that
-            is elsewhere.  None: it never is.
+        weights: Says where what the model reads lies; asked at the beginning of a call and of a capture.  Graphs are
+            captured again once that is elsewhere.  None: it never is.
         moves: Counts what may have moved it; asked before each step, and ``weights`` again when it has changed.
         capture: Makes what captures graphs.
 
@@ -120,7 +120,8 @@ class GraphRunner:
         self.weights, self.moves = weights, moves
         self.make_capture: Callable[[], Capture] = CudaCapture if capture is None else capture
         self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
-        self._pace, self._eagerly, self._refused = pace, False, False
+        self._pace, self._eagerly = pace, False
+        self._refused = self._no_memory = False
         self._graphs: dict[tuple[int, int], _Captured] = {}  # by bucket, and what they give
         self._unread: deque[Sampled | tuple[int, int]] = deque()  # or place in the ring, rows
         self._arrays: GraphArrays | None = None
@@ -148,6 +149,15 @@ class GraphRunner:
         return self._planned.kv_tokens_read(tree.length), int((tree.positions + 1).sum())
 
     # -- Runner --------------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        self._graphs.clear()
+        self._capture = None  # and its memory
+
+    def begin(self) -> None:
+        self._no_memory = False  # there may be some by now
+        with self._here():
+            self._forget_moved()
 
     def launch(self, batch: Batch) -> None:
         self._unread.clear()
@@ -199,7 +209,7 @@ class GraphRunner:
 
     def _begin(self, batch: Batch) -> bool:
         """Whether a graph is ready to run the batch's steps."""
-        if self._refused or not batch.decodes:
+        if self._refused or self._no_memory or not batch.decodes:
             return False
         sampling, rows = batch.sampling, len(batch.rows)
         gives = _LOGITS if sampling.process is not None else _top_of(sampling.top)
@@ -209,7 +219,8 @@ class GraphRunner:
         self._gives, self._top, self._sampling = gives, sampling.top, sampling
         try:
             with self._here():
-                self._forget_moved()
+                if self._stale:
+                    self._forget_moved()
                 arrays = self._reserve(batch.tree)
                 bucket = self._bucket(rows)
                 self._graph(arrays, bucket)
@@ -217,14 +228,14 @@ class GraphRunner:
                 self._take(arrays, batch.tree, bucket)
                 return True
         except CannotCapture as error:
-            reason = str(error)
+            reason, self._refused = str(error), True
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            self._no_memory = True
             reason = f"no memory for CUDA graphs of {rows} rows: {first_line(error)}"
         # Not while the error is handled: its traceback holds what was made until then.
         self._release()
-        self._refused = True
         log.warning("decoding step by step: %s", reason)
         return False
 
@@ -266,7 +277,7 @@ class GraphRunner:
         if self._arrays is None or not self._arrays.holds(tree):
             if self._graphs:
                 log.info("%d rows need larger arrays: CUDA graphs are captured again", len(tree.queries.node))
-            self._forget()
+            self.forget()
             self._arrays = None  # before the new ones are made
             self._arrays = GraphArrays(tree, self.planning, self.page_size, self.device)
         return self._arrays
@@ -283,7 +294,7 @@ class GraphRunner:
         there = None if self.weights is None else self.weights()
         if self._graphs and there != self._read_from:
             log.info("the model's weights have moved: CUDA graphs are captured again")
-            self._forget()
+            self.forget()
         self._read_from = there
         self._see_moves()
 
@@ -291,14 +302,9 @@ class GraphRunner:
         """Note that the moves of weights so far have left those that graphs read where they were."""
         self._moves = self.moves() if self.moves is not None else 0
 
-    def _forget(self) -> None:
-        """Drop all graphs and their memory."""
-        self._graphs.clear()
-        self._capture = None
-
     def _release(self) -> None:
         """Give back all memory of graphs and of what they read and write."""
-        self._forget()
+        self.forget()
         self._arrays = None
         self._unread.clear()
 

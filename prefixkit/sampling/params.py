@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, TypedDict
+from typing import TYPE_CHECKING, SupportsIndex, TypedDict
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+
+StopFunction = Callable[[list[int], str], bool]
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,12 @@ class SamplingParams:
         stop_token_ids: Tokens that end a sample; the one sampled is its last token and not in its text.  None: the
             model's end-of-sequence tokens.
         stop: Strings that end a sample; its text ends before the first of them.  They may be or hold special tokens:
-            see ``StopChecker``.
+            see ``StopChecker``.  Or functions of the sample's tokens so far and of their text, which end it after the
+            token for which they return True.
+        logits_processors: Makes a function for each sample, which takes ``[1, length]`` int64 token ids, prompt
+            included, and ``[1, vocab]`` float32 logits, and returns the logits to sample from: a logits processor of
+            transformers, or a list of them, is one.  It sees the steps of its sample alone, in order, so it may keep
+            state.  What it returns then goes through the filters above.
     """
 
     n: int = 1
@@ -43,7 +55,8 @@ class SamplingParams:
     max_new_tokens: int = 128
     seed: int = 0
     stop_token_ids: tuple[int, ...] | None = None
-    stop: tuple[str, ...] = ()
+    stop: tuple[str | StopFunction, ...] = ()
+    logits_processors: Callable[[], LogitsProcessor] | None = None
 
     def __post_init__(self) -> None:
         # Normalised fields (1 -> 1.0, list -> tuple) keep equal requests equal and hashable.
@@ -59,7 +72,7 @@ class SamplingParams:
             "stop_token_ids": None
             if self.stop_token_ids is None
             else as_token_ids("stop_token_ids", self.stop_token_ids),
-            "stop": as_stop_strings(() if self.stop is None else self.stop),
+            "stop": as_stops(() if self.stop is None else self.stop),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -76,6 +89,20 @@ class SamplingParams:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; use 1.0 for none")
         if self.seed >= 2**64:
             raise ValueError(f"seed must be below 2**64, got {self.seed}; use a seed from 0 to 2**64 - 1")
+
+        if self.logits_processors is not None and not callable(self.logits_processors):
+            raise TypeError(
+                f"logits_processors must be a function that makes one for each sample, got "
+                f"{type(self.logits_processors).__name__}; wrap it: lambda: processors"
+            )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(one for one in self.stop if isinstance(one, str))
+
+    @property
+    def stop_functions(self) -> tuple[StopFunction, ...]:
+        return tuple(one for one in self.stop if not isinstance(one, str))
 
     @property
     def greedy(self) -> bool:
@@ -94,7 +121,8 @@ class SamplingFields(TypedDict, total=False):
     max_new_tokens: int
     seed: int | Sequence[int]
     stop_token_ids: Sequence[int] | None
-    stop: str | Sequence[str] | None
+    stop: str | StopFunction | Sequence[str | StopFunction] | None
+    logits_processors: Callable[[], LogitsProcessor] | None
 
 
 def as_integer(name: str, value: object, least: int, remedy: str) -> int:
@@ -123,14 +151,14 @@ def as_token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(as_integer(name, token, 0, "token ids count from 0") for token in value))
 
 
-def as_stop_strings(value: object) -> tuple[str, ...]:
-    value = (value,) if isinstance(value, str) else value
+def as_stops(value: object) -> tuple[str | StopFunction, ...]:
+    value = (value,) if isinstance(value, str) or callable(value) else value
     if isinstance(value, bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"stop must be a tuple of strings, got {value!r}; one string may stand for itself")
-    strings = tuple(value)
-    for string in strings:
-        if not isinstance(string, str):
-            raise TypeError(f"stop must hold strings, got {type(string).__name__} {string!r}")
-        if not string:
+        raise TypeError(f"stop must be a tuple of strings or functions, got {value!r}; one may stand for itself")
+    stops = tuple(value)
+    for one in stops:
+        if not isinstance(one, str) and not callable(one):
+            raise TypeError(f"stop must hold strings or functions, got {type(one).__name__} {one!r}")
+        if one == "":
             raise ValueError("stop must not hold an empty string: it would stop every sample at once; remove it")
-    return tuple(dict.fromkeys(strings))
+    return tuple(dict.fromkeys(stops))

@@ -43,7 +43,7 @@ def test_parameters_out_of_range(model, option, message):
         ({"seed": [1.5]}, "seed must be an integer, got float"),
         ({"seed": np.array([1.5])}, "seed must be an integer, got float"),
         ({"seed": np.array([[1]])}, "seed must be an integer, got list"),
-        ({"stop": 7}, "stop must be a tuple of strings, got 7"),
+        ({"stop": 7}, "stop must be a tuple of strings or functions, got 7"),
         ({"stop": b"END"}, "stop must be a tuple of strings"),
         ({"stop_token_ids": 7}, "stop_token_ids must be a tuple of token ids, got 7"),
         ({"kv_budget": True}, "kv_budget: .* got bool True"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from prefixkit.engine.beam import BeamMove, BeamSearch, advance, finished, num_candidates
+from prefixkit.engine import beam
+from prefixkit.engine.beam import BeamMove, BeamSearch, finished, num_candidates
 from prefixkit.engine.request import BeamParams
 from prefixkit.runners.sampler import top_tokens
 from tests.covering import pairwise_cover
@@ -55,6 +56,12 @@ class Biased:
 
     def __exit__(self, *error):
         self.handle.remove()
+
+
+def advance(state, tokens, logprobs):
+    """A step of one search."""
+    ((state, move),) = beam.advance([state], tokens, logprobs)
+    return state, move
 
 
 def likeliest(logits, params):
@@ -248,6 +255,8 @@ def test_states_are_values(model):
     state = BeamSearch(BeamParams(2, stop_token_ids=(STOP,)))
     step = log_probs([0.5, 0.3, 0.1, 0.1])
     assert advance(state, *step) == advance(state, *step)
+    twice = beam.advance([state, state], *(np.concatenate((part, part)) for part in step))
+    assert twice == [advance(state, *step)] * 2
     assert state == BeamSearch(BeamParams(2, stop_token_ids=(STOP,)))
 
 
@@ -261,7 +270,7 @@ def test_the_log_probabilities_are_left_alone():
 def test_what_does_not_fit_says_so():
     state = BeamSearch(BeamParams(2, max_new_tokens=1))
     tokens = np.arange(4)[None]
-    with pytest.raises(ValueError, match=r"\[1 beams, k\], got \[2, 4\] and float32 \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"\[1 \* 1 beams, k\], got \[2, 4\] and float32 \[2, 4\]"):
         advance(state, tokens.repeat(2, 0), np.zeros((2, 4), np.float32))
     with pytest.raises(ValueError, match="float32"):
         advance(state, tokens, np.zeros((1, 4)))

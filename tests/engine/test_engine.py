@@ -122,7 +122,7 @@ class TestBeams:
             while not search.done:
                 after = [logits_after([*prompt, *beam.tokens]) for beam in search.beams]
                 likeliest = top_tokens(torch.from_numpy(np.stack(after)), num_candidates(params))
-                search, _ = advance(search, *(part.numpy() for part in likeliest))
+                ((search, _),) = advance([search], *(part.numpy() for part in likeliest))
             mine = [sample for sample in samples if sample.prompt_index == index]
             assert [tuple(sample.tokens) for sample in mine] == [beam.tokens for beam in finished(search)]
             assert [sample.score for sample in mine] == [beam.score for beam in finished(search)]

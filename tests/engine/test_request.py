@@ -45,9 +45,9 @@ NAN, INF = float("nan"), float("inf")
         ("stop_token_ids", 5, TypeError, r"write a single id as \(id,\)"),
         ("stop_token_ids", (-1,), ValueError, "stop_token_ids must be at least 0"),
         ("stop_token_ids", (True,), TypeError, "got bool"),
-        ("stop", 7, TypeError, "stop must be a tuple of strings, got 7; one string may stand for itself"),
+        ("stop", 7, TypeError, "stop must be a tuple of strings or functions, got 7; one may stand for itself"),
         ("stop", ("END", ""), ValueError, "empty string"),
-        ("stop", (7,), TypeError, "stop must hold strings, got int"),
+        ("stop", (7,), TypeError, "stop must hold strings or functions, got int"),
     ],
 )
 def test_sampling_params_are_checked(field, value, error, message):
