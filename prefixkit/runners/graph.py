@@ -12,8 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,6 +24,7 @@ from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.batch import Batch, Pace, Sampled, Sampling
+from prefixkit.runners.capture import Capture, Captured, CudaCapture
 from prefixkit.runners.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays, bucket_of
@@ -43,37 +42,6 @@ FEWEST_STEPS = 4
 # What a graph gives beside sampled tokens: so many of the likeliest, or the logits in place of all.
 _LOGITS = -1
 _FEWEST_TOP = 16
-
-
-class Graph(Protocol):
-    """Work that was captured."""
-
-    def replay(self) -> None:
-        """Start it again."""
-
-
-class Capture(Protocol):
-    """Captures work; what it captured shares one pool of memory."""
-
-    def __call__(self, work: Callable[[], None]) -> Graph:
-        """A graph of what ``work`` does on the current stream."""
-
-    @property
-    def bytes(self) -> int:
-        """GPU memory of that pool."""
-
-
-@dataclass(eq=False)
-class _Captured:
-    """A captured step, and what a replay leaves beside sampled tokens."""
-
-    graph: Graph | None = None
-    top: tuple[Tensor, Tensor] | None = None
-    logits: Tensor | None = None
-
-    def replay(self) -> None:
-        assert self.graph is not None, "captured"
-        self.graph.replay()
 
 
 class GraphRunner:
@@ -122,7 +90,7 @@ class GraphRunner:
         self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
         self._pace, self._eagerly = pace, False
         self._refused = self._no_memory = False
-        self._graphs: dict[tuple[int, int], _Captured] = {}  # by bucket, and what they give
+        self._graphs: dict[tuple[int, int], Captured] = {}  # by bucket, and what they give
         self._unread: deque[Sampled | tuple[int, int]] = deque()  # or place in the ring, rows
         self._arrays: GraphArrays | None = None
         self._capture: Capture | None = None
@@ -338,8 +306,8 @@ class GraphRunner:
         held = self.graph_bytes / 2**20
         log.info("captured a decode step of %d rows in %.2f s; graphs hold %.0f MiB", rows, took, held)
 
-    def _captured(self, arrays: GraphArrays, step: Step) -> _Captured:
-        sampler, gives, captured = arrays.sampler, self._gives, _Captured()
+    def _captured(self, arrays: GraphArrays, step: Step) -> Captured:
+        sampler, gives, captured = arrays.sampler, self._gives, Captured()
         assert sampler is not None, "made before"
 
         def run() -> None:
@@ -364,32 +332,6 @@ class GraphRunner:
 
     def _plan_of(self, arrays: GraphArrays, tree: StepTree) -> StepPlan:
         return self.planning.step_plan(arrays.planner.work, arrays.tree.nodes, tree)
-
-
-class CudaCapture:
-    """Captures CUDA graphs in a memory pool that they share.
-
-    Captures are of this thread alone: others may allocate, wait and launch meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Callable[[], None]) -> Graph:
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.stream(
-                torch.cuda.current_stream()
-            ),  # a capture that fails leaves its own stream the current one
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            work()
-        return graph
-
-    @property
-    def bytes(self) -> int:
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
 
 
 def _top_of(count: int) -> int:

@@ -147,7 +147,7 @@ def test_stop_strings_and_functions_go_together_and_functions_need_no_tokenizer(
 
 
 def test_requests_are_checked_as_prompts_are(session, model):
-    with pytest.raises(TypeError, match="must be prefixkit.Request, got str"):
+    with pytest.raises(TypeError, match=r"must be prefixkit\.Request, got str"):
         session.run(["text"])
     with pytest.raises(ValueError, match="outside the model's vocabulary"):
         session.run([Request(0, np.array([10**6]), SamplingParams())])

@@ -1,0 +1,72 @@
+"""Capturing work on a GPU, to be started again with one launch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Beginning a capture waits for the whole device, which is an error while another thread captures.
+_capturing = threading.Lock()
+
+
+class Graph(Protocol):
+    """Work that was captured."""
+
+    def replay(self) -> None:
+        """Start it again."""
+
+
+class Capture(Protocol):
+    """Captures work; what it captured shares one pool of memory."""
+
+    def __call__(self, work: Callable[[], None]) -> Graph:
+        """A graph of what ``work`` does on the current stream."""
+
+    @property
+    def bytes(self) -> int:
+        """GPU memory of that pool."""
+
+
+@dataclass(eq=False)
+class Captured:
+    """A captured step, and what a replay leaves beside sampled tokens."""
+
+    graph: Graph | None = None
+    top: tuple[Tensor, Tensor] | None = None
+    logits: Tensor | None = None
+
+    def replay(self) -> None:
+        assert self.graph is not None, "captured"
+        self.graph.replay()
+
+
+class CudaCapture:
+    """Captures CUDA graphs in a memory pool that they share.
+
+    One thread captures at a time, and its capture is of this thread alone: others may allocate, launch and wait.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            _capturing,
+            torch.cuda.stream(
+                torch.cuda.current_stream()
+            ),  # a capture that fails leaves its own stream the current one
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            work()
+        return graph
+
+    @property
+    def bytes(self) -> int:
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
