@@ -1,0 +1,102 @@
+"""Whole calls of a session on one GPU, random bf16 weights: what they cost beside their steps, and beams' steps.
+
+    python -m benchmarks.calls [--shapes Llama-3.2-1B,SmolLM2-135M] [--parts calls,shrinking,beams] [--turns 5]
+
+*calls*: 4 prompts of 64 tokens, 32 samples each; t(16) - 16 x (t(528) - t(16)) / 512, the steps with prompts and the
+first tokens (t(1)) apart.  *shrinking*: whole calls of 128 tokens whose samples end at different steps, eager and
+compiled in turns, everything after the first call counted.  *beams*: a step of 8 beams (prompt 2,048) and of 16 x 8
+(prompts of 512) beside one of as many samples.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import prefixkit
+from benchmarks.runner import Row, Run, arguments
+from benchmarks.shapes import SHAPES
+from prefixkit import Session
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    return np.random.default_rng(count).integers(0, 30000, (count, length)).tolist()
+
+
+def wall(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def steps(call: Callable[[int], Any], few: int, many: int, turns: int) -> Row:
+    """Milliseconds of calls of ``few`` and ``many`` tokens, and of a step by their difference, after one of each."""
+    first = {n: wall(lambda n=n: call(n)) for n in (many, few)}
+    t = {n: 1e3 * statistics.median(wall(lambda n=n: call(n)) for _ in range(turns)) for n in (few, many)}
+    step = (t[many] - t[few]) / (many - few)
+    return {"first_s": round(first[many], 2), "few_ms": round(t[few], 1), "step_ms": round(step, 3)}
+
+
+def cost_of_a_call(model: Any, compiled: bool, turns: int) -> Row:
+    with Session(model, kv_budget="8GiB", compiled=compiled) as session:
+
+        def call(new: int) -> Any:
+            return session.generate(prompts(4, 64), n=32, max_new_tokens=new, stop_token_ids=())
+
+        row = steps(call, 16, 528, turns)
+        row["beside_ms"] = round(row["few_ms"] - 16 * row["step_ms"], 2)
+        row["prefill_and_first_ms"] = steps(call, 1, 2, turns)["few_ms"]
+        held = torch.cuda.memory_allocated()
+        captures = sum(call(16).report.captures for _ in range(100))
+        grown = torch.cuda.memory_allocated() - held
+    return {"compiled": compiled, **row, "bytes_grown_in_100_calls": grown, "captures_in_100_calls": captures}
+
+
+def shrinking(model: Any, vocab: int, turns: int) -> Row:
+    """Samples end at random, one in 64 tokens: batches pass through many buckets."""
+    took: dict[bool, list[float]] = {False: [], True: []}
+    sessions = {compiled: Session(model, kv_budget="8GiB", compiled=compiled) for compiled in took}
+    for turn in range(turns + 1):
+        for compiled, session in sessions.items():
+            params = {"n": 64, "max_new_tokens": 128, "seed": turn, "stop_token_ids": tuple(range(0, vocab, 64))}
+            took[compiled].append(wall(lambda: session.generate(prompts(4, 64), **params)))  # noqa: B023
+    for session in sessions.values():
+        session.close()
+    names = {False: "eager", True: "compiled"}
+    row: Row = {f"{names[c]}_s": round(sum(seconds[1:]) / turns, 4) for c, seconds in took.items()}
+    return row | {f"{names[c]}_each_s": [round(one, 3) for one in seconds] for c, seconds in took.items()}
+
+
+def beams(model: Any, count: int, length: int, turns: int) -> Row:
+    asked, fixed = prompts(count, length), {"stop_token_ids": ()}
+    with Session(model, kv_budget="8GiB") as session:
+        samples = steps(lambda n: session.generate(asked, n=8, max_new_tokens=n, **fixed), 16, 144, turns)
+        found = steps(lambda n: session.beam_search(asked, num_beams=8, max_new_tokens=n, **fixed), 16, 144, turns)
+    ratio = round(found["step_ms"] / samples["step_ms"], 2)
+    return {"beams": f"{count} x 8", "prompt": length, "samples": samples, "search": found, "ratio": ratio}
+
+
+def main() -> None:
+    names, parts = ["Llama-3.2-1B", "SmolLM2-135M"], ["calls", "shrinking", "beams"]
+    options = arguments(__doc__, shapes=names, parts=parts, turns=5, eager=False)
+    run = Run(options)
+    for name in options.shapes:
+        model = prefixkit.patch(SHAPES[name].build("cuda", torch.bfloat16))
+        if "calls" in options.parts:
+            for compiled in (False,) if options.eager else (False, True):
+                run.add("calls", {"shape": name, **cost_of_a_call(model, compiled, options.turns)})
+        if "shrinking" in options.parts:
+            run.add("shrinking", {"shape": name, **shrinking(model, SHAPES[name].vocab, options.turns)})
+        if "beams" in options.parts:
+            for count, length in ((1, 2048), (16, 512)):
+                run.add("beams", {"shape": name, **beams(model, count, length, options.turns)})
+    run.finish("seconds")
+
+
+if __name__ == "__main__":
+    main()
