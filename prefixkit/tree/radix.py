@@ -21,13 +21,16 @@ __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
 
 Ints = NDArray[np.int32]
 
+_REACH = 32  # ancestors that are asked for free slots: more than beams have, and a bound where chains are deep
+
 
 class PrefixTree:
     """A radix tree of token sequences whose nodes own slices of ref-counted pages.
 
     A node ends where sequences part or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.  KV is
     never moved: a split shares the page it cuts, the first child of a leaf continues in the leaf's last page, and
-    further children begin on pages of their own.
+    further children begin in the free slots of an ancestor's last page, or on pages of their own.  Where beams fork, the
+    third and those after it, of which few live to have a second token, begin in one page: see `extend_each`.
 
     Every method checks before it changes: one that raises has changed nothing.
 
@@ -110,13 +113,15 @@ class PrefixTree:
         values = as_tokens(tokens) if found is None else np.asarray(tokens, np.int32)  # `match` has checked them
         found = follow(self.root, values) if found is None else found
         rest = values[found.length :]
-        pages = self.allocator.allocate(self._pages_below(found, len(values)))  # the last step that can fail
+        node, splits = found.node, found.offset < found.node.length
+        # Of a split the lower half holds the slots behind the upper one.
+        host, reserved = (self._host(node.parent), 0) if splits and node.parent else (self._host(node), node.reserved)
+        pages = self.allocator.allocate(self._pages_behind(host, len(rest), reserved))  # the last step that can fail
 
-        node = found.node
-        if found.offset < node.length:
+        if splits:
             node = self._split(node, found.offset)
         if len(rest):
-            node = self._add_leaf(node, rest.copy(), pages)
+            node = self._add_leaf(node, rest.copy(), pages, host)
         return self._new_sequence(node)
 
     def fork(self, sequence: Sequence, count: int = 1) -> list[Sequence]:
@@ -139,14 +144,16 @@ class PrefixTree:
         """
         values = as_tokens(tokens)
         node = self._node_of(sequence)
-        pages = self.allocator.allocate(node.pages_to_add(len(values)))
         if node.grows_in_place:
+            pages = self.allocator.allocate(node.pages_to_add(len(values)))
             self.reserved -= node.reserved
             node.grow(values, pages)
             self.reserved += node.reserved
             self._touched.add(node)
         else:
-            self._move(sequence, self._add_leaf(node, values.copy(), pages))
+            host = self._host(node)
+            pages = self.allocator.allocate(self._pages_behind(host, len(values), node.reserved))
+            self._move(sequence, self._add_leaf(node, values.copy(), pages, host))
 
     def reserve(self, sequences: Iterable[Sequence], tokens: Iterable[int]) -> None:
         """Let the leaf of each sequence hold the pages of so many tokens to come: no more, and no fewer.
@@ -172,10 +179,14 @@ class PrefixTree:
     def extend_each(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> None:
         """Append ``tokens[i]`` to ``sequences[i]``: the decode step.
 
+        Where all sequences that end at a node go on, as beams do and samples of a prompt that is kept do not, its
+        children from the third on begin in one page.  The third, the likeliest of them to live where the likelier come
+        first, holds the highest slots and grows in place; the others start a child should they get a second token.
+
         Raises:
             ValueError, TypeError: lengths differ, a sequence is listed twice or not live in this tree, or ``tokens``
                 are not token ids.
-            OutOfPages: not enough free pages for all of them; nothing has changed.
+            OutOfPages: fewer pages are free than they may take; nothing has changed.
         """
         values = self._tokens_for(sequences, tokens)
         nodes = [sequence.node for sequence in sequences]
@@ -199,11 +210,13 @@ class PrefixTree:
             node.push(token)
         self._touched.update(growing)
         if branching:
+            children: dict[Node, list[tuple[Sequence, int]]] = {}
             for sequence, token, grows in zip(sequences, values, in_place, strict=True):
                 if not grows:
-                    page = [] if sequence.node.free_slots or sequence.node.reserved else [pages.pop()]
-                    leaf = self._add_leaf(sequence.node, np.array([token], np.int32), np.array(page, np.int32))
-                    self._move(sequence, leaf)
+                    children.setdefault(sequence.node, []).append((sequence, token))
+            for node, group in children.items():
+                self._branch(node, group, pages)
+        self.allocator.release(np.array(pages, np.int32))
 
     def trim(self, sequence: Sequence, length: int) -> None:
         """Shorten to the first ``length`` tokens.  What no other sequence needs is released, as by `release`.
@@ -280,11 +293,25 @@ class PrefixTree:
         what = "has been released" if sequence.tree is None else "belongs to another tree"
         raise ValueError(f"sequence {sequence.id} {what}; use a live sequence of this tree")
 
-    def _pages_below(self, found: Match, length: int) -> int:
-        """Pages that the tokens after ``found`` take, of a sequence of ``length`` tokens."""
-        splits = found.offset < found.node.length  # and then the lower half holds the slots behind the upper one
-        rest = length - found.length
-        return pages_for(rest, self.page_size) if splits else found.node.pages_to_add(rest)
+    def _host(self, parent: Node) -> Node | None:
+        """The node in whose last page a new child of ``parent`` begins; None: on a page of its own.
+
+        It is the parent or an ancestor, the nearest with free slots: no page is then held longer than without the
+        child, and only leaves need the slots behind them.
+        """
+        if self.page_size == 1 or (not parent.branches and parent.end_slot % self.page_size == 0):
+            return None  # a page of its own continues a leaf whose last page is full
+        node: Node | None = parent
+        for _ in range(_REACH):
+            if node is None or node.free_slots:
+                return node
+            node = node.parent
+        return None
+
+    def _pages_behind(self, host: Node | None, count: int, reserved: int) -> int:
+        """Pages that ``count`` tokens take of a new child that begins behind ``host`` and goes on on ``reserved``."""
+        free = 0 if host is None else host.free_slots
+        return max(0, pages_for(count - free, self.page_size) - reserved)
 
     def _new_sequence(self, node: Node) -> Sequence:
         sequence = Sequence(next(self._sequence_ids), node, self)
@@ -298,23 +325,34 @@ class PrefixTree:
         sequence.node = node
         self.sequences_version += 1
 
-    def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints) -> Node:
-        """A new child, in the free slots of the parent's last page, then on its reserved pages, then on ``pages``."""
-        continues = parent.free_slots > 0
+    def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints, host: Node | None) -> Node:
+        """A new child, in the free slots behind ``host``, then on the parent's reserved pages, then on ``pages``."""
         self.reserved -= parent.reserved
         pages = np.concatenate([parent.give_back(), pages])
-        if continues:
-            last = parent.pages[-1:]
+        first_slot = 0
+        if host is not None:
+            last = host.pages[-1:]
             self.allocator.share(last)
             pages = np.concatenate([last, pages])
-        first_slot = parent.end_slot % self.page_size if continues else 0
+            first_slot = host.end_slot % self.page_size
         leaf = Node(next(self._node_ids), parent, self.page_size, tokens, pages, first_slot)
+        leaf.follow(host)
         self.reserved += leaf.reserved
         parent.adopt(leaf)
-        if continues:
-            parent.continuation = leaf
         self.version += 1
         return leaf
+
+    def _branch(self, node: Node, children: list[tuple[Sequence, int]], pages: list[int]) -> None:
+        """A child of ``node`` for each sequence and its token; those that begin on a page of their own pop ``pages``."""
+        together = len(children) == len(node.sequences)  # beams: none stays
+        if together:
+            children = children[:2] + children[:1:-1]
+        leaf = node
+        for i, (sequence, token) in enumerate(children):
+            host = leaf if together and i > 2 and leaf.free_slots else self._host(node)
+            page = [] if host is not None or node.reserved else [pages.pop()]
+            leaf = self._add_leaf(node, np.array([token], np.int32), np.array(page, np.int32), host)
+            self._move(sequence, leaf)
 
     def _split(self, node: Node, at: int) -> Node:
         self.version += 1
