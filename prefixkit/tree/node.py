@@ -114,14 +114,20 @@ class Node:
 
     @property
     def grows_in_place(self) -> bool:
-        """Whether the one sequence that ends here may append to this node rather than start a child."""
-        alone = not self.branches and len(self.sequences) == 1 and self.continuation is None
-        return alone and self.parent is not None
+        """Whether the one sequence that ends here may append any number of tokens to this node."""
+        return self.continuation is None and self.appends(0)
 
     @property
     def free_slots(self) -> int:
         """Slots after this node's end in its last page that no node holds."""
         return 0 if self.continuation is not None else -self.end_slot % self._page_size
+
+    def appends(self, count: int) -> bool:
+        """Whether the one sequence that ends here may append ``count`` tokens to this node rather than start a child."""
+        if self.branches or len(self.sequences) != 1 or self.parent is None:
+            return False
+        behind = self.continuation
+        return behind is None or self.end_slot % self._page_size + count <= behind.first_slot
 
     def pages_to_add(self, count: int) -> int:
         """New pages needed to append ``count`` tokens to this node, or as a child that begins in its free slots."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from itertools import compress
 from itertools import count as count_up
+from operator import not_
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,6 +22,7 @@ __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
 
 Ints = NDArray[np.int32]
 
+_ROOM = 2  # slots left free behind each leaf of those that share a page from their beginning
 _REACH = 32  # ancestors that are asked for free slots: more than beams have, and a bound where chains are deep
 
 
@@ -144,7 +146,7 @@ class PrefixTree:
         """
         values = as_tokens(tokens)
         node = self._node_of(sequence)
-        if node.grows_in_place:
+        if node.appends(len(values)):
             pages = self.allocator.allocate(node.pages_to_add(len(values)))
             self.reserved -= node.reserved
             node.grow(values, pages)
@@ -190,11 +192,11 @@ class PrefixTree:
         """
         values = self._tokens_for(sequences, tokens)
         nodes = [sequence.node for sequence in sequences]
-        in_place = [node.grows_in_place for node in nodes]
+        in_place = [node.appends(1) for node in nodes]
         growing = list(compress(nodes, in_place))
         crossing = [node for node in growing if (node.first_slot + node.length) % self.page_size == 0]
         full = [node for node in crossing if not node.reserved]
-        branching = [] if len(growing) == len(nodes) else [node for node in nodes if not node.grows_in_place]
+        branching = [] if len(growing) == len(nodes) else list(compress(nodes, map(not_, in_place)))
         # The first child of a leaf takes no page where the last one has free slots, or where there are reserved ones.
         continued = len({node for node in branching if node.free_slots or node.reserved})
         # The last step that can fail.  Reversed, so that pop() deals the pages in the order of the sequences.
@@ -229,7 +231,7 @@ class PrefixTree:
             raise ValueError(f"cannot trim sequence {sequence.id} of {sequence.length} tokens to {length}")
         if length == sequence.length:
             return
-        if node.grows_in_place and length > node.start:
+        if node.appends(0) and length > node.start:
             self.reserved -= node.reserved
             self.allocator.release(node.shorten(length - node.start))
             self.version += 1
@@ -325,8 +327,8 @@ class PrefixTree:
         sequence.node = node
         self.sequences_version += 1
 
-    def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints, host: Node | None) -> Node:
-        """A new child, in the free slots behind ``host``, then on the parent's reserved pages, then on ``pages``."""
+    def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints, host: Node | None, skip: int = 0) -> Node:
+        """A new child: ``skip`` slots behind ``host``, then on the parent's reserved pages, then on ``pages``."""
         self.reserved -= parent.reserved
         pages = np.concatenate([parent.give_back(), pages])
         first_slot = 0
@@ -334,7 +336,7 @@ class PrefixTree:
             last = host.pages[-1:]
             self.allocator.share(last)
             pages = np.concatenate([last, pages])
-            first_slot = host.end_slot % self.page_size
+            first_slot = host.end_slot % self.page_size + skip
         leaf = Node(next(self._node_ids), parent, self.page_size, tokens, pages, first_slot)
         leaf.follow(host)
         self.reserved += leaf.reserved
@@ -349,9 +351,10 @@ class PrefixTree:
             children = children[:2] + children[:1:-1]
         leaf = node
         for i, (sequence, token) in enumerate(children):
-            host = leaf if together and i > 2 and leaf.free_slots else self._host(node)
+            packs = together and i > 2 and leaf.free_slots > _ROOM
+            host, skip = (leaf, _ROOM) if packs else (self._host(node), 0)
             page = [] if host is not None or node.reserved else [pages.pop()]
-            leaf = self._add_leaf(node, np.array([token], np.int32), np.array(page, np.int32), host)
+            leaf = self._add_leaf(node, np.array([token], np.int32), np.array(page, np.int32), host, skip)
             self._move(sequence, leaf)
 
     def _split(self, node: Node, at: int) -> Node:
