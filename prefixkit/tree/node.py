@@ -20,9 +20,10 @@ class Node:
                        | .  .  a  b| c  d  e  f| g  .  .  .|
                               ^ first_slot = 2      ^ end_slot = 9, length = 7
 
-    The slots before belong to the node that it ``follows``; those after, to its ``continuation``.  These are the lower
-    half of a split, a child, a node further below, or a sibling that began in the same step.  While nothing holds the
-    slots after a leaf, it grows in place.  A leaf may hold reserved pages behind the page of its last token.
+    The slots before are those of the node that it ``follows``, if any; the slots after, those of its ``continuation``:
+    the lower half of a split, a child, a node further below, or a sibling that began in the same step.  A leaf grows in
+    place up to the slots of its continuation; most have none.  A leaf may hold reserved pages behind the page of its
+    last token.
 
     The arrays have spare capacity at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and
     ``pages`` return as read-only, and as valid until the tree changes.
@@ -32,7 +33,7 @@ class Node:
         parent: None for the root, and for a node that has left the tree.
         branches: children by first token, in order of arrival.  Siblings may begin with the same token (forks do);
             `PrefixTree.match` follows the first of them.
-        continuation: the node that holds slots after this node's end in its last page; None while they are free.
+        continuation: the node that holds the next slots after this node's end in its last page; None while all are free.
         follows: the node whose ``continuation`` this is; None where no node holds slots before it in its first page.
         sequences: the sequences that end exactly at this node's end, by id.
         start: position of the first token.

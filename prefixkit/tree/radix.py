@@ -22,8 +22,8 @@ __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
 
 Ints = NDArray[np.int32]
 
-_ROOM = 2  # slots left free behind each leaf of those that share a page from their beginning
-_REACH = 32  # ancestors that are asked for free slots: more than beams have, and a bound where chains are deep
+_ROOM = 2  # slots left free between leaves that begin in one page: most are gone before they have filled them
+_REACH = 128  # nodes that are asked for free slots at most: chains may be deep
 
 
 class PrefixTree:
@@ -31,8 +31,8 @@ class PrefixTree:
 
     A node ends where sequences part or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.  KV is
     never moved: a split shares the page it cuts, the first child of a leaf continues in the leaf's last page, and
-    further children begin in the free slots of an ancestor's last page, or on pages of their own.  Where beams fork, the
-    third and those after it, of which few live to have a second token, begin in one page: see `extend_each`.
+    further children begin in the free slots of an ancestor's last page, or on pages of their own.  Of beams that fork,
+    the third and those after it, most of which die within a few steps, begin in one page: see `extend_each`.
 
     Every method checks before it changes: one that raises has changed nothing.
 
@@ -73,8 +73,7 @@ class PrefixTree:
     def pages_to_extend(self, sequence: Sequence, count: int) -> int:
         """Pages that `extend` takes at most for ``count`` more tokens of ``sequence``, whatever grows beside it.
 
-        Of several sequences that end at one node, the first to grow may take fewer: it continues in the node's last
-        page.
+        A sequence that shares its last node may take fewer: it begins in free slots where there are any.
         """
         node = self._node_of(sequence)
         return node.pages_to_add(count) if node.grows_in_place else pages_for(count, self.page_size)
@@ -116,8 +115,8 @@ class PrefixTree:
         found = follow(self.root, values) if found is None else found
         rest = values[found.length :]
         node, splits = found.node, found.offset < found.node.length
-        # Of a split the lower half holds the slots behind the upper one.
-        host, reserved = (self._host(node.parent), 0) if splits and node.parent else (self._host(node), node.reserved)
+        host = self._host(node.parent if splits else node)  # the slots behind the upper half are the lower half's
+        reserved = 0 if splits else node.reserved
         pages = self.allocator.allocate(self._pages_behind(host, len(rest), reserved))  # the last step that can fail
 
         if splits:
@@ -161,12 +160,12 @@ class PrefixTree:
         """Let the leaf of each sequence hold the pages of so many tokens to come: no more, and no fewer.
 
         Raises:
-            ValueError: a sequence has no leaf of its own, or is not live in this tree.
+            ValueError: a sequence has no leaf of its own that grows in place, or is not live in this tree.
             OutOfPages: not enough free pages for all of them; nothing has changed.
         """
         nodes = [self._node_of(sequence) for sequence in sequences]
         if not all(node.grows_in_place for node in nodes):
-            raise ValueError("a sequence that shares its last node has no pages of its own; extend it first")
+            raise ValueError("a sequence that shares its last node or page has no pages of its own; extend it first")
         missing = [(node, node.pages_to_add(count), count) for node, count in zip(nodes, tokens, strict=True)]
         pages = self.allocator.allocate(sum(more for _, more, _ in missing))
         for node, more, count in missing:
@@ -181,9 +180,10 @@ class PrefixTree:
     def extend_each(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> None:
         """Append ``tokens[i]`` to ``sequences[i]``: the decode step.
 
-        Where all sequences that end at a node go on, as beams do and samples of a prompt that is kept do not, its
-        children from the third on begin in one page.  The third, the likeliest of them to live where the likelier come
-        first, holds the highest slots and grows in place; the others start a child should they get a second token.
+        Where all sequences that end at a node go on, as beams do, and not samples of a prompt that is kept, its
+        children from the third on begin in one page, with room for two more tokens behind each.  The third, the
+        likeliest of them to live where the best come first, lies behind the others and grows in place; one that comes
+        to the slots of another starts a child.
 
         Raises:
             ValueError, TypeError: lengths differ, a sequence is listed twice or not live in this tree, or ``tokens``
@@ -196,7 +196,7 @@ class PrefixTree:
         growing = list(compress(nodes, in_place))
         crossing = [node for node in growing if (node.first_slot + node.length) % self.page_size == 0]
         full = [node for node in crossing if not node.reserved]
-        branching = [] if len(growing) == len(nodes) else list(compress(nodes, map(not_, in_place)))
+        branching = list(compress(nodes, map(not_, in_place)))
         # The first child of a leaf takes no page where the last one has free slots, or where there are reserved ones.
         continued = len({node for node in branching if node.free_slots or node.reserved})
         # The last step that can fail.  Reversed, so that pop() deals the pages in the order of the sequences.
@@ -213,12 +213,11 @@ class PrefixTree:
         self._touched.update(growing)
         if branching:
             children: dict[Node, list[tuple[Sequence, int]]] = {}
-            for sequence, token, grows in zip(sequences, values, in_place, strict=True):
-                if not grows:
-                    children.setdefault(sequence.node, []).append((sequence, token))
+            for child in compress(zip(sequences, values, strict=True), map(not_, in_place)):
+                children.setdefault(child[0].node, []).append(child)
             for node, group in children.items():
                 self._branch(node, group, pages)
-        self.allocator.release(np.array(pages, np.int32))
+            self.allocator.release(np.array(pages, np.int32))
 
     def trim(self, sequence: Sequence, length: int) -> None:
         """Shorten to the first ``length`` tokens.  What no other sequence needs is released, as by `release`.
@@ -295,14 +294,16 @@ class PrefixTree:
         what = "has been released" if sequence.tree is None else "belongs to another tree"
         raise ValueError(f"sequence {sequence.id} {what}; use a live sequence of this tree")
 
-    def _host(self, parent: Node) -> Node | None:
-        """The node in whose last page a new child of ``parent`` begins; None: on a page of its own.
+    def _host(self, parent: Node | None) -> Node | None:
+        """The node behind which a new child of ``parent`` begins; None: it begins on a page of its own.
 
-        It is the parent or an ancestor, the nearest with free slots: no page is then held longer than without the
-        child, and only leaves need the slots behind them.
+        The nearest of the parent and its ancestors that has free slots.  Only leaves grow into those, and an ancestor
+        holds its page for as long as the child lives.
         """
-        if self.page_size == 1 or (not parent.branches and parent.end_slot % self.page_size == 0):
-            return None  # a page of its own continues a leaf whose last page is full
+        if self.page_size == 1 or parent is None:
+            return None
+        if not parent.branches and parent.end_slot % self.page_size == 0:
+            return None  # a page of its own meets a leaf whose last page is full
         node: Node | None = parent
         for _ in range(_REACH):
             if node is None or node.free_slots:
@@ -328,7 +329,7 @@ class PrefixTree:
         self.sequences_version += 1
 
     def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints, host: Node | None, skip: int = 0) -> Node:
-        """A new child: ``skip`` slots behind ``host``, then on the parent's reserved pages, then on ``pages``."""
+        """A new child: from ``skip`` slots behind ``host``, then on the parent's reserved pages, then on ``pages``."""
         self.reserved -= parent.reserved
         pages = np.concatenate([parent.give_back(), pages])
         first_slot = 0
@@ -345,8 +346,8 @@ class PrefixTree:
         return leaf
 
     def _branch(self, node: Node, children: list[tuple[Sequence, int]], pages: list[int]) -> None:
-        """A child of ``node`` for each sequence and its token; those that begin on a page of their own pop ``pages``."""
-        together = len(children) == len(node.sequences)  # beams: none stays
+        """A child of ``node`` for each sequence and its token; one that begins on a page of its own pops ``pages``."""
+        together = len(children) == len(node.sequences)  # none stays: beams
         if together:
             children = children[:2] + children[:1:-1]
         leaf = node

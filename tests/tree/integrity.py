@@ -92,11 +92,13 @@ def _check_slots(nodes: list[Node], page_size: int) -> None:
     for node in nodes:
         for i, page in enumerate(node.pages[: node.num_pages].tolist()):
             holders.setdefault(page, []).append((0 if i else node.first_slot, node))
-    links = [pair for held in holders.values() for pair in pairwise(node for _, node in sorted(held, key=itemgetter(0)))]
+    links = [
+        pair for held in holders.values() for pair in pairwise(node for _, node in sorted(held, key=itemgetter(0)))
+    ]
     for before, after in links:
         linked = before.continuation is after and after.follows is before
         _require(linked, "nodes that share a page are linked in the order of their slots", (before, after))
-        _require(_is_below(after, before.parent), "a page is held no longer than by the first to leave", after)
+        _require(_is_below(after, before.parent), "what lies behind a node is below the node's parent", after)
     ends = [end for node in nodes for end in (node.continuation, node.follows) if end is not None]
     _require(len(ends) == 2 * len(links), "nodes that share no page are not linked", ends)
 
