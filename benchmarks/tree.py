@@ -121,7 +121,7 @@ def measure_decode(run: Run, rng: np.random.Generator, page_size: int, prefix: i
 
 
 def measure_beams(run: Run, rng: np.random.Generator, page_size: int, beams: int, steps: int) -> None:
-    """Each step samples its survivors with replacement: some beams fork, others die, and the structure changes."""
+    """Each step samples its survivors with replacement; ``fill`` is tokens below the prompt / slots of their pages."""
     tree = PrefixTree(4_000_000 // page_size, page_size)
     handles = tree.fork(tree.insert(rng.integers(0, VOCABULARY, 1000)), beams)
 
@@ -139,7 +139,9 @@ def measure_beams(run: Run, rng: np.random.Generator, page_size: int, beams: int
         tree.snapshot()
 
     case: Row = {"case": "beams", "page_size": page_size, "prefix": 1000, "steps": steps, "beams": beams}
-    add_step(run, tree, case, {"step": wall_seconds(step, steps)})
+    times, held = wall_seconds(step, steps), tree.allocator.num_pages - tree.allocator.free
+    case["fill"] = (tree.snapshot().num_tokens - 1000) / (held * page_size - 1000)
+    add_step(run, tree, case, {"step": times})
 
 
 def add_step(run: Run, tree: PrefixTree, case: Row, parts: dict[str, list[float]]) -> None:
@@ -148,6 +150,7 @@ def add_step(run: Run, tree: PrefixTree, case: Row, parts: dict[str, list[float]
     spreads = {f"{name}_ms": spread([1e3 * seconds for seconds in times]) for name, times in parts.items()}
     case |= {"nodes": tree.snapshot().num_nodes, **spreads}
     what = f"{case['case']}, page {case['page_size']:>3}, prefix {case['prefix']:>6}, {case['nodes']} nodes"
+    what += f", fill {case['fill']:.2f}" if "fill" in case else ""
     total = "  ".join(f"{name} {case['step_ms'][name]:.2f}" for name in ("median", "mean", "p99"))
     cells = "  ".join(f"{name} {case[f'{name}_ms']['median']:.2f}" for name in parts if name != "step")
     run.add("steps", case, f"  {what:<46}  {total}   {cells}")
@@ -162,8 +165,8 @@ def main() -> None:
     print("a step's tree work, ms (target: median below 2)")
     for page_size, prefix in [(1, 0), (16, 0), (128, 0), (1, 100_000), (16, 100_000)]:
         measure_decode(run, rng, page_size, prefix, options.steps)
-    for beams in (16, 1024):
-        measure_beams(run, rng, 1, beams, options.steps)
+    for beams, page_size in ((16, 1), (1024, 1), (16, 16), (1024, 16)):
+        measure_beams(run, rng, page_size, beams, options.steps)
     run.finish()
 
 

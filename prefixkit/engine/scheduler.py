@@ -60,7 +60,7 @@ class _PinnedPrefix:
 def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
     """Pages that one sample, or one beam search, can come to need beyond its prompt.
 
-    The last token sampled needs no KV.  Beams fork at any token, and each fork starts a fresh page.
+    The last token sampled needs no KV.  Beams fork at any token, and each fork may start a fresh page.
     """
     tokens = params.max_new_tokens - 1
     if isinstance(params, BeamParams):

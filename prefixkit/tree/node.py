@@ -20,9 +20,9 @@ class Node:
                        | .  .  a  b| c  d  e  f| g  .  .  .|
                               ^ first_slot = 2      ^ end_slot = 9, length = 7
 
-    The slots before belong to the parent.  Those after belong to one child at most, the ``continuation``: the lower
-    half of a split, or the first child that a leaf got.  Other children begin on pages of their own.  So the slots
-    after a leaf are free, which is why leaves grow in place.  A leaf may hold reserved pages behind the page of its
+    The slots before are those of the node that it ``follows``, if any; the slots after, those of its ``continuation``:
+    the lower half of a split, a child, a node further below, or a sibling that began in the same step.  A leaf grows in
+    place up to the slots of its continuation; most have none.  A leaf may hold reserved pages behind the page of its
     last token.
 
     The arrays have spare capacity at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and
@@ -33,7 +33,8 @@ class Node:
         parent: None for the root, and for a node that has left the tree.
         branches: children by first token, in order of arrival.  Siblings may begin with the same token (forks do);
             `PrefixTree.match` follows the first of them.
-        continuation: the child that holds the slots after this node's end in its last page; None while they are free.
+        continuation: the node that holds the next slots after this node's end in its last page; None while all are free.
+        follows: the node whose ``continuation`` this is; None where no node holds slots before it in its first page.
         sequences: the sequences that end exactly at this node's end, by id.
         start: position of the first token.
         length: number of tokens; 0 only for the root.
@@ -51,6 +52,7 @@ class Node:
         "computed",
         "continuation",
         "first_slot",
+        "follows",
         "id",
         "index",
         "length",
@@ -73,6 +75,7 @@ class Node:
         self.length: int = len(tokens)
         self.computed = 0
         self.continuation: Node | None = None
+        self.follows: Node | None = None
         self.first_slot = first_slot
         self.index = -1
         self._page_size = page_size
@@ -112,16 +115,23 @@ class Node:
 
     @property
     def grows_in_place(self) -> bool:
-        """Whether the one sequence that ends here may append to this node rather than start a child."""
-        return not self.branches and len(self.sequences) == 1 and self.parent is not None
+        """Whether the one sequence that ends here may append any number of tokens to this node."""
+        return self.continuation is None and self.appends(0)
 
     @property
     def free_slots(self) -> int:
         """Slots after this node's end in its last page that no node holds."""
         return 0 if self.continuation is not None else -self.end_slot % self._page_size
 
+    def appends(self, count: int) -> bool:
+        """Whether the one sequence that ends here may append ``count`` tokens to this node rather than start a child."""
+        if self.branches or len(self.sequences) != 1 or self.parent is None:
+            return False
+        behind = self.continuation
+        return behind is None or self.end_slot % self._page_size + count <= behind.first_slot
+
     def pages_to_add(self, count: int) -> int:
-        """New pages needed to append ``count`` tokens, to this node or as a child of it."""
+        """New pages needed to append ``count`` tokens to this node, or as a child that begins in its free slots."""
         return max(0, -(-(count - self.free_slots) // self._page_size) - self.reserved)
 
     def continues(self, parent: Node) -> bool:
@@ -130,7 +140,7 @@ class Node:
         The slots must meet, in a page that both hold or at a page boundary.  And ``computed``, which counts from the
         first token, must have no gap.
         """
-        meets = self is parent.continuation or parent.end_slot % self._page_size == self.first_slot == 0
+        meets = self.follows is parent or parent.end_slot % self._page_size == self.first_slot == 0
         return meets and (parent.computed == parent.length or self.computed == 0)
 
     # -- children --------------------------------------------------------------------------------------------------
@@ -145,16 +155,22 @@ class Node:
         group.remove(child)
         if not group:
             del self.branches[first]
-        if self.continuation is child:
-            self.continuation = None
+        if child.follows is not None:
+            child.follows.continuation = child.continuation
+        if child.continuation is not None:
+            child.continuation.follows = child.follows
         child.parent = None
+
+    def follow(self, host: Node | None) -> None:
+        """Become what holds the slots after ``host``; None: no node is before this one in its first page."""
+        self.follows = host
+        if host is not None:
+            host.continuation = self
 
     def replace_child(self, old: Node, new: Node) -> None:
         """Put ``new``, which begins with the same token, in the place of ``old`` among the children."""
         group = self.branches[int(old._token_buffer[0])]
         group[group.index(old)] = new
-        if self.continuation is old:
-            self.continuation = new
         old.parent, new.parent = None, self
 
     # -- changing --------------------------------------------------------------------------------------------------
@@ -214,7 +230,8 @@ class Node:
 
         tokens = self._token_buffer[:at].copy()
         upper = Node(upper_id, self.parent, self._page_size, tokens, upper_pages, self.first_slot)
-        upper.continuation = self if offset else None
+        upper.follow(self.follows)
+        self.follow(upper if offset else None)
         upper.computed = min(self.computed, at)
         self.parent.replace_child(self, upper)
 
@@ -241,6 +258,7 @@ class Node:
         self.start = parent.start
         self.length += parent.length
         self.computed += parent.computed
+        self.follow(parent.follows)
         parent.parent.replace_child(parent, self)
 
 

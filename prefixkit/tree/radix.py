@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from itertools import compress
 from itertools import count as count_up
+from operator import not_
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,13 +22,17 @@ __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
 
 Ints = NDArray[np.int32]
 
+_ROOM = 2  # slots left free between leaves that begin in one page: most are gone before they have filled them
+_REACH = 128  # nodes that are asked for free slots at most: chains may be deep
+
 
 class PrefixTree:
     """A radix tree of token sequences whose nodes own slices of ref-counted pages.
 
     A node ends where sequences part or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.  KV is
     never moved: a split shares the page it cuts, the first child of a leaf continues in the leaf's last page, and
-    further children begin on pages of their own.
+    further children begin in the free slots of an ancestor's last page, or on pages of their own.  Of beams that fork,
+    the third and those after it, most of which die within a few steps, begin in one page: see `extend_each`.
 
     Every method checks before it changes: one that raises has changed nothing.
 
@@ -68,8 +73,7 @@ class PrefixTree:
     def pages_to_extend(self, sequence: Sequence, count: int) -> int:
         """Pages that `extend` takes at most for ``count`` more tokens of ``sequence``, whatever grows beside it.
 
-        Of several sequences that end at one node, the first to grow may take fewer: it continues in the node's last
-        page.
+        A sequence that shares its last node may take fewer: it begins in free slots where there are any.
         """
         node = self._node_of(sequence)
         return node.pages_to_add(count) if node.grows_in_place else pages_for(count, self.page_size)
@@ -110,13 +114,15 @@ class PrefixTree:
         values = as_tokens(tokens) if found is None else np.asarray(tokens, np.int32)  # `match` has checked them
         found = follow(self.root, values) if found is None else found
         rest = values[found.length :]
-        pages = self.allocator.allocate(self._pages_below(found, len(values)))  # the last step that can fail
+        node, splits = found.node, found.offset < found.node.length
+        host = self._host(node.parent if splits else node)  # the slots behind the upper half are the lower half's
+        reserved = 0 if splits else node.reserved
+        pages = self.allocator.allocate(self._pages_behind(host, len(rest), reserved))  # the last step that can fail
 
-        node = found.node
-        if found.offset < node.length:
+        if splits:
             node = self._split(node, found.offset)
         if len(rest):
-            node = self._add_leaf(node, rest.copy(), pages)
+            node = self._add_leaf(node, rest.copy(), pages, host)
         return self._new_sequence(node)
 
     def fork(self, sequence: Sequence, count: int = 1) -> list[Sequence]:
@@ -139,25 +145,27 @@ class PrefixTree:
         """
         values = as_tokens(tokens)
         node = self._node_of(sequence)
-        pages = self.allocator.allocate(node.pages_to_add(len(values)))
-        if node.grows_in_place:
+        if node.appends(len(values)):
+            pages = self.allocator.allocate(node.pages_to_add(len(values)))
             self.reserved -= node.reserved
             node.grow(values, pages)
             self.reserved += node.reserved
             self._touched.add(node)
         else:
-            self._move(sequence, self._add_leaf(node, values.copy(), pages))
+            host = self._host(node)
+            pages = self.allocator.allocate(self._pages_behind(host, len(values), node.reserved))
+            self._move(sequence, self._add_leaf(node, values.copy(), pages, host))
 
     def reserve(self, sequences: Iterable[Sequence], tokens: Iterable[int]) -> None:
         """Let the leaf of each sequence hold the pages of so many tokens to come: no more, and no fewer.
 
         Raises:
-            ValueError: a sequence has no leaf of its own, or is not live in this tree.
+            ValueError: a sequence has no leaf of its own that grows in place, or is not live in this tree.
             OutOfPages: not enough free pages for all of them; nothing has changed.
         """
         nodes = [self._node_of(sequence) for sequence in sequences]
         if not all(node.grows_in_place for node in nodes):
-            raise ValueError("a sequence that shares its last node has no pages of its own; extend it first")
+            raise ValueError("a sequence that shares its last node or page has no pages of its own; extend it first")
         missing = [(node, node.pages_to_add(count), count) for node, count in zip(nodes, tokens, strict=True)]
         pages = self.allocator.allocate(sum(more for _, more, _ in missing))
         for node, more, count in missing:
@@ -172,18 +180,23 @@ class PrefixTree:
     def extend_each(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> None:
         """Append ``tokens[i]`` to ``sequences[i]``: the decode step.
 
+        Where all sequences that end at a node go on, as beams do, and not samples of a prompt that is kept, its
+        children from the third on begin in one page, with room for two more tokens behind each.  The third, the
+        likeliest of them to live where the best come first, lies behind the others and grows in place; one that comes
+        to the slots of another starts a child.
+
         Raises:
             ValueError, TypeError: lengths differ, a sequence is listed twice or not live in this tree, or ``tokens``
                 are not token ids.
-            OutOfPages: not enough free pages for all of them; nothing has changed.
+            OutOfPages: fewer pages are free than they may take; nothing has changed.
         """
         values = self._tokens_for(sequences, tokens)
         nodes = [sequence.node for sequence in sequences]
-        in_place = [node.grows_in_place for node in nodes]
+        in_place = [node.appends(1) for node in nodes]
         growing = list(compress(nodes, in_place))
         crossing = [node for node in growing if (node.first_slot + node.length) % self.page_size == 0]
         full = [node for node in crossing if not node.reserved]
-        branching = [] if len(growing) == len(nodes) else [node for node in nodes if not node.grows_in_place]
+        branching = list(compress(nodes, map(not_, in_place)))
         # The first child of a leaf takes no page where the last one has free slots, or where there are reserved ones.
         continued = len({node for node in branching if node.free_slots or node.reserved})
         # The last step that can fail.  Reversed, so that pop() deals the pages in the order of the sequences.
@@ -199,11 +212,12 @@ class PrefixTree:
             node.push(token)
         self._touched.update(growing)
         if branching:
-            for sequence, token, grows in zip(sequences, values, in_place, strict=True):
-                if not grows:
-                    page = [] if sequence.node.free_slots or sequence.node.reserved else [pages.pop()]
-                    leaf = self._add_leaf(sequence.node, np.array([token], np.int32), np.array(page, np.int32))
-                    self._move(sequence, leaf)
+            children: dict[Node, list[tuple[Sequence, int]]] = {}
+            for child in compress(zip(sequences, values, strict=True), map(not_, in_place)):
+                children.setdefault(child[0].node, []).append(child)
+            for node, group in children.items():
+                self._branch(node, group, pages)
+            self.allocator.release(np.array(pages, np.int32))
 
     def trim(self, sequence: Sequence, length: int) -> None:
         """Shorten to the first ``length`` tokens.  What no other sequence needs is released, as by `release`.
@@ -216,7 +230,7 @@ class PrefixTree:
             raise ValueError(f"cannot trim sequence {sequence.id} of {sequence.length} tokens to {length}")
         if length == sequence.length:
             return
-        if node.grows_in_place and length > node.start:
+        if node.appends(0) and length > node.start:
             self.reserved -= node.reserved
             self.allocator.release(node.shorten(length - node.start))
             self.version += 1
@@ -280,11 +294,27 @@ class PrefixTree:
         what = "has been released" if sequence.tree is None else "belongs to another tree"
         raise ValueError(f"sequence {sequence.id} {what}; use a live sequence of this tree")
 
-    def _pages_below(self, found: Match, length: int) -> int:
-        """Pages that the tokens after ``found`` take, of a sequence of ``length`` tokens."""
-        splits = found.offset < found.node.length  # and then the lower half holds the slots behind the upper one
-        rest = length - found.length
-        return pages_for(rest, self.page_size) if splits else found.node.pages_to_add(rest)
+    def _host(self, parent: Node | None) -> Node | None:
+        """The node behind which a new child of ``parent`` begins; None: it begins on a page of its own.
+
+        The nearest of the parent and its ancestors that has free slots.  Only leaves grow into those, and an ancestor
+        holds its page for as long as the child lives.
+        """
+        if self.page_size == 1 or parent is None:
+            return None
+        if not parent.branches and parent.end_slot % self.page_size == 0:
+            return None  # a page of its own meets a leaf whose last page is full
+        node: Node | None = parent
+        for _ in range(_REACH):
+            if node is None or node.free_slots:
+                return node
+            node = node.parent
+        return None
+
+    def _pages_behind(self, host: Node | None, count: int, reserved: int) -> int:
+        """Pages that ``count`` tokens take of a new child that begins behind ``host`` and goes on on ``reserved``."""
+        free = 0 if host is None else host.free_slots
+        return max(0, pages_for(count - free, self.page_size) - reserved)
 
     def _new_sequence(self, node: Node) -> Sequence:
         sequence = Sequence(next(self._sequence_ids), node, self)
@@ -298,23 +328,35 @@ class PrefixTree:
         sequence.node = node
         self.sequences_version += 1
 
-    def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints) -> Node:
-        """A new child, in the free slots of the parent's last page, then on its reserved pages, then on ``pages``."""
-        continues = parent.free_slots > 0
+    def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints, host: Node | None, skip: int = 0) -> Node:
+        """A new child: from ``skip`` slots behind ``host``, then on the parent's reserved pages, then on ``pages``."""
         self.reserved -= parent.reserved
         pages = np.concatenate([parent.give_back(), pages])
-        if continues:
-            last = parent.pages[-1:]
+        first_slot = 0
+        if host is not None:
+            last = host.pages[-1:]
             self.allocator.share(last)
             pages = np.concatenate([last, pages])
-        first_slot = parent.end_slot % self.page_size if continues else 0
+            first_slot = host.end_slot % self.page_size + skip
         leaf = Node(next(self._node_ids), parent, self.page_size, tokens, pages, first_slot)
+        leaf.follow(host)
         self.reserved += leaf.reserved
         parent.adopt(leaf)
-        if continues:
-            parent.continuation = leaf
         self.version += 1
         return leaf
+
+    def _branch(self, node: Node, children: list[tuple[Sequence, int]], pages: list[int]) -> None:
+        """A child of ``node`` for each sequence and its token; one that begins on a page of its own pops ``pages``."""
+        together = len(children) == len(node.sequences)  # none stays: beams
+        if together:
+            children = children[:2] + children[:1:-1]
+        leaf = node
+        for i, (sequence, token) in enumerate(children):
+            packs = together and i > 2 and leaf.free_slots > _ROOM
+            host, skip = (leaf, _ROOM) if packs else (self._host(node), 0)
+            page = [] if host is not None or node.reserved else [pages.pop()]
+            leaf = self._add_leaf(node, np.array([token], np.int32), np.array(page, np.int32), host, skip)
+            self._move(sequence, leaf)
 
     def _split(self, node: Node, at: int) -> Node:
         self.version += 1

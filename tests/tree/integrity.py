@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from operator import itemgetter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -63,12 +66,8 @@ def _check_node(node: Node, page_size: int) -> None:
     )
     _require(node.reserved == 0 or not node.branches, "only leaves have reserved pages", node)
     _require(0 <= node.computed <= node.length, "0 <= computed <= length", node)
-    _require(node.continuation is None or node.continuation.parent is node, "a continuation is a child", node)
-    if node.first_slot:
-        met = parent.continuation is node and node.pages[0] == parent.pages[-1]
-        _require(
-            met and node.first_slot == parent.end_slot % page_size, "within a page a node continues its parent", node
-        )
+    if node.follows is parent:
+        _require(node.first_slot == parent.end_slot % page_size, "a node that follows its parent meets it", node)
     _require(node.computed == 0 or parent.computed == parent.length, "computed tokens have computed ancestors", node)
     _require(bool(node.branches or node.sequences), "a node leads to a sequence", node)
     if not node.sequences and len(node.children) == 1:
@@ -84,19 +83,30 @@ def _check_pages(nodes: list[Node], tree: PrefixTree) -> None:
 
 
 def _check_slots(nodes: list[Node], page_size: int) -> None:
-    """No slot has two owners, and the slots after a leaf, into which it may grow, have none."""
+    """No slot has two owners, and nodes know who holds the slots before and behind them, if anyone does."""
     taken = np.concatenate([_slots(node, page_size) for node in nodes])
     taken.sort()
     twice = taken[1:][taken[1:] == taken[:-1]]
     _require(len(twice) == 0, "a slot has one owner", twice)
+    holders: dict[int, list[tuple[int, Node]]] = {}
     for node in nodes:
-        if not node.branches and node.length:
-            last = int(node.pages[node.num_pages - 1])
-            end = last * page_size + (node.end_slot - 1) % page_size + 1
-            following = int(np.searchsorted(taken, end))
-            page_end = (last + 1) * page_size
-            alone = following == len(taken) or taken[following] >= page_end
-            _require(bool(alone), "a leaf holds the highest slots of its last page", node)
+        for i, page in enumerate(node.pages[: node.num_pages].tolist()):
+            holders.setdefault(page, []).append((0 if i else node.first_slot, node))
+    links = [
+        pair for held in holders.values() for pair in pairwise(node for _, node in sorted(held, key=itemgetter(0)))
+    ]
+    for before, after in links:
+        linked = before.continuation is after and after.follows is before
+        _require(linked, "nodes that share a page are linked in the order of their slots", (before, after))
+        _require(_is_below(after, before.parent), "what lies behind a node is below the node's parent", after)
+    ends = [end for node in nodes for end in (node.continuation, node.follows) if end is not None]
+    _require(len(ends) == 2 * len(links), "nodes that share no page are not linked", ends)
+
+
+def _is_below(node: Node | None, above: Node | None) -> bool:
+    while node is not None and node is not above:
+        node = node.parent
+    return node is above
 
 
 def _slots(node: Node, page_size: int) -> NDArray[np.int64]:

@@ -72,7 +72,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.insert(self.model[self.pick(number).id][:keep] + tokens)
 
     @precondition(lambda self: self.handles)
-    @rule(number=PICK, count=st.integers(1, 3))
+    @rule(number=PICK, count=st.integers(1, 5))
     def fork(self, number: int, count: int) -> None:
         sequence = self.pick(number)
         for fork in self.tree.fork(sequence, count):
@@ -106,6 +106,17 @@ class TreeMachine(RuleBasedStateMachine):
         if self.attempt(needed, lambda: self.tree.extend_each(chosen, tokens)):
             for sequence, token in zip(chosen, tokens, strict=True):
                 self.model[sequence.id] = [*self.model[sequence.id], token]
+
+    @precondition(lambda self: self.handles)
+    @rule(number=PICK, forks=st.integers(0, 5))
+    def go_on_together(self, number: int, forks: int) -> None:
+        """All sequences that end at a node get a token, as beams do."""
+        self.fork(number, forks) if forks else None
+        chosen = [one for one in self.handles if one.node is self.pick(number).node]
+        needed = sum(self.tree.pages_to_extend(sequence, 1) for sequence in chosen)
+        if self.attempt(needed, lambda: self.tree.extend_each(chosen, [forks] * len(chosen))):
+            for sequence in chosen:
+                self.model[sequence.id] = [*self.model[sequence.id], forks]
 
     @precondition(lambda self: self.handles)
     @rule(number=PICK, data=st.data())
