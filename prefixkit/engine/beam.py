@@ -111,7 +111,7 @@ def num_candidates(params: BeamParams) -> int:
 def advance(
     states: Sequence[BeamSearch], tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
 ) -> list[tuple[BeamSearch, BeamMove]]:
-    """One step of searches whose parameters, numbers of tokens and of live beams are equal.
+    """One step of searches whose parameters and numbers of live beams are equal.
 
     Args:
         states: Searches that are not done.
@@ -179,9 +179,9 @@ def _best_candidates(
     first, count = states[0], len(states)
     if any(state.done for state in states):
         raise ValueError("the search is over; look at finished(state)")
-    beams, length = len(first.beams), 1 + first.beams[0].length
-    if any((len(one.beams), one.beams[0].length + 1, one.params) != (beams, length, first.params) for one in states):
-        raise ValueError("searches take a step together where their parameters, tokens and live beams are as many")
+    beams, params = len(first.beams), first.params
+    if any(len(one.beams) != beams or (one.params is not params and one.params != params) for one in states):
+        raise ValueError("searches take a step together where their parameters are equal, and their live beams as many")
     fits = logprobs.ndim == 2 and len(logprobs) == count * beams and logprobs.dtype == np.float32
     if not fits or tokens.shape != logprobs.shape:
         raise ValueError(
@@ -193,12 +193,12 @@ def _best_candidates(
         raise ValueError(f"the log-probabilities of beam {beam} hold NaN; look at what the model computed")
     so_far = np.array([beam.score for state in states for beam in state.beams], np.float32)
     totals = (logprobs + so_far[:, None]).reshape(count, -1)
-    best = np.argsort(-totals, axis=1, kind="stable")[:, : num_candidates(first.params)]
-    total = np.take_along_axis(totals, best, 1)
-    scores = total / np.float32(length**first.params.length_penalty)
-    chosen = (np.take_along_axis(part.reshape(count, -1), best, 1).tolist() for part in (tokens, logprobs))
-    columns = ((best // logprobs.shape[1]).tolist(), *chosen, total.tolist(), scores.tolist())
-    rows = [list(zip(*row, strict=True)) for row in zip(*columns, strict=True)]
+    best = np.argsort(-totals, axis=1, kind="stable")[:, : num_candidates(params)]
+    at = best + np.arange(count)[:, None] * totals.shape[1]
+    total = totals.ravel()[at]
+    length = np.array([(1 + state.beams[0].length) ** params.length_penalty for state in states], np.float32)
+    columns = (best // logprobs.shape[1], tokens.ravel()[at], logprobs.ravel()[at], total, total / length[:, None])
+    rows = [list(zip(*row, strict=True)) for row in zip(*(column.tolist() for column in columns), strict=True)]
     return [[one for one in row if one[3] > -np.inf] for row in rows] if np.isneginf(total).any() else rows
 
 

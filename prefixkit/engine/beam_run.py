@@ -118,12 +118,12 @@ def advance_beams(
     Returns:
         Which sequence is to be extended by which token.
     """
-    alike: dict[tuple[BeamParams, int, int], list[int]] = {}
+    alike: dict[tuple[BeamParams, int], list[int]] = {}
     for i, run in enumerate(runs):
-        alike.setdefault((run.search.params, len(run.sequences), run.num_tokens), []).append(i)
+        alike.setdefault((run.search.params, len(run.sequences)), []).append(i)
     moves: dict[int, tuple[BeamSearch, BeamMove]] = {}
-    for (params, _, _), group in alike.items():
-        own, top = [row for i in group for row in rows[i]], num_candidates(params)
+    for group in alike.values():
+        own, top = [row for i in group for row in rows[i]], runs[group[0]].top
         moves |= zip(
             group, advance([runs[i].search for i in group], tokens[own, :top], logprobs[own, :top]), strict=True
         )

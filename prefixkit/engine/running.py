@@ -239,6 +239,8 @@ class RunningBatch:
 
 def _stop_table(runs: list[SampleRun | None]) -> NDArray[Any]:
     """``[runs, most]`` the tokens that end each sample, -1 where it has fewer than others."""
+    if not any(runs):
+        return np.full((len(runs), 1), -1, np.int64)
     stops = [() if run is None else run.params.stop_token_ids or () for run in runs]
     table = np.full((len(runs), max(map(len, stops), default=1)), -1, np.int64)
     for row, tokens in zip(table, stops, strict=True):

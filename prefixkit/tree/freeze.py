@@ -25,23 +25,40 @@ class Frozen:
 
 
 def rebuild(root: Node, page_size: int, version: int, sequences_version: int, tree: object) -> Frozen:
-    """Freeze the whole tree, whose identity is ``tree``; numbers the nodes (`Node.index`) in depth-first order."""
-    nodes = _depth_first(root)
-    parent = [node.parent.index for node in nodes if node.parent is not None]
-    length = np.array([node.length for node in nodes], np.int32)
-    first_slot = np.array([node.first_slot for node in nodes], np.int32)
-    pages = [node.pages for node in nodes]
+    """Freeze the whole tree, whose identity is ``tree``; numbers the nodes (`Node.index`) in depth-first order.
+
+    One loop, parents before children, over a stack: chains may be deep, and beams do this at every step.
+    """
+    nodes: list[Node] = []
+    parent: list[int] = []
+    columns: list[int] = []  # start, length, computed, first slot, pages held, node after node: no tuple for each
+    pages: list[Ints] = []
+    stack = root.children[::-1]
+    while stack:
+        node = stack.pop()
+        above, first, length = node.parent, node.first_slot, node.length
+        assert above is not None, "only the root has none"
+        node.index = len(nodes)
+        nodes.append(node)
+        parent.append(above.index)
+        held = -(-(first + length) // page_size) + node.reserved
+        columns += node.start, length, node.computed, first, held
+        pages.append(node.page_buffer[:held])
+        if node.branches:
+            for group in reversed(node.branches.values()):
+                stack += group if len(group) == 1 else group[::-1]
+    start, lengths, computed, first_slot, num_pages = np.array(columns, np.int32).reshape(-1, 5).T.copy()
     sequence_node, sequence_id = _sequence_ends(root, nodes)
     snapshot = TreeSnapshot(
         version=version,
         page_size=page_size,
         parent=np.array(parent, np.int32),
         subtree_end=np.array(_subtree_ends(parent), np.int32),
-        start=np.array([node.start for node in nodes], np.int32),
-        length=length,
-        computed=np.array([node.computed for node in nodes], np.int32),
+        start=start,
+        length=lengths,
+        computed=computed,
         first_slot=first_slot,
-        page_indptr=indptr_of(np.array([len(each) for each in pages], np.int32)),
+        page_indptr=indptr_of(num_pages),
         pages=np.concatenate(pages) if pages else np.empty(0, np.int32),
         sequence_node=sequence_node,
         sequence_id=sequence_id,
@@ -81,20 +98,6 @@ def resequence(frozen: Frozen, root: Node, sequences_version: int) -> Frozen:
     return Frozen(snapshot, frozen.nodes, sequences_version)
 
 
-def _depth_first(root: Node) -> list[Node]:
-    """All nodes below ``root``, parents before children; a stack, not recursion: chains may be deep."""
-    nodes: list[Node] = []
-    stack = root.children[::-1]
-    while stack:
-        node = stack.pop()
-        node.index = len(nodes)
-        nodes.append(node)
-        if node.branches:
-            for group in reversed(node.branches.values()):
-                stack += group[::-1]
-    return nodes
-
-
 def _subtree_ends(parent: list[int]) -> list[int]:
     ends = list(range(1, len(parent) + 1))
     for node in range(len(parent) - 1, -1, -1):
@@ -106,9 +109,11 @@ def _subtree_ends(parent: list[int]) -> list[int]:
 
 def _sequence_ends(root: Node, nodes: list[Node]) -> tuple[Ints, NDArray[np.int64]]:
     """Where each sequence ends, and its id; empty sequences end nowhere, which is -1, and come first."""
-    nodes = [root, *nodes]
-    indices = [node.index for node in nodes for _ in node.sequences]
-    ids = [id for node in nodes for id in node.sequences]
+    indices, ids = [-1] * len(root.sequences), list(root.sequences)
+    for node in nodes:
+        if node.sequences:
+            ids += node.sequences
+            indices += [node.index] * len(node.sequences)
     return np.array(indices, np.int32), np.array(ids, np.int64)
 
 

@@ -100,6 +100,11 @@ class Node:
         return self.page_buffer[: self.num_pages + self.reserved]
 
     @property
+    def last_page(self) -> int:
+        """The page of the last token."""
+        return int(self.page_buffer[self.num_pages - 1])
+
+    @property
     def children(self) -> list[Node]:
         return [child for group in self.branches.values() for child in group]
 

@@ -89,8 +89,26 @@ class PageAllocator:
         Raises:
             ValueError: one of them is not held; nothing has changed.
         """
-        if len(pages):
+        if len(pages) == 1:
+            self.share_page(int(pages[0]))
+        elif len(pages):
             self._refcounts[pages] = self._held(pages, "share") + 1
+
+    def share_page(self, page: int) -> None:
+        """`share` for one page, where a thousand leaves begin at once: arrays of one element cost ten times as much."""
+        if self._refcounts[page] < 1:
+            self._held(np.array([page], np.int32), "share")
+        self._refcounts[page] += 1
+
+    def release_page(self, page: int) -> None:
+        """`release` for one page."""
+        count = self._refcounts[page] - 1
+        if count < 0:
+            self._held(np.array([page], np.int32), "release")
+        self._refcounts[page] = count
+        if not count:
+            self._free += 1
+            self._lowest = min(self._lowest, page)
 
     def release(self, pages: Ints) -> None:
         """One holder less for each of ``pages`` (distinct); a page without holders is free again.
@@ -98,8 +116,8 @@ class PageAllocator:
         Raises:
             ValueError: one of them is not held; nothing has changed.
         """
-        if len(pages) == 0:
-            return
+        if len(pages) < 2:
+            return self.release_page(int(pages[0])) if len(pages) else None
         counts = self._held(pages, "release") - 1
         self._refcounts[pages] = counts
         freed = pages[counts == 0] if counts.any() else pages

@@ -330,13 +330,14 @@ class PrefixTree:
 
     def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints, host: Node | None, skip: int = 0) -> Node:
         """A new child: from ``skip`` slots behind ``host``, then on the parent's reserved pages, then on ``pages``."""
-        self.reserved -= parent.reserved
-        pages = np.concatenate([parent.give_back(), pages])
         first_slot = 0
+        if parent.reserved:
+            self.reserved -= parent.reserved
+            pages = np.concatenate([parent.give_back(), pages])
         if host is not None:
-            last = host.pages[-1:]
-            self.allocator.share(last)
-            pages = np.concatenate([last, pages])
+            last = host.last_page
+            self.allocator.share_page(last)
+            pages = np.concatenate([[last], pages]).astype(np.int32) if len(pages) else np.array([last], np.int32)
             first_slot = host.end_slot % self.page_size + skip
         leaf = Node(next(self._node_ids), parent, self.page_size, tokens, pages, first_slot)
         leaf.follow(host)
