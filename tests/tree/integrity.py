@@ -98,15 +98,19 @@ def _check_slots(nodes: list[Node], page_size: int) -> None:
     for before, after in links:
         linked = before.continuation is after and after.follows is before
         _require(linked, "nodes that share a page are linked in the order of their slots", (before, after))
-        _require(_is_below(after, before.parent), "what lies behind a node is below the node's parent", after)
+        _require(_is_family(before, after), "only descendants and siblings lie behind a node", (before, after))
     ends = [end for node in nodes for end in (node.continuation, node.follows) if end is not None]
     _require(len(ends) == 2 * len(links), "nodes that share no page are not linked", ends)
 
 
-def _is_below(node: Node | None, above: Node | None) -> bool:
-    while node is not None and node is not above:
+def _is_family(before: Node, after: Node) -> bool:
+    """Whether ``after`` descends from the parent of ``before``, which splits may have cut into several nodes."""
+    while before.follows is not None and before.follows is before.parent:
+        before = before.parent
+    node: Node | None = after
+    while node is not None and node is not before.parent:
         node = node.parent
-    return node is above
+    return node is before.parent
 
 
 def _slots(node: Node, page_size: int) -> NDArray[np.int64]:

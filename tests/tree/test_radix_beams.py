@@ -45,6 +45,19 @@ class TestForkOfBeams:
         assert places([fifth]) == [([2, 3, 4], 0)]
         check_tree(tree)
 
+    def test_a_split_of_a_leaf_leaves_the_slots_behind_it_to_those_that_hold_them(self) -> None:
+        tree = PrefixTree(8, page_size=8)
+        beams = fork_all(tree, tree.insert([1, 2]), 5)
+        tree.extend_each(beams, [7] * 5)
+        fork = tree.fork(beams[4])[0]
+        tree.trim(beams[4], 3)
+        check_tree(tree)
+        assert places([beams[4], fork, *beams[3:1:-1]]) == [([2], 0), ([2], 1), ([2], 3), ([2], 6)]
+        tree.release(fork)
+        tree.extend_each([beams[4]], [8])
+        assert places([beams[4]]) == [([2], 0)]
+        check_tree(tree)
+
     def test_more_tokens_than_there_is_room_for_start_a_child(self) -> None:
         for count, start in ((2, 2), (3, 3)):
             tree = PrefixTree(8, page_size=8)
