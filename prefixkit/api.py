@@ -87,7 +87,7 @@ def beam_search(
     params: BeamParams | Sequence[BeamParams] | None = None,
     *,
     kv_budget: float | str | None = None,
-    page_size: int = 1,
+    page_size: int = 16,
     prefill_chunk: int | None = None,
     on_sample: Callable[[Sample], None] | None = None,
     **fields: Unpack[BeamFields],
@@ -102,7 +102,7 @@ def beam_search(
         prompts: As for :func:`generate`.
         params: How to search: one for all prompts, or one per prompt.
         kv_budget: KV to hold at most, as for :func:`generate`.
-        page_size: Tokens per KV page; 1 wastes nothing where beams fork at every token.
+        page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         on_sample: Called with each sequence as its search ends.
         fields: Fields of :class:`BeamParams`, in place of those of ``params``; ``num_beams`` has to be given.
