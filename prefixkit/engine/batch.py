@@ -85,16 +85,21 @@ def next_step(tree: PrefixTree, rows: list[Row], prompts: list[RequestState], pr
     return Scheduled(rows, sampling, batch, nodes=running, prompts=asked, pipelined=pipelined)
 
 
+_NONE = np.empty(0, np.int32)
+
+
 def _sampling(rows: list[Row]) -> Sampling:
-    keys = np.array([run.key for _, run in rows], np.uint64)
-    steps = np.array([run.num_tokens for _, run in rows], np.int64)
-    params = [run.params if isinstance(run, SampleRun) else None for _, run in rows]
-    batch = SamplingBatch(params, keys, steps, [run.history() for _, run in rows])
-    processed = [(i, run) for i, (_, run) in enumerate(rows) if isinstance(run, SampleRun) and run.processor]
+    samples = [run if isinstance(run, SampleRun) else None for _, run in rows]
+    keys = np.array([0 if run is None else run.key for run in samples], np.uint64)
+    steps = np.array([0 if run is None else len(run.tokens) for run in samples], np.int64)
+    histories = [_NONE if run is None else run.history() for run in samples]
+    batch = SamplingBatch([None if run is None else run.params for run in samples], keys, steps, histories)
+    top = max((run.top for run in {run for _, run in rows if isinstance(run, BeamRun)}), default=0)
+    processed = [(i, run) for i, run in enumerate(samples) if run is not None and run.processor is not None]
 
     def process(logits: Tensor) -> Tensor:
         for i, run in processed:
             logits[i] = run.processed(logits[i])
         return logits
 
-    return Sampling(batch, max((run.top for _, run in rows), default=0), process if processed else None)
+    return Sampling(batch, top, process if processed else None)

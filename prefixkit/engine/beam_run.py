@@ -30,7 +30,6 @@ class BeamRun:
     search: BeamSearch
     sequences: list[Sequence]
     decode: Callable[[list[int]], str] | None
-    key: ClassVar[np.uint64] = np.uint64(0)
     unpipelined: ClassVar[str | None] = "beam search"  # how its beams fork decides what runs next
 
     @classmethod
@@ -54,9 +53,6 @@ class BeamRun:
     def tokens_left(self) -> int:
         """Tokens of each beam that may still join the tree: the last one never does."""
         return max(0, self.search.params.max_new_tokens - 1 - self.num_tokens)
-
-    def history(self) -> NDArray[np.int32]:
-        return self.state.request.tokens
 
     @property
     def pages_left(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ class SampleRun:
     params: SamplingParams
     stop: StopChecker
     processor: LogitsProcessor | None = None
-    top: ClassVar[int] = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -79,10 +78,6 @@ class SampleRun:
                 f"a logits processor must return logits of shape [1, {len(logits)}], got {list(found.shape)}"
             )
         return found[0]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
 
     @property
     def by_token(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -80,6 +81,31 @@ def test_beams_in_graphs_are_those_of_single_steps_and_run_beside_samples(
     assert sum(close) >= len(close) - 4
     check_tree(engine.tree)
     assert engine.tree.allocator.free == engine.tree.allocator.num_pages
+
+
+def test_logits_processors_run_between_a_graph_and_the_sampler(model: torch.nn.Module) -> None:
+    """The same tokens as step by step, for a processor that keeps state and one that masks by the tokens so far."""
+
+    def no_token_twice() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        calls = iter(range(1, 1000))
+
+        def processor(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            logits[0, ids[0]] = -torch.inf
+            logits[0, 200 + next(calls) % 20] += 3.0
+            return logits
+
+        return processor
+
+    asked = requests(33, n=4, temperature=0.8, max_new_tokens=30, seed=5, logits_processors=no_token_twice)
+    engine = make_engine(model, asked)
+    found, expected = engine.run(asked), make_engine(model, asked, graphs=False).run(asked)
+    assert texts(found) == texts(expected)
+    assert engine.report.graph_steps == engine.report.unpipelined["logits processors"] == 29
+    for sample in found:
+        own = [*asked[sample.prompt_index].tokens.tolist(), *sample.tokens]
+        assert len(set(sample.tokens)) == len(sample.tokens) and not set(sample.tokens) & set(
+            own[: -len(sample.tokens)]
+        )
 
 
 def test_runs_agree_bit_by_bit(model: torch.nn.Module) -> None:
