@@ -18,9 +18,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental import _config as shapes_config
+from torch.utils._pytree import tree_leaves
 
 from prefixkit.attention.step import Step
 from prefixkit.models.attention import cache_among, original_class, shallow_copy, subclass
@@ -36,7 +37,7 @@ from prefixkit.ops.kv_pool import KVSpec
 
 log = logging.getLogger("prefixkit")
 
-_Key = tuple[int, int, bool, KVSpec, tuple[Function, ...]]
+_Key = tuple[int, bool, KVSpec, tuple[Function, ...]]
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
@@ -90,9 +91,10 @@ class CompiledLayers:
         self._step = TracedStep()
         self._copies: dict[nn.Module, _LayerCopy] = {}
         self._spec = cache.pool.spec
-        # Graphs are made for any number of pages, and pages of any size, but 1.
+        # Graphs are made for any number of rows and pages, and pages of any size, but 1.
         self._small = min(cache.pool.num_pages, 2) << 2 | min(cache.pool.page_size, 2)
-        self._key: _Key = (0, 0, False, self._spec, ())
+        self._rows = 0
+        self._key: _Key = (0, False, self._spec, ())
         try:
             layers = decoder_layers(model)
         except NotCompilable as error:
@@ -127,11 +129,10 @@ class CompiledLayers:
         if self.active and self.made.dropped:
             self._give_up("the model was unpatched in the meantime; make a new ModelRunner")
         if self.active:
-            self._key = self._key_of(step)
+            self._rows, self._key = step.num_rows, self._key_of(step)
             if self._key not in self.made.ready and capturing():
                 raise ValueError(
-                    f"layers cannot be compiled for {step.num_rows} rows while a CUDA graph is captured; run such a "
-                    "step once before"
+                    "layers cannot be compiled while a CUDA graph is captured; run such a step once before"
                 )
             self._step.load(step)
 
@@ -164,7 +165,7 @@ class CompiledLayers:
         if made.graphs > before:
             taken = time.perf_counter() - began
             made.seconds += taken
-            log.info("compiled layer %d for %d rows in %.1f s, graph %d", copy.index, self._key[0], taken, made.graphs)
+            log.info("compiled layer %d in %.1f s, graph %d", copy.index, taken, made.graphs)
         return result
 
     def _call(self, copy: _LayerCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,7 +173,11 @@ class CompiledLayers:
         if key in made.ready:
             return made.functions[key](copy.current(), args, kwargs)
         if key not in made.functions:
-            made.functions[key] = _function(made, key[0])
+            made.functions[key] = _function(made)
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                rows = [dim for dim, size in enumerate(tensor.shape) if size == self._rows > 1]
+                torch._dynamo.maybe_mark_dynamic(tensor, rows)
         # Sizes that are equal by chance when a graph is made may differ later.
         with shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             result = made.functions[key](copy.current(), args, kwargs)
@@ -183,25 +188,25 @@ class CompiledLayers:
     def _key_of(self, step: Step) -> _Key:
         """What tells graphs apart.
 
-        The number of rows; which sizes are 0 or 1, because torch makes graphs for any size but these; the pool's dtype
-        and device, which are the model's; and the forwards of the classes, because torch does not notice when the class
-        of a submodule is given another.
+        Which sizes are 0 or 1, because torch makes graphs for any size but these; the pool's dtype and device, which
+        are the model's; and the forwards of the classes, because torch does not notice when the class of a submodule is
+        given another.
         """
         small = self._small
-        for tensor in step.plan:
+        for tensor in (step.slots, *step.plan):
             small = small << 2 | min(len(tensor), 2)
         forwards = tuple([cls.forward for cls in self._classes])
-        return step.num_rows, small, step.slots.is_inference(), self._spec, forwards
+        return small, step.slots.is_inference(), self._spec, forwards
 
     def _give_up(self, reason: str) -> None:
         self.reason, self.active = reason, False
         log.warning("layers run without torch.compile: %s", reason)
 
 
-def _function(made: Made, rows: int) -> Function:
+def _function(made: Made) -> Function:
     # Code of its own, because torch limits how many graphs belong to one code object.
-    function = FunctionType(_run_layer.__code__.replace(co_name=f"layer_of_{rows}_rows"), globals())
-    backend = functools.partial(_backend, weakref.ref(made), rows)  # torch never frees a backend
+    function = FunctionType(_run_layer.__code__.replace(co_name="compiled_layer"), globals())
+    backend = functools.partial(_backend, weakref.ref(made))  # torch never frees a backend
     compiled: Function = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
     return compiled
 
@@ -284,14 +289,14 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return found
 
 
-def _backend(of: weakref.ref[Made], rows: int, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
+def _backend(of: weakref.ref[Made], graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
     """Compile one layer's graph, after a check that it calls each op once."""
     made = of()
     assert made is not None, "its function is on the call stack"
     for op in (torch.ops.prefixkit.kv_append, torch.ops.prefixkit.tree_attention):
         if (count := len(graph.graph.find_nodes(op="call_function", target=op))) != 1:
             raise RuntimeError(f"a layer calls {op} {count} times, not once")
-    log.info("compiling a layer for steps of %d rows, which takes seconds", rows)
+    log.info("compiling a layer, which takes seconds")
     compiled: Function = made.compiler(graph, inputs)
     made.graphs += 1
     return compiled

@@ -225,10 +225,14 @@ def _parameters(group: list[_Product]) -> list[tuple[fx.Node, ...]]:
 def _replace(graph: fx.Graph, group: list[_Product], rows: list[int]) -> None:
     """One product in place of the first, with the first's weight; users of the others get parts of its result."""
     first, begin = group[0], 0
+    value = first.node.meta["example_value"]  # torch caches no graph of nodes without one
+    value = value.new_empty((*value.shape[:-1], sum(rows)))
     with graph.inserting_before(first.node):
         whole = graph.call_function(first.node.target, (first.x, first.weight, first.bias))  # type: ignore[arg-type]
+        whole.meta["example_value"] = value
         for product, count in zip(group, rows, strict=True):
             part = graph.call_function(torch.narrow, (whole, -1, begin, count))
+            part.meta["example_value"] = value.narrow(-1, begin, count)
             product.node.replace_all_uses_with(part)
             begin += count
     for product in group:
