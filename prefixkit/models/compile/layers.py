@@ -10,10 +10,12 @@ and appending one op (see ``rotary.py``).
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import time
 import weakref
 from collections.abc import Container, Sequence
+from hashlib import sha256
 from types import FunctionType
 from typing import Any
 
@@ -33,6 +35,7 @@ from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.layer import CacheLayer, TracedStep
 from prefixkit.models.tree_cache import TreeCache
+from prefixkit.ops import library
 from prefixkit.ops.kv_pool import KVSpec
 
 log = logging.getLogger("prefixkit")
@@ -41,11 +44,25 @@ _Key = tuple[int, bool, KVSpec, tuple[Function, ...]]
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
-    """Inductor without CUDA graphs of its own: callers may capture the function that it makes."""
+    """Inductor without CUDA graphs of its own: callers may capture the function that it makes.
+
+    What it makes stays in torch's cache on disk, for other processes.
+    """
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})
+    # Worker processes start in more time than they save: a layer has few kernels.
+    patches = {"triton.cudagraphs": False, "compile_threads": 1}
+    # A key has the names of our ops, but neither their results' strides nor what they write to.
+    tag = f"{torch.compiler.config.cache_key_tag} prefixkit {_contracts()}"
+    with torch.compiler.config.patch(cache_key_tag=tag):
+        compiled: Any = compile_fx(graph, inputs, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _contracts() -> str:
+    """Stands for the ops' schemas and fakes."""
+    return sha256(inspect.getsource(library).encode()).hexdigest()[:16]
 
 
 def compile_layer(graph: torch.fx.GraphModule, inputs: Sequence[Any], compiler: Compiler = inductor) -> Function:
