@@ -43,7 +43,7 @@ def make_engine(
         requests: What it will be asked.
         kv_budget, page_size, prefill_chunk: See :func:`generate`.
         graphs: Decode by CUDA graphs, where the GPU's kernels run the attention.
-        compiled: Layers in these graphs go through torch.compile, which takes seconds for each bucket of batch sizes.
+        compiled: Layers in these graphs go through torch.compile, which takes seconds, once for each model.
     """
     spec = kv_spec(model)
     chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
@@ -72,8 +72,8 @@ def engine_of(
     decoder = graph_decoder(runner, planner, page_size, spec.device) if graphs else None
     if compiled and decoder is None:
         log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
-    elif compiled:  # prompts come in any length, so they keep a runner that compiles nothing
-        decoder = graph_decoder(ModelRunner(model, pool, compiled=True), planner, page_size, spec.device, shrink=0.5)
+    elif compiled:  # other graphs would have to be compiled for plans of prompts: some of their lists are empty
+        decoder = graph_decoder(ModelRunner(model, pool, compiled=True), planner, page_size, spec.device)
     return Engine(
         runner,
         pool,
@@ -86,9 +86,7 @@ def engine_of(
     )
 
 
-def graph_decoder(
-    runner: ModelRunner, planner: Planner, page_size: int, device: torch.device, shrink: float = 1.0
-) -> Decoder | None:
+def graph_decoder(runner: ModelRunner, planner: Planner, page_size: int, device: torch.device) -> Decoder | None:
     """What decodes by CUDA graphs; None where that cannot be, with a line in the log if it is a GPU."""
     if device.type != "cuda":
         return None
@@ -97,4 +95,4 @@ def graph_decoder(
     if planning is None:
         log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
         return None
-    return GraphDecoder(runner.compute, planning, page_size, device, shrink, runner.addresses, moves)
+    return GraphDecoder(runner.compute, planning, page_size, device, weights=runner.addresses, moves=moves)

@@ -34,7 +34,7 @@ class ModelRunner:
         model: The model.
         pool: Made for its ``kv_spec``.
         compiled: Run the decoder layers through torch.compile: for steps of these numbers of rows, or of any (True).
-            Each number is compiled at its first step, which takes seconds; see :class:`CompiledLayers`.
+            The model's first such step takes seconds; see :class:`CompiledLayers`.
         compiler: Compiles a layer's graph; None for ``compile_layer``, which takes Inductor.
 
     Attributes:

@@ -2,9 +2,10 @@
 
 Norms, rotary embedding, residual adds and activations become a few kernels.  The original decoder layer is compiled,
 on a shallow copy as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the
-layer's pages are inputs of the graph, so layers of a kind share one graph for each number of rows, and a new step or
-another pool needs no new graph: what is made belongs to the model (see ``made.py``).  The q, k and v projections become one product over packed weights (see ``packing.py``), rotary embedding
-and appending one op (see ``rotary.py``).
+layer's pages are inputs of the graph, whose numbers of rows and pages are open: layers of a kind share one graph, and
+neither another step nor another pool needs a new one.  What is made belongs to the model (see ``made.py``).  The q, k
+and v projections become one product over packed weights (see ``packing.py``), rotary embedding and appending one op
+(see ``rotary.py``).
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ class NotCompilable(TypeError):
 class CompiledLayers:
     """The decoder layers of a patched model, compiled for the steps of one cache.
 
-    Layers are compiled at the model's first step of each number of rows, which takes seconds, and not during the
-    capture of a CUDA graph.  Other caches of the model use what was made, whatever the size of their pool, one step at
-    a time; ``unpatch`` drops it.  A layer that cannot be compiled runs as it is, after one warning that says why.
+    Layers are compiled at the model's first step, which takes seconds, and not during the capture of a CUDA graph.
+    What is made serves any number of rows, but a single one has a graph of its own, and all caches of the model,
+    whatever the size of their pool, one step at a time; ``unpatch`` drops it.  A layer that cannot be compiled runs as
+    it is, after one warning that says why.
 
     A layer's first compiled step packs the weights of q, k and v: it moves them into one block of memory, and they stay
     the same Parameter objects with the same values.  ``unpatch`` gives each weight its own memory back.  CUDA graphs
@@ -222,7 +224,9 @@ class CompiledLayers:
 
 def _function(made: Made) -> Function:
     # Code of its own, because torch limits how many graphs belong to one code object.
-    function = FunctionType(_run_layer.__code__.replace(co_name="compiled_layer"), globals())
+    code = _run_layer.__code__.replace(co_name="compiled_layer")
+    made.codes.append(code)
+    function = FunctionType(code, globals())
     backend = functools.partial(_backend, weakref.ref(made))  # torch never frees a backend
     compiled: Function = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
     return compiled

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 
@@ -16,6 +18,7 @@ class Made:
     Attributes:
         compiler: Made their graphs into functions.
         functions: By what tells graphs apart.
+        codes: Of the functions, to which torch ties what it compiles.
         ready: Of these, what every layer has called.
         graphs, seconds: How many graphs were compiled, and the time that it took.
         lock: Held by a thread for the length of a step: what a step compiles and packs, another reads.
@@ -25,6 +28,7 @@ class Made:
     def __init__(self, compiler: Callable[..., Any]) -> None:
         self.compiler = compiler
         self.functions: dict[Hashable, Callable[..., Any]] = {}
+        self.codes: list[CodeType] = []
         self.ready: set[Hashable] = set()
         self.graphs, self.seconds = 0, 0.0
         self.lock = threading.RLock()
@@ -48,5 +52,7 @@ def drop(modules: Iterable[nn.Module]) -> None:
     for made in dropped:
         with made.lock:
             made.dropped = True
+            for code in made.codes:
+                torch._C._dynamo.eval_frame.reset_code(code)
             made.functions.clear()
             made.ready.clear()

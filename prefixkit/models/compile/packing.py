@@ -1,8 +1,8 @@
 """Query, key and value projections as one product over packed weights.
 
 With few rows each of the three is too small to fill a GPU.  A graph as dynamo traced it gets one product in their
-place, whatever the number of rows, which it leaves open; its weight and bias are graph inputs: the packed weights (see ``packed_weights.py``), packed once for each layer, when the layer is first called.  Weights that
-cannot be moved stay as they are.
+place, whose weight and bias are graph inputs: the packed weights (see ``packed_weights.py``), packed once for each
+layer, when the layer is first called.  Weights that cannot be moved stay as they are.
 """
 
 from __future__ import annotations
