@@ -55,7 +55,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
     patches = {"triton.cudagraphs": False, "compile_threads": 1}
     # A key has the names of our ops, but neither their results' strides nor what they write to.
     tag = f"{torch.compiler.config.cache_key_tag} prefixkit {_contracts()}"
-    with torch.compiler.config.patch(cache_key_tag=tag):
+    with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
         compiled: Any = compile_fx(graph, inputs, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
