@@ -263,9 +263,9 @@ class GraphRefs:
         return graph.forward
 
 
-def of_pool(pages, page_size):
-    """A driver whose pool has this size."""
-    return functools.partial(TreeDriver, num_pages=pages, page_size=page_size)
+def of_pool(pages=64, page_size=4):
+    """A driver of the very model that it is given, with a pool of this size."""
+    return functools.partial(TreeDriver, num_pages=pages, page_size=page_size, copied=False)
 
 
 def test_runners_of_one_model_share_graphs_whatever_their_pools(dynamo, tiny, rng):
@@ -326,7 +326,7 @@ def test_two_threads_may_run_steps_of_one_model(dynamo, tiny, rng):
 def test_weights_of_another_dtype_have_a_graph_of_their_own(dynamo, tiny, rng):
     model, graphs = patch(tiny()), []
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
-        decode = Decode(TreeDriver, model.to(dtype), rng)
+        decode = Decode(of_pool(), model.to(dtype), rng)
         runner, step = decode.runner(), decode.step()
         assert torch.allclose(runner(step), decode.driver.runner(step), atol=0.1 if dtype == torch.bfloat16 else 1e-5)
         graphs.append(runner.compiled.graphs)
@@ -335,7 +335,7 @@ def test_weights_of_another_dtype_have_a_graph_of_their_own(dynamo, tiny, rng):
 
 def test_unpatch_gives_back_what_was_compiled(dynamo, tiny, rng):
     model, graphs = patch(tiny()), GraphRefs()
-    decode = Decode(TreeDriver, model, rng)
+    decode = Decode(of_pool(), model, rng)
     runner = decode.runner(compiler=graphs)
     runner(decode.step())
     assert [ref() is None for ref in graphs.refs] == [False]
@@ -347,7 +347,7 @@ def test_unpatch_gives_back_what_was_compiled(dynamo, tiny, rng):
 
 def test_a_model_that_is_gone_is_not_kept_by_what_was_compiled(dynamo, tiny, rng):
     model = patch(tiny())
-    decode = Decode(TreeDriver, model, rng)
+    decode = Decode(of_pool(), model, rng)
     decode.runner()(decode.step())
     gone = [weakref.ref(module) for module in model.modules()]
     del decode, model
