@@ -18,7 +18,6 @@ from torch.nn.functional import linear
 import prefixkit.backends  # noqa: F401  (registers them)
 from benchmarks.runner import Replay, Row, Run, arguments, in_turns, input_sets, replay_us, wall_seconds
 from benchmarks.tree_attention.workloads import PAGE, READ_TBPS
-from prefixkit.models.compile.packing import fills
 from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.runners.sampler import Sampler
@@ -138,12 +137,10 @@ def sampling_row(rows: int, vocab: int, dtype: torch.dtype, rivals: bool) -> Row
 
 def products(run: Run, options: argparse.Namespace) -> None:
     """bf16 products of a Llama-3.1-8B layer, apart and packed into one: what the compiled layers decide by."""
-    device = torch.device("cuda", torch.cuda.current_device())
     for rows, (name, columns) in itertools.product(options.rows or (32, 64, 128, 256, 512, 1024), GROUPS.items()):
         apart, packed = (products_us(given, rows, options.width) for given in (columns, (sum(columns),)))
-        packs = sum(not fills(rows, n, device) for n in columns)
-        text = f"{rows:5d} rows  {name:9s} apart {apart:6.1f} us  as one {packed:6.1f} us  prefixkit packs {packs}"
-        run.add("results", {"rows": rows, "of": name, "apart_us": apart, "as_one_us": packed, "packs": packs}, text)
+        text = f"{rows:5d} rows  {name:9s} apart {apart:6.1f} us  as one {packed:6.1f} us"
+        run.add("results", {"rows": rows, "of": name, "apart_us": apart, "as_one_us": packed}, text)
 
 
 def products_us(columns: tuple[int, ...], rows: int, width: int) -> float:

@@ -53,7 +53,7 @@ def generate(
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         compiled: On a GPU, decode through torch.compile: steps are a fifth to a third shorter, after some seconds of
-            compiling for each bucket of batch sizes.
+            compiling, once for each model; less where torch finds the result in its cache on disk.
         keep: Whether the result holds the samples.  False gives them to ``on_sample`` only, so that memory does not
             grow with what has finished.
         on_sample: Called with each sample as it finishes.

@@ -40,7 +40,7 @@ def make_engine(
         requests: What it will be asked.
         kv_budget, page_size, prefill_chunk: See :func:`generate`.
         graphs: Decode by CUDA graphs, where the GPU's kernels run the attention.
-        compiled: Layers in these graphs go through torch.compile, which takes seconds for each bucket of batch sizes.
+        compiled: Layers in these graphs go through torch.compile, which takes seconds, once for each model.
     """
     spec = kv_spec(model)
     chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
@@ -91,9 +91,8 @@ def runner_of(
         if compiled:
             log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
         return eager
-    # Prompts come in any length, so their steps keep a runner that compiles nothing.
-    steps = ModelRunner(model, pool, compiled=True) if compiled else plain
-    shrink = 0.5 if compiled else 1.0
+    # Other graphs would have to be compiled for plans of prompts, of which some lists are empty, and for one row.
+    steps, least_rows = (ModelRunner(model, pool, compiled=True), 2) if compiled else (plain, 1)
     # The sampler takes logits as they are: to convert them to float32 would copy them.
     return GraphRunner(
         eager,
@@ -101,7 +100,7 @@ def runner_of(
         planning,
         pool.page_size,
         device,
-        shrink=shrink,
+        least_rows=least_rows,
         weights=steps.addresses,
         moves=moves,
     )

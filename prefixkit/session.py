@@ -70,8 +70,8 @@ class Session:
             free.  The pool is made at once and does not grow; prompts beyond it wait for others to finish.
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
-        compiled: On a GPU, decode through torch.compile, after some seconds of compiling for each bucket of batch
-            sizes.
+        compiled: On a GPU, decode through torch.compile, after some seconds of compiling: once for each model, whose
+            later sessions use the same, and less where torch finds it in its cache on disk.
 
     Raises:
         NotPatched: the model is not patched.

@@ -18,7 +18,6 @@ from benchmarks.tree_attention.inputs import planner_for
 from benchmarks.tree_attention.rivals import MOST_DIFFERENCE
 from prefixkit.models import ModelRunner, patch
 from prefixkit.models.compile.packed_weights import pack, packed_view
-from prefixkit.models.compile.packing import fills
 from prefixkit.ops.kv_pool import KVSpec
 
 CHECKED, CHECKED_AT = Case(((1, 200), (4, 37)), batch=16, new=24, private=5), 11
@@ -229,15 +228,15 @@ class CompiledStep:
         h = inner.embed_tokens(tokens)
         cos, sin = (part[0] for part in inner.rotary_emb(h[None], positions[None]))
         self._any_batch(h, cos, sin)
-        layers, rows = list(inner.layers), None if type(core) is Core else len(h)
+        layers, packed = list(inner.layers), type(core) is not Core
         angles = None if core.rotates else (cos, sin)
-        q, k, v = self._before(h, layers[0], _packed(layers[0], rows), angles)
+        q, k, v = self._before(h, layers[0], _packed(layers[0], packed), angles)
         for index, layer in enumerate(layers):
             out = core.attend(index, core.rotary_append(index, q, k, v, cos, sin), scale)
             self._any_batch(h, out)
             if index + 1 < len(layers):
                 following = layers[index + 1]
-                h, q, k, v = self._between(h, out, layer, following, _packed(following, rows), angles)
+                h, q, k, v = self._between(h, out, layer, following, _packed(following, packed), angles)
         return self._last(h, out, layers[-1], inner.norm, self._model.lm_head)
 
     def _any_batch(self, *tensors: Tensor) -> None:
@@ -246,14 +245,10 @@ class CompiledStep:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
-def _packed(layer: Any, rows: int | None) -> _Weights:
-    """The weights of q, k and v, those that are too small for a GPU as one; none if ``rows`` is None."""
+def _packed(layer: Any, packed: bool) -> _Weights:
+    """The weights of q, k and v as one, or apart."""
     weights = [getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]
-    small = [weight for weight in weights if rows is not None and not fills(rows, len(weight), weight.device)]
-    if len(small) < 2:
+    if not packed:
         return [(weight, [len(weight)]) for weight in weights]
-    if packed_view(weights) is None:  # all of them, so that it is done once whatever their number of rows
-        pack(weights)
-    whole, last = packed_view(small), weights[-len(small) :]
-    assert whole is not None and all(a is b for a, b in zip(small, last, strict=True)), "small ones are the last"
-    return [*((weight, [len(weight)]) for weight in weights[: -len(small)]), (whole, [len(weight) for weight in small])]
+    whole = packed_view(weights)
+    return [(pack(weights) if whole is None else whole, [len(weight) for weight in weights])]

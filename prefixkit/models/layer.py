@@ -48,9 +48,9 @@ class TracedStep:
     def load(self, step: Step) -> None:
         """Take a step's tensors."""
         self.slots, self.positions, self.plan = step.slots, step.positions, step.plan
-        # A tree's and a plan's sizes change from step to step: graphs are made for any.
-        for tensor in self.plan:
-            if tensor.dtype == torch.int32:  # a handle has one element
+        # Numbers of rows, and a tree's and a plan's sizes, change from step to step: graphs are made for any.
+        for tensor in (self.slots, self.positions, *self.plan):
+            if len(tensor) > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 

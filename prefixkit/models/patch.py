@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from prefixkit.models.attention import is_tree_class, original_class, tree_class
+from prefixkit.models.compile.made import drop
 from prefixkit.models.compile.packed_weights import unpack
 from prefixkit.models.families import attention_layers, is_own_forward
 
@@ -83,7 +84,8 @@ def _patched_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _restore(modules: list[nn.Module]) -> None:
-    """Give modules their original classes, and their packed weights memory of their own."""
+    """Give modules their original classes, and their packed weights memory of their own; drop what was compiled."""
+    drop(modules)
     for module in modules:
         _become(module, original_class(module))
     for module in modules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Container
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +34,7 @@ class ModelRunner:
         model: The model.
         pool: Made for its ``kv_spec``.
         compiled: Run the decoder layers through torch.compile: for steps of these numbers of rows, or of any (True).
-            Each number is compiled at its first step, which takes seconds; see :class:`CompiledLayers`.
+            The model's first such step takes seconds; see :class:`CompiledLayers`.
         compiler: Compiles a layer's graph; None for ``compile_layer``, which takes Inductor.
 
     Attributes:
@@ -73,6 +74,7 @@ class ModelRunner:
 
             rows = None if compiled is True else compiled
             self.compiled = CompiledLayers(model, self.cache, rows, compile_layer if compiler is None else compiler)
+        self._turn: AbstractContextManager[object] = nullcontext() if self.compiled is None else self.compiled.made.lock
 
     def __call__(self, step: Step) -> Tensor:
         """Compute a step: its KV goes to the pool, and the logits of ``step.logit_rows`` come back.
@@ -94,7 +96,7 @@ class ModelRunner:
             raise ValueError(
                 "ModelRunner: the model is in training mode, where dropout is random; call model.eval() first"
             )
-        with torch.inference_mode():
+        with self._turn, torch.inference_mode():
             self.cache.begin(step)
             try:
                 logits: Tensor = self.model(**self.cache.inputs(), logits_to_keep=step.logit_rows).logits[0]

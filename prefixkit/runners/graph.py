@@ -55,8 +55,7 @@ class GraphRunner:
         device: The GPU.
         pace: How far the host runs ahead.
         fewest_steps: A batch that goes on for fewer steps captures no graph.
-        shrink: A graph for fewer rows is captured where it has at most this part of the rows of the smallest there is
-            that would do.  Lower where capturing takes long.
+        least_rows: Rows that a graph has at least.
         weights: Says where what the model reads lies; asked at the beginning of a call and of a capture.  Graphs are
             captured again once that is elsewhere.  None: it never is.
         moves: Counts what may have moved it; asked before each step, and ``weights`` again when it has changed.
@@ -78,13 +77,13 @@ class GraphRunner:
         *,
         pace: Pace = PACE,
         fewest_steps: int = FEWEST_STEPS,
-        shrink: float = 1.0,
+        least_rows: int = 1,
         weights: Callable[[], Hashable] | None = None,
         moves: Callable[[], int] | None = None,
         capture: Callable[[], Capture] | None = None,
     ) -> None:
         self.eager, self.model, self.planning, self.page_size = eager, model, planning, page_size
-        self.device, self.shrink, self.fewest_steps = torch.device(device), shrink, fewest_steps
+        self.device, self.least_rows, self.fewest_steps = torch.device(device), least_rows, fewest_steps
         self.weights, self.moves = weights, moves
         self.make_capture: Callable[[], Capture] = CudaCapture if capture is None else capture
         self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
@@ -181,8 +180,7 @@ class GraphRunner:
             return False
         sampling, rows = batch.sampling, len(batch.rows)
         gives = _LOGITS if sampling.process is not None else _top_of(sampling.top)
-        there = any(size >= rows and gives == other for size, other in self._graphs)
-        if batch.steps < self.fewest_steps and not there:
+        if batch.steps < self.fewest_steps and (self._bucket(rows), gives) not in self._graphs:
             return False
         self._gives, self._top, self._sampling = gives, sampling.top, sampling
         try:
@@ -247,7 +245,8 @@ class GraphRunner:
                 log.info("%d rows need larger arrays: CUDA graphs are captured again", len(tree.queries.node))
             self.forget()
             self._arrays = None  # before the new ones are made
-            self._arrays = GraphArrays(tree, self.planning, self.page_size, self.device)
+            rows = self._bucket(len(tree.queries.node))
+            self._arrays = GraphArrays(tree, rows, self.planning, self.page_size, self.device)
         return self._arrays
 
     @property
@@ -278,9 +277,7 @@ class GraphRunner:
 
     def _bucket(self, rows: int) -> int:
         """Which bucket's graph is to run so many rows."""
-        best = bucket_of(rows)
-        there = [size for size, gives in self._graphs if size >= rows and gives == self._gives]
-        return min(there) if there and best > self.shrink * min(there) else best
+        return bucket_of(max(rows, self.least_rows))
 
     def _graph(self, arrays: GraphArrays, rows: int) -> None:
         """Capture the graph of a bucket if it is its first time.  Then the arrays hold no batch afterwards."""

@@ -81,11 +81,12 @@ class Ring:
 
 
 class GraphArrays:
-    """Everything that graphs read and write, for batches up to a size."""
+    """Everything that graphs read and write, for trees up to some size and up to ``rows`` rows, a bucket's."""
 
-    def __init__(self, tree: StepTree, planning: GraphPlanning, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, tree: StepTree, rows: int, planning: GraphPlanning, page_size: int, device: torch.device
+    ) -> None:
         need = DecodeCapacity.of(tree)
-        rows = bucket_of(need.rows)
         self.first = tree
         self.rows = rows
         capacity = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, _more(need.pages))

@@ -21,11 +21,11 @@ from tests.models.tiny_families import VOCAB
 class TreeDriver:
     """A model with a tree and a pool; remembers the logits after every prefix that it has run.
 
-    The model is patched in a copy, so that the one given stays a reference.
+    The model is patched in a copy, so that the one given stays a reference, unless it shall be the one that runs.
     """
 
-    def __init__(self, model: nn.Module, num_pages: int = 64, page_size: int = 4) -> None:
-        self.model = patch(copy.deepcopy(model))
+    def __init__(self, model: nn.Module, num_pages: int = 64, page_size: int = 4, copied: bool = True) -> None:
+        self.model = patch(copy.deepcopy(model) if copied else model)
         self.tree = PrefixTree(num_pages, page_size)
         self.pool = KVPool(kv_spec(self.model), num_pages, page_size)
         self.runner = ModelRunner(self.model, self.pool)

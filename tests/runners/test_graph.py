@@ -40,16 +40,23 @@ def test_a_bucket_is_captured_once_and_a_larger_batch_makes_all_anew(decoding):
     assert made.runner.captures == 3, "nine rows, and two again in the new arrays"
 
 
-@pytest.mark.parametrize(("shrink", "buckets"), [(1.0, {8, 5, 2, 1}), (0.5, {8, 2, 1}), (0.2, {8, 1})])
-def test_graphs_for_fewer_rows_are_captured_where_they_are_few_enough(shrink, buckets, decoding):
+@pytest.mark.parametrize(("least", "buckets"), [(1, {8, 5, 2, 1}), (2, {8, 5, 2})])
+def test_fewer_rows_have_graphs_of_their_own_down_to_the_least(least, buckets, decoding):
     """Eight samples that end one after the other; rows are compacted late, so 3 of them are never alone."""
-    made, model = decoding(shrink=shrink)
+    made, model = decoding(least_rows=least)
     params = [SamplingParams(max_new_tokens=20 - 2 * index, seed=1) for index in range(8)]
     samples = made.run(Request(index, np.arange(9), own) for index, own in enumerate(params))
     for sample, own in zip(samples, params, strict=True):
         assert sample.tokens == alone(np.arange(9), own, 0)
     assert set(model.rows_per_step[1:]) == buckets
     assert made.runner.captures == len(buckets)
+
+
+def test_a_lone_row_runs_in_the_least_bucket(decoding):
+    made, model = decoding(least_rows=2)
+    (sample,) = run(made, [np.arange(9)], SamplingParams(max_new_tokens=9, seed=4))
+    assert sample.tokens == alone(np.arange(9), SamplingParams(max_new_tokens=9, seed=4), 0)
+    assert set(model.rows_per_step[1:]) == {2}
 
 
 def test_plans_are_made_anew_now_and_then(decoding, monkeypatch):

@@ -2,28 +2,33 @@
 
 Norms, rotary embedding, residual adds and activations become a few kernels.  The original decoder layer is compiled,
 on a shallow copy as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the
-layer's pages are inputs of the graph, so layers of a kind share one graph for each number of rows, and a new step needs
-no new graph.  The q, k and v projections become one product over packed weights (see ``packing.py``), rotary embedding
-and appending one op (see ``rotary.py``).
+layer's pages are inputs of the graph, whose numbers of rows and pages are open: layers of a kind share one graph, and
+neither another step nor another pool needs a new one.  What is made belongs to the model (see ``made.py``).  The q, k
+and v projections become one product over packed weights (see ``packing.py``), rotary embedding and appending one op
+(see ``rotary.py``).
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import time
 import weakref
 from collections.abc import Container, Sequence
+from hashlib import sha256
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental import _config as shapes_config
+from torch.utils._pytree import tree_leaves
 
 from prefixkit.attention.step import Step
-from prefixkit.models.attention import cache_among, is_tree_class, original_class, shallow_copy, subclass
+from prefixkit.models.attention import cache_among, original_class, shallow_copy, subclass
+from prefixkit.models.compile.made import Made, made_of
 from prefixkit.models.compile.packing import Compiler, Function, capturing, compile_packed
 from prefixkit.models.compile.rotary import with_rotary_append
 from prefixkit.models.compile.traced import TracedLayer
@@ -31,18 +36,34 @@ from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.layer import CacheLayer, TracedStep
 from prefixkit.models.tree_cache import TreeCache
+from prefixkit.ops import library
+from prefixkit.ops.kv_pool import KVSpec
 
 log = logging.getLogger("prefixkit")
 
-_Key = tuple[int, int, bool, tuple[Function, ...]]
+_Key = tuple[int, bool, KVSpec, tuple[Function, ...]]
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
-    """Inductor without CUDA graphs of its own: callers may capture the function that it makes."""
+    """Inductor without CUDA graphs of its own: callers may capture the function that it makes.
+
+    What it makes stays in torch's cache on disk, for other processes.
+    """
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(graph, inputs, config_patches={"triton.cudagraphs": False})
+    # Worker processes start in more time than they save: a layer has few kernels.
+    patches = {"triton.cudagraphs": False, "compile_threads": 1}
+    # A key has the names of our ops, but neither their results' strides nor what they write to.
+    tag = f"{torch.compiler.config.cache_key_tag} prefixkit {_contracts()}"
+    with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+        compiled: Any = compile_fx(graph, inputs, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _contracts() -> str:
+    """Stands for the ops' schemas and fakes."""
+    return sha256(inspect.getsource(library).encode()).hexdigest()[:16]
 
 
 def compile_layer(graph: torch.fx.GraphModule, inputs: Sequence[Any], compiler: Compiler = inductor) -> Function:
@@ -57,8 +78,10 @@ class NotCompilable(TypeError):
 class CompiledLayers:
     """The decoder layers of a patched model, compiled for the steps of one cache.
 
-    Layers are compiled at the first step of each number of rows, which takes seconds, and not during the capture of a
-    CUDA graph.  A layer that cannot be compiled runs as it is, after one warning that says why.
+    Layers are compiled at the model's first step, which takes seconds, and not during the capture of a CUDA graph.
+    What is made serves any number of rows, but a single one has a graph of its own, and all caches of the model,
+    whatever the size of their pool, one step at a time; ``unpatch`` drops it.  A layer that cannot be compiled runs as
+    it is, after one warning that says why.
 
     A layer's first compiled step packs the weights of q, k and v: it moves them into one block of memory, and they stay
     the same Parameter objects with the same values.  ``unpatch`` gives each weight its own memory back.  CUDA graphs
@@ -66,40 +89,54 @@ class CompiledLayers:
 
     Attributes:
         rows: The numbers of rows to compile for; None for any.
-        compiler: Makes a function of a layer's graph and its inputs, as a backend of torch.compile does.
-        graphs: Number of compiled graphs.
-        seconds: Time that compiling took.
+        made: What ``compiler`` has made of the model for all caches; a step holds its lock.
         reason: Why layers run as they are, or None.
         active: Whether the step in progress goes through compiled layers.
+
+    Args:
+        model: The patched model.
+        cache: The cache.
+        rows: As above.
+        compiler: Makes a function of a layer's graph and its inputs, as a backend of torch.compile does.
     """
 
     def __init__(
         self, model: nn.Module, cache: TreeCache, rows: Container[int] | None = None, compiler: Compiler = compile_layer
     ) -> None:
         self.rows = rows
-        self.compiler = compiler
-        self.graphs = 0
-        self.seconds = 0.0
         self.reason: str | None = None
         self.active = False
         self._classes: tuple[type[nn.Module], ...] = ()
         self._step = TracedStep()
         self._copies: dict[nn.Module, _LayerCopy] = {}
-        self._functions: dict[_Key, Function] = {}
-        self._ready: set[_Key] = set()
-        self._key: _Key = (0, 0, False, ())
-        self._backend = functools.partial(_backend, weakref.ref(self))  # torch never frees a backend
+        self._spec = cache.pool.spec
+        # Graphs are made for any number of rows and pages, and pages of any size, but 1.
+        self._small = min(cache.pool.num_pages, 2) << 2 | min(cache.pool.page_size, 2)
+        self._rows = 0
+        self._key: _Key = (0, False, self._spec, ())
         try:
             layers = decoder_layers(model)
         except NotCompilable as error:
+            self.made = Made(compiler)
             self._give_up(str(error))
             return
         classes = [layer_class(original_class(layer)) for layer, _ in layers]  # type: ignore[arg-type]
         self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
+        self.made = made_of(layers[0][0], compiler)
         for index, (layer, child) in enumerate(layers):
             self._copies[layer] = _LayerCopy(layer, child, TracedLayer(index, cache.pool, self._step))
             layer.__class__ = classes[index]
         cache.compiled = self
+
+    @property
+    def graphs(self) -> int:
+        """Number of graphs that were compiled of the model."""
+        return self.made.graphs
+
+    @property
+    def seconds(self) -> float:
+        """Time that compiling them took."""
+        return self.made.seconds
 
     def begin(self, step: Step) -> None:
         """Make the step's tensors the inputs of the graphs, if its number of rows is one to compile for.
@@ -108,14 +145,13 @@ class CompiledLayers:
             ValueError: a CUDA graph is being captured, and no such step has run before.
         """
         self.active = self.reason is None and (self.rows is None or step.num_rows in self.rows)
-        if self.active and not all(is_tree_class(type(layer)) for layer in self._copies):
+        if self.active and self.made.dropped:
             self._give_up("the model was unpatched in the meantime; make a new ModelRunner")
         if self.active:
-            self._key = _key(step, self._classes)
-            if self._key not in self._ready and capturing():
+            self._rows, self._key = step.num_rows, self._key_of(step)
+            if self._key not in self.made.ready and capturing():
                 raise ValueError(
-                    f"layers cannot be compiled for {step.num_rows} rows while a CUDA graph is captured; run such a "
-                    "step once before"
+                    "layers cannot be compiled while a CUDA graph is captured; run such a step once before"
                 )
             self._step.load(step)
 
@@ -135,7 +171,7 @@ class CompiledLayers:
             tuple(copy.traced if value is cache else value for value in args),
             {name: copy.traced if value is cache else value for name, value in kwargs.items()},
         )
-        before, began = self.graphs, time.perf_counter()
+        made, before, began = self.made, self.graphs, time.perf_counter()
         try:
             result = self._call(copy, *given)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -145,48 +181,55 @@ class CompiledLayers:
             self._give_up(_said(error))
             return original_class(layer).forward(layer, *args, **kwargs)
         cache.attended[copy.index] += 1
-        if self.graphs > before:
+        if made.graphs > before:
             taken = time.perf_counter() - began
-            self.seconds += taken
-            log.info("compiled layer %d for %d rows in %.1f s, graph %d", copy.index, self._key[0], taken, self.graphs)
+            made.seconds += taken
+            log.info("compiled layer %d in %.1f s, graph %d", copy.index, taken, made.graphs)
         return result
 
     def _call(self, copy: _LayerCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = self._key
-        if key in self._ready:
-            return self._functions[key](copy.current(), args, kwargs)
-        if key not in self._functions:
-            self._functions[key] = self._function(key[0])
+        made, key = self.made, self._key
+        if key in made.ready:
+            return made.functions[key](copy.current(), args, kwargs)
+        if key not in made.functions:
+            made.functions[key] = _function(made)
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                rows = [dim for dim, size in enumerate(tensor.shape) if size == self._rows > 1]
+                torch._dynamo.maybe_mark_dynamic(tensor, rows)
         # Sizes that are equal by chance when a graph is made may differ later.
         with shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-            result = self._functions[key](copy.current(), args, kwargs)
+            result = made.functions[key](copy.current(), args, kwargs)
         if copy.index == len(self._copies) - 1:
-            self._ready.add(key)
+            made.ready.add(key)
         return result
 
-    def _function(self, rows: int) -> Function:
-        # Code of its own, because torch limits how many graphs belong to one code object.
-        code = _run_layer.__code__.replace(co_name=f"layer_of_{rows}_rows")
-        function = FunctionType(code, globals())
-        compiled: Function = torch.compile(function, backend=self._backend, fullgraph=True, dynamic=False)
-        return compiled
+    def _key_of(self, step: Step) -> _Key:
+        """What tells graphs apart.
+
+        Which sizes are 0 or 1, because torch makes graphs for any size but these; the pool's dtype and device, which
+        are the model's; and the forwards of the classes, because torch does not notice when the class of a submodule is
+        given another.
+        """
+        small = self._small
+        for tensor in (step.slots, *step.plan):
+            small = small << 2 | min(len(tensor), 2)
+        forwards = tuple([cls.forward for cls in self._classes])
+        return small, step.slots.is_inference(), self._spec, forwards
 
     def _give_up(self, reason: str) -> None:
         self.reason, self.active = reason, False
-        self._functions.clear()
         log.warning("layers run without torch.compile: %s", reason)
 
 
-def _key(step: Step, classes: tuple[type[nn.Module], ...]) -> _Key:
-    """What tells graphs apart.
-
-    The number of rows; which sizes are 0 or 1, because torch makes graphs for any size but these; and the forwards of
-    the classes, because torch does not notice when the class of a submodule is given another.
-    """
-    small = 0
-    for tensor in step.plan:
-        small = small << 2 | min(len(tensor), 2)
-    return step.num_rows, small, step.slots.is_inference(), tuple([cls.forward for cls in classes])
+def _function(made: Made) -> Function:
+    # Code of its own, because torch limits how many graphs belong to one code object.
+    code = _run_layer.__code__.replace(co_name="compiled_layer")
+    made.codes.append(code)
+    function = FunctionType(code, globals())
+    backend = functools.partial(_backend, weakref.ref(made))  # torch never frees a backend
+    compiled: Function = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+    return compiled
 
 
 def _run_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,16 +310,16 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return found
 
 
-def _backend(of: weakref.ref[CompiledLayers], graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
+def _backend(of: weakref.ref[Made], graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
     """Compile one layer's graph, after a check that it calls each op once."""
-    owner = of()
-    assert owner is not None, "its run() is on the call stack"
+    made = of()
+    assert made is not None, "its function is on the call stack"
     for op in (torch.ops.prefixkit.kv_append, torch.ops.prefixkit.tree_attention):
         if (count := len(graph.graph.find_nodes(op="call_function", target=op))) != 1:
             raise RuntimeError(f"a layer calls {op} {count} times, not once")
-    log.info("compiling a layer for steps of %d rows, which takes seconds", owner._key[0])
-    compiled = owner.compiler(graph, inputs)
-    owner.graphs += 1
+    log.info("compiling a layer, which takes seconds")
+    compiled: Function = made.compiler(graph, inputs)
+    made.graphs += 1
     return compiled
 
 

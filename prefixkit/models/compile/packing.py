@@ -1,15 +1,13 @@
 """Query, key and value projections as one product over packed weights.
 
-With few rows each of the three is too small to fill a GPU; one that is large enough stays as it is, because packing it
-gains nothing.  A graph as dynamo traced it gets one product in their place, whose weight and bias are graph inputs: the
-packed weights (see ``packed_weights.py``), packed once for each layer, when the layer is first called.  Weights that
-cannot be moved stay as they are.
+With few rows each of the three is too small to fill a GPU.  A graph as dynamo traced it gets one product in their
+place, whose weight and bias are graph inputs: the packed weights (see ``packed_weights.py``), packed once for each
+layer, when the layer is first called.  Weights that cannot be moved stay as they are.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -29,8 +27,6 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Function]
 _IN_PLACE = {value for name, value in vars(operator).items() if name.startswith("__i")} | {operator.setitem}
 # Functions by these names change what comes after them: torch.amp's, torch.set_grad_enabled, ...
 _MODES = ("_enter", "_exit", "_set", "set_")
-# What one multiprocessor computes of a product at a time: rows and columns.
-_TILE = 128
 
 
 class _Product(NamedTuple):
@@ -45,16 +41,6 @@ class _Product(NamedTuple):
 def capturing() -> bool:
     """Whether a CUDA graph is being captured."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def multiprocessors(device: torch.device) -> float:
-    """How many a GPU has; no product fills a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else math.inf
-
-
-def fills(rows: int, columns: int, device: torch.device) -> bool:
-    """Whether a product of these sizes has a tile for each multiprocessor of a GPU; no product fills a CPU."""
-    return -(-rows // _TILE) * -(-columns // _TILE) >= multiprocessors(device)
 
 
 def is_own_op(node: fx.Node) -> bool:
@@ -200,21 +186,18 @@ def _product(node: fx.Node) -> _Product | None:
 
 
 def _is_free(product: _Product, given: dict[fx.Node, Any]) -> bool:
-    """Whether a product is too small to fill a GPU, of ordinary contiguous parameters that no other node reads."""
-    for node, dims in zip(product[2:], (2, 1), strict=True):
-        value = None if node is None else given.get(node)
-        if node is not None and not (
-            type(value) is nn.Parameter
-            and value.ndim == dims
-            and value.is_contiguous()
-            and not value.is_meta
-            and value.numel() > 0
-            and value.nbytes % ALIGN == 0
-            and len(node.users) == 1
-        ):
-            return False
-    weight, x = given[product.weight], product.x.meta.get("example_value")
-    return not (isinstance(x, Tensor) and fills(math.prod(x.shape[:-1]), len(weight), weight.device))
+    """Whether a product is of ordinary contiguous parameters that no other node reads."""
+    return all(
+        type(value := given.get(node)) is nn.Parameter
+        and value.ndim == dims
+        and value.is_contiguous()
+        and not value.is_meta
+        and value.numel() > 0
+        and value.nbytes % ALIGN == 0
+        and len(node.users) == 1
+        for node, dims in zip(product[2:], (2, 1), strict=True)
+        if node is not None
+    )
 
 
 def _parameters(group: list[_Product]) -> list[tuple[fx.Node, ...]]:
@@ -225,10 +208,14 @@ def _parameters(group: list[_Product]) -> list[tuple[fx.Node, ...]]:
 def _replace(graph: fx.Graph, group: list[_Product], rows: list[int]) -> None:
     """One product in place of the first, with the first's weight; users of the others get parts of its result."""
     first, begin = group[0], 0
+    value = first.node.meta["example_value"]  # torch caches no graph of nodes without one
+    value = value.new_empty((*value.shape[:-1], sum(rows)))
     with graph.inserting_before(first.node):
         whole = graph.call_function(first.node.target, (first.x, first.weight, first.bias))  # type: ignore[arg-type]
+        whole.meta["example_value"] = value
         for product, count in zip(group, rows, strict=True):
             part = graph.call_function(torch.narrow, (whole, -1, begin, count))
+            part.meta["example_value"] = value.narrow(-1, begin, count)
             product.node.replace_all_uses_with(part)
             begin += count
     for product in group:

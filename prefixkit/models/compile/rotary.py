@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -120,15 +121,22 @@ def _alike(query: _Rotation, key: _Rotation) -> bool:
 
 def _replace(graph: fx.Graph, query: _Rotation, key: _Rotation, append: fx.Node) -> None:
     with graph.inserting_before(append):
-        inputs = (query.x, key.x, query.cos, query.sin)
-        q, k, cos, sin = (graph.call_function(operator.getitem, (x, 0)) for x in inputs)
-        q, k = (graph.call_method("transpose", (x, 0, 1)) for x in (q, k))
+        q, k, cos, sin = (_add(graph, operator.getitem, x, 0) for x in (query.x, key.x, query.cos, query.sin))
+        q, k = (_add(graph, torch.transpose, x, 0, 1) for x in (q, k))
         made = graph.call_function(ops.rotary_append, (q, k, append.args[1], cos, sin, *append.args[2:]))
+        made.meta["example_value"] = torch.empty_like(_value(q), memory_format=torch.contiguous_format)
     query.nodes[0].replace_all_uses_with(made)
     graph.erase_node(append)
     for node in dict.fromkeys(query.nodes + key.nodes):  # angles are shared
         if not node.users:
             graph.erase_node(node)
+
+
+def _add(graph: fx.Graph, view: Callable[..., Tensor], x: fx.Node, *args: int) -> fx.Node:
+    """A view with its value: torch keeps no compiled graph on disk that has nodes without one."""
+    node = graph.call_function(view, (x, *args))
+    node.meta["example_value"] = view(_value(x), *args)
+    return node
 
 
 def _value(node: fx.Node) -> Tensor:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefixkit.models.layer import Layer, register_variant
+from prefixkit.models.layer import Layer, TracedStep, register_variant
+from prefixkit.ops.kv_pool import KVPool
 
 
 class TracedLayer(Layer):
     """The cache of a layer that is traced, in place of a :class:`CacheLayer`."""
+
+    def __init__(self, index: int, pool: KVPool, step: TracedStep) -> None:
+        super().__init__(index, pool, step)
+        for pages in (self.k_pages, self.v_pages):  # graphs are made for pools of any size
+            torch._dynamo.maybe_mark_dynamic(pages, [0, 1])
 
     def variant(self, window: int | None, cap: float | None, sinks: Tensor | None) -> str:
         """The same, as a constant of the graph."""

@@ -242,17 +242,6 @@ def test_parts_that_no_vector_load_could_begin_with_stay_apart(compiler, rng):
     assert packed_view([module.parts[0].weight, module.parts[2].weight]) is not None
 
 
-@pytest.mark.parametrize(("rows", "products"), [(128, [2]), (129, [3]), (385, [4])])
-def test_products_that_fill_a_gpu_stay_apart(rows, products, compiler, rng, monkeypatch):
-    """Of 6, 2 and 3 tiles for each 128 rows, on a GPU of 8 multiprocessors."""
-    module = Heads(rows=(6 * 128, 2 * 128, 3 * 128)).eval()
-    monkeypatch.setattr(packing, "multiprocessors", lambda device: 8)
-    run = compiler.of(module)
-    x = input_of(rng, rows)
-    assert not unlike(module, x, run(x)).any()
-    assert compiler.products == products
-
-
 def test_weights_that_are_packed_already_stay_where_they_are(compiler, rng):
     module, x = Heads(), input_of(rng)
     pack(module.weights())
