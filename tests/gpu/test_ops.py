@@ -303,7 +303,7 @@ def test_advance_begins_the_steps_that_it_does_on_the_cpu(implementation, page_s
     for _ in range(8):
         here.sampled = torch.from_numpy(rng.integers(-1, 50, 200))
         there.sampled = here.sampled.to(GPU)
-        rows = int(rng.integers(batch.num_rows, 201))
+        rows = int(rng.integers(batch.queries.num_rows, 201))
         here.advance(rows), there.advance(rows)
         for name in ("tokens", "positions", "slots"):
             assert torch.equal(getattr(there, name)[:rows].cpu(), getattr(here, name)[:rows]), name
@@ -315,7 +315,7 @@ def test_opcheck_of_advance(implementation):
     tree = DecodeTree(DecodeCapacity.of(batch), 4, GPU)
     tree.load(batch)
     tensors = (tree.leaf, *tree.nodes, tree.sampled, tree.tokens, tree.positions, tree.slots)
-    args = (*(tensor.clone() for tensor in tensors), batch.num_rows, 4)
+    args = (*(tensor.clone() for tensor in tensors), batch.queries.num_rows, 4)
     torch.library.opcheck(torch.ops.prefixkit.advance.default, args)
 
 
