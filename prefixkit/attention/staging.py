@@ -36,9 +36,13 @@ class Staged:
             self._sent.synchronize()
         return self.arrays
 
+    def copy(self) -> None:
+        """The same in a CUDA graph; the host must know when a replay has run before it writes the arrays again."""
+        self._there.copy_(self._here, non_blocking=True)
+
     def send(self) -> None:
         """Copy all of them, on the device's current stream."""
-        self._there.copy_(self._here, non_blocking=True)
+        self.copy()
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self._there.device))
 

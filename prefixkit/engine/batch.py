@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prefixkit.attention.queries import decode_tree
 from prefixkit.engine.beam_run import BeamRun
 from prefixkit.engine.sample_run import SampleRun
 from prefixkit.engine.scheduler import RequestState
@@ -18,6 +19,7 @@ from prefixkit.sampling.specification import SamplingBatch
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
+from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 # A sequence that gets its next token, and the sample or the beam search that it belongs to.
 Row = tuple[TreeSequence, SampleRun | BeamRun]
@@ -68,7 +70,14 @@ def next_step(tree: PrefixTree, rows: list[Row], prompts: list[RequestState], pr
         tree.reserve([sequence for sequence, _ in rows], [run.tokens_left for _, run in rows])
     snapshot, nodes = tree.snapshot(), tree.nodes()
     rows = sorted(rows, key=lambda row: row[0].node.index)
-    leaves = np.array([sequence.node.index for sequence, _ in rows], dtype=np.int64)
+    leaves = np.array([sequence.node.index for sequence, _ in rows], dtype=np.int32)
+    sampling = _sampling(rows)
+    steps = max((1 + run.tokens_left for _, run in rows), default=0)
+    if not prompts and _decodes(snapshot, leaves):
+        own = [sequence.node for sequence, _ in rows]
+        tokens = np.array([node.last_token for node in own], np.int32)
+        batch = Batch(decode_tree(snapshot, leaves), tokens, np.arange(len(rows)), _NO_ROWS, sampling, steps)
+        return Scheduled(rows, sampling, batch, nodes=own, pipelined=pipelined)
     asking = np.array([state.prompt.node.index for state in prompts], dtype=np.int64)
     step = choose_queries(snapshot, leaves, asking, prefill_chunk)
     if step is None:
@@ -78,14 +87,18 @@ def next_step(tree: PrefixTree, rows: list[Row], prompts: list[RequestState], pr
     slices = zip(running, queries.begin.tolist(), queries.end.tolist(), strict=True)
     tokens = np.concatenate([node.tokens[begin:end] for node, begin, end in slices])
     computed = np.flatnonzero(row_of[asking] >= 0)
-    sampling = _sampling(rows)
-    steps = max((1 + run.tokens_left for _, run in rows), default=0)
     batch = Batch(step, tokens, row_of[leaves], row_of[asking[computed]], sampling, steps)
     asked = [prompts[i] for i in computed.tolist()]
     return Scheduled(rows, sampling, batch, nodes=running, prompts=asked, pipelined=pipelined)
 
 
-_NONE = np.empty(0, np.int32)
+_NONE, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.int64)
+
+
+def _decodes(snapshot: TreeSnapshot, leaves: Ints) -> bool:
+    """Whether all that is uncomputed are the last tokens of these nodes, ascending, of each one."""
+    uncomputed = snapshot.length - snapshot.computed
+    return bool(len(leaves)) and len(leaves) == uncomputed.sum() == (uncomputed[leaves] == 1).sum()
 
 
 def _sampling(rows: list[Row]) -> Sampling:

@@ -166,7 +166,8 @@ class RunningBatch:
         alive = self._alive[rows]
         if len(broken := rows[alive & (sampled.tokens < 0)]):
             raise _broken_logits(self._runs[int(broken[0])])
-        self._take_samples(rows, alive, give)
+        if self._last.any():
+            self._take_samples(rows, alive, give)
         self._take_beams(sampled, give)
         if self.on_step is not None and alive.any():
             self.on_step(int(alive.sum()))

@@ -68,7 +68,13 @@ class GraphPlanner(Protocol):
     work: list[Tensor]
 
     def load(self, tree: StepTree) -> None:
-        """Bring a tree and its queries to the device; ValueError if it does not fit."""
+        """Bring a tree and its queries to the device; PlanTooLarge if it does not fit."""
+
+    def write(self, tree: StepTree) -> None:
+        """The host's part of :meth:`load`."""
+
+    def bring(self) -> None:
+        """Bring what :meth:`write` wrote last; a CUDA graph can capture it."""
 
     def plan(self) -> list[Tensor]:
         """Launch the planner on the current stream."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -38,7 +39,7 @@ class Batch:
     sampling: Sampling
     steps: int = 1
 
-    @property
+    @cached_property
     def decodes(self) -> bool:
         """Whether each query row is the last token of a leaf of its own, after which a sequence goes on."""
         alone = len(self.prompts) == 0 and len(self.rows) == len(self.tokens) == len(self.tree.queries.node)

@@ -34,10 +34,9 @@ class Capture(Protocol):
 
 @dataclass(eq=False)
 class Captured:
-    """A captured step, and what a replay leaves beside sampled tokens."""
+    """A captured step, and the logits that a replay leaves, where tokens are sampled from them afterwards."""
 
     graph: Graph | None = None
-    top: tuple[Tensor, Tensor] | None = None
     logits: Tensor | None = None
 
     def replay(self) -> None:

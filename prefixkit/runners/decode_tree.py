@@ -68,6 +68,15 @@ class DecodeTree:
         Raises:
             BatchTooLarge: it does not fit; nothing has changed.
         """
+        self.write(step)
+        self._staged.send()
+
+    def bring(self) -> None:
+        """Bring what :meth:`write` wrote last.  Can be captured."""
+        self._staged.copy()
+
+    def write(self, step: StepTree) -> None:
+        """The host's part of :meth:`load`."""
         need = DecodeCapacity.of(step)
         if not self.capacity.holds(need):
             raise BatchTooLarge(f"a batch of {need} does not fit {self.capacity}; make a DecodeTree as large as that")
@@ -81,7 +90,6 @@ class DecodeTree:
             staged[: len(array)] = array
         arrays[2][nodes + 1 :] = tree.page_indptr[-1]
         leaf[: len(leaves)], leaf[len(leaves) :] = leaves, -1
-        self._staged.send()
 
     def advance(self, rows: int) -> None:
         """Begin the next step of the first ``rows`` rows, on the current stream.  Can be captured."""

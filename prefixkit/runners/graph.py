@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefixkit.attention.capacity import PlanTooLarge
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.staging import upload
@@ -26,6 +27,7 @@ from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.batch import Batch, Pace, Sampled, Sampling
 from prefixkit.runners.capture import Capture, Captured, CudaCapture
 from prefixkit.runners.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
+from prefixkit.runners.decode_tree import BatchTooLarge
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays, bucket_of
 from prefixkit.runners.sampler import top_tokens
@@ -160,14 +162,18 @@ class GraphRunner:
                 self._forget_moved()  # what failed may have moved them first
                 self._graph(arrays, bucket)
             arrays.sampler.keep(upload([rows.astype(np.int64)], self.device)[0])
-            self._take(arrays, self._now().keep(rows), bucket)
+            tree = self._now().keep(rows)
+            arrays.load(tree)
+            self._take(arrays, tree, bucket)
 
     def read(self) -> Sampled:
         if self._eagerly:
             return self.eager.read()
         arrays, oldest = self._arrays, self._unread.popleft()
         assert arrays is not None, "launched before"
-        return oldest if isinstance(oldest, Sampled) else arrays.ring.read(*oldest, max(0, self._gives), self._top)
+        return (
+            oldest if isinstance(oldest, Sampled) else arrays.ring.read(*oldest, arrays.top_of(self._gives), self._top)
+        )
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
         return self.eager.sample(logits, sampling)
@@ -187,11 +193,7 @@ class GraphRunner:
             with self._here():
                 if self._stale:
                     self._forget_moved()
-                arrays = self._reserve(batch.tree)
-                bucket = self._bucket(rows)
-                self._graph(arrays, bucket)
-                arrays.start(sampling.batch, batch.tokens)
-                self._take(arrays, batch.tree, bucket)
+                self._ready(batch, self._bucket(rows))
                 return True
         except CannotCapture as error:
             reason, self._refused = str(error), True
@@ -204,6 +206,30 @@ class GraphRunner:
         self._release()
         log.warning("decoding step by step: %s", reason)
         return False
+
+    def _ready(self, batch: Batch, bucket: int) -> None:
+        """Have a graph, and the batch where it reads it: a graph that gives more than tokens brings it itself."""
+        arrays, tree = self._arrays, batch.tree
+        if arrays is None or not self._written(arrays, batch, bucket):
+            arrays = self._reserve(tree)
+            self._graph(arrays, bucket)
+            if self._gives:
+                arrays.write(tree, batch.tokens)
+        arrays.start(batch.sampling.batch)
+        if not self._gives:
+            arrays.begin(batch.tokens)
+            arrays.load(tree)
+        self._take(arrays, tree, bucket)
+
+    def _written(self, arrays: GraphArrays, batch: Batch, bucket: int) -> bool:
+        """Whether a graph that is there brings the batch."""
+        if not self._gives or (bucket, self._gives) not in self._graphs:
+            return False
+        try:
+            arrays.write(batch.tree, batch.tokens)
+        except (BatchTooLarge, PlanTooLarge):
+            return False
+        return True
 
     def _replay(self) -> None:
         arrays, captured = self._arrays, self._graphs[self._running, self._gives]
@@ -218,10 +244,9 @@ class GraphRunner:
                 logits = captured.logits[: self._rows].float()
                 self._unread.append(self.eager.sample(logits, self._sampling))
                 return
-            assert captured.top is not None, "captured"
-            tokens, logprobs = arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows]
-            top = captured.top[0][: self._rows], captured.top[1][: self._rows]
-            self._unread.append((arrays.ring.send(tokens, logprobs, top), self._rows))
+            if not self._gives:
+                arrays.ring.copy(arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows])
+            self._unread.append((arrays.ring.sent(first=self._gives > 0), self._rows))
 
     def _now(self) -> StepTree:
         """The tree of the next step to be started, or of the first."""
@@ -234,7 +259,6 @@ class GraphRunner:
     # -- arrays and graphs ---------------------------------------------------------------------------------------------
 
     def _take(self, arrays: GraphArrays, tree: StepTree, bucket: int) -> None:
-        arrays.load(tree)
         self._tree, self._planned = tree, self._plan_of(arrays, tree)
         self._running, self._rows, self._steps = bucket, len(tree.queries.node), 0
 
@@ -306,15 +330,19 @@ class GraphRunner:
     def _captured(self, arrays: GraphArrays, step: Step) -> Captured:
         sampler, gives, captured = arrays.sampler, self._gives, Captured()
         assert sampler is not None, "made before"
+        arrays.ring.hold_top(arrays.top_of(gives))
 
         def run() -> None:
+            if gives:
+                arrays.bring(step.num_rows)
             arrays.tree.advance(step.num_rows)
             logits = self.model(step)
             if gives == _LOGITS:
                 captured.logits = logits
-            else:
-                sampler.sample(logits)
-                captured.top = top_tokens(logits, gives)
+                return
+            sampled = sampler.sample(logits)
+            if gives:
+                arrays.ring.copy(*sampled, top_tokens(logits, gives))
 
         if self._capture is None:
             self._capture = self.make_capture()

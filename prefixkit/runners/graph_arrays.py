@@ -43,41 +43,50 @@ class Ring:
         self._on_gpu = device.type == "cuda"
         self.tokens, self.logprobs = self._buffers(_RING, rows)
         self._ready = [torch.cuda.Event() for _ in range(_RING)] if self._on_gpu else []  # type: ignore[no-untyped-call]
-        self._top: dict[int, tuple[Tensor, Tensor]] = {}
+        self._top = {0: self._buffers(rows, 0)}
         self._rows, self._sent = rows, 0
 
-    def send(self, tokens: Tensor, logprobs: Tensor, top: tuple[Tensor, Tensor]) -> int:
-        """Copy a step's rows on the current stream; returns where they will be.
+    def hold_top(self, count: int) -> None:
+        """Make memory for so many of the likeliest tokens, of one step: steps that have some are not started ahead."""
+        if count not in self._top:
+            self._top[count] = self._buffers(self._rows, count)
 
-        Of ``top`` only the last step's are kept: steps that have some are not started ahead.
-        """
-        place, (rows, count) = self._sent % _RING, top[0].shape
+    def copy(self, tokens: Tensor, logprobs: Tensor, top: tuple[Tensor, Tensor] | None = None) -> None:
+        """Copy a step's rows to the next place, or with ``top`` to the first, which a CUDA graph can capture."""
+        place, rows = 0 if top is not None else self._sent % _RING, len(tokens)
         self.tokens[place, :rows].copy_(tokens, non_blocking=True)
         self.logprobs[place, :rows].copy_(logprobs, non_blocking=True)
-        if count:
-            if count not in self._top:
-                self._top[count] = self._buffers(self._rows, count)
-            for here, there in zip(self._top[count], top, strict=True):
+        if top is not None:
+            for here, there in zip(self._top[top[0].shape[1]], top, strict=True):
                 here[:rows].copy_(there, non_blocking=True)
+
+    def sent(self, first: bool) -> int:
+        """Say that copies are under way; returns the place."""
+        self._sent = 0 if first else self._sent
+        place = self._sent % _RING
         if self._on_gpu:
             self._ready[place].record()
         self._sent += 1
         return place
 
+    def wait(self) -> None:
+        """Wait for the step sent last."""
+        if self._on_gpu:
+            self._ready[(self._sent - 1) % _RING].synchronize()
+
     def read(self, place: int, rows: int, top: int, count: int) -> Sampled:
         """A step's rows, once they are there, with the first ``count`` of the ``top`` tokens that it sent."""
         if self._on_gpu:
             self._ready[place].synchronize()
-        ids, logprobs = self._top[top] if top else self._buffers(rows, 0)
+        ids, logprobs = self._top[top]
         sampled = self.tokens[place, :rows].numpy().copy(), self.logprobs[place, :rows].numpy().copy()
         return Sampled(*sampled, ids[:rows, :count].numpy().copy(), logprobs[:rows, :count].numpy().copy())
 
     def _buffers(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Zeros for tokens and for log-probabilities."""
-        return (
-            torch.zeros(shape, dtype=torch.int64, pin_memory=self._on_gpu),
-            torch.zeros(shape, dtype=torch.float32, pin_memory=self._on_gpu),
-        )
+        with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
+            tokens = torch.zeros(shape, dtype=torch.int64, pin_memory=self._on_gpu)
+            return tokens, torch.zeros(shape, dtype=torch.float32, pin_memory=self._on_gpu)
 
 
 class GraphArrays:
@@ -96,6 +105,8 @@ class GraphArrays:
         self.wanted = torch.arange(rows, device=device)
         self.ring = Ring(rows, device)
         self.sampler: Sampler | None = None
+        self._samples = False  # whether rows of the sampler are active
+        self._last = torch.zeros(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._planning = planning
 
     def holds(self, tree: StepTree) -> bool:
@@ -111,14 +122,44 @@ class GraphArrays:
                 self.sampler = Sampler(self.rows, vocab, self.tree.leaf.device)
             self.tree.sampled = self.sampler.tokens
 
-    def start(self, sampling: SamplingBatch, last: NDArray[np.integer]) -> None:
-        """Bring the sampling parameters of a batch's rows, and their last tokens."""
-        sampler, count = self.sampler, len(last)
+    def top_of(self, count: int) -> int:
+        """Of so many of the likeliest tokens, those that there are."""
+        assert self.sampler is not None, "made before the first graph"
+        return max(0, min(count, self.sampler.vocab))
+
+    def start(self, sampling: SamplingBatch) -> None:
+        """Bring the sampling parameters of a batch's rows."""
+        sampler, samples = self.sampler, any(params is not None for params in sampling.params)
         assert sampler is not None, "made before the first graph"
-        sampler.active.zero_()
-        if any(params is not None for params in sampling.params):
-            sampler.load(slice(0, count), sampling)
-        sampler.tokens[:count] = upload([last.astype(np.int64)], self.tree.leaf.device)[0]
+        if samples or self._samples:
+            sampler.active.zero_()
+        if samples:
+            sampler.load(slice(0, len(sampling.params)), sampling)
+        self._samples = samples
+
+    def write(self, tree: StepTree, last: NDArray[np.integer]) -> None:
+        """Write a decode step, and the tokens that it runs, where :meth:`bring` finds them.
+
+        Raises:
+            BatchTooLarge, PlanTooLarge: it does not fit; no graph has been launched.
+        """
+        self.ring.wait()  # for what was brought last
+        self.planner.write(tree)
+        self.tree.write(tree)
+        self._last.numpy()[: len(last)] = last
+
+    def bring(self, rows: int) -> None:
+        """Bring what was written last, and plan it, on the current stream.  Can be captured."""
+        assert self.sampler is not None, "made before the first graph"
+        self.tree.bring()
+        self.planner.bring()
+        self.planner.plan()
+        self.sampler.tokens[:rows].copy_(self._last[:rows], non_blocking=True)
+
+    def begin(self, last: NDArray[np.integer]) -> None:
+        """Bring the tokens that the first step of a batch runs."""
+        assert self.sampler is not None, "made before the first graph"
+        self.sampler.tokens[: len(last)] = upload([last.astype(np.int64)], self.tree.leaf.device)[0]
 
     def load(self, tree: StepTree) -> None:
         """Bring the tree of decode steps and plan them, on the current stream."""

@@ -100,6 +100,10 @@ class Node:
         return self.page_buffer[: self.num_pages + self.reserved]
 
     @property
+    def last_token(self) -> int:
+        return int(self._token_buffer[self.length - 1])
+
+    @property
     def last_page(self) -> int:
         """The page of the last token."""
         return int(self.page_buffer[self.num_pages - 1])

@@ -85,8 +85,9 @@ def test_beams_run_in_graphs_beside_samples_and_are_what_they_would_be_step_by_s
         BeamParams(4, num_return_sequences=4, max_new_tokens=12, stop_token_ids=(3,)),
         SamplingParams(n=3, max_new_tokens=9, seed=7),
         BeamParams(2, max_new_tokens=15, stop_token_ids=(5, 6)),
+        BeamParams(30, 2, max_new_tokens=5, stop_token_ids=(1, 2)),  # candidates: more than the vocabulary has
     ]
-    prompts = [np.arange(9), np.arange(9), np.arange(4)]
+    prompts = [np.arange(9), np.arange(9), np.arange(4), np.arange(3)]
     requests = [Request(i, prompt, own) for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))]
     made, model = decoding(page_size=page_size)
     plain, _ = make_engine(page_size=page_size)

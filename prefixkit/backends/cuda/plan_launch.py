@@ -141,6 +141,15 @@ class GraphPlanner:
             ValueError: the queries leave out KV that they need.
             PlanTooLarge: some plan of this tree might not fit, whatever its nodes' lengths become; nothing has changed.
         """
+        self.write(tree)
+        self._tree.send()
+
+    def bring(self) -> None:
+        """Bring what :meth:`write` wrote last.  Can be captured."""
+        self._tree.copy()
+
+    def write(self, tree: StepTree) -> None:
+        """The host's part of :meth:`load`."""
         tree.check()
         count = tree.snapshot.num_nodes
         if count > self.nodes:
@@ -150,7 +159,6 @@ class GraphPlanner:
         sizes[0] = count
         parent[:count], subtree_end[:count] = tree.snapshot.parent, tree.snapshot.subtree_end
         length[:count], own[:count] = tree.length, tree.own
-        self._tree.send()
 
     def plan(self) -> list[Tensor]:
         """Launch the planner on the current stream; the tensors hold the plan when it ends.  Can be captured.
