@@ -47,11 +47,13 @@ class Captured:
 class CudaCapture:
     """Captures CUDA graphs in a memory pool that they share.
 
-    One thread captures at a time, and its capture is of this thread alone: others may allocate, launch and wait.
+    One thread captures at a time, and its capture is of this thread alone: others may allocate, launch and wait.  The
+    stream is this object's own: torch records events on it where pinned memory that a capture has read is given back,
+    which must not fall into another's capture.
     """
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def __call__(self, work: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
@@ -60,7 +62,7 @@ class CudaCapture:
             torch.cuda.stream(
                 torch.cuda.current_stream()
             ),  # a capture that fails leaves its own stream the current one
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             work()
         return graph

@@ -109,6 +109,11 @@ class GraphArrays:
         self._last = torch.zeros(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._planning = planning
 
+    def __del__(self) -> None:
+        """Pinned memory that a graph reads must stay until its last replay has run: torch does not know of replays."""
+        if hasattr(self, "ring"):
+            self.ring.wait()
+
     def holds(self, tree: StepTree) -> bool:
         if not self.tree.capacity.holds(DecodeCapacity.of(tree)):
             return False
