@@ -70,6 +70,7 @@ class Engine:
         self.samples: list[SampleRun] = []
         self.beams: list[BeamRun] = []
         self._running: RunningBatch | None = None
+        self._ended: RunningBatch | None = None  # not yet reported
         # Weakly, for else the two would hold each other, and with them the pool, until Python looks for such cycles.
         reserved, tokens_left = weakref.WeakMethod(self._reserved_pages), weakref.WeakMethod(self._tokens_left)
         self.scheduler = Scheduler(
@@ -127,7 +128,9 @@ class Engine:
             finished.extend(samples if self.keep else ())
 
         if running is not None:
-            running.step(give)
+            running.launch()
+            self._count()  # while the device is at work
+            running.take(give)
             if running.done(self.scheduler.waits):
                 running.commit(give)
                 self._end(running)
@@ -180,11 +183,16 @@ class Engine:
                 self.on_sample(sample)
 
     def _end(self, running: RunningBatch) -> None:
-        """The tree holds the batch's tokens: count it, and forget what has ended."""
-        self._running = None
+        """The tree holds the batch's tokens: forget what has ended."""
+        self._running, self._ended = None, running
         self.samples = [run for run in self.samples if run.sequence.tree is not None]
         self.beams = [run for run in self.beams if not run.search.done]
-        self.report.count(running, self.runner, self.pool.spec.bytes_per_token)
+
+    def _count(self) -> None:
+        """Report the batch that ended last."""
+        if self._ended is not None:
+            self.report.count(self._ended, self.runner, self.pool.spec.bytes_per_token)
+            self._ended = None
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
@@ -201,6 +209,7 @@ class Engine:
         """Give every page back; after a run to the end there is nothing left to give but the tree's own."""
         if self._running is not None:
             self._end(self._running)
+        self._count()
         left = [run.sequence for run in self.samples] + [one for run in self.beams for one in run.sequences]
         for sequence in left:
             if sequence.tree is not None:  # a step that failed may have released it

@@ -70,6 +70,7 @@ class RunningBatch:
         shape = 64 if scheduled.pipelined else 1, len(samples)
         self._tokens, self._logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         self._grow: list[tuple[Sequence, int]] = []  # what beams go on with
+        self._known: Sampled | None = None  # what came of logits that were known
         self._launched = self._read = self.rows_run = self.kv_tokens_read = self.kv_tokens_unshared = 0
         self.tokens_alone = 0
 
@@ -100,9 +101,9 @@ class RunningBatch:
             return True
         return others_wait and ended > 0 and ended * self.runner.pace.waited_for >= len(self._alive)
 
-    def step(self, give: Give) -> None:
-        """Launch steps as far ahead as is allowed, and read the oldest; ``give`` releases what has ended."""
-        sampled = self._launch()
+    def take(self, give: Give) -> None:
+        """Read the oldest step that was launched; ``give`` releases what has ended."""
+        sampled, self._known = self._known, None
         self._take(self.runner.read() if sampled is None else sampled, give)
         if self.scheduled.pipelined:
             self._compact()
@@ -131,14 +132,15 @@ class RunningBatch:
 
     # -- one step, part by part ----------------------------------------------------------------------------------------
 
-    def _launch(self) -> Sampled | None:
-        """Launch; returns what comes of rows whose logits were known."""
+    def launch(self) -> None:
+        """Launch steps as far ahead as is allowed."""
         scheduled, pace = self.scheduled, self.runner.pace
         if scheduled.batch is None:
             assert scheduled.logits is not None, "one of the two is there"
             self._launched = 1
             self._rows_of_steps.append(self._rows)
-            return self.runner.sample(scheduled.logits, scheduled.sampling)
+            self._known = self.runner.sample(scheduled.logits, scheduled.sampling)
+            return
         if not self._launched:
             self.runner.launch(scheduled.batch)
             self.tree.mark_computed(scheduled.nodes, scheduled.batch.tree.queries.end)
@@ -150,7 +152,6 @@ class RunningBatch:
             while self._launched < min(last, self._read + pace.ahead):
                 self.runner.repeat()
                 self._count_step()
-        return None
 
     def _take(self, sampled: Sampled, give: Give) -> None:
         """Look at what came of the oldest step that was not read."""

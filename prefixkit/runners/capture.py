@@ -53,7 +53,7 @@ class CudaCapture:
     """
 
     def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
