@@ -189,15 +189,27 @@ def test_memory_is_given_back_and_taken_again(model: Any) -> None:
         session.generate(PROMPTS)
 
 
-def test_weights_that_change_in_place_are_used_from_the_next_call_on() -> None:
-    model = prefixkit.patch(tiny_llama())
-    with Session(model, ByteTokenizer(), kv_budget="1MiB") as session:
-        before = told(session.generate(PROMPTS, **OPTIONS))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.3)
-        after = told(session.generate(PROMPTS, **OPTIONS))
-    assert after == told(prefixkit.generate(model, ByteTokenizer(), PROMPTS, **OPTIONS)) != before
+@pytest.mark.parametrize("through_data", [False, True])
+def test_weights_that_change_in_place_are_used_from_the_next_call_on(through_data: bool) -> None:
+    model, other = (prefixkit.patch(tiny_llama(seed)) for seed in (0, 1))
+    with Session(model, kv_budget="1MiB") as session, torch.no_grad():
+        before = told(session.generate([[1, 2, 3]], **OPTIONS))
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            (mine.data if through_data else mine).copy_(theirs)
+        if through_data:
+            session.weights_changed()
+        after = told(session.generate([[1, 2, 3]], **OPTIONS))
+    assert before != after == told(prefixkit.generate(other, None, [[1, 2, 3]], **OPTIONS))
+
+
+def test_weights_cannot_be_said_to_have_changed_in_the_midst_of_a_call(session: Session) -> None:
+    def change(_: int) -> None:
+        session.weights_changed()
+
+    with pytest.raises(SessionBusy):
+        session.generate(PROMPTS, on_step=change, **OPTIONS)
+    session.weights_changed()
+    assert_empty(session)
 
 
 def test_parameters_come_as_one_value_as_fields_or_one_for_each_prompt(session: Session) -> None:

@@ -84,3 +84,15 @@ def test_no_run_goes_on_with_a_graph_whose_weights_a_failed_capture_has_moved(de
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
     assert sizes[0] == 8 and min(sizes) < 8 and made.runner.captures == 2
     assert_all_given_back(made)
+
+
+def test_graphs_are_captured_again_once_weights_are_said_to_have_changed(decoding):
+    made, _ = decoding()
+    params, expected = SamplingParams(n=2, max_new_tokens=6), None
+    for captures in (1, 1, 2, 2):
+        if captures == 2 and made.runner.captures == 1:
+            made.runner.forget()
+        samples = run(made, [np.arange(9)], params)
+        assert made.runner.captures == captures
+        assert expected is None or samples == expected
+        expected = samples
