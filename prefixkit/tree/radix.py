@@ -217,7 +217,8 @@ class PrefixTree:
                 children.setdefault(child[0].node, []).append(child)
             for node, group in children.items():
                 self._branch(node, group, pages)
-            self.allocator.release(np.array(pages, np.int32))
+            if pages:
+                self.allocator.release(np.array(pages, np.int32))
 
     def trim(self, sequence: Sequence, length: int) -> None:
         """Shorten to the first ``length`` tokens.  What no other sequence needs is released, as by `release`.
