@@ -9,7 +9,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.mark.parametrize("name", ["parallel_sampling", "beam_search", "few_shot_batch", "session"])
+@pytest.mark.parametrize("name", ["parallel_sampling", "beam_search", "few_shot_batch", "session", "constrained"])
 def test_runs_and_reports(name, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -24,4 +24,5 @@ def test_every_example_is_run_here():
         "beam_search",
         "few_shot_batch",
         "session",
+        "constrained",
     }

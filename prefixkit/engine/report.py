@@ -104,16 +104,15 @@ class Report:
     def __str__(self) -> str:
         lines = [
             f"{self.samples} samples of {self.prompts} prompts: {self.new_tokens:,} new tokens in {self.seconds:.1f} s "
-            f"({self.tokens_per_second:,.1f} tokens/s), {self.steps} steps, {self.plans} plans",
-            f"{'':24}{'prefixkit':>14}{'plain batch':>14}{'saved':>10}",
+            f"({self.tokens_per_second:,.1f} tokens/s), {self.steps} steps, {self.plans} plans"
         ]
-        if self.captures:
+        if self.graph_steps:
             lines.append(
-                f"{self.graph_steps} steps by CUDA graphs, {self.captures} captured in "
-                f"{self.seconds_capturing:.1f} s, "
+                f"{self.graph_steps} steps by CUDA graphs, {self.captures} captured in {self.seconds_capturing:.1f} s, "
                 f"which share {self.graph_bytes / 2**20:,.0f} MiB"
             )
         lines += [f"{steps} steps not pipelined: {reason}" for reason, steps in self.unpipelined.items()]
+        lines.append(f"{'':24}{'prefixkit':>14}{'plain batch':>14}{'saved':>10}")
         lines += [f"{what:24}{ours:>14}{plain:>14}{ratio:>10}" for what, ours, plain, ratio in self.rows()]
         return "\n".join(lines)
 
