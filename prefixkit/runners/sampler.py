@@ -129,5 +129,5 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count == 0:
         nothing = logits.new_empty(len(logits), 0, dtype=torch.float32)
         return nothing.long(), nothing
-    best, ids = torch.log_softmax(logits.float(), -1).topk(min(count, logits.shape[1]))
-    return ids, best
+    _, ids = logits.topk(min(count, logits.shape[1]))  # of the logits as they are: 16 bits are ranked in half the time
+    return ids, torch.log_softmax(logits.float(), -1).gather(1, ids)
