@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import BSR, OPEN
-from prefixkit.attention.gpu_cost import DECODE_ROWS, GpuCost
+from prefixkit.attention.gpu_cost import GpuCost
 from prefixkit.attention.kv_split import choose_splits, kv_tiles_of
+from prefixkit.attention.sharing import DECODE_ROWS
 from prefixkit.tree.snapshot import Ints
 
 Longs = NDArray[np.int64]

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.capacity import OVERFLOW, PlanCapacity
-from prefixkit.attention.gpu_cost import DECODE_ROWS, H200, GpuCost
+from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.sharing import CostModel, HeadShape
+from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.tree.ragged import ranges
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 from tests.attention.forests import make_snapshot, random_parents

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import decompose
-from prefixkit.attention.gpu_cost import DECODE_ROWS, H200, TILE_ROWS, GpuCost, Role
+from prefixkit.attention.gpu_cost import H200, GpuCost, Role
 from prefixkit.attention.plan import make_plan
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.sharing import DECODE_ROWS, TILE_ROWS, HeadShape
 from prefixkit.attention.staging import upload
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.tree.snapshot import TreeSnapshot

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.planner import Beside, Planner, StepPlan
 from prefixkit.attention.queries import StepTree
+from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.staging import upload
 from prefixkit.attention.variants import lookup
 from prefixkit.backends.torch import tuning
@@ -104,3 +106,8 @@ def bind(plan: Plan, tree: StepTree) -> StepPlan:
     """A plan on the host, ready for the torch backend's op."""
     bound = BoundPlan(lambda: plan, tree)
     return StepPlan([bound.handle], tree, lambda: plan, holds=bound)
+
+
+def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> TorchPlanner:
+    """The planner for a CPU, or for plain torch on a GPU."""
+    return TorchPlanner(shape, CPU_COST if device.type == "cpu" else H200.sharing)
