@@ -149,27 +149,21 @@ def compile_unit(unit: Unit, arch: str) -> Binary:
         NvrtcMissing: cuda-core or NVRTC is not installed.
         CompileError: the source, with the compiler's own words.
     """
-    nvrtc_version()
-    text = sources(unit)[unit.file]
+    version, text, log = ".".join(map(str, nvrtc_version())), sources(unit)[unit.file], StringIO()
+    from cuda.core import Program, ProgramOptions
+
     with TemporaryDirectory() as made:
         for name, header in unit.headers:
             (Path(made) / name).parent.mkdir(parents=True, exist_ok=True)
             (Path(made) / name).write_text(header)
-        return _compile(unit, text, arch, [str(unit.root), made])
-
-
-def _compile(unit: Unit, text: str, arch: str, folders: list[str]) -> Binary:
-    from cuda.core import Program, ProgramOptions
-
-    options = ProgramOptions(
-        name=unit.file, arch=arch, define_macro=list(unit.defines) or None, include_path=folders, **_FLAGS
-    )
-    log = StringIO()
-    try:
-        code = Program(text, "c++", options).compile("cubin", name_expressions=unit.names, logs=log)
-    except Exception as error:  # cuda-core has its own exception types, one per library
-        version = ".".join(map(str, nvrtc_version()))
-        raise CompileError(f"NVRTC {version} cannot compile {unit} for {arch}: {error}") from error
+        folders = [str(unit.root), made]
+        options = ProgramOptions(
+            name=unit.file, arch=arch, define_macro=list(unit.defines) or None, include_path=folders, **_FLAGS
+        )
+        try:
+            code = Program(text, "c++", options).compile("cubin", name_expressions=unit.names, logs=log)
+        except Exception as error:  # cuda-core has its own exception types, one per library
+            raise CompileError(f"NVRTC {version} cannot compile {unit} for {arch}: {error}") from error
     return Binary(bytes(code.code), {name: _text(code.symbol_mapping[name]) for name in unit.names}, log.getvalue())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,13 +42,11 @@ def workspace() -> Iterator[Path]:
     root = cache_dir()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
+        folder = tempfile.TemporaryDirectory(prefix=".making-", dir=root, ignore_cleanup_errors=True)
     except OSError as error:
         raise OSError(f"cannot write to the cache folder {root} ({error.strerror}); set PREFIXKIT_CACHE") from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with folder as name:
+        yield Path(name)
 
 
 def pip_download(requirement: str, target: Path, *options: str) -> None:
