@@ -9,7 +9,7 @@ import pytest
 
 from prefixkit.attention.bsr import BSR, OPEN, decompose
 from prefixkit.attention.gpu_cost import H200, H200_COST, GpuCost, Role
-from prefixkit.attention.kv_split import CHAIN, LEVELS, busiest, candidates_of
+from prefixkit.attention.kv_split import CANDIDATES_OF_MANY, CHAIN, LEVELS, busiest
 from prefixkit.attention.plan import make_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
@@ -306,7 +306,7 @@ def test_the_estimate_is_the_sum_over_rounds_of_their_first_entries():
     for _ in range(20):
         units = np.unique(rng.integers(1, 500, 30))
         count = rng.integers(1, 60, len(units))
-        chunk = np.maximum(4, -(-units[-1] // candidates_of(role)))
+        chunk = np.maximum(4, -(-units[-1] // CANDIDATES_OF_MANY))
         heads, workers = int(rng.integers(1, 9)), int(rng.integers(1, 600))
         got = busiest(role, units, count, chunk, heads, workers) / (64 * workers)
         for cut, mine in enumerate(-(-units // chunk[:, None])):
