@@ -60,25 +60,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Binary:
-    """Machine code of a unit.
+    """Machine code of a unit."""
 
-    Attributes:
-        cubin: The file that the driver loads.
-        symbols: Each name expression's symbol in it.
-        log: What NVRTC and ptxas said, each kernel's registers and spills among it.
-    """
-
-    cubin: bytes
-    symbols: dict[str, str]
-    log: str = ""
+    cubin: bytes  # the file that the driver loads
+    symbols: dict[str, str]  # each name expression's symbol in it
+    log: str = ""  # of NVRTC and ptxas: each kernel's registers and spills
 
 
 def sources(unit: Unit) -> dict[str, str]:
-    """The unit's file and all that it includes with quotes, by name, in a fixed order.
-
-    Raises:
-        CompileError: one of them is not there.
-    """
+    """The unit's file and all that it includes with quotes, by name, in a fixed order."""
     found = dict(unit.headers)
     waiting = [unit.file, *(name for text in found.values() for name in _INCLUDE.findall(text))]
     while waiting:
@@ -95,11 +85,7 @@ def sources(unit: Unit) -> dict[str, str]:
 
 @cache
 def nvrtc_version() -> tuple[int, int]:
-    """Major and minor version of NVRTC.
-
-    Raises:
-        NvrtcMissing: there is none, or no cuda-core.
-    """
+    """Major and minor version of NVRTC; NvrtcMissing where there is none, or no cuda-core."""
     try:
         import cuda.core
         from cuda.bindings import nvrtc

@@ -50,7 +50,7 @@ def workspace() -> Iterator[Path]:
 
 
 def pip_download(requirement: str, target: Path, *options: str) -> None:
-    """Let pip fetch one wheel into a folder, without its dependencies: it knows the user's index, proxy and certificates.
+    """Let pip fetch a wheel into a folder, without its dependencies: it knows the user's index, proxy, certificates.
 
     Raises:
         DownloadError: pip failed; the message ends with what pip said.

@@ -67,11 +67,7 @@ class Fit:
 
 
 def fit(points: Sequence[Point]) -> Fit:
-    """Least squares of relative errors; no part costs less than nothing.
-
-    Raises:
-        ValueError: the times do not grow with the work.
-    """
+    """Least squares of relative errors; no part costs less than nothing."""
     columns = np.array([[1.0, p.tiles, p.items, p.states] for p in points])
     us = np.array([p.us for p in points])
     found = _least_squares(columns, us, 1 / us)

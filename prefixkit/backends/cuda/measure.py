@@ -35,20 +35,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Shared:
-    """One forest measured with its roots shared and with nothing shared, and what sharing is known to cost and spare.
+    """One forest measured with its roots shared and with nothing shared, and what sharing costs and spares."""
 
-    Attributes:
-        kind: Forests of a kind have as many heads.
-        tile, decode: Tiles of all shared roots, for each KV head.
-        partial_bytes: Of the partial states that they write.
-        spared_bytes: Bytes of KV that are not read again.
-    """
-
-    kind: int
-    tile: float
+    kind: int  # forests of a kind have as many heads
+    tile: float  # tiles of all shared roots, for each KV head
     decode: float
-    partial_bytes: float
-    spared_bytes: float
+    partial_bytes: float  # of the partial states that they write
+    spared_bytes: float  # of KV that is not read again
     shared_us: float
     unshared_us: float
 

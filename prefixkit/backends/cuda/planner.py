@@ -114,13 +114,7 @@ def _bound(plan: StepPlan, nodes: list[Tensor], tree: StepTree) -> StepPlan:
 
 
 def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> int:
-    """Token KVs that a plan of these rows reads in a run over all heads: each tile reads all tokens of its row.
-
-    Args:
-        rows: The block-sparse rows.
-        length: ``[nodes]`` tokens of each node.
-        shape, cost: The heads, and how many query heads a tile holds.
-    """
+    """Token KVs that a plan of these rows reads in a run over all heads: each tile reads all tokens of its row."""
     tokens = np.add.reduceat(np.minimum(rows.end, length[rows.node]) - rows.begin, rows.indptr[:-1], dtype=np.int64)
     queries = rows.q_end - rows.q_begin
     tiles = -(-queries // max(1, cost.tile_heads // shape.group))

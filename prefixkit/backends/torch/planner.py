@@ -42,13 +42,7 @@ class BoundPlan:
     def program(
         self, pool_shape: Sequence[int], heads: int, dtype: torch.dtype, device: torch.device, key: str
     ) -> Program:
-        """The program for a pool and a variant, compiled the first time that a layer asks for it.
-
-        Args:
-            pool_shape: ``[pages, page_size, kv_heads, head_dim]``.
-            heads: Query heads.
-            dtype, device: Of the queries and pages.
-            key: The variant's key.
+        """The program for pages of a shape, ``heads`` query heads and a variant's key, compiled when first asked for.
 
         Raises:
             IndexError: the tree names a slot that the pool does not have.
@@ -69,12 +63,7 @@ _alive: weakref.WeakValueDictionary[int, BoundPlan] = weakref.WeakValueDictionar
 
 
 def find_plan(handle: Tensor) -> BoundPlan:
-    """The plan that a handle names.
-
-    Raises:
-        NoSuchPlan: it is gone; the step that it was made for must be kept until the model has run.  Or the tensor is no
-            handle.
-    """
+    """The plan that a handle names; NoSuchPlan if the tensor is no handle, or its step is gone before the run."""
     if handle.dtype != torch.int64 or handle.shape != (1,):
         raise NoSuchPlan(
             f"tree_attention: plan must end with a handle, an int64 tensor of one number, got {handle.dtype} of shape "
