@@ -245,7 +245,7 @@ def compose(*variants: Variant) -> Variant:
 
 def _is_causal(variant: Variant) -> bool:
     """Whether a variant is plain causal attention under another object."""
-    changes = variant.score_mod or variant.mask_mod or variant.bodies or variant.sinks is not None
+    changes = any(part is not None for part in (variant.score_mod, variant.mask_mod, variant.sinks)) or variant.bodies
     return variant.name == CAUSAL.name and not changes
 
 
