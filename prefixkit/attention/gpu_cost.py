@@ -80,7 +80,7 @@ def _role(numbers: Sequence[float]) -> Role:
     return Role(int(kv_tile), int(workers), tokens_per_us, start, write, merge, int(least))
 
 
-# One H200, as `calibrate` measures it: KV comes at 4.65 TB/s; one multiprocessor does a tile of 128 rows at 550 TFLOP/s,
+# One H200, as `calibrate` measures it: KV comes at 4.65 TB/s; a multiprocessor does a tile of 128 rows at 550 TFLOP/s,
 # and decode items, one for each of four warps, at 4 TB/s (head size 128).
 H200_COST = CostModel(item=0.0, kv_byte=1 / 4.65e6, partial_byte=2.4e-7, tile_item=0.022, decode_item=0.003)
 H200 = GpuCost(
