@@ -60,7 +60,7 @@ tokens = np.zeros(8, dtype=np.int64)
 imported = time.perf_counter()
 step = build_step(tree, tokens, tokens, planner, gpu)
 kv = torch.ones(64 * 16, 8, 128, device=gpu, dtype=bf16)
-pool.append(0, kv, kv, torch.arange(64 * 16, device=gpu))
+torch.ops.prefixkit.kv_append(kv, kv, pool.k(0), pool.v(0), torch.arange(64 * 16, device=gpu))
 q = torch.ones(8, 32, 128, device=gpu, dtype=bf16)
 op = torch.ops.prefixkit.tree_attention
 out, _ = op(q, pool.k(0), pool.v(0), step.positions, step.plan, 0.1, "causal")

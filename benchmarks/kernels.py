@@ -65,7 +65,7 @@ def rotary_row(rows: int, heads: int, kv_heads: int, head_dim: int) -> Row:
 
     def apart(layer: int) -> Tensor:
         q, k, v = parts[layer]
-        pool.append(layer, compiled(k, cos, sin), v, slots)
+        torch.ops.prefixkit.kv_append(compiled(k, cos, sin), v, pool.k(layer), pool.v(layer), slots)
         return compiled(q, cos, sin)
 
     def one(layer: int) -> Tensor:

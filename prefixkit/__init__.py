@@ -18,25 +18,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name lives.  Names load on first use, so that `prefixkit.tree` alone needs no torch, and the command
-# line answers before transformers is imported.
-_HOME = {
-    "BeamParams": "prefixkit.engine.request",
-    "Report": "prefixkit.engine.report",
-    "Request": "prefixkit.engine.request",
-    "Result": "prefixkit.session",
-    "Sample": "prefixkit.engine.request",
-    "SamplingParams": "prefixkit.sampling.params",
-    "Session": "prefixkit.session",
-    "SessionBusy": "prefixkit.session",
-    "TokenEvent": "prefixkit.engine.request",
-    "UnsupportedModel": "prefixkit.models",
-    "beam_search": "prefixkit.api",
-    "generate": "prefixkit.api",
-    "patch": "prefixkit.models",
-    "patched": "prefixkit.models",
-    "unpatch": "prefixkit.models",
+# Where public names live.  They load on first use, so that `prefixkit.tree` alone needs no torch, and the command line
+# answers before transformers is imported.
+_NAMES = {
+    "prefixkit.api": ("beam_search", "generate"),
+    "prefixkit.engine.report": ("Report",),
+    "prefixkit.engine.request": ("BeamParams", "Request", "Sample", "TokenEvent"),
+    "prefixkit.models": ("UnsupportedModel", "patch", "patched", "unpatch"),
+    "prefixkit.sampling.params": ("SamplingParams",),
+    "prefixkit.session": ("Result", "Session", "SessionBusy"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BeamParams",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -120,15 +121,10 @@ def _refuse_padding(encoded: list[NDArray[np.int64]], tokenizer: Any) -> None:
 
 
 def occurrences(prompts: Iterable[NDArray[np.int32]]) -> list[int]:
-    """For each prompt how many prompts before it have the same tokens: 0, 1, 2, ... among equal ones, in their order.
-
-    Args:
-        prompts: Each ``[length]`` int32 token ids.
-    """
-    seen: dict[bytes, int] = {}
+    """For each prompt how many before it have the same tokens: 0, 1, 2, ... among equal ones, in their order."""
+    seen: Counter[bytes] = Counter()
     numbers = []
     for tokens in prompts:
-        key = tokens.tobytes()
-        numbers.append(seen.get(key, 0))
-        seen[key] = numbers[-1] + 1
+        numbers.append(seen[key := tokens.tobytes()])
+        seen[key] += 1
     return numbers

@@ -87,10 +87,8 @@ def _per_prompt(
     count: int,
     listed: Sequence[str] = (),
 ) -> list[Params]:
-    """The parameters of each prompt: its own or those of all, with ``fields`` in their place.
-
-    Args:
-        listed: The fields that may be lists, one value per prompt.
+    """The parameters of each prompt: its own or those of all, with ``fields`` in their place, those ``listed`` as one
+    value or one per prompt.
     """
     names = kind.__dataclass_fields__
     if unknown := [name for name in fields if name not in names]:

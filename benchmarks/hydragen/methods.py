@@ -123,7 +123,8 @@ class Tree(Core):
         self.pool = ArenaPool(spec, int(state.snapshot.page_indptr[-1]), arena)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self.pool.append(layer, key, value, self.state.step.slots)
+        pages = self.pool.k(layer), self.pool.v(layer)
+        torch.ops.prefixkit.kv_append(key, value, *pages, self.state.step.slots)
 
     def rotary_append(self, layer: int, q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         pages = self.pool.k(layer), self.pool.v(layer)

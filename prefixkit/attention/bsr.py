@@ -41,10 +41,6 @@ class BSR:
     begin: Ints
     end: Ints
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.q_begin)
-
     def row_segments(self, row: int) -> list[tuple[int, int, int]]:
         """The ``(node, begin, end)`` slices that a row reads, ancestors first."""
         part = slice(int(self.indptr[row]), int(self.indptr[row + 1]))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
-from prefixkit.attention.gpu_cost import DECODE_ROWS, H200, GpuCost
+from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.kv_split import EXTRA
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.sharing import HeadShape, may_share
+from prefixkit.attention.sharing import DECODE_ROWS, HeadShape, may_share
 
 # A plan made by a GPU has capacity for any plan, and the attention op for its partial states: no more than this.
 MOST_PARTIAL_BYTES = 2**29
@@ -68,7 +67,9 @@ def scratch_ints(nodes: int, tile: int, decode: int, rows: int) -> int:
     return NODE_INTS * (nodes + 8) + (_TILE_INTS + _ITEM_INTS) * items + rows + _SPARE_INTS
 
 
-def capacity_for(tree: StepTree, shape: HeadShape, num_sms: int, cost: GpuCost = H200) -> PlanCapacity:
+def capacity_for(
+    tree: StepTree, shape: HeadShape, num_sms: int, cost: GpuCost = H200, *, now: bool = False
+) -> PlanCapacity:
     """Capacity for any plan of this tree and these rows, whatever its nodes' lengths and whatever is shared.
 
     Args:
@@ -76,17 +77,9 @@ def capacity_for(tree: StepTree, shape: HeadShape, num_sms: int, cost: GpuCost =
         shape: The heads.
         num_sms: Multiprocessors of the GPU.
         cost: For its numbers of workers, and the query heads of its tiles.
+        now: Only with its nodes as long as they are now: less, where few can be shared.
     """
-    return _capacity(tree, tree.below > 0, shape, num_sms, cost)
-
-
-def capacity_now(tree: StepTree, shape: HeadShape, num_sms: int, cost: GpuCost = H200) -> PlanCapacity:
-    """Capacity for a plan of this tree with its nodes as long as they are now: less, where few can be shared."""
-    return _capacity(tree, may_share(tree, shape, cost.sharing), shape, num_sms, cost)
-
-
-def _capacity(tree: StepTree, shared: NDArray[np.bool_], shape: HeadShape, num_sms: int, cost: GpuCost) -> PlanCapacity:
-    """Capacity for any plan that shares no nodes but ``shared``."""
+    shared = may_share(tree, shape, cost.sharing) if now else tree.below > 0
     group, tile_rows = shape.group, cost.sharing.tile_heads
     own, above = np.flatnonzero(tree.own), np.flatnonzero(shared)
     queries_of = np.concatenate((tree.own[own], tree.below[above]))

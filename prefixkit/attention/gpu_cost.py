@@ -6,18 +6,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 
-from prefixkit.attention.sharing import DECODE_HEADS, TILE_HEADS, CostModel
-
-# Query rows (query heads) of a decode item at most, and of a tile.
-DECODE_ROWS = DECODE_HEADS
-TILE_ROWS = TILE_HEADS
-# Tokens of a KV tile on each path.
-KV_TILE = 64
-DECODE_KV_TILE = 16
-DECODE_WARPS = 4
-# What one multiprocessor does: a tile of 128 rows at 550 TFLOP/s, and decode items at 4 TB/s (head size 128).
-TILE_TOKENS_PER_US = 64.0
-DECODE_TOKENS_PER_US = 59.0
+from prefixkit.attention.sharing import CostModel
 
 # Plans count time in whole numbers of this part of a KV tile, so that all planners agree bit by bit.
 POINT = 64
@@ -91,10 +80,11 @@ def _role(numbers: Sequence[float]) -> Role:
     return Role(int(kv_tile), int(workers), tokens_per_us, start, write, merge, int(least))
 
 
-# One H200, as `calibrate` measures it: KV comes at 4.65 TB/s.
+# One H200, as `calibrate` measures it: KV comes at 4.65 TB/s; a multiprocessor does a tile of 128 rows at 550 TFLOP/s,
+# and decode items, one for each of four warps, at 4 TB/s (head size 128).
 H200_COST = CostModel(item=0.0, kv_byte=1 / 4.65e6, partial_byte=2.4e-7, tile_item=0.022, decode_item=0.003)
 H200 = GpuCost(
     sharing=H200_COST,
-    tile=Role(KV_TILE, 1, TILE_TOKENS_PER_US, start=2.0, write=1.5, merge=1.5, least=1),
-    decode=Role(DECODE_KV_TILE, DECODE_WARPS, DECODE_TOKENS_PER_US, start=1.0, write=0.5, merge=0.25, least=4),
+    tile=Role(kv_tile=64, workers=1, tokens_per_us=64.0, start=2.0, write=1.5, merge=1.5, least=1),
+    decode=Role(kv_tile=16, workers=4, tokens_per_us=59.0, start=1.0, write=0.5, merge=0.25, least=4),
 )

@@ -31,18 +31,14 @@ def kv_tiles_of(role: Role, tokens: Longs) -> Longs:
     return np.maximum(1, -(-tokens // role.kv_tile))
 
 
-def candidates_of(role: Role) -> Longs:
-    """``[32]`` the candidates of a role."""
-    return CANDIDATES_OF_MANY if role.workers > 1 else CANDIDATES
-
-
 def choose_splits(role: Role, tokens: Longs, kv_heads: int, num_sms: int) -> Longs:
     """``[tiles]`` splits of each tile of ``tokens``: the fewest that end within 2% of the soonest."""
     kv_tiles = kv_tiles_of(role, tokens)
     count = np.bincount(kv_tiles)
     distinct = np.flatnonzero(count)
     count = count[distinct]
-    split_size = np.maximum(role.least, -(-distinct[-1] // candidates_of(role)))
+    candidates = CANDIDATES_OF_MANY if role.workers > 1 else CANDIDATES
+    split_size = np.maximum(role.least, -(-distinct[-1] // candidates))
     splits = -(-distinct // split_size[:, None])
     workers = role.workers * num_sms
     time = busiest(role, distinct, count, split_size, kv_heads, workers).tolist()

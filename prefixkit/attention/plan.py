@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import BSR, OPEN
-from prefixkit.attention.gpu_cost import DECODE_ROWS, GpuCost
+from prefixkit.attention.gpu_cost import GpuCost
 from prefixkit.attention.kv_split import choose_splits, kv_tiles_of
+from prefixkit.attention.sharing import DECODE_ROWS
 from prefixkit.tree.snapshot import Ints
 
 Longs = NDArray[np.int64]
 
-ITEM_FIELDS = ("q_begin", "q_end", "partial_begin", "seg_begin", "2 * segments + causal", "node", "begin", "end")
 # Items are sorted by length to this part of the longest.
 ORDER_LEVELS = 128
 
@@ -38,8 +38,9 @@ class Plan:
     Attributes:
         counts: ``[8]`` tile items, decode items, query rows, partial rows, 1 where tile items are taken head by head, 1
             where decode items take by far longer than tile items, zeros.
-        tile_items, decode_items: ``[items, 8]`` with columns :data:`ITEM_FIELDS`; ``partial_begin = -1``: the item
-            writes the output.  ``node, begin, end`` repeat the item's first segment.
+        tile_items, decode_items: ``[items, 8]`` with columns ``q_begin, q_end, partial_begin, seg_begin, 2 * segments +
+            causal, node, begin, end``; ``partial_begin = -1``: the item writes the output.  The last three repeat the
+            item's first segment.
         segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node; ``end`` may be ``OPEN``.
         merge_indptr: ``[rows + 1]`` bounds of each row's partials; empty where an item writes the output.
         merge_indices: Partial rows in the order of merging, root first.
@@ -51,14 +52,6 @@ class Plan:
     segments: Ints
     merge_indptr: Ints
     merge_indices: Ints
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.counts[2])
-
-    @property
-    def num_partial_rows(self) -> int:
-        return int(self.counts[3])
 
     def arrays(self) -> tuple[Ints, ...]:
         """The six arrays that the kernel takes, in their order."""

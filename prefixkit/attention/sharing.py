@@ -11,8 +11,8 @@ from prefixkit.attention.ancestry import Longs, mark
 from prefixkit.attention.queries import StepTree
 from prefixkit.tree.snapshot import Ints
 
-# Query heads (queries x group) of a decode row at most, and of the largest tile by default.
-DECODE_HEADS, TILE_HEADS = 8, 128
+# Query heads (queries x group) of a decode item at most, and of the largest tile by default.
+DECODE_ROWS, TILE_ROWS = 8, 128
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class CostModel:
         kv_byte: Reading one byte of K or V.
         partial_byte: Writing one byte of a partial state and reading it back to merge it.
         tile_item, decode_item: Beside ``item``, for each KV head and each shared-prefix tile: of ``tile_heads`` query
-            heads, or of :data:`DECODE_HEADS` where these hold them all.
+            heads, or of :data:`DECODE_ROWS` where these hold them all.
         tile_heads: Query heads of the kernels' largest tile.
     """
 
@@ -33,15 +33,15 @@ class CostModel:
     partial_byte: float
     tile_item: float = 0.0
     decode_item: float = 0.0
-    tile_heads: int = TILE_HEADS
+    tile_heads: int = TILE_ROWS
 
     def __post_init__(self) -> None:
         for name in ("item", "kv_byte", "partial_byte", "tile_item", "decode_item"):
             value = getattr(self, name)
             if not value >= 0:
                 raise ValueError(f"CostModel: {name} must be a time of at least 0 us, got {value!r}")
-        if self.tile_heads <= DECODE_HEADS:
-            raise ValueError(f"CostModel: tile_heads must be above {DECODE_HEADS}, got {self.tile_heads!r}")
+        if self.tile_heads <= DECODE_ROWS:
+            raise ValueError(f"CostModel: tile_heads must be above {DECODE_ROWS}, got {self.tile_heads!r}")
 
 
 # One thread of a 2.6 GHz x86 server core, float32: gathering and reading a private token of 1.5 KB takes 0.1 us, an
@@ -118,7 +118,7 @@ def _candidates(
     """Which nodes would gain if nothing below were shared; their consumers then, and the price of sharing them."""
     snapshot, below = tree.snapshot, tree.below
     tiles = -(-below // max(1, cost.tile_heads // shape.group)) * np.float64(cost.tile_item * shape.kv_heads)
-    tiles = np.where(below * shape.group <= DECODE_HEADS, cost.decode_item * shape.kv_heads, tiles)
+    tiles = np.where(below * shape.group <= DECODE_ROWS, cost.decode_item * shape.kv_heads, tiles)
     price: NDArray[np.float64] = cost.item + tiles + below * (cost.partial_byte * shape.partial_bytes)
     owners = np.concatenate(([0], np.cumsum(tree.own > 0)))
     # Where so many consumers gain nothing, fewer will not either.

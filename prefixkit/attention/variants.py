@@ -13,8 +13,11 @@ Every function gets tensors that broadcast against scores of shape ``[..., heads
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -114,10 +117,8 @@ def register(variant: Variant, owner: object | None = None) -> str:
             reference.
     """
     key = variant.name
-    if key != CAUSAL.name or not is_causal(variant):
-        bodies = None
-        if variant.bodies is not None:
-            bodies = tuple((body.score, body.mask, body.parameters) for body in variant.bodies)
+    if not _is_causal(variant):
+        bodies = None if variant.bodies is None else tuple((b.score, b.mask, b.parameters) for b in variant.bodies)
         key += "#" + fingerprint(variant.score_mod, variant.mask_mod, variant.window, variant.sinks, bodies)
     kept = _of_process if owner is None else _of_owner.setdefault(owner, {})
     # The one that was first, if it lives: all owners keep the same.
@@ -153,7 +154,8 @@ def sliding_window(size: int) -> Variant:
     def mask_mod(q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
         return q_position - kv_position < size
 
-    body = Body(None, "q_position - kv_position < __float_as_int(p[0])", _word(size))
+    bits = torch.tensor([min(size, 2**31 - 1)], dtype=torch.int32).view(torch.float32)  # as parameters are
+    body = Body(None, "q_position - kv_position < __float_as_int(p[0])", bits)
     return Variant(f"sliding_window({size})", mask_mod=mask_mod, window=size, bodies=(body,))
 
 
@@ -219,12 +221,13 @@ def compose(*variants: Variant) -> Variant:
     Raises:
         ValueError: more than one of them has sinks.
     """
-    parts = [variant for variant in variants if variant.name != CAUSAL.name or not is_causal(variant)]
+    parts = [variant for variant in variants if not _is_causal(variant)]
     if not parts:
         return CAUSAL
     if len(parts) == 1:
         return parts[0]
     sinks = [part.sinks for part in parts if part.sinks is not None]
+    bodies = [part.bodies for part in parts if part.bodies is not None]
     if len(sinks) > 1:
         raise ValueError(
             f"compose: at most one variant may have sinks, got {len(sinks)} among "
@@ -236,27 +239,14 @@ def compose(*variants: Variant) -> Variant:
         mask_mod=_all_of(part.mask_mod for part in parts),
         window=min((part.window for part in parts if part.window is not None), default=None),
         sinks=sinks[0] if sinks else None,
-        bodies=_all_bodies(parts),
+        bodies=tuple(chain(*bodies)) if len(bodies) == len(parts) else None,
     )
 
 
-def _all_bodies(variants: Sequence[Variant]) -> tuple[Body, ...] | None:
-    bodies: list[Body] = []
-    for variant in variants:
-        if variant.bodies is None:
-            return None
-        bodies += variant.bodies
-    return tuple(bodies)
-
-
-def _word(number: int) -> Tensor:
-    """An integer's 32 bits among float32 parameters."""
-    return torch.tensor([min(number, 2**31 - 1)], dtype=torch.int32).view(torch.float32)
-
-
-def is_causal(variant: Variant) -> bool:
-    """Whether a variant adds nothing to plain causal attention."""
-    return variant.score_mod is None and variant.mask_mod is None and variant.sinks is None and not variant.bodies
+def _is_causal(variant: Variant) -> bool:
+    """Whether a variant is plain causal attention under another object."""
+    changes = any(part is not None for part in (variant.score_mod, variant.mask_mod, variant.sinks)) or variant.bodies
+    return variant.name == CAUSAL.name and not changes
 
 
 def _chain(score_mods: Iterable[ScoreMod | None]) -> ScoreMod | None:
@@ -278,9 +268,6 @@ def _all_of(mask_mods: Iterable[MaskMod | None]) -> MaskMod | None:
         return mods[0] if mods else None
 
     def mask_mod(q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
-        visible = mods[0](q_position, kv_position, head)
-        for mod in mods[1:]:
-            visible = visible & mod(q_position, kv_position, head)
-        return visible
+        return reduce(operator.and_, (mod(q_position, kv_position, head) for mod in mods))
 
     return mask_mod

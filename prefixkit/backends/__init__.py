@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from prefixkit.ops.backend import Backend, Choice, register
 
 
-def _load_torch() -> Backend:
-    from prefixkit.backends.torch.backend import BACKEND
+@cache
+def _torch() -> Backend:
+    from prefixkit.backends.torch import kv, plan_tree, planner, run, sampling
 
-    return BACKEND
+    appends = kv.kv_append, kv.rotary_append
+    return Backend(
+        "torch", planner.planner_for, *appends, run.tree_attention, kv.advance, sampling.sample, plan_tree.plan_tree
+    )
 
 
-def _load_cuda() -> Backend:
-    from prefixkit.backends.cuda.backend import BACKEND
+@cache
+def _cuda() -> Backend:
+    from prefixkit.backends.cuda import attention, kv, plan_launch, planner, sampling
 
-    return BACKEND
+    ops = kv.kv_append, kv.rotary_append, attention.tree_attention, kv.advance, sampling.sample, plan_launch.plan_tree
+    return Backend("cuda", planner.planner_for, *ops, planner.graph_planning)
 
 
 def _probe_cuda(device: torch.device) -> Choice:
@@ -25,5 +33,5 @@ def _probe_cuda(device: torch.device) -> Choice:
     return probe(device)
 
 
-register("torch", _load_torch)
-register("cuda", _load_cuda, _probe_cuda)
+register("torch", _torch)
+register("cuda", _cuda, _probe_cuda)

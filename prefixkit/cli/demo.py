@@ -33,11 +33,7 @@ class NotExact(ValueError):
 
 
 def run_demo(out: Path, samples: int, max_new_tokens: int, seed: int, console: Console) -> None:
-    """Sample, draw, report, and compare with the unpatched model.
-
-    Raises:
-        NotExact: The unpatched model gives other tokens.
-    """
+    """Sample, draw, report, and compare with the unpatched model."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the demo has a bar of its own
     params = SamplingParams(
         n=samples, temperature=0.6, top_p=0.95, max_new_tokens=max_new_tokens, seed=seed, stop=CHAT_STOP
@@ -89,11 +85,7 @@ def is_python(head: str, text: str) -> bool:
 
 
 def check_greedy(model: Any, tokenizer: Any, prompts: Mapping[str | int, Sequence[int]], console: Console) -> None:
-    """Greedy tokens of all prompts sampled together, against transformers' own ``generate`` on each prompt alone.
-
-    Raises:
-        NotExact: They differ.
-    """
+    """NotExact where all prompts together get other greedy tokens than from transformers' ``generate``, each alone."""
     ours = prefixkit.generate(model, tokenizer, prompts.values(), temperature=0, max_new_tokens=GREEDY_TOKENS)
     prefixkit.unpatch(model)
     equal = 0

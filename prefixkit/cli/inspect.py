@@ -24,12 +24,7 @@ def run_inspect(
     page_size: int,
     most: int,
 ) -> None:
-    """Draw the tree of the prompts and say what sharing it saves; reads a tokenizer and a config, no weights.
-
-    Args:
-        samples: Samples of each prompt in the run that is considered.
-        most: Children of a node that are drawn.
-    """
+    """Draw the tree of the prompts and say what sharing it saves; reads a tokenizer and a config, no weights."""
     from prefixkit.models import kv_spec
 
     for name, value in (("-n", samples), ("--max-new-tokens", max_new_tokens), ("--most", most)):
@@ -56,13 +51,9 @@ def run_inspect(
 
 
 def estimate(tree: PrefixTree, samples: int, max_new_tokens: int, bytes_per_token: int) -> Report:
-    """The report of a run in which every sample has all its tokens, all samples at once.
+    """The report of a run in which every sample of each prompt has all its tokens, all samples at once.
 
-    Args:
-        tree: The prompts.
-        samples: Samples of each prompt.
-        max_new_tokens: Tokens per sample; the last one sampled is never computed.
-        bytes_per_token: KV bytes of a token over all layers.
+    The last token of a sample is never computed; ``bytes_per_token`` is its KV over all layers.
     """
     snapshot, grown = tree.snapshot(), max_new_tokens - 1
     prompts, distinct = len(snapshot.sequence_id), snapshot.num_tokens

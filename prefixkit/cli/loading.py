@@ -35,11 +35,7 @@ def load_tokenizer(location: str) -> Any:
 
 
 def load_model(location: str, dtype: str, device: str) -> Any:
-    """The patched model, in evaluation mode.
-
-    Args:
-        dtype: One of `DTYPES`; ``auto`` is the type the weights are stored in.
-    """
+    """The patched model, in evaluation mode; ``auto`` is the dtype that the weights are stored in."""
     from transformers import AutoModelForCausalLM
 
     from prefixkit.models import patch
@@ -100,11 +96,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def check_device(device: str, gpus: int | None = None) -> None:
-    """Refuse, before anything is loaded, a device that is not there, or that attention does not run on.
-
-    Args:
-        gpus: How many CUDA devices torch sees; None asks torch.
-    """
+    """Refuse, before anything is loaded, a device that is not among ``gpus`` (None: torch's), or runs no attention."""
     import torch
 
     try:

@@ -113,11 +113,7 @@ def _open_locked(path: Path) -> tuple[IO[bytes], bool]:
 
 
 def _lock(file: int) -> None:
-    """Keep others from locking the file until it is closed; it is known by its inode, whatever its names.
-
-    Raises:
-        BlockingIOError: Another run has it.
-    """
+    """Keep others from locking the file until it is closed; it is known by its inode, whatever its names."""
     if sys.platform == "win32" or not _regular(file):
         return
     try:

@@ -12,11 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 class Meter(Progress):
     """A bar, redrawn by a thread of rich's while its ``with`` block runs; counting costs the run next to nothing.
 
-    Args:
-        samples_wanted: Samples in all.
-        max_new_tokens: Tokens of a sample at most; one that stops earlier has its rest counted as done.
-        console: Where the bar is drawn.
-        clock: Seconds, from any origin.
+    A sample that stops before ``max_new_tokens`` has its rest counted as done.
     """
 
     def __init__(

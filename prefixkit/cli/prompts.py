@@ -15,19 +15,12 @@ TASKS = ("humaneval",)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt before it meets a tokenizer.
-
-    Attributes:
-        id: What its samples are labelled with.
-        where: File and line, or task, for error messages.
-        messages: The prompt for a model with a chat template.
-        plain: The prompt for one without.
-    """
+    """One prompt before it meets a tokenizer."""
 
     id: str | int
-    where: str
-    messages: Sequence[humaneval.Message]
-    plain: str
+    where: str  # file and line, or task, for error messages
+    messages: Sequence[humaneval.Message]  # for a model with a chat template
+    plain: str  # for one without
 
 
 @dataclass(frozen=True)
@@ -75,12 +68,7 @@ def task_stop(task: str | None, chat: bool) -> tuple[str, ...]:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts from a file of lines ``{"id": ..., "prompt": ...}``; blank lines are skipped, other keys ignored.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: A line is damaged or incomplete, or an id occurs twice (says file and line).
-    """
+    """Prompts from a file of lines ``{"id": ..., "prompt": ...}``; blank lines are skipped, other keys ignored."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -128,11 +116,7 @@ def _parse(line: bytes, where: str) -> Prompt:
 
 
 def uses_chat(tokenizer: Any, wanted: bool | None) -> bool:
-    """Whether prompts go through the chat template: as asked, else where there is one.
-
-    Raises:
-        ValueError: Asked for, but the tokenizer has none.
-    """
+    """Whether prompts go through the chat template: as asked, else where there is one."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if wanted and not has_template:
         raise ValueError("--chat was given, but this tokenizer has no chat template; leave it out, or give --no-chat")
@@ -140,11 +124,7 @@ def uses_chat(tokenizer: Any, wanted: bool | None) -> bool:
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> dict[str | int, list[int]]:
-    """Token ids of each prompt, by its id.
-
-    Raises:
-        ValueError: A prompt that the tokenizer makes nothing of.
-    """
+    """Token ids of each prompt, by its id."""
     encoded = {}
     for prompt in prompts:
         tokens = humaneval.encode_messages(tokenizer, prompt.messages) if chat else tokenizer(prompt.plain)["input_ids"]

@@ -40,14 +40,7 @@ def run_sample(
     page_size: int,
     compiled: bool,
 ) -> None:
-    """Sample and write; every check that needs no model comes before one is loaded.
-
-    Args:
-        out: Standard output where None.
-        logprobs: Write each token's log-probability too.
-        kv_budget: A size such as ``2GiB``.
-        compiled: On a GPU, decode through torch.compile.
-    """
+    """Sample and write, by the options of the command; every check that needs no model comes before one is loaded."""
     budget = None if kv_budget is None else parse_size(kv_budget, "--kv-budget")
     if not 1 <= page_size <= MAX_PAGE_SIZE:
         raise ValueError(f"--page-size must be 1 to {MAX_PAGE_SIZE} tokens, got {page_size}")
@@ -87,13 +80,7 @@ def stream(
     logprobs: bool = False,
     **options: Any,
 ) -> Result:
-    """Sample under a progress bar; each finished sample becomes a line of ``out``.
-
-    Args:
-        prompts: Token ids of each prompt by its id.
-        params: How each prompt is sampled.
-        logprobs: Write each token's log-probability too.
-        options: More arguments of :func:`prefixkit.generate`.
+    """Sample prompts by id under a progress bar, with more ``options`` of ``generate``; each sample becomes a line.
 
     Raises:
         Interrupted: Ctrl-C; what had finished is in ``out``, whole.

@@ -29,17 +29,12 @@ def plant(
 
 @dataclass
 class _Parent:
-    """A node of the picture whose children are being drawn.
-
-    Attributes:
-        hidden: Children that are not drawn.
-        tokens: Tokens of these and of all nodes below them.
-    """
+    """A node of the picture whose children are being drawn."""
 
     picture: Tree
     drawn: int = 0
-    hidden: int = 0
-    tokens: int = 0
+    hidden: int = 0  # children that are not drawn
+    tokens: int = 0  # of these, and of all nodes below them
 
     def close(self) -> None:
         """Sum up what is hidden, after the last child."""
@@ -60,8 +55,7 @@ def show_tree(
     """Draw the tree, a line for each node, as deep as lines have columns for; what is deeper is summed up.
 
     Args:
-        names: Sequence id to the name shown where the sequence ends.
-        decode: Token ids to text.
+        names: By sequence id, what is shown where the sequence ends.
         samples: Samples that every sequence will have; 1 where the sequences are the samples.
         most: Children of a node that are drawn; the others are summed up.
     """

@@ -28,23 +28,14 @@ class LoadError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A kernel on one device.
+    """A kernel on one device."""
 
-    Attributes:
-        name: Its name expression.
-        handle: ``CUfunction``.
-        device: Index of the device.
-        parameter_bytes: Size of its first parameter; our kernels have one, a struct.
-        max_shared: Most dynamic shared memory of a block, in bytes.
-        keep: What must live as long as the handle.
-    """
-
-    name: str
-    handle: int
+    name: str  # its name expression
+    handle: int  # CUfunction
     device: int
-    parameter_bytes: int
-    max_shared: int
-    keep: Any
+    parameter_bytes: int  # of its parameter, a struct
+    max_shared: int  # bytes of dynamic shared memory that a block can have
+    keep: Any  # what must live as long as the handle
 
 
 @cache

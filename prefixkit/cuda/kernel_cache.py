@@ -40,13 +40,7 @@ def folder() -> Path:
 
 
 def entry(unit: Unit, arch: str, nvrtc: tuple[int, int], flags: str = FLAGS) -> Path:
-    """The place of a unit's machine code.
-
-    Args:
-        unit, arch: As for ``compile_unit``.
-        nvrtc: The compiler's version.
-        flags: The compiler's flags that all units share.
-    """
+    """The place of a unit's machine code, by this version of the compiler with these flags for all units."""
     digest = sha256()
     for part in (FORMAT.decode(), arch, repr(nvrtc), flags, unit.file, *unit.names, repr(unit.defines)):
         digest.update(part.encode() + b"\0")

@@ -60,25 +60,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Binary:
-    """Machine code of a unit.
+    """Machine code of a unit."""
 
-    Attributes:
-        cubin: The file that the driver loads.
-        symbols: Each name expression's symbol in it.
-        log: What NVRTC and ptxas said, each kernel's registers and spills among it.
-    """
-
-    cubin: bytes
-    symbols: dict[str, str]
-    log: str = ""
+    cubin: bytes  # the file that the driver loads
+    symbols: dict[str, str]  # each name expression's symbol in it
+    log: str = ""  # of NVRTC and ptxas: each kernel's registers and spills
 
 
 def sources(unit: Unit) -> dict[str, str]:
-    """The unit's file and all that it includes with quotes, by name, in a fixed order.
-
-    Raises:
-        CompileError: one of them is not there.
-    """
+    """The unit's file and all that it includes with quotes, by name, in a fixed order."""
     found = dict(unit.headers)
     waiting = [unit.file, *(name for text in found.values() for name in _INCLUDE.findall(text))]
     while waiting:
@@ -95,11 +85,7 @@ def sources(unit: Unit) -> dict[str, str]:
 
 @cache
 def nvrtc_version() -> tuple[int, int]:
-    """Major and minor version of NVRTC.
-
-    Raises:
-        NvrtcMissing: there is none, or no cuda-core.
-    """
+    """Major and minor version of NVRTC; NvrtcMissing where there is none, or no cuda-core."""
     try:
         import cuda.core
         from cuda.bindings import nvrtc
@@ -149,27 +135,21 @@ def compile_unit(unit: Unit, arch: str) -> Binary:
         NvrtcMissing: cuda-core or NVRTC is not installed.
         CompileError: the source, with the compiler's own words.
     """
-    nvrtc_version()
-    text = sources(unit)[unit.file]
+    version, text, log = ".".join(map(str, nvrtc_version())), sources(unit)[unit.file], StringIO()
+    from cuda.core import Program, ProgramOptions
+
     with TemporaryDirectory() as made:
         for name, header in unit.headers:
             (Path(made) / name).parent.mkdir(parents=True, exist_ok=True)
             (Path(made) / name).write_text(header)
-        return _compile(unit, text, arch, [str(unit.root), made])
-
-
-def _compile(unit: Unit, text: str, arch: str, folders: list[str]) -> Binary:
-    from cuda.core import Program, ProgramOptions
-
-    options = ProgramOptions(
-        name=unit.file, arch=arch, define_macro=list(unit.defines) or None, include_path=folders, **_FLAGS
-    )
-    log = StringIO()
-    try:
-        code = Program(text, "c++", options).compile("cubin", name_expressions=unit.names, logs=log)
-    except Exception as error:  # cuda-core has its own exception types, one per library
-        version = ".".join(map(str, nvrtc_version()))
-        raise CompileError(f"NVRTC {version} cannot compile {unit} for {arch}: {error}") from error
+        folders = [str(unit.root), made]
+        options = ProgramOptions(
+            name=unit.file, arch=arch, define_macro=list(unit.defines) or None, include_path=folders, **_FLAGS
+        )
+        try:
+            code = Program(text, "c++", options).compile("cubin", name_expressions=unit.names, logs=log)
+        except Exception as error:  # cuda-core has its own exception types, one per library
+            raise CompileError(f"NVRTC {version} cannot compile {unit} for {arch}: {error}") from error
     return Binary(bytes(code.code), {name: _text(code.symbol_mapping[name]) for name in unit.names}, log.getvalue())
 
 

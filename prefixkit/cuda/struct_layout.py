@@ -30,17 +30,11 @@ _NO_OFFSET = "#undef LAYOUT_OFFSET\n"
 
 @dataclass(frozen=True)
 class Leaf:
-    """A number, pointer or opaque value.
+    """A number, pointer or opaque value."""
 
-    Attributes:
-        path: Where it is in the struct, such as ``cost[1].kv_tile``; empty for a type of its own.
-        code: Its type, for the module ``struct``.
-        offset: In bytes.
-    """
-
-    path: str
-    code: str
-    offset: int
+    path: str  # in the struct, such as ``cost[1].kv_tile``; empty for a type of its own
+    code: str  # its type, for the module ``struct``
+    offset: int  # in bytes
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,6 @@ class Opaque:
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The value."""
         return (Leaf("", f"{self.size}s", 0),)
 
     @property
@@ -68,19 +61,12 @@ TENSOR_MAP = Opaque("TensorMap", 128, 64)
 
 @dataclass(frozen=True)
 class Field:
-    """A field.
-
-    Attributes:
-        type: A type of C (a number, or any pointer, which ends with ``*``), or another definition.
-        name: Its name.
-        count: Elements of an array; 0 for what is no array.
-        note: A comment for the header.
-    """
+    """A field, of a type of C (a number, or any pointer, which ends with ``*``), or of another definition."""
 
     type: str | Opaque | Struct
     name: str
-    count: int = 0
-    note: str = ""
+    count: int = 0  # elements of an array; 0 for what is no array
+    note: str = ""  # a comment for the header
 
     @property
     def layout(self) -> tuple[int, int, tuple[Leaf, ...]]:
@@ -100,12 +86,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Struct:
-    """A struct of the namespace ``prefixkit``, laid out as C++ does it.
-
-    Attributes:
-        name: Its name in C++.
-        fields: In order.
-    """
+    """A struct of the namespace ``prefixkit``, laid out as C++ does it."""
 
     name: str
     fields: tuple[Field, ...]

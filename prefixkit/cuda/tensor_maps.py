@@ -35,13 +35,7 @@ def kept_maps(k_pages: Tensor, v_pages: Tensor, form: Hashable) -> tuple[bytes, 
 
 def tensor_maps(k_pages: Tensor, v_pages: Tensor) -> tuple[bytes, ...]:
     """The six maps of a layer's pages, as the kernel's parameter begins: of keys and of values, by boxes of a group, of
-    a row, of a group's whole rows.
-
-    Args:
-        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]`` in 16 bits; strides multiples of 8 elements.
-
-    Raises:
-        CudaError: the driver refuses.
+    a row, of a group's whole rows.  Pages are in 16 bits, with strides that are multiples of 8 elements.
     """
     maps = []
     for rows, whole in ((GROUP, False), (1, False), (GROUP, True)):

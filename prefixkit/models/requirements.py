@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from functools import reduce
+from operator import attrgetter
 from types import ModuleType
-from typing import cast
 
 from packaging.version import InvalidVersion, Version
 
@@ -43,7 +42,7 @@ def check_version(found: str) -> None:
 def check_transformers(transformers: ModuleType) -> None:
     """Raise UnsupportedTransformers if an imported transformers is too old, or lacks what prefixkit relies on."""
     check_version(transformers.__version__)
-    missing = [path for path in _RELIED_ON if reduce(_part, path.split("."), cast(object, transformers)) is None]
+    missing = [path for path in _RELIED_ON if not _has(transformers, path)]
     if not missing and "layers" not in inspect.signature(transformers.Cache.__init__).parameters:
         missing = ["Cache(layers=...)"]
     if missing:
@@ -53,5 +52,8 @@ def check_transformers(transformers: ModuleType) -> None:
         )
 
 
-def _part(whole: object, name: str) -> object:
-    return getattr(whole, name, None)
+def _has(transformers: ModuleType, path: str) -> bool:
+    try:
+        return attrgetter(path)(transformers) is not None
+    except AttributeError:
+        return False

@@ -116,16 +116,12 @@ class Backend:
     graph_planning: Callable[[Planner], GraphPlanning | None] | None = None
 
 
-@dataclass(frozen=True)
-class _Registered:
-    load: Callable[[], Backend]
-    probe: Callable[[torch.device], Choice] | None
+_Load = Callable[[], Backend]
+_Probe = Callable[[torch.device], Choice]
+_registered: dict[str, tuple[_Load, _Probe | None]] = {}
 
 
-_registered: dict[str, _Registered] = {}
-
-
-def register(name: str, load: Callable[[], Backend], probe: Callable[[torch.device], Choice] | None = None) -> None:
+def register(name: str, load: _Load, probe: _Probe | None = None) -> None:
     """Make a backend known.
 
     Args:
@@ -133,7 +129,7 @@ def register(name: str, load: Callable[[], Backend], probe: Callable[[torch.devi
         load: Imports it; called when it is first used.
         probe: Whether it runs on a GPU: a choice of this name, or of another and why.  None: it always does.
     """
-    _registered[name] = _Registered(load, probe)
+    _registered[name] = load, probe
 
 
 def wanted() -> str | None:
@@ -168,7 +164,7 @@ def choose(device: torch.device) -> Choice:
         )
     if name == "torch":
         return Choice("torch", f"{VARIABLE}=torch", f"unset {VARIABLE} for the fast kernels")
-    probe = _registration("cuda").probe
+    _, probe = _registration("cuda")
     assert probe is not None, "registered with one"
     found = probe(device)
     if name == "cuda" and found.name != "cuda":
@@ -211,21 +207,17 @@ def choose_again() -> None:
 
 @cache
 def _on_cpu() -> Backend:
-    return _load("torch")
+    return _registration("torch")[0]()
 
 
 @cache
 def _on_gpu(device: torch.device) -> Backend:
     found = choose(device)
     (log.info if found.name == "cuda" else log.warning)("attention on %s runs on %s", device, found)
-    return _load(found.name)
+    return _registration(found.name)[0]()
 
 
-def _load(name: str) -> Backend:
-    return _registration(name).load()
-
-
-def _registration(name: str) -> _Registered:
+def _registration(name: str) -> tuple[_Load, _Probe | None]:
     if name not in _registered:
         raise BackendError(f"no backend {name!r} is registered; import prefixkit.backends first")
     return _registered[name]

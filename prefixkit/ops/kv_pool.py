@@ -93,20 +93,6 @@ class KVPool:
         """``[pages, page_size, kv_heads, head_dim]`` the values of a layer: the pool itself, not a copy."""
         return self._v[self._check(layer)]
 
-    def append(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Write K and V of ``T`` tokens of one layer.
-
-        Args:
-            layer: Which.
-            key, value: ``[T, kv_heads, head_dim]`` in the pool's dtype.
-            slots: ``[T]`` int64, where they go; distinct, but -1 for rows that write nothing.
-
-        Raises:
-            ValueError, TypeError: a shape, dtype or device does not match the pool.
-            IndexError: the layer does not exist, or a slot does not; see ``ops`` for slots on a GPU.
-        """
-        torch.ops.prefixkit.kv_append(key, value, self.k(layer), self.v(layer), slots)
-
     def _check(self, layer: int) -> int:
         if not 0 <= layer < self.spec.num_layers:
             raise IndexError(f"KVPool: layer {layer} of a pool for layers 0..{self.spec.num_layers - 1}")

@@ -98,27 +98,6 @@ def sample_tokens(
     return tokens.to(logits.device), logprobs.to(logits.device)
 
 
-def probabilities(
-    logits: Tensor, params: SamplingParams | Sequence[SamplingParams], histories: Sequence[Ids] | None = None
-) -> Tensor:
-    """The distribution that :func:`sample_tokens` samples from: ``[rows, vocab]`` float64, each row summing to 1."""
-    each, seen = _check(logits, params, np.zeros(len(logits)), histories)
-    result = torch.zeros(logits.shape, dtype=torch.float64)
-    for row, own in enumerate(each):
-        one = logits[row : row + 1].detach().cpu()
-        _check_finite(torch.log_softmax(one, dim=-1), logits, row)
-        (scores,) = _scores(one.numpy(), [own], seen[row : row + 1])
-        if own.greedy:
-            result[row, int(np.argmax(scores))] = 1
-        else:
-            (weights,) = weigh(scores[None], [own.temperature])
-            kept = kept_tokens(scores, weights, own)
-            kept = np.arange(len(weights)) if kept is None else kept
-            held = weights[kept].astype(np.float64)
-            result[row, torch.from_numpy(kept)] = torch.from_numpy(held / held.sum())
-    return result
-
-
 def kept_tokens(scores: Floats, weights: Floats, params: SamplingParams, total: int | None = None) -> Positions | None:
     """The tokens that top-k, top-p and min-p leave, in ascending order; None for the whole vocabulary.
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.capacity import OVERFLOW, PlanCapacity
-from prefixkit.attention.gpu_cost import DECODE_ROWS, H200, GpuCost
+from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.sharing import CostModel, HeadShape
+from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.tree.ragged import ranges
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 from tests.attention.forests import make_snapshot, random_parents
@@ -85,7 +85,7 @@ def narrowed(rows: BSR, group: int) -> BSR:
     """The same rows cut to so few queries that every item is a decode item; groups are at most ``DECODE_ROWS``."""
     step, queries = DECODE_ROWS // group, rows.q_end - rows.q_begin
     count = -(-queries // step)
-    row = np.repeat(np.arange(rows.num_rows), count)
+    row = np.repeat(np.arange(len(rows.causal)), count)
     begin = (rows.q_begin[row] + step * ranges(np.zeros_like(count), count)).astype(np.int32)
     segments = np.diff(rows.indptr)[row]
     which = ranges(rows.indptr[:-1][row], segments)
@@ -103,6 +103,4 @@ def narrowed(rows: BSR, group: int) -> BSR:
 
 def size_of(plan: Plan) -> PlanCapacity:
     """What this plan needs."""
-    return PlanCapacity(
-        len(plan.tile_items), len(plan.decode_items), len(plan.segments), plan.num_rows, plan.num_partial_rows
-    )
+    return PlanCapacity(len(plan.tile_items), len(plan.decode_items), len(plan.segments), *plan.counts[2:4].tolist())

@@ -24,7 +24,7 @@ def seen(snapshot, queries, bsr):
     length = StepTree(snapshot, queries).length
     position = snapshot.start[queries.row_node()] + queries.row_offset()
     counts = [Counter() for _ in range(queries.num_rows)]
-    for row in range(bsr.num_rows):
+    for row in range(len(bsr.causal)):
         for query in range(bsr.q_begin[row], bsr.q_end[row]):
             for node, begin, end in bsr.row_segments(row):
                 for offset in range(begin, min(end, int(length[node]))):

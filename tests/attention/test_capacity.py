@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from prefixkit.attention.bsr import decompose
-from prefixkit.attention.capacity import PlanCapacity, PlanTooLarge, capacity_for, capacity_now
+from prefixkit.attention.capacity import PlanCapacity, PlanTooLarge, capacity_for
 from prefixkit.attention.gpu_cost import H200, H200_COST
 from prefixkit.attention.plan import make_plan
 from prefixkit.attention.queries import Queries, StepTree
@@ -54,7 +54,7 @@ def test_the_capacity_for_now_holds_a_plan_and_is_no_more_than_for_any_plan(seed
     rng = np.random.default_rng(seed)
     snapshot, queries = random_tree(rng, int(rng.choice([1, 5, 60])), int(rng.choice([4, 300, 20000])), 3, 0.6)
     shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
-    capacity = capacity_now(StepTree(snapshot, queries), shape, sms, cost)
+    capacity = capacity_for(StepTree(snapshot, queries), shape, sms, cost, now=True)
     capacity.check(size_of(specified(snapshot, queries, shape, cost, sms)))
     capacity_for(StepTree(snapshot, queries), shape, sms, cost).check(capacity)
 
@@ -67,5 +67,6 @@ def test_a_deep_trees_plan_needs_little_capacity():
     snapshot, _ = make_snapshot(rng, parents, [2] * len(parents), 16, orderly=True)
     leaf = np.flatnonzero(snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1).astype(np.int32)
     queries, shape = Queries(leaf, leaf * 0 + 1, leaf * 0 + 2), HeadShape(32, 8, 128, 2)
-    most, now = (f(StepTree(snapshot, queries), shape, 132).partials for f in (capacity_for, capacity_now))
+    tree = StepTree(snapshot, queries)
+    most, now = (capacity_for(tree, shape, 132, now=now).partials for now in (False, True))
     assert most > 20 * now

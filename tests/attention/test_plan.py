@@ -9,7 +9,7 @@ import pytest
 
 from prefixkit.attention.bsr import BSR, OPEN, decompose
 from prefixkit.attention.gpu_cost import H200, H200_COST, GpuCost, Role
-from prefixkit.attention.kv_split import CHAIN, LEVELS, busiest, candidates_of
+from prefixkit.attention.kv_split import CANDIDATES_OF_MANY, CHAIN, LEVELS, busiest
 from prefixkit.attention.plan import make_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
@@ -117,13 +117,13 @@ def test_partial_rows_are_written_once_and_merged_once_root_first(seed, shape, c
                 written[partial + query - q_begin, query] += 1
                 place[partial + query - q_begin] = segments[0][:2]
     merged = Counter()
-    for query in range(plan.num_rows):
+    for query in range(plan.counts[2]):
         parts = plan.merge_indices[plan.merge_indptr[query] : plan.merge_indptr[query + 1]].tolist()
         merged.update((part, query) for part in parts)
         assert [place[part] for part in parts] == sorted(place[part] for part in parts), "root first"
         assert (len(parts) == 0) == (direct[query] == 1), "either one item writes the output, or partials are merged"
     assert written == merged
-    assert sorted(part for part, _ in written) == list(range(plan.num_partial_rows))
+    assert sorted(part for part, _ in written) == list(range(plan.counts[3]))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -134,7 +134,7 @@ def test_without_a_gpu_each_row_is_one_item_and_keeps_its_order(seed):
     assert len(plan.decode_items) == 0
     expected = [
         (True, rows.q_begin[row], rows.q_end[row], rows.causal[row], rows.row_segments(row))
-        for row in range(rows.num_rows)
+        for row in range(len(rows.causal))
     ]
     found = [(*item[:3], item[4], [tuple(segment) for segment in item[5]]) for item in items_of(plan)]
     assert sorted(found) == sorted(expected)
@@ -191,7 +191,7 @@ def test_cuts_fall_on_whole_units_of_a_row_and_only_its_end_stays_open(seed):
     plan = plan_of(case, 8, 1)
     rows = []  # first and last query of each row, and its tokens from the first
     for bsr in formats:
-        for row in range(bsr.num_rows):
+        for row in range(len(bsr.causal)):
             spans = [(node, begin, min(end, int(length[node]))) for node, begin, end in bsr.row_segments(row)]
             tokens = [(node, offset) for node, begin, end in spans for offset in range(begin, end)]
             rows.append((int(bsr.q_begin[row]), int(bsr.q_end[row]), tokens))
@@ -242,7 +242,7 @@ def test_a_prompts_tiles_end_at_their_last_query_and_are_dealt_evenly(tokens, ch
 
 def test_a_long_prompt_is_not_cut_where_its_tiles_fill_the_gpu():
     plan = plan_of(prompt(32768), 32, 8, num_sms=132, cost=H200)
-    assert plan.num_partial_rows == 0
+    assert plan.counts[3] == 0
     assert len(plan.tile_items) == 32768 * 4 // 128
 
 
@@ -255,7 +255,7 @@ def test_a_lone_long_sequence_is_spread_over_the_gpu():
 def test_where_one_head_reads_alone_every_worker_gets_a_part():
     plan = plan_of(prompt(2**20, chunk=1), 8, 1, num_sms=132, cost=H200)
     assert 500 <= len(plan.decode_items) <= 528
-    assert plan.num_partial_rows == len(plan.decode_items)
+    assert plan.counts[3] == len(plan.decode_items)
 
 
 def test_tiles_of_a_shared_node_that_read_the_same_piece_follow_each_other():
@@ -306,7 +306,7 @@ def test_the_estimate_is_the_sum_over_rounds_of_their_first_entries():
     for _ in range(20):
         units = np.unique(rng.integers(1, 500, 30))
         count = rng.integers(1, 60, len(units))
-        chunk = np.maximum(4, -(-units[-1] // candidates_of(role)))
+        chunk = np.maximum(4, -(-units[-1] // CANDIDATES_OF_MANY))
         heads, workers = int(rng.integers(1, 9)), int(rng.integers(1, 600))
         got = busiest(role, units, count, chunk, heads, workers) / (64 * workers)
         for cut, mine in enumerate(-(-units // chunk[:, None])):

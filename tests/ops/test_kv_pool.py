@@ -6,6 +6,7 @@ import resource
 
 import pytest
 import torch
+from torch import Tensor
 
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 
@@ -15,6 +16,10 @@ def filled(pool: KVPool) -> KVPool:
         for pages in (pool.k(layer), pool.v(layer)):
             pages.copy_(torch.randn(pages.shape))
     return pool
+
+
+def append(pool: KVPool, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    torch.ops.prefixkit.kv_append(key, value, pool.k(layer), pool.v(layer), slots)
 
 
 def rows(pages: torch.Tensor) -> torch.Tensor:
@@ -29,7 +34,7 @@ def test_append_writes_these_slots_of_this_layer_only(dtype: torch.dtype, page_s
     before = [rows(pages) for layer in (0, 1) for pages in (pool.k(layer), pool.v(layer))]
     slots = torch.randperm(9 * page_size)[:5]
     key, value = torch.randn(2, 5, 3, 32).to(dtype)
-    pool.append(1, key, value, slots)
+    append(pool, 1, key, value, slots)
     before[2][slots], before[3][slots] = key, value
     after = [rows(pages) for layer in (0, 1) for pages in (pool.k(layer), pool.v(layer))]
     assert all(map(torch.equal, before, after))
@@ -39,7 +44,7 @@ def test_append_takes_transposed_keys() -> None:
     pool = filled(KVPool(KVSpec(1, 3, 32), 4, 16))
     key, value = (torch.randn(3, 6, 32).transpose(0, 1) for _ in "kv")
     slots = torch.tensor([3, 60, 2, 9, 40, 41])
-    pool.append(0, key, value, slots)
+    append(pool, 0, key, value, slots)
     assert torch.equal(rows(pool.k(0))[slots], key)
     assert torch.equal(rows(pool.v(0))[slots], value)
 
@@ -65,11 +70,11 @@ def test_a_pool_made_in_inference_mode_works_outside_it_and_the_other_way_round(
     token, slot = torch.ones(1, 2, 16), torch.tensor([3])
     with torch.inference_mode():
         inside = KVPool(KVSpec(1, 2, 16), 2, 8)
-    inside.append(0, token, token, slot)
+    append(inside, 0, token, token, slot)
     outside = KVPool(KVSpec(1, 2, 16), 2, 8)
     with torch.inference_mode():
-        outside.append(0, token, token, slot)
-    outside.append(0, token, token, slot + 2)
+        append(outside, 0, token, token, slot)
+    append(outside, 0, token, token, slot + 2)
 
 
 def test_bytes() -> None:
@@ -82,7 +87,7 @@ def test_a_pool_takes_no_memory_until_it_is_written() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     pool = KVPool(KVSpec(30, 3, 64), 2048, 128)
     assert pool.bytes > 10 * 2**30
-    pool.append(0, torch.ones(1, 3, 64), torch.ones(1, 3, 64), torch.tensor([200_000]))
+    append(pool, 0, torch.ones(1, 3, 64), torch.ones(1, 3, 64), torch.tensor([200_000]))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 2**10  # in KB
 
 
@@ -105,7 +110,7 @@ def test_a_bad_slot_is_refused_before_anything_is_written() -> None:
     pool = filled(KVPool(KVSpec(1, 2, 16), 2, 8))
     before = rows(pool.k(0))
     with pytest.raises(IndexError):
-        pool.append(0, torch.ones(2, 2, 16), torch.ones(2, 2, 16), torch.tensor([3, 16]))
+        append(pool, 0, torch.ones(2, 2, 16), torch.ones(2, 2, 16), torch.tensor([3, 16]))
     assert torch.equal(before, rows(pool.k(0)))
 
 
@@ -114,7 +119,7 @@ def test_slots_and_layers_that_do_not_exist_are_refused() -> None:
     one = torch.zeros(1, 3, 64)
     for slot in (80, -2):
         with pytest.raises(IndexError, match=r"slots 0\.\.79"):
-            pool.append(0, one, one, torch.tensor([slot]))
+            append(pool, 0, one, one, torch.tensor([slot]))
     for layer in (-1, 2):
         with pytest.raises(IndexError, match=r"layers 0\.\.1"):
             pool.k(layer)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 import prefixkit.ops.library  # noqa: F401  (declares torch.ops.prefixkit)
-from prefixkit.backends.torch.append import append_on_gpu
+from prefixkit.backends.torch.kv import append_on_gpu, rotate
 from prefixkit.checking import checked_mode
-from prefixkit.ops.rotary import rotate
 from tests.attention.slots import OPS, SLOTS, WRONG, Append, Appended, rotations
 
 CPU = {name: getattr(torch.ops.prefixkit, name) for name in OPS}

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.sampling.specification import probabilities, sample_tokens
+from prefixkit.sampling.specification import kept_tokens, sample_tokens
+from prefixkit.sampling.weights import weigh
 
 ALMOST_1 = 1 - 2**-53
 
@@ -52,6 +53,23 @@ def processed(logits, params, histories=None):
         for row, history in zip(logits, histories or [[0]] * len(logits), strict=True)
     ]
     return torch.cat(rows)
+
+
+def probabilities(logits, params, histories=None):
+    """``[rows, vocab]`` float64: the distribution of the specification's kept weights."""
+    result = torch.zeros(logits.shape, dtype=torch.float64)
+    for row, scores in enumerate(logits.clone().numpy()):
+        if params.repetition_penalty != 1:
+            ids, factor = np.unique(histories[row]), np.float32(params.repetition_penalty)
+            scores[ids] = np.where(scores[ids] < 0, scores[ids] * factor, scores[ids] / factor)
+        if params.greedy:
+            result[row, int(scores.argmax())] = 1
+            continue
+        (weights,) = weigh(scores[None], [params.temperature])
+        kept = kept_tokens(scores, weights, params)
+        kept = slice(None) if kept is None else kept
+        result[row, kept] = torch.from_numpy(weights[kept].astype(np.float64) / weights[kept].sum(dtype=np.float64))
+    return result
 
 
 FILTERS = [
@@ -224,7 +242,6 @@ def test_the_callers_logits_are_left_alone(params):
     logits = normal(7, 3, 500, 2.0)
     before = logits.clone()
     sample_tokens(logits, params, np.array([0.2, 0.5, 0.8]), [[1, 2, 3]] * 3)
-    probabilities(logits, params, [[1, 2, 3]] * 3)
     assert torch.equal(logits, before)
 
 

@@ -17,7 +17,7 @@ from prefixkit.backends.cuda.checks import check_packed_numbers
 from prefixkit.backends.cuda.kernels import ATTENTION, attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
 from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS
-from prefixkit.backends.torch import backend as torch_backend
+from prefixkit.backends.torch import run as plain_torch
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import CudaError, Memo, form, launch
@@ -87,7 +87,7 @@ def tree_attention(
                 f"tree_attention: a plan in a CUDA graph's tensors is for the kernels only, which serve neither "
                 f"{q.dtype} nor a variant without a CUDA body; run eagerly"
             )
-        return torch_backend.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant)
+        return plain_torch.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant)
     work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS : WORK_TENSORS + TREE_TENSORS]
     if not q.is_contiguous() or q.data_ptr() & 15:
         q = q.clone(memory_format=torch.contiguous_format)

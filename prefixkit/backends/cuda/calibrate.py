@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from prefixkit.attention.gpu_cost import H200, TILE_ROWS, GpuCost, Role
-from prefixkit.attention.sharing import CostModel
+from prefixkit.attention.gpu_cost import H200, GpuCost, Role
+from prefixkit.attention.sharing import TILE_ROWS, CostModel
 from prefixkit.backends.cuda.measure import GROUP, HEAD_DIM, Memory, Point, Shared
 
 Doubles = NDArray[np.float64]
@@ -67,11 +67,7 @@ class Fit:
 
 
 def fit(points: Sequence[Point]) -> Fit:
-    """Least squares of relative errors; no part costs less than nothing.
-
-    Raises:
-        ValueError: the times do not grow with the work.
-    """
+    """Least squares of relative errors; no part costs less than nothing."""
     columns = np.array([[1.0, p.tiles, p.items, p.states] for p in points])
     us = np.array([p.us for p in points])
     found = _least_squares(columns, us, 1 / us)

@@ -54,17 +54,11 @@ SAMPLE_HEAD_BYTES = 64 * (8 + 8 + 4 + 3 * 4 + 4) + 32 + 2048 * 4
 
 @dataclass(frozen=True)
 class SampleTiling:
-    """How the blocks of the sampling kernel share a row of logits.
+    """How the blocks of the sampling kernel share a row of logits."""
 
-    Attributes:
-        blocks: Of a row's cluster.
-        segment: Tokens of each warp.
-        cached: Whether the blocks keep the row in shared memory, so that logits are read once.
-    """
-
-    blocks: int
-    segment: int
-    cached: bool
+    blocks: int  # of a row's cluster
+    segment: int  # tokens of each warp
+    cached: bool  # the blocks keep the row in shared memory, so that logits are read once
 
     @property
     def shared(self) -> int:
@@ -75,10 +69,7 @@ class SampleTiling:
 def sample_tiling(vocab: int, max_shared: int, clusters: bool) -> SampleTiling:
     """The fewest blocks of which three fit on a multiprocessor, so that some read while others compute; else the most.
 
-    Args:
-        vocab: Tokens of a row.
-        max_shared: Most shared memory of a block, in bytes.
-        clusters: Whether GPUs have thread block clusters (compute capability 9.0 and later).
+    A block has ``max_shared`` bytes at most; GPUs of compute capability 9.0 and later have thread block ``clusters``.
     """
     for blocks in (1, 2, 4, 8) if clusters else (1,):
         segment = -(-vocab // (blocks * WARPS * _WARP_STEP)) * _WARP_STEP
@@ -101,23 +92,14 @@ _SHARED_KB = {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100": 228, "sm_103"
 
 @dataclass(frozen=True)
 class Kernel:
-    """The tree-attention kernel for some heads on some GPU, and what its launches and plans must know.
-
-    Attributes:
-        file: Its source.
-        tile_rows: Query heads of a tile.
-        threads: Of a block.
-        blocks_per_sm: Blocks on a multiprocessor.
-        shared: Dynamic shared memory of a block in bytes; None for all that a block can have.
-        by_maps: Its parameter begins with tensor maps (``tensor_maps``).
-    """
+    """The tree-attention kernel for some heads on some GPU, and what its launches and plans must know."""
 
     file: str
-    tile_rows: int
-    threads: int
+    tile_rows: int  # query heads of a tile
+    threads: int  # of a block
     blocks_per_sm: int
-    shared: int | None
-    by_maps: bool = False
+    shared: int | None  # bytes of a block's dynamic shared memory; None for all that it can have
+    by_maps: bool = False  # its parameter begins with tensor maps (``tensor_maps``)
 
 
 def kernel_for(arch: str, head_dim: int, group: int) -> Kernel | None:

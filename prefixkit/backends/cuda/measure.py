@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import decompose
-from prefixkit.attention.gpu_cost import DECODE_ROWS, H200, TILE_ROWS, GpuCost, Role
+from prefixkit.attention.gpu_cost import H200, GpuCost, Role
 from prefixkit.attention.plan import make_plan
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.sharing import DECODE_ROWS, TILE_ROWS, HeadShape
 from prefixkit.attention.staging import upload
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.tree.snapshot import TreeSnapshot
@@ -35,20 +35,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Shared:
-    """One forest measured with its roots shared and with nothing shared, and what sharing is known to cost and spare.
+    """One forest measured with its roots shared and with nothing shared, and what sharing costs and spares."""
 
-    Attributes:
-        kind: Forests of a kind have as many heads.
-        tile, decode: Tiles of all shared roots, for each KV head.
-        partial_bytes: Of the partial states that they write.
-        spared_bytes: Bytes of KV that are not read again.
-    """
-
-    kind: int
-    tile: float
+    kind: int  # forests of a kind have as many heads
+    tile: float  # tiles of all shared roots, for each KV head
     decode: float
-    partial_bytes: float
-    spared_bytes: float
+    partial_bytes: float  # of the partial states that they write
+    spared_bytes: float  # of KV that is not read again
     shared_us: float
     unshared_us: float
 

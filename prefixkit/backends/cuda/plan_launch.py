@@ -69,16 +69,10 @@ def _constants(
 
 
 def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapacity, tree: Tensor) -> list[Tensor]:
-    """Plan on the current stream, into tensors of the plan's own; the host does not wait.
+    """Plan on the current stream, into tensors of the plan's own, as ``tree_attention`` takes it, without a wait.
 
-    Args:
-        shape, gpu, num_sms: What to plan for; groups of at most the ``tile_heads`` of its cost.
-        capacity: What the plan may hold.
-        tree: ``[4 * nodes + 1]`` int32: parent, subtree_end, length, own, as :class:`GraphPlanner` has them; then how
-            many nodes.
-
-    Returns:
-        The plan as ``tree_attention`` takes it, once the launch has ended.
+    ``tree`` is ``[4 * nodes + 1]`` int32: parent, subtree_end, length, own, as :class:`GraphPlanner` has them; then how
+    many nodes.  Groups have at most the ``tile_heads`` of the cost.
     """
     nodes, shapes = len(tree) // 4, capacity.shapes()
     *arrays, num_nodes = torch.split(tree, [nodes] * 4 + [1])

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, decompose
-from prefixkit.attention.capacity import MOST_PARTIAL_BYTES, PlanCapacity, capacity_for, capacity_now
-from prefixkit.attention.gpu_cost import DECODE_ROWS, H200, GpuCost
+from prefixkit.attention.capacity import MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
+from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.planner import Beside, Planner, StepPlan
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.sharing import CostModel, HeadShape
+from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.attention.staging import upload
 from prefixkit.backends.cuda.cost_cache import gpu_cost
 from prefixkit.backends.cuda.kernels import kernel_for
@@ -81,7 +81,7 @@ class CudaPlanner(Planner):
     def _make(self, tree: StepTree, device: torch.device, beside: Beside) -> tuple[StepPlan, list[Tensor]]:
         tree.check()
         snapshot, arrays = tree.snapshot, tree.arrays()
-        capacity = capacity_now(tree, self.shape, self.num_sms, self.gpu)
+        capacity = capacity_for(tree, self.shape, self.num_sms, self.gpu, now=True)
         if self.launch is not None and capacity.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
             nodes = (snapshot.parent, snapshot.subtree_end, tree.length, tree.own, [snapshot.num_nodes])
             there, *tensors = upload([np.concatenate(nodes).astype(np.int32), *arrays, *beside()], device)
@@ -114,13 +114,7 @@ def _bound(plan: StepPlan, nodes: list[Tensor], tree: StepTree) -> StepPlan:
 
 
 def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> int:
-    """Token KVs that a plan of these rows reads in a run over all heads: each tile reads all tokens of its row.
-
-    Args:
-        rows: The block-sparse rows.
-        length: ``[nodes]`` tokens of each node.
-        shape, cost: The heads, and how many query heads a tile holds.
-    """
+    """Token KVs that a plan of these rows reads in a run over all heads: each tile reads all tokens of its row."""
     tokens = np.add.reduceat(np.minimum(rows.end, length[rows.node]) - rows.begin, rows.indptr[:-1], dtype=np.int64)
     queries = rows.q_end - rows.q_begin
     tiles = -(-queries // max(1, cost.tile_heads // shape.group))

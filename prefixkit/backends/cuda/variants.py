@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from prefixkit.attention.variants import Body, Variant, lookup
+from prefixkit.attention.variants import Variant, lookup
 from prefixkit.ops.checks import BadShape
 
 HEADER = "variant_body.cuh"
@@ -58,17 +58,13 @@ def parameters(variant: Variant, heads: int, device: torch.device) -> Tensor:
         BadShape: numbers per head, for another number of heads.
     """
     parts = [body.parameters for body in variant.bodies or ()]
-    per_head = [body for body in variant.bodies or () if _is_per_head(body)]
+    per_head = [body for body in variant.bodies or () if "p[head]" in f"{body.score} {body.mask}"]
     for values, what in [(body.parameters, "slopes") for body in per_head] + [(variant.sinks, "sinks")]:
         if values is not None and len(values) != heads:
             raise BadShape(f"tree_attention: variant {variant.name!r} has {len(values)} {what} for {heads} heads")
     if variant.sinks is not None:
         parts.append(variant.sinks.to(torch.float32))
     return torch.cat([part.to(device) for part in parts]) if parts else torch.zeros(1, device=device)
-
-
-def _is_per_head(body: Body) -> bool:
-    return "p[head]" in f"{body.score} {body.mask}"
 
 
 # They live as long as their variant: captured graphs hold their addresses.

@@ -52,17 +52,11 @@ def pick(tensor: Tensor, index: Index, count: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """One partial for each of the first ``rows`` rows.
-
-    Attributes:
-        rows: How many rows have it.
-        call: The call whose state holds all of them, or -1 for the concatenation of ``Merge.joined``.
-        index: Where they are in it.
-    """
+    """One partial for each of the first ``rows`` rows."""
 
     rows: int
-    call: int
-    index: Index
+    call: int  # the one whose state holds all of them, or -1 for the concatenation of ``Merge.joined``
+    index: Index  # where they are in it
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.planner import Beside, Planner, StepPlan
 from prefixkit.attention.queries import StepTree
+from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.staging import upload
 from prefixkit.attention.variants import lookup
 from prefixkit.backends.torch import tuning
@@ -40,13 +42,7 @@ class BoundPlan:
     def program(
         self, pool_shape: Sequence[int], heads: int, dtype: torch.dtype, device: torch.device, key: str
     ) -> Program:
-        """The program for a pool and a variant, compiled the first time that a layer asks for it.
-
-        Args:
-            pool_shape: ``[pages, page_size, kv_heads, head_dim]``.
-            heads: Query heads.
-            dtype, device: Of the queries and pages.
-            key: The variant's key.
+        """The program for pages of a shape, ``heads`` query heads and a variant's key, compiled when first asked for.
 
         Raises:
             IndexError: the tree names a slot that the pool does not have.
@@ -67,12 +63,7 @@ _alive: weakref.WeakValueDictionary[int, BoundPlan] = weakref.WeakValueDictionar
 
 
 def find_plan(handle: Tensor) -> BoundPlan:
-    """The plan that a handle names.
-
-    Raises:
-        NoSuchPlan: it is gone; the step that it was made for must be kept until the model has run.  Or the tensor is no
-            handle.
-    """
+    """The plan that a handle names; NoSuchPlan if the tensor is no handle, or its step is gone before the run."""
     if handle.dtype != torch.int64 or handle.shape != (1,):
         raise NoSuchPlan(
             f"tree_attention: plan must end with a handle, an int64 tensor of one number, got {handle.dtype} of shape "
@@ -104,3 +95,8 @@ def bind(plan: Plan, tree: StepTree) -> StepPlan:
     """A plan on the host, ready for the torch backend's op."""
     bound = BoundPlan(lambda: plan, tree)
     return StepPlan([bound.handle], tree, lambda: plan, holds=bound)
+
+
+def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> TorchPlanner:
+    """The planner for a CPU, or for plain torch on a GPU."""
+    return TorchPlanner(shape, CPU_COST if device.type == "cpu" else H200.sharing)

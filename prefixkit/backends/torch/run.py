@@ -1,23 +1,46 @@
-"""Running a program: all that the layers of a model wait for."""
+"""``tree_attention`` in plain torch: running a program, all that the layers of a model wait for."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from prefixkit.attention.variants import ScoreMod, Variant
+from prefixkit.attention.variants import ScoreMod, Variant, lookup
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.calls import Call, Positions
 from prefixkit.backends.torch.merge import State, pick, run_merge
+from prefixkit.backends.torch.planner import find_plan
 from prefixkit.backends.torch.program import Program
 from prefixkit.backends.torch.tuning import Heads
-from prefixkit.ops.checks import BadShape
+from prefixkit.ops.backend import NotCapturable
+from prefixkit.ops.checks import BadShape, capturing, check_attention
 
 # Returns the softmax's natural log-sum-exp besides the output, reads strided keys, and shares KV heads among query
 # heads.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def tree_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, plan: Sequence[Tensor], scale: float, variant: str
+) -> tuple[Tensor, Tensor]:
+    """``tree_attention``; ``plan`` ends with the handle of a :class:`~prefixkit.backends.torch.planner.BoundPlan`."""
+    check_attention(q, k_pages, v_pages, q_positions)
+    if capturing(q):
+        raise NotCapturable(
+            "tree_attention: the torch backend lists its calls on the host for each step, which a CUDA graph cannot "
+            "capture; run eagerly, or use the CUDA kernels (`prefixkit env` says why they are not in use)"
+        )
+    if not plan:
+        raise BadShape("tree_attention: plan must be the tensors of Step.plan, got none")
+    bound = find_plan(plan[-1])
+    rows = bound.tree.queries.num_rows
+    if rows != q.shape[0]:
+        raise BadShape(f"tree_attention: the plan is for {rows} queries, but q has {q.shape[0]} rows")
+    program = bound.program(k_pages.shape, q.shape[1], q.dtype, q.device, variant)
+    return run_program(program, q, k_pages, v_pages, scale, lookup(variant))
 
 
 def run_program(

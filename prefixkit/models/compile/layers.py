@@ -205,11 +205,8 @@ class CompiledLayers:
         return result
 
     def _key_of(self, step: Step) -> _Key:
-        """What tells graphs apart.
-
-        Which sizes are 0 or 1, because torch makes graphs for any size but these; the pool's dtype and device, which
-        are the model's; and the forwards of the classes, because torch does not notice when the class of a submodule is
-        given another.
+        """What tells graphs apart: which sizes are 0 or 1, for torch makes graphs for any size but these; the pool's
+        dtype and device; and the classes' forwards, for torch does not notice when a submodule's class gets another.
         """
         small = self._small
         for tensor in (step.slots, *step.plan):
@@ -284,11 +281,7 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The layer around each attention module, in their order, and the attention module's name in it.
-
-    Raises:
-        NotCompilable: some attention module is not alone in a layer, or a layer's ``forward`` is not its class's.
-    """
+    """The layer around each attention module, in their order, and the attention module's name in it."""
     found: list[tuple[nn.Module, str]] = []
     pretrained = pretrained_model(model)
     for name, attention in attention_layers(model).items():

@@ -13,26 +13,16 @@ from torch import nn
 
 
 class Made:
-    """Functions of the layers of one model, which any cache may call.
-
-    Attributes:
-        compiler: Made their graphs into functions.
-        functions: By what tells graphs apart.
-        codes: Of the functions, to which torch ties what it compiles.
-        ready: Of these, what every layer has called.
-        graphs, seconds: How many graphs were compiled, and the time that it took.
-        lock: Held by a thread for the length of a step: what a step compiles and packs, another reads.
-        dropped: Whether the model was unpatched.
-    """
+    """Functions of the layers of one model, which any cache may call."""
 
     def __init__(self, compiler: Callable[..., Any]) -> None:
-        self.compiler = compiler
-        self.functions: dict[Hashable, Callable[..., Any]] = {}
-        self.codes: list[CodeType] = []
-        self.ready: set[Hashable] = set()
-        self.graphs, self.seconds = 0, 0.0
-        self.lock = threading.RLock()
-        self.dropped = False
+        self.compiler = compiler  # makes functions of graphs
+        self.functions: dict[Hashable, Callable[..., Any]] = {}  # by what tells graphs apart
+        self.codes: list[CodeType] = []  # of the functions: torch ties to them what it compiles
+        self.ready: set[Hashable] = set()  # keys of the functions that every layer has called
+        self.graphs, self.seconds = 0, 0.0  # how many were compiled, and the time that it took
+        self.lock = threading.RLock()  # held for the length of a step: what one compiles and packs, another reads
+        self.dropped = False  # the model was unpatched
 
 
 _made: WeakKeyDictionary[nn.Module, dict[Callable[..., Any], Made]] = WeakKeyDictionary()

@@ -24,19 +24,12 @@ ops = torch.ops.prefixkit
 
 
 class _Rotation(NamedTuple):
-    """A match of :func:`_rotations`.
+    """A match of :func:`_rotations`."""
 
-    Attributes:
-        nodes: All nodes of the rotation, users before what they use: first the one that an op takes.
-        total: The one that is the sum.
-        x: The rotated tensor, ``[1, heads, T, head_dim]``.
-        cos, sin: ``[1, T, head_dim]``.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    total: fx.Node
-    x: fx.Node
-    cos: fx.Node
+    nodes: tuple[fx.Node, ...]  # all of them, users before what they use: first the one that an op takes
+    total: fx.Node  # the one that is the sum
+    x: fx.Node  # the rotated tensor, [1, heads, T, head_dim]
+    cos: fx.Node  # [1, T, head_dim], as sin
     sin: fx.Node
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings.driver")
 
 from prefixkit.backends.cuda import kv as by_kernel
 from prefixkit.backends.cuda.kernels import ADVANCE
-from prefixkit.backends.torch.advance import advance as by_torch
+from prefixkit.backends.torch.kv import advance as by_torch
 from prefixkit.cuda.nvrtc import CSRC
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from tests.emulation.build import write_headers
@@ -70,7 +70,7 @@ def test_steps_are_those_of_torch(seed, page_size, library, monkeypatch):
     for _ in range(8):  # past the last pages
         drawn = torch.from_numpy(rng.integers(-1, 50, 200))
         theirs.sampled, ours.sampled = drawn, drawn.clone()
-        rows = int(rng.integers(batch.num_rows, 201))
+        rows = int(rng.integers(batch.queries.num_rows, 201))
         for tree, advance in ((theirs, by_torch), (ours, by_kernel.advance)):
             step = (tree.sampled, tree.tokens, tree.positions, tree.slots)
             advance(tree.leaf, *tree.nodes, *step, rows, page_size)

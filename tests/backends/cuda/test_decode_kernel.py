@@ -112,7 +112,7 @@ def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tu
     tree = [np.ascontiguousarray(x, dtype=np.int32) for x in nodes]
     out = torch.full((rows + padding, heads, dim), torch.nan, dtype=q.dtype)
     lse = torch.full((rows + padding, heads), torch.nan)
-    partial_out = torch.full((max(1, plan.num_partial_rows), heads, dim), torch.nan)
+    partial_out = torch.full((max(1, int(plan.counts[3])), heads, dim), torch.nan)
     partial_lse = torch.full(partial_out.shape[:2], torch.nan)
     page, slot, head, _ = k.stride()
     boxes = snapshot.page_size % 16 == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.capacity import capacity_for, capacity_now
+from prefixkit.attention.capacity import capacity_for
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
@@ -112,9 +112,10 @@ def test_long_nodes_in_hundreds_of_pieces(kernel, leaves):
     queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
     for shape in (HeadShape(8, 1, 128, 2), HeadShape(2, 1, 128, 2), HeadShape(16, 2, 128, 2)):
         plan = specified(snapshot, queries, shape, H200, 132)
+        now = capacity_for(StepTree(snapshot, queries), shape, 132, now=True)
         assert shape.group * leaves > 8 or len(plan.decode_items) > 255, "more than eight bits can number"
         assert_same(
-            run(kernel, snapshot, queries, shape, H200, 132, capacity_now(StepTree(snapshot, queries), shape, 132)),
+            run(kernel, snapshot, queries, shape, H200, 132, now),
             plan,
             "",
         )

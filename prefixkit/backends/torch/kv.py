@@ -1,6 +1,8 @@
-"""``kv_append`` and ``rotary_append`` in plain torch; see the ops for their contract."""
+"""``kv_append``, ``rotary_append`` and ``advance`` in plain torch; see the ops for their contract."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,7 +10,6 @@ from torch import Tensor
 
 from prefixkit.checking import checked
 from prefixkit.ops.checks import check_append, check_append_slots, check_rotary
-from prefixkit.ops.rotary import rotate
 
 
 @torch.no_grad()
@@ -26,6 +27,21 @@ def rotary_append(
     check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
     _append("rotary_append", rotate(key, cos, sin), value, k_pages, v_pages, slots)
     return rotate(q, cos, sin)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each head's halves rotated (Su et al., RoFormer; the halves as in Llama), in float32, rounded once.
+
+    Args:
+        x: ``[T, heads, head_dim]``.
+        cos, sin: ``[T, head_dim]``.
+
+    Returns:
+        As ``x``, contiguous.
+    """
+    x32, half = x.float(), x.shape[-1] // 2
+    rotated = torch.cat((-x32[..., half:], x32[..., :half]), dim=-1)
+    return (x32 * cos.float()[:, None] + rotated * sin.float()[:, None]).to(x.dtype).contiguous()
 
 
 def _append(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
@@ -69,3 +85,19 @@ def append_on_gpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages:
     where = (slot // page_size, slot % page_size)
     for pages, rows in ((k_pages, key), (v_pages, value)):
         pages.index_put_(where, torch.where(writes[:, None, None], rows[row], pages[0, 0]))
+
+
+def advance(*arguments: Any) -> None:
+    """``advance``."""
+    leaf, start, length, page_indptr, pages, first_slot, sampled, tokens, positions, slots, rows, page_size = arguments
+    leaf = leaf[:rows].long()
+    padding, node = leaf < 0, leaf.clamp(min=0)
+    offset = length[node].long()
+    within = first_slot[node] + offset
+    page = page_indptr[node] + within // page_size
+    there = (page < page_indptr[node + 1]) & ~padding
+    slot = pages[torch.where(there, page, 0)].long() * page_size + within % page_size
+    slots[:rows] = torch.where(there, slot, -1)
+    positions[:rows] = torch.where(padding, 0, start[node] + offset - (~there).long())
+    tokens[:rows] = torch.where(padding, 0, sampled[:rows].clamp(min=0))
+    length[node[there]] += 1
