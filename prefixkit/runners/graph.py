@@ -166,8 +166,10 @@ class GraphRunner:
         if self._eagerly:
             return self.eager.read()
         arrays, oldest = self._arrays, self._unread.popleft()
-        assert arrays is not None, "launched before"
-        return oldest if isinstance(oldest, Sampled) else arrays.ring.read(*oldest, max(0, self._gives), self._top)
+        if isinstance(oldest, Sampled):
+            return oldest
+        assert arrays is not None and arrays.sampler is not None, "launched before"
+        return arrays.ring.read(*oldest, min(self._gives, arrays.sampler.vocab), self._top)
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
         return self.eager.sample(logits, sampling)
