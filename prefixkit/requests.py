@@ -51,6 +51,8 @@ def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) ->
     """Requests with their stop tokens, after the checks that the others have passed."""
     check_patched(model)
     asked = list(requests)
+    if not asked:
+        raise ValueError("requests is empty; pass at least one request")
     for one in asked:
         if not isinstance(one, Request):
             raise TypeError(f"requests must be prefixkit.Request, got {type(one).__name__}; see generate() for prompts")

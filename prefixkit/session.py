@@ -93,7 +93,7 @@ class Session:
         self._kv_budget, self._page_size = kv_budget, page_size
         self._prefill_chunk, self._compiled = prefill_chunk, compiled
         self._lock = threading.Lock()
-        self._stream: weakref.ref[Generator[Sample, None, None]] | None = None
+        self._streams: weakref.WeakSet[Generator[Sample, None, None]] = weakref.WeakSet()
         self._engine: Engine | None = None
         self.resume()
 
@@ -122,10 +122,14 @@ class Session:
             self._engine = None
 
     def close(self) -> None:
-        """End the session, and its stream if one is open: what the end of a ``with`` block does."""
-        stream = None if self._stream is None else self._stream()
-        if stream is not None and not stream.gi_running:  # type: ignore[attr-defined]
-            stream.close()
+        """End the session and its streams: what the end of a ``with`` block does.
+
+        Raises:
+            SessionBusy: a call of this session is under way, as in a callback; only streams between samples can end.
+        """
+        for stream in list(self._streams):
+            if not stream.gi_running:  # type: ignore[attr-defined]
+                stream.close()
         self.release_memory()
 
     def __enter__(self) -> Session:
@@ -186,7 +190,7 @@ class Session:
                 yield from engine.stream(requests)
 
         stream = samples()
-        self._stream = weakref.ref(stream)
+        self._streams.add(stream)
         return stream
 
     def beam_search(

@@ -159,15 +159,15 @@ class Engine:
             count = state.granted - state.started
             if count == 0 or state.first_logits is None:
                 continue
-            for sequence in self.tree.fork(state.prompt, count):
-                run: SampleRun | BeamRun
+            for _ in range(count):
                 if isinstance(state.request.params, SamplingParams):
-                    run = SampleRun.begin(state, state.started, sequence, self.decode, self.special_tokens)
+                    run = SampleRun.begin(state, state.started, self.tree, self.decode, self.special_tokens)
                     self.samples.append(run)
+                    begun.append((run.sequence, run))
                 else:
-                    run = BeamRun.begin(state, sequence, self.decode)
-                    self.beams.append(run)
-                begun.append((sequence, run))
+                    search = BeamRun.begin(state, self.tree.fork(state.prompt)[0], self.decode)
+                    self.beams.append(search)
+                    begun.append((search.sequences[0], search))
                 state.started += 1
         return begun
 

@@ -16,6 +16,7 @@ from prefixkit.engine.scheduler import RequestState
 from prefixkit.engine.stop import StopChecker
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import sample_key
+from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
 
 if TYPE_CHECKING:
@@ -44,18 +45,23 @@ class SampleRun:
         cls,
         state: RequestState,
         index: int,
-        sequence: TreeSequence,
+        tree: PrefixTree,
         decode: Callable[[list[int]], str] | None,
         special_tokens: Mapping[int, str],
     ) -> SampleRun:
-        """Start sample ``index`` of a prompt whose first logits are known."""
+        """Start sample ``index`` of a prompt whose first logits are known; where that fails, the tree is unchanged."""
         params = state.request.params
         assert isinstance(params, SamplingParams)
         key = sample_key(params.seed, index, state.request.tokens, state.request.occurrence)
         text = bool(params.stop_functions)
         stop = StopChecker(params.stop_token_ids or (), params.stop_strings, decode, special_tokens, text=text)
-        processor = None if params.logits_processors is None else params.logits_processors()
-        return cls(state, index, key, sequence, params, stop, processor)
+        processor = None
+        if params.logits_processors is not None and not callable(processor := params.logits_processors()):
+            raise TypeError(
+                f"logits_processors must make a function of token ids and logits, it made {type(processor).__name__}; "
+                "several go into one as transformers' LogitsProcessorList"
+            )
+        return cls(state, index, key, tree.fork(state.prompt)[0], params, stop, processor)
 
     @property
     def tokens_left(self) -> int:
@@ -108,7 +114,7 @@ class SampleRun:
         if stopped or len(self.tokens) == self.params.max_new_tokens:
             reason = "stop" if stopped else "length"
         if on_token is not None:
-            text = self.stop.delta() + (self.stop.rest() if reason == "length" else "")
+            text = self.stop.delta() + ("" if reason is None else self.stop.rest())
             on_token(TokenEvent(self.state.request.prompt_index, self.index, token, logprob, text, reason))
         return None if reason is None else self._sample(reason)
 

@@ -42,8 +42,8 @@ class SamplingParams:
             token for which they return True.
         logits_processors: Makes a function for each sample, which takes ``[1, length]`` int64 token ids, prompt
             included, and ``[1, vocab]`` float32 logits, and returns the logits to sample from: a logits processor of
-            transformers, or a list of them, is one.  It sees the steps of its sample alone, in order, so it may keep
-            state.  What it returns then goes through the filters above.
+            transformers, or a ``LogitsProcessorList``, is one.  It sees the steps of its sample alone, in order, so it
+            may keep state.  What it returns then goes through the filters above.
     """
 
     n: int = 1
@@ -93,7 +93,7 @@ class SamplingParams:
         if self.logits_processors is not None and not callable(self.logits_processors):
             raise TypeError(
                 f"logits_processors must be a function that makes one for each sample, got "
-                f"{type(self.logits_processors).__name__}; wrap it: lambda: processors"
+                f"{type(self.logits_processors).__name__}; wrap it: lambda: LogitsProcessorList(...)"
             )
 
     @property
@@ -161,4 +161,4 @@ def as_stops(value: object) -> tuple[str | StopFunction, ...]:
             raise TypeError(f"stop must hold strings or functions, got {type(one).__name__} {one!r}")
         if one == "":
             raise ValueError("stop must not hold an empty string: it would stop every sample at once; remove it")
-    return tuple(dict.fromkeys(stops))
+    return tuple(one for i, one in enumerate(stops) if one not in stops[:i])  # functions may have no hash

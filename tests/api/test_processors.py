@@ -99,6 +99,7 @@ def test_samples_beside_them_stay_as_they_are_and_so_do_beams(session):
         (lambda ids, logits: None, TypeError, "must return the logits, got NoneType"),
         (lambda ids, logits: logits[:, :5], ValueError, r"logits of shape \[1, \d+\], got \[1, 5\]"),
         (lambda ids, logits: logits * torch.nan, ValueError, "sample 0 of prompt 0 hold NaN"),
+        ([], TypeError, "must make a function of token ids and logits, it made list; .*LogitsProcessorList"),
     ],
 )
 def test_a_processor_that_gives_something_else_is_named_and_the_session_goes_on(session, given, error, says):
@@ -147,6 +148,8 @@ def test_stop_strings_and_functions_go_together_and_functions_need_no_tokenizer(
 
 
 def test_requests_are_checked_as_prompts_are(session, model):
+    with pytest.raises(ValueError, match="requests is empty"):
+        session.run([])
     with pytest.raises(TypeError, match=r"must be prefixkit\.Request, got str"):
         session.run(["text"])
     with pytest.raises(ValueError, match="outside the model's vocabulary"):

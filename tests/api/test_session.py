@@ -88,10 +88,14 @@ def test_a_stream_that_is_not_read_to_its_end_leaves_nothing(model: Any, session
     assert len(session.generate(PROMPTS, **OPTIONS)) == 12
 
 
-def test_an_error_beside_a_stream_is_not_hidden_by_the_end_of_the_session(model: Any) -> None:
+@pytest.mark.parametrize("later", [0, 1])
+def test_an_error_beside_a_stream_is_not_hidden_by_the_end_of_the_session(model: Any, later: int) -> None:
     with pytest.raises(KeyError, match="mine"), Session(model, ByteTokenizer(), kv_budget="1MiB") as session:
-        for _ in session.stream(PROMPTS, **OPTIONS):
+        stream = session.stream(PROMPTS, **OPTIONS)
+        others = [session.stream(PROMPTS) for _ in range(later)]
+        for _ in stream:
             raise KeyError("mine")
+    assert [list(one) for one in others] == [[]] * later, "they have ended too"
 
 
 def test_a_stream_checks_everything_at_once(session: Session) -> None:

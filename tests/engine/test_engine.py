@@ -86,6 +86,15 @@ def test_tokens_stream_in_order_and_spell_the_text():
         assert [event.finish_reason for event in mine] == [None] * (len(mine) - 1) + [sample.finish_reason]
 
 
+def test_text_held_back_is_streamed_when_a_function_ends_the_sample():
+    events = []
+    engine, _ = make_engine(decode=lambda tokens: "a" * len(tokens), on_token=events.append)
+    params = SamplingParams(max_new_tokens=9, stop=("aaaaaaa", lambda tokens, text: len(tokens) == 4))
+    (sample,) = run(engine, [np.arange(5)], params)
+    assert sample.finish_reason == "stop" and len(sample.tokens) == 4
+    assert "".join(event.text for event in events) == sample.text == "aaaa"
+
+
 def test_one_new_token_needs_no_page_of_its_own():
     engine, _ = make_engine(num_pages=2, page_size=4)
     samples = run(engine, [np.arange(8)], SamplingParams(n=50, max_new_tokens=1))
@@ -158,6 +167,21 @@ class TestFailure:
         engine.runner.model = failing
         with pytest.raises(RuntimeError, match="out of order"):
             run(engine, random_prompts(4), params)
+        assert_all_given_back(engine)
+
+    @pytest.mark.parametrize("fails_at", [0, 2, 4])
+    def test_when_a_logits_processor_cannot_be_made_every_page_comes_back(self, fails_at):
+        made = []
+
+        def make():
+            if len(made) == fails_at:
+                raise RuntimeError("not this one")
+            made.append(0)
+            return lambda ids, logits: logits
+
+        engine, _ = make_engine()
+        with pytest.raises(RuntimeError, match="not this one"):
+            run(engine, random_prompts(4), SamplingParams(n=3, max_new_tokens=9, logits_processors=make))
         assert_all_given_back(engine)
 
     def test_after_an_interrupt_what_finished_was_delivered(self):

@@ -120,6 +120,14 @@ def test_equal_requests_are_equal_however_they_were_written():
     assert BeamParams(2, length_penalty=1, stop_token_ids=[3]) == BeamParams(2, length_penalty=1.0, stop_token_ids=(3,))
 
 
+def test_a_function_that_ends_samples_needs_no_hash():
+    class After(list):
+        def __call__(self, tokens, text):
+            return len(tokens) in self
+
+    assert SamplingParams(stop=[After([2]), "a", After([2]), After([3])]).stop == (After([2]), "a", After([3]))
+
+
 def test_whatever_is_an_integer_counts_as_one():
     assert SamplingParams(seed=torch.tensor(3), n=np.array(2), top_k=np.uint8(4)) == SamplingParams(
         seed=3, n=2, top_k=4

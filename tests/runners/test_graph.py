@@ -10,7 +10,7 @@ from prefixkit.runners import graph as graphs
 from prefixkit.runners import graph_arrays
 from prefixkit.runners.graph_arrays import CannotCapture
 from prefixkit.sampling.params import SamplingParams
-from tests.engine.fake_model import make_engine
+from tests.engine.fake_model import VOCAB, make_engine
 from tests.engine.runs import alone, assert_all_given_back, random_prompts, run
 from tests.runners.stand_ins import Capturing
 
@@ -95,6 +95,15 @@ def test_beams_run_in_graphs_beside_samples_and_are_what_they_would_be_step_by_s
     assert made.report.graph_steps == made.report.decode_steps > 12
     assert made.report.unpipelined["beam search"] >= 12
     assert_all_given_back(made)
+
+
+def test_graphs_give_all_tokens_to_searches_that_look_at_more_than_there_are(decoding):
+    params = BeamParams(20, num_return_sequences=20, max_new_tokens=6)
+    made, _ = decoding()
+    plain, _ = make_engine()
+    assert 2 * params.num_beams < VOCAB < 64, "the likeliest that a graph gives are a power of 2"
+    assert run(made, [np.arange(9)], params) == run(plain, [np.arange(9)], params)
+    assert made.report.graph_steps == 5
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 65, 1000, 4096])
