@@ -42,7 +42,8 @@ class Ring:
     def __init__(self, rows: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self.tokens, self.logprobs = self._buffers(_RING, rows)
-        self._ready = [torch.cuda.Event() for _ in range(_RING)] if self._on_gpu else []  # type: ignore[no-untyped-call]
+        places = range(_RING if self._on_gpu else 0)
+        self._ready = [torch.cuda.Event() for _ in places]  # type: ignore[no-untyped-call]
         self._top = {0: self._buffers(rows, 0)}
         self._rows, self._sent = rows, 0
 

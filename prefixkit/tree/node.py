@@ -33,7 +33,8 @@ class Node:
         parent: None for the root, and for a node that has left the tree.
         branches: children by first token, in order of arrival.  Siblings may begin with the same token (forks do);
             `PrefixTree.match` follows the first of them.
-        continuation: the node that holds the next slots after this node's end in its last page; None while all are free.
+        continuation: the node that holds the next slots after this node's end in its last page; None while they are
+            free.
         follows: the node whose ``continuation`` this is; None where no node holds slots before it in its first page.
         sequences: the sequences that end exactly at this node's end, by id.
         start: position of the first token.
@@ -133,7 +134,7 @@ class Node:
         return 0 if self.continuation is not None else -self.end_slot % self._page_size
 
     def appends(self, count: int) -> bool:
-        """Whether the one sequence that ends here may append ``count`` tokens to this node rather than start a child."""
+        """Whether the one sequence that ends here may append ``count`` tokens to this node, not to a new child."""
         if self.branches or len(self.sequences) != 1 or self.parent is None:
             return False
         behind = self.continuation
