@@ -58,9 +58,9 @@ class Session:
     """What sampling from one model needs again and again, made once: the second call costs its steps.
 
     A call at a time: a session that is busy raises :class:`SessionBusy`.  Two sessions may run in two threads, on one
-    model or on two.  A call that raises leaves the session usable.  Weights that change in place between calls are used as
-    they are then: no KV outlives a call (see :meth:`weights_changed`).  Where steps cannot run in CUDA graphs, for lack
-    of memory too, a call decodes step by step, with one log line.
+    model or on two.  A call that raises leaves the session usable.  Weights that change in place between calls are used
+    as they are then: no KV outlives a call (see :meth:`weights_changed`).  Where steps cannot run in CUDA graphs, for
+    lack of memory too, a call decodes step by step, with one log line.
 
     Args:
         model: A model that :func:`prefixkit.patch` has patched.
