@@ -170,7 +170,7 @@ def soft_cap(cap: float) -> Variant:
     def score_mod(score: Tensor, q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
         return bound * torch.tanh(score / bound)
 
-    body = Body("p[0] * tanhf(score / p[0])", None, torch.tensor([bound], dtype=torch.float32))
+    body = Body("p[0] * tanhf(score / p[0])", None, torch.tensor([bound], dtype=torch.float32, device="cpu"))
     return Variant(f"soft_cap({bound:g})", score_mod=score_mod, bodies=(body,))
 
 
@@ -251,7 +251,7 @@ def _all_bodies(variants: Sequence[Variant]) -> tuple[Body, ...] | None:
 
 def _word(number: int) -> Tensor:
     """An integer's 32 bits among float32 parameters."""
-    return torch.tensor([min(number, 2**31 - 1)], dtype=torch.int32).view(torch.float32)
+    return torch.tensor([min(number, 2**31 - 1)], dtype=torch.int32, device="cpu").view(torch.float32)
 
 
 def is_causal(variant: Variant) -> bool:

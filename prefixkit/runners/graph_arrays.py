@@ -75,8 +75,8 @@ class Ring:
     def _buffers(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Zeros for tokens and for log-probabilities."""
         return (
-            torch.zeros(shape, dtype=torch.int64, pin_memory=self._on_gpu),
-            torch.zeros(shape, dtype=torch.float32, pin_memory=self._on_gpu),
+            torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=self._on_gpu),
+            torch.zeros(shape, dtype=torch.float32, device="cpu", pin_memory=self._on_gpu),
         )
 
 
