@@ -25,7 +25,7 @@ class Staged:
         target = torch.device(device)
         size, parts = carved_size(shapes), [(shape, False) for shape in shapes]
         self._there = torch.zeros(size, dtype=torch.int32, device=target)
-        self._here = torch.zeros(size, dtype=torch.int32, pin_memory=target.type == "cuda")
+        self._here = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=target.type == "cuda")
         self._sent = torch.cuda.Event() if target.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.tensors: list[Tensor] = carve(self._there, parts)
         self.arrays: list[Ints] = [view.numpy() for view in carve(self._here, parts)]
@@ -54,7 +54,7 @@ def upload(arrays: Sequence[NDArray[np.signedinteger]], device: torch.device) ->
     host does not wait.
     """
     counts = [array.nbytes // 4 for array in arrays]
-    here = torch.empty(sum(counts) + 3 * len(counts), dtype=torch.int32, pin_memory=device.type == "cuda")
+    here = torch.empty(sum(counts) + 3 * len(counts), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     image, at = here.numpy(), 0
     for array, count in zip(arrays, counts, strict=True):
         image[at : at + count].view(array.dtype)[:] = array.ravel()

@@ -154,7 +154,9 @@ def sliding_window(size: int) -> Variant:
     def mask_mod(q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
         return q_position - kv_position < size
 
-    bits = torch.tensor([min(size, 2**31 - 1)], dtype=torch.int32).view(torch.float32)  # as parameters are
+    bits = torch.tensor([min(size, 2**31 - 1)], dtype=torch.int32, device="cpu").view(
+        torch.float32
+    )  # as parameters are
     body = Body(None, "q_position - kv_position < __float_as_int(p[0])", bits)
     return Variant(f"sliding_window({size})", mask_mod=mask_mod, window=size, bodies=(body,))
 
@@ -172,7 +174,7 @@ def soft_cap(cap: float) -> Variant:
     def score_mod(score: Tensor, q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
         return bound * torch.tanh(score / bound)
 
-    body = Body("p[0] * tanhf(score / p[0])", None, torch.tensor([bound], dtype=torch.float32))
+    body = Body("p[0] * tanhf(score / p[0])", None, torch.tensor([bound], dtype=torch.float32, device="cpu"))
     return Variant(f"soft_cap({bound:g})", score_mod=score_mod, bodies=(body,))
 
 

@@ -86,8 +86,8 @@ class Ring:
     def _buffers(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Zeros for tokens and for log-probabilities."""
         with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
-            tokens = torch.zeros(shape, dtype=torch.int64, pin_memory=self._on_gpu)
-            return tokens, torch.zeros(shape, dtype=torch.float32, pin_memory=self._on_gpu)
+            tokens = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=self._on_gpu)
+            return tokens, torch.zeros(shape, dtype=torch.float32, device="cpu", pin_memory=self._on_gpu)
 
 
 class GraphArrays:
@@ -107,7 +107,7 @@ class GraphArrays:
         self.ring = Ring(rows, device)
         self.sampler: Sampler | None = None
         self._samples = False  # whether rows of the sampler are active
-        self._last = torch.zeros(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._last = torch.zeros(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._planning = planning
 
     def __del__(self) -> None:

@@ -52,7 +52,7 @@ class Sampler:
         self.steps, self.active = self._records[:, STEP], self._records[:, ACTIVE]
         self.seen = torch.zeros(rows, words(vocab), dtype=torch.int32, device=self.device)
         self.tokens = torch.full((rows,), -1, dtype=torch.int64, device=self.device)
-        self.logprobs = torch.full((rows,), torch.nan, device=self.device)
+        self.logprobs = torch.full((rows,), torch.nan, dtype=torch.float32, device=self.device)
 
     def load(self, rows: slice | Sequence[int] | Ids, batch: SamplingBatch) -> None:
         """Give rows their parameters, and make those active that have some: one copy on the current stream, without a

@@ -84,16 +84,17 @@ def sample_tokens(
     """
     each, seen = _check(logits, params, uniforms, histories)
     rows, vocab = logits.shape
-    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    tokens = torch.empty(rows, dtype=torch.int64, device="cpu")
+    logprobs = torch.empty(rows, dtype=torch.float32, device="cpu")
     at_once = max(1, min(_ELEMENTS_AT_ONCE // max(vocab, 1), rows))
-    scratch, log_softmax = Scratch(at_once, vocab), torch.empty(at_once, vocab)
+    scratch, log_softmax = Scratch(at_once, vocab), torch.empty(at_once, vocab, dtype=torch.float32, device="cpu")
     for begin in range(0, rows, at_once):
         part = slice(begin, begin + at_once)
         some = logits[part].detach().cpu()
         raw = torch.log_softmax(some, dim=-1, out=log_softmax[: len(some)])
         _check_finite(raw, logits, begin)
         scores = _scores(some.numpy(), each[part], seen[part])
-        tokens[part] = torch.tensor(_sample_rows(scores, each[part], uniforms[part], scratch))
+        tokens[part] = torch.tensor(_sample_rows(scores, each[part], uniforms[part], scratch), device="cpu")
         logprobs[part] = raw.gather(1, tokens[part, None])[:, 0]
     return tokens.to(logits.device), logprobs.to(logits.device)
 

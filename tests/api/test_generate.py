@@ -59,6 +59,21 @@ def test_samples_that_are_not_kept_go_to_on_sample_and_are_counted(model):
     assert result.report.new_tokens == kept.report.new_tokens
 
 
+def test_torchs_default_dtype_and_device_do_not_matter(model):
+    options = {"n": 2, "max_new_tokens": 8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 4, "page_size": 4}
+    sampled = prefixkit.generate(model, TOKENIZER, PROMPTS, **options)
+    searched = prefixkit.beam_search(model, TOKENIZER, PROMPTS, num_beams=3, max_new_tokens=8)
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")  # nothing can be computed from what is made there
+    try:
+        assert prefixkit.generate(model, TOKENIZER, PROMPTS, **options).samples == sampled.samples
+        found = prefixkit.beam_search(model, TOKENIZER, PROMPTS, num_beams=3, max_new_tokens=8)
+        assert found.samples == searched.samples
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
 def test_sequences_beyond_the_models_positions_are_warned_of(model, caplog):
     with caplog.at_level(logging.WARNING, "prefixkit"):
         prefixkit.generate(model, TOKENIZER, [[1] * 2040], temperature=0, max_new_tokens=9, stop_token_ids=[EOS])

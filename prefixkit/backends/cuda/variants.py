@@ -64,7 +64,9 @@ def parameters(variant: Variant, heads: int, device: torch.device) -> Tensor:
             raise BadShape(f"tree_attention: variant {variant.name!r} has {len(values)} {what} for {heads} heads")
     if variant.sinks is not None:
         parts.append(variant.sinks.to(torch.float32))
-    return torch.cat([part.to(device) for part in parts]) if parts else torch.zeros(1, device=device)
+    return (
+        torch.cat([part.to(device) for part in parts]) if parts else torch.zeros(1, dtype=torch.float32, device=device)
+    )
 
 
 # They live as long as their variant: captured graphs hold their addresses.

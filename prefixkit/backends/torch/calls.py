@@ -172,7 +172,7 @@ def _visible(mask: int, tokens: Array, rows: int, positions: Positions | None) -
     """What the tiles' own masks show; None where that is everything, or a triangle that the kernel makes by itself."""
     longest = int(tokens.max())
     if mask == TRIANGLE:
-        return None if positions is None else torch.ones(rows, longest, dtype=torch.bool).tril()[None, None]
+        return None if positions is None else torch.from_numpy(np.tri(rows, longest, dtype=bool))[None, None]
     if mask == MASKED:
         assert positions is not None, "such a mask is made of them"
         return positions[1] <= positions[0]
@@ -183,7 +183,7 @@ def _visible(mask: int, tokens: Array, rows: int, positions: Positions | None) -
 
 def _narrowed(by_tile: Tensor | None, allowed: Tensor, shape: tuple[int, int, int, int]) -> Tensor | None:
     """What a variant leaves visible, of this shape; ``by_tile`` itself where it hides nothing more."""
-    whole = torch.ones(1, 1, 1, 1, dtype=torch.bool) if by_tile is None else by_tile
+    whole = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu") if by_tile is None else by_tile
     shown = (allowed & whole).expand(shape)
     return by_tile if torch.equal(shown, whole.expand_as(shown)) else shown
 
@@ -198,5 +198,5 @@ def _for_flash(visible: Tensor, rows: int, heads: Heads, grouped: bool) -> tuple
         empty = torch.unflatten(empty, 1, split).transpose(1, 2).flatten(1, 2)
     elif grouped and visible.shape[2] > 1:
         visible = visible.repeat_interleave(heads.group, dim=2)
-    mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+    mask = torch.zeros(visible.shape, dtype=torch.float32, device="cpu").masked_fill_(~visible, -torch.inf)
     return mask, empty.transpose(1, 2).flatten(0, 1) if bool(empty.any()) else None

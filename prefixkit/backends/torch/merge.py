@@ -165,8 +165,8 @@ def _merge_parts(parts: Sequence[State], may_be_empty: bool, sinks: Tensor | Non
 
 def _with_empty_rows(state: State | None, q: Tensor, sinks: Tensor | None) -> State:
     """The state with empty rows appended, as many as ``q`` has more."""
-    out = torch.zeros(q.shape, device=q.device)
-    lse = torch.full(q.shape[:2], -math.inf, device=q.device)
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
     if sinks is not None:
         lse[:] = sinks
     if state is not None:

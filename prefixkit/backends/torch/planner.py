@@ -36,7 +36,7 @@ class BoundPlan:
         self._plan, self.tree = plan, tree
         self._programs: dict[tuple[object, ...], Program] = {}
         number = next(_numbers)
-        self.handle = torch.tensor([number])
+        self.handle = torch.tensor([number], device="cpu")
         _alive[number] = self
 
     def program(

@@ -129,7 +129,7 @@ class Scratch(threading.local):
         buffer = self.buffers.get((use, dtype))
         if buffer is None or buffer.shape[0] < elements:
             with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
-                buffer = torch.empty(elements, dtype=dtype)
+                buffer = torch.empty(elements, dtype=dtype, device="cpu")
             if elements <= tuning.CPU.call_elements:
                 self.buffers[use, dtype] = buffer
         return buffer.as_strided((rows, width), (width, 1))

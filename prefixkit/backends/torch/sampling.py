@@ -41,7 +41,8 @@ def _sample_rows(logits: Tensor, table: np.ndarray, seen: Tensor) -> tuple[Tenso
         return tokens.cpu(), logprobs.cpu()
     except BrokenLogits:  # of some row
         pass
-    tokens, logprobs = torch.full((len(params),), -1), torch.full((len(params),), torch.nan)
+    tokens = torch.full((len(params),), -1, device="cpu")
+    logprobs = torch.full((len(params),), torch.nan, dtype=torch.float32, device="cpu")
     for row in range(len(params)):
         one = slice(row, row + 1)
         try:

@@ -118,4 +118,4 @@ def _holders(tensor: Tensor) -> int:
 
 
 # The count of a storage that no tensor is over.
-_NO_TENSORS = _holders(torch.empty(1)) - 1
+_NO_TENSORS = _holders(torch.empty(1, device="cpu")) - 1
