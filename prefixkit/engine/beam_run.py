@@ -27,12 +27,14 @@ class BeamRun:
         search: Beams and hypotheses.
         sequences: The tree's sequence of each live beam.
         decode: Token ids to text.
+        steps: Steps of the search so far.
     """
 
     state: RequestState
     search: BeamSearch
     sequences: list[Sequence]
     decode: Callable[[list[int]], str] | None
+    steps: int = 0
     unpipelined: ClassVar[str | None] = "beam search"  # how its beams fork decides what runs next
 
     @classmethod
@@ -64,7 +66,7 @@ class BeamRun:
 
     def move(self, tree: PrefixTree, search: BeamSearch, move: BeamMove) -> Moved:
         """Go on as the search does: fork beams that go on in several ways, leave those that go on in none."""
-        self.search = search
+        self.search, self.steps = search, self.steps + 1
         old, taken = self.sequences, [False] * len(self.sequences)
         sequences: list[Sequence] = []
         for parent in move.parents:

@@ -126,6 +126,10 @@ class Engine:
         def give(run: SampleRun | BeamRun, samples: list[Sample]) -> None:
             if isinstance(run, SampleRun):
                 self.tree.release(run.sequence)
+                rows, steps = 1, len(samples[0].tokens)
+            else:
+                rows, steps = run.search.params.num_beams, run.steps
+            self.report.tokens_plain_batch += rows * (len(run.state.request.tokens) + steps - 1)
             self._finish(run.state, samples)
             finished.extend(samples if self.keep else ())
 
@@ -177,7 +181,6 @@ class Engine:
         self.report.samples += len(samples)
         for sample in samples:
             self.report.new_tokens += len(sample.tokens)
-            self.report.tokens_plain_batch += len(state.request.tokens) + len(sample.tokens) - 1
         if state.finished == state.wanted:
             self.scheduler.retire(state)
         if self.on_sample is not None:

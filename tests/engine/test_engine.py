@@ -136,6 +136,13 @@ class TestBeams:
             assert [tuple(sample.tokens) for sample in mine] == [beam.tokens for beam in finished(search)]
             assert [sample.score for sample in mine] == [beam.score for beam in finished(search)]
 
+    @pytest.mark.parametrize("num_return_sequences", [1, 4])
+    def test_a_plain_batch_would_compute_every_beam_whatever_is_returned(self, num_return_sequences):
+        engine, _ = make_engine()
+        run(engine, [np.arange(9)], BeamParams(4, num_return_sequences, max_new_tokens=7))
+        assert engine.report.tokens_plain_batch == 4 * (9 + 6)
+        assert engine.report.tokens_computed == 9 + 4 * 6
+
     def test_a_small_budget_makes_searches_wait(self):
         params = BeamParams(3, max_new_tokens=5)
         prompts = [np.arange(6), np.arange(1, 9), np.arange(6)]
