@@ -127,7 +127,7 @@ class Sample:
         logprobs: The model's own log-probability of each: natural logarithm, before any penalty, temperature or filter;
             likewise, from a float32 array.
         text: The sampled text, without the stop token, cut before the stop string.
-        finish_reason: ``"stop"`` for a stop token or string, ``"length"`` after ``max_new_tokens``.
+        finish_reason: ``"stop"`` for a stop token, string or function, ``"length"`` after ``max_new_tokens``.
         score: A beam's length-normalised log-probability; ``None`` unless it is a beam.
     """
 

@@ -256,6 +256,7 @@ def _broken_logits(run: SampleRun | BeamRun) -> ValueError:
     """What to raise where logits leave nothing to choose from."""
     what = f"sample {run.index}" if isinstance(run, SampleRun) else "a beam"
     return ValueError(
-        f"the logits of {what} of prompt {run.state.request.prompt_index} hold NaN, +inf or no finite value, "
-        "so no token can be sampled; look at what the model computed"
+        f"the logits of {what} of prompt {run.state.request.prompt_index} hold NaN, +inf or no finite value, or leave "
+        "float32 under its repetition penalty and temperature, so no token can be sampled; look at what the model, or "
+        "the sample's logits processor, computed"
     )
