@@ -222,7 +222,8 @@ class Session:
         """Run requests, samples and beam searches in one batch over one tree: what the other calls are made of.
 
         Args:
-            requests: Token ids, each with how to sample from them or search; their occurrences are taken as they are.
+            requests: Token ids, each with how to sample from them or search.  Their occurrences are taken as they are:
+                equal prompts with equal seeds need different ones, or their samples are equal.
             keep, on_sample, on_token, on_step: See :func:`prefixkit.generate`.
 
         Raises:
