@@ -59,7 +59,7 @@ class Engine:
             raise ValueError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
         if most_running < 1:
             raise ValueError(f"most_running must be at least 1 sample, got {most_running}")
-        self.runner, self.pool, self.tree = runner, pool, tree
+        self.runner, self.pool, self.most_running = runner, pool, most_running
         self.decode = decode
         self.special_tokens = special_tokens or {}
         self.prefill_chunk = prefill_chunk
@@ -67,6 +67,12 @@ class Engine:
         self.on_sample = on_sample
         self.on_token = on_token
         self.on_step = on_step
+        self.report = Report()
+        self._plant(tree)
+
+    def _plant(self, tree: PrefixTree) -> None:
+        """Begin with an empty tree, and nothing that runs."""
+        self.tree = tree
         self.samples: list[SampleRun] = []
         self.beams: list[BeamRun] = []
         self._running: RunningBatch | None = None
@@ -76,10 +82,9 @@ class Engine:
         self.scheduler = Scheduler(
             tree,
             lambda: reserved()(),  # type: ignore[misc]
-            most_running,
+            self.most_running,
             lambda one: tokens_left()(one),  # type: ignore[misc]
         )
-        self.report = Report()
 
     def run(self, requests: Iterable[Request]) -> list[Sample]:
         """Run requests to their end and return their samples, if they are kept, by prompt, then index.
@@ -103,6 +108,16 @@ class Engine:
         self.scheduler.submit(requests)
         self.report.prompts += len(requests)
         try:
+            yield from self._steps()
+        except KeyboardInterrupt:
+            # It comes anywhere, in the midst of a change of the tree too.  KV outlives no call, so nothing is lost.
+            self._plant(PrefixTree(self.tree.allocator.num_pages, self.tree.page_size))
+            raise
+
+    def _steps(self) -> Iterator[Sample]:
+        """Step until nothing is left, and give every page back, whatever happens."""
+        interrupted = False
+        try:
             while not self.scheduler.idle:
                 began = time.perf_counter()
                 try:
@@ -111,8 +126,12 @@ class Engine:
                     self.report.seconds += time.perf_counter() - began
                 yield from finished
             self.report.graph_bytes = self.runner.graph_bytes
+        except KeyboardInterrupt:
+            interrupted = True  # what it left of the tree may not be fit for releasing
+            raise
         finally:
-            self._release_all()
+            if not interrupted:
+                self._release_all()
 
     def step(self) -> list[Sample]:
         """Schedule what runs next if nothing is running, launch, and commit; returns the samples that ended."""

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.tree.radix import PrefixTree
 from tests.covering import pairwise_cover
 from tests.engine.fake_model import logits_after, make_engine
 from tests.engine.runs import alone, assert_all_given_back, random_prompts, run
@@ -205,6 +207,23 @@ class TestFailure:
             run(engine, random_prompts(4), SamplingParams(n=2, max_new_tokens=4))
         assert len(kept) == 3
         assert_all_given_back(engine)
+
+    def test_an_interrupt_in_the_midst_of_a_change_of_the_tree_leaves_the_engine_usable(self):
+        class Interrupted(PrefixTree):
+            def mark_computed(self, nodes, computed):
+                super().mark_computed(nodes, computed)
+                if len(self.nodes()) > 9:
+                    self.allocator.allocate(3)  # pages that no node has yet
+                    raise KeyboardInterrupt
+
+        params, prompts = SamplingParams(n=3, max_new_tokens=9), random_prompts(4)
+        expected = run(make_engine()[0], prompts, params)
+        plain, _ = make_engine()
+        engine = Engine(plain.runner, plain.pool, Interrupted(4096, 4))
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, prompts, params)
+        assert_all_given_back(engine)
+        assert run(engine, prompts, params) == expected
 
     def test_a_prefill_chunk_below_one_is_refused(self):
         with pytest.raises(ValueError, match="prefill_chunk must be at least 1"):
