@@ -63,13 +63,22 @@ class RecordedParams(SamplingParams):
 
 def params_of(table: NDArray[np.void]) -> list[SamplingParams]:
     """The parameters that records of dtype :data:`RECORD` hold."""
+    own = table.copy()
+    own["key"] = own["step"] = 0
+    return list(_params_of(own.tobytes()))
+
+
+@lru_cache(maxsize=64)
+def _params_of(rows: bytes) -> tuple[SamplingParams, ...]:
+    # Steps repeat the parameters of their rows.
+    table = np.frombuffer(rows, RECORD)
     names = "temperature", "top_k", "top_p", "min_p", "penalty"
-    return [_recorded(*row) for row in zip(*(table[name].tolist() for name in names), strict=True)]
+    return tuple(_recorded(*row) for row in zip(*(table[name].tolist() for name in names), strict=True))
 
 
 @lru_cache(maxsize=4096)
 def _recorded(temperature: float, top_k: int, top_p: float, min_p: float, penalty: float) -> SamplingParams:
-    # Rows of one request share their parameters, and steps repeat them.
+    # Rows of one request share their parameters.
     return RecordedParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
 
 

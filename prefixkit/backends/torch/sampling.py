@@ -4,49 +4,65 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.ops.sampling_records import RECORD, STEP, params_of, tokens_of
+from prefixkit.ops.sampling_records import RECORD, params_of, tokens_of
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import BrokenLogits, sample_tokens
 
 
 def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
     """``sample``."""
-    table = records[: len(logits)].cpu().numpy().view(RECORD)[:, 0]
+    state = [part[: len(logits)] for part in (records, seen, tokens, logprobs)]
+    here = [part.cpu() for part in state]  # on a CPU the tensors themselves
+    _sample(logits, *(part.numpy() for part in here))
+    for part, changed in zip(state, here, strict=True):
+        if changed.device != part.device:
+            part.copy_(changed)
+
+
+def _sample(
+    logits: Tensor,
+    records: NDArray[np.int32],
+    seen: NDArray[np.int32],
+    tokens: NDArray[np.int64],
+    logprobs: NDArray[np.float32],
+) -> None:
+    """The same for arrays, in place."""
+    table = records.view(RECORD)[:, 0]
     rows = np.flatnonzero(table["active"])
     if not len(rows):
         return
-    index = torch.from_numpy(rows).to(logits.device)
-    own = logits if len(rows) == len(logits) else logits[index]
-    found = _sample_rows(own.float(), table[rows], seen[index])
-    sampled, tokens[index], logprobs[index] = found[0].numpy(), *(part.to(logits.device) for part in found)
-    records[index, STEP] += 1
+    every = len(rows) == len(logits)
+    own = logits if every else logits[torch.from_numpy(rows).to(logits.device)]
+    sampled, found = _sample_rows(own.float(), table[rows], seen if every else seen[rows])
+    tokens[rows], logprobs[rows] = sampled, found
+    table["step"][rows] += 1
     whole = sampled >= 0
-    word = torch.from_numpy(sampled[whole] >> 5).to(logits.device)
-    bit = torch.from_numpy((np.uint32(1) << (sampled[whole] & 31).astype(np.uint32)).view(np.int32)).to(logits.device)
-    place = index[torch.from_numpy(whole).to(logits.device)], word
-    seen[place] = seen[place] | bit
+    place = rows[whole], sampled[whole] >> 5
+    seen[place] |= (np.uint32(1) << (sampled[whole] & 31).astype(np.uint32)).view(np.int32)
 
 
-def _sample_rows(logits: Tensor, table: np.ndarray, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities on the host; -1 and NaN for rows that cannot be sampled from."""
+def _sample_rows(
+    logits: Tensor, table: np.ndarray, seen: NDArray[np.int32]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Tokens and log-probabilities; -1 and NaN for rows that cannot be sampled from."""
     params, numbers = params_of(table), uniforms(table["key"], table["step"])
-    none = np.zeros(0, dtype=np.int64)
-    penalised = table["penalty"] != 1
-    masks = iter(seen[torch.from_numpy(penalised).to(seen.device)].cpu().numpy())
-    histories = [tokens_of(next(masks)) if held else none for held in penalised]
+    histories = [np.zeros(0, dtype=np.int64)] * len(params)
+    for row in np.flatnonzero(table["penalty"] != 1).tolist():
+        histories[row] = tokens_of(seen[row])
     try:
         tokens, logprobs = sample_tokens(logits, params, numbers, histories)
-        return tokens.cpu(), logprobs.cpu()
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
     except BrokenLogits:  # of some row
         pass
-    tokens = torch.full((len(params),), -1, device="cpu")
-    logprobs = torch.full((len(params),), torch.nan, dtype=torch.float32, device="cpu")
+    found = np.full(len(params), -1), np.full(len(params), np.nan, np.float32)
     for row in range(len(params)):
         one = slice(row, row + 1)
         try:
-            tokens[one], logprobs[one] = sample_tokens(logits[one], params[one], numbers[one], histories[one])
+            tokens, logprobs = sample_tokens(logits[one], params[one], numbers[one], histories[one])
+            found[0][row], found[1][row] = int(tokens), float(logprobs)
         except BrokenLogits:
             continue
-    return tokens, logprobs
+    return found
