@@ -14,9 +14,6 @@ from prefixkit.engine.request import BeamParams, Sample
 from prefixkit.engine.scheduler import RequestState
 from prefixkit.tree.radix import PrefixTree, Sequence
 
-# Sequences and the tokens that they are to be extended by, and sequences that are to be released.
-Moved = tuple[list[tuple[Sequence, int]], list[Sequence]]
-
 
 @dataclass(eq=False)
 class BeamRun:
@@ -64,17 +61,23 @@ class BeamRun:
         """Pages that the search may still take: each beam a fresh one for each token to come."""
         return self.search.params.num_beams * self.tokens_left
 
-    def move(self, tree: PrefixTree, search: BeamSearch, move: BeamMove) -> Moved:
-        """Go on as the search does: fork beams that go on in several ways, leave those that go on in none."""
+    def move(self, tree: PrefixTree, search: BeamSearch, move: BeamMove) -> list[tuple[Sequence, int]]:
+        """Go on as the search does: fork beams that go on in several ways, release those that go on in none.
+
+        Returns:
+            Which sequence is to be extended by which token.
+        """
         self.search, self.steps = search, self.steps + 1
         old, taken = self.sequences, [False] * len(self.sequences)
         sequences: list[Sequence] = []
         for parent in move.parents:
             sequences.append(tree.fork(old[parent])[0] if taken[parent] else old[parent])
             taken[parent] = True
+        for sequence, goes_on in zip(old, taken, strict=True):
+            if not goes_on:
+                tree.release(sequence)
         self.sequences = sequences
-        left = [sequence for sequence, goes_on in zip(old, taken, strict=True) if not goes_on]
-        return list(zip(sequences, move.tokens, strict=True)), left
+        return list(zip(sequences, move.tokens, strict=True))
 
     def samples(self) -> list[Sample]:
         """What a search that is done has found."""
@@ -101,7 +104,7 @@ def advance_beams(
     rows: list[list[int]],
     tokens: NDArray[np.int64],
     logprobs: NDArray[np.float32],
-) -> Moved:
+) -> list[tuple[Sequence, int]]:
     """A step of each search.
 
     Args:
@@ -111,7 +114,7 @@ def advance_beams(
         tokens, logprobs: ``[rows, top]`` the likeliest tokens, best first.
 
     Returns:
-        Which sequence is to be extended by which token, and those that are to be released.
+        Which sequence is to be extended by which token.
     """
     alike: dict[tuple[BeamParams, int], list[int]] = {}
     for i, run in enumerate(runs):
@@ -122,5 +125,4 @@ def advance_beams(
         moves |= zip(
             group, advance([runs[i].search for i in group], tokens[own, :top], logprobs[own, :top]), strict=True
         )
-    moved = [run.move(tree, *moves[i]) for i, run in enumerate(runs)]
-    return [one for grow, _ in moved for one in grow], [one for _, left in moved for one in left]
+    return [grow for i, run in enumerate(runs) for grow in run.move(tree, *moves[i])]

@@ -76,7 +76,7 @@ class Engine:
         self.samples: list[SampleRun] = []
         self.beams: list[BeamRun] = []
         self._running: RunningBatch | None = None
-        self._ended: RunningBatch | None = None  # not yet settled
+        self._ended: RunningBatch | None = None  # not yet reported
         # Weakly, for else the two would hold each other, and with them the pool, until Python looks for such cycles.
         reserved, tokens_left = weakref.WeakMethod(self._reserved_pages), weakref.WeakMethod(self._tokens_left)
         self.scheduler = Scheduler(
@@ -136,8 +136,6 @@ class Engine:
     def step(self) -> list[Sample]:
         """Schedule what runs next if nothing is running, launch, and commit; returns the samples that ended."""
         if self._running is None:
-            if self.scheduler.waits:
-                self._settle()
             self.scheduler.admit()
             self._running = self._schedule()
         running, finished, began = self._running, list[Sample](), time.perf_counter()
@@ -154,7 +152,7 @@ class Engine:
 
         if running is not None:
             running.launch()
-            self._settle()  # while the device is at work
+            self._count()  # while the device is at work
             running.take(give)
             if running.done(self.scheduler.waits):
                 running.commit(give)
@@ -212,13 +210,11 @@ class Engine:
         self.samples = [run for run in self.samples if run.sequence.tree is not None]
         self.beams = [run for run in self.beams if not run.search.done]
 
-    def _settle(self) -> None:
-        """What the next batch need not wait for: count the one that ended last, release what its beams have left."""
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            self.report.count(ended, self.runner, self.pool.spec.bytes_per_token)
-            for sequence in ended.left:
-                self.tree.release(sequence)
+    def _count(self) -> None:
+        """Report the batch that ended last."""
+        if self._ended is not None:
+            self.report.count(self._ended, self.runner, self.pool.spec.bytes_per_token)
+            self._ended = None
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
@@ -233,10 +229,9 @@ class Engine:
 
     def _release_all(self) -> None:
         """Give every page back; after a run to the end there is nothing left to give but the tree's own."""
-        self._settle()
         if self._running is not None:
             self._end(self._running)
-            self._settle()
+        self._count()
         left = [run.sequence for run in self.samples] + [one for run in self.beams for one in run.sequences]
         for sequence in left:
             if sequence.tree is not None:  # a step that failed may have released it

@@ -40,7 +40,6 @@ class RunningBatch:
         kv_tokens_read, kv_tokens_unshared: Token KVs that one layer read in them, and would have read for each row
             apart.
         tokens_alone: What the sequences would have held unshared when they were longest.
-        left: Sequences that no beam goes on with: the caller's to release, when the device is at work again.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class RunningBatch:
         shape = 64 if scheduled.pipelined else 1, len(samples)
         self._tokens, self._logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         self._grow: list[tuple[Sequence, int]] = []  # what beams go on with
-        self.left: list[Sequence] = []
         self._known: Sampled | None = None  # what came of logits that were known
         self._launched = self._read = self.rows_run = self.kv_tokens_read = self.kv_tokens_unshared = 0
         self.tokens_alone = 0
@@ -193,7 +191,7 @@ class RunningBatch:
             return
         row_of = {sequence: row for row, (sequence, _) in enumerate(self.scheduled.rows)}
         rows = [[row_of[sequence] for sequence in run.sequences] for run in self._beams]
-        self._grow, self.left = advance_beams(self.tree, self._beams, rows, sampled.top_tokens, sampled.top_logprobs)
+        self._grow = advance_beams(self.tree, self._beams, rows, sampled.top_tokens, sampled.top_logprobs)
         for run in self._beams:
             if run.search.done:
                 give(run, run.samples())

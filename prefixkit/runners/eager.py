@@ -59,7 +59,7 @@ class EagerRunner:
 
     def launch(self, batch: Batch) -> None:
         self._unread.clear()
-        self._tree, self._sampling = batch.tree, batch.sampling
+        self._tree = batch.tree
         wanted = np.unique(np.concatenate((batch.rows, batch.prompts)))
         logits = self._run(batch.tokens, wanted)
         prompts = logits[np.searchsorted(wanted, batch.prompts)] if len(batch.prompts) else None
