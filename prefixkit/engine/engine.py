@@ -22,6 +22,8 @@ from prefixkit.tree.radix import PrefixTree, Sequence
 
 log = logging.getLogger("prefixkit")
 
+COMPACT_EVERY = 8  # steps of beams: in so many the tree of a search gets two or three nodes deeper
+
 
 class Engine:
     """Samples and searches many sequences over one prefix tree.
@@ -157,6 +159,7 @@ class Engine:
             if running.done(self.scheduler.waits):
                 running.commit(give)
                 self._end(running)
+                self._compact()
             if running.decodes:
                 self.report.seconds_in_decode += time.perf_counter() - began
         return finished
@@ -209,6 +212,13 @@ class Engine:
         self._running, self._ended = None, running
         self.samples = [run for run in self.samples if run.sequence.tree is not None]
         self.beams = [run for run in self.beams if not run.search.done]
+
+    def _compact(self) -> None:
+        """Make the tree of beams less deep, with pages that nothing of what runs now may need."""
+        if self.beams and self.beams[0].steps % COMPACT_EVERY == 0:
+            source, target = self.tree.compact(self.tree.allocator.free - self._reserved_pages())
+            self.pool.copy(source, target)
+            self.report.kv_bytes_copied += len(source) * self.pool.spec.bytes_per_token
 
     def _count(self) -> None:
         """Report the batch that ended last."""

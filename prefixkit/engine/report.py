@@ -33,6 +33,7 @@ class Report:
         kv_bytes_unshared_peak: What the sequences alive at their fullest moment would have held unshared.
         kv_bytes_read: KV bytes that attention read.
         kv_bytes_read_unshared: What it would have read for each sequence apart.
+        kv_bytes_copied: KV bytes that were copied within the pool, to make one node of many that beams had left.
         seconds: Wall time.
         decode_steps: Steps that ran no prompt tokens.
         seconds_in_decode: Wall time of these steps, capturing included, until the host had their tokens; the rest of
@@ -56,6 +57,7 @@ class Report:
     kv_bytes_unshared_peak: int = 0
     kv_bytes_read: int = 0
     kv_bytes_read_unshared: int = 0
+    kv_bytes_copied: int = 0
     seconds: float = 0.0
     decode_steps: int = 0
     seconds_in_decode: float = 0.0

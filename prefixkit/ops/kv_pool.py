@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from prefixkit.attention.staging import upload
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.ops.checks import FLOATS
+
+_COPY_BYTES = 2**26  # on their way from slots to slots at once, for the temporary that holds them
 
 
 @dataclass(frozen=True)
@@ -69,16 +74,16 @@ class KVPool:
         self.spec = spec
         self.num_pages = num_pages
         self.page_size = page_size
-        self._k, self._v = self._pages(), self._pages()
+        self._layers = self._pages(), self._pages()
+        self._k, self._v = (tuple(layers) for layers in self._layers)
 
-    def _pages(self) -> tuple[Tensor, ...]:
+    def _pages(self) -> Tensor:
         spec = self.spec
         inner = (self.page_size, spec.kv_heads) if spec.device.type == "cpu" else (spec.kv_heads, self.page_size)
         shape = (spec.num_layers, self.num_pages, *inner, spec.head_dim)
         with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
             pages = torch.empty(shape, dtype=spec.dtype, device=spec.device)
-        layers = pages if spec.device.type == "cpu" else pages.transpose(2, 3)
-        return tuple(layers[layer] for layer in range(spec.num_layers))
+        return pages if spec.device.type == "cpu" else pages.transpose(2, 3)
 
     @property
     def bytes(self) -> int:
@@ -92,6 +97,18 @@ class KVPool:
     def v(self, layer: int) -> Tensor:
         """``[pages, page_size, kv_heads, head_dim]`` the values of a layer: the pool itself, not a copy."""
         return self._v[self._check(layer)]
+
+    def copy(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+        """Copy the KV of slots ``source[i]`` to slots ``target[i]``, in this order, on the current stream.
+
+        A target may be a source of those before it, not of those behind it.
+        """
+        at_once = max(1, _COPY_BYTES // self.spec.bytes_per_token)
+        for begin in range(0, len(source), at_once):
+            pairs = np.stack((source[begin : begin + at_once], target[begin : begin + at_once]))
+            pages, offsets = upload([*np.divmod(pairs, self.page_size)], self.spec.device)
+            for layers in self._layers:
+                layers[:, pages[1], offsets[1]] = layers[:, pages[0], offsets[0]]
 
     def _check(self, layer: int) -> int:
         if not 0 <= layer < self.spec.num_layers:

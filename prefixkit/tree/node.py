@@ -124,6 +124,12 @@ class Node:
         return -(-(self.first_slot + self.length) // self._page_size)
 
     @property
+    def slots(self) -> NDArray[np.int64]:
+        """``[length]`` pool slots of the tokens."""
+        within = np.arange(self.first_slot, self.end_slot)
+        return self.page_buffer[within // self._page_size].astype(np.int64) * self._page_size + within % self._page_size
+
+    @property
     def grows_in_place(self) -> bool:
         """Whether the one sequence that ends here may append any number of tokens to this node."""
         return self.continuation is None and self.appends(0)
@@ -165,11 +171,19 @@ class Node:
         group.remove(child)
         if not group:
             del self.branches[first]
-        if child.follows is not None:
-            child.follows.continuation = child.continuation
-        if child.continuation is not None:
-            child.continuation.follows = child.follows
+        before, behind = child.follows, child.continuation
+        in_one_page = child.num_pages == 1  # else the two are in different pages
+        if before is not None:
+            before.continuation = behind if in_one_page else None
+        if behind is not None:
+            behind.follows = before if in_one_page else None
         child.parent = None
+
+    def adopt_children(self, of: Node) -> None:
+        """Take over the children of a node that leaves the tree."""
+        self.branches = of.branches
+        for child in self.children:
+            child.parent = self
 
     def follow(self, host: Node | None) -> None:
         """Become what holds the slots after ``host``; None: no node is before this one in its first page."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
-from itertools import compress
+from itertools import compress, pairwise
 from itertools import count as count_up
 from operator import not_
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from prefixkit.tree import freeze
+from prefixkit.tree.chains import chains
 from prefixkit.tree.match import Match, follow
 from prefixkit.tree.node import Node, Sequence
 from prefixkit.tree.pages import OutOfPages, PageAllocator, check_page_size, pages_for
@@ -21,8 +22,10 @@ from prefixkit.tree.tokens import as_tokens
 __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
 
 Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
 
 _ROOM = 2  # slots left free between leaves that begin in one page: most are gone before they have filled them
+_WORTH = 3  # nodes less are worth a page more: slots are lost where others too hold the pages of what is copied
 _REACH = 128  # nodes that are asked for free slots at most: chains may be deep
 
 
@@ -274,6 +277,42 @@ class PrefixTree:
             node.computed = value
         self._touched.update(nodes)
 
+    def compact(self, most_pages: int) -> tuple[Longs, Longs]:
+        """Make one node of each long chain of short ones, which beams leave behind: a step takes longer in deep trees.
+
+        Args:
+            most_pages: Pages that are taken at most, before those of the chains are released.
+
+        Returns:
+            Which slots' KV is to be copied, and to which, in this order, before the next step: a later target may be
+            an earlier source.
+        """
+        none = np.empty(0, np.int64)
+        source, target, released = [none], [none], [none.astype(np.int32)]
+        for chain in chains(self.root, self.page_size):
+            parent, tokens = chain[0].parent, np.concatenate([node.tokens for node in chain])
+            assert parent is not None, "the root is in no chain"
+            host = parent if parent.free_slots else None
+            need = self._pages_behind(host, len(tokens), 0)
+            held, holders = np.unique(np.concatenate([each.pages for each in chain]), return_counts=True)
+            freed = int((self.allocator.refcounts[held] == holders).sum())
+            if need > most_pages or need > freed + len(chain) // _WORTH:
+                continue
+            most_pages -= need
+            node = self._add_leaf(parent, tokens, self.allocator.allocate(need), host)
+            node.computed = len(tokens)
+            source += [each.slots for each in chain]
+            target.append(node.slots)
+            released += [each.pages for each in chain]
+            for above, each in pairwise([parent, *chain]):
+                above.disown(each)
+            node.adopt_children(chain[-1])
+            self._merge(node)
+            self._merge(parent)
+        for pages in released:
+            self.allocator.release(pages)
+        return np.concatenate(source), np.concatenate(target)
+
     # -- steps of the above ----------------------------------------------------------------------------------------
 
     def _tokens_for(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> list[int]:
@@ -365,7 +404,7 @@ class PrefixTree:
         return node.split(at, next(self._node_ids), self.allocator)
 
     def _prune(self, node: Node) -> None:
-        """After ``node`` has lost a sequence: remove what leads to no sequence, then undo a split without purpose."""
+        """After ``node`` has lost a sequence: remove what leads to no sequence, then undo a split that serves none."""
         while node.parent is not None and not node.branches and not node.sequences:
             parent = node.parent
             self.allocator.release(node.pages)
@@ -373,6 +412,10 @@ class PrefixTree:
             parent.disown(node)
             self.version += 1
             node = parent
+        self._merge(node)
+
+    def _merge(self, node: Node) -> None:
+        """Undo a split of ``node`` from its only child that serves no sequence."""
         if node.parent is None or node.sequences or len(node.branches) != 1:
             return
         child, *siblings = node.children

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,22 +18,12 @@ from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.backends.torch.planner import TorchPlanner
 from prefixkit.engine.engine import Engine
+from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.tree.radix import PrefixTree
 
 VOCAB = 50
-
-
-@dataclass
-class FakeSpec:
-    bytes_per_token: int = 8
-    device: torch.device = torch.device("cpu")
-
-
-@dataclass
-class FakePool:
-    spec: FakeSpec
 
 
 def logits_after(tokens) -> np.ndarray:
@@ -46,10 +35,10 @@ def logits_after(tokens) -> np.ndarray:
 class FakeModel:
     """Runs steps; ``computed`` counts the full prefix of every token that ran."""
 
-    def __init__(self, num_slots: int, page_size: int) -> None:
+    def __init__(self, pool: KVPool) -> None:
         # Keys are tokens, in float32, and values are there for the op: one head of one element.
-        self.pages = [torch.full((num_slots // page_size, page_size, 1, 1), -1.0) for _ in ("keys", "values")]
-        self.page_size = page_size
+        self.pages = [pool.k(0).fill_(-1.0), pool.v(0).fill_(-1.0)]
+        self.page_size = pool.page_size
         self.computed: Counter[tuple[int, ...]] = Counter()
         self.rows_per_step: list[int] = []
 
@@ -99,7 +88,8 @@ def make_engine(
     num_pages: int = 4096, page_size: int = 4, pace: Pace = STEP_BY_STEP, **options
 ) -> tuple[Engine, FakeModel]:
     """An engine over a fake model, and the model; its cost model shares whatever can be shared."""
-    model = FakeModel(num_pages * page_size, page_size)
+    pool = KVPool(KVSpec(num_layers=1, kv_heads=1, head_dim=1), num_pages, page_size)
+    model = FakeModel(pool)
     planner = TorchPlanner(HeadShape(1, 1, 1, 4), CostModel(item=0, kv_byte=1, partial_byte=0))
     runner = EagerRunner(model, planner, "cpu", pace)
-    return Engine(runner, FakePool(FakeSpec()), PrefixTree(num_pages, page_size), **options), model
+    return Engine(runner, pool, PrefixTree(num_pages, page_size), **options), model

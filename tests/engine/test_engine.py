@@ -117,17 +117,19 @@ def test_parameters_may_differ_between_prompts():
 
 
 class TestBeams:
-    @pytest.mark.parametrize("page_size", [1, 4])
-    @pytest.mark.parametrize("num_beams", [1, 2, 5])
-    def test_beams_are_those_of_an_exhaustive_replay(self, num_beams, page_size):
+    @pytest.mark.parametrize(("page_size", "num_beams", "tokens"), [(1, 1, 8), (4, 2, 8), (1, 5, 8), (4, 5, 8), (16, 8, 70)])
+    def test_beams_are_those_of_an_exhaustive_replay(self, num_beams, page_size, tokens):
+        """In 70 tokens chains of nodes that short-lived beams have left are copied."""
         from prefixkit.engine.beam import BeamSearch, advance, finished, num_candidates
         from prefixkit.runners.sampler import top_tokens
 
-        params = BeamParams(num_beams, num_return_sequences=num_beams, max_new_tokens=8, stop_token_ids=(1, 2))
+        stops = (1, 2) if tokens == 8 else ()
+        params = BeamParams(num_beams, num_return_sequences=num_beams, max_new_tokens=tokens, stop_token_ids=stops)
         prompts = random_prompts(7, count=5)
         engine, _ = make_engine(page_size=page_size)
         samples = run(engine, prompts, params)
         assert_all_given_back(engine)
+        assert (engine.report.kv_bytes_copied > 0) == (tokens > 8)
         for index, prompt in enumerate(prompts):
             search = BeamSearch(params)
             while not search.done:

@@ -81,6 +81,10 @@ class RememberingPool:
                 break
         self.tree.mark_computed(nodes, counts)
 
+    def copy(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+        """What ``PrefixTree.compact`` asks for."""
+        self.slots[target] = self.slots[source]
+
     def assert_holds(self, sequence_id: int, tokens: list[int]) -> None:
         """The sequence, read through the snapshot, gives back the KV of precisely its own tokens, in order."""
         snapshot = self.tree.snapshot()

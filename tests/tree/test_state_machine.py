@@ -138,6 +138,14 @@ class TreeMachine(RuleBasedStateMachine):
     def compute(self, budget: int | None) -> None:
         self.pool.compute(budget)
 
+    @rule(most_pages=st.integers(0, 60))
+    def compact(self, most_pages: int) -> None:
+        free, tokens = self.tree.allocator.free, self.tree.snapshot().num_tokens
+        source, target = self.tree.compact(min(most_pages, free))
+        self.pool.copy(source, target)
+        assert free - self.tree.allocator.free <= most_pages
+        assert self.tree.snapshot().num_tokens == tokens
+
     @rule(tokens=TOKENS)
     def match(self, tokens: list[int]) -> None:
         before = fingerprint(self.tree)
