@@ -69,10 +69,11 @@ def next_step(tree: PrefixTree, rows: list[Row], prompts: list[RequestState], pr
     if pipelined:
         tree.reserve([sequence for sequence, _ in rows], [run.tokens_left for _, run in rows])
     snapshot, nodes = tree.snapshot(), tree.nodes()
-    rows = sorted(rows, key=lambda row: row[0].node.index)
     leaves = np.array([sequence.node.index for sequence, _ in rows], dtype=np.int32)
+    order = np.argsort(leaves, kind="stable")
+    rows, leaves = [rows[i] for i in order.tolist()], leaves[order]
     sampling = _sampling(rows)
-    steps = max((1 + run.tokens_left for _, run in rows), default=0)
+    steps = max((1 + run.tokens_left for run in {run for _, run in rows}), default=0)
     if not prompts and _decodes(snapshot, leaves):
         own = [sequence.node for sequence, _ in rows]
         tokens = np.array([node.last_token for node in own], np.int32)
@@ -102,12 +103,15 @@ def _decodes(snapshot: TreeSnapshot, leaves: Ints) -> bool:
 
 
 def _sampling(rows: list[Row]) -> Sampling:
+    top = max((run.top for run in {run for _, run in rows if isinstance(run, BeamRun)}), default=0)
     samples = [run if isinstance(run, SampleRun) else None for _, run in rows]
+    if not any(samples):
+        zeros = np.zeros(len(rows), np.int64)
+        return Sampling(SamplingBatch([None] * len(rows), zeros.astype(np.uint64), zeros, [_NONE] * len(rows)), top)
     keys = np.array([0 if run is None else run.key for run in samples], np.uint64)
     steps = np.array([0 if run is None else len(run.tokens) for run in samples], np.int64)
     histories = [_NONE if run is None else run.history() for run in samples]
     batch = SamplingBatch([None if run is None else run.params for run in samples], keys, steps, histories)
-    top = max((run.top for run in {run for _, run in rows if isinstance(run, BeamRun)}), default=0)
     processed = [(i, run) for i, run in enumerate(samples) if run is not None and run.processor is not None]
 
     def process(logits: Tensor) -> Tensor:

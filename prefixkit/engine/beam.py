@@ -131,7 +131,7 @@ def advance(
 
 def _advanced(state: BeamSearch, candidates: list[_Candidate]) -> tuple[BeamSearch, BeamMove]:
     params, length = state.params, 1 + state.beams[0].length
-    last, stops, most = length == params.max_new_tokens, params.stop_token_ids or (), params.num_beams
+    last, stops, most = _is_last(state), params.stop_token_ids or (), params.num_beams
     goes_on: list[_Candidate] = []
     found: list[Beam] = []
     for rank, one in enumerate(candidates):
@@ -195,11 +195,18 @@ def _best_candidates(
     totals = (logprobs + so_far[:, None]).reshape(count, -1)
     best = np.argsort(-totals, axis=1, kind="stable")[:, : num_candidates(params)]
     at = best + np.arange(count)[:, None] * totals.shape[1]
+    if not (np.isin(tokens.ravel()[at], params.stop_token_ids or ()).any() or any(map(_is_last, states))):
+        best, at = best[:, : params.num_beams], at[:, : params.num_beams]  # the others are for where some end
     total = totals.ravel()[at]
     length = np.array([(1 + state.beams[0].length) ** params.length_penalty for state in states], np.float32)
     columns = (best // logprobs.shape[1], tokens.ravel()[at], logprobs.ravel()[at], total, total / length[:, None])
     rows = [list(zip(*row, strict=True)) for row in zip(*(column.tolist() for column in columns), strict=True)]
     return [[one for one in row if one[3] > -np.inf] for row in rows] if np.isneginf(total).any() else rows
+
+
+def _is_last(state: BeamSearch) -> bool:
+    """Whether all beams end with their next tokens."""
+    return 1 + state.beams[0].length == state.params.max_new_tokens
 
 
 def _extended(state: BeamSearch, candidate: _Candidate, score: float) -> Beam:

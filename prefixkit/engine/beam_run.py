@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -100,8 +100,7 @@ class BeamRun:
 
 def advance_beams(
     tree: PrefixTree,
-    runs: list[BeamRun],
-    rows: list[list[int]],
+    rows: Mapping[BeamRun, list[int]],
     tokens: NDArray[np.int64],
     logprobs: NDArray[np.float32],
 ) -> list[tuple[Sequence, int]]:
@@ -109,20 +108,17 @@ def advance_beams(
 
     Args:
         tree: Where the sequences live.
-        runs: The searches.
-        rows: Of each, the row of each beam.
+        rows: Of each search, the row of each beam.
         tokens, logprobs: ``[rows, top]`` the likeliest tokens, best first.
 
     Returns:
         Which sequence is to be extended by which token.
     """
-    alike: dict[tuple[BeamParams, int], list[int]] = {}
-    for i, run in enumerate(runs):
-        alike.setdefault((run.search.params, len(run.sequences)), []).append(i)
-    moves: dict[int, tuple[BeamSearch, BeamMove]] = {}
+    alike: dict[tuple[BeamParams, int], list[BeamRun]] = {}
+    for run in rows:
+        alike.setdefault((run.search.params, len(run.sequences)), []).append(run)
+    moves: dict[BeamRun, tuple[BeamSearch, BeamMove]] = {}
     for group in alike.values():
-        own, top = [row for i in group for row in rows[i]], runs[group[0]].top
-        moves |= zip(
-            group, advance([runs[i].search for i in group], tokens[own, :top], logprobs[own, :top]), strict=True
-        )
-    return [grow for i, run in enumerate(runs) for grow in run.move(tree, *moves[i])]
+        own, top = [row for run in group for row in rows[run]], group[0].top
+        moves |= zip(group, advance([run.search for run in group], tokens[own, :top], logprobs[own, :top]), strict=True)
+    return [grow for run in rows for grow in run.move(tree, *moves[run])]

@@ -53,26 +53,33 @@ class RunningBatch:
         self.tree, self.runner, self.scheduled = tree, runner, scheduled
         self.on_token, self.on_step = on_token, on_step
         self._held = tree.allocator.num_pages - tree.allocator.free - tree.reserved
+        self._end_slot = self._grew = np.empty(0, np.int64)
         self._runs = [run for _, run in scheduled.rows]
+        self._rows = np.arange(len(self._runs))  # which run each row of the runner is
+        self._rows_of_steps: list[NDArray[np.intp]] = []  # the same of steps not read yet
+        self._known: Sampled | None = None  # what came of logits that were known
+        self._launched = self._read = self.rows_run = self.kv_tokens_read = self.kv_tokens_unshared = 0
+        self.tokens_alone = 0
+
+    def _look_at_runs(self) -> None:
+        """What is needed once results come, made while the device is at work."""
+        scheduled = self.scheduled
         samples = [run if isinstance(run, SampleRun) else None for run in self._runs]
-        self._beams = [run for run in dict.fromkeys(self._runs) if isinstance(run, BeamRun)]
+        row_of = {sequence: row for row, (sequence, _) in enumerate(scheduled.rows)}
+        beams = [run for run in dict.fromkeys(self._runs) if isinstance(run, BeamRun)]
+        self._beams = {run: [row_of[sequence] for sequence in run.sequences] for run in beams}  # and their rows
         self._end_slot = np.array([sequence.node.end_slot for sequence, _ in scheduled.rows], np.int64)
         self._grew = np.zeros(len(samples), np.int64)  # tokens that each has added to its leaf
         # Steps that each may take.
         self._last = np.array([0 if run is None else 1 + run.tokens_left for run in samples], np.int64)
         self._stops = _stop_table(samples)
-        one_by_one = [run is not None and (on_token is not None or run.by_token) for run in samples]
+        one_by_one = [run is not None and (self.on_token is not None or run.by_token) for run in samples]
         self._one_by_one = np.array(one_by_one, dtype=bool)
         self._alive = np.array([run is not None for run in samples], dtype=bool)
-        self._rows = np.arange(len(samples))  # which run each row of the runner is
-        self._rows_of_steps: list[NDArray[np.intp]] = []  # the same of steps not read yet
         # A row for each step, for one is written in each: by runs, every token would be in a cache line of its own.
         shape = 64 if scheduled.pipelined else 1, len(samples)
         self._tokens, self._logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         self._grow: list[tuple[Sequence, int]] = []  # what beams go on with
-        self._known: Sampled | None = None  # what came of logits that were known
-        self._launched = self._read = self.rows_run = self.kv_tokens_read = self.kv_tokens_unshared = 0
-        self.tokens_alone = 0
 
     @property
     def steps(self) -> int:
@@ -134,24 +141,27 @@ class RunningBatch:
 
     def launch(self) -> None:
         """Launch steps as far ahead as is allowed."""
-        scheduled, pace = self.scheduled, self.runner.pace
+        if not self._launched:
+            self._launch_first()
+            self._look_at_runs()
+        if self.scheduled.pipelined:
+            last = int(self._last[self._alive].max())
+            while self._launched < min(last, self._read + self.runner.pace.ahead):
+                self.runner.repeat()
+                self._count_step()
+
+    def _launch_first(self) -> None:
+        scheduled = self.scheduled
         if scheduled.batch is None:
             assert scheduled.logits is not None, "one of the two is there"
             self._launched = 1
             self._rows_of_steps.append(self._rows)
             self._known = self.runner.sample(scheduled.logits, scheduled.sampling)
             return
-        if not self._launched:
-            self.runner.launch(scheduled.batch)
-            self.tree.mark_computed(scheduled.nodes, scheduled.batch.tree.queries.end)
-            self._query_rows, self._counted = len(scheduled.batch.tokens), False
-            self._count_step()
-            pace = self.runner.pace
-        if scheduled.pipelined:
-            last = int(self._last[self._alive].max())
-            while self._launched < min(last, self._read + pace.ahead):
-                self.runner.repeat()
-                self._count_step()
+        self.runner.launch(scheduled.batch)
+        self.tree.mark_computed(scheduled.nodes, scheduled.batch.tree.queries.end)
+        self._query_rows, self._counted = len(scheduled.batch.tokens), False
+        self._count_step()
 
     def _take(self, sampled: Sampled, give: Give) -> None:
         """Look at what came of the oldest step that was not read."""
@@ -189,9 +199,7 @@ class RunningBatch:
         """A step of each beam search, which moves its sequences in the tree."""
         if not self._beams:
             return
-        row_of = {sequence: row for row, (sequence, _) in enumerate(self.scheduled.rows)}
-        rows = [[row_of[sequence] for sequence in run.sequences] for run in self._beams]
-        self._grow = advance_beams(self.tree, self._beams, rows, sampled.top_tokens, sampled.top_logprobs)
+        self._grow = advance_beams(self.tree, self._beams, sampled.top_tokens, sampled.top_logprobs)
         for run in self._beams:
             if run.search.done:
                 give(run, run.samples())

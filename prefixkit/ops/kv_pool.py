@@ -75,7 +75,8 @@ class KVPool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._layers = self._pages(), self._pages()
-        self._k, self._v = (tuple(layers) for layers in self._layers)
+        self._k: tuple[Tensor, ...] = tuple(self._layers[0])
+        self._v: tuple[Tensor, ...] = tuple(self._layers[1])
 
     def _pages(self) -> Tensor:
         spec = self.spec

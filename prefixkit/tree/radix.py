@@ -24,6 +24,7 @@ __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
+_NO_PAGES = np.empty(0, np.int32)
 _ROOM = 2  # slots left free between leaves that begin in one page: most are gone before they have filled them
 _WORTH = 3  # nodes less are worth a page more: slots are lost where others too hold the pages of what is copied
 _REACH = 128  # nodes that are asked for free slots at most: chains may be deep
@@ -215,8 +216,9 @@ class PrefixTree:
             node.push(token)
         self._touched.update(growing)
         if branching:
-            children: dict[Node, list[tuple[Sequence, int]]] = {}
-            for child in compress(zip(sequences, values, strict=True), map(not_, in_place)):
+            children: dict[Node, list[tuple[Sequence, Ints]]] = {}
+            own = np.array(values, np.int32)[:, None]  # each token as an array
+            for child in compress(zip(sequences, own, strict=True), map(not_, in_place)):
                 children.setdefault(child[0].node, []).append(child)
             for node, group in children.items():
                 self._branch(node, group, pages)
@@ -386,7 +388,7 @@ class PrefixTree:
         self.version += 1
         return leaf
 
-    def _branch(self, node: Node, children: list[tuple[Sequence, int]], pages: list[int]) -> None:
+    def _branch(self, node: Node, children: list[tuple[Sequence, Ints]], pages: list[int]) -> None:
         """A child of ``node`` for each sequence and its token; one that begins on a page of its own pops ``pages``."""
         together = len(children) == len(node.sequences)  # none stays: beams
         if together:
@@ -395,8 +397,8 @@ class PrefixTree:
         for i, (sequence, token) in enumerate(children):
             packs = together and i > 2 and leaf.free_slots > _ROOM
             host, skip = (leaf, _ROOM) if packs else (self._host(node), 0)
-            page = [] if host is not None or node.reserved else [pages.pop()]
-            leaf = self._add_leaf(node, np.array([token], np.int32), np.array(page, np.int32), host, skip)
+            page = _NO_PAGES if host is not None or node.reserved else np.array([pages.pop()], np.int32)
+            leaf = self._add_leaf(node, token, page, host, skip)
             self._move(sequence, leaf)
 
     def _split(self, node: Node, at: int) -> Node:
@@ -407,7 +409,10 @@ class PrefixTree:
         """After ``node`` has lost a sequence: remove what leads to no sequence, then undo a split that serves none."""
         while node.parent is not None and not node.branches and not node.sequences:
             parent = node.parent
-            self.allocator.release(node.pages)
+            if node.num_pages + node.reserved == 1:  # most, where beams fork
+                self.allocator.release_page(int(node.page_buffer[0]))
+            else:
+                self.allocator.release(node.pages)
             self.reserved -= node.reserved
             parent.disown(node)
             self.version += 1
