@@ -195,11 +195,12 @@ def _best_candidates(
     totals = (logprobs + so_far[:, None]).reshape(count, -1)
     best = np.argsort(-totals, axis=1, kind="stable")[:, : num_candidates(params)]
     at = best + np.arange(count)[:, None] * totals.shape[1]
-    if not (np.isin(tokens.ravel()[at], params.stop_token_ids or ()).any() or any(map(_is_last, states))):
-        best, at = best[:, : params.num_beams], at[:, : params.num_beams]  # the others are for where some end
+    ids = tokens.ravel()[at]
+    if not (any((ids == stop).any() for stop in params.stop_token_ids or ()) or any(map(_is_last, states))):
+        best, at, ids = (of[:, : params.num_beams] for of in (best, at, ids))  # the others are for where some end
     total = totals.ravel()[at]
     length = np.array([(1 + state.beams[0].length) ** params.length_penalty for state in states], np.float32)
-    columns = (best // logprobs.shape[1], tokens.ravel()[at], logprobs.ravel()[at], total, total / length[:, None])
+    columns = (best // logprobs.shape[1], ids, logprobs.ravel()[at], total, total / length[:, None])
     rows = [list(zip(*row, strict=True)) for row in zip(*(column.tolist() for column in columns), strict=True)]
     return [[one for one in row if one[3] > -np.inf] for row in rows] if np.isneginf(total).any() else rows
 

@@ -22,7 +22,7 @@ from prefixkit.tree.radix import PrefixTree, Sequence
 
 log = logging.getLogger("prefixkit")
 
-COMPACT_EVERY = 8  # steps of beams: in so many the tree of a search gets two or three nodes deeper
+COMPACT_EVERY = 16  # steps of beams: in so many the tree of a search gets about five nodes deeper
 
 
 class Engine:
@@ -155,11 +155,11 @@ class Engine:
         if running is not None:
             running.launch()
             self._count()  # while the device is at work
+            self._compact()
             running.take(give)
             if running.done(self.scheduler.waits):
                 running.commit(give)
                 self._end(running)
-                self._compact()
             if running.decodes:
                 self.report.seconds_in_decode += time.perf_counter() - began
         return finished
@@ -214,8 +214,11 @@ class Engine:
         self.beams = [run for run in self.beams if not run.search.done]
 
     def _compact(self) -> None:
-        """Make the tree of beams less deep, with pages that nothing of what runs now may need."""
-        if self.beams and self.beams[0].steps % COMPACT_EVERY == 0:
+        """Make the tree of beams less deep, with pages that nothing of what runs now may need.
+
+        The step under way reads what is copied where it was: the copies wait for it on the device's stream.
+        """
+        if self.beams and self.beams[0].steps % COMPACT_EVERY == COMPACT_EVERY - 1:
             source, target = self.tree.compact(self.tree.allocator.free - self._reserved_pages())
             self.pool.copy(source, target)
             self.report.kv_bytes_copied += len(source) * self.pool.spec.bytes_per_token

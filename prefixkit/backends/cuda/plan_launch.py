@@ -135,6 +135,7 @@ class GraphPlanner:
             ValueError: the queries leave out KV that they need.
             PlanTooLarge: some plan of this tree might not fit, whatever its nodes' lengths become; nothing has changed.
         """
+        tree.check()
         self.write(tree)
         self._tree.send()
 
@@ -143,8 +144,7 @@ class GraphPlanner:
         self._tree.copy()
 
     def write(self, tree: StepTree) -> None:
-        """The host's part of :meth:`load`."""
-        tree.check()
+        """The host's part of :meth:`load`, for queries that are known to be good."""
         count = tree.snapshot.num_nodes
         if count > self.nodes:
             raise PlanTooLarge(f"the tree has {count} nodes, but the planner has capacity for {self.nodes}")
