@@ -9,7 +9,7 @@ from prefixkit.assembly import make_engine
 from prefixkit.engine.request import BeamFields, BeamParams, Sample, TokenEvent
 from prefixkit.requests import Prompts, beam_requests, sampling_requests
 from prefixkit.sampling.params import SamplingFields, SamplingParams
-from prefixkit.session import Result, listen, run
+from prefixkit.session import Result, run
 
 
 def generate(
@@ -76,7 +76,7 @@ def generate(
     engine = make_engine(
         model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk, compiled=compiled
     )
-    listen(engine, keep, on_sample, on_token, on_step)
+    engine.listen(keep, on_sample, on_token, on_step)
     return run(engine, model, tokenizer, requests)
 
 
@@ -92,7 +92,7 @@ def beam_search(
     on_sample: Callable[[Sample], None] | None = None,
     **fields: Unpack[BeamFields],
 ) -> Result:
-    """Search for the likeliest continuations of each prompt; beams fork and go on the tree, and no KV is ever copied.
+    """Search for the likeliest continuations of each prompt; beams fork and go on the tree.
 
     The sequences and scores are those of transformers' ``generate(num_beams=..., do_sample=False)``.
 
@@ -116,5 +116,5 @@ def beam_search(
     """
     requests = beam_requests(model, tokenizer, prompts, params, fields)
     engine = make_engine(model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
-    engine.on_sample = on_sample
+    engine.listen(on_sample=on_sample)
     return run(engine, model, tokenizer, requests)

@@ -185,7 +185,7 @@ class Session:
         def samples() -> Generator[Sample, None, None]:
             with self._busy():
                 engine = self._ready()
-                listen(engine, True, None, on_token)
+                engine.listen(on_token=on_token)
                 prepare(engine, self.model, self.tokenizer, requests)
                 yield from engine.stream(requests)
 
@@ -243,16 +243,9 @@ class Session:
             if self._engine is not None:
                 self._engine.runner.forget()
 
-    def _run(
-        self,
-        requests: list[Request],
-        keep: bool,
-        on_sample: Callable[[Sample], None] | None,
-        on_token: Callable[[TokenEvent], None] | None = None,
-        on_step: Callable[[int], None] | None = None,
-    ) -> Result:
+    def _run(self, requests: list[Request], *listeners: Any) -> Result:
         engine = self._ready()
-        listen(engine, keep, on_sample, on_token, on_step)
+        engine.listen(*listeners)
         return run(engine, self.model, self.tokenizer, requests)
 
     def _ready(self) -> Engine:
@@ -270,19 +263,6 @@ class Session:
             yield
         finally:
             self._lock.release()
-
-
-def listen(
-    engine: Engine,
-    keep: bool,
-    on_sample: Callable[[Sample], None] | None,
-    on_token: Callable[[TokenEvent], None] | None = None,
-    on_step: Callable[[int], None] | None = None,
-) -> None:
-    """Say where the samples of the next call go."""
-    if on_sample is None and not keep:
-        raise ValueError("keep=False drops every sample; pass on_sample to take them, or leave keep out")
-    engine.keep, engine.on_sample, engine.on_token, engine.on_step = keep, on_sample, on_token, on_step
 
 
 def run(engine: Engine, model: Any, tokenizer: Any, requests: list[Request]) -> Result:

@@ -10,21 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
+
+from filelock import FileLock, Timeout
 
 from prefixkit.cuda.nvrtc import FLAGS, Binary, Unit, sources
 from prefixkit.paths import cache_dir, put
-
-fcntl: ModuleType | None
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None
 
 log = logging.getLogger("prefixkit")
 
@@ -82,38 +76,21 @@ def write(place: Path, binary: Binary) -> bool:
 @contextmanager
 def making(place: Path, most_seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Hold an entry's lock, or go without where there are no locks or the wait is longer than ``most_seconds``."""
-    lock = place.with_suffix(".lock")
+    lock = FileLock(place.with_suffix(".lock"), most_seconds)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666) if fcntl else -1
+        lock.acquire(poll_interval=0.02)
+    except Timeout:
+        log.warning("%s has been locked for %.0f s; going on without it", lock.lock_file, most_seconds)
     except OSError as error:
         _complain(place.parent, error)
-        handle = -1
     try:
-        if handle >= 0:
-            _wait(handle, lock, most_seconds)
         yield
     finally:
-        if handle >= 0:
+        if lock.is_locked:
             with suppress(OSError):
-                os.unlink(lock)  # before others get it: they open a new one, or find the entry
-            os.close(handle)
-
-
-def _wait(handle: int, lock: Path, most_seconds: float) -> None:
-    assert fcntl is not None
-    give_up = time.monotonic() + most_seconds
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > give_up:
-                log.warning("%s has been locked for %.0f s; going on without it", lock, most_seconds)
-                return
-            time.sleep(0.02)
-        except OSError:  # a file system without locks
-            return
+                os.unlink(lock.lock_file)  # before others get it: they open a new one, or find the entry
+            lock.release()
 
 
 def _complain(place: Path, error: OSError) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,14 +61,6 @@ class Beam:
             beam = beam.parent
         return beams[::-1]
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Beam):
-            return NotImplemented
-        return (self.score, self.tokens, self.logprobs) == (other.score, other.tokens, other.logprobs)
-
-    def __hash__(self) -> int:
-        return hash((self.score, self.token, self.length))
-
 
 @dataclass(frozen=True)
 class BeamSearch:
@@ -88,8 +81,7 @@ class BeamSearch:
         return not self.beams
 
 
-@dataclass(frozen=True)
-class BeamMove:
+class BeamMove(NamedTuple):
     """What a step did: new beam ``i`` is old beam ``parents[i]`` followed by ``tokens[i]``.
 
     A parent that occurs twice is forked, one that does not occur is released.  Empty once the search is over.

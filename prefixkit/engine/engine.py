@@ -36,10 +36,6 @@ class Engine:
         special_tokens: The text of tokens that ``decode`` leaves out, by their ids; see ``StopChecker``.
         prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
         most_running: Samples, or beam searches, that run at once at most; the rest wait.
-        keep: Whether ``run`` returns the samples; False holds none of them once ``on_sample`` has been called.
-        on_sample: Called with each sample as it finishes.
-        on_token: Called with each token as it is sampled (sampling only).
-        on_step: Called after each step with how many tokens it sampled (sampling only).
     """
 
     def __init__(
@@ -52,10 +48,6 @@ class Engine:
         special_tokens: Mapping[int, str] | None = None,
         prefill_chunk: int = 1024,
         most_running: int = sys.maxsize,
-        keep: bool = True,
-        on_sample: Callable[[Sample], None] | None = None,
-        on_token: Callable[[TokenEvent], None] | None = None,
-        on_step: Callable[[int], None] | None = None,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
@@ -65,12 +57,21 @@ class Engine:
         self.decode = decode
         self.special_tokens = special_tokens or {}
         self.prefill_chunk = prefill_chunk
-        self.keep = keep
-        self.on_sample = on_sample
-        self.on_token = on_token
-        self.on_step = on_step
         self.report = Report()
+        self.listen()
         self._plant(tree)
+
+    def listen(
+        self,
+        keep: bool = True,
+        on_sample: Callable[[Sample], None] | None = None,
+        on_token: Callable[[TokenEvent], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> None:
+        """Say where the samples of the next run go; see :func:`prefixkit.generate`."""
+        if on_sample is None and not keep:
+            raise ValueError("keep=False drops every sample; pass on_sample to take them, or leave keep out")
+        self.keep, self.on_sample, self.on_token, self.on_step = keep, on_sample, on_token, on_step
 
     def _plant(self, tree: PrefixTree) -> None:
         """Begin with an empty tree, and nothing that runs."""

@@ -92,4 +92,7 @@ def make_engine(
     model = FakeModel(pool)
     planner = TorchPlanner(HeadShape(1, 1, 1, 4), CostModel(item=0, kv_byte=1, partial_byte=0))
     runner = EagerRunner(model, planner, "cpu", pace)
-    return Engine(runner, pool, PrefixTree(num_pages, page_size), **options), model
+    listeners = {name: options.pop(name) for name in ("keep", "on_sample", "on_token", "on_step") if name in options}
+    engine = Engine(runner, pool, PrefixTree(num_pages, page_size), **options)
+    engine.listen(**listeners)
+    return engine, model
