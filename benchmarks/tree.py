@@ -36,8 +36,7 @@ def insert_all(sequences: list[Any], page_size: int) -> PrefixTree:
 
 
 def mark_all(tree: PrefixTree) -> None:
-    nodes = tree.uncomputed()
-    tree.mark_computed([node for node, _, _ in nodes], [length for _, _, length in nodes])
+    tree.mark_computed(tree.nodes(), tree.snapshot().length)
 
 
 def measure_build(run: Run, rng: np.random.Generator, repeats: int) -> None:

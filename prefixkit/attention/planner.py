@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.tree.snapshot import Ints
-
-log = logging.getLogger("prefixkit")
 
 Array = NDArray[np.signedinteger]
 # Arrays that travel to the device together with a plan; made once the queries are known to be good.
@@ -95,8 +92,6 @@ class Planner(ABC):
         self._last, tensors = self._make(tree, device, beside)
         self._key = key
         self.plans_made += 1
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("plan %d: %s", self.plans_made, describe(self.formats(tree)))
         return self._last, tensors
 
     def formats(self, tree: StepTree) -> tuple[BSR, ...]:
@@ -116,14 +111,3 @@ class Planner(ABC):
         self, last: StepPlan, tree: StepTree, device: torch.device, beside: Beside
     ) -> tuple[StepPlan, list[Tensor]]:
         """The last plan for a tree whose leaves have grown, and the tensors of ``beside``."""
-
-
-def describe(formats: Sequence[BSR]) -> str:
-    """One line that says which nodes are shared by how many queries, and how many rows are a node's own."""
-    shared = [
-        f"node {bsr.row_segments(row)[-1][0]} by {bsr.q_end[row] - bsr.q_begin[row]}"
-        for bsr in formats
-        for row in np.flatnonzero(~bsr.causal).tolist()
-    ]
-    own = sum(int(bsr.causal.sum()) for bsr in formats)
-    return f"{len(shared)} shared reads ({', '.join(shared[:8])}{', ...' if len(shared) > 8 else ''}), {own} own rows"

@@ -18,7 +18,7 @@ from prefixkit.cli.output import LineFile
 from prefixkit.cli.prompts import encode_prompts, task_prompts
 from prefixkit.cli.sample import stream
 from prefixkit.cli.terminal import line, visible
-from prefixkit.cli.views import headline, plant, show_report, show_tree
+from prefixkit.cli.views import plant, show_report, show_tree
 from prefixkit.demo.humaneval import CHAT_STOP, Problem, load_problems
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session import Result
@@ -51,7 +51,7 @@ def run_demo(out: Path, samples: int, max_new_tokens: int, seed: int, console: C
         console.print()
         result = stream(model, tokenizer, prompts, params, file, console)
     _show_samples(result, problems[0], tokenizer, console)
-    show_report(result.report, headline(result.report), console)
+    show_report(result.report, result.report.headline, console)
     valid = sum(is_python(problems[sample.prompt_index].head, sample.text) for sample in result)
     said = (
         f"{file.lines} candidate programs in ",

@@ -17,7 +17,7 @@ from prefixkit.cli.output import LineFile
 from prefixkit.cli.progress import Meter
 from prefixkit.cli.prompts import Source, encode_prompts, load_prompts, task_stop, uses_chat
 from prefixkit.cli.terminal import line
-from prefixkit.cli.views import headline, show_report
+from prefixkit.cli.views import show_report
 from prefixkit.engine.memory import parse_size
 from prefixkit.engine.request import Sample
 from prefixkit.sampling.params import SamplingParams
@@ -57,7 +57,7 @@ def run_sample(
         loaded = load_model(location, dtype, device)
         options = {"kv_budget": budget, "page_size": page_size, "compiled": compiled, "keep": False}
         result = stream(loaded, tokenizer, encoded, params, file, console, logprobs=logprobs, **options)
-    show_report(result.report, headline(result.report), console)
+    show_report(result.report, result.report.headline, console)
     if out is not None:
         console.print(line(f"{file.lines:,} samples in {file.name}"), soft_wrap=True)
 

@@ -109,11 +109,3 @@ def show_report(report: Report, title: str, console: Console) -> None:
         table.add_row(*map(line, row))
     console.print(line((title, "bold")))
     console.print(table)
-
-
-def headline(report: Report) -> str:
-    """The run in one line."""
-    return (
-        f"{report.samples:,} samples of {report.prompts:,} prompts, {report.new_tokens:,} new tokens "
-        f"in {report.seconds:.1f} s: {report.tokens_per_second:,.0f} tokens/s"
-    )

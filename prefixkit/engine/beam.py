@@ -142,23 +142,17 @@ def _advanced(state: BeamSearch, candidates: list[_Candidate]) -> tuple[BeamSear
     return BeamSearch(params, beams, hypotheses), move
 
 
-def finished(state: BeamSearch, num_return_sequences: int | None = None) -> list[Beam]:
-    """The best finished sequences, best first.
+def finished(state: BeamSearch) -> list[Beam]:
+    """The best finished sequences of a search that is done, best first.
 
     Fewer than asked for come back only if the model allowed fewer, by forbidding (``-inf``) everything else.
 
-    Args:
-        state: A search that is done.
-        num_return_sequences: How many, at most ``num_beams``; ``None`` for the number in ``state.params``.
-
     Raises:
-        ValueError: the search still runs, or more are asked for than there are beams.
+        ValueError: the search still runs.
     """
-    count = state.params.num_return_sequences if num_return_sequences is None else num_return_sequences
+    count = state.params.num_return_sequences
     if not state.done:
         raise ValueError(f"the search still runs {len(state.beams)} beams; advance it until done")
-    if not 1 <= count <= state.params.num_beams:
-        raise ValueError(f"num_return_sequences must be from 1 to num_beams={state.params.num_beams}, got {count}")
     if len(state.hypotheses) < count:
         log.warning("beam search: %d of %d sequences found, the model forbids all others", len(state.hypotheses), count)
     return list(state.hypotheses[:count])

@@ -47,14 +47,9 @@ class BeamRun:
         return num_candidates(self.search.params)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that each beam has chosen."""
-        return self.search.beams[0].length if self.search.beams else 0
-
-    @property
     def tokens_left(self) -> int:
         """Tokens of each beam that may still join the tree: the last one never does."""
-        return max(0, self.search.params.max_new_tokens - 1 - self.num_tokens)
+        return self.search.params.max_new_tokens - 1 - self.search.beams[0].length if self.search.beams else 0
 
     @property
     def pages_left(self) -> int:

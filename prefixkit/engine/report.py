@@ -103,11 +103,16 @@ class Report:
             _row("KV read, GiB", self.kv_bytes_read / 2**30, self.kv_bytes_read_unshared / 2**30, "{:,.2f}"),
         ]
 
+    @property
+    def headline(self) -> str:
+        """The run in one line."""
+        return (
+            f"{self.samples:,} samples of {self.prompts:,} prompts, {self.new_tokens:,} new tokens "
+            f"in {self.seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"
+        )
+
     def __str__(self) -> str:
-        lines = [
-            f"{self.samples} samples of {self.prompts} prompts: {self.new_tokens:,} new tokens in {self.seconds:.1f} s "
-            f"({self.tokens_per_second:,.1f} tokens/s), {self.steps} steps, {self.plans} plans"
-        ]
+        lines = [f"{self.headline}, {self.steps} steps, {self.plans} plans"]
         if self.graph_steps:
             lines.append(
                 f"{self.graph_steps} steps by CUDA graphs, {self.captures} captured in {self.seconds_capturing:.1f} s, "

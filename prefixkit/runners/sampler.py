@@ -116,9 +116,6 @@ class Sampler:
         return self.tokens[: len(logits)], self.logprobs[: len(logits)]
 
 
-_BLOCK = 128  # tokens of which first the largest is found
-
-
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The likeliest tokens of each row, best first, and their log-probabilities; a CUDA graph can capture it.
 
@@ -132,16 +129,5 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count == 0:
         nothing = logits.new_empty(len(logits), 0, dtype=torch.float32)
         return nothing.long(), nothing
-    ids = _top_ids(logits, min(count, logits.shape[1]))  # as they are: 16 bits are ranked in half the time
+    _, ids = logits.topk(min(count, logits.shape[1]))  # of the logits as they are: 16 bits are ranked in half the time
     return ids, torch.log_softmax(logits.float(), -1).gather(1, ids)
-
-
-def _top_ids(logits: Tensor, count: int) -> Tensor:
-    """``[n, count]``; on a GPU of the blocks with the largest maxima, for these hold them."""
-    blocks = logits.shape[1] // _BLOCK
-    if logits.device.type != "cuda" or logits.shape[1] % _BLOCK or blocks < 2 * count:
-        return logits.topk(count).indices
-    parts = logits.unflatten(1, (blocks, _BLOCK))
-    block = parts.amax(2).topk(count).indices
-    found = parts.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).flatten(1).topk(count).indices
-    return block.gather(1, found // _BLOCK) * _BLOCK + found % _BLOCK

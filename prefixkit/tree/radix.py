@@ -90,14 +90,6 @@ class PrefixTree:
         """The nodes in the snapshot's order, without the root."""
         return list(self._freeze().nodes)
 
-    def uncomputed(self) -> list[tuple[Node, int, int]]:
-        """``(node, computed, length)`` of the nodes that have tokens without KV, depth first: ancestors come first."""
-        frozen = self._freeze()
-        computed, length = frozen.snapshot.computed, frozen.snapshot.length
-        waiting = np.flatnonzero(computed < length)
-        columns = (waiting.tolist(), computed[waiting].tolist(), length[waiting].tolist())
-        return [(frozen.nodes[index], have, want) for index, have, want in zip(*columns, strict=True)]
-
     # -- changing --------------------------------------------------------------------------------------------------
 
     def insert(self, tokens: ArrayLike, found: Match | None = None) -> Sequence:
@@ -283,14 +275,14 @@ class PrefixTree:
         """Make one node of each long chain of short ones, which beams leave behind: a step takes longer in deep trees.
 
         Args:
-            most_pages: Pages that are taken at most, before those of the chains are released.
+            most_pages: Pages that are free and that nothing else may need.
 
         Returns:
             Which slots' KV is to be copied, and to which, in this order, before the next step: a later target may be
             an earlier source.
         """
         none = np.empty(0, np.int64)
-        source, target, released = [none], [none], [none.astype(np.int32)]
+        source, target = [none], [none]
         for chain in chains(self.root, self.page_size):
             parent, tokens = chain[0].parent, np.concatenate([node.tokens for node in chain])
             assert parent is not None, "the root is in no chain"
@@ -300,19 +292,17 @@ class PrefixTree:
             freed = int((self.allocator.refcounts[held] == holders).sum())
             if need > most_pages or need > freed + len(chain) // _WORTH:
                 continue
-            most_pages -= need
+            most_pages -= need - freed
             node = self._add_leaf(parent, tokens, self.allocator.allocate(need), host)
             node.computed = len(tokens)
             source += [each.slots for each in chain]
             target.append(node.slots)
-            released += [each.pages for each in chain]
             for above, each in pairwise([parent, *chain]):
                 above.disown(each)
+                self.allocator.release(each.pages)
             node.adopt_children(chain[-1])
             self._merge(node)
             self._merge(parent)
-        for pages in released:
-            self.allocator.release(pages)
         return np.concatenate(source), np.concatenate(target)
 
     # -- steps of the above ----------------------------------------------------------------------------------------

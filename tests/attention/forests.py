@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 import torch
@@ -264,7 +264,7 @@ def gpu_program_of(case: Case, plan: Plan, variant: Variant = CAUSAL, costs: Tun
 
 
 def _program(case: Case, plan: Plan, variant: Variant, costs: Tuning, *, on_cpu: bool) -> Program:
-    heads = Heads(case.shape.heads, case.shape.kv_heads, case.shape.head_dim, costs)
+    heads = Heads(*astuple(case.shape), costs)
     tree = StepTree(case.snapshot, case.queries)
     return compile_program(plan, tree, len(case.k_pages), heads, variant, case.q.dtype, on_cpu=on_cpu)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from collections.abc import Callable
 
@@ -14,13 +13,12 @@ from torch import Tensor
 
 from prefixkit.attention.planner import Planner, StepPlan
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.step import Step, build_step
-from prefixkit.backends.torch.planner import NoSuchPlan, TorchPlanner, find_plan
+from prefixkit.backends.torch.planner import NoSuchPlan, find_plan
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.ops.checks import BadShape
 from prefixkit.tree.radix import PrefixTree
-from tests.attention.planners import PLANNERS, SHAPE, cpu_planner, grown_tree, runs
+from tests.attention.planners import PLANNERS, cpu_planner, grown_tree, runs
 
 CPU = torch.device("cpu")
 
@@ -152,15 +150,6 @@ def test_arrays_travel_beside_the_plan_in_their_dtypes(planner: Planner) -> None
         _, tensors = planner.plan(StepTree(tree.snapshot(), runs((1, 0, 1))), CPU, lambda arrays=beside: arrays)
         for tensor, array in zip(tensors, beside, strict=True):
             assert torch.equal(tensor, torch.from_numpy(array)) and tensor.dtype == torch.from_numpy(array).dtype
-
-
-def test_at_debug_level_a_new_plan_says_what_it_shares(caplog: pytest.LogCaptureFixture) -> None:
-    tree, _ = grown_tree()
-    planner = TorchPlanner(SHAPE, CostModel(item=0.0, kv_byte=1.0, partial_byte=0.0))
-    with caplog.at_level(logging.DEBUG, logger="prefixkit"):
-        decode(planner, tree, 1, 2), decode(planner, tree, 1, 2)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line == "plan 1: 1 shared reads (node 0 by 2), 2 own rows"
 
 
 # How long plans live

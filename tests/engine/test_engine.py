@@ -117,7 +117,9 @@ def test_parameters_may_differ_between_prompts():
 
 
 class TestBeams:
-    @pytest.mark.parametrize(("page_size", "num_beams", "tokens"), [(1, 1, 8), (4, 2, 8), (1, 5, 8), (4, 5, 8), (16, 8, 70)])
+    @pytest.mark.parametrize(
+        ("page_size", "num_beams", "tokens"), [(1, 1, 8), (4, 2, 8), (1, 5, 8), (4, 5, 8), (16, 8, 70)]
+    )
     def test_beams_are_those_of_an_exhaustive_replay(self, num_beams, page_size, tokens):
         """In 70 tokens chains of nodes that short-lived beams have left are copied."""
         from prefixkit.engine.beam import BeamSearch, advance, finished, num_candidates

@@ -16,6 +16,7 @@ from prefixkit.models import ModelRunner, kv_spec, patch, query_heads
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree import Node, PrefixTree
 from tests.models.tiny_families import VOCAB
+from tests.tree.model import uncomputed
 
 
 class TreeDriver:
@@ -38,7 +39,7 @@ class TreeDriver:
     def step(self, budget: int = 10**6, logit_rows: list[int] | None = None) -> Step | None:
         """The step for the first ``budget`` uncomputed tokens, with every row's logits unless told otherwise."""
         self.runs: list[tuple[Node, int, int]] = []
-        for node, computed, length in self.tree.uncomputed():
+        for node, computed, length in uncomputed(self.tree):
             if budget and self._has_all_above(node):
                 self.runs.append((node, computed, min(length, computed + budget)))
                 budget -= self.runs[-1][2] - computed

@@ -57,6 +57,11 @@ def assert_snapshot_is_fresh(tree: PrefixTree) -> None:
         np.testing.assert_array_equal(getattr(cached, name), getattr(rebuilt, name), err_msg=name)
 
 
+def uncomputed(tree: PrefixTree) -> list[tuple[Node, int, int]]:
+    """``(node, computed, length)`` of the nodes that have tokens without KV, depth first: ancestors come first."""
+    return [(node, node.computed, node.length) for node in tree.nodes() if node.computed < node.length]
+
+
 class RememberingPool:
     """Stands for the KV pool: a token's "KV" is a hash of its whole path, written once, when it is computed."""
 
@@ -67,7 +72,7 @@ class RememberingPool:
     def compute(self, budget: int | None = None) -> None:
         """Write up to ``budget`` uncomputed tokens, ancestors first, as a step of the engine does."""
         nodes, counts = [], []
-        for node, computed, length in self.tree.uncomputed():
+        for node, computed, length in uncomputed(self.tree):
             end = length if budget is None else min(length, computed + budget)
             if budget is not None:
                 budget -= end - computed

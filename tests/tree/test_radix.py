@@ -7,7 +7,7 @@ import pytest
 
 from prefixkit.tree import OutOfPages, PrefixTree, Sequence
 from tests.tree.integrity import check_tree
-from tests.tree.model import fingerprint, structure
+from tests.tree.model import fingerprint, structure, uncomputed
 
 PAGE_SIZES = [1, 2, 16, 128]
 
@@ -115,7 +115,7 @@ class TestReadiness:
             ([9], 0),
         ]
         tree.insert([1, 2, 3, 4, 5, 6])
-        assert [(node.tokens.tolist(), computed, length) for node, computed, length in tree.uncomputed()] == [
+        assert [(node.tokens.tolist(), computed, length) for node, computed, length in uncomputed(tree)] == [
             ([3, 4, 5], 2, 3),
             ([6], 0, 1),
             ([9], 0, 1),
@@ -379,7 +379,7 @@ class TestTrim:
         assert tree.version > version  # a plan may rely on lengths that only grow
         tree.extend(sequence, [6])
         assert sequence.tokens().tolist() == [1, 2, 6]
-        assert tree.uncomputed() == [(sequence.node, 2, 3)]
+        assert uncomputed(tree) == [(sequence.node, 2, 3)]
         check_tree(tree)
 
     @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -7,7 +7,7 @@ import pytest
 
 from prefixkit.tree import PrefixTree
 from tests.tree.integrity import check_tree
-from tests.tree.model import assert_snapshot_is_fresh, structure
+from tests.tree.model import assert_snapshot_is_fresh, structure, uncomputed
 
 PAGE_SIZES = [1, 2, 16, 128]
 
@@ -84,8 +84,8 @@ class TestSnapshotCache:
             if rng.random() < 0.2:
                 tree.extend(handles[0], rng.integers(0, 9, rng.integers(1, 300 // page_size + 3)))
             if rng.random() < 0.5:
-                uncomputed = tree.uncomputed()
-                tree.mark_computed([node for node, _, _ in uncomputed], [length for _, _, length in uncomputed])
+                waiting = uncomputed(tree)
+                tree.mark_computed([node for node, _, _ in waiting], [length for _, _, length in waiting])
             assert_snapshot_is_fresh(tree)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from prefixkit.tree import PrefixTree
+from tests.tree.model import uncomputed
 
 
 def small_tree() -> PrefixTree:
@@ -46,7 +47,7 @@ def test_slots_are_page_times_page_size_plus_offset() -> None:
 def test_an_empty_tree_has_empty_arrays() -> None:
     tree = PrefixTree(1)
     snapshot = tree.snapshot()
-    assert (snapshot.num_nodes, snapshot.num_tokens, tree.nodes(), tree.uncomputed()) == (0, 0, [], [])
+    assert (snapshot.num_nodes, snapshot.num_tokens, tree.nodes(), uncomputed(tree)) == (0, 0, [], [])
     assert (snapshot.page_indptr.tolist(), snapshot.depth().tolist(), snapshot.shared_by().tolist()) == ([0], [], [])
 
 

@@ -52,7 +52,7 @@ class BoundPlan:
         asked = (*pool_shape, heads, dtype, device, key, costs)
         if asked not in self._programs:
             num_pages, _, kv_heads, head_dim = pool_shape
-            layer = Heads(heads, kv_heads, head_dim, costs)
+            layer = Heads(heads, kv_heads, head_dim, dtype.itemsize, costs)
             program = compile_program(self._plan(), self.tree, num_pages, layer, lookup(key), dtype, on_cpu=on_cpu)
             self._programs[asked] = program if on_cpu else program.to(device)
         return self._programs[asked]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prefixkit.attention.sharing import HeadShape
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -54,18 +56,10 @@ GPU = Tuning(
 
 
 @dataclass(frozen=True)
-class Heads:
+class Heads(HeadShape):
     """The heads of a layer, and what work on them costs where it runs."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
     tuning: Tuning
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.heads // self.kv_heads
 
     @property
     def kv_elements(self) -> int:

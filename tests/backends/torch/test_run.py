@@ -149,7 +149,7 @@ def test_batches_hold_every_tile_once_and_stay_small(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = decode_case(50, rng.integers(1, 40, 30).tolist())
     tiles = make_tiles(plan_of(case, SHARE_ALL), step_tree(case), None, None)
-    heads = Heads(6, 2, 32, replace(tuning.CPU, batch_elements=1 << 12))
+    heads = Heads(6, 2, 32, 4, replace(tuning.CPU, batch_elements=1 << 12))
     made = list(batches(tiles, heads, scored=False))
     assert sorted(np.concatenate(made).tolist()) == list(range(len(tiles)))
     for batch in made:
