@@ -1,10 +1,10 @@
 """Whole calls of a session on one GPU, random bf16 weights: what they cost beside their steps, and beams' steps.
 
-    python -m benchmarks.calls [--shapes Llama-3.2-1B,SmolLM2-135M] [--parts calls,shrinking,beams] [--turns 5]
+    python -m benchmarks.calls [--shapes Llama-3.2-1B,Qwen2.5-7B] [--parts calls,shrinking,beams] [--turns 5]
 
 *calls*: 4 prompts of 64 tokens, 32 samples each; t(16) - 16 x (t(528) - t(16)) / 512, the steps with prompts and the
 first tokens (t(1)) apart.  *shrinking*: whole calls of 128 tokens whose samples end at different steps, eager and
-compiled in turns, everything after the first call counted.  *beams*: a step of 8 beams (prompt 2,048) and of 16 x 8
+compiled in turns, everything after the first call counted, of other families too.  *beams*: a step of 8 beams (prompt 2,048) and of 16 x 8
 (prompts of 512) beside one of as many samples.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 import prefixkit
 from benchmarks.runner import Row, Run, arguments
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import FAMILIES, SHAPES
 from prefixkit import Session
 
 
@@ -82,19 +82,21 @@ def beams(model: Any, count: int, length: int, turns: int) -> Row:
 
 
 def main() -> None:
-    names, parts = ["Llama-3.2-1B", "SmolLM2-135M"], ["calls", "shrinking", "beams"]
+    names, parts = ["Llama-3.2-1B", "SmolLM2-135M", *FAMILIES], ["calls", "shrinking", "beams"]
     options = arguments(__doc__, shapes=names, parts=parts, turns=5, eager=False)
     run = Run(options)
     for name in options.shapes:
-        model = prefixkit.patch(SHAPES[name].build("cuda", torch.bfloat16))
-        if "calls" in options.parts:
+        shape = SHAPES.get(name) or FAMILIES[name]
+        model = prefixkit.patch(shape.build("cuda", torch.bfloat16))
+        if "calls" in options.parts and name in SHAPES:
             for compiled in (False,) if options.eager else (False, True):
                 run.add("calls", {"shape": name, **cost_of_a_call(model, compiled, options.turns)})
         if "shrinking" in options.parts:
-            run.add("shrinking", {"shape": name, **shrinking(model, SHAPES[name].vocab, options.turns)})
-        if "beams" in options.parts:
+            run.add("shrinking", {"shape": name, **shrinking(model, shape.vocab, options.turns)})
+        if "beams" in options.parts and name in SHAPES:
             for count, length in ((1, 2048), (16, 512)):
                 run.add("beams", {"shape": name, **beams(model, count, length, options.turns)})
+        del model
     run.finish("seconds")
 
 

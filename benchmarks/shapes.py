@@ -28,7 +28,7 @@ class Shape:
 
     def build(self, device: torch.device | str, dtype: torch.dtype, seed: int = 0, layers: int | None = None) -> Any:
         """The model, made where it will run; with ``layers`` of its layers."""
-        from transformers import AutoModelForCausalLM, LlamaConfig
+        from transformers import LlamaConfig
 
         config = LlamaConfig(
             vocab_size=self.vocab,
@@ -41,12 +41,38 @@ class Shape:
             max_position_embeddings=131072,
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         )
-        torch.manual_seed(seed)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        return model.to(dtype).eval().requires_grad_(False)
+        return _model(config, device, dtype, seed)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model of another class: the name of its configuration's, and the fields; see ``shapes.toml``."""
+
+    config: str
+    fields: dict[str, Any]
+
+    @property
+    def vocab(self) -> int:
+        return int(self.fields["vocab_size"])
+
+    def build(self, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Any:
+        """The model, made where it will run."""
+        import transformers
+
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        return _model(getattr(transformers, self.config)(**self.fields, **ends), device, dtype, seed)
+
+
+def _model(config: Any, device: torch.device | str, dtype: torch.dtype, seed: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.to(dtype).eval().requires_grad_(False)
 
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SHAPES = {name: Shape(name, *sizes) for name, sizes in TABLE["shapes"].items()}
+FAMILIES = {name: Family(**found) for name, found in TABLE["families"].items()}
 LLAMA_8B, TINY = SHAPES["Llama-3.1-8B"], SHAPES["tiny"]
