@@ -4,8 +4,8 @@
 
 *calls*: 4 prompts of 64 tokens, 32 samples each; t(16) - 16 x (t(528) - t(16)) / 512, the steps with prompts and the
 first tokens (t(1)) apart.  *shrinking*: whole calls of 128 tokens whose samples end at different steps, eager and
-compiled in turns, everything after the first call counted, of other families too.  *beams*: a step of 8 beams (prompt 2,048) and of 16 x 8
-(prompts of 512) beside one of as many samples.
+compiled in turns, everything after the first call counted, of other families too.  *beams*: a step of 8 beams (prompt
+2,048) and of 16 x 8 (prompts of 512) beside one of as many samples.
 """
 
 import statistics

@@ -97,13 +97,8 @@ def beam_search(
     The sequences and scores are those of transformers' ``generate(num_beams=..., do_sample=False)``.
 
     Args:
-        model: A model that :func:`prefixkit.patch` has patched.
-        tokenizer: As for :func:`generate`.
-        prompts: As for :func:`generate`.
+        model, tokenizer, prompts, kv_budget, page_size, prefill_chunk: As for :func:`generate`.
         params: How to search: one for all prompts, or one per prompt.
-        kv_budget: KV to hold at most, as for :func:`generate`.
-        page_size: Tokens per KV page, 1 to 128.
-        prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         on_sample: Called with each sequence as its search ends.
         fields: Fields of :class:`BeamParams`, in place of those of ``params``; ``num_beams`` has to be given.
 

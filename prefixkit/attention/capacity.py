@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from operator import ge
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,7 @@ class PlanTooLarge(ValueError):
     """A plan does not fit the buffers made for it."""
 
 
-@dataclass(frozen=True)
-class PlanCapacity:
+class PlanCapacity(NamedTuple):
     """How much a plan may hold.
 
     Attributes:
@@ -48,15 +48,12 @@ class PlanCapacity:
 
     def holds(self, need: PlanCapacity) -> bool:
         """Whether a plan that needs so much fits."""
-        return all(getattr(self, field.name) >= getattr(need, field.name) for field in fields(self))
+        return all(map(ge, self, need))
 
     def check(self, need: PlanCapacity, what: str = "the plan") -> None:
         """Raise PlanTooLarge, naming all that ``need`` has more of."""
-        short = [
-            f"{getattr(need, field.name)} {field.name} (capacity {getattr(self, field.name)})"
-            for field in fields(self)
-            if getattr(need, field.name) > getattr(self, field.name)
-        ]
+        each = zip(self._fields, self, need, strict=True)
+        short = [f"{more} {name} (capacity {have})" for name, have, more in each if more > have]
         if short:
             raise PlanTooLarge(f"{what} needs {', '.join(short)}; make larger buffers, and capture graphs anew")
 
@@ -79,24 +76,22 @@ def capacity_for(
         cost: For its numbers of workers, and the query heads of its tiles.
         now: Only with its nodes as long as they are now: less, where few can be shared.
     """
-    shared = may_share(tree, shape, cost.sharing) if now else tree.below > 0
-    group, tile_rows = shape.group, cost.sharing.tile_heads
+    shared = may_share(tree, shape, cost.sharing) if now else tree.below
+    most, least = max(1, cost.sharing.tile_heads // shape.group), DECODE_ROWS // shape.group  # queries of an item
     own, above = np.flatnonzero(tree.own), np.flatnonzero(shared)
     queries_of = np.concatenate((tree.own[own], tree.below[above]))
     # Segments of a row that all ancestors join.
     reads = tree.snapshot.depth()[np.concatenate((own, above))].astype(np.int64) + 1
-    thin, most = queries_of * group <= DECODE_ROWS, max(1, tile_rows // group)
-    tiles = np.where(thin, 1, -(-queries_of // most))
-    # A row's last tile may be a decode item.
-    ends_thin = ~thin & ((queries_of - (tiles - 1) * most) * group <= DECODE_ROWS)
-    decode = int(thin.sum() + ends_thin.sum())
+    tiles = -(-queries_of // most)
+    # A row of few queries is a decode item, and so may the last tile of others be.
+    decode = int((queries_of - (tiles - 1) * most <= least).sum())
+    tile_items = int(tiles.sum() - (queries_of <= least).sum())
     extra_tiles, extra_decodes = (EXTRA * role.workers * num_sms // shape.kv_heads for role in (cost.tile, cost.decode))
     extra_decodes = extra_decodes if decode else 0
-    splits = extra_tiles * max(1, tile_rows // group) + extra_decodes * max(1, DECODE_ROWS // group)
     return PlanCapacity(
-        tile_items=int(tiles[~thin].sum()) + extra_tiles,
+        tile_items=tile_items + extra_tiles,
         decode_items=decode + extra_decodes,
-        segments=int((reads * (1 + tiles)).sum()) + extra_tiles + extra_decodes,
-        rows=int(tree.own.sum()),
-        partials=int(queries_of.sum()) + splits,
+        segments=int(reads @ (1 + tiles)) + extra_tiles + extra_decodes,
+        rows=tree.queries.num_rows,
+        partials=int(queries_of.sum()) + extra_tiles * most + extra_decodes * max(1, least),
     )

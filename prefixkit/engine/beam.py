@@ -62,8 +62,7 @@ class Beam:
         return beams[::-1]
 
 
-@dataclass(frozen=True)
-class BeamSearch:
+class BeamSearch(NamedTuple):
     """The search over one prompt, after some steps.
 
     Attributes:
@@ -123,13 +122,17 @@ def advance(
 
 def _advanced(state: BeamSearch, candidates: list[_Candidate]) -> tuple[BeamSearch, BeamMove]:
     params, length = state.params, 1 + state.beams[0].length
+
+    def extended(one: _Candidate, score: float) -> Beam:
+        return Beam(state.beams[one[0]], one[1], one[2], score, length)
+
     last, stops, most = _is_last(state), params.stop_token_ids or (), params.num_beams
     goes_on: list[_Candidate] = []
     found: list[Beam] = []
     for rank, one in enumerate(candidates):
         if last or one[1] in stops:
             if rank < most:
-                found.append(_extended(state, one, one[4]))
+                found.append(extended(one, one[4]))
         elif len(goes_on) < most:
             goes_on.append(one)
     hypotheses = state.hypotheses
@@ -137,7 +140,7 @@ def _advanced(state: BeamSearch, candidates: list[_Candidate]) -> tuple[BeamSear
         hypotheses = tuple(sorted((*hypotheses, *found), key=lambda beam: -beam.score)[:most])
     if goes_on and _decided(params, hypotheses, goes_on[0][3], length):
         goes_on = []
-    beams = tuple([_extended(state, one, one[3]) for one in goes_on])
+    beams = tuple([extended(one, one[3]) for one in goes_on])
     move = BeamMove(tuple([one[0] for one in goes_on]), tuple([one[1] for one in goes_on]))
     return BeamSearch(params, beams, hypotheses), move
 
@@ -194,11 +197,6 @@ def _best_candidates(
 def _is_last(state: BeamSearch) -> bool:
     """Whether all beams end with their next tokens."""
     return 1 + state.beams[0].length == state.params.max_new_tokens
-
-
-def _extended(state: BeamSearch, candidate: _Candidate, score: float) -> Beam:
-    parent = state.beams[candidate[0]]
-    return Beam(parent, candidate[1], candidate[2], score, parent.length + 1)
 
 
 def _decided(params: BeamParams, hypotheses: tuple[Beam, ...], best_live: float, length: int) -> bool:

@@ -13,8 +13,6 @@ from prefixkit.attention.staging import upload
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.ops.checks import FLOATS
 
-_COPY_BYTES = 2**26  # on their way from slots to slots at once, for the temporary that holds them
-
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -104,7 +102,7 @@ class KVPool:
 
         A target may be a source of those before it, not of those behind it.
         """
-        at_once = max(1, _COPY_BYTES // self.spec.bytes_per_token)
+        at_once = max(1, 2**26 // self.spec.bytes_per_token)  # 64 MiB of them are in temporaries
         for begin in range(0, len(source), at_once):
             pairs = np.stack((source[begin : begin + at_once], target[begin : begin + at_once]))
             pages, offsets = upload([*np.divmod(pairs, self.page_size)], self.spec.device)
@@ -115,10 +113,3 @@ class KVPool:
         if not 0 <= layer < self.spec.num_layers:
             raise IndexError(f"KVPool: layer {layer} of a pool for layers 0..{self.spec.num_layers - 1}")
         return layer
-
-    def __repr__(self) -> str:
-        spec = self.spec
-        return (
-            f"KVPool({self.num_pages} pages of {self.page_size} tokens, {spec.num_layers} layers, "
-            f"{spec.kv_heads} x {spec.head_dim}, {spec.dtype}, {spec.device}, {self.bytes / 2**20:.1f} MiB)"
-        )

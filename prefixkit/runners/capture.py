@@ -57,13 +57,9 @@ class CudaCapture:
 
     def __call__(self, work: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        with (
-            _capturing,
-            torch.cuda.stream(
-                torch.cuda.current_stream()
-            ),  # a capture that fails leaves its own stream the current one
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
+        here = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails leaves its own the current one
+        own = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with _capturing, here, own:
             work()
         return graph
 

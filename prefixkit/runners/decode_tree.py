@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from operator import ge
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ class BatchTooLarge(ValueError):
     """A batch does not fit the arrays made for it."""
 
 
-@dataclass(frozen=True)
-class DecodeCapacity:
+class DecodeCapacity(NamedTuple):
     """How much a batch may hold: rows, nodes of its tree, pages of all nodes."""
 
     rows: int
@@ -32,7 +32,7 @@ class DecodeCapacity:
         return DecodeCapacity(len(tree.queries.node), tree.snapshot.num_nodes, len(tree.snapshot.pages))
 
     def holds(self, need: DecodeCapacity) -> bool:
-        return all(getattr(self, field.name) >= getattr(need, field.name) for field in fields(self))
+        return all(map(ge, self, need))
 
 
 class DecodeTree:

@@ -45,12 +45,8 @@ def rebuild(root: Node, page_size: int, version: int, sequences_version: int, tr
         columns += node.start, length, node.computed, first, held
         buffer = node.page_buffer
         pages.append(buffer if len(buffer) == held else buffer[:held])
-        if len(node.branches) == 1:
-            (group,) = node.branches.values()
+        for group in reversed(node.branches.values()):
             stack += group if len(group) == 1 else group[::-1]
-        elif node.branches:
-            for group in reversed(node.branches.values()):
-                stack += group if len(group) == 1 else group[::-1]
     start, lengths, computed, first_slot, num_pages = np.array(columns, np.int32).reshape(-1, 5).T.copy()
     sequence_node, sequence_id = _sequence_ends(root, nodes)
     snapshot = TreeSnapshot(

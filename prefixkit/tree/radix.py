@@ -33,10 +33,10 @@ _REACH = 128  # nodes that are asked for free slots at most: chains may be deep
 class PrefixTree:
     """A radix tree of token sequences whose nodes own slices of ref-counted pages.
 
-    A node ends where sequences part or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.  KV is
-    never moved: a split shares the page it cuts, the first child of a leaf continues in the leaf's last page, and
-    further children begin in the free slots of an ancestor's last page, or on pages of their own.  Of beams that fork,
-    the third and those after it, most of which die within a few steps, begin in one page: see `extend_each`.
+    A node ends where sequences part or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.  Only
+    `compact` moves KV: a split shares the page it cuts, the first child of a leaf continues in the leaf's last page,
+    and further children begin in the free slots of an ancestor's last page, or on pages of their own.  Of beams that
+    fork, the third and those after it, most of which die soon, begin in one page: see `extend_each`.
 
     Every method checks before it changes: one that raises has changed nothing.
 
@@ -281,8 +281,7 @@ class PrefixTree:
             Which slots' KV is to be copied, and to which, in this order, before the next step: a later target may be
             an earlier source.
         """
-        none = np.empty(0, np.int64)
-        source, target = [none], [none]
+        source, target = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for chain in chains(self.root, self.page_size):
             parent, tokens = chain[0].parent, np.concatenate([node.tokens for node in chain])
             assert parent is not None, "the root is in no chain"
@@ -399,10 +398,7 @@ class PrefixTree:
         """After ``node`` has lost a sequence: remove what leads to no sequence, then undo a split that serves none."""
         while node.parent is not None and not node.branches and not node.sequences:
             parent = node.parent
-            if node.num_pages + node.reserved == 1:  # most, where beams fork
-                self.allocator.release_page(int(node.page_buffer[0]))
-            else:
-                self.allocator.release(node.pages)
+            self.allocator.release(node.pages)
             self.reserved -= node.reserved
             parent.disown(node)
             self.version += 1

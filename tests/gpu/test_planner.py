@@ -1,7 +1,5 @@
 """The planner on the GPU: the specification's plans bit by bit, in graphs too; what is too large is refused."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -138,7 +136,7 @@ def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     queries = leaf_queries(snapshot)
     planner = planner_of(snapshot, queries, shape, H200, 132)
     need = size_of(specified(snapshot, queries, shape, H200, 132))
-    tight = GraphPlanner(shape, 300, replace(need, **{short: getattr(need, short) - 1}), "cuda", H200, 132)
+    tight = GraphPlanner(shape, 300, need._replace(**{short: getattr(need, short) - 1}), "cuda", H200, 132)
     planner.load(StepTree(snapshot, queries))
     for ours, theirs in zip(tight._tree.tensors, planner._tree.tensors, strict=True):
         ours[: len(theirs)].copy_(theirs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ def test_a_plan_that_does_not_fit_is_empty_and_says_so(short: str) -> None:
         if getattr(need, short) < 2:  # buffers have at least one element
             continue
         fitted += 1
-        args = arguments(*case, replace(need, **{short: getattr(need, short) - 1}))
+        args = arguments(*case, need._replace(**{short: getattr(need, short) - 1}))
         ops.plan_tree(*args)
         assert args[5].tolist() == [0, 0, plan.counts[2], 0, 0, 0, 0, 1]
     assert fitted
@@ -110,7 +110,7 @@ WRONG = {
 def test_wrong_arguments_are_named(what: str) -> None:
     position, change, error, message = WRONG[what]
     case = random_case(1)
-    args = arguments(*case, replace(size_of(specified(*case)), segments=5))
+    args = arguments(*case, size_of(specified(*case))._replace(segments=5))
     changed = [change(arg) if number == position else arg for number, arg in enumerate(args)]
     with pytest.raises(error, match=f"plan_tree: .*{message}"):
         ops.plan_tree(*changed)
