@@ -129,14 +129,5 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count == 0:
         nothing = logits.new_empty(len(logits), 0, dtype=torch.float32)
         return nothing.long(), nothing
-    captured = logits.is_cuda and torch.cuda.is_current_stream_capturing()
-    here = side = torch.cuda.current_stream() if captured else None
-    if here is not None:  # a graph runs both at once: either leaves most of a GPU idle where rows are few
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(here)
-    with torch.cuda.stream(side):
-        ids = logits.topk(min(count, logits.shape[1])).indices  # as they are: 16 bits are ranked in half the time
-    logprobs = torch.log_softmax(logits.float(), -1)
-    if here is not None and side is not None:
-        here.wait_stream(side)
-    return ids, logprobs.gather(1, ids)
+    ids = logits.topk(min(count, logits.shape[1])).indices  # as they are: 16 bits are ranked in half the time
+    return ids, torch.log_softmax(logits.float(), -1).gather(1, ids)

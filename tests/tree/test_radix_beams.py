@@ -110,15 +110,19 @@ class TestFreeSlotsOfAncestors:
         assert tree.allocator.free == 8
 
 
+@pytest.mark.parametrize("every", [0, 16])
 @pytest.mark.parametrize("skew", [0.1, 0.5, 1.0])
-def test_tokens_of_beams_fill_most_of_their_pages(skew: float) -> None:
-    """The beam of rank ``r`` is continued by each new beam with a probability that falls as ``exp(-skew * r)``."""
+def test_tokens_of_beams_fill_most_of_their_pages(skew: float, every: int) -> None:
+    """The beam of rank ``r`` is continued by each new beam with a probability that falls as ``exp(-skew * r)``.
+
+    Without copies, and with those of every 16th step.
+    """
     rng, page_size, prompts, width, steps = np.random.default_rng(0), 16, 16, 8, 128
     tree = PrefixTree(10_000, page_size)
     roots = [tree.insert([prompt] * page_size) for prompt in range(prompts)]
     searches = [fork_all(tree, tree.fork(root)[0], width) for root in roots]
     weights = np.exp(-skew * np.arange(width))
-    for _ in range(steps):
+    for step in range(steps):
         for beams in searches:
             parents = np.sort(rng.choice(width, width, p=weights / weights.sum()))
             going_on = [tree.fork(beams[parent])[0] for parent in parents]
@@ -128,6 +132,8 @@ def test_tokens_of_beams_fill_most_of_their_pages(skew: float) -> None:
         growing = [beam for beams in searches for beam in beams]
         tree.extend_each(growing, rng.integers(0, 1000, len(growing)))
         tree.mark_computed(tree.nodes(), [node.length for node in tree.nodes()])
+        if every and step % every == every - 1:
+            tree.compact(tree.allocator.free)
     check_tree(tree)
     held = (tree.allocator.num_pages - tree.allocator.free - prompts) * page_size
     own = tree.snapshot().num_tokens - prompts * page_size
