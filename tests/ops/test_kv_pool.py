@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import prefixkit.backends  # noqa: F401 - registers them
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 
 
@@ -38,6 +39,23 @@ def test_append_writes_these_slots_of_this_layer_only(dtype: torch.dtype, page_s
     before[2][slots], before[3][slots] = key, value
     after = [rows(pages) for layer in (0, 1) for pages in (pool.k(layer), pool.v(layer))]
     assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("spec", [KVSpec(3, 2, 16), KVSpec(32, 32, 256)], ids=["at once", "in parts"])
+def test_copy_moves_kv_between_slots_of_all_layers_in_the_order_given(spec: KVSpec) -> None:
+    """Of the large spec, 32 slots are copied at a time.  A target may be a source of those before it."""
+    pool = filled(KVPool(spec, 6, 16))
+    before = [rows(pages) for layer in range(spec.num_layers) for pages in (pool.k(layer), pool.v(layer))]
+    places = torch.randperm(96)
+    source, target = places[:48], torch.cat((places[48:88], places[:8]))
+    pool.copy(source.numpy(), target.numpy())
+    after = [rows(pages) for layer in range(spec.num_layers) for pages in (pool.k(layer), pool.v(layer))]
+    for old, new in zip(before, after, strict=True):
+        expected = old.clone()
+        for begin, end in zip(source.tolist(), target.tolist(), strict=True):
+            expected[end] = expected[begin]
+        assert torch.equal(new, expected)
+    pool.copy(source[:0].numpy(), target[:0].numpy())
 
 
 def test_append_takes_transposed_keys() -> None:
