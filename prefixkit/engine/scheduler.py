@@ -80,7 +80,7 @@ def check_fits(requests: Iterable[Request], tree: PrefixTree, bytes_per_token: i
                 f"({need * page_bytes / 2**20:.1f} MiB) to run even one sequence ({len(request.tokens)} prompt tokens, "
                 f"max_new_tokens={request.params.max_new_tokens}, pages of {tree.page_size}), but the KV budget holds "
                 f"{have * tree.page_size} tokens ({have * page_bytes / 2**20:.1f} MiB); "
-                "raise kv_budget, or lower max_new_tokens"
+                "raise kv_budget, or lower max_new_tokens, or page_size (each fork of a beam may take a page)"
             )
 
 
