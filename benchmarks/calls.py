@@ -3,8 +3,8 @@
     python -m benchmarks.calls [--shapes Llama-3.2-1B,Qwen2.5-7B] [--parts calls,shrinking,beams] [--turns 5]
 
 *calls*: 4 prompts of 64 tokens, 32 samples each; t(16) - 16 x (t(528) - t(16)) / 512, the steps with prompts and the
-first tokens (t(1)) apart.  *shrinking*: whole calls of 128 tokens whose samples end at different steps, eager and
-compiled in turns, everything after the first call counted, of other families too.  *beams*: a step of 8 beams (prompt
+first tokens (t(1)) apart.  *shrinking*: whole calls of 128 tokens whose samples end at different steps, eager, then
+compiled, everything after the first call counted, of other families too.  *beams*: a step of 8 beams (prompt
 2,048) and of 16 x 8 (prompts of 512) beside one of as many samples.
 """
 
@@ -58,15 +58,16 @@ def cost_of_a_call(model: Any, compiled: bool, turns: int) -> Row:
 
 
 def shrinking(model: Any, vocab: int, turns: int) -> Row:
-    """Samples end at random, one in 64 tokens: batches pass through many buckets."""
+    """Samples end at random, one in 64 tokens: batches pass through many buckets.
+
+    The eager session ends before the compiled one, which moves weights, begins: it would capture its graphs again.
+    """
     took: dict[bool, list[float]] = {False: [], True: []}
-    sessions = {compiled: Session(model, kv_budget="8GiB", compiled=compiled) for compiled in took}
-    for turn in range(turns + 1):
-        for compiled, session in sessions.items():
-            params = {"n": 64, "max_new_tokens": 128, "seed": turn, "stop_token_ids": tuple(range(0, vocab, 64))}
-            took[compiled].append(wall(lambda: session.generate(prompts(4, 64), **params)))  # noqa: B023
-    for session in sessions.values():
-        session.close()
+    for compiled, seconds in took.items():
+        with Session(model, kv_budget="8GiB", compiled=compiled) as session:
+            for turn in range(turns + 1):
+                params = {"n": 64, "max_new_tokens": 128, "seed": turn, "stop_token_ids": tuple(range(0, vocab, 64))}
+                seconds.append(wall(lambda: session.generate(prompts(4, 64), **params)))  # noqa: B023
     names = {False: "eager", True: "compiled"}
     row: Row = {f"{names[c]}_s": round(sum(seconds[1:]) / turns, 4) for c, seconds in took.items()}
     return row | {f"{names[c]}_each_s": [round(one, 3) for one in seconds] for c, seconds in took.items()}

@@ -37,7 +37,7 @@ class Staged:
         return self.arrays
 
     def copy(self) -> None:
-        """The same in a CUDA graph; the host must know when a replay has run before it writes the arrays again."""
+        """:meth:`send` for a CUDA graph: the caller must not write the arrays again before a replay has run."""
         self._there.copy_(self._here, non_blocking=True)
 
     def send(self) -> None:

@@ -154,9 +154,8 @@ def sliding_window(size: int) -> Variant:
     def mask_mod(q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
         return q_position - kv_position < size
 
-    bits = torch.tensor([min(size, 2**31 - 1)], dtype=torch.int32, device="cpu").view(
-        torch.float32
-    )  # as parameters are
+    whole = torch.tensor([min(size, 2**31 - 1)], dtype=torch.int32, device="cpu")
+    bits = whole.view(torch.float32)  # as parameters are
     body = Body(None, "q_position - kv_position < __float_as_int(p[0])", bits)
     return Variant(f"sliding_window({size})", mask_mod=mask_mod, window=size, bodies=(body,))
 

@@ -82,8 +82,8 @@ def making(place: Path, most_seconds: float = LOCK_SECONDS) -> Iterator[None]:
         lock.acquire(poll_interval=0.02)
     except Timeout:
         log.warning("%s has been locked for %.0f s; going on without it", lock.lock_file, most_seconds)
-    except OSError as error:
-        _complain(place.parent, error)
+    except (OSError, NotImplementedError):
+        pass  # no locks there; of a folder that cannot be written, `write` says so
     try:
         yield
     finally:

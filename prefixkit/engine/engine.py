@@ -215,12 +215,12 @@ class Engine:
         self.beams = [run for run in self.beams if not run.search.done]
 
     def _compact(self) -> None:
-        """Make the tree of beams less deep, with pages that are promised to nothing.
+        """Make the tree of beams less deep, with free pages that are not reserved.
 
         The step under way reads what is copied where it was: the copies wait for it on the device's stream.
         """
         if self.beams and self.beams[0].steps % COMPACT_EVERY == COMPACT_EVERY - 1:
-            source, target = self.tree.compact(self.tree.allocator.free - self.scheduler.promised)
+            source, target = self.tree.compact(self.tree.allocator.free - self.scheduler.reserved)
             self.pool.copy(source, target)
             self.report.kv_bytes_copied += len(source) * self.pool.spec.bytes_per_token
 

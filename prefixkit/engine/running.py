@@ -61,8 +61,8 @@ class RunningBatch:
         self._launched = self._read = self.rows_run = self.kv_tokens_read = self.kv_tokens_unshared = 0
         self.tokens_alone = 0
 
-    def _look_at_runs(self) -> None:
-        """What is needed once results come, made while the device is at work."""
+    def _prepare_to_take(self) -> None:
+        """Make what :meth:`take` needs, while the device is at work."""
         scheduled = self.scheduled
         samples = [run if isinstance(run, SampleRun) else None for run in self._runs]
         row_of = {sequence: row for row, (sequence, _) in enumerate(scheduled.rows)}
@@ -143,7 +143,7 @@ class RunningBatch:
         """Launch steps as far ahead as is allowed."""
         if not self._launched:
             self._launch_first()
-            self._look_at_runs()
+            self._prepare_to_take()
         if self.scheduled.pipelined:
             last = int(self._last[self._alive].max())
             while self._launched < min(last, self._read + self.runner.pace.ahead):
@@ -151,6 +151,7 @@ class RunningBatch:
                 self._count_step()
 
     def _launch_first(self) -> None:
+        """Launch the first step, or sample from logits that are known."""
         scheduled = self.scheduled
         if scheduled.batch is None:
             assert scheduled.logits is not None, "one of the two is there"

@@ -190,8 +190,8 @@ class Scheduler:
         self.queue.clear()
 
     @property
-    def promised(self) -> int:
-        """Pages of the free ones that are kept for running samples, and for granted ones that have not started."""
+    def reserved(self) -> int:
+        """Pages of the free ones that are reserved: for running samples, and for granted ones that have not started."""
         return self.reserved_pages() + sum(
             (state.granted - state.started) * pages_per_unit(state.request.params, self.tree.page_size)
             for state in self._in_flight.values()
@@ -201,7 +201,7 @@ class Scheduler:
     def _budget(self) -> _Budget:
         """What may be granted now."""
         running = sum(state.granted - state.finished for state in self._in_flight.values())
-        return _Budget(self.promised, max(0, self.most_running - running))
+        return _Budget(self.reserved, max(0, self.most_running - running))
 
     def _grant(self, state: RequestState, unit: int, budget: _Budget) -> bool:
         """Reserve ``unit`` pages for as many of a request's waiting samples as fit; True if none is left waiting."""

@@ -11,7 +11,7 @@ _FEWEST = 6
 
 
 def chains(root: Node, page_size: int) -> Iterator[list[Node]]:
-    """Runs of computed inner nodes shorter than a page, each the only child of the one before; a page of tokens or more.
+    """Runs of computed inner nodes shorter than a page, each the only child of the one before; a page in all, or more.
 
     The tree may change in the nodes of a run, once it was given, and above them.
     """

@@ -25,8 +25,8 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
 _NO_PAGES = np.empty(0, np.int32)
-_ROOM = 2  # slots left free between leaves that begin in one page: most are gone before they have filled them
-_WORTH = 3  # nodes less are worth a page more: slots are lost where others too hold the pages of what is copied
+_GAP = 2  # slots left free between leaves that begin in one page: most are gone before they have filled them
+_NODES_A_PAGE = 3  # a copy may take a page more than it gives back for so many nodes that go
 _REACH = 128  # nodes that are asked for free slots at most: chains may be deep
 
 
@@ -275,7 +275,7 @@ class PrefixTree:
         """Make one node of each long chain of short ones, which beams leave behind: a step takes longer in deep trees.
 
         Args:
-            most_pages: Pages that are free and that nothing else may need.
+            most_pages: Free pages that are not reserved.
 
         Returns:
             Which slots' KV is to be copied, and to which, in this order, before the next step: a later target may be
@@ -289,7 +289,7 @@ class PrefixTree:
             need = self._pages_behind(host, len(tokens), 0)
             held, holders = np.unique(np.concatenate([each.pages for each in chain]), return_counts=True)
             freed = int((self.allocator.refcounts[held] == holders).sum())
-            if need > most_pages or need > freed + len(chain) // _WORTH:
+            if need > most_pages or need > freed + len(chain) // _NODES_A_PAGE:
                 continue
             most_pages -= need - freed
             node = self._add_leaf(parent, tokens, self.allocator.allocate(need), host)
@@ -384,8 +384,8 @@ class PrefixTree:
             children = children[:2] + children[:1:-1]
         leaf = node
         for i, (sequence, token) in enumerate(children):
-            packs = together and i > 2 and leaf.free_slots > _ROOM
-            host, skip = (leaf, _ROOM) if packs else (self._host(node), 0)
+            packs = together and i > 2 and leaf.free_slots > _GAP
+            host, skip = (leaf, _GAP) if packs else (self._host(node), 0)
             page = _NO_PAGES if host is not None or node.reserved else np.array([pages.pop()], np.int32)
             leaf = self._add_leaf(node, token, page, host, skip)
             self._move(sequence, leaf)
