@@ -130,6 +130,11 @@ class TreeCache(Cache):
     def __len__(self) -> int:
         return self.pool.spec.num_layers
 
+    def __repr__(self) -> str:
+        spec = self.pool.spec
+        state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
+        return f"TreeCache({spec.num_layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {state})"
+
     is_initialized = True
     is_croppable = False
     batch_size = 1  # one row of tokens, whatever the number of sequences

@@ -101,6 +101,7 @@ def test_it_answers_what_models_and_generate_ask(pool):
     assert not cache.is_compileable
     assert cache.is_initialized
     assert cache.is_sliding == cache.is_linear == cache.is_dummy == [False, False]
+    assert "2 layers, 2 KV heads of 16, between steps" in repr(cache)
 
 
 @pytest.mark.parametrize(
