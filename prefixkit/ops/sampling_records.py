@@ -32,24 +32,20 @@ STEP, ACTIVE = 9, 10  # as int32 columns
 MOST_VOCAB = 2**20  # tokens of a row
 
 
-_INACTIVE = SamplingParams()
-
-
 def records(
-    params: Sequence[SamplingParams | None], keys: NDArray[np.uint64], steps: NDArray[np.integer[Any]]
+    params: Sequence[SamplingParams], keys: NDArray[np.uint64], steps: NDArray[np.integer[Any]]
 ) -> NDArray[np.int32]:
-    """``[rows, RECORD_INTS]`` records: parameters, keys, and how many tokens each row has sampled.
-
-    Rows without parameters are not active.
-    """
-    table = np.zeros(len(params), dtype=RECORD)
-    own = [_INACTIVE if each is None else each for each in params]
+    """``[rows, RECORD_INTS]`` records: parameters, keys, and how many tokens each row has sampled."""
+    different = {id(each): each for each in params}  # few: rows of one request share theirs
+    table = np.zeros(len(different), dtype=RECORD)
     with np.errstate(over="ignore"):  # what float32 does not hold is infinite
         for name in ("temperature", "top_p", "min_p"):
-            table[name] = [getattr(each, name) for each in own]
-        table["penalty"] = [each.repetition_penalty for each in own]
-    table["top_k"] = [min(each.top_k, MOST_VOCAB) for each in own]
-    table["key"], table["step"], table["active"] = keys, steps, [each is not None for each in params]
+            table[name] = [getattr(each, name) for each in different.values()]
+        table["penalty"] = [each.repetition_penalty for each in different.values()]
+    table["top_k"] = [min(each.top_k, MOST_VOCAB) for each in different.values()]
+    place = {one: i for i, one in enumerate(different)}
+    table = table[[place[id(each)] for each in params]]
+    table["key"], table["step"], table["active"] = keys, steps, 1
     return table.view(np.int32).reshape(len(params), RECORD_INTS)
 
 

@@ -51,8 +51,8 @@ class Sampling:
     """How the next tokens of a step's sequences are chosen.
 
     Attributes:
-        batch: Sampling parameters of each sequence; None for those of a beam search.
-        top: Likeliest tokens that come back of each row, for beam searches; 0 for none.
+        batch: Sampling parameters of each sequence; greedy ones of a beam.
+        top: Likeliest tokens that come back of each greedy row, for beam searches; 0 for none.
         process: Logits processors, if there are any: called once for each step, on the host.
     """
 
@@ -66,9 +66,9 @@ class Sampled:
     """What came of a step, on the host.
 
     Attributes:
-        tokens: ``[R]`` int64 sampled tokens, -1 where the logits were broken; those of beam searches mean nothing.
+        tokens: ``[R]`` int64 sampled tokens, -1 where the logits were broken.
         logprobs: ``[R]`` float32, the log-softmax of the model's own logits at them.
-        top_tokens: ``[R, top]`` int64 the likeliest tokens of each row, best first.
+        top_tokens: ``[R, top]`` int64 the likeliest tokens of each greedy row, best first.
         top_logprobs: ``[R, top]`` float32 likewise.
         prompts: ``[P, vocab]`` float32, where they were computed.
     """

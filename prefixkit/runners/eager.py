@@ -104,7 +104,7 @@ class EagerRunner:
         if self._process is not None:  # the log-probability is the model's own
             own = torch.log_softmax(logits, -1).gather(1, tokens.to(logits.device).clamp(min=0)[:, None])[:, 0]
             logprobs = torch.where(tokens < 0, torch.nan, own.to(tokens.device))
-        ids, best = (part.cpu().numpy() for part in top_tokens(logits, self._top))
+        ids, best = (part.cpu().numpy() for part in top_tokens(logits, self._top, logprobs.to(logits.device)))
         return Sampled(self._last, logprobs.cpu().numpy().copy(), ids, best, prompts)
 
     def _sampler_for(self, rows: int, vocab: int, device: torch.device) -> Sampler:

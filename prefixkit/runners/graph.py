@@ -342,7 +342,7 @@ class GraphRunner:
                 return
             sampled = sampler.sample(logits)
             if gives:
-                arrays.ring.copy(*sampled, top_tokens(logits, gives))
+                arrays.ring.copy(*sampled, top_tokens(logits, gives, sampled[1]))
 
         if self._capture is None:
             self._capture = self.make_capture()

@@ -55,7 +55,7 @@ class Sampler:
         self.logprobs = torch.full((rows,), torch.nan, dtype=torch.float32, device=self.device)
 
     def load(self, rows: slice | Sequence[int] | Ids, batch: SamplingBatch) -> None:
-        """Give rows their parameters, and make those active that have some: one copy on the current stream, without a
+        """Give rows their parameters, and make them active: one copy on the current stream, without a
         wait of the host.
 
         Args:
@@ -70,7 +70,7 @@ class Sampler:
             raise ValueError(f"a batch of {len(batch.params)} rows cannot be loaded into {len(number)}")
         if len(number) and not (0 <= number.min() <= number.max() < self.rows and len(set(number)) == len(number)):
             raise ValueError(f"rows must be different and from 0 to {self.rows - 1}, got {number.tolist()}")
-        penalised = [i for i, each in enumerate(batch.params) if each is not None and each.repetition_penalty != 1]
+        penalised = [i for i, each in enumerate(batch.params) if each.repetition_penalty != 1]
         arrays: list[NDArray[np.signedinteger]] = [number, records(batch.params, batch.keys, batch.steps)]
         if penalised:
             arrays += [number[penalised], np.stack([mask(batch.histories[i], self.vocab) for i in penalised])]
@@ -116,18 +116,32 @@ class Sampler:
         return self.tokens[: len(logits)], self.logprobs[: len(logits)]
 
 
-def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+_BLOCK = 128  # tokens of which first the largest is found
+
+
+def top_tokens(logits: Tensor, count: int, best: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest tokens of each row, best first, and their log-probabilities; a CUDA graph can capture it.
 
     Args:
         logits: ``[n, vocab]``, any float dtype.
         count: How many; all, where the vocabulary has fewer.
+        best: ``[n]`` float32, the log-probability of the likeliest: what greedy rows have sampled.
 
     Returns:
         ``[n, count]`` int64 and float32.  A row that holds NaN has one in front.
     """
-    if count == 0:
-        nothing = logits.new_empty(len(logits), 0, dtype=torch.float32)
-        return nothing.long(), nothing
-    ids = logits.topk(min(count, logits.shape[1])).indices  # as they are: 16 bits are ranked in half the time
-    return ids, torch.log_softmax(logits.float(), -1).gather(1, ids)
+    logits = logits if count else logits[:, :0]
+    ids = _top_ids(logits, min(count, logits.shape[1]))  # as they are: 16 bits are ranked in half the time
+    found = logits.gather(1, ids).float()
+    return ids, (found - found[:, :1]) + best[:, None]
+
+
+def _top_ids(logits: Tensor, count: int) -> Tensor:
+    """``[n, count]``; on a GPU of the blocks with the largest maxima, for these hold them."""
+    blocks = logits.shape[1] // _BLOCK
+    if logits.device.type != "cuda" or logits.shape[1] % _BLOCK or blocks < 2 * count:
+        return logits.topk(count).indices
+    parts = logits.unflatten(1, (blocks, _BLOCK))
+    block = parts.amax(2).topk(count).indices
+    found = parts.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).flatten(1).topk(count).indices
+    return block.gather(1, found // _BLOCK) * _BLOCK + found % _BLOCK

@@ -274,14 +274,14 @@ class SamplingBatch:
     """How the rows of a batch are sampled.
 
     Attributes:
-        params: ``[rows]`` of each; None for a row that is not sampled.
+        params: ``[rows]`` of each.
         keys: ``[rows]`` uint64 from ``rng.sample_key``.
         steps: ``[rows]`` how many tokens each has sampled, from 0 to 2**31 - 1.
         histories: For each the tokens that its sequence holds, prompt included; read where there is a repetition
             penalty.
     """
 
-    params: Sequence[SamplingParams | None]
+    params: Sequence[SamplingParams]
     keys: NDArray[np.uint64]
     steps: Ids
     histories: Sequence[Ids]

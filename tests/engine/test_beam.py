@@ -66,7 +66,7 @@ def advance(state, tokens, logprobs):
 
 def likeliest(logits, params):
     """What a step of the search takes."""
-    return (part.numpy() for part in top_tokens(logits, num_candidates(params)))
+    return (part.numpy() for part in top_tokens(logits, num_candidates(params), logits.log_softmax(-1).amax(-1)))
 
 
 def ours(model, prompt, params):

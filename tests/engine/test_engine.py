@@ -135,8 +135,8 @@ class TestBeams:
         for index, prompt in enumerate(prompts):
             search = BeamSearch(params)
             while not search.done:
-                after = [logits_after([*prompt, *beam.tokens]) for beam in search.beams]
-                likeliest = top_tokens(torch.from_numpy(np.stack(after)), num_candidates(params))
+                after = torch.from_numpy(np.stack([logits_after([*prompt, *beam.tokens]) for beam in search.beams]))
+                likeliest = top_tokens(after, num_candidates(params), after.log_softmax(-1).amax(-1))
                 ((search, _),) = advance([search], *(part.numpy() for part in likeliest))
             mine = [sample for sample in samples if sample.prompt_index == index]
             assert [tuple(sample.tokens) for sample in mine] == [beam.tokens for beam in finished(search)]
