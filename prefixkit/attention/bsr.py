@@ -41,11 +41,6 @@ class BSR:
     begin: Ints
     end: Ints
 
-    def row_segments(self, row: int) -> list[tuple[int, int, int]]:
-        """The ``(node, begin, end)`` slices that a row reads, ancestors first."""
-        part = slice(int(self.indptr[row]), int(self.indptr[row + 1]))
-        return list(zip(self.node[part].tolist(), self.begin[part].tolist(), self.end[part].tolist(), strict=True))
-
 
 def decompose(tree: StepTree, shape: HeadShape, cost: CostModel, shared: NDArray[np.bool_] | None = None) -> BSR:
     """Split attention over the tree into block-sparse rows, so that each query meets each visible token exactly once.

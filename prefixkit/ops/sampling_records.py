@@ -64,17 +64,15 @@ def params_of(table: NDArray[np.void]) -> list[SamplingParams]:
     return list(_params_of(own.tobytes()))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # steps repeat the parameters of their rows
 def _params_of(rows: bytes) -> tuple[SamplingParams, ...]:
-    # Steps repeat the parameters of their rows.
     table = np.frombuffer(rows, RECORD)
     names = "temperature", "top_k", "top_p", "min_p", "penalty"
     return tuple(_recorded(*row) for row in zip(*(table[name].tolist() for name in names), strict=True))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # rows of one request share their parameters
 def _recorded(temperature: float, top_k: int, top_p: float, min_p: float, penalty: float) -> SamplingParams:
-    # Rows of one request share their parameters.
     return RecordedParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
 
 

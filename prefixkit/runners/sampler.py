@@ -116,9 +116,6 @@ class Sampler:
         return self.tokens[: len(logits)], self.logprobs[: len(logits)]
 
 
-_BLOCK = 128  # tokens of which first the largest is found
-
-
 def top_tokens(logits: Tensor, count: int, best: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest tokens of each row, best first, and their log-probabilities; a CUDA graph can capture it.
 
@@ -137,11 +134,10 @@ def top_tokens(logits: Tensor, count: int, best: Tensor) -> tuple[Tensor, Tensor
 
 
 def _top_ids(logits: Tensor, count: int) -> Tensor:
-    """``[n, count]``; on a GPU of the blocks with the largest maxima, for these hold them."""
-    blocks = logits.shape[1] // _BLOCK
-    if logits.device.type != "cuda" or logits.shape[1] % _BLOCK or blocks < 2 * count:
+    """``[n, count]``; on a GPU of the blocks of 128 tokens with the largest maxima, for these hold them."""
+    if logits.device.type != "cuda" or logits.shape[1] % 128 or logits.shape[1] < 256 * count:
         return logits.topk(count).indices
-    parts = logits.unflatten(1, (blocks, _BLOCK))
+    parts = logits.reshape(len(logits), -1, 128)
     block = parts.amax(2).topk(count).indices
-    found = parts.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).flatten(1).topk(count).indices
-    return block.gather(1, found // _BLOCK) * _BLOCK + found % _BLOCK
+    found = parts.gather(1, block[:, :, None].expand(-1, -1, 128)).flatten(1).topk(count).indices
+    return block.gather(1, found // 128) * 128 + found % 128

@@ -12,7 +12,7 @@ from prefixkit.attention.sharing import CPU_COST, CostModel, HeadShape, decide_s
 from prefixkit.tree.radix import PrefixTree
 from tests.attention import slow_formats
 from tests.attention.forests import make_snapshot, random_parents
-from tests.attention.trees import expected_sight, random_queries, random_tree
+from tests.attention.trees import expected_sight, random_queries, random_tree, row_segments
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=8, itemsize=4)
 FREE_SHARING = CostModel(item=0, kv_byte=1, partial_byte=0)
@@ -26,7 +26,7 @@ def seen(snapshot, queries, bsr):
     counts = [Counter() for _ in range(queries.num_rows)]
     for row in range(len(bsr.causal)):
         for query in range(bsr.q_begin[row], bsr.q_end[row]):
-            for node, begin, end in bsr.row_segments(row):
+            for node, begin, end in row_segments(bsr, row):
                 for offset in range(begin, min(end, int(length[node]))):
                     if not bsr.causal[row] or snapshot.start[node] + offset <= position[query]:
                         counts[query][node, offset] += 1
@@ -116,7 +116,7 @@ def test_a_leaf_is_open_at_its_end_so_that_it_can_grow_under_the_plan():
     tree = PrefixTree(64)
     tree.insert([1, 2, 3])
     bsr = decompose(StepTree(tree.snapshot(), Queries(*map(np.int32, ([0], [0], [3])))), SHAPE, CPU_COST)
-    assert bsr.row_segments(0) == [(0, 0, OPEN)]
+    assert row_segments(bsr, 0) == [(0, 0, OPEN)]
 
 
 class TestSharing:

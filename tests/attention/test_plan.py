@@ -15,7 +15,7 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.tree.radix import PrefixTree
 from tests.attention.planning import tree
-from tests.attention.trees import expected_sight, random_queries, random_tree
+from tests.attention.trees import expected_sight, random_queries, random_tree, row_segments
 
 SHAPES = {"one head": (1, 1), "groups of 3": (6, 2), "groups of 8": (8, 1), "groups of 64": (64, 1)}
 # Small units, so that small trees are cut much.
@@ -133,7 +133,7 @@ def test_without_a_gpu_each_row_is_one_item_and_keeps_its_order(seed):
     plan = plan_of(case, 6, 2, cost=None)
     assert len(plan.decode_items) == 0
     expected = [
-        (True, rows.q_begin[row], rows.q_end[row], rows.causal[row], rows.row_segments(row))
+        (True, rows.q_begin[row], rows.q_end[row], rows.causal[row], row_segments(rows, row))
         for row in range(len(rows.causal))
     ]
     found = [(*item[:3], item[4], [tuple(segment) for segment in item[5]]) for item in items_of(plan)]
@@ -192,7 +192,7 @@ def test_cuts_fall_on_whole_units_of_a_row_and_only_its_end_stays_open(seed):
     rows = []  # first and last query of each row, and its tokens from the first
     for bsr in formats:
         for row in range(len(bsr.causal)):
-            spans = [(node, begin, min(end, int(length[node]))) for node, begin, end in bsr.row_segments(row)]
+            spans = [(node, begin, min(end, int(length[node]))) for node, begin, end in row_segments(bsr, row)]
             tokens = [(node, offset) for node, begin, end in spans for offset in range(begin, end)]
             rows.append((int(bsr.q_begin[row]), int(bsr.q_end[row]), tokens))
     for tile, q_begin, _, _, _, segments in items_of(plan):

@@ -51,3 +51,9 @@ def expected_sight(snapshot: TreeSnapshot, queries: Queries) -> list[set[tuple[i
             ancestor = int(snapshot.parent[ancestor])
         visible.append(seen)
     return visible
+
+
+def row_segments(bsr, row):
+    """The ``(node, begin, end)`` slices that a row of a format reads, ancestors first."""
+    part = slice(int(bsr.indptr[row]), int(bsr.indptr[row + 1]))
+    return list(zip(bsr.node[part].tolist(), bsr.begin[part].tolist(), bsr.end[part].tolist(), strict=True))
