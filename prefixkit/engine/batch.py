@@ -15,8 +15,7 @@ from prefixkit.engine.sample_run import SampleRun
 from prefixkit.engine.scheduler import RequestState
 from prefixkit.engine.uncomputed import choose_queries
 from prefixkit.runners.batch import Batch, Sampling
-from prefixkit.sampling.params import SamplingParams
-from prefixkit.sampling.specification import SamplingBatch
+from prefixkit.sampling.specification import GREEDY, SamplingBatch
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
@@ -94,7 +93,6 @@ def next_step(tree: PrefixTree, rows: list[Row], prompts: list[RequestState], pr
     return Scheduled(rows, sampling, batch, nodes=running, prompts=asked, pipelined=pipelined)
 
 
-_GREEDY = SamplingParams(temperature=0)  # of beams: the log-probability of the likeliest token says those of others
 _NONE, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.int64)
 
 
@@ -109,11 +107,11 @@ def _sampling(rows: list[Row]) -> Sampling:
     samples = [run if isinstance(run, SampleRun) else None for _, run in rows]
     if not any(samples):
         zeros = np.zeros(len(rows), np.int64)
-        return Sampling(SamplingBatch([_GREEDY] * len(rows), zeros.astype(np.uint64), zeros, [_NONE] * len(rows)), top)
+        return Sampling(SamplingBatch([GREEDY] * len(rows), zeros.astype(np.uint64), zeros, [_NONE] * len(rows)), top)
     keys = np.array([0 if run is None else run.key for run in samples], np.uint64)
     steps = np.array([0 if run is None else len(run.tokens) for run in samples], np.int64)
     histories = [_NONE if run is None else run.history() for run in samples]
-    batch = SamplingBatch([_GREEDY if run is None else run.params for run in samples], keys, steps, histories)
+    batch = SamplingBatch([GREEDY if run is None else run.params for run in samples], keys, steps, histories)
     processed = [(i, run) for i, run in enumerate(samples) if run is not None and run.processor is not None]
 
     def process(logits: Tensor) -> Tensor:

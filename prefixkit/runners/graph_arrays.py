@@ -15,7 +15,7 @@ from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.batch import Sampled
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from prefixkit.runners.sampler import Sampler
-from prefixkit.sampling.specification import SamplingBatch
+from prefixkit.sampling.specification import GREEDY, SamplingBatch
 
 # Rows of a step are rounded up to a bucket's: by less than half of them, but for the smallest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
@@ -106,7 +106,7 @@ class GraphArrays:
         self.wanted = torch.arange(rows, device=device)
         self.ring = Ring(rows, device)
         self.sampler: Sampler | None = None
-        self._samples = False  # whether rows of the sampler are active
+        self._beams = 0  # rows of the sampler, where all are those of beams
         self._last = torch.zeros(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._planning = planning
 
@@ -134,14 +134,14 @@ class GraphArrays:
         return max(0, min(count, self.sampler.vocab))
 
     def start(self, sampling: SamplingBatch) -> None:
-        """Bring the sampling parameters of a batch's rows."""
-        sampler, samples = self.sampler, any(params is not None for params in sampling.params)
+        """Bring the sampling parameters of a batch's rows; those of beams, which are alike at each step, once."""
+        sampler, rows = self.sampler, len(sampling.params)
         assert sampler is not None, "made before the first graph"
-        if samples or self._samples:
+        beams = rows if all(params is GREEDY for params in sampling.params) else 0
+        if not beams or beams != self._beams:
             sampler.active.zero_()
-        if samples:
-            sampler.load(slice(0, len(sampling.params)), sampling)
-        self._samples = samples
+            sampler.load(slice(0, rows), sampling)
+        self._beams = beams
 
     def write(self, tree: StepTree, last: NDArray[np.integer]) -> None:
         """Write a decode step, and the tokens that it runs, where :meth:`bring` finds them.

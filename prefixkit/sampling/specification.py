@@ -49,6 +49,7 @@ from prefixkit.sampling.weights import Floats, Scratch, block_sums, invert, leas
 Ids = NDArray[np.integer[Any]]
 Positions = NDArray[np.intp]
 
+GREEDY = SamplingParams(temperature=0)  # of a beam: the log-probability of its likeliest token says those of others
 _ELEMENTS_AT_ONCE = 2**19  # 2 MiB of float32: the softmax of a few rows stays in the cache
 _SPARE = 0.01  # of an exponent of 2: more than its roundings, down to 2**-64
 _SHRINK = 1 - 1e-6  # bounds give way by more than float32 rounds, so that rounding never excludes a token
