@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import prefixkit.backends  # noqa: F401 - registers them
-from prefixkit.attention.planner import Planner
 from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.engine.engine import Engine
-from prefixkit.engine.memory import MOST_RUNNING, pool_pages, prefill_chunk_for, step_bytes
+from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
 from prefixkit.engine.request import Request
-from prefixkit.models import ModelRunner, kv_spec, query_heads
-from prefixkit.models.compile.packed_weights import moves
+from prefixkit.models import kv_spec, query_heads
+from prefixkit.models.runner import runner_of
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool
-from prefixkit.runners.eager import EagerRunner
-from prefixkit.runners.graph import GraphRunner
 from prefixkit.tree.radix import PrefixTree
-
-log = logging.getLogger("prefixkit")
 
 
 def make_engine(
@@ -66,41 +61,3 @@ def engine_of(
     planner = backend_for(spec.device).planner_for(shape, spec.device, spec.dtype)
     runner = runner_of(model, pool, planner, graphs=graphs, compiled=compiled)
     return Engine(runner, pool, PrefixTree(num_pages, page_size), prefill_chunk=chunk, most_running=MOST_RUNNING)
-
-
-def runner_of(
-    model: Any, pool: KVPool, planner: Planner, *, graphs: bool = True, compiled: bool = False
-) -> EagerRunner | GraphRunner:
-    """What runs a patched model's steps: decode steps by CUDA graphs where that can be, with a line in the log if not.
-
-    Args:
-        model: The patched model.
-        pool: Where its KV goes.
-        planner: Plans its attention.
-        graphs: Whether CUDA graphs are wanted.
-        compiled: Whether layers in these graphs go through torch.compile.
-    """
-    device, plain = pool.spec.device, ModelRunner(model, pool)
-    eager = EagerRunner(plain, planner, device)
-    backend, planning = backend_for(device), None
-    if graphs and device.type == "cuda":
-        planning = None if backend.graph_planning is None else backend.graph_planning(planner)
-        if planning is None:
-            log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
-    if planning is None:
-        if compiled:
-            log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
-        return eager
-    # Other graphs would have to be compiled for plans of prompts, of which some lists are empty, and for one row.
-    steps, least_rows = (ModelRunner(model, pool, compiled=True), 2) if compiled else (plain, 1)
-    # The sampler takes logits as they are: to convert them to float32 would copy them.
-    return GraphRunner(
-        eager,
-        steps.compute,
-        planning,
-        pool.page_size,
-        device,
-        least_rows=least_rows,
-        weights=steps.addresses,
-        moves=moves,
-    )

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.queries import decode_tree
+from prefixkit.attention.uncomputed import choose_queries
 from prefixkit.engine.beam_run import BeamRun
 from prefixkit.engine.sample_run import SampleRun
 from prefixkit.engine.scheduler import RequestState
-from prefixkit.engine.uncomputed import choose_queries
 from prefixkit.runners.batch import Batch, Sampling
 from prefixkit.sampling.specification import GREEDY, SamplingBatch
 from prefixkit.tree.node import Node

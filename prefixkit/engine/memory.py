@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -16,7 +15,7 @@ import torch
 from prefixkit.attention.capacity import MOST_PARTIAL_BYTES
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.scheduler import admission_order, pages_per_unit
-from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.ops.kv_pool import KVSpec, free_memory
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.pages import check_page_size, pages_for
 from prefixkit.tree.tokens import common_prefix
@@ -27,8 +26,6 @@ log = logging.getLogger("prefixkit")
 # steps leave.
 FREE_MEMORY_SHARE = 0.5
 GPU_MEMORY_SHARE = 0.95
-# Prompt tokens of a step, without prefill_chunk: on a GPU a step should be long enough to fill it.
-CPU_CHUNK, GPU_CHUNK = 1024, 8192
 # Samples that run at once: more make steps longer, not more tokens a second, and their logits take half a megabyte
 # each.
 MOST_RUNNING = 4096
@@ -61,11 +58,6 @@ def parse_size(size: float | str, name: str = "kv_budget") -> int:
     if number < 1:
         raise ValueError(f'{name}: {looks}, got "{size}"')
     return number
-
-
-def prefill_chunk_for(device: torch.device) -> int:
-    """Prompt tokens that a step computes by default."""
-    return GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 
 def pool_pages(
@@ -158,18 +150,6 @@ def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_c
     logits = samples * int(config.vocab_size) * (2 * (size + 4) + 4)
     # Partial states of one attention call, which torch gets back when it returns, and of one in the graphs' memory.
     return activations + logits + 2 * MOST_PARTIAL_BYTES
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes free on a device, torch's own spare ones included."""
-    if device.type == "cuda":
-        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + int(spare)
-    try:
-        with open("/proc/meminfo") as meminfo:
-            return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _free_for_kv(device: torch.device, workspace: int, free: int | None) -> int:

@@ -13,14 +13,14 @@ from prefixkit.models.families import FAMILIES
 from prefixkit.models.patch import is_patched, patch, patched, unpatch
 from prefixkit.models.runner import ModelRunner
 from prefixkit.models.shape import kv_spec, query_heads
-from prefixkit.models.tree_cache import TreeCache
+from prefixkit.models.step_cache import StepCache
 
 __all__ = [
     "FAMILIES",
     "IncompleteStep",
     "ModelRunner",
     "NotPatched",
-    "TreeCache",
+    "StepCache",
     "UnsupportedModel",
     "UnsupportedTransformers",
     "is_patched",

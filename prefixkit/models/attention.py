@@ -1,7 +1,7 @@
 """The replacement attention class, made from the original one.
 
 Everything but the attention core stays the original's code: projections, norms and rotary embedding run as they are.
-When a :class:`TreeCache` arrives, the original ``forward`` runs on a shallow copy of the module, with the same
+When a :class:`StepCache` arrives, the original ``forward`` runs on a shallow copy of the module, with the same
 parameters, buffers and submodules, whose ``config`` names our attention function.  So nothing global changes, nothing
 is written to the module, and an exception leaves no trace.  With any other cache the original ``forward`` runs on the
 module itself.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefixkit.models.layer import CacheLayer, Layer
-from prefixkit.models.tree_cache import TreeCache
+from prefixkit.models.step_cache import StepCache
 
 NAME = "prefixkit"
 _ORIGINAL = "_prefixkit_original"
@@ -39,7 +39,7 @@ _AGREED = {"is_causal": True, "output_attentions": False}
 
 @functools.cache
 def tree_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of an attention class that also understands :class:`TreeCache`; always the same for one original.
+    """The subclass of an attention class that also understands :class:`StepCache`; always the same for one original.
 
     It has the original's name and module, because transformers searches the source of a class's module, and users read
     class names in ``print(model)``.
@@ -61,9 +61,9 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
     return subclass(original, forward, _blank)
 
 
-def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeCache | None:
+def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCache | None:
     """The cache that a module was called with, if it is one of ours."""
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeCache)), None)
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, StepCache)), None)
 
 
 def subclass(
@@ -139,7 +139,7 @@ def tree_attention_forward(
         module: The shallow copy of the layer.
         query: ``[1, heads, T, head_dim]``, rotated.
         key, value: ``[1, kv_heads, T, head_dim]``; already in the pool, so unused.
-        attention_mask: The empty mask of ``TreeCache.inputs()``.
+        attention_mask: The empty mask of ``StepCache.inputs()``.
         scaling: The factor on query times key.
         dropout: Must be 0.
         sliding_window: Tokens that a query sees, itself included; None for all.

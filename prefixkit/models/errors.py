@@ -8,8 +8,8 @@ class UnsupportedModel(TypeError):
 
 
 class NotPatched(TypeError):
-    """A :class:`TreeCache` reached a model, or a layer of it, that ``patch`` has not touched."""
+    """A :class:`StepCache` reached a model, or a layer of it, that ``patch`` has not touched."""
 
 
 class IncompleteStep(ValueError):
-    """Some attention layers were not called with the :class:`TreeCache` exactly once during a step."""
+    """Some attention layers were not called with the :class:`StepCache` exactly once during a step."""

@@ -1,4 +1,4 @@
-"""A TreeCache as one attention layer sees it."""
+"""A StepCache as one attention layer sees it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant, attention_sinks, compose, register, sliding_window, soft_cap
 from prefixkit.models.errors import IncompleteStep
-from prefixkit.models.tree_cache import TreeCache
+from prefixkit.models.step_cache import StepCache
 from prefixkit.ops.kv_pool import KVPool
 
 
@@ -99,27 +99,27 @@ class Layer:
         raise NotImplementedError
 
     def check_mask(self, attention_mask: Tensor | None) -> None:
-        """Raise ValueError unless the mask is the one of ``TreeCache.inputs()``; a tree can honour no other."""
+        """Raise ValueError unless the mask is the one of ``StepCache.inputs()``; a tree can honour no other."""
         if attention_mask is None or attention_mask.numel():
             given = "no attention mask" if attention_mask is None else f"a mask of shape {tuple(attention_mask.shape)}"
             raise ValueError(
-                f"TreeCache: layer {self.index} got {given} instead of the empty one of cache.inputs(). A tree "
+                f"StepCache: layer {self.index} got {given} instead of the empty one of cache.inputs(). A tree "
                 "has no padding, so a mask would be ignored: leave padding tokens out of the tree and call "
                 "model(**cache.inputs())"
             )
 
 
 class CacheLayer(Layer):
-    """One layer's part of a :class:`TreeCache`, for the length of one forward call.
+    """One layer's part of a :class:`StepCache`, for the length of one forward call.
 
     The original attention ``forward`` receives it as its cache and calls :meth:`update`; then our attention function
     calls :meth:`attend`.  It exists during the call only, so a failed call leaves nothing behind.
     """
 
-    def __init__(self, cache: TreeCache, index: int) -> None:
+    def __init__(self, cache: StepCache, index: int) -> None:
         if not 0 <= index < len(cache.attended):
             raise ValueError(
-                f"TreeCache: layer {index} of the model asked for KV, but the pool was made for "
+                f"StepCache: layer {index} of the model asked for KV, but the pool was made for "
                 f"{len(cache.attended)} layers; make it with KVPool(kv_spec(model), ...)"
             )
         super().__init__(index, cache.pool, cache.step)
@@ -132,7 +132,7 @@ class CacheLayer(Layer):
         """The same, after a check of the layer, the shapes and the dtypes."""
         if layer_idx != self.index or self.appended or self.cache.attended[self.index]:
             raise IncompleteStep(
-                f"TreeCache: layer {self.index} wrote KV twice in one step, or wrote for layer {layer_idx}; each "
+                f"StepCache: layer {self.index} wrote KV twice in one step, or wrote for layer {layer_idx}; each "
                 "attention layer must run once a step, on KV of its own"
             )
         spec = self.cache.pool.spec
@@ -140,7 +140,7 @@ class CacheLayer(Layer):
         for name, states in (("keys", key_states), ("values", value_states)):
             if states.shape != expected or states.dtype != spec.dtype:
                 raise ValueError(
-                    f"TreeCache: layer {self.index} made {name} of shape {tuple(states.shape)} {states.dtype}, "
+                    f"StepCache: layer {self.index} made {name} of shape {tuple(states.shape)} {states.dtype}, "
                     f"but the step and the pool take {expected} {spec.dtype} (batch, KV heads, tokens, head_dim); "
                     "make the pool with KVPool(kv_spec(model), ...) and call model(**cache.inputs())"
                 )
@@ -154,7 +154,7 @@ class CacheLayer(Layer):
         """The same, after a check that the layer has appended."""
         if not self.appended:
             raise IncompleteStep(
-                f"TreeCache: layer {self.index} attends without KV of its own; layers that share KV are not supported"
+                f"StepCache: layer {self.index} attends without KV of its own; layers that share KV are not supported"
             )
         out = super().attend(query, scale, window, cap, sinks)
         self.cache.attended[self.index] += 1
@@ -174,6 +174,6 @@ class CacheLayer(Layer):
             return
         if not torch.equal(position_ids.reshape(-1), self.step.positions):
             raise ValueError(
-                "TreeCache: the model ran with position_ids other than the step's, so its position embeddings "
+                "StepCache: the model ran with position_ids other than the step's, so its position embeddings "
                 "are wrong; call model(**cache.inputs())"
             )

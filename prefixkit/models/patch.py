@@ -18,7 +18,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch(model: Model) -> Model:
-    """Let ``model`` attend over a prefix tree whenever its ``past_key_values`` is a :class:`TreeCache`.
+    """Let ``model`` attend over a prefix tree whenever its ``past_key_values`` is a :class:`StepCache`.
 
     Only the classes of the attention modules change, to subclasses of themselves.  Parameters, state dict, config,
     hooks and adapters stay, and with any other cache the model computes exactly what it did before.

@@ -6,19 +6,24 @@ import inspect
 import logging
 from collections.abc import Container
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from prefixkit.attention.planner import Planner
 from prefixkit.attention.step import Step
+from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.errors import NotPatched
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.patch import is_patched
 from prefixkit.models.shape import kv_spec
-from prefixkit.models.tree_cache import TreeCache
+from prefixkit.models.step_cache import StepCache
+from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool
+from prefixkit.runners.eager import EagerRunner
+from prefixkit.runners.graph import GraphRunner
 
 if TYPE_CHECKING:
     from prefixkit.models.compile.layers import CompiledLayers
@@ -65,7 +70,7 @@ class ModelRunner:
                 "logits_to_keep; load the model with AutoModelForCausalLM"
             )
         self.model = model
-        self.cache = TreeCache(pool)
+        self.cache = StepCache(pool)
         self.vocab_size = int(inner.config.get_text_config().vocab_size)
         _warn_of_moving_rotary(inner)
         self.compiled: CompiledLayers | None = None
@@ -139,3 +144,41 @@ def _warn_of_moving_rotary(model: PreTrainedModel) -> None:
             "sequence's result depends on what else runs in its step",
             ", ".join(sorted(moving)),
         )
+
+
+def runner_of(
+    model: Any, pool: KVPool, planner: Planner, *, graphs: bool = True, compiled: bool = False
+) -> EagerRunner | GraphRunner:
+    """What runs a patched model's steps: decode steps by CUDA graphs where that can be, with a line in the log if not.
+
+    Args:
+        model: The patched model.
+        pool: Where its KV goes.
+        planner: Plans its attention.
+        graphs: Whether CUDA graphs are wanted.
+        compiled: Whether layers in these graphs go through torch.compile.
+    """
+    device, plain = pool.spec.device, ModelRunner(model, pool)
+    eager = EagerRunner(plain, planner, device)
+    backend, planning = backend_for(device), None
+    if graphs and device.type == "cuda":
+        planning = None if backend.graph_planning is None else backend.graph_planning(planner)
+        if planning is None:
+            log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
+    if planning is None:
+        if compiled:
+            log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
+        return eager
+    # Other graphs would have to be compiled for plans of prompts, of which some lists are empty, and for one row.
+    steps, least_rows = (ModelRunner(model, pool, compiled=True), 2) if compiled else (plain, 1)
+    # The sampler takes logits as they are: to convert them to float32 would copy them.
+    return GraphRunner(
+        eager,
+        steps.compute,
+        planning,
+        pool.page_size,
+        device,
+        least_rows=least_rows,
+        weights=steps.addresses,
+        moves=moves,
+    )

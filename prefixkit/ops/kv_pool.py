@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,3 +114,15 @@ class KVPool:
         if not 0 <= layer < self.spec.num_layers:
             raise IndexError(f"KVPool: layer {layer} of a pool for layers 0..{self.spec.num_layers - 1}")
         return layer
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free on a device, torch's own spare ones included."""
+    if device.type == "cuda":
+        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + int(spare)
+    try:
+        with open("/proc/meminfo") as meminfo:
+            return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -35,7 +35,7 @@ from prefixkit.models.compile.traced import TracedLayer
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.layer import CacheLayer, TracedStep
-from prefixkit.models.tree_cache import TreeCache
+from prefixkit.models.step_cache import StepCache
 from prefixkit.ops import library
 from prefixkit.ops.kv_pool import KVSpec
 
@@ -101,7 +101,7 @@ class CompiledLayers:
     """
 
     def __init__(
-        self, model: nn.Module, cache: TreeCache, rows: Container[int] | None = None, compiler: Compiler = compile_layer
+        self, model: nn.Module, cache: StepCache, rows: Container[int] | None = None, compiler: Compiler = compile_layer
     ) -> None:
         self.rows = rows
         self.reason: str | None = None
@@ -155,12 +155,12 @@ class CompiledLayers:
                 )
             self._step.load(step)
 
-    def run(self, cache: TreeCache, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, cache: StepCache, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``layer``, called with ``cache``, returns in the step in progress.
 
         Raises:
             IncompleteStep: it has run in this step.
-            ValueError: the model was called with other positions or another mask than ``TreeCache.inputs()``; or a
+            ValueError: the model was called with other positions or another mask than ``StepCache.inputs()``; or a
                 CUDA graph is being captured, and weights have moved since such a step ran.
         """
         copy = self._copies.get(layer)
@@ -256,14 +256,14 @@ class _LayerCopy:
             self._current, self._parts = made, parts
         return self._current
 
-    def check(self, cache: TreeCache, kwargs: dict[str, Any]) -> None:
+    def check(self, cache: StepCache, kwargs: dict[str, Any]) -> None:
         """Check of a call what layers that are not compiled check."""
         layer = CacheLayer(cache, self.index)
         layer.check_positions(kwargs.get("position_ids"))
         if "attention_mask" in kwargs:
             layer.check_mask(kwargs["attention_mask"])
         if cache.attended[self.index]:
-            raise IncompleteStep(f"TreeCache: layer {self.index} ran twice in one step; each must run once")
+            raise IncompleteStep(f"StepCache: layer {self.index} ran twice in one step; each must run once")
 
 
 @functools.cache

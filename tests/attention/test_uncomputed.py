@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from prefixkit.engine.uncomputed import choose_queries
+from prefixkit.attention.uncomputed import choose_queries
 from prefixkit.tree.radix import PrefixTree
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefixkit.models import IncompleteStep, NotPatched, TreeCache, patch
+from prefixkit.models import IncompleteStep, NotPatched, StepCache, patch
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 
 
@@ -23,7 +23,7 @@ def run(tiny, drive, rng):
 
 
 def test_between_steps_it_has_no_step(pool):
-    cache = TreeCache(pool)
+    cache = StepCache(pool)
     for ask in (lambda: cache.step, cache.inputs):
         with pytest.raises(ValueError, match=r"no step in progress; call cache.begin\(step\)"):
             ask()
@@ -69,8 +69,8 @@ def test_a_layer_that_runs_twice_is_stopped_before_it_writes(run):
 
 
 def test_update_outside_a_patched_layer_says_what_to_do(pool):
-    with pytest.raises(NotPatched, match=r"layer 1 was given a TreeCache.*prefixkit.patch\(model\)"):
-        TreeCache(pool).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 1)
+    with pytest.raises(NotPatched, match=r"layer 1 was given a StepCache.*prefixkit.patch\(model\)"):
+        StepCache(pool).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 1)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_update_outside_a_patched_layer_says_what_to_do(pool):
 )
 def test_what_only_the_tree_may_decide_is_refused(call, pool):
     with pytest.raises(TypeError, match="the tree decides whose KV is kept"):
-        call(TreeCache(pool))
+        call(StepCache(pool))
 
 
 def test_it_answers_what_models_and_generate_ask(pool):
-    cache = TreeCache(pool)
+    cache = StepCache(pool)
     assert len(cache) == 2
     assert bool(cache)
     assert cache.get_seq_length() == 0
@@ -115,7 +115,7 @@ def test_it_answers_what_models_and_generate_ask(pool):
     ids=["layers", "heads", "head_dim", "dtype"],
 )
 def test_a_pool_of_another_shape_is_refused(spec, message, run):
-    cache = TreeCache(KVPool(spec, num_pages=8, page_size=4))
+    cache = StepCache(KVPool(spec, num_pages=8, page_size=4))
     cache.begin(run.step())
     with pytest.raises(ValueError, match=message):
         run.model(**cache.inputs())

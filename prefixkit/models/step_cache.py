@@ -21,10 +21,10 @@ class Compiled(Protocol):
 
     def begin(self, step: Step) -> None: ...
 
-    def run(self, cache: TreeCache, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def run(self, cache: StepCache, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
-class TreeCache(Cache):
+class StepCache(Cache):
     """Takes a tree's KV pool into a patched model, as ``past_key_values``.
 
     One forward pass is one :class:`Step`::
@@ -60,7 +60,7 @@ class TreeCache(Cache):
     def step(self) -> Step:
         """The step in progress; between steps, asking for it raises ValueError."""
         if self._step is None:
-            raise ValueError("TreeCache: no step in progress; call cache.begin(step) before the model")
+            raise ValueError("StepCache: no step in progress; call cache.begin(step) before the model")
         return self._step
 
     def begin(self, step: Step) -> None:
@@ -70,7 +70,7 @@ class TreeCache(Cache):
             ValueError: the step before was neither ended nor abandoned; see also ``CompiledLayers.begin``.
         """
         if self._step is not None:
-            raise ValueError("TreeCache.begin: the step before is still open; call end(), or abandon() if it failed")
+            raise ValueError("StepCache.begin: the step before is still open; call end(), or abandon() if it failed")
         if self.compiled is not None:
             self.compiled.begin(step)
         self._step = step
@@ -95,12 +95,12 @@ class TreeCache(Cache):
             IncompleteStep: a layer was not reached exactly once, so the KV of this step is not complete.
         """
         if self._step is None:
-            raise ValueError("TreeCache.end: no step in progress; call cache.begin(step) first")
+            raise ValueError("StepCache.end: no step in progress; call cache.begin(step) first")
         self.abandon()
         missed = [layer for layer, calls in enumerate(self.attended) if calls != 1]
         if missed:
             raise IncompleteStep(
-                f"TreeCache.end: layers {missed} of {len(self.attended)} did not attend to the tree exactly once. "
+                f"StepCache.end: layers {missed} of {len(self.attended)} did not attend to the tree exactly once. "
                 "Something calls their forward behind the patch (a wrapper, a compiled copy), or the model skips "
                 "layers: patch the model again after whatever wrapped it"
             )
@@ -119,7 +119,7 @@ class TreeCache(Cache):
             NotPatched: always.
         """
         raise NotPatched(
-            f"layer {layer_idx} was given a TreeCache, but it is not patched; call prefixkit.patch(model) first, and "
+            f"layer {layer_idx} was given a StepCache, but it is not patched; call prefixkit.patch(model) first, and "
             "after anything that wraps or replaces attention layers"
         )
 
@@ -133,7 +133,7 @@ class TreeCache(Cache):
     def __repr__(self) -> str:
         spec = self.pool.spec
         state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
-        return f"TreeCache({spec.num_layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {state})"
+        return f"StepCache({spec.num_layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {state})"
 
     is_initialized = True
     is_croppable = False
@@ -147,10 +147,10 @@ class TreeCache(Cache):
     is_linear = is_dummy = is_sliding
 
 
-def _refuse(cache: TreeCache, *args: Any, method: str, **kwargs: Any) -> NoReturn:
-    raise TypeError(f"TreeCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release")
+def _refuse(cache: StepCache, *args: Any, method: str, **kwargs: Any) -> NoReturn:
+    raise TypeError(f"StepCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release")
 
 
 # What would change which KV is kept.  The base class, which sees no layers, would silently do nothing.
 for _method in ("reorder_cache", "crop", "reset", "batch_repeat_interleave", "batch_select_indices"):
-    setattr(TreeCache, _method, partialmethod(_refuse, method=_method))
+    setattr(StepCache, _method, partialmethod(_refuse, method=_method))

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
+import torch
 
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.tree.snapshot import TreeSnapshot
+
+# Prompt tokens of a step, without prefill_chunk: on a GPU a step should be long enough to fill it.
+_CPU_CHUNK, _GPU_CHUNK = 1024, 8192
+
+
+def prefill_chunk_for(device: torch.device) -> int:
+    """Prompt tokens that a step computes by default."""
+    return _GPU_CHUNK if device.type == "cuda" else _CPU_CHUNK
 
 
 def choose_queries(
