@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from prefixkit.engine.request import BeamParams, Request, Sample, TokenEvent
     from prefixkit.models.errors import UnsupportedModel
     from prefixkit.models.patch import patch, patched, unpatch
+    from prefixkit.models.tree_cache import TreeCache
     from prefixkit.sampling.params import SamplingParams
     from prefixkit.session import Result, Session, SessionBusy
 
@@ -24,7 +25,7 @@ _NAMES = {
     "prefixkit.api": ("beam_search", "generate"),
     "prefixkit.engine.report": ("Report",),
     "prefixkit.engine.request": ("BeamParams", "Request", "Sample", "TokenEvent"),
-    "prefixkit.models": ("UnsupportedModel", "patch", "patched", "unpatch"),
+    "prefixkit.models": ("TreeCache", "UnsupportedModel", "patch", "patched", "unpatch"),
     "prefixkit.sampling.params": ("SamplingParams",),
     "prefixkit.session": ("Result", "Session", "SessionBusy"),
 }
@@ -40,6 +41,7 @@ __all__ = [
     "Session",
     "SessionBusy",
     "TokenEvent",
+    "TreeCache",
     "UnsupportedModel",
     "beam_search",
     "generate",

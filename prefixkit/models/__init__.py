@@ -8,12 +8,14 @@ from prefixkit.models.requirements import UnsupportedTransformers, check_transfo
 check_transformers(transformers)
 
 # ruff: noqa: E402
+from prefixkit.models.attention import is_patched
 from prefixkit.models.errors import IncompleteStep, NotPatched, UnsupportedModel
 from prefixkit.models.families import FAMILIES
-from prefixkit.models.patch import is_patched, patch, patched, unpatch
+from prefixkit.models.patch import patch, patched, unpatch
 from prefixkit.models.runner import ModelRunner
 from prefixkit.models.shape import kv_spec, query_heads
 from prefixkit.models.step_cache import StepCache
+from prefixkit.models.tree_cache import TreeCache
 
 __all__ = [
     "FAMILIES",
@@ -21,6 +23,7 @@ __all__ = [
     "ModelRunner",
     "NotPatched",
     "StepCache",
+    "TreeCache",
     "UnsupportedModel",
     "UnsupportedTransformers",
     "is_patched",

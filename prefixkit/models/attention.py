@@ -58,7 +58,7 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
         kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
         return original.forward(shallow_copy(self, original, layer), *args, **kwargs)
 
-    return subclass(original, forward, _blank)
+    return subclass(original, _blank, {"forward": forward})
 
 
 def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCache | None:
@@ -67,9 +67,9 @@ def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCache | No
 
 
 def subclass(
-    original: type[nn.Module], forward: Callable[..., Any], blank: Callable[[type[nn.Module]], nn.Module]
+    original: type[nn.Module], blank: Callable[[type[nn.Module]], nn.Module], methods: dict[str, Callable[..., Any]]
 ) -> type[nn.Module]:
-    """A subclass of a module's class with the same name and another ``forward``; ``unpatch`` undoes it.
+    """A subclass of a module's class with the same name and other ``methods``; ``unpatch`` undoes it.
 
     Pickle and deepcopy, to which the name means the original class, rebuild a module from ``blank(original)``.
     """
@@ -78,14 +78,22 @@ def subclass(
         return blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
 
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(
-        original.__name__, (original,), {**names, "forward": forward, "__reduce_ex__": reduce, _ORIGINAL: original}
-    )
+    return type(original.__name__, (original,), {**names, **methods, "__reduce_ex__": reduce, _ORIGINAL: original})
 
 
 def is_tree_class(cls: type) -> bool:
     """Whether :func:`subclass` made ``cls``."""
     return _ORIGINAL in cls.__dict__
+
+
+def patched_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of ``model`` that are patched."""
+    return [module for module in model.modules() if is_tree_class(type(module))]
+
+
+def is_patched(model: object) -> bool:
+    """Whether any attention layer of ``model`` is patched; False also for what is no model."""
+    return isinstance(model, nn.Module) and bool(patched_modules(model))
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

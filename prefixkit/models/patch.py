@@ -9,33 +9,48 @@ from typing import TypeVar
 
 from torch import nn
 
-from prefixkit.models.attention import is_tree_class, original_class, tree_class
+from prefixkit.models.attention import is_tree_class, original_class, patched_modules, tree_class
 from prefixkit.models.compile.made import drop
 from prefixkit.models.compile.packed_weights import unpack
-from prefixkit.models.families import attention_layers, is_own_forward
+from prefixkit.models.families import attention_layers, is_own_forward, pretrained_model
+from prefixkit.models.generation import MODES, Mode, forget_mode, generates, generating_class, set_mode
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def patch(model: Model) -> Model:
-    """Let ``model`` attend over a prefix tree whenever its ``past_key_values`` is a :class:`StepCache`.
+def patch(model: Model, *, tree_cache: Mode = "auto") -> Model:
+    """Let ``model`` attend over prefix trees: for prefixkit's calls, and for its own ``generate``.
 
-    Only the classes of the attention modules change, to subclasses of themselves.  Parameters, state dict, config,
-    hooks and adapters stay, and with any other cache the model computes exactly what it did before.
+    Only the classes of the model and of its attention modules change, to subclasses of themselves.  Parameters, state
+    dict, config, hooks and adapters stay, and with caches that are no trees the model computes exactly what it did
+    before.
 
     Args:
-        model: A transformers model of a supported family, or a wrapper around one.  Patching it twice changes nothing.
+        model: A transformers model of a supported family, or a wrapper around one.  Patching it twice changes nothing
+            but ``tree_cache``.
+        tree_cache: When ``model.generate`` keeps its KV in a :class:`TreeCache`: ``"auto"`` where rows share prompt
+            tokens, as with ``num_return_sequences`` and ``num_beams``; ``"always"`` wherever it can; ``"never"`` unless
+            it is given one as ``past_key_values``.
 
     Returns:
         The same model.
 
     Raises:
         UnsupportedModel: the model is not one of the tested families; nothing was changed.
+        ValueError: ``tree_cache`` is none of these.
     """
+    if tree_cache not in MODES:
+        raise ValueError(f"tree_cache must be one of {', '.join(map(repr, MODES))}, got {tree_cache!r}")
     modules = [module for module in attention_layers(model).values() if not is_tree_class(type(module))]
+    whole = pretrained_model(model)
     try:
         for module in modules:
             _become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash
+        if generates(whole):
+            if not is_tree_class(type(whole)):
+                modules.append(whole)
+                _become(whole, generating_class(type(whole)))  # type: ignore[arg-type]
+            set_mode(whole, tree_cache)
     except BaseException:
         _restore([module for module in modules if is_tree_class(type(module))])
         raise
@@ -58,29 +73,20 @@ def unpatch(model: Model) -> Model:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: expected a model, got {type(model).__name__}")
-    _restore(_patched_modules(model))
+    _restore(patched_modules(model))
     unpack(model.parameters())  # also those that an earlier call could not unpack for want of memory
     return model
-
-
-def is_patched(model: object) -> bool:
-    """Whether any attention layer of ``model`` is patched; False also for what is no model."""
-    return isinstance(model, nn.Module) and bool(_patched_modules(model))
 
 
 @contextmanager
 def patched(model: Model) -> Iterator[Model]:
     """The model, patched for the length of a ``with`` block; layers that were patched before stay so."""
-    before = set(_patched_modules(model)) if isinstance(model, nn.Module) else set()
+    before = set(patched_modules(model)) if isinstance(model, nn.Module) else set()
     patch(model)
     try:
         yield model
     finally:
-        _restore([module for module in _patched_modules(model) if module not in before])
-
-
-def _patched_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if is_tree_class(type(module))]
+        _restore([module for module in patched_modules(model) if module not in before])
 
 
 def _restore(modules: list[nn.Module]) -> None:
@@ -88,6 +94,7 @@ def _restore(modules: list[nn.Module]) -> None:
     drop(modules)
     for module in modules:
         _become(module, original_class(module))
+        forget_mode(module)
     for module in modules:
         unpack(module.parameters())
 

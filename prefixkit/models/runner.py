@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.step import Step
+from prefixkit.models.attention import is_patched
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.errors import NotPatched
 from prefixkit.models.families import pretrained_model
-from prefixkit.models.patch import is_patched
 from prefixkit.models.shape import kv_spec
 from prefixkit.models.step_cache import StepCache
 from prefixkit.ops.backend import backend_for
@@ -41,6 +41,7 @@ class ModelRunner:
         compiled: Run the decoder layers through torch.compile: for steps of these numbers of rows, or of any (True).
             The model's first such step takes seconds; see :class:`CompiledLayers`.
         compiler: Compiles a layer's graph; None for ``compile_layer``, which takes Inductor.
+        call: Calls the model; None: itself.  A model that is being called already must not run its hooks again.
 
     Attributes:
         model: The patched model.
@@ -56,7 +57,12 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: nn.Module, pool: KVPool, compiled: bool | Container[int] = False, compiler: Compiler | None = None
+        self,
+        model: nn.Module,
+        pool: KVPool,
+        compiled: bool | Container[int] = False,
+        compiler: Compiler | None = None,
+        call: Callable[..., Any] | None = None,
     ) -> None:
         if not is_patched(model):
             raise NotPatched(f"ModelRunner: {type(model).__name__} is not patched; call prefixkit.patch(model) first")
@@ -69,7 +75,7 @@ class ModelRunner:
                 f"ModelRunner: {type(inner).__name__} has no language-model head whose rows can be chosen with "
                 "logits_to_keep; load the model with AutoModelForCausalLM"
             )
-        self.model = model
+        self.model, self.call = model, model if call is None else call
         self.cache = StepCache(pool)
         self.vocab_size = int(inner.config.get_text_config().vocab_size)
         _warn_of_moving_rotary(inner)
@@ -89,7 +95,7 @@ class ModelRunner:
             ``torch.inference_mode``.
 
         Raises:
-            ValueError: the model is in training mode.
+            ValueError: the model is in training mode, and drops something at random.
             IncompleteStep: a layer was not reached exactly once.
         """
         with torch.inference_mode():
@@ -97,14 +103,14 @@ class ModelRunner:
 
     def compute(self, step: Step) -> Tensor:
         """The same, but the logits in the dtype that the model gives them."""
-        if self.model.training:
+        if self.model.training and (dropout := random_part(self.model)) is not None:
             raise ValueError(
-                "ModelRunner: the model is in training mode, where dropout is random; call model.eval() first"
+                f"ModelRunner: the model is in training mode, where {dropout} is random; call model.eval() first"
             )
         with self._turn, torch.inference_mode():
             self.cache.begin(step)
             try:
-                logits: Tensor = self.model(**self.cache.inputs(), logits_to_keep=step.logit_rows).logits[0]
+                logits: Tensor = self.call(**self.cache.inputs(), logits_to_keep=step.logit_rows).logits[0]
             except BaseException:
                 self.cache.abandon()
                 raise
@@ -146,8 +152,24 @@ def _warn_of_moving_rotary(model: PreTrainedModel) -> None:
         )
 
 
+def random_part(model: nn.Module) -> str | None:
+    """The name of what a model drops at random in training mode; None if nothing."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            return str(name)
+        if isinstance(rate := getattr(module, "attentionrandom_part", 0.0), float) and rate > 0:
+            return f"{name}.attentionrandom_part"
+    return None
+
+
 def runner_of(
-    model: Any, pool: KVPool, planner: Planner, *, graphs: bool = True, compiled: bool = False
+    model: Any,
+    pool: KVPool,
+    planner: Planner,
+    *,
+    graphs: bool = True,
+    compiled: bool = False,
+    call: Callable[..., Any] | None = None,
 ) -> EagerRunner | GraphRunner:
     """What runs a patched model's steps: decode steps by CUDA graphs where that can be, with a line in the log if not.
 
@@ -157,8 +179,9 @@ def runner_of(
         planner: Plans its attention.
         graphs: Whether CUDA graphs are wanted.
         compiled: Whether layers in these graphs go through torch.compile.
+        call: See :class:`ModelRunner`.
     """
-    device, plain = pool.spec.device, ModelRunner(model, pool)
+    device, plain = pool.spec.device, ModelRunner(model, pool, call=call)
     eager = EagerRunner(plain, planner, device)
     backend, planning = backend_for(device), None
     if graphs and device.type == "cuda":

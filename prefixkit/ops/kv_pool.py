@@ -85,6 +85,13 @@ class KVPool:
             pages = torch.empty(shape, dtype=spec.dtype, device=spec.device)
         return pages if spec.device.type == "cpu" else pages.transpose(2, 3)
 
+    def grown(self, num_pages: int) -> KVPool:
+        """A pool of more pages, of which the first hold what this one's hold."""
+        larger = KVPool(self.spec, num_pages, self.page_size)
+        for mine, its in zip(self._layers, larger._layers, strict=True):
+            its[:, : self.num_pages] = mine
+        return larger
+
     @property
     def bytes(self) -> int:
         """Bytes that all pages take when full."""

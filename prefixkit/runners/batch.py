@@ -28,7 +28,7 @@ class Batch:
         tokens: ``[T]`` their ids.
         rows: ``[R]`` the query row after which each sequence goes on.
         prompts: ``[P]`` query rows whose logits are wanted.
-        sampling: How the token after each of ``rows`` is sampled.
+        sampling: How the token after each of ``rows`` is sampled; None: it is not, the logits of ``rows`` are wanted.
         steps: Steps that its sequences may still take, this one included.
     """
 
@@ -36,7 +36,7 @@ class Batch:
     tokens: NDArray[np.int32]
     rows: NDArray[np.int64]
     prompts: NDArray[np.int64]
-    sampling: Sampling
+    sampling: Sampling | None
     steps: int = 1
 
     @cached_property
@@ -130,6 +130,10 @@ class Runner(Protocol):
     def reads(self) -> tuple[int, int]:
         """Token KVs that one layer reads in the step launched last, and would read for each row apart."""
 
+    @property
+    def logits(self) -> Tensor:
+        """``[R, vocab]`` what the step launched last gave, where nothing is sampled; valid until the next step."""
+
     def forget(self) -> None:
         """Drop what was made from the model's weights as they were."""
 
@@ -139,10 +143,13 @@ class Runner(Protocol):
     def launch(self, batch: Batch) -> None:
         """Start the first step of a batch, in place of the last batch, whose unread steps are forgotten."""
 
-    def repeat(self) -> None:
+    def repeat(self, tokens: Tensor | None = None) -> None:
         """Start another step of a batch that :attr:`~Batch.decodes`: each row runs the token sampled before.
 
         Each leaf has to hold the pages of its tokens to come.
+
+        Args:
+            tokens: ``[R]`` int64, what the rows run where nothing is sampled.
         """
 
     def keep(self, rows: NDArray[np.intp]) -> None:

@@ -30,6 +30,7 @@ class EagerRunner:
     """
 
     graph_steps, captures, seconds_capturing, graph_bytes = 0, 0, 0.0, 0
+    logits: Tensor
 
     def __init__(
         self,
@@ -60,6 +61,9 @@ class EagerRunner:
     def launch(self, batch: Batch) -> None:
         self._unread.clear()
         self._tree = batch.tree
+        if batch.sampling is None:
+            self.logits = self._run(batch.tokens, batch.rows)
+            return
         wanted = np.unique(np.concatenate((batch.rows, batch.prompts)))
         logits = self._run(batch.tokens, wanted)
         prompts = logits[np.searchsorted(wanted, batch.prompts)] if len(batch.prompts) else None
@@ -67,8 +71,11 @@ class EagerRunner:
         own = logits if len(rows) == len(logits) else logits[rows]  # ascending, as ``wanted``
         self._unread.append(self._choose(own, batch.sampling, prompts))
 
-    def repeat(self) -> None:
+    def repeat(self, tokens: Tensor | None = None) -> None:
         self._tree = self._tree.grown(1)
+        if tokens is not None:
+            self.logits = self._run(tokens.cpu().numpy(), np.arange(len(tokens)))
+            return
         logits = self._run(self._last, np.arange(len(self._last)))
         self._unread.append(self._choose(logits, None))
 

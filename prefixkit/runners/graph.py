@@ -41,8 +41,9 @@ REPLAN_EVERY = 64
 PACE = Pace(ahead=2, slack=16, waited_for=8)
 # Steps for which a batch is worth a capture.
 FEWEST_STEPS = 4
-# What a graph gives beside sampled tokens: so many of the likeliest, or the logits in place of all.
-_LOGITS = -1
+# What a graph gives beside sampled tokens: so many of the likeliest, or the logits in place of all; those alone where
+# nothing is sampled by us.  All but the last, and those that give nothing beside, bring their batch themselves.
+_LOGITS, _LOGITS_ALONE = -1, -2
 _FEWEST_TOP = 16
 
 
@@ -136,13 +137,23 @@ class GraphRunner:
         else:
             self._replay()
 
-    def repeat(self) -> None:
+    def repeat(self, tokens: Tensor | None = None) -> None:
         if self._eagerly:
-            return self.eager.repeat()
+            return self.eager.repeat(tokens)
         if self._stale:  # some callback has moved the model's weights
             self.keep(np.arange(self._rows))
         self._see_moves()
+        if tokens is not None and self._arrays is not None:
+            self._arrays.tree.sampled[: self._rows] = tokens
         self._replay()
+
+    @property
+    def logits(self) -> Tensor:
+        if self._eagerly:
+            return self.eager.logits
+        logits = self._graphs[self._running, self._gives].logits
+        assert logits is not None, "nothing is sampled"
+        return logits[: self._rows]
 
     def keep(self, rows: NDArray[np.intp]) -> None:
         if self._eagerly:
@@ -185,10 +196,10 @@ class GraphRunner:
         if self._refused or self._no_memory or not batch.decodes:
             return False
         sampling, rows = batch.sampling, len(batch.rows)
-        gives = _LOGITS if sampling.process is not None else _top_of(sampling.top)
+        gives = _LOGITS_ALONE if sampling is None else _top_of(sampling.top) if sampling.process is None else _LOGITS
         if batch.steps < self.fewest_steps and (self._bucket(rows), gives) not in self._graphs:
             return False
-        self._gives, self._top, self._sampling = gives, sampling.top, sampling
+        self._gives, self._top, self._sampling = gives, 0 if sampling is None else sampling.top, sampling
         try:
             with self._here():
                 if self._stale:
@@ -213,17 +224,18 @@ class GraphRunner:
         if arrays is None or not self._written(arrays, batch, bucket):
             arrays = self._reserve(tree)
             self._graph(arrays, bucket)
-            if self._gives:
+            if self._brings:
                 arrays.write(tree, batch.tokens)
-        arrays.start(batch.sampling.batch)
-        if not self._gives:
+        if batch.sampling is not None:
+            arrays.start(batch.sampling.batch)
+        if not self._brings:
             arrays.begin(batch.tokens)
             arrays.load(tree)
         self._take(arrays, tree, bucket)
 
     def _written(self, arrays: GraphArrays, batch: Batch, bucket: int) -> bool:
         """Whether a graph that is there brings the batch."""
-        if not self._gives or (bucket, self._gives) not in self._graphs:
+        if not self._brings or (bucket, self._gives) not in self._graphs:
             return False
         try:
             arrays.write(batch.tree, batch.tokens)
@@ -240,6 +252,8 @@ class GraphRunner:
             self._steps += 1
             self.graph_steps += 1
             captured.replay()
+            if self._sampling is None:
+                return
             if captured.logits is not None:
                 logits = captured.logits[: self._rows].float()
                 self._unread.append(self.eager.sample(logits, self._sampling))
@@ -272,6 +286,11 @@ class GraphRunner:
             rows = self._bucket(len(tree.queries.node))
             self._arrays = GraphArrays(tree, rows, self.planning, self.page_size, self.device)
         return self._arrays
+
+    @property
+    def _brings(self) -> bool:
+        """Whether the batch's graph brings it to where it reads it."""
+        return self._gives not in (0, _LOGITS_ALONE)
 
     @property
     def _stale(self) -> bool:
@@ -328,16 +347,16 @@ class GraphRunner:
         log.info("captured a decode step of %d rows in %.2f s; graphs hold %.0f MiB", rows, took, held)
 
     def _captured(self, arrays: GraphArrays, step: Step) -> Captured:
-        sampler, gives, captured = arrays.sampler, self._gives, Captured()
+        sampler, gives, brings, captured = arrays.sampler, self._gives, self._brings, Captured()
         assert sampler is not None, "made before"
         arrays.ring.hold_top(arrays.top_of(gives))
 
         def run() -> None:
-            if gives:
+            if brings:
                 arrays.bring(step.num_rows)
             arrays.tree.advance(step.num_rows)
             logits = self.model(step)
-            if gives == _LOGITS:
+            if gives < 0:
                 captured.logits = logits
                 return
             sampled = sampler.sample(logits)

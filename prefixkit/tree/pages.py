@@ -55,6 +55,12 @@ class PageAllocator:
         self._refcounts: Ints = np.zeros(self.num_pages, np.int32)
         self._lowest = 0  # every page below is taken
 
+    def grow(self, count: int) -> None:
+        """Hand out so many more pages."""
+        self._refcounts = np.concatenate((self._refcounts, np.zeros(count, np.int32)))
+        self.num_pages += count
+        self._free += count
+
     @property
     def free(self) -> int:
         """Pages that are not held."""
@@ -67,14 +73,18 @@ class PageAllocator:
         view.flags.writeable = False
         return view
 
+    def check(self, count: int) -> None:
+        """Raise OutOfPages if fewer than ``count`` pages are free."""
+        if count > self._free:
+            raise OutOfPages(count, self._free, self.num_pages)
+
     def allocate(self, count: int) -> Ints:
         """The ``count`` lowest free pages, ascending, held once each.
 
         Raises:
             OutOfPages: fewer than ``count`` are free; nothing has changed.
         """
-        if count > self._free:
-            raise OutOfPages(count, self._free, self.num_pages)
+        self.check(count)
         if count <= 0:
             return np.empty(0, np.int32)
         pages = self._find(count)

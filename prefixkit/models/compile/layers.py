@@ -277,7 +277,9 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention.py
         return cache.compiled.run(cache, self, args, kwargs)
 
-    return subclass(original, forward, object.__new__)  # copies are of the original class: they belong to no cache
+    return subclass(
+        original, object.__new__, {"forward": forward}
+    )  # copies are of the original class: they belong to no cache
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -1,0 +1,239 @@
+"""A patched model's own ``generate()`` on the tree: its class takes a :class:`TreeCache`, and makes one where it pays."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from prefixkit.models.attention import original_class, subclass
+from prefixkit.models.runner import random_part
+from prefixkit.models.tree_cache import TreeCache
+from prefixkit.models.tree_memory import DoesNotFit
+from prefixkit.tree.rows import distinct_tokens
+
+log = logging.getLogger("prefixkit")
+
+Mode = Literal["auto", "always", "never"]
+MODES = ("auto", "always", "never")
+_MODE = "_prefixkit_tree_cache"
+# A tree pays from so many prompt tokens on that need not be computed again, if they are this share of all.
+_FEWEST_SHARED, _SHARE = 32, 0.25
+# Arguments of a forward pass that attention over a tree understands, and those that change nothing it does.
+_UNDERSTOOD = {"self", "input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+_UNDERSTOOD |= {"cache_position", "return_dict"}
+_REQUESTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+class NotOnTree(ValueError):
+    """A call of a model cannot run on a tree."""
+
+
+class GeneratedCache(TreeCache):
+    """What ``generate`` makes by itself: until the first tokens come, it may still be the cache that it stands for.
+
+    Args:
+        model: The model that generates.
+        instead: The cache that transformers has made.
+        always: Whether the tree is used wherever it can be, not only where it pays.
+    """
+
+    def __init__(self, model: PreTrainedModel, instead: Cache, always: bool) -> None:
+        super().__init__(model)
+        self.instead, self.always = instead, always
+
+    def activate_past_recording(self) -> None:
+        self.instead.activate_past_recording()  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def generating_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a model's class that takes tree caches; always the same for one original."""
+    signature = inspect.signature(original.forward)
+
+    @functools.wraps(original.forward)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, TreeCache)), None)
+        if cache is None:
+            return original.forward(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return _forward(self, cache, given, original.forward)
+
+    methods: dict[str, Callable[..., Any]] = {"forward": forward, "_prepare_cache_for_generation": _prepare_cache}
+    return subclass(original, _blank, methods)
+
+
+def _blank(original: type[nn.Module]) -> nn.Module:
+    cls = generating_class(original)  # type: ignore[arg-type]  # classes hash
+    return cls.__new__(cls)
+
+
+def generates(model: nn.Module) -> bool:
+    """Whether a model has a ``generate`` of transformers, and can be asked for the logits of some tokens alone."""
+    cls = original_class(model)
+    return issubclass(cls, GenerationMixin) and "logits_to_keep" in inspect.signature(cls.forward).parameters
+
+
+def set_mode(model: nn.Module, mode: Mode) -> None:
+    """Say when ``generate`` is to make a tree cache.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    model.__dict__[_MODE] = mode
+
+
+def forget_mode(model: nn.Module) -> None:
+    """Leave no trace of :func:`set_mode`."""
+    model.__dict__.pop(_MODE, None)
+
+
+def _prepare_cache(
+    self: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Let transformers make a cache, and put a tree cache before it where a tree may pay."""
+    before = model_kwargs.get("past_key_values")
+    whole: Any = original_class(self)
+    done = whole._prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs
+    )
+    made, mode = model_kwargs.get("past_key_values"), self.__dict__.get(_MODE, "auto")
+    rows = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1) * batch_size
+    may = before is None and generation_config.cache_implementation in (None, "dynamic")
+    if may and type(made) is DynamicCache and (mode == "always" or (mode == "auto" and rows > 1)):
+        made = model_kwargs["past_key_values"] = GeneratedCache(self, made, mode == "always")
+    if isinstance(made, TreeCache):
+        made.fork, made.final_length = (generation_config.num_beams or 1) > 1, max_cache_length
+    return done
+
+
+def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], original: Callable[..., Any]) -> Any:
+    """A forward pass of a padded batch over the tree of its rows."""
+    if cache.model is not model:
+        raise NotOnTree(f"the cache belongs to another {type(cache.model).__name__}; make one for this model")
+    try:
+        logits = _logits(model, cache, given)
+    except (NotOnTree, DoesNotFit) as error:
+        if not isinstance(cache, GeneratedCache) or len(cache.padding):
+            raise
+        log.info("generate: KV is kept as transformers does: %s", error)
+        return original(**given | {"past_key_values": cache.instead})
+    out = CausalLMOutputWithPast(logits=logits.to(model.dtype), past_key_values=cache)
+    returns = given.get("return_dict")
+    return out if returns or (returns is None and getattr(model.config, "return_dict", True)) else out.to_tuple()
+
+
+def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> Tensor:
+    """``[rows, kept, vocab]``.
+
+    Raises:
+        NotOnTree, DoesNotFit: nothing has changed.
+    """
+    tokens = given.get("input_ids")
+    _check(model, given)
+    assert isinstance(tokens, Tensor), "checked"
+    keep = given.get("logits_to_keep", 0)
+    if not isinstance(keep, int):
+        raise NotOnTree("logits_to_keep names single tokens")
+    count = min(keep, tokens.shape[1]) or tokens.shape[1]
+    mask, length = given.get("attention_mask"), cache.get_seq_length()
+    if not length:
+        pad = _padding(mask, tokens)
+        _check_positions(given.get("position_ids"), pad, 0, tokens.shape[1])
+        own = tokens.cpu().numpy().astype(np.int32)
+        if isinstance(cache, GeneratedCache) and not cache.always:
+            _check_it_pays(own, pad, cache.fork)
+        cache.start(own, pad)
+        return cache.compute(count)
+    if len(tokens) != cache.batch_size:
+        raise NotOnTree(f"input_ids has {len(tokens)} rows, and the cache {cache.batch_size}")
+    if mask is not None and tuple(mask.shape) != (len(tokens), length + tokens.shape[1]):
+        raise NotOnTree(
+            f"the attention mask has shape {tuple(mask.shape)}, but {length} tokens of {len(tokens)} rows are in the "
+            f"cache and {tokens.shape[1]} are to come"
+        )
+    if tokens.shape[1] == 1:
+        return cache.decode(tokens[:, 0])[:, None]
+    if mask is not None and not np.array_equal(_padding(mask, tokens), cache.padding):
+        raise NotOnTree("the attention mask pads other tokens than those before which the cache was filled")
+    _check_positions(given.get("position_ids"), cache.padding, length, length + tokens.shape[1])
+    cache.extend(tokens)
+    return cache.compute(count)
+
+
+def _check(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    """Raise NotOnTree where a forward pass asks for more than logits after tokens, or could not be the same twice."""
+    if given.get("inputs_embeds") is not None or not isinstance(given.get("input_ids"), Tensor):
+        raise NotOnTree("rows are given as embeddings, and a tree is one of token ids")
+    if given["input_ids"].ndim != 2:
+        raise NotOnTree(f"input_ids has shape {tuple(given['input_ids'].shape)}, not [rows, length]")
+    for name in _REQUESTS:
+        wanted = given.get(name)
+        if wanted or (wanted is None and getattr(model.config, name, False)):
+            raise NotOnTree(f"{name} is asked for, which there are none of for rows whose tokens are computed once")
+    for name, value in given.items():
+        if value is not None and value is not False and name not in _UNDERSTOOD:
+            raise NotOnTree(f"attention over a tree would ignore {name}")
+    if given.get("use_cache") is False:
+        raise NotOnTree("use_cache is False")
+    if torch.is_grad_enabled() and any(one.requires_grad for one in model.parameters()):
+        raise NotOnTree("attention over a tree has no backward; call the model under torch.no_grad()")
+    if model.training:
+        if model.is_gradient_checkpointing:
+            raise NotOnTree("the model is in training mode with gradient checkpointing, which drops the cache")
+        if (dropout := random_part(model)) is not None:
+            raise NotOnTree(f"the model is in training mode, where {dropout} is random; call model.eval() first")
+
+
+def _padding(mask: Any, tokens: Tensor) -> NDArray[np.int64]:
+    """``[rows]`` tokens of padding before each row."""
+    rows = len(tokens)
+    if mask is None:
+        return np.zeros(rows, np.int64)
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != rows or mask.shape[1] < tokens.shape[1]:
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise NotOnTree(f"the attention mask is {shape}, not [rows, length] beside ids of {tuple(tokens.shape)}")
+    there = mask.cpu().numpy() != 0
+    pad: NDArray[np.int64] = there.argmax(1).astype(np.int64)
+    if not there[:, -1].all() or (there.sum(1) != there.shape[1] - pad).any():
+        raise NotOnTree("the attention mask has holes, or padding on the right; pad on the left")
+    return pad
+
+
+def _check_positions(position_ids: Any, pad: NDArray[np.int64], begin: int, end: int) -> None:
+    """Raise NotOnTree unless positions count the tokens after the padding."""
+    if position_ids is None:
+        if pad.any():
+            raise NotOnTree("rows are padded, but there are no position_ids, without which padding counts as text")
+        return
+    given = position_ids.cpu().numpy() if isinstance(position_ids, Tensor) else np.empty((0, 0))
+    expected = np.arange(begin, end) - pad[:, None]
+    if given.ndim != 2 or given.shape[1] != end - begin or len(given) not in (1, len(pad)):
+        raise NotOnTree(f"position_ids has shape {given.shape}, not {expected.shape}")
+    if (np.where(expected < 0, 0, given - expected) != 0).any():
+        raise NotOnTree("position_ids do not count the tokens of each row from its first")
+
+
+def _check_it_pays(tokens: NDArray[np.int32], pad: NDArray[np.int64], fork: bool) -> None:
+    total, distinct = distinct_tokens(tokens, pad)
+    if total - distinct < max(_FEWEST_SHARED, _SHARE * total):
+        raise NotOnTree(f"of {total} prompt tokens only {total - distinct} are shared, which does not pay")

@@ -1,0 +1,84 @@
+"""What a tree cache holds: pool, tree, and what runs steps over them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.uncomputed import prefill_chunk_for
+from prefixkit.models.runner import runner_of
+from prefixkit.models.shape import kv_spec, query_heads
+from prefixkit.ops.backend import backend_for
+from prefixkit.ops.kv_pool import KVPool, free_memory
+from prefixkit.runners.batch import Runner
+from prefixkit.tree.radix import PrefixTree
+
+log = logging.getLogger("prefixkit")
+
+# Of the memory that is free: the rest is for logits, activations and other processes.
+GPU_MEMORY_SHARE, CPU_MEMORY_SHARE = 0.8, 0.5
+
+
+class DoesNotFit(ValueError):
+    """The KV of a batch does not fit the share of free memory that a tree cache may take."""
+
+
+class TreeMemory:
+    """A pool, the tree of what it holds, and a runner of steps over both.
+
+    Args:
+        model: A patched model.
+        call: Its ``forward`` without the part of it that takes a tree cache.
+        num_pages, page_size: Of the pool.
+
+    Attributes:
+        tree, pool, runner: These.
+        chunk: Prompt tokens of a step.
+
+    Raises:
+        DoesNotFit: so many pages take more than their share of the memory that is free.
+    """
+
+    def __init__(self, model: Any, call: Callable[..., Any], num_pages: int, page_size: int) -> None:
+        self.model, self.call, self.spec = model, call, kv_spec(model)
+        self._check(num_pages * page_size)
+        self.tree = PrefixTree(num_pages, page_size)
+        self._take(KVPool(self.spec, num_pages, page_size))
+        self.chunk = prefill_chunk_for(self.spec.device)
+
+    def grow(self, pages: int) -> None:
+        """Make room for so many more pages: the pool is copied to a larger one.
+
+        Raises:
+            DoesNotFit: there is no memory for it beside the present one; nothing has changed.
+        """
+        total = self.pool.num_pages + pages
+        self._check(total * self.pool.page_size)
+        log.info("tree cache: KV for %d tokens becomes KV for %d", self.tokens, total * self.pool.page_size)
+        self._take(self.pool.grown(total))
+        self.tree.allocator.grow(pages)
+
+    @property
+    def tokens(self) -> int:
+        """What the pool can hold."""
+        return self.pool.num_pages * self.pool.page_size
+
+    def _take(self, pool: KVPool) -> None:
+        spec = self.spec
+        shape = HeadShape(query_heads(self.model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
+        planner = backend_for(spec.device).planner_for(shape, spec.device, spec.dtype)
+        self.pool = pool
+        self.runner: Runner = runner_of(self.model, pool, planner, call=self.call)
+
+    def _check(self, tokens: int) -> None:
+        """Raise DoesNotFit unless KV of so many tokens fits."""
+        spec = self.spec
+        share = CPU_MEMORY_SHARE if spec.device.type == "cpu" else GPU_MEMORY_SHARE
+        need, free = tokens * spec.bytes_per_token, free_memory(spec.device)
+        if need > share * free:
+            raise DoesNotFit(
+                f"KV for {tokens} tokens takes {need / 2**30:.2f} GiB, and a tree cache takes at most {share:.0%} of "
+                f"the {free / 2**30:.2f} GiB that are free on {spec.device}"
+            )

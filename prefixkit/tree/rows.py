@@ -1,0 +1,118 @@
+"""The rows of a left-padded batch as sequences of a prefix tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.tree.node import Node, Sequence
+from prefixkit.tree.pages import pages_for
+from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.tokens import common_prefix
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+
+
+class Rows:
+    """The rows of a batch, each a sequence of one tree; what they share is there once.
+
+    Args:
+        tree: An empty tree.
+        tokens: ``[rows, length]`` token ids.
+        pad: ``[rows]`` how many of them, from the left, are padding.
+        fork: Whether rows part as beams do, of which most end soon: else each goes on, and its prompt is kept, so that
+            rows of one prompt begin pages of their own.
+
+    Attributes:
+        sequences: Of each row.
+        pad: ``[rows]`` padding before each.
+        length: Tokens of each row, padding included.
+
+    Raises:
+        OutOfPages: the tree has too few; see :func:`pages_of_rows`.
+    """
+
+    def __init__(self, tree: PrefixTree, tokens: Ints, pad: Longs, *, fork: bool) -> None:
+        self.tree, self.pad, self.length = tree, pad, tokens.shape[1]
+        self.sequences: list[Sequence] = []
+        first: dict[bytes, Sequence] = {}
+        for row, skipped in zip(tokens, pad.tolist(), strict=True):
+            own = row[skipped:]
+            found = first.get(own.tobytes())
+            sequence = tree.insert(own) if found is None else tree.fork(found)[0]
+            first.setdefault(own.tobytes(), sequence)
+            self.sequences.append(sequence)
+        self._kept = [] if fork else [tree.fork(sequence)[0] for sequence in first.values()]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def extend(self, tokens: Ints) -> None:
+        """Append ``[rows, count]`` tokens.
+
+        Raises:
+            OutOfPages: too few are free; nothing has changed.
+        """
+        count = tokens.shape[1]
+        if count == 1:
+            self.tree.extend_each(self.sequences, tokens[:, 0])
+        else:
+            self.tree.allocator.check(sum(self.tree.pages_to_extend(one, count) for one in self.sequences))
+            for sequence, row in zip(self.sequences, tokens, strict=True):
+                self.tree.extend(sequence, row)
+        self.length += count
+
+    def select(self, rows: list[int]) -> None:
+        """Row ``i`` becomes what row ``rows[i]`` was: one that occurs twice is forked, one that does not released."""
+        old, taken = self.sequences, set[int]()
+        self.sequences = []
+        for row in rows:
+            self.sequences.append(self.tree.fork(old[row])[0] if row in taken else old[row])
+            taken.add(row)
+        for row, sequence in enumerate(old):
+            if row not in taken:
+                self.tree.release(sequence)
+        self.pad = self.pad[rows]
+
+    def trim(self, length: int) -> None:
+        """Shorten each row to ``length`` tokens, padding included."""
+        for sequence, pad in zip(self.sequences, self.pad.tolist(), strict=True):
+            self.tree.trim(sequence, max(0, length - pad))
+        self.length = length
+
+    def places(self, count: int) -> Iterator[tuple[int, int, Node, int]]:
+        """The last ``count`` tokens of each row that are no padding: row, place from the end, node, place in the node."""
+        for row, sequence in enumerate(self.sequences):
+            node, at = sequence.node, 0
+            while node.parent is not None and at < count:
+                for offset in range(node.length - 1, max(-1, node.length - 1 - (count - at)), -1):
+                    yield row, at, node, offset
+                    at += 1
+                node = node.parent
+
+
+def distinct_tokens(tokens: Ints, pad: Longs) -> tuple[int, int]:
+    """Tokens of all rows, and how many there are where each shared one counts once: rows in order share most.
+
+    Args:
+        tokens: ``[rows, length]`` token ids.
+        pad: ``[rows]`` how many of them, from the left, are padding.
+    """
+    rows = [row[skipped:] for row, skipped in zip(tokens, pad.tolist(), strict=True)]
+    before, distinct = np.empty(0, np.int32), 0
+    # Big-endian bytes are ordered as the ids are.
+    for own in sorted(rows, key=lambda row: row.astype(">i4").tobytes()):
+        distinct += len(own) - common_prefix(before, own)
+        before = own
+    return sum(map(len, rows)), distinct
+
+
+def pages_of_rows(tokens: Ints, pad: Longs, new: int, page_size: int, *, fork: bool) -> int:
+    """Pages for the rows and ``new`` more tokens of each; rows that fork take what beams do, mostly."""
+    _, distinct = distinct_tokens(tokens, pad)
+    own = pages_for(new, page_size) + 1
+    # Of the slots that beams hold, 0.6 and more are filled; the rest is for searches that fork more than most.
+    return pages_for(distinct, page_size) + len(tokens) * (2 * own if fork else own) + len(tokens)
