@@ -133,9 +133,10 @@ def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], or
     try:
         logits = _logits(model, cache, given)
     except (NotOnTree, DoesNotFit) as error:
-        if not isinstance(cache, GeneratedCache) or len(cache.padding):
+        if not isinstance(cache, GeneratedCache):
             raise
         log.info("generate: KV is kept as transformers does: %s", error)
+        cache.move_to(cache.instead)
         return original(**given | {"past_key_values": cache.instead})
     out = CausalLMOutputWithPast(logits=logits.to(model.dtype), past_key_values=cache)
     returns = given.get("return_dict")

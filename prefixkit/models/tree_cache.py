@@ -227,6 +227,20 @@ class TreeCache(Cache):
         out[there[0], there[1]] = logits[there[2]]
         return out
 
+    def move_to(self, cache: Cache) -> None:
+        """Put the KV of all rows into an empty cache of transformers, padding included, and forget it."""
+        if self._rows is not None and self._memory is not None:
+            rows, pool = self._settled(), self._memory.pool
+            slots = np.zeros((len(rows), rows.length), np.int64)
+            for row, sequence in zip(slots, rows.sequences, strict=True):
+                own = sequence.slots()
+                row[len(row) - len(own) :] = own
+            pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
+            for layer in range(pool.spec.num_layers):
+                k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in (pool.k(layer), pool.v(layer)))
+                cache.update(k, v, layer)
+        self.reset()
+
     def _settled(self) -> Rows:
         """The rows, once the tree holds all tokens that were computed."""
         rows, self._order = self._rows, None

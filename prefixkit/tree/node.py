@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -334,8 +336,20 @@ class Sequence:
         if self.tree is None:
             raise ValueError(f"sequence {self.id} has been released; read its tokens before releasing it")
         tokens = np.empty(self.length, np.int32)
+        for node in self._path():
+            tokens[node.start : node.start + node.length] = node.tokens
+        return tokens
+
+    def slots(self) -> NDArray[np.int64]:
+        """``[length]`` pool slots of the tokens."""
+        slots = np.empty(self.length, np.int64)
+        for node in self._path():
+            slots[node.start : node.start + node.length] = node.slots
+        return slots
+
+    def _path(self) -> Iterator[Node]:
+        """The nodes that hold the tokens, last first."""
         node: Node | None = self.node
         while node is not None:
-            tokens[node.start : node.start + node.length] = node.tokens
+            yield node
             node = node.parent
-        return tokens
