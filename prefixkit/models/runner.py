@@ -157,8 +157,8 @@ def random_part(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return str(name)
-        if isinstance(rate := getattr(module, "attentionrandom_part", 0.0), float) and rate > 0:
-            return f"{name}.attentionrandom_part"
+        if isinstance(rate := getattr(module, "attention_dropout", 0.0), float) and rate > 0:
+            return f"{name}.attention_dropout"
     return None
 
 

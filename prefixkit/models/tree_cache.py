@@ -82,6 +82,11 @@ class TreeCache(Cache):
         """Tokens whose KV is held: those that rows share once."""
         return 0 if self._memory is None else int(self._settled().tree.snapshot().length.sum())
 
+    @property
+    def plans_made(self) -> int:
+        """Attention plans made so far."""
+        return 0 if self._memory is None else self._memory.runner.plans_made
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was; nothing is copied."""
         order = [int(row) for row in beam_idx.tolist()]

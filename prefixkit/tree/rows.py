@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -45,7 +46,8 @@ class Rows:
             sequence = tree.insert(own) if found is None else tree.fork(found)[0]
             first.setdefault(own.tobytes(), sequence)
             self.sequences.append(sequence)
-        self._kept = [] if fork else [tree.fork(sequence)[0] for sequence in first.values()]
+        self._fork, self._kept = fork, list[Sequence]()
+        self._keep()
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -60,10 +62,28 @@ class Rows:
         if count == 1:
             self.tree.extend_each(self.sequences, tokens[:, 0])
         else:
-            self.tree.allocator.check(sum(self.tree.pages_to_extend(one, count) for one in self.sequences))
-            for sequence, row in zip(self.sequences, tokens, strict=True):
-                self.tree.extend(sequence, row)
+            alike: dict[tuple[Node, bytes], list[int]] = {}
+            for row, sequence in enumerate(self.sequences):
+                alike.setdefault((sequence.node, tokens[row].tobytes()), []).append(row)
+            ones = [self.sequences[rows[0]] for rows in alike.values()]
+            self.tree.allocator.check(sum(self.tree.pages_to_extend(one, count) for one in ones))
+            for rows in alike.values():
+                one, *others = rows
+                for other in others:
+                    self.tree.release(self.sequences[other])
+                self.tree.extend(self.sequences[one], tokens[one])
+                for other in others:
+                    self.sequences[other] = self.tree.fork(self.sequences[one])[0]
+            self._keep()
         self.length += count
+
+    def _keep(self) -> None:
+        """Keep what several rows end with by now, where they do not part as beams do."""
+        before, shared = self._kept, Counter(sequence.node for sequence in self.sequences)
+        ends = {sequence.node: sequence for sequence in self.sequences if shared[sequence.node] > 1}
+        self._kept = [] if self._fork else [self.tree.fork(sequence)[0] for sequence in ends.values()]
+        for sequence in before:
+            self.tree.release(sequence)
 
     def select(self, rows: list[int]) -> None:
         """Row ``i`` becomes what row ``rows[i]`` was: one that occurs twice is forked, one that does not released."""

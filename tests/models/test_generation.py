@@ -1,0 +1,350 @@
+"""``model.generate()`` of a patched model: the same tokens as without the patch, with KV on a tree."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessorList, MinLengthLogitsProcessor, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from prefixkit import TreeCache, patch, unpatch
+from prefixkit.models import FAMILIES, NotPatched
+from tests.models.tiny_families import VOCAB, make_model
+
+NEW = 14
+ENDS = {"pad_token_id": 0, "eos_token_id": 2}
+SAMPLED = {"do_sample": True, "num_return_sequences": 4}
+BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2}
+
+
+@pytest.fixture
+def padded(rng):
+    """Three rows of different length, left-padded, of which two share their first tokens."""
+    ids = torch.from_numpy(rng.integers(3, VOCAB, (3, 20)))
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate((0, 5, 9)):
+        ids[row, :pad], mask[row, :pad] = 0, 0
+    ids[0, :6] = ids[1, 5:11]
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, inputs, seed=3, **options):
+    torch.manual_seed(seed)
+    return model.generate(**inputs, **{"max_new_tokens": NEW, **ENDS, **options})
+
+
+def compared(model, inputs, mode="always", **options):
+    """What the model generates unpatched, and patched with the cache that it returns."""
+    want = generate(unpatch(model), inputs, **options)
+    got = generate(patch(model, tree_cache=mode), inputs, **options, return_dict_in_generate=True)
+    return want, got.sequences, got.past_key_values
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.INFO, "prefixkit")
+    return lambda: [one.getMessage() for one in caplog.records if "as transformers does" in one.getMessage()]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("options", [SAMPLED, BEAMS], ids=["sampled", "beams"])
+def test_the_tokens_of_each_family_are_those_without_the_patch(family, options, padded):
+    want, got, cache = compared(make_model(family), padded, **options)
+    assert isinstance(cache, TreeCache)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "num_beams": 4},
+        {"do_sample": True, "repetition_penalty": 1.3, "min_new_tokens": 9, "bad_words_ids": [[7], [8, 9]]},
+        {"do_sample": True, "logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(30, 2, "cpu")])},
+        {"do_sample": False, "stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids[:, -1] % 3 == 0])},
+        {"do_sample": True, "num_return_sequences": 2, "prefill_chunk_size": 13},
+        {"do_sample": False, "num_beams": 4, "length_penalty": 2.0, "early_stopping": True},
+    ],
+    ids=["greedy", "beam-sample", "penalties", "processor", "criteria", "chunks", "early"],
+)
+def test_what_transformers_does_with_logits_stays_as_it_is(options, padded):
+    want, got, cache = compared(make_model(), padded, **options)
+    assert isinstance(cache, TreeCache)
+    assert torch.equal(got, want)
+
+
+def test_scores_are_those_without_the_patch(padded):
+    model, options = make_model(), {**SAMPLED, "output_scores": True, "return_dict_in_generate": True}
+    want = generate(model, padded, **options)
+    got = generate(patch(model), padded, **options)
+    assert torch.equal(got.sequences, want.sequences)
+    for mine, its in zip(got.scores, want.scores, strict=True):
+        torch.testing.assert_close(mine, its, rtol=2e-5, atol=2e-5)
+
+
+def test_a_streamer_gets_each_token(rng):
+    class Keep(BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.reshape(-1).tolist()
+
+        def end(self):
+            self.tokens.append("end")
+
+    ids, keep = {"input_ids": torch.from_numpy(rng.integers(3, VOCAB, (1, 9)))}, Keep()
+    out = generate(patch(make_model(), tree_cache="always"), ids, do_sample=False, streamer=keep)
+    assert keep.tokens == [*out[0].tolist(), "end"]
+
+
+@pytest.mark.parametrize("assisted", ["lookup", "assistant"])
+def test_tokens_that_were_guessed_wrong_are_cropped(assisted, rng):
+    model = make_model()
+    inputs = {"input_ids": torch.from_numpy(rng.integers(3, VOCAB, (1, 4))).repeat(1, 4)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    guess = {"prompt_lookup_num_tokens": 3} if assisted == "lookup" else {"assistant_model": make_model()}
+    want, got, cache = compared(model, inputs, do_sample=False, **guess)
+    assert isinstance(cache, TreeCache)
+    assert torch.equal(got, want)
+    assert cache.get_seq_length() == got.shape[1] - 1
+
+
+class TestSharing:
+    @pytest.mark.parametrize("options", [{"num_return_sequences": 16, "do_sample": True}, {"num_beams": 8}])
+    def test_the_prompt_is_held_once_whatever_number_of_rows_goes_on(self, options, rng):
+        ids = torch.from_numpy(rng.integers(3, VOCAB, (1, 40)))
+        out = generate(
+            patch(make_model()), {"input_ids": ids}, **options, return_dict_in_generate=True, eos_token_id=None
+        )
+        cache, rows = out.past_key_values, 16 if "do_sample" in options else 8
+        assert (cache.batch_size, cache.get_seq_length()) == (rows, 40 + NEW - 1)
+        if "do_sample" in options:
+            assert cache.kv_tokens == 40 + rows * (NEW - 1)
+        else:
+            assert cache.kv_tokens <= 40 + rows * (NEW - 1)
+
+    def test_tokens_shared_by_different_rows_are_computed_once(self, padded):
+        out = generate(patch(make_model()), padded, **SAMPLED, return_dict_in_generate=True, eos_token_id=None)
+        assert out.past_key_values.kv_tokens == 20 + 15 + 11 - 6 + 12 * (NEW - 1)
+
+    def test_prompts_that_come_in_chunks_are_shared_too(self, rng):
+        ids = torch.from_numpy(rng.integers(3, VOCAB, (1, 40)))
+        options = {**SAMPLED, "prefill_chunk_size": 7, "eos_token_id": None}
+        want, got, cache = compared(make_model(), {"input_ids": ids}, **options)
+        assert torch.equal(got, want)
+        assert cache.kv_tokens == 40 + 4 * (NEW - 1)
+
+    def test_beams_that_move_copy_no_kv(self, padded, monkeypatch):
+        from prefixkit.ops.kv_pool import KVPool
+
+        def refuse(*args):
+            raise AssertionError("KV was copied")
+
+        monkeypatch.setattr(KVPool, "copy", refuse)
+        monkeypatch.setattr(KVPool, "grown", refuse)
+        want, got, _ = compared(make_model(), padded, num_beams=4, do_sample=False)
+        assert torch.equal(got, want)
+
+
+class TestModes:
+    def test_auto_takes_a_tree_where_rows_share(self, rng):
+        model, ids = patch(make_model()), torch.from_numpy(rng.integers(3, VOCAB, (2, 50)))
+        for options, tree in ((SAMPLED, True), ({"num_beams": 2}, True), ({"do_sample": False}, False)):
+            out = generate(model, {"input_ids": ids}, **options, return_dict_in_generate=True)
+            assert isinstance(out.past_key_values, TreeCache) == tree, options
+        ids[1, :40] = ids[0, :40]
+        out = generate(model, {"input_ids": ids}, do_sample=False, return_dict_in_generate=True)
+        assert isinstance(out.past_key_values, TreeCache)
+
+    def test_never_takes_none_of_its_own(self, padded):
+        model = patch(make_model(), tree_cache="never")
+        out = generate(model, padded, **SAMPLED, return_dict_in_generate=True)
+        assert type(out.past_key_values) is DynamicCache
+        out = generate(model, padded, **SAMPLED, return_dict_in_generate=True, past_key_values=TreeCache(model))
+        assert isinstance(out.past_key_values, TreeCache)
+
+    def test_patching_again_changes_the_mode_alone(self, padded):
+        model = patch(make_model(), tree_cache="never")
+        kinds = [type(module) for module in model.modules()]
+        patch(model, tree_cache="always")
+        assert [type(module) for module in model.modules()] == kinds
+        out = generate(model, padded, do_sample=False, return_dict_in_generate=True)
+        assert isinstance(out.past_key_values, TreeCache)
+
+    def test_another_mode_is_refused_before_anything_changes(self):
+        model = make_model()
+        with pytest.raises(ValueError, match=r"tree_cache must be one of 'auto', 'always', 'never', got 'sometimes'"):
+            patch(model, tree_cache="sometimes")
+        assert "prefixkit" not in type(model).__dict__.get("_prefixkit_original", "")
+
+    def test_unpatching_leaves_no_trace(self):
+        model = make_model()
+        cls, state = type(model), set(model.__dict__)
+        unpatch(patch(model, tree_cache="always"))
+        assert type(model) is cls
+        assert set(model.__dict__) == state
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+    def test_a_copy_is_patched_too(self, copied, padded):
+        model = copied(patch(make_model(), tree_cache="always"))
+        out = generate(model, padded, do_sample=False, return_dict_in_generate=True)
+        assert isinstance(out.past_key_values, TreeCache)
+        assert out.past_key_values.model is model
+
+
+class TestWhatCannotBeOnATree:
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is asked for"),
+            ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions is asked for"),
+        ],
+    )
+    def test_runs_as_before_and_one_line_says_why(self, options, reason, padded, said):
+        model = make_model()
+        want = generate(model, padded, **SAMPLED, **options)
+        got = generate(patch(model, tree_cache="always"), padded, **SAMPLED, **options)
+        assert torch.equal(got.sequences, want.sequences)
+        assert type(got.past_key_values) is DynamicCache
+        assert len(said()) == 1
+        assert reason in said()[0]
+
+    @pytest.mark.parametrize("holes", ["right", "middle"])
+    def test_masks_that_are_no_left_padding(self, holes, padded, said):
+        mask, model = padded["attention_mask"], make_model()
+        mask[1, 18:] = 0 if holes == "right" else mask[1, 18:]
+        mask[2, 12] = 0
+        want, got, cache = compared(model, padded, **SAMPLED)
+        assert torch.equal(got, want)
+        assert type(cache) is DynamicCache
+        assert "has holes, or padding on the right" in said()[0]
+
+    def test_embeddings(self, padded, said):
+        model = make_model()
+        given = {"inputs_embeds": model.get_input_embeddings()(padded["input_ids"]).detach()}
+        given["attention_mask"] = padded["attention_mask"]
+        want, got, cache = compared(model, given, do_sample=True, num_return_sequences=2)
+        assert torch.equal(got, want)
+        assert type(cache) is DynamicCache
+        assert "given as embeddings" in said()[0]
+
+    @pytest.mark.parametrize("implementation", ["static", "offloaded"])
+    def test_caches_that_were_asked_for(self, implementation, padded):
+        if implementation == "offloaded" and not torch.cuda.is_available():
+            pytest.skip("transformers offloads from GPUs")
+        want, got, cache = compared(make_model(), padded, cache_implementation=implementation, do_sample=False)
+        assert torch.equal(got, want)
+        assert not isinstance(cache, TreeCache)
+
+    def test_a_model_that_drops_at_random(self, padded, said):
+        model = make_model(attention_dropout=0.5).train()
+        want, got, cache = compared(model, padded, do_sample=False)
+        assert torch.equal(got, want)
+        assert type(cache) is DynamicCache
+        assert "attention_dropout is random" in said()[0]
+
+    def test_in_training_mode_without_dropout_the_tree_is_taken(self, padded):
+        want, got, cache = compared(make_model().train(), padded, **SAMPLED)
+        assert torch.equal(got, want)
+        assert isinstance(cache, TreeCache)
+
+    def test_kv_that_does_not_fit(self, padded, said, monkeypatch):
+        from prefixkit.models import tree_memory
+
+        monkeypatch.setattr(tree_memory, "free_memory", lambda device: 10_000)
+        want, got, cache = compared(make_model(), padded, **SAMPLED)
+        assert torch.equal(got, want)
+        assert type(cache) is DynamicCache
+        assert "a tree cache takes at most 50% of" in said()[0]
+
+
+class TestACacheOfOnesOwn:
+    def test_goes_on_where_it_was(self, padded):
+        model = patch(make_model())
+        cache = TreeCache(model, page_size=4)
+        first = generate(model, padded, do_sample=False, past_key_values=cache, eos_token_id=None)
+        mask = torch.cat([padded["attention_mask"], torch.ones(3, NEW + 5, dtype=torch.int64)], 1)
+        longer = torch.cat([first, torch.randint(3, VOCAB, (3, 5))], 1)
+        got = generate(model, {"input_ids": longer, "attention_mask": mask}, do_sample=False, past_key_values=cache)
+        want = generate(unpatch(model), {"input_ids": longer, "attention_mask": mask}, do_sample=False)
+        assert torch.equal(got, want)
+
+    def test_rows_may_be_repeated_chosen_and_cropped(self, rng):
+        model = patch(make_model())
+        ids, cache = torch.from_numpy(rng.integers(3, VOCAB, (2, 11))), TreeCache(model)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            cache.batch_repeat_interleave(3)
+            cache.batch_select_indices(torch.tensor([5, 1, 0]))
+            cache.crop(-3)
+            assert (cache.batch_size, cache.get_seq_length()) == (3, 8)
+            more = torch.from_numpy(rng.integers(3, VOCAB, (3, 4)))
+            got = model(more, past_key_values=cache).logits
+            want = unpatch(model)(torch.cat([ids[[1, 0, 0], :8], more], 1)).logits[:, 8:]
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+    def test_logits_of_all_tokens_come_where_they_are_wanted(self, padded):
+        model = make_model()
+        there = padded["attention_mask"].bool()
+        positions = (there.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            want = model(**padded, position_ids=positions).logits
+            patch(model)
+            got = model(**padded, position_ids=positions, past_key_values=TreeCache(model)).logits
+        torch.testing.assert_close(got[there], want[there], rtol=2e-5, atol=2e-5)
+        assert (got[~there] == 0).all()
+
+    def test_its_pool_grows_as_tokens_come(self, rng):
+        model = patch(make_model())
+        ids, cache = torch.from_numpy(rng.integers(3, VOCAB, (2, 5))), TreeCache(model, page_size=2)
+        more = torch.from_numpy(rng.integers(3, VOCAB, (60, 2)))
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            got = torch.stack([model(one[:, None], past_key_values=cache).logits[:, 0] for one in more], 1)
+            want = unpatch(model)(torch.cat([ids, more.T], 1)).logits[:, 5:]
+        torch.testing.assert_close(got, want, rtol=3e-5, atol=3e-5)
+
+    def test_is_refused_where_it_cannot_be_used(self, padded):
+        model, other = patch(make_model()), patch(make_model())
+        with pytest.raises(NotPatched, match=r"LlamaForCausalLM is not patched; call prefixkit.patch"):
+            TreeCache(make_model())
+        with pytest.raises(ValueError, match="belongs to another LlamaForCausalLM"):
+            generate(model, padded, past_key_values=TreeCache(other))
+        with pytest.raises(ValueError, match="output_hidden_states is asked for"):
+            generate(model, padded, past_key_values=TreeCache(model), output_hidden_states=True)
+        with pytest.raises(ValueError, match=r"has no backward; call the model under torch\.no_grad"):
+            model(**padded, past_key_values=TreeCache(model))
+        with pytest.raises(NotPatched, match="was given a TreeCache"):
+            generate(make_model(), padded, past_key_values=TreeCache(model))
+        cache = TreeCache(model)
+        with torch.no_grad():
+            model(padded["input_ids"], past_key_values=cache)
+            with pytest.raises(ValueError, match="has 2 rows, and the cache 3"):
+                model(padded["input_ids"][:2], past_key_values=cache)
+            with pytest.raises(ValueError, match="20 tokens of 3 rows are in the cache and 1 are to come"):
+                model(padded["input_ids"][:, :1], attention_mask=torch.ones(3, 4), past_key_values=cache)
+        with pytest.raises(ValueError, match=r"crop: got 3 for 20 tokens; use a negative number"):
+            cache.crop(3)
+
+    def test_an_error_in_the_model_leaves_the_model_usable(self, padded):
+        model = patch(make_model(), tree_cache="always")
+        want = generate(model, padded, do_sample=False)
+        handle = model.model.layers[1].register_forward_hook(lambda *args: (_ for _ in ()).throw(RuntimeError("no")))
+        with pytest.raises(RuntimeError, match="no"):
+            generate(model, padded, do_sample=False)
+        handle.remove()
+        assert torch.equal(generate(model, padded, do_sample=False), want)
+
+
+def test_the_steps_of_a_batch_plan_once(padded):
+    """Rows that grow in place keep their plan: their tokens never come to the host."""
+    model = patch(make_model())
+    out = generate(model, padded, **SAMPLED, return_dict_in_generate=True, eos_token_id=None)
+    assert out.past_key_values.plans_made <= 3
+    assert np.array_equal(out.past_key_values.padding, [0] * 4 + [5] * 4 + [9] * 4)
