@@ -71,7 +71,31 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
                 given |= given.pop(name, {})
         return _forward(self, cache, given, original.forward)
 
-    methods: dict[str, Callable[..., Any]] = {"forward": forward, "_prepare_cache_for_generation": _prepare_cache}
+    def prepare_cache(
+        self: Any,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Let transformers make a cache, and put a tree cache in its place where a tree may pay."""
+        before, beams = model_kwargs.get("past_key_values"), generation_config.num_beams or 1
+        arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        done = inherited(self, *arguments, *args, **kwargs)
+        made, mode = model_kwargs.get("past_key_values"), self.__dict__.get(_MODE, "auto")
+        rows = max(beams, generation_config.num_return_sequences or 1) * batch_size
+        may = before is None and generation_config.cache_implementation in (None, "dynamic")
+        if may and type(made) is DynamicCache and (mode == "always" or (mode == "auto" and rows > 1)):
+            made = model_kwargs["past_key_values"] = GeneratedCache(self, made, mode == "always")
+        if isinstance(made, TreeCache):
+            made.fork, made.final_length = beams > 1, max_cache_length
+        return done
+
+    inherited: Callable[..., Any] = original._prepare_cache_for_generation  # type: ignore[attr-defined]
+    methods: dict[str, Callable[..., Any]] = {"forward": forward, "_prepare_cache_for_generation": prepare_cache}
     return subclass(original, _blank, methods)
 
 
@@ -98,32 +122,6 @@ def set_mode(model: nn.Module, mode: Mode) -> None:
 def forget_mode(model: nn.Module) -> None:
     """Leave no trace of :func:`set_mode`."""
     model.__dict__.pop(_MODE, None)
-
-
-def _prepare_cache(
-    self: Any,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-    generation_mode: Any,
-    batch_size: int,
-    max_cache_length: int,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Let transformers make a cache, and put a tree cache before it where a tree may pay."""
-    before = model_kwargs.get("past_key_values")
-    whole: Any = original_class(self)
-    done = whole._prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs
-    )
-    made, mode = model_kwargs.get("past_key_values"), self.__dict__.get(_MODE, "auto")
-    rows = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1) * batch_size
-    may = before is None and generation_config.cache_implementation in (None, "dynamic")
-    if may and type(made) is DynamicCache and (mode == "always" or (mode == "auto" and rows > 1)):
-        made = model_kwargs["past_key_values"] = GeneratedCache(self, made, mode == "always")
-    if isinstance(made, TreeCache):
-        made.fork, made.final_length = (generation_config.num_beams or 1) > 1, max_cache_length
-    return done
 
 
 def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], original: Callable[..., Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -235,16 +236,27 @@ class TreeCache(Cache):
     def move_to(self, cache: Cache) -> None:
         """Put the KV of all rows into an empty cache of transformers, padding included, and forget it."""
         if self._rows is not None and self._memory is not None:
-            rows, pool = self._settled(), self._memory.pool
-            slots = np.zeros((len(rows), rows.length), np.int64)
-            for row, sequence in zip(slots, rows.sequences, strict=True):
-                own = sequence.slots()
-                row[len(row) - len(own) :] = own
-            pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
-            for layer in range(pool.spec.num_layers):
-                k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in (pool.k(layer), pool.v(layer)))
-                cache.update(k, v, layer)
+            slots = self._slots()
+            for layer in range(len(self)):
+                cache.update(*self._gathered(layer, slots), layer)
         self.reset()
+
+    def _slots(self) -> NDArray[np.int64]:
+        """``[rows, length]`` pool slots of all tokens; any before each row's first."""
+        rows = self._settled()
+        slots = np.zeros((len(rows), rows.length), np.int64)
+        for row, sequence in zip(slots, rows.sequences, strict=True):
+            own = sequence.slots()
+            row[len(row) - len(own) :] = own
+        return slots
+
+    def _gathered(self, layer: int, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """``[rows, kv_heads, length, head_dim]`` keys and values of slots."""
+        assert self._memory is not None, "started before"
+        pool = self._memory.pool
+        pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
+        k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in (pool.k(layer), pool.v(layer)))
+        return k, v
 
     def _settled(self) -> Rows:
         """The rows, once the tree holds all tokens that were computed."""
@@ -274,10 +286,20 @@ class TreeCache(Cache):
     def __len__(self) -> int:
         return 0 if self._memory is None else self._memory.spec.num_layers
 
+    @property
+    def layers(self) -> list[Any]:
+        """Each layer's KV as other caches keep it, to look at."""
+        return [LayerView(self, layer) for layer in range(len(self))]
+
+    @layers.setter
+    def layers(self, none: list[Any]) -> None:
+        """What the base class would keep."""
+
     def __repr__(self) -> str:
         return f"TreeCache({len(self.padding)} rows of {self.get_seq_length()} tokens)"
 
     is_initialized = is_croppable = True
+    is_compileable = False
 
     @property
     def batch_size(self) -> int:
@@ -289,3 +311,26 @@ class TreeCache(Cache):
         return [False] * len(self)
 
     is_linear = is_dummy = is_sliding
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """A layer of a tree cache as other caches show theirs: copies, made when they are asked for.
+
+    Attributes:
+        cache: The tree cache.
+        index: The layer.
+    """
+
+    cache: TreeCache
+    index: int
+
+    @property
+    def keys(self) -> Tensor:
+        """``[rows, kv_heads, length, head_dim]``; what is before a row's first token is not defined."""
+        return self.cache._gathered(self.index, self.cache._slots())[0]
+
+    @property
+    def values(self) -> Tensor:
+        """The same of the values."""
+        return self.cache._gathered(self.index, self.cache._slots())[1]
