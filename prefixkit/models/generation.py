@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from prefixkit.models.attention import original_class, subclass
 from prefixkit.models.runner import random_part
 from prefixkit.models.tree_cache import TreeCache
-from prefixkit.models.tree_memory import DoesNotFit
+from prefixkit.models.tree_memory import DoesNotFit, forget_idle
 from prefixkit.tree.rows import distinct_tokens
 
 log = logging.getLogger("prefixkit")
@@ -122,6 +122,7 @@ def set_mode(model: nn.Module, mode: Mode) -> None:
 def forget_mode(model: nn.Module) -> None:
     """Leave no trace of :func:`set_mode`."""
     model.__dict__.pop(_MODE, None)
+    forget_idle(model)
 
 
 def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], original: Callable[..., Any]) -> Any:

@@ -17,8 +17,8 @@ from prefixkit.attention.uncomputed import choose_queries
 from prefixkit.models.attention import is_tree_class, original_class
 from prefixkit.models.errors import NotPatched
 from prefixkit.models.families import pretrained_model
-from prefixkit.models.tree_memory import TreeMemory
-from prefixkit.runners.batch import Batch
+from prefixkit.models.tree_memory import TreeMemory, idle_of
+from prefixkit.runners.batch import Batch, Runner
 from prefixkit.tree.pages import OutOfPages, check_page_size
 from prefixkit.tree.rows import Rows, pages_of_rows
 
@@ -84,9 +84,9 @@ class TreeCache(Cache):
         return 0 if self._memory is None else int(self._settled().tree.snapshot().length.sum())
 
     @property
-    def plans_made(self) -> int:
-        """Attention plans made so far."""
-        return 0 if self._memory is None else self._memory.runner.plans_made
+    def runner(self) -> Runner | None:
+        """What runs its steps, and counts them; None before the first."""
+        return None if self._memory is None else self._memory.runner
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was; nothing is copied."""
@@ -119,8 +119,15 @@ class TreeCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens and give the pool back."""
-        self._memory = self._rows = self._order = None
+        memory, self._memory = self._memory, None
+        self._rows = self._order = None
         self._ahead = []
+        if memory is not None:
+            idle_of(self.model).give(memory)
+
+    def __del__(self) -> None:
+        if "_memory" in self.__dict__:
+            self.reset()
 
     def activate_past_recording(self) -> None:
         """Nothing: all that was computed can be cropped."""
@@ -140,7 +147,7 @@ class TreeCache(Cache):
         new = max(self.final_length - tokens.shape[1], 0)
         pages = pages_of_rows(tokens, pad, new, self.page_size, fork=self.fork)
         call = partial(original_class(self.model).forward, self.model)
-        memory = TreeMemory(self.model, call, pages, self.page_size)
+        memory = idle_of(self.model).take(self.model, call, pages, self.page_size)
         self._rows = Rows(memory.tree, tokens, pad, fork=self.fork)
         self._memory = memory
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.uncomputed import prefill_chunk_for
+from prefixkit.models.attention import is_tree_class
 from prefixkit.models.runner import runner_of
 from prefixkit.models.shape import kv_spec, query_heads
 from prefixkit.ops.backend import backend_for
@@ -19,6 +20,7 @@ log = logging.getLogger("prefixkit")
 
 # Of the memory that is free: the rest is for logits, activations and other processes.
 GPU_MEMORY_SHARE, CPU_MEMORY_SHARE = 0.8, 0.5
+_IDLE = "_prefixkit_idle"
 
 
 class DoesNotFit(ValueError):
@@ -47,6 +49,15 @@ class TreeMemory:
         self.tree = PrefixTree(num_pages, page_size)
         self._take(KVPool(self.spec, num_pages, page_size))
         self.chunk = prefill_chunk_for(self.spec.device)
+
+    def fits(self, num_pages: int, page_size: int) -> bool:
+        """Whether it holds so many pages of the model as it is now."""
+        pool = self.pool
+        return pool.num_pages >= num_pages and pool.page_size == page_size and self.spec == kv_spec(self.model)
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.tree = PrefixTree(self.pool.num_pages, self.pool.page_size)
 
     def grow(self, pages: int) -> None:
         """Make room for so many more pages: the pool is copied to a larger one.
@@ -82,3 +93,50 @@ class TreeMemory:
                 f"KV for {tokens} tokens takes {need / 2**30:.2f} GiB, and a tree cache takes at most {share:.0%} of "
                 f"the {free / 2**30:.2f} GiB that are free on {spec.device}"
             )
+
+
+class Idle:
+    """The memory of a model's last tree cache on a GPU, for the next: its graphs are captured by then.
+
+    A copy of the model, or a pickled one, has none.
+    """
+
+    def __init__(self) -> None:
+        self._memory: list[TreeMemory] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Idle, ()
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def take(self, model: Any, call: Callable[..., Any], num_pages: int, page_size: int) -> TreeMemory:
+        """Memory for so many pages, of which this keeps nothing.
+
+        Raises:
+            DoesNotFit: see :class:`TreeMemory`.
+        """
+        memory = self._memory.pop() if self._memory else None
+        if memory is not None and memory.fits(num_pages, page_size):
+            memory.runner.begin()
+            return memory
+        del memory  # before the new one is made
+        return TreeMemory(model, call, num_pages, page_size)
+
+    def give(self, memory: TreeMemory) -> None:
+        """Keep what a cache no longer needs: on a GPU, while the model is patched and not trained, which needs room."""
+        model, on_gpu = memory.model, memory.spec.device.type == "cuda"
+        if on_gpu and is_tree_class(type(model)) and not model.training and not self._memory:
+            memory.clear()
+            self._memory.append(memory)
+
+
+def idle_of(model: Any) -> Idle:
+    """Where a patched model keeps it; :func:`forget_idle` gives it back."""
+    idle: Idle = model.__dict__.setdefault(_IDLE, Idle())
+    return idle
+
+
+def forget_idle(model: Any) -> None:
+    """Give back what the model keeps for its next tree cache."""
+    model.__dict__.pop(_IDLE, None)
