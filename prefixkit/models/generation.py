@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from prefixkit.models.attention import original_class, subclass
 from prefixkit.models.runner import random_part
 from prefixkit.models.tree_cache import TreeCache
-from prefixkit.models.tree_memory import DoesNotFit, forget_idle
+from prefixkit.models.tree_memory import DoesNotFit, forget_idle, replays
 from prefixkit.tree.rows import distinct_tokens
 
 log = logging.getLogger("prefixkit")
@@ -26,8 +26,9 @@ log = logging.getLogger("prefixkit")
 Mode = Literal["auto", "always", "never"]
 MODES = ("auto", "always", "never")
 _MODE = "_prefixkit_tree_cache"
-# A tree pays from so many prompt tokens on that need not be computed again, if they are this share of all.
-_FEWEST_SHARED, _SHARE = 32, 0.25
+# A tree pays from so many prompt tokens on that need not be computed again, if they are this share of all; and from so
+# many new tokens on where steps replay CUDA graphs, which are captured once.
+_FEWEST_SHARED, _SHARE, _FEWEST_REPLAYED = 32, 0.25, 32
 # Arguments of a forward pass that attention over a tree understands, and those that change nothing it does.
 _UNDERSTOOD = {"self", "input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
 _UNDERSTOOD |= {"cache_position", "return_dict"}
@@ -86,9 +87,9 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         done = inherited(self, *arguments, *args, **kwargs)
         made, mode = model_kwargs.get("past_key_values"), self.__dict__.get(_MODE, "auto")
-        rows = max(beams, generation_config.num_return_sequences or 1) * batch_size
+        may_pay = max(beams, generation_config.num_return_sequences or 1) * batch_size > 1 or self.device.type == "cuda"
         may = before is None and generation_config.cache_implementation in (None, "dynamic")
-        if may and type(made) is DynamicCache and (mode == "always" or (mode == "auto" and rows > 1)):
+        if may and type(made) is DynamicCache and (mode == "always" or (mode == "auto" and may_pay)):
             made = model_kwargs["past_key_values"] = GeneratedCache(self, made, mode == "always")
         if isinstance(made, TreeCache):
             made.fork, made.final_length = beams > 1, max_cache_length
@@ -161,7 +162,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         _check_positions(given.get("position_ids"), pad, 0, tokens.shape[1])
         own = tokens.cpu().numpy().astype(np.int32)
         if isinstance(cache, GeneratedCache) and not cache.always:
-            _check_it_pays(own, pad, cache.fork)
+            _check_it_pays(cache, own, pad)
         cache.start(own, pad)
         return cache.compute(count)
     if len(tokens) != cache.batch_size:
@@ -233,7 +234,10 @@ def _check_positions(position_ids: Any, pad: NDArray[np.int64], begin: int, end:
         raise NotOnTree("position_ids do not count the tokens of each row from its first")
 
 
-def _check_it_pays(tokens: NDArray[np.int32], pad: NDArray[np.int64], fork: bool) -> None:
+def _check_it_pays(cache: TreeCache, tokens: NDArray[np.int32], pad: NDArray[np.int64]) -> None:
+    """Raise NotOnTree where rows share too little, and their steps are too few or cannot replay graphs."""
+    if cache.final_length - tokens.shape[1] >= _FEWEST_REPLAYED and replays(cache.model):
+        return
     total, distinct = distinct_tokens(tokens, pad)
     if total - distinct < max(_FEWEST_SHARED, _SHARE * total):
         raise NotOnTree(f"of {total} prompt tokens only {total - distinct} are shared, which does not pay")

@@ -29,8 +29,8 @@ def patch(model: Model, *, tree_cache: Mode = "auto") -> Model:
         model: A transformers model of a supported family, or a wrapper around one.  Patching it twice changes nothing
             but ``tree_cache``.
         tree_cache: When ``model.generate`` keeps its KV in a :class:`TreeCache`: ``"auto"`` where rows share prompt
-            tokens, as with ``num_return_sequences`` and ``num_beams``; ``"always"`` wherever it can; ``"never"`` unless
-            it is given one as ``past_key_values``.
+            tokens, as with ``num_return_sequences`` and ``num_beams``, and on a GPU where its steps can replay CUDA
+            graphs; ``"always"`` wherever it can; ``"never"`` unless it is given one as ``past_key_values``.
 
     Returns:
         The same model.

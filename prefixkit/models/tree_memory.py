@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from prefixkit.attention.planner import Planner
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.models.attention import is_tree_class
 from prefixkit.models.runner import runner_of
 from prefixkit.models.shape import kv_spec, query_heads
 from prefixkit.ops.backend import backend_for
-from prefixkit.ops.kv_pool import KVPool, free_memory
+from prefixkit.ops.kv_pool import KVPool, KVSpec, free_memory
 from prefixkit.runners.batch import Runner
 from prefixkit.tree.radix import PrefixTree
 
@@ -77,11 +78,8 @@ class TreeMemory:
         return self.pool.num_pages * self.pool.page_size
 
     def _take(self, pool: KVPool) -> None:
-        spec = self.spec
-        shape = HeadShape(query_heads(self.model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
-        planner = backend_for(spec.device).planner_for(shape, spec.device, spec.dtype)
         self.pool = pool
-        self.runner: Runner = runner_of(self.model, pool, planner, call=self.call)
+        self.runner: Runner = runner_of(self.model, pool, _planner(self.model, self.spec), call=self.call)
 
     def _check(self, tokens: int) -> None:
         """Raise DoesNotFit unless KV of so many tokens fits."""
@@ -93,6 +91,19 @@ class TreeMemory:
                 f"KV for {tokens} tokens takes {need / 2**30:.2f} GiB, and a tree cache takes at most {share:.0%} of "
                 f"the {free / 2**30:.2f} GiB that are free on {spec.device}"
             )
+
+
+def replays(model: Any) -> bool:
+    """Whether decode steps of a patched model can replay CUDA graphs."""
+    spec = kv_spec(model)
+    if spec.device.type != "cuda" or (planning := backend_for(spec.device).graph_planning) is None:
+        return False
+    return planning(_planner(model, spec)) is not None
+
+
+def _planner(model: Any, spec: KVSpec) -> Planner:
+    shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
+    return backend_for(spec.device).planner_for(shape, spec.device, spec.dtype)
 
 
 class Idle:

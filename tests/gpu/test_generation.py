@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 
 import pytest
@@ -65,11 +66,19 @@ def test_steps_replay_graphs_and_a_second_call_captures_none(options, padded, ca
         return out.sequences.cpu(), runner.captures, runner.graph_steps
 
     first, captures, steps = call()
-    assert captures == 1
+    assert 1 <= captures <= 3, "a tree that grows may need larger arrays"
     assert steps == NEW - 1
-    again, captures, steps = call()
-    assert (captures, steps) == (1, 2 * (NEW - 1))
+    again, after, steps = call()
+    assert (after, steps) == (captures, 2 * (NEW - 1))
     assert torch.equal(first, again)
+
+
+def test_a_single_row_replays_graphs_where_it_goes_on_for_long(padded):
+    model = prefixkit.patch(model_of(64, torch.bfloat16))
+    one = {name: given[:1] for name, given in padded.items()}
+    for new, tree in ((NEW, True), (8, False)):
+        out = model.generate(**one, max_new_tokens=new, **ENDS)
+        assert isinstance(out.past_key_values, prefixkit.TreeCache) == tree
 
 
 def test_memory_goes_with_the_patch_and_while_training(padded):
@@ -80,6 +89,7 @@ def test_memory_goes_with_the_patch_and_while_training(padded):
     assert len(idle_of(model)) == 1
     assert len(idle_of(copy.deepcopy(model))) == 0
     prefixkit.unpatch(model)
+    gc.collect()
     assert torch.cuda.memory_allocated() <= before
     prefixkit.patch(model).train()
     model.generate(**padded, max_new_tokens=NEW, do_sample=True, num_return_sequences=4)
