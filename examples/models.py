@@ -6,26 +6,25 @@ import argparse
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as bpe
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from prefixkit.demo.model import load_demo
 
 END = 256
 
 
-class Bytes:
-    """A tokenizer of one token per byte, as small as one can be."""
-
-    eos_token_id = END
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> dict[str, list[int]]:
-        return self("".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: ")
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
-        return bytes(token for token in tokens if token < END).decode(errors="replace")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of one token per byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {one: token for token, one in enumerate(alphabet)} | {"<end>": END}
+    tokenizer = Tokenizer(bpe.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    chat = "{% for one in messages %}{{ one['role'] }}: {{ one['content'] }}\n{% endfor %}assistant: "
+    ends = {"eos_token": "<end>", "pad_token": "<end>", "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat, **ends)
 
 
 def tiny() -> tuple[Any, Any]:
@@ -39,8 +38,10 @@ def tiny() -> tuple[Any, Any]:
         num_attention_heads=4,
         num_key_value_heads=2,
         eos_token_id=END,
+        pad_token_id=END,
+        bos_token_id=None,
     )
-    return LlamaForCausalLM(config).eval(), Bytes()
+    return LlamaForCausalLM(config).eval(), byte_tokenizer()
 
 
 def from_arguments(description: str | None, arguments: list[str] | None = None) -> tuple[Any, Any]:

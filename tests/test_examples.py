@@ -9,20 +9,26 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.mark.parametrize("name", ["parallel_sampling", "beam_search", "few_shot_batch", "session", "constrained"])
+SAYS = {
+    "parallel_sampling": "tokens computed",
+    "beam_search": "tokens computed",
+    "few_shot_batch": "tokens computed",
+    "session": "tokens computed",
+    "constrained": "tokens computed",
+    "patch_generate": "the same tokens: True",
+    "beams_unchanged": "the same tokens: True",
+    "pipeline": "What is a harbour?",
+    "lora": "no adapter: KV of",
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
 def test_runs_and_reports(name, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.delitem(sys.modules, name, raising=False)
     importlib.import_module(name).main(["--tiny"])
-    assert "tokens computed" in capsys.readouterr().out
+    assert SAYS[name] in capsys.readouterr().out
 
 
 def test_every_example_is_run_here():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
-        "models",
-        "parallel_sampling",
-        "beam_search",
-        "few_shot_batch",
-        "session",
-        "constrained",
-    }
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"models", *SAYS}

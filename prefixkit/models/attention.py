@@ -22,6 +22,7 @@ from prefixkit.models.step_cache import StepCache
 NAME = "prefixkit"
 _ORIGINAL = "_prefixkit_original"
 _LAYER = "_prefixkit_layer"
+WRAPPED = "_prefixkit_wrapped_forward"  # a model's own ``forward`` attribute, while a patch stands before it
 
 # Keywords that do not change the result, and values that ask for what attention over a tree does anyway.  Any other
 # keyword that is not None is refused, because ignoring it could change the result.
@@ -89,6 +90,18 @@ def is_tree_class(cls: type) -> bool:
 def patched_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of ``model`` that are patched."""
     return [module for module in model.modules() if is_tree_class(type(module))]
+
+
+def takes_trees(model: nn.Module) -> bool:
+    """Whether a model's class, or one that it was made from, is patched: wrappers such as FSDP make subclasses."""
+    return any(map(is_tree_class, type(model).__mro__))
+
+
+def forward_below(model: nn.Module) -> Callable[..., Any]:
+    """A model's ``forward`` without the part that takes trees."""
+    wrapped: Callable[..., Any] | None = model.__dict__.get(WRAPPED)
+    below = next((cls.__dict__[_ORIGINAL] for cls in type(model).__mro__ if is_tree_class(cls)), type(model))
+    return functools.partial(below.forward, model) if wrapped is None else wrapped
 
 
 def is_patched(model: object) -> bool:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from prefixkit.models.attention import original_class, subclass
+from prefixkit.models.attention import WRAPPED, forward_below, original_class, subclass
 from prefixkit.models.runner import random_part
 from prefixkit.models.tree_cache import TreeCache
 from prefixkit.models.tree_memory import DoesNotFit, forget_idle, replays
@@ -64,13 +65,14 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, TreeCache)), None)
+        whole = forward_below(self)
         if cache is None:
-            return original.forward(self, *args, **kwargs)
+            return whole(*args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
         for name, parameter in signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given |= given.pop(name, {})
-        return _forward(self, cache, given, original.forward)
+        return _forward(self, cache, given, whole)
 
     def prepare_cache(
         self: Any,
@@ -89,7 +91,12 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         made, mode = model_kwargs.get("past_key_values"), self.__dict__.get(_MODE, "auto")
         may_pay = max(beams, generation_config.num_return_sequences or 1) * batch_size > 1 or self.device.type == "cuda"
         may = before is None and generation_config.cache_implementation in (None, "dynamic")
-        if may and type(made) is DynamicCache and (mode == "always" or (mode == "auto" and may_pay)):
+        if (
+            may
+            and type(made) is DynamicCache
+            and _takes_caches(self)
+            and (mode == "always" or (mode == "auto" and may_pay))
+        ):
             made = model_kwargs["past_key_values"] = GeneratedCache(self, made, mode == "always")
         if isinstance(made, TreeCache):
             made.fork, made.final_length = beams > 1, max_cache_length
@@ -120,13 +127,35 @@ def set_mode(model: nn.Module, mode: Mode) -> None:
     model.__dict__[_MODE] = mode
 
 
+def wrap_forward(model: nn.Module) -> None:
+    """Get before a forward that the model itself was given, as by accelerate for mixed precision."""
+    forward = model.__dict__.get("forward")
+    if forward is not None and not _takes_caches(model):
+        model.__dict__[WRAPPED] = forward
+        model.__dict__["forward"] = MethodType(type(model).forward, model)
+
+
+def _takes_caches(model: nn.Module) -> bool:
+    """Whether a call of the model comes to the forward of its patched class."""
+    held = "_old_forward" if "_hf_hook" in model.__dict__ else "forward"
+    ours, forward = type(model).forward, model.__dict__.get(held, type(model).forward)
+    while forward is not None:
+        if getattr(forward, "__func__", forward) is ours:
+            return True
+        forward = getattr(forward, "__wrapped__", None) or getattr(forward, "func", None)
+    log.info("generate: KV is kept as transformers does: the model's forward was replaced after the patch")
+    return False
+
+
 def forget_mode(model: nn.Module) -> None:
-    """Leave no trace of :func:`set_mode`."""
+    """Leave no trace of :func:`set_mode` and :func:`wrap_forward`."""
     model.__dict__.pop(_MODE, None)
+    if (wrapped := model.__dict__.pop(WRAPPED, None)) is not None:
+        model.__dict__["forward"] = wrapped
     forget_idle(model)
 
 
-def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], original: Callable[..., Any]) -> Any:
+def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], whole: Callable[..., Any]) -> Any:
     """A forward pass of a padded batch over the tree of its rows."""
     if cache.model is not model:
         raise NotOnTree(f"the cache belongs to another {type(cache.model).__name__}; make one for this model")
@@ -137,7 +166,8 @@ def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], or
             raise
         log.info("generate: KV is kept as transformers does: %s", error)
         cache.move_to(cache.instead)
-        return original(**given | {"past_key_values": cache.instead})
+        given.pop("self")
+        return whole(**given | {"past_key_values": cache.instead})
     out = CausalLMOutputWithPast(logits=logits.to(model.dtype), past_key_values=cache)
     returns = given.get("return_dict")
     return out if returns or (returns is None and getattr(model.config, "return_dict", True)) else out.to_tuple()

@@ -136,6 +136,7 @@ class CacheLayer(Layer):
                 "attention layer must run once a step, on KV of its own"
             )
         spec = self.cache.pool.spec
+        key_states, value_states = self._rounded(key_states), self._rounded(value_states)
         expected = (1, spec.kv_heads, self.step.slots.shape[0], spec.head_dim)
         for name, states in (("keys", key_states), ("values", value_states)):
             if states.shape != expected or states.dtype != spec.dtype:
@@ -148,6 +149,10 @@ class CacheLayer(Layer):
         self.appended = True
         return key_states, value_states
 
+    def _rounded(self, states: Tensor) -> Tensor:
+        """Under autocast, which does so in the products of attention, in the pool's dtype."""
+        return states.to(self.k_pages.dtype) if torch.is_autocast_enabled(states.device.type) else states
+
     def attend(
         self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
     ) -> Tensor:
@@ -156,7 +161,7 @@ class CacheLayer(Layer):
             raise IncompleteStep(
                 f"StepCache: layer {self.index} attends without KV of its own; layers that share KV are not supported"
             )
-        out = super().attend(query, scale, window, cap, sinks)
+        out = super().attend(self._rounded(query), scale, window, cap, sinks)
         self.cache.attended[self.index] += 1
         return out
 

@@ -13,7 +13,7 @@ from prefixkit.models.attention import is_tree_class, original_class, patched_mo
 from prefixkit.models.compile.made import drop
 from prefixkit.models.compile.packed_weights import unpack
 from prefixkit.models.families import attention_layers, is_own_forward, pretrained_model
-from prefixkit.models.generation import MODES, Mode, forget_mode, generates, generating_class, set_mode
+from prefixkit.models.generation import MODES, Mode, forget_mode, generates, generating_class, set_mode, wrap_forward
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -50,6 +50,7 @@ def patch(model: Model, *, tree_cache: Mode = "auto") -> Model:
             if not is_tree_class(type(whole)):
                 modules.append(whole)
                 _become(whole, generating_class(type(whole)))  # type: ignore[arg-type]
+            wrap_forward(whole)
             set_mode(whole, tree_cache)
     except BaseException:
         _restore([module for module in modules if is_tree_class(type(module))])

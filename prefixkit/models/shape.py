@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import chain
+import logging
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
+from prefixkit.models.attention import forward_below
 from prefixkit.models.errors import UnsupportedModel
-from prefixkit.models.families import attention_layers
+from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.ops.checks import FLOATS
 from prefixkit.ops.kv_pool import KVSpec
+
+log = logging.getLogger("prefixkit")
 
 
 def kv_spec(model: nn.Module) -> KVSpec:
@@ -66,11 +72,70 @@ def _rows(projection: object) -> int:
 
 
 def _dtype_and_device(model: nn.Module, module: nn.Module) -> tuple[torch.dtype, torch.device]:
-    """The dtype of the layer's keys, which is that of its plain weights, and the device that it runs on."""
-    weights = [*module.parameters()]
-    dtype = next(one.dtype for one in chain(weights, model.parameters()) if one.dtype in FLOATS)
-    device = weights[0].device
-    return dtype, _execution_device(module) if device.type == "meta" else device
+    """The dtype of the layer's keys, and the device that it runs on."""
+    tensors = [*module.parameters(), *module.buffers()] or [*model.parameters()]
+    device = tensors[0].device
+    device = _execution_device(module) if device.type == "meta" else device
+    dtype = _plain_dtype(module)
+    if dtype is None or torch.is_autocast_enabled(device.type) or _has_own_forward(pretrained_model(model)):
+        dtype = _measured_dtype(model, int(module.layer_idx), device)  # type: ignore[arg-type]
+    if dtype not in FLOATS:
+        raise UnsupportedModel(
+            f"the keys of {type(model).__name__} are {dtype}, and a tree holds {', '.join(map(str, FLOATS))}; convert the "
+            "model, with model.float() for instance"
+        )
+    return dtype, device
+
+
+def _has_own_forward(model: nn.Module) -> bool:
+    """Whether a model was given a ``forward`` of its own, as for mixed precision; accelerate's hooks change no dtype."""
+    return "forward" in model.__dict__ and "_hf_hook" not in model.__dict__
+
+
+def _plain_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype of the weights that make keys; None where that is not the keys' own: of quantised weights, say."""
+    projection = getattr(module, "qkv_proj", None) or getattr(module, "k_proj", None)
+    weight = getattr(projection, "weight", None)
+    plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 1
+    return weight.dtype if plain and isinstance(weight, Tensor) else None
+
+
+# Of each model, by what may change it: the dtypes of its layers' keys.  Measured by a forward pass over one token.
+_measured: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], list[torch.dtype]]] = WeakKeyDictionary()
+
+
+class _Probe(DynamicCache):
+    """Notes what keys and values it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: dict[int, torch.dtype] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        # Under autocast keys that were rotated in float32 are rounded to what values are, when they are used.
+        self.dtypes[layer_idx] = min(key_states.dtype, value_states.dtype, key=lambda dtype: dtype.itemsize)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def _measured_dtype(model: nn.Module, layer: int, device: torch.device) -> torch.dtype:
+    """The dtype of a layer's keys, by a forward pass over one token where it is not known."""
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    key = autocast, tuple({parameter.dtype: None for parameter in model.parameters()})
+    known = _measured.setdefault(model, {})
+    if key not in known:
+        probe, inner = _Probe(), pretrained_model(model)
+        # Under autocast the model may be running: a context that it brings must not be entered twice.
+        call = forward_below(inner) if autocast else model
+        with torch.no_grad():
+            token = torch.zeros(1, 1, dtype=torch.int64, device=inner.device)
+            call(input_ids=token, past_key_values=probe, use_cache=True)
+        if sorted(probe.dtypes) != list(range(len(probe.dtypes))) or not probe.dtypes:
+            raise UnsupportedModel(
+                f"{type(model).__name__} gave a cache KV of the layers {sorted(probe.dtypes)} in a pass over one token"
+            )
+        known[key] = [probe.dtypes[index] for index in range(len(probe.dtypes))]
+        log.info("measured the keys of %s by a pass over one token: %s", type(model).__name__, set(known[key]))
+    return known[key][layer]
 
 
 def _execution_device(module: nn.Module) -> torch.device:

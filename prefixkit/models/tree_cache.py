@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,7 +13,7 @@ from transformers import Cache
 
 from prefixkit.attention.queries import decode_tree
 from prefixkit.attention.uncomputed import choose_queries
-from prefixkit.models.attention import is_tree_class, original_class
+from prefixkit.models.attention import forward_below, takes_trees
 from prefixkit.models.errors import NotPatched
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.tree_memory import TreeMemory, idle_of
@@ -52,7 +51,7 @@ class TreeCache(Cache):
         super().__init__(layers=[])
         check_page_size(page_size)
         self.model, self.page_size = pretrained_model(model), page_size
-        if not is_tree_class(type(self.model)):
+        if not takes_trees(self.model):
             raise NotPatched(
                 f"TreeCache: {type(self.model).__name__} is not patched; call prefixkit.patch(model) first"
             )
@@ -146,7 +145,7 @@ class TreeCache(Cache):
         """
         new = max(self.final_length - tokens.shape[1], 0)
         pages = pages_of_rows(tokens, pad, new, self.page_size, fork=self.fork)
-        call = partial(original_class(self.model).forward, self.model)
+        call = forward_below(self.model)
         memory = idle_of(self.model).take(self.model, call, pages, self.page_size)
         self._rows = Rows(memory.tree, tokens, pad, fork=self.fork)
         self._memory = memory

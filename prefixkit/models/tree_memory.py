@@ -9,7 +9,7 @@ from typing import Any
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.uncomputed import prefill_chunk_for
-from prefixkit.models.attention import is_tree_class
+from prefixkit.models.attention import takes_trees
 from prefixkit.models.runner import runner_of
 from prefixkit.models.shape import kv_spec, query_heads
 from prefixkit.ops.backend import backend_for
@@ -137,7 +137,7 @@ class Idle:
     def give(self, memory: TreeMemory) -> None:
         """Keep what a cache no longer needs: on a GPU, while the model is patched and not trained, which needs room."""
         model, on_gpu = memory.model, memory.spec.device.type == "cuda"
-        if on_gpu and is_tree_class(type(model)) and not model.training and not self._memory:
+        if on_gpu and takes_trees(model) and not model.training and not self._memory:
             memory.clear()
             self._memory.append(memory)
 

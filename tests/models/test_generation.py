@@ -264,6 +264,78 @@ class TestWhatCannotBeOnATree:
         assert "a tree cache takes at most 50% of" in said()[0]
 
 
+class TestModelsThatOthersHaveChanged:
+    @pytest.mark.parametrize("patched_first", [True, False])
+    def test_mixed_precision_of_accelerate(self, patched_first, padded):
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+
+        def prepared(model):
+            AcceleratorState._reset_state()
+            return Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model, evaluation_mode=True)
+
+        model = make_model()
+        theirs = prepared(copy.deepcopy(model))
+        want = generate(theirs, padded, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        model = prepared(patch(model)) if patched_first else patch(prepared(model))
+        options = {**SAMPLED, "output_logits": True, "return_dict_in_generate": True}
+        got = generate(model, padded, **options)
+        assert isinstance(got.past_key_values, TreeCache)
+        assert got.past_key_values.layers[0].keys.dtype == torch.bfloat16
+        torch.testing.assert_close(got.logits[0][::4], want.logits[0], rtol=0.05, atol=0.05)
+        AcceleratorState._reset_state()
+
+    def test_autocast(self, padded):
+        model = patch(make_model())
+        with torch.autocast("cpu", torch.bfloat16):
+            out = generate(model, padded, **SAMPLED, return_dict_in_generate=True)
+        assert isinstance(out.past_key_values, TreeCache)
+        assert out.past_key_values.layers[0].keys.dtype == torch.bfloat16
+
+    def test_a_forward_that_was_replaced_after_the_patch(self, padded, said):
+        model = patch(make_model())
+        want = generate(model, padded, **SAMPLED)
+        inner = type(model).__mro__[1].forward
+        model.forward = lambda *args, **kwargs: inner(model, *args, **kwargs)
+        assert torch.equal(generate(model, padded, **SAMPLED), want)
+        assert "forward was replaced after the patch" in said()[0]
+
+    def test_a_forward_that_was_replaced_before_the_patch_comes_back(self, padded):
+        model = make_model()
+        calls, inner = [], model.forward
+        model.forward = lambda *args, **kwargs: (calls.append(1), inner(*args, **kwargs))[1]
+        before = model.forward
+        out = generate(patch(model), padded, **SAMPLED, return_dict_in_generate=True)
+        assert isinstance(out.past_key_values, TreeCache)
+        assert calls
+        unpatch(model)
+        assert model.__dict__["forward"] is before
+
+    def test_a_class_made_of_the_patched_one(self, padded):
+        """As FSDP makes one."""
+        model = patch(make_model())
+        model.__class__ = type("FSDP" + type(model).__name__, (type(model),), {})
+        out = generate(model, padded, **SAMPLED, return_dict_in_generate=True)
+        assert isinstance(out.past_key_values, TreeCache)
+
+    def test_adapters(self, padded):
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(make_model(), config).eval()
+        want, got, cache = compared(model, padded, **SAMPLED)
+        assert torch.equal(got, want)
+        assert isinstance(cache, TreeCache)
+        with model.disable_adapter():
+            plain = generate(model, padded, **SAMPLED)
+        assert not torch.equal(plain, got)
+
+    def test_hooks_of_the_model_run_once_a_call(self, padded):
+        model, seen = patch(make_model()), []
+        model.register_forward_hook(lambda module, args, out: seen.append(out.logits.shape[0]))
+        generate(model, padded, **SAMPLED, eos_token_id=None)
+        assert seen == [12] * NEW
+
+
 class TestACacheOfOnesOwn:
     def test_goes_on_where_it_was(self, padded):
         model = patch(make_model())

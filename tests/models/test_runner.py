@@ -56,9 +56,12 @@ def test_no_mask_of_tokens_times_kv_is_built(run):
     assert shapes == [0]
 
 
-def test_training_mode_is_refused(run):
+def test_dropout_is_refused_and_training_mode_without_any_is_not(run):
+    want = run.runner(run.step())
     run.model.train()
-    with pytest.raises(ValueError, match=r"training mode.*model.eval\(\)"):
+    assert torch.equal(run.runner(run.step()), want)
+    run.model.model.layers[1].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"training mode, where model.layers.1.self_attn.attention_dropout is random"):
         run.runner(run.step())
 
 

@@ -35,18 +35,55 @@ def test_a_shard_has_its_own_share_of_heads(tiny):
 
 def test_a_quantised_projection_is_counted_by_what_it_declares(tiny):
     class Packed(nn.Module):
+        """Computes from a copy that is no parameter."""
+
         def __init__(self, linear):
             super().__init__()
-            self.out_features = linear.out_features
+            self.out_features, self.dense = linear.out_features, [linear.weight]
             self.weight = nn.Parameter(
                 torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False
             )
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.dense[0])
 
     model = tiny().bfloat16()
     for layer in model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(layer.self_attn, name, Packed(getattr(layer.self_attn, name)))
     assert kv_spec(model) == KVSpec(2, 2, 24, torch.bfloat16, CPU)
+
+
+class Held(nn.Module):
+    """A linear layer whose weight is a buffer, as GPTQ's, AWQ's and BitLinear's are."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.out_features = linear.out_features
+        self.register_buffer("held", linear.weight.detach().clone())
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.held)
+
+
+def test_weights_may_be_buffers(tiny):
+    model = tiny()
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, Held(getattr(layer.self_attn, name)))
+    assert kv_spec(model) == KVSpec(2, 2, 24, torch.float32, CPU)
+
+
+def test_under_autocast_keys_have_another_dtype(tiny):
+    model = tiny()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kv_spec(model).dtype == torch.bfloat16
+    assert kv_spec(model).dtype == torch.float32
+
+
+def test_a_dtype_that_no_pool_holds_is_named(tiny):
+    with pytest.raises(UnsupportedModel, match=r"the keys of LlamaForCausalLM are torch.float64, .*model.float\(\)"):
+        kv_spec(tiny().double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
