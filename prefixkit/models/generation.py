@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -53,6 +54,11 @@ class GeneratedCache(TreeCache):
         super().__init__(model)
         self.instead, self.always = instead, always
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
+        if self._rows is not None:
+            return super().__deepcopy__(memo)
+        return GeneratedCache(self.model, copy.deepcopy(self.instead, memo), self.always)
+
     def activate_past_recording(self) -> None:
         self.instead.activate_past_recording()  # type: ignore[no-untyped-call]
 
@@ -89,15 +95,14 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         done = inherited(self, *arguments, *args, **kwargs)
         made, mode = model_kwargs.get("past_key_values"), self.__dict__.get(_MODE, "auto")
-        may_pay = max(beams, generation_config.num_return_sequences or 1) * batch_size > 1 or self.device.type == "cuda"
-        may = before is None and generation_config.cache_implementation in (None, "dynamic")
-        if (
-            may
-            and type(made) is DynamicCache
-            and _takes_caches(self)
-            and (mode == "always" or (mode == "auto" and may_pay))
-        ):
-            made = model_kwargs["past_key_values"] = GeneratedCache(self, made, mode == "always")
+        rows = max(beams, generation_config.num_return_sequences or 1) * batch_size
+        wanted = mode == "always" or (mode == "auto" and (rows > 1 or self.device.type == "cuda"))
+        plain = before is None and generation_config.cache_implementation in (None, "dynamic")
+        if wanted and plain and type(made) is DynamicCache:
+            if _takes_caches(self):
+                made = model_kwargs["past_key_values"] = GeneratedCache(self, made, mode == "always")
+            else:
+                log.info("generate: KV is kept as transformers does: the model's forward was replaced after the patch")
         if isinstance(made, TreeCache):
             made.fork, made.final_length = beams > 1, max_cache_length
         return done
@@ -119,11 +124,7 @@ def generates(model: nn.Module) -> bool:
 
 
 def set_mode(model: nn.Module, mode: Mode) -> None:
-    """Say when ``generate`` is to make a tree cache.
-
-    Raises:
-        ValueError: there is no such mode.
-    """
+    """Say when ``generate`` is to make a tree cache."""
     model.__dict__[_MODE] = mode
 
 
@@ -143,7 +144,6 @@ def _takes_caches(model: nn.Module) -> bool:
         if getattr(forward, "__func__", forward) is ours:
             return True
         forward = getattr(forward, "__wrapped__", None) or getattr(forward, "func", None)
-    log.info("generate: KV is kept as transformers does: the model's forward was replaced after the patch")
     return False
 
 

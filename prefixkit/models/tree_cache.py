@@ -124,6 +124,21 @@ class TreeCache(Cache):
         if memory is not None:
             idle_of(self.model).give(memory)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
+        """A cache with KV of its own, of the same model: what a prompt's cache is used for again and again by."""
+        other = TreeCache(self.model, page_size=self.page_size)
+        other.fork, other.final_length = self.fork, self.final_length
+        if self._rows is not None and self._memory is not None:
+            rows = self._settled()
+            other.start(rows.tokens(), rows.pad)
+            assert other._rows is not None and other._memory is not None, "started"
+            there = np.arange(rows.length) >= rows.pad[:, None]
+            target, first = np.unique(other._rows.slots()[there], return_index=True)
+            other._memory.pool.copy(rows.slots()[there][first], target, self._memory.pool)
+            nodes = other._memory.tree.nodes()
+            other._memory.tree.mark_computed(nodes, [node.length for node in nodes])
+        return other
+
     def __del__(self) -> None:
         if "_memory" in self.__dict__:
             self.reset()
@@ -242,22 +257,16 @@ class TreeCache(Cache):
     def move_to(self, cache: Cache) -> None:
         """Put the KV of all rows into an empty cache of transformers, padding included, and forget it."""
         if self._rows is not None and self._memory is not None:
-            slots = self._slots()
+            slots = self._settled().slots()
             for layer in range(len(self)):
                 cache.update(*self._gathered(layer, slots), layer)
         self.reset()
 
-    def _slots(self) -> NDArray[np.int64]:
-        """``[rows, length]`` pool slots of all tokens; any before each row's first."""
-        rows = self._settled()
-        slots = np.zeros((len(rows), rows.length), np.int64)
-        for row, sequence in zip(slots, rows.sequences, strict=True):
-            own = sequence.slots()
-            row[len(row) - len(own) :] = own
-        return slots
+    def kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, anything in place of padding."""
+        return self._gathered(layer, self._settled().slots())
 
     def _gathered(self, layer: int, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """``[rows, kv_heads, length, head_dim]`` keys and values of slots."""
         assert self._memory is not None, "started before"
         pool = self._memory.pool
         pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
@@ -334,9 +343,9 @@ class LayerView:
     @property
     def keys(self) -> Tensor:
         """``[rows, kv_heads, length, head_dim]``; what is before a row's first token is not defined."""
-        return self.cache._gathered(self.index, self.cache._slots())[0]
+        return self.cache.kv(self.index)[0]
 
     @property
     def values(self) -> Tensor:
         """The same of the values."""
-        return self.cache._gathered(self.index, self.cache._slots())[1]
+        return self.cache.kv(self.index)[1]

@@ -105,17 +105,21 @@ class KVPool:
         """``[pages, page_size, kv_heads, head_dim]`` the values of a layer: the pool itself, not a copy."""
         return self._v[self._check(layer)]
 
-    def copy(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+    def copy(self, source: NDArray[np.int64], target: NDArray[np.int64], of: KVPool | None = None) -> None:
         """Copy the KV of slots ``source[i]`` to slots ``target[i]``, in this order, on the current stream.
 
         A target may be a source of those before it, not of those behind it.
+
+        Args:
+            source, target: Slots.
+            of: The pool whose slots the sources are, of the same page size; None: this one.
         """
         at_once = max(1, 2**26 // self.spec.bytes_per_token)  # 64 MiB of them are in temporaries
         for begin in range(0, len(source), at_once):
             pairs = np.stack((source[begin : begin + at_once], target[begin : begin + at_once]))
             pages, offsets = upload([*np.divmod(pairs, self.page_size)], self.spec.device)
-            for layers in self._layers:
-                layers[:, pages[1], offsets[1]] = layers[:, pages[0], offsets[0]]
+            for its, mine in zip((self if of is None else of)._layers, self._layers, strict=True):
+                mine[:, pages[1], offsets[1]] = its[:, pages[0], offsets[0]]
 
     def _check(self, layer: int) -> int:
         if not 0 <= layer < self.spec.num_layers:

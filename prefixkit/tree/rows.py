@@ -103,6 +103,22 @@ class Rows:
             self.tree.trim(sequence, max(0, length - pad))
         self.length = length
 
+    def tokens(self) -> Ints:
+        """``[rows, length]`` token ids; 0 for padding."""
+        tokens = np.zeros((len(self), self.length), np.int32)
+        for row, sequence in zip(tokens, self.sequences, strict=True):
+            own = sequence.tokens()
+            row[len(row) - len(own) :] = own
+        return tokens
+
+    def slots(self) -> Longs:
+        """``[rows, length]`` pool slots of all tokens; any for padding."""
+        slots = np.zeros((len(self), self.length), np.int64)
+        for row, sequence in zip(slots, self.sequences, strict=True):
+            own = sequence.slots()
+            row[len(row) - len(own) :] = own
+        return slots
+
     def places(self, count: int) -> Iterator[tuple[int, int, Node, int]]:
         """The last ``count`` tokens of each row that are no padding: row, place from the end, node, place in the node."""
         for row, sequence in enumerate(self.sequences):

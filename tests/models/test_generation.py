@@ -372,6 +372,26 @@ class TestACacheOfOnesOwn:
         torch.testing.assert_close(got[there], want[there], rtol=2e-5, atol=2e-5)
         assert (got[~there] == 0).all()
 
+    def test_a_copy_goes_on_by_itself(self, padded):
+        """As scripts do that compute a prompt once and deep-copy its cache for each question."""
+        model = patch(make_model())
+        cache, there = TreeCache(model, page_size=4), padded["attention_mask"]
+        positions = (there.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            model(**padded, position_ids=positions, past_key_values=cache)
+        mask = torch.cat([there, torch.ones(3, 2, dtype=torch.int64)], 1)
+        for seed in range(2):
+            torch.manual_seed(seed)
+            longer = torch.cat([padded["input_ids"], torch.randint(3, VOCAB, (3, 2))], 1)
+            inputs = {"input_ids": longer, "attention_mask": mask}
+            mine = copy.deepcopy(cache)
+            assert mine.model is model
+            assert mine.kv_tokens == cache.kv_tokens == 20 + 15 + 11 - 6
+            got = generate(patch(model), inputs, do_sample=False, past_key_values=mine)
+            assert torch.equal(got, generate(unpatch(model), inputs, do_sample=False))
+            assert cache.get_seq_length() == 20
+            patch(model)
+
     def test_its_pool_grows_as_tokens_come(self, rng):
         model = patch(make_model())
         ids, cache = torch.from_numpy(rng.integers(3, VOCAB, (2, 5))), TreeCache(model, page_size=2)
