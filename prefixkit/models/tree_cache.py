@@ -107,7 +107,7 @@ class TreeCache(Cache):
         Raises:
             ValueError: a positive number, or more than there are.
         """
-        length = self.get_seq_length() + tokens_to_remove
+        length = self.get_seq_length() + int(tokens_to_remove)  # transformers gives a tensor in places
         if tokens_to_remove > 0 or length < 0:
             raise ValueError(
                 f"TreeCache.crop: got {tokens_to_remove} for {self.get_seq_length()} tokens; use a negative number, of "
