@@ -29,7 +29,9 @@ def padded(rng):
     mask = torch.ones_like(ids)
     for row, pad in enumerate((0, 5, 9)):
         ids[row, :pad], mask[row, :pad] = 0, 0
+    ids[1, 5], ids[2, 9] = 5, 6
     ids[0, :6] = ids[1, 5:11]
+    ids[0, 6], ids[1, 11] = 7, 8
     return {"input_ids": ids, "attention_mask": mask}
 
 
