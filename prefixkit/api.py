@@ -39,6 +39,10 @@ def generate(
     number lies within that rounding, about 1e-6, of the boundary between two tokens.  In bfloat16 and float16 that is
     common, and most longer samples differ from some token on: only an equal call gives equal samples there.
 
+    Of the model's ``generation_config`` the end-of-sequence tokens are used and, where neither ``params`` nor a field
+    says one, the repetition penalty.  Temperature and filters are those given here; what else it sets, such as
+    ``no_repeat_ngram_size``, is refused by name.
+
     Args:
         model: A model that :func:`prefixkit.patch` has patched.
         tokenizer: Its tokenizer; None where all prompts are token ids: samples have no text then, and stop strings are

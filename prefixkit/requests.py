@@ -15,6 +15,21 @@ from prefixkit.prompts import Prompt, check_ids, encode_prompts, occurrences
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 
 Prompts = Prompt | Iterable[Prompt]
+# Fields of a generation config that change what is sampled, by the value at which they do nothing.
+_OFF_AT_0 = (
+    *(
+        "no_repeat_ngram_size",
+        "min_length",
+        "min_new_tokens",
+        "bad_words_ids",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+    ),
+    *("forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty"),
+    *("epsilon_cutoff", "eta_cutoff", "watermarking_config", "diversity_penalty"),
+)
+_OFF_AT_1 = "typical_p", "guidance_scale"
+
 Params = TypeVar("Params", bound=SamplingParams | BeamParams)
 
 
@@ -27,8 +42,12 @@ def sampling_requests(
 ) -> list[Request]:
     """A request for each prompt, with the parameters of :func:`prefixkit.generate`; everything is checked."""
     encoded = _encoded(model, tokenizer, prompts)
+    penalty = _configured(model, "repetition_penalty")
+    if params is None and penalty is not None:
+        fields = {"repetition_penalty": penalty, **fields}
     each = _per_prompt(SamplingParams, params, fields, len(encoded), ("n", "seed"))
     each = _with_stop_ids(model, tokenizer, each)
+    _check_generation_config(model, each)
     _check_text(tokenizer, each)
     rows = zip(encoded, each, occurrences(encoded), strict=True)
     return [Request(index, tokens, own, before) for index, (tokens, own, before) in enumerate(rows)]
@@ -44,6 +63,7 @@ def beam_requests(
     """A request for each prompt, with the parameters of :func:`prefixkit.beam_search`; everything is checked."""
     encoded = _encoded(model, tokenizer, prompts)
     each = _with_stop_ids(model, tokenizer, _per_prompt(BeamParams, params, fields, len(encoded)))
+    _check_generation_config(model, each, "repetition_penalty")
     return [Request(index, tokens, own) for index, (tokens, own) in enumerate(zip(encoded, each, strict=True))]
 
 
@@ -57,6 +77,7 @@ def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) ->
         if not isinstance(one, Request):
             raise TypeError(f"requests must be prefixkit.Request, got {type(one).__name__}; see generate() for prompts")
     check_ids([one.tokens for one in asked], model.config.get_text_config().vocab_size)
+    _check_generation_config(model, [one.params for one in asked])
     _check_text(tokenizer, [one.params for one in asked])
     return [replace(one, params=_with_stop_ids(model, tokenizer, [one.params])[0]) for one in asked]
 
@@ -65,6 +86,27 @@ def check_patched(model: Any) -> None:
     """Raise NotPatched unless the model is patched."""
     if not is_patched(model):
         raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
+
+
+def _configured(model: Any, name: str) -> Any:
+    """A field of the model's generation config; None where it changes nothing."""
+    value = getattr(getattr(model, "generation_config", None), name, None)
+    return None if value in (None, False, [], 0 if name in _OFF_AT_0 else 1) else value
+
+
+def _check_generation_config(model: Any, each: Iterable[SamplingParams | BeamParams], *further: str) -> None:
+    """Raise ValueError where the model's generation config asks for what would be left out."""
+    if all(isinstance(own, SamplingParams) and own.logits_processors is not None for own in each):
+        return  # who passes these says what is to be done with logits
+    asked = {
+        name: value for name in (*_OFF_AT_0, *_OFF_AT_1, *further) if (value := _configured(model, name)) is not None
+    }
+    if asked:
+        given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        raise ValueError(
+            f"the model's generation_config sets {given}, which is not applied here; call model.generate(), which runs on "
+            f"the tree too, pass logits_processors that apply it, or set model.generation_config.{next(iter(asked))} = None"
+        )
 
 
 def _check_text(tokenizer: Any, each: Iterable[SamplingParams | BeamParams]) -> None:

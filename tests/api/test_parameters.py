@@ -1,9 +1,13 @@
 """Parameters that are refused."""
 
+import copy
+from functools import partial
+
 import numpy as np
 import pytest
 
 import prefixkit
+from prefixkit import SamplingParams
 from prefixkit.models import NotPatched
 from tests.api.cases import TOKENIZER
 from tests.tiny import tiny_llama
@@ -53,3 +57,38 @@ def test_parameters_out_of_range(model, option, message):
 def test_parameters_of_another_type(model, option, message):
     with pytest.raises(TypeError, match=message):
         prefixkit.generate(model, TOKENIZER, ["a"], **option)
+
+
+class TestTheModelsGenerationConfig:
+    @pytest.fixture
+    def configured(self, model, monkeypatch):
+        """The model, with a generation config of its own for one test."""
+        monkeypatch.setattr(model, "generation_config", copy.deepcopy(model.generation_config))
+        return model
+
+    def test_its_repetition_penalty_is_applied_where_none_is_given(self, configured):
+        asked = {"n": 2, "max_new_tokens": 12, "seed": 3, "stop_token_ids": ()}
+        plain = prefixkit.generate(configured, None, [[5, 6, 7]], **asked)
+        want = prefixkit.generate(configured, None, [[5, 6, 7]], repetition_penalty=5.0, **asked)
+        configured.generation_config.repetition_penalty = 5.0
+        got = prefixkit.generate(configured, None, [[5, 6, 7]], **asked)
+        assert [one.tokens for one in got] == [one.tokens for one in want] != [one.tokens for one in plain]
+        own = prefixkit.generate(configured, None, [[5, 6, 7]], repetition_penalty=1.0, **asked)
+        assert [one.tokens for one in own] == [one.tokens for one in plain]
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("no_repeat_ngram_size", 2), ("suppress_tokens", [7]), ("min_new_tokens", 3), ("typical_p", 0.9)],
+    )
+    def test_what_would_be_left_out_is_named(self, name, value, configured):
+        setattr(configured.generation_config, name, value)
+        for call in (prefixkit.generate, partial(prefixkit.beam_search, num_beams=2)):
+            with pytest.raises(ValueError, match=rf"generation_config sets {name}=.*call model\.generate\(\)"):
+                call(configured, None, [[5, 6, 7]], max_new_tokens=3)
+        processors = SamplingParams(max_new_tokens=3, logits_processors=lambda: lambda ids, scores: scores)
+        assert len(prefixkit.generate(configured, None, [[5, 6, 7]], processors)) == 1
+
+    def test_beams_have_no_penalty(self, configured):
+        configured.generation_config.repetition_penalty = 1.2
+        with pytest.raises(ValueError, match=r"generation_config sets repetition_penalty=1\.2"):
+            prefixkit.beam_search(configured, None, [[5, 6, 7]], num_beams=2, max_new_tokens=3)
