@@ -55,7 +55,7 @@ class GeneratedCache(TreeCache):
         self.instead, self.always = instead, always
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
-        if self._rows is not None:
+        if self._steps is not None:
             return super().__deepcopy__(memo)
         return GeneratedCache(self.model, copy.deepcopy(self.instead, memo), self.always)
 
@@ -193,8 +193,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         own = tokens.cpu().numpy().astype(np.int32)
         if isinstance(cache, GeneratedCache) and not cache.always:
             _check_it_pays(cache, own, pad)
-        cache.start(own, pad)
-        return cache.compute(count)
+        return cache.start(own, pad).compute(count)
     if len(tokens) != cache.batch_size:
         raise NotOnTree(f"input_ids has {len(tokens)} rows, and the cache {cache.batch_size}")
     if mask is not None and tuple(mask.shape) != (len(tokens), length + tokens.shape[1]):
@@ -203,12 +202,11 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
             f"cache and {tokens.shape[1]} are to come"
         )
     if tokens.shape[1] == 1:
-        return cache.decode(tokens[:, 0])[:, None]
+        return cache.go_on(tokens, count)
     if mask is not None and not np.array_equal(_padding(mask, tokens), cache.padding):
         raise NotOnTree("the attention mask pads other tokens than those before which the cache was filled")
     _check_positions(given.get("position_ids"), cache.padding, length, length + tokens.shape[1])
-    cache.extend(tokens)
-    return cache.compute(count)
+    return cache.go_on(tokens, count)
 
 
 def _check(model: PreTrainedModel, given: dict[str, Any]) -> None:

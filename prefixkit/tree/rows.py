@@ -37,7 +37,8 @@ class Rows:
     """
 
     def __init__(self, tree: PrefixTree, tokens: Ints, pad: Longs, *, fork: bool) -> None:
-        self.tree, self.pad, self.length = tree, pad, tokens.shape[1]
+        self.tree, self.pad = tree, pad
+        self.length: int = tokens.shape[1]
         self.sequences: list[Sequence] = []
         first: dict[bytes, Sequence] = {}
         for row, skipped in zip(tokens, pad.tolist(), strict=True):
