@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import logging
@@ -14,10 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from prefixkit.models.attention import WRAPPED, forward_below, original_class, subclass
+from prefixkit.models.errors import IncompleteStep, UnsupportedModel
+from prefixkit.models.generated_cache import GeneratedCache
 from prefixkit.models.runner import random_part
 from prefixkit.models.tree_cache import TreeCache
 from prefixkit.models.tree_memory import DoesNotFit, forget_idle, replays
@@ -39,28 +40,6 @@ _REQUESTS = ("output_attentions", "output_hidden_states", "output_router_logits"
 
 class NotOnTree(ValueError):
     """A call of a model cannot run on a tree."""
-
-
-class GeneratedCache(TreeCache):
-    """What ``generate`` makes by itself: until the first tokens come, it may still be the cache that it stands for.
-
-    Args:
-        model: The model that generates.
-        instead: The cache that transformers has made.
-        always: Whether the tree is used wherever it can be, not only where it pays.
-    """
-
-    def __init__(self, model: PreTrainedModel, instead: Cache, always: bool) -> None:
-        super().__init__(model)
-        self.instead, self.always = instead, always
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
-        if self._steps is not None:
-            return super().__deepcopy__(memo)
-        return GeneratedCache(self.model, copy.deepcopy(self.instead, memo), self.always)
-
-    def activate_past_recording(self) -> None:
-        self.instead.activate_past_recording()  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -104,6 +83,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
             else:
                 log.info("generate: KV is kept as transformers does: the model's forward was replaced after the patch")
         if isinstance(made, TreeCache):
+            made.settle()  # what is given for the first step is checked
             made.fork, made.final_length = beams > 1, max_cache_length
         return done
 
@@ -155,19 +135,22 @@ def forget_mode(model: nn.Module) -> None:
     forget_idle(model)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], whole: Callable[..., Any]) -> Any:
     """A forward pass of a padded batch over the tree of its rows."""
-    if cache.model is not model:
-        raise NotOnTree(f"the cache belongs to another {type(cache.model).__name__}; make one for this model")
+    given.pop("self")
+    if isinstance(cache, GeneratedCache) and cache.left:
+        return whole(**given | {"past_key_values": cache.instead})
+    began = not cache.get_seq_length()
     try:
         logits = _logits(model, cache, given)
-    except (NotOnTree, DoesNotFit) as error:
-        if not isinstance(cache, GeneratedCache):
+    except (NotOnTree, DoesNotFit, UnsupportedModel, IncompleteStep) as error:
+        if not isinstance(cache, GeneratedCache) or (isinstance(error, IncompleteStep) and not began):
             raise
         log.info("generate: KV is kept as transformers does: %s", error)
-        cache.move_to(cache.instead)
-        given.pop("self")
-        return whole(**given | {"past_key_values": cache.instead})
+        if began:
+            cache.reset()
+        return whole(**given | {"past_key_values": cache.leave()})
     out = CausalLMOutputWithPast(logits=logits.to(model.dtype), past_key_values=cache)
     returns = given.get("return_dict")
     return out if returns or (returns is None and getattr(model.config, "return_dict", True)) else out.to_tuple()
@@ -178,43 +161,59 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
 
     Raises:
         NotOnTree, DoesNotFit: nothing has changed.
+        ValueError: the attention mask would bring padding back, which was never computed.
     """
-    tokens = given.get("input_ids")
-    _check(model, given)
-    assert isinstance(tokens, Tensor), "checked"
-    keep = given.get("logits_to_keep", 0)
-    if not isinstance(keep, int):
-        raise NotOnTree("logits_to_keep names single tokens")
+    if cache.model is not model:
+        raise NotOnTree(f"the cache belongs to another {type(cache.model).__name__}; make one for this model")
+    tokens, keep = _checked(model, given), given.get("logits_to_keep", 0)
     count = min(keep, tokens.shape[1]) or tokens.shape[1]
-    mask, length = given.get("attention_mask"), cache.get_seq_length()
+    mask, positions, length = given.get("attention_mask"), given.get("position_ids"), cache.get_seq_length()
+    until = length + tokens.shape[1]
     if not length:
         pad = _padding(mask, tokens)
-        _check_positions(given.get("position_ids"), pad, 0, tokens.shape[1])
-        own = tokens.cpu().numpy().astype(np.int32)
+        _check_positions(positions, pad, 0, until)
+        own = tokens.cpu().numpy()
+        if own.min() < 0 or own.max() >= 2**31:
+            raise NotOnTree("input_ids holds numbers that are no token ids")
+        own = own.astype(np.int32)
         if isinstance(cache, GeneratedCache) and not cache.always:
             _check_it_pays(cache, own, pad)
         return cache.start(own, pad).compute(count)
     if len(tokens) != cache.batch_size:
         raise NotOnTree(f"input_ids has {len(tokens)} rows, and the cache {cache.batch_size}")
-    if mask is not None and tuple(mask.shape) != (len(tokens), length + tokens.shape[1]):
+    if mask is not None and tuple(mask.shape) != (len(tokens), until):
         raise NotOnTree(
             f"the attention mask has shape {tuple(mask.shape)}, but {length} tokens of {len(tokens)} rows are in the "
             f"cache and {tokens.shape[1]} are to come"
         )
-    if tokens.shape[1] == 1:
-        return cache.go_on(tokens, count)
-    if mask is not None and not np.array_equal(_padding(mask, tokens), cache.padding):
-        raise NotOnTree("the attention mask pads other tokens than those before which the cache was filled")
-    _check_positions(given.get("position_ids"), cache.padding, length, length + tokens.shape[1])
+    if mask is not None and cache.repeats:  # what is before was checked when the first of these steps came
+        pad = cache.padding if bool(mask[:, length:].all()) else np.full(len(tokens), until)
+    else:
+        pad = _padding(mask, tokens)
+    if (pad < cache.padding).any():
+        raise ValueError(
+            "the attention mask lets rows see their padding, which was masked when the cache was filled and so never "
+            "computed; pass the same attention_mask, continued by ones"
+        )
+    if (pad != cache.padding).any():
+        raise NotOnTree("the attention mask hides other tokens than those that were hidden when the cache was filled")
+    _check_positions(positions, cache.padding, length, until)
     return cache.go_on(tokens, count)
 
 
-def _check(model: PreTrainedModel, given: dict[str, Any]) -> None:
-    """Raise NotOnTree where a forward pass asks for more than logits after tokens, or could not be the same twice."""
-    if given.get("inputs_embeds") is not None or not isinstance(given.get("input_ids"), Tensor):
+def _checked(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
+    """The token ids of a forward pass.
+
+    Raises:
+        NotOnTree: it asks for more than logits after tokens, or could not be the same twice.
+    """
+    tokens, keep = given.get("input_ids"), given.get("logits_to_keep", 0)
+    if given.get("inputs_embeds") is not None or not isinstance(tokens, Tensor):
         raise NotOnTree("rows are given as embeddings, and a tree is one of token ids")
-    if given["input_ids"].ndim != 2:
-        raise NotOnTree(f"input_ids has shape {tuple(given['input_ids'].shape)}, not [rows, length]")
+    if tokens.ndim != 2 or not tokens.numel() or tokens.is_floating_point():
+        raise NotOnTree(f"input_ids are {tokens.dtype} {tuple(tokens.shape)}, not token ids [rows, length]")
+    if not isinstance(keep, int) or keep < 0:
+        raise NotOnTree(f"logits_to_keep={keep!r} is no number of last tokens")
     for name in _REQUESTS:
         wanted = given.get(name)
         if wanted or (wanted is None and getattr(model.config, name, False)):
@@ -231,6 +230,7 @@ def _check(model: PreTrainedModel, given: dict[str, Any]) -> None:
             raise NotOnTree("the model is in training mode with gradient checkpointing, which drops the cache")
         if (dropout := random_part(model)) is not None:
             raise NotOnTree(f"the model is in training mode, where {dropout} is random; call model.eval() first")
+    return tokens
 
 
 def _padding(mask: Any, tokens: Tensor) -> NDArray[np.int64]:

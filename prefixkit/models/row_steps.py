@@ -45,6 +45,11 @@ class RowSteps:
         """The rows, but for the tokens of repeated steps."""
         return self._rows
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the next decode step is the last one repeated."""
+        return self._order is not None
+
     def settled(self) -> Rows:
         """The rows, once the tree holds all tokens that were computed; the next decode step is not repeated."""
         rows, self._order = self._rows, None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from prefixkit.models.attention import forward_below, takes_trees
 from prefixkit.models.errors import NotPatched
@@ -23,7 +23,7 @@ from prefixkit.tree.rows import Rows, pages_of_rows
 Ints = NDArray[np.int32]
 
 
-class TreeCache(Cache):
+class TreeCache(DynamicCache):
     """Keeps the KV of a batch as a prefix tree: what its rows share is computed, stored and read once.
 
     ``model.generate(..., past_key_values=prefixkit.TreeCache(model))`` runs on the tree, and so does a call of the
@@ -46,7 +46,7 @@ class TreeCache(Cache):
     """
 
     def __init__(self, model: Any, *, page_size: int = 16) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         check_page_size(page_size)
         self.model, self.page_size = pretrained_model(model), page_size
         if not takes_trees(self.model):
@@ -73,6 +73,16 @@ class TreeCache(Cache):
         return np.empty(0, np.int64) if self._steps is None else self._steps.rows.pad
 
     @property
+    def repeats(self) -> bool:
+        """Whether the next decode step is the last one repeated."""
+        return self._steps is not None and self._steps.repeats
+
+    def settle(self) -> None:
+        """Bring the tokens of repeated steps into the tree."""
+        if self._steps is not None:
+            self._steps.settled()
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens whose KV is held: those that rows share once."""
         return 0 if self._steps is None else int(self._steps.settled().tree.snapshot().length.sum())
@@ -97,19 +107,19 @@ class TreeCache(Cache):
         self.reorder_cache(torch.arange(len(self.padding)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove so many tokens of each row, written as a negative number.
+        """Remove so many tokens of each row, or all there are, written as a negative number.
 
         Raises:
-            ValueError: a positive number, or more than there are.
+            ValueError: a positive number.
         """
-        length = self.get_seq_length() + int(tokens_to_remove)  # transformers gives a tensor in places
-        if tokens_to_remove > 0 or length < 0:
+        if tokens_to_remove > 0:
             raise ValueError(
                 f"TreeCache.crop: got {tokens_to_remove} for {self.get_seq_length()} tokens; use a negative number, of "
                 "the tokens that are to be removed"
             )
         if tokens_to_remove and self._steps is not None:
-            self._steps.settled().trim(length)
+            length = self.get_seq_length() + int(tokens_to_remove)  # transformers gives a tensor in places
+            self._steps.settled().trim(max(0, length))
 
     def reset(self) -> None:
         """Forget all tokens and give the pool back."""
@@ -169,15 +179,15 @@ class TreeCache(Cache):
         self._steps.extend(tokens)
         return self._steps.compute(count)
 
-    def move_to(self, cache: Cache) -> None:
-        """Put the KV of all rows into an empty cache of transformers, padding included, and forget it."""
+    def copy_to(self, cache: Cache) -> None:
+        """Put the KV of all rows into an empty cache of transformers, anything in place of padding."""
         for layer in range(len(self)):
             cache.update(*self.kv(layer), layer)
-        self.reset()
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, anything in place of padding."""
-        assert self._steps is not None, "started before"
+        if self._steps is None:
+            raise ValueError("TreeCache: it is empty, so no layer has keys or values")
         pool, slots = self._steps.memory.pool, self._steps.settled().slots()
         pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
         k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in (pool.k(layer), pool.v(layer)))

@@ -100,8 +100,9 @@ class Rows:
 
     def trim(self, length: int) -> None:
         """Shorten each row to ``length`` tokens, padding included."""
+        self.pad = np.minimum(self.pad, length)
         for sequence, pad in zip(self.sequences, self.pad.tolist(), strict=True):
-            self.tree.trim(sequence, max(0, length - pad))
+            self.tree.trim(sequence, length - pad)
         self.length = length
 
     def tokens(self) -> Ints:

@@ -331,11 +331,82 @@ class TestModelsThatOthersHaveChanged:
             plain = generate(model, padded, **SAMPLED)
         assert not torch.equal(plain, got)
 
+    def test_prefix_tuning_goes_on_with_its_own_cache(self, padded):
+        peft = pytest.importorskip("peft")
+        config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        model = peft.get_peft_model(make_model(), config).eval()
+        want, got, _ = compared(model, padded, do_sample=False)
+        assert torch.equal(got, want)
+
+    def test_a_forward_that_was_compiled_after_the_patch(self, padded, dynamo):
+        want, model = generate(make_model(seed=2), padded, **SAMPLED), patch(make_model(seed=2))
+        model.forward = torch.compile(model.forward, backend="eager")
+        assert torch.equal(generate(model, padded, **SAMPLED), want)
+
     def test_hooks_of_the_model_run_once_a_call(self, padded):
         model, seen = patch(make_model()), []
         model.register_forward_hook(lambda module, args, out: seen.append(out.logits.shape[0]))
         generate(model, padded, **SAMPLED, eos_token_id=None)
         assert seen == [12] * NEW
+
+
+class TestWhereAGenerationLeavesTheTree:
+    def test_a_hole_that_comes_in_a_later_chunk(self, rng, said):
+        ids, mask = torch.from_numpy(rng.integers(3, VOCAB, (2, 20))), torch.ones(2, 20, dtype=torch.int64)
+        mask[1, 5:12] = 0
+        for chunk in (1, 3):
+            inputs = {"input_ids": ids, "attention_mask": mask, "prefill_chunk_size": chunk}
+            want, got, _ = compared(make_model(), inputs, do_sample=False)
+            assert torch.equal(got, want)
+        assert said()
+
+    @pytest.mark.parametrize("new", [1, 3])
+    def test_a_mask_that_hides_what_was_seen(self, new, padded, said):
+        model, outs = make_model(), []
+        for prepare in (unpatch, patch):
+            prepare(model)
+            first = generate(model, padded, **SAMPLED, return_dict_in_generate=True, eos_token_id=None)
+            longer = torch.cat([first.sequences[:, :-1], torch.full((12, new), 9)], 1)
+            mask = torch.ones_like(longer)
+            mask[:, :9], mask[:, 12:15] = 0, 0
+            inputs = {"input_ids": longer, "attention_mask": mask, "past_key_values": first.past_key_values}
+            outs.append((generate(model, inputs, do_sample=False), first.past_key_values))
+        assert torch.equal(outs[0][0], outs[1][0])
+        assert "hides other tokens" in said()[-1] or "holes" in said()[-1]
+        left, stock = outs[1][1], outs[0][1]
+        assert (left.get_seq_length(), len(left)) == (stock.get_seq_length(), len(stock)), "it is that cache by now"
+        torch.testing.assert_close(left.layers[1].keys[:, :, 15:], stock.layers[1].keys[:, :, 15:])
+
+    def test_rows_that_were_cropped_into_their_padding(self, padded):
+        model, outs = make_model(), []
+        for prepare in (unpatch, patch):
+            prepare(model)
+            cache = generate(model, padded, **SAMPLED, return_dict_in_generate=True).past_key_values
+            cache.crop(7 - cache.get_seq_length())
+            again = {name: given.repeat_interleave(4, 0) for name, given in padded.items()}
+            outs.append(generate(model, again, do_sample=True, past_key_values=cache))
+        assert torch.equal(*outs)
+
+    def test_padding_does_not_come_back_unseen(self, padded):
+        model = patch(make_model())
+        cache = generate(model, padded, **SAMPLED, return_dict_in_generate=True, eos_token_id=None).past_key_values
+        longer = torch.randint(3, VOCAB, (12, 20 + NEW))
+        with pytest.raises(ValueError, match=r"lets rows see their padding, .* never computed; pass the same"):
+            generate(model, {"input_ids": longer, "attention_mask": torch.ones_like(longer)}, past_key_values=cache)
+
+    def test_a_model_that_was_changed_after_the_patch(self, rng, said):
+        inputs = {"input_ids": torch.from_numpy(rng.integers(3, VOCAB, (2, 12)))}
+        want = generate(make_model(seed=1).double(), inputs, **SAMPLED)
+        model = patch(make_model(seed=1), tree_cache="always").double()
+        assert torch.equal(generate(model, inputs, **SAMPLED), want)
+        assert "are torch.float64" in said()[0]
+
+    def test_an_assistant_that_is_the_model_without_its_last_layer(self, rng, said):
+        inputs = {"input_ids": torch.from_numpy(rng.integers(3, VOCAB, (1, 12)))}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        want, got, _ = compared(make_model(), inputs, do_sample=False, assistant_early_exit=1)
+        assert torch.equal(got, want)
+        assert "did not attend" in said()[0]
 
 
 class TestACacheOfOnesOwn:
