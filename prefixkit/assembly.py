@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import prefixkit.backends  # noqa: F401 - registers them
-from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
 from prefixkit.engine.request import Request
-from prefixkit.models import kv_spec, query_heads
-from prefixkit.models.runner import runner_of
-from prefixkit.ops.backend import backend_for
+from prefixkit.models import kv_spec
+from prefixkit.models.runner import planner_of, runner_of
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree.radix import PrefixTree
 
@@ -57,7 +55,5 @@ def engine_of(
     spec = kv_spec(model)
     chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
     pool = KVPool(spec, num_pages, page_size)
-    shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
-    planner = backend_for(spec.device).planner_for(shape, spec.device, spec.dtype)
-    runner = runner_of(model, pool, planner, graphs=graphs, compiled=compiled)
+    runner = runner_of(model, pool, planner_of(model, spec), graphs=graphs, compiled=compiled)
     return Engine(runner, pool, PrefixTree(num_pages, page_size), prefill_chunk=chunk, most_running=MOST_RUNNING)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.tree.node import Node
 from prefixkit.tree.snapshot import TreeSnapshot
 
 # Prompt tokens of a step, without prefill_chunk: on a GPU a step should be long enough to fill it.
@@ -17,6 +19,12 @@ _CPU_CHUNK, _GPU_CHUNK = 1024, 8192
 def prefill_chunk_for(device: torch.device) -> int:
     """Prompt tokens that a step computes by default."""
     return _GPU_CHUNK if device.type == "cuda" else _CPU_CHUNK
+
+
+def tokens_of(queries: Queries, nodes: Sequence[Node]) -> NDArray[np.int32]:
+    """``[rows]`` token ids of query rows, given the tree's nodes in the snapshot's order."""
+    runs = zip(queries.node.tolist(), queries.begin.tolist(), queries.end.tolist(), strict=True)
+    return np.concatenate([nodes[node].tokens[begin:end] for node, begin, end in runs])
 
 
 def choose_queries(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.queries import decode_tree
-from prefixkit.attention.uncomputed import choose_queries
+from prefixkit.attention.uncomputed import choose_queries, tokens_of
 from prefixkit.engine.beam_run import BeamRun
 from prefixkit.engine.sample_run import SampleRun
 from prefixkit.engine.scheduler import RequestState
@@ -85,10 +85,8 @@ def next_step(tree: PrefixTree, rows: list[Row], prompts: list[RequestState], pr
         return None
     queries, row_of = step.queries, step.last_rows()
     running = [nodes[node] for node in queries.node.tolist()]
-    slices = zip(running, queries.begin.tolist(), queries.end.tolist(), strict=True)
-    tokens = np.concatenate([node.tokens[begin:end] for node, begin, end in slices])
     computed = np.flatnonzero(row_of[asking] >= 0)
-    batch = Batch(step, tokens, row_of[leaves], row_of[asking[computed]], sampling, steps)
+    batch = Batch(step, tokens_of(queries, nodes), row_of[leaves], row_of[asking[computed]], sampling, steps)
     asked = [prompts[i] for i in computed.tolist()]
     return Scheduled(rows, sampling, batch, nodes=running, prompts=asked, pipelined=pipelined)
 

@@ -13,6 +13,7 @@ from prefixkit.engine.beam import Beam, BeamMove, BeamSearch, advance, finished,
 from prefixkit.engine.request import BeamParams, Sample
 from prefixkit.engine.scheduler import RequestState
 from prefixkit.tree.radix import PrefixTree, Sequence
+from prefixkit.tree.rows import select
 
 
 @dataclass(eq=False)
@@ -63,16 +64,8 @@ class BeamRun:
             Which sequence is to be extended by which token.
         """
         self.search, self.steps = search, self.steps + 1
-        old, taken = self.sequences, [False] * len(self.sequences)
-        sequences: list[Sequence] = []
-        for parent in move.parents:
-            sequences.append(tree.fork(old[parent])[0] if taken[parent] else old[parent])
-            taken[parent] = True
-        for sequence, goes_on in zip(old, taken, strict=True):
-            if not goes_on:
-                tree.release(sequence)
-        self.sequences = sequences
-        return list(zip(sequences, move.tokens, strict=True))
+        self.sequences = select(tree, self.sequences, move.parents)
+        return list(zip(self.sequences, move.tokens, strict=True))
 
     def samples(self) -> list[Sample]:
         """What a search that is done has found."""

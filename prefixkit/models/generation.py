@@ -81,7 +81,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
             if _takes_caches(self):
                 made = model_kwargs["past_key_values"] = GeneratedCache(self, made, mode == "always")
             else:
-                log.info("generate: KV is kept as transformers does: the model's forward was replaced after the patch")
+                log.info("generate() keeps transformers' own cache: the model's forward was replaced after the patch")
         if isinstance(made, TreeCache):
             made.settle()  # what is given for the first step is checked
             made.fork, made.final_length = beams > 1, max_cache_length
@@ -147,7 +147,7 @@ def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], wh
     except (NotOnTree, DoesNotFit, UnsupportedModel, IncompleteStep) as error:
         if not isinstance(cache, GeneratedCache) or (isinstance(error, IncompleteStep) and not began):
             raise
-        log.info("generate: KV is kept as transformers does: %s", error)
+        log.info("generate() keeps transformers' own cache: %s", error)
         if began:
             cache.reset()
         return whole(**given | {"past_key_values": cache.leave()})

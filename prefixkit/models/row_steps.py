@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.queries import StepTree, decode_tree
-from prefixkit.attention.uncomputed import choose_queries
+from prefixkit.attention.uncomputed import choose_queries, tokens_of
 from prefixkit.models.tree_memory import TreeMemory
 from prefixkit.runners.batch import Batch
 from prefixkit.tree.pages import OutOfPages
@@ -153,8 +153,6 @@ class RowSteps:
         """Run a step; returns the logits of the query rows that are wanted."""
         queries, nodes = step.queries, self.memory.tree.nodes()
         running = [nodes[node] for node in queries.node.tolist()]
-        slices = zip(running, queries.begin.tolist(), queries.end.tolist(), strict=True)
-        tokens = np.concatenate([node.tokens[begin:end] for node, begin, end in slices])
-        self.memory.runner.launch(Batch(step, tokens, wanted, _NO_ROWS, None))
+        self.memory.runner.launch(Batch(step, tokens_of(queries, nodes), wanted, _NO_ROWS, None))
         self.memory.tree.mark_computed(running, queries.end)
         return self.memory.runner.logits.clone()

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefixkit.attention.planner import Planner
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.models.attention import is_patched
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.errors import NotPatched
 from prefixkit.models.families import pretrained_model
-from prefixkit.models.shape import kv_spec
+from prefixkit.models.shape import kv_spec, query_heads
 from prefixkit.models.step_cache import StepCache
 from prefixkit.ops.backend import backend_for
-from prefixkit.ops.kv_pool import KVPool
+from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph import GraphRunner
 
@@ -160,6 +161,12 @@ def random_part(model: nn.Module) -> str | None:
         if isinstance(rate := getattr(module, "attention_dropout", 0.0), float) and rate > 0:
             return f"{name}.attention_dropout"
     return None
+
+
+def planner_of(model: nn.Module, spec: KVSpec) -> Planner:
+    """What plans attention for a model's heads, whose KV is as ``spec`` says."""
+    shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
+    return backend_for(spec.device).planner_for(shape, spec.device, spec.dtype)
 
 
 def runner_of(

@@ -6,14 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from prefixkit.attention.planner import Planner
-from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.models.attention import takes_trees
-from prefixkit.models.runner import runner_of
-from prefixkit.models.shape import kv_spec, query_heads
+from prefixkit.models.runner import planner_of, runner_of
+from prefixkit.models.shape import kv_spec
 from prefixkit.ops.backend import backend_for
-from prefixkit.ops.kv_pool import KVPool, KVSpec, free_memory
+from prefixkit.ops.kv_pool import KVPool, free_memory
 from prefixkit.runners.batch import Runner
 from prefixkit.tree.radix import PrefixTree
 
@@ -79,7 +77,7 @@ class TreeMemory:
 
     def _take(self, pool: KVPool) -> None:
         self.pool = pool
-        self.runner: Runner = runner_of(self.model, pool, _planner(self.model, self.spec), call=self.call)
+        self.runner: Runner = runner_of(self.model, pool, planner_of(self.model, self.spec), call=self.call)
 
     def _check(self, tokens: int) -> None:
         """Raise DoesNotFit unless KV of so many tokens fits."""
@@ -98,12 +96,7 @@ def replays(model: Any) -> bool:
     spec = kv_spec(model)
     if spec.device.type != "cuda" or (planning := backend_for(spec.device).graph_planning) is None:
         return False
-    return planning(_planner(model, spec)) is not None
-
-
-def _planner(model: Any, spec: KVSpec) -> Planner:
-    shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
-    return backend_for(spec.device).planner_for(shape, spec.device, spec.dtype)
+    return planning(planner_of(model, spec)) is not None
 
 
 class Idle:

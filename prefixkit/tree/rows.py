@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Sequence as Ordered
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,14 +89,7 @@ class Rows:
 
     def select(self, rows: list[int]) -> None:
         """Row ``i`` becomes what row ``rows[i]`` was: one that occurs twice is forked, one that does not released."""
-        old, taken = self.sequences, set[int]()
-        self.sequences = []
-        for row in rows:
-            self.sequences.append(self.tree.fork(old[row])[0] if row in taken else old[row])
-            taken.add(row)
-        for row, sequence in enumerate(old):
-            if row not in taken:
-                self.tree.release(sequence)
+        self.sequences = select(self.tree, self.sequences, rows)
         self.pad = self.pad[rows]
 
     def trim(self, length: int) -> None:
@@ -130,6 +124,21 @@ class Rows:
                     yield row, at, node, offset
                     at += 1
                 node = node.parent
+
+
+def select(tree: PrefixTree, sequences: Ordered[Sequence], parents: Ordered[int]) -> list[Sequence]:
+    """Sequences of which the ``i``-th goes on from ``sequences[parents[i]]``.
+
+    A parent that occurs again is forked, and one that does not occur is released.
+    """
+    taken, chosen = [False] * len(sequences), list[Sequence]()
+    for parent in parents:
+        chosen.append(tree.fork(sequences[parent])[0] if taken[parent] else sequences[parent])
+        taken[parent] = True
+    for sequence, goes_on in zip(sequences, taken, strict=True):
+        if not goes_on:
+            tree.release(sequence)
+    return chosen
 
 
 def distinct_tokens(tokens: Ints, pad: Longs) -> tuple[int, int]:

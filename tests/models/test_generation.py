@@ -50,7 +50,7 @@ def compared(model, inputs, mode="always", **options):
 @pytest.fixture
 def said(caplog):
     caplog.set_level(logging.INFO, "prefixkit")
-    return lambda: [one.getMessage() for one in caplog.records if "as transformers does" in one.getMessage()]
+    return lambda: [one.getMessage() for one in caplog.records if "transformers' own cache" in one.getMessage()]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
