@@ -10,7 +10,6 @@ check_transformers(transformers)
 # ruff: noqa: E402
 from prefixkit.models.attention import is_patched
 from prefixkit.models.errors import IncompleteStep, NotPatched, UnsupportedModel
-from prefixkit.models.families import FAMILIES
 from prefixkit.models.patch import patch, patched, unpatch
 from prefixkit.models.runner import ModelRunner
 from prefixkit.models.shape import kv_spec, query_heads
@@ -18,7 +17,6 @@ from prefixkit.models.step_cache import StepCache
 from prefixkit.models.tree_cache import TreeCache
 
 __all__ = [
-    "FAMILIES",
     "IncompleteStep",
     "ModelRunner",
     "NotPatched",

@@ -1,7 +1,7 @@
 """The replacement attention class, made from the original one.
 
 Everything but the attention core stays the original's code: projections, norms and rotary embedding run as they are.
-When a :class:`StepCache` arrives, the original ``forward`` runs on a shallow copy of the module, with the same
+When a :class:`LayeredCache` arrives, the original ``forward`` runs on a shallow copy of the module, with the same
 parameters, buffers and submodules, whose ``config`` names our attention function.  So nothing global changes, nothing
 is written to the module, and an exception leaves no trace.  With any other cache the original ``forward`` runs on the
 module itself.
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from prefixkit.models.layer import CacheLayer, Layer
-from prefixkit.models.step_cache import StepCache
+from prefixkit.models.layer import LayerCache, LayeredCache
 
 NAME = "prefixkit"
 _ORIGINAL = "_prefixkit_original"
@@ -40,7 +40,7 @@ _AGREED = {"is_causal": True, "output_attentions": False}
 
 @functools.cache
 def tree_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of an attention class that also understands :class:`StepCache`; always the same for one original.
+    """The subclass of an attention class that also understands a :class:`LayeredCache`; the same for one original.
 
     It has the original's name and module, because transformers searches the source of a class's module, and users read
     class names in ``print(model)``.
@@ -53,8 +53,7 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
         cache = cache_among(args, kwargs)
         if cache is None:
             return original.forward(self, *args, **kwargs)
-        layer = CacheLayer(cache, self.__dict__["layer_idx"])
-        layer.check_positions(kwargs.get("position_ids"))
+        layer = cache.layer(self, kwargs.get("position_ids"))
         args = tuple(layer if value is cache else value for value in args)
         kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
         return original.forward(shallow_copy(self, original, layer), *args, **kwargs)
@@ -62,9 +61,9 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
     return subclass(original, _blank, {"forward": forward})
 
 
-def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCache | None:
+def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache | None:
     """The cache that a module was called with, if it is one of ours."""
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, StepCache)), None)
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, LayeredCache)), None)
 
 
 def subclass(
@@ -120,7 +119,19 @@ def _blank(original: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def shallow_copy(module: nn.Module, original: type[nn.Module], layer: Layer) -> nn.Module:
+def become(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Change a module's class, and the bound methods that accelerate's hooks keep of the old one."""
+    bound = [name for name in ("forward", "_old_forward") if is_own_forward(module, module.__dict__.get(name))]
+    module.__class__ = cls
+    module.__dict__.update(dict.fromkeys(bound, MethodType(cls.forward, module)))
+
+
+def is_own_forward(module: nn.Module, forward: object) -> bool:
+    """Whether ``forward`` is the bound method of the module's class."""
+    return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward
+
+
+def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache) -> nn.Module:
     """A shallow copy of an attention module, of the original class, that attends by ``layer``."""
     copy: nn.Module = object.__new__(original)
     copy.__dict__.update(module.__dict__)
@@ -159,7 +170,7 @@ def tree_attention_forward(
     Args:
         module: The shallow copy of the layer.
         query: ``[1, heads, T, head_dim]``, rotated.
-        key, value: ``[1, kv_heads, T, head_dim]``; already in the pool, so unused.
+        key, value: ``[1, kv_heads, T, head_dim]``; already in the pool.
         attention_mask: The empty mask of ``StepCache.inputs()``.
         scaling: The factor on query times key.
         dropout: Must be 0.
@@ -174,10 +185,10 @@ def tree_attention_forward(
     Raises:
         ValueError: an argument needs something that attention over a tree does not do.
     """
-    layer: Layer | None = module.__dict__.get(_LAYER)
+    layer: LayerCache | None = module.__dict__.get(_LAYER)
     if layer is None:
         _refuse_global_use()
-    layer.check_mask(attention_mask)
+    layer.check(key, value, attention_mask)
     return layer.attend(query, _scale(module, scaling, dropout, kwargs), sliding_window, softcap, s_aux), None
 
 

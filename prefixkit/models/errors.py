@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class UnsupportedModel(TypeError):
-    """The model is not one of the tested families; nothing was changed."""
+    """The model does something that attention over a tree cannot; nothing was changed."""
 
 
 class NotPatched(TypeError):

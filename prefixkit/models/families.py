@@ -1,65 +1,44 @@
-"""Which models prefixkit understands, and where their attention layers are."""
+"""Which models prefixkit understands, and where their attention layers are.
+
+An attention class is understood by what it does, whatever its family: it gives its keys and values to a cache's
+``update``, and then calls the function that transformers' attention interface finds by name.  What else must hold is
+measured by a probe; see ``probe.py``.
+"""
 
 from __future__ import annotations
 
-import difflib
 import functools
+import inspect
 import operator
-from types import MethodType
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 
-from prefixkit.models.attention import original_class
+from prefixkit.models.attention import is_own_forward, original_class
 from prefixkit.models.errors import UnsupportedModel
 
-# Every model_type here is tested: a tree's logits equal the original's, with a window shorter than the text where the
-# family has windows.
-#
-# Left out although the mechanism would run: Qwen2-MoE and PhiMoE put their window into the mask but do not tell the
-# attention function; OLMoE tells it a window that its mask ignores; Doge and DiffLlama change the mask or the values
-# on the way.
-# fmt: off
-_TESTED = (
-    "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2",
-    "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "llama",
-    "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3",
-    "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
-)
-# fmt: on
-# model_type -> its attention class, as package.Class below transformers.models: LlamaForCausalLM has LlamaAttention.
-FAMILIES = {
-    model_type: f"{model_type.removesuffix('_text')}.{CAUSAL_LMS[model_type].removesuffix('ForCausalLM')}Attention"
-    for model_type in _TESTED
-    if model_type in CAUSAL_LMS
-}
+# Names in the code of an attention class that follows the interface.
+_INTERFACE = {"update", "ALL_ATTENTION_FUNCTIONS", "get_interface"}
 
 
 def attention_layers(model: object) -> dict[str, nn.Module]:
     """The attention modules of a supported model, patched or not, by name and in the order of ``layer_idx``.
 
     Raises:
-        UnsupportedModel: ``model`` is no transformers model, is not in the tested table, or has layers of another
-            kind, in another order, or wrapped in a way that a patch would not reach.
+        UnsupportedModel: ``model`` is no transformers model, or has layers that do not follow the attention interface,
+            are of another order, or are wrapped in a way that a patch would not reach.
     """
     pretrained = pretrained_model(model)
-    model_type = str(pretrained.config.model_type)
-    if model_type not in FAMILIES:
-        raise UnsupportedModel(_not_in_table(pretrained, model_type))
+    if getattr(pretrained.config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{_of(pretrained)} is an encoder-decoder; prefixkit runs decoders alone")
     found: list[tuple[int, str, nn.Module]] = []
     for name, module in pretrained.named_modules():
-        if _is_attention_of(model_type, original_class(module)):
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and follows_interface(original_class(module)):  # type: ignore[arg-type]  # classes hash
             _check_layer(name, module)
-            found.append((int(module.layer_idx), name, module))
+            found.append((index, name, module))
     found.sort(key=operator.itemgetter(0))
-    indices = [index for index, _, _ in found]
-    if not found or indices != list(range(len(found))):
-        raise UnsupportedModel(
-            f"{type(pretrained).__name__} (model_type {model_type!r}): expected one "
-            f"{FAMILIES[model_type].split('.')[1]} for each layer 0, 1, 2, ..., found layers {indices}; custom "
-            "attention classes are not supported"
-        )
+    _check_order(pretrained, found)
     return {name: module for _, name, module in found}
 
 
@@ -73,13 +52,44 @@ def pretrained_model(model: object) -> PreTrainedModel:
     )
 
 
-def _is_attention_of(model_type: str, cls: type[nn.Module]) -> bool:
-    """Whether ``cls`` is the family's attention class, or a subclass with the same ``forward`` (FSDP makes such)."""
-    package, class_name = FAMILIES[model_type].split(".")
-    for base in cls.__mro__:
-        if (base.__module__, base.__qualname__) == (f"transformers.models.{package}.modeling_{package}", class_name):
-            return base.__dict__.get("forward") is cls.forward
-    return False
+@functools.cache
+def follows_interface(cls: type[nn.Module]) -> bool:
+    """Whether the code of a class's ``forward`` fills a cache and then asks for an attention function by name."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return code is not None and set(code.co_names) >= _INTERFACE
+
+
+def _check_order(pretrained: PreTrainedModel, found: list[tuple[int, str, nn.Module]]) -> None:
+    """Raise UnsupportedModel unless there is one attention module for each of the layers 0, 1, 2, ..."""
+    indices = [index for index, _, _ in found]
+    if not found:
+        kinds = sorted({type(module).__name__ for module in pretrained.modules() if _is_attention(module)})
+        raise UnsupportedModel(
+            f"{_of(pretrained)}: no layer both fills a KV cache and calls the function that transformers finds by its "
+            f"attn_implementation, which is where a tree gets in; it has {', '.join(kinds) or 'no attention'}"
+        )
+    twice = next((index for index in indices if indices.count(index) > 1), None)
+    if twice is not None:
+        names = [name for index, name, _ in found if index == twice]
+        raise UnsupportedModel(
+            f"{_of(pretrained)}: {' and '.join(names)} both keep the KV of layer {twice}; a tree has one attention for "
+            "each layer, no cross-attention and no second decoder"
+        )
+    depth = max(indices[-1] + 1, getattr(pretrained.config.get_text_config(), "num_hidden_layers", 0) or 0)
+    if len(found) < depth:
+        missing = [index for index in range(depth) if index not in indices]
+        raise UnsupportedModel(
+            f"{_of(pretrained)}: of {depth} layers, {missing} keep no KV by the attention interface, but a recurrent "
+            "state, a latent or what attention of another kind needs, which a tree does not hold"
+        )
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower()
+
+
+def _of(pretrained: PreTrainedModel) -> str:
+    return f"{type(pretrained).__name__} (model_type {str(pretrained.config.model_type)!r})"
 
 
 def _check_layer(name: str, module: nn.Module) -> None:
@@ -94,19 +104,3 @@ def _check_layer(name: str, module: nn.Module) -> None:
             f"{name} ({kind}) has a forward of its own, {forward!r}, behind which a patch is not seen; remove that "
             "wrapper, or patch first and wrap afterwards"
         )
-
-
-def is_own_forward(module: nn.Module, forward: object) -> bool:
-    """Whether ``forward`` is the bound method of the module's class."""
-    return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward
-
-
-def _not_in_table(pretrained: PreTrainedModel, model_type: str) -> str:
-    kinds = {type(module).__name__ for module in pretrained.modules()}
-    attention = sorted(kind for kind in kinds if "Attention" in kind)
-    nearest = difflib.get_close_matches(model_type, FAMILIES, n=1, cutoff=0.0)[0]
-    uses = f"uses {', '.join(attention)}" if attention else "has no attention class that prefixkit knows of"
-    return (
-        f"{type(pretrained).__name__} (model_type {model_type!r}) {uses}, which prefixkit has not been tested with. "
-        f"The nearest supported model_type is {nearest!r}; supported are {', '.join(sorted(FAMILIES))}"
-    )

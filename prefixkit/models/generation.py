@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from prefixkit.models.attention import WRAPPED, forward_below, original_class, subclass
 from prefixkit.models.errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.generated_cache import GeneratedCache
-from prefixkit.models.runner import random_part
+from prefixkit.models.probe.passes import random_part
 from prefixkit.models.tree_cache import TreeCache
 from prefixkit.models.tree_memory import DoesNotFit, forget_idle, replays
 from prefixkit.tree.rows import distinct_tokens

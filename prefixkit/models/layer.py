@@ -1,18 +1,96 @@
-"""A StepCache as one attention layer sees it."""
+"""Caches that reach every attention layer, and what a layer finds in them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Cache
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant, attention_sinks, compose, register, sliding_window, soft_cap
-from prefixkit.models.errors import IncompleteStep
-from prefixkit.models.step_cache import StepCache
+from prefixkit.models.errors import NotPatched
 from prefixkit.ops.kv_pool import KVPool
+
+
+class Compiled(Protocol):
+    """Layers that run through torch.compile; see ``CompiledLayers``."""
+
+    active: bool
+
+    def begin(self, step: Step) -> None: ...
+
+    def run(self, cache: Any, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class LayerCache(Protocol):
+    """What an attention module's original ``forward`` and our attention function find in place of a cache."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take the ``[1, kv_heads, T, head_dim]`` keys and values of a forward pass; returns what to attend over."""
+
+    def check(self, key: Tensor, value: Tensor, attention_mask: Any) -> None:
+        """Raise unless attention was asked for over what :meth:`update` has returned, without a mask of its own."""
+
+    def attend(
+        self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]``."""
+
+
+class LayeredCache(Cache):
+    """A cache of which every patched attention module gets a part of its own, for the length of a call.
+
+    It holds no keys, so the base class, which sees no layers, answers as an empty cache: its length is zero, and it is
+    not compileable.
+
+    Attributes:
+        num_layers: Attention modules.
+        compiled: The layers that run through torch.compile, or None.
+    """
+
+    compiled: Compiled | None = None
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[])
+        self.num_layers = num_layers
+
+    def layer(self, module: nn.Module, position_ids: Tensor | None) -> LayerCache:
+        """The part of an attention module, for one call of its ``forward``, which may be told of positions."""
+        raise NotImplementedError
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
+        """Only layers that ``patch`` has not touched get here; patched ones write through their part of the cache.
+
+        Raises:
+            NotPatched: always.
+        """
+        raise NotPatched(
+            f"layer {layer_idx} was given a {type(self).__name__}, but it is not patched; call prefixkit.patch(model) "
+            "first, and after anything that wraps or replaces attention layers"
+        )
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1, as transformers writes "no maximum"."""
+        return -1
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    is_initialized = True
+    is_croppable = False
+    batch_size = 1  # one row of tokens, whatever the number of sequences
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Windows are the attention variants' business; every layer keeps all its KV."""
+        return [False] * self.num_layers
+
+    is_linear = is_dummy = is_sliding
 
 
 def register_variant(window: int | None, cap: float | None, sinks: Tensor | None, owner: object | None = None) -> str:
@@ -98,6 +176,10 @@ class Layer:
         """The key of :func:`register_variant`."""
         raise NotImplementedError
 
+    def check(self, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> None:
+        """Raise ValueError unless the mask is the one of a step; the model's probe has seen what keys and values are."""
+        self.check_mask(attention_mask)
+
     def check_mask(self, attention_mask: Tensor | None) -> None:
         """Raise ValueError unless the mask is the one of ``StepCache.inputs()``; a tree can honour no other."""
         if attention_mask is None or attention_mask.numel():
@@ -106,79 +188,4 @@ class Layer:
                 f"StepCache: layer {self.index} got {given} instead of the empty one of cache.inputs(). A tree "
                 "has no padding, so a mask would be ignored: leave padding tokens out of the tree and call "
                 "model(**cache.inputs())"
-            )
-
-
-class CacheLayer(Layer):
-    """One layer's part of a :class:`StepCache`, for the length of one forward call.
-
-    The original attention ``forward`` receives it as its cache and calls :meth:`update`; then our attention function
-    calls :meth:`attend`.  It exists during the call only, so a failed call leaves nothing behind.
-    """
-
-    def __init__(self, cache: StepCache, index: int) -> None:
-        if not 0 <= index < len(cache.attended):
-            raise ValueError(
-                f"StepCache: layer {index} of the model asked for KV, but the pool was made for "
-                f"{len(cache.attended)} layers; make it with KVPool(kv_spec(model), ...)"
-            )
-        super().__init__(index, cache.pool, cache.step)
-        self.cache = cache
-        self.appended = False
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The same, after a check of the layer, the shapes and the dtypes."""
-        if layer_idx != self.index or self.appended or self.cache.attended[self.index]:
-            raise IncompleteStep(
-                f"StepCache: layer {self.index} wrote KV twice in one step, or wrote for layer {layer_idx}; each "
-                "attention layer must run once a step, on KV of its own"
-            )
-        spec = self.cache.pool.spec
-        key_states, value_states = self._rounded(key_states), self._rounded(value_states)
-        expected = (1, spec.kv_heads, self.step.slots.shape[0], spec.head_dim)
-        for name, states in (("keys", key_states), ("values", value_states)):
-            if states.shape != expected or states.dtype != spec.dtype:
-                raise ValueError(
-                    f"StepCache: layer {self.index} made {name} of shape {tuple(states.shape)} {states.dtype}, "
-                    f"but the step and the pool take {expected} {spec.dtype} (batch, KV heads, tokens, head_dim); "
-                    "make the pool with KVPool(kv_spec(model), ...) and call model(**cache.inputs())"
-                )
-        super().update(key_states, value_states, layer_idx)
-        self.appended = True
-        return key_states, value_states
-
-    def _rounded(self, states: Tensor) -> Tensor:
-        """Under autocast, which does so in the products of attention, in the pool's dtype."""
-        return states.to(self.k_pages.dtype) if torch.is_autocast_enabled(states.device.type) else states
-
-    def attend(
-        self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """The same, after a check that the layer has appended."""
-        if not self.appended:
-            raise IncompleteStep(
-                f"StepCache: layer {self.index} attends without KV of its own; layers that share KV are not supported"
-            )
-        out = super().attend(self._rounded(query), scale, window, cap, sinks)
-        self.cache.attended[self.index] += 1
-        return out
-
-    def variant(self, window: int | None, cap: float | None, sinks: Tensor | None) -> str:
-        # Kept with the cache, because the values of sinks are part of a key: they hold as long as KV made with the
-        # same weights does.
-        asked = (self.index, window, cap, sinks is None)
-        if asked not in self.cache.variants:
-            self.cache.variants[asked] = register_variant(window, cap, sinks, self.cache)
-        return self.cache.variants[asked]
-
-    def check_positions(self, position_ids: Tensor | None) -> None:
-        """Raise ValueError if the model says that its position embeddings were made for other positions."""
-        if position_ids is None or position_ids is self.cache.position_ids:
-            return
-        if not torch.equal(position_ids.reshape(-1), self.step.positions):
-            raise ValueError(
-                "StepCache: the model ran with position_ids other than the step's, so its position embeddings "
-                "are wrong; call model(**cache.inputs())"
             )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import TypeVar
 
 from torch import nn
 
-from prefixkit.models.attention import is_tree_class, original_class, patched_modules, tree_class
+from prefixkit.models.attention import become, is_tree_class, original_class, patched_modules, tree_class
 from prefixkit.models.compile.made import drop
 from prefixkit.models.compile.packed_weights import unpack
-from prefixkit.models.families import attention_layers, is_own_forward, pretrained_model
+from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.generation import MODES, Mode, forget_mode, generates, generating_class, set_mode, wrap_forward
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -26,8 +25,8 @@ def patch(model: Model, *, tree_cache: Mode = "auto") -> Model:
     before.
 
     Args:
-        model: A transformers model of a supported family, or a wrapper around one.  Patching it twice changes nothing
-            but ``tree_cache``.
+        model: A transformers model whose attention layers follow transformers' attention interface, or a wrapper
+            around one.  Patching it twice changes nothing but ``tree_cache``.
         tree_cache: When ``model.generate`` keeps its KV in a :class:`TreeCache`: ``"auto"`` where rows share prompt
             tokens, as with ``num_return_sequences`` and ``num_beams``, and on a GPU where its steps can replay CUDA
             graphs; ``"always"`` wherever it can; ``"never"`` unless it is given one as ``past_key_values``.
@@ -36,7 +35,8 @@ def patch(model: Model, *, tree_cache: Mode = "auto") -> Model:
         The same model.
 
     Raises:
-        UnsupportedModel: the model is not one of the tested families; nothing was changed.
+        UnsupportedModel: its layers do not follow that interface; nothing was changed.  What else must hold is
+            measured at the first call, see :func:`kv_spec`.
         ValueError: ``tree_cache`` is none of these.
     """
     if tree_cache not in MODES:
@@ -45,11 +45,11 @@ def patch(model: Model, *, tree_cache: Mode = "auto") -> Model:
     whole = pretrained_model(model)
     try:
         for module in modules:
-            _become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash
+            become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash
         if generates(whole):
             if not is_tree_class(type(whole)):
                 modules.append(whole)
-                _become(whole, generating_class(type(whole)))  # type: ignore[arg-type]
+                become(whole, generating_class(type(whole)))  # type: ignore[arg-type]
             wrap_forward(whole)
             set_mode(whole, tree_cache)
     except BaseException:
@@ -94,14 +94,7 @@ def _restore(modules: list[nn.Module]) -> None:
     """Give modules their original classes, and their packed weights memory of their own; drop what was compiled."""
     drop(modules)
     for module in modules:
-        _become(module, original_class(module))
+        become(module, original_class(module))
         forget_mode(module)
     for module in modules:
         unpack(module.parameters())
-
-
-def _become(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Change a module's class, and the bound methods that accelerate's hooks keep of the old one."""
-    bound = [name for name in ("forward", "_old_forward") if is_own_forward(module, module.__dict__.get(name))]
-    module.__class__ = cls
-    module.__dict__.update(dict.fromkeys(bound, MethodType(cls.forward, module)))

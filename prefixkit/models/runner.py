@@ -19,6 +19,7 @@ from prefixkit.models.attention import is_patched
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.errors import NotPatched
 from prefixkit.models.families import pretrained_model
+from prefixkit.models.probe.passes import random_part
 from prefixkit.models.shape import kv_spec, query_heads
 from prefixkit.models.step_cache import StepCache
 from prefixkit.ops.backend import backend_for
@@ -104,7 +105,7 @@ class ModelRunner:
 
     def compute(self, step: Step) -> Tensor:
         """The same, but the logits in the dtype that the model gives them."""
-        if self.model.training and (dropout := random_part(self.model)) is not None:
+        if (dropout := random_part(self.model)) is not None:
             raise ValueError(
                 f"ModelRunner: the model is in training mode, where {dropout} is random; call model.eval() first"
             )
@@ -151,16 +152,6 @@ def _warn_of_moving_rotary(model: PreTrainedModel) -> None:
             "sequence's result depends on what else runs in its step",
             ", ".join(sorted(moving)),
         )
-
-
-def random_part(model: nn.Module) -> str | None:
-    """The name of what a model drops at random in training mode; None if nothing."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            return str(name)
-        if isinstance(rate := getattr(module, "attention_dropout", 0.0), float) and rate > 0:
-            return f"{name}.attention_dropout"
-    return None
 
 
 def planner_of(model: nn.Module, spec: KVSpec) -> Planner:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from functools import partialmethod
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from prefixkit.attention.step import Step
-from prefixkit.models.errors import IncompleteStep, NotPatched
+from prefixkit.models.errors import IncompleteStep
+from prefixkit.models.layer import Layer, LayeredCache, register_variant
 from prefixkit.ops.kv_pool import KVPool
 
 
-class Compiled(Protocol):
-    """Layers that run through torch.compile; see ``CompiledLayers``."""
+def empty_mask(device: torch.device) -> Tensor:
+    """A mask of no elements, which asks for none.
 
-    active: bool
+    Models pass a 4-D mask on as it is, so that no mask of T x KV elements is built, and its arrival at a layer proves
+    that no padding was dropped before.
+    """
+    return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=device)
 
-    def begin(self, step: Step) -> None: ...
 
-    def run(self, cache: StepCache, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-class StepCache(Cache):
+class StepCache(LayeredCache):
     """Takes a tree's KV pool into a patched model, as ``past_key_values``.
 
     One forward pass is one :class:`Step`::
@@ -41,19 +40,15 @@ class StepCache(Cache):
         attended: ``[layers]`` how often each layer has attended in the current step.
         position_ids: ``[1, T]`` int64 positions of the current step.
         variants: Keys of the attention variants that the layers have asked for.
-        compiled: The layers that run through torch.compile, or None.
     """
 
     def __init__(self, pool: KVPool) -> None:
-        super().__init__(layers=[])
+        super().__init__(pool.spec.num_layers)
         self.pool = pool
         self.attended = [0] * pool.spec.num_layers
         self.position_ids: Tensor | None = None
         self.variants: dict[tuple[object, ...], str] = {}
-        self.compiled: Compiled | None = None
-        # A mask of no elements: models pass a 4-D mask on as it is, so that no mask of T x KV elements is built, and
-        # its arrival at a layer proves that no padding was dropped before.
-        self._no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=pool.spec.device)
+        self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
 
     @property
@@ -87,6 +82,12 @@ class StepCache(Cache):
             "use_cache": True,
         }
 
+    def layer(self, module: nn.Module, position_ids: Tensor | None) -> CacheLayer:
+        """The same, after a check that the positions are the step's."""
+        layer = CacheLayer(self, module.__dict__["layer_idx"])
+        layer.check_positions(position_ids)
+        return layer
+
     def end(self) -> None:
         """Finish the step, and check that it went through every layer.
 
@@ -109,42 +110,10 @@ class StepCache(Cache):
         """Drop the step without a check, after an error."""
         self._step = self.position_ids = None
 
-    # What a forward pass calls.  The base class, which sees no layers, answers as an empty cache: its length is zero,
-    # and it is not compileable.  No mask of its sizes is used, because layers accept only the one of `inputs`.
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """Only layers that ``patch`` has not touched get here; patched ones write through their :class:`CacheLayer`.
-
-        Raises:
-            NotPatched: always.
-        """
-        raise NotPatched(
-            f"layer {layer_idx} was given a StepCache, but it is not patched; call prefixkit.patch(model) first, and "
-            "after anything that wraps or replaces attention layers"
-        )
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1, as transformers writes "no maximum"."""
-        return -1
-
-    def __len__(self) -> int:
-        return self.pool.spec.num_layers
-
     def __repr__(self) -> str:
         spec = self.pool.spec
         state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
         return f"StepCache({spec.num_layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {state})"
-
-    is_initialized = True
-    is_croppable = False
-    batch_size = 1  # one row of tokens, whatever the number of sequences
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """Windows are the attention variants' business; every layer keeps all its KV."""
-        return [False] * self.pool.spec.num_layers
-
-    is_linear = is_dummy = is_sliding
 
 
 def _refuse(cache: StepCache, *args: Any, method: str, **kwargs: Any) -> NoReturn:
@@ -154,3 +123,78 @@ def _refuse(cache: StepCache, *args: Any, method: str, **kwargs: Any) -> NoRetur
 # What would change which KV is kept.  The base class, which sees no layers, would silently do nothing.
 for _method in ("reorder_cache", "crop", "reset", "batch_repeat_interleave", "batch_select_indices"):
     setattr(StepCache, _method, partialmethod(_refuse, method=_method))
+
+
+class CacheLayer(Layer):
+    """One layer's part of a :class:`StepCache`, for the length of one forward call.
+
+    The original attention ``forward`` receives it as its cache and calls :meth:`update`; then our attention function
+    calls :meth:`attend`.  It exists during the call only, so a failed call leaves nothing behind.
+    """
+
+    def __init__(self, cache: StepCache, index: int) -> None:
+        if not 0 <= index < len(cache.attended):
+            raise ValueError(
+                f"StepCache: layer {index} of the model asked for KV, but the pool was made for "
+                f"{len(cache.attended)} layers; make it with KVPool(kv_spec(model), ...)"
+            )
+        super().__init__(index, cache.pool, cache.step)
+        self.cache = cache
+        self.appended = False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The same, after a check of the layer, the shapes and the dtypes."""
+        if layer_idx != self.index or self.appended or self.cache.attended[self.index]:
+            raise IncompleteStep(
+                f"StepCache: layer {self.index} wrote KV twice in one step, or wrote for layer {layer_idx}; each "
+                "attention layer must run once a step, on KV of its own"
+            )
+        spec = self.cache.pool.spec
+        key_states, value_states = self._rounded(key_states), self._rounded(value_states)
+        expected = (1, spec.kv_heads, self.step.slots.shape[0], spec.head_dim)
+        for name, states in (("keys", key_states), ("values", value_states)):
+            if states.shape != expected or states.dtype != spec.dtype:
+                raise ValueError(
+                    f"StepCache: layer {self.index} made {name} of shape {tuple(states.shape)} {states.dtype}, "
+                    f"but the step and the pool take {expected} {spec.dtype} (batch, KV heads, tokens, head_dim); "
+                    "make the pool with KVPool(kv_spec(model), ...) and call model(**cache.inputs())"
+                )
+        super().update(key_states, value_states, layer_idx)
+        self.appended = True
+        return key_states, value_states
+
+    def _rounded(self, states: Tensor) -> Tensor:
+        """Under autocast, which does so in the products of attention, in the pool's dtype."""
+        return states.to(self.k_pages.dtype) if torch.is_autocast_enabled(states.device.type) else states
+
+    def attend(
+        self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """The same, after a check that the layer has appended."""
+        if not self.appended:
+            raise IncompleteStep(
+                f"StepCache: layer {self.index} attends without KV of its own; layers that share KV are not supported"
+            )
+        out = super().attend(self._rounded(query), scale, window, cap, sinks)
+        self.cache.attended[self.index] += 1
+        return out
+
+    def variant(self, window: int | None, cap: float | None, sinks: Tensor | None) -> str:
+        # Kept with the cache, because the values of sinks are part of a key: they hold as long as KV made with the
+        # same weights does.
+        asked = (self.index, window, cap, sinks is None)
+        if asked not in self.cache.variants:
+            self.cache.variants[asked] = register_variant(window, cap, sinks, self.cache)
+        return self.cache.variants[asked]
+
+    def check_positions(self, position_ids: Tensor | None) -> None:
+        """Raise ValueError if the model says that its position embeddings were made for other positions."""
+        if position_ids is None or position_ids is self.cache.position_ids:
+            return
+        if not torch.equal(position_ids.reshape(-1), self.step.positions):
+            raise ValueError(
+                "StepCache: the model ran with position_ids other than the step's, so its position embeddings "
+                "are wrong; call model(**cache.inputs())"
+            )

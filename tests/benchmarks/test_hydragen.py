@@ -20,7 +20,7 @@ from benchmarks.tree_attention.workloads import workload
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.backends.cuda.planner import CudaPlanner
-from prefixkit.models.layer import CacheLayer
+from prefixkit.models.step_cache import CacheLayer
 
 CPU = torch.device("cpu")
 

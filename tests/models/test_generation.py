@@ -13,8 +13,8 @@ from transformers import DynamicCache, LogitsProcessorList, MinLengthLogitsProce
 from transformers.generation.streamers import BaseStreamer
 
 from prefixkit import TreeCache, patch, unpatch
-from prefixkit.models import FAMILIES, NotPatched
-from tests.models.tiny_families import VOCAB, make_model
+from prefixkit.models import NotPatched
+from tests.models.tiny_families import PECULIAR, VOCAB, make_model
 
 NEW = 14
 ENDS = {"pad_token_id": 0, "eos_token_id": 2}
@@ -53,7 +53,7 @@ def said(caplog):
     return lambda: [one.getMessage() for one in caplog.records if "transformers' own cache" in one.getMessage()]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(PECULIAR))
 @pytest.mark.parametrize("options", [SAMPLED, BEAMS], ids=["sampled", "beams"])
 def test_the_tokens_of_each_family_are_those_without_the_patch(family, options, padded):
     want, got, cache = compared(make_model(family), padded, **options)

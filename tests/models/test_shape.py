@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from prefixkit.models import UnsupportedModel, kv_spec, patch, query_heads
 from prefixkit.ops.kv_pool import KVSpec
@@ -30,6 +31,8 @@ def test_a_shard_has_its_own_share_of_heads(tiny):
         for name in ("q_proj", "k_proj", "v_proj"):
             projection = getattr(layer.self_attn, name)
             projection.weight = nn.Parameter(projection.weight[: projection.out_features // 2])
+        out = layer.self_attn.o_proj
+        out.weight = nn.Parameter(out.weight[:, : out.in_features // 2])  # the shards' products are summed up
     assert (kv_spec(model).kv_heads, query_heads(model)) == (1, 2)
 
 
@@ -93,8 +96,16 @@ def test_the_dtype_is_that_of_the_projections(dtype, tiny):
 
 def test_layers_that_differ_are_refused(tiny):
     model = tiny()
-    model.model.layers[1].self_attn.to(torch.bfloat16)
-    with pytest.raises(UnsupportedModel, match=r"differ in .*a pool needs them equal"):
+    layer = model.model.layers[1].self_attn
+    layer.to(torch.bfloat16)
+
+    def rounded(_, args, kwargs):
+        inputs = {name: kwargs[name] for name in ("hidden_states", "position_embeddings")}
+        return args, kwargs | tree_map(lambda tensor: tensor.bfloat16(), inputs)
+
+    layer.register_forward_pre_hook(rounded, with_kwargs=True)
+    layer.register_forward_hook(lambda _, args, output: (output[0].float(), *output[1:]))
+    with pytest.raises(UnsupportedModel, match=r"differ in .* a pool needs them equal: .*float32.*bfloat16"):
         kv_spec(model)
 
 

@@ -29,7 +29,7 @@ OPTIONAL_WINDOW = {"use_sliding_window": True, "max_window_layers": 0, **ALTERNA
 SOFT_CAP = {"query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0, **ALTERNATE}
 FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHORT_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
-# What makes each family show its peculiarities in two layers.
+# Families that every test of a family runs, and what makes each show its peculiarities in two layers.
 PECULIAR: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "arcee": WIDE_HEADS,

@@ -34,8 +34,8 @@ from prefixkit.models.compile.rotary import with_rotary_append
 from prefixkit.models.compile.traced import TracedLayer
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
-from prefixkit.models.layer import CacheLayer, TracedStep
-from prefixkit.models.step_cache import StepCache
+from prefixkit.models.layer import TracedStep
+from prefixkit.models.step_cache import CacheLayer, StepCache
 from prefixkit.ops import library
 from prefixkit.ops.kv_pool import KVSpec
 

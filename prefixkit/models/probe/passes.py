@@ -1,0 +1,184 @@
+"""What a model's attention layers do, measured: two forward passes over four tokens.
+
+Attention over a tree takes for granted that a layer attends over the keys and values that it caches, with a causal mask
+and what it tells its attention function, and that nothing else in the model mixes tokens: a token's row depends on the
+token, its position and attention alone.  A probe takes the place of attention and answers each row with its own values,
+so that rows of one token at one position must be equal throughout the model, whatever is around them.  In the second
+pass the cache says that it holds a long text already: the model makes the mask that it would make for that text, and
+windows and chunks show without it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from prefixkit.models.attention import become, forward_below, is_tree_class, original_class, tree_class
+from prefixkit.models.errors import UnsupportedModel
+from prefixkit.models.families import attention_layers, pretrained_model
+from prefixkit.models.probe.cache import ROWS, Enough, LayerShape, ProbeCache
+from prefixkit.models.step_cache import empty_mask
+
+_LONGEST = 1 << 17  # tokens that the cache claims to hold, at most
+_ATTEMPTS = 3
+
+
+def probe(model: nn.Module) -> list[LayerShape]:
+    """Measure the attention layers of a model, patched or not.
+
+    A model whose tensors have shapes but no values runs up to its first attention, and all layers are taken to be like
+    that one.
+
+    Raises:
+        UnsupportedModel: what attention over a tree takes for granted does not hold; the message says what.
+    """
+    inner, layers = pretrained_model(model), attention_layers(model)
+    fake = getattr(next(inner.parameters()), "fake_mode", None)
+    with torch.no_grad(), _taking_trees(layers.values()), fake or nullcontext():
+        if fake is not None or _device(inner).type == "meta":
+            cache = ProbeCache(layers, 0, shapes_only=True)
+            _run(inner, cache, [1] * ROWS)
+            return cache.shapes * len(layers)
+        differing = set[str]()
+        for attempt in range(_ATTEMPTS):
+            short, long = (ProbeCache(layers, length) for length in (0, _length(inner)))
+            tokens = _tokens(inner, attempt)
+            outputs = [_run(inner, cache, tokens, _length(inner)) for cache in (short, long)]
+            found = None if random_part(inner) else _difference(short, long, outputs)
+            if found is None:
+                return short.shapes
+            # Experts whose sums come in any order may tip a near tie between two of them, but not thrice in one place.
+            differing.add(found)
+    if len(differing) == 1:
+        raise UnsupportedModel(f"{type(inner).__name__}: {differing.pop()}")
+    return short.shapes
+
+
+def random_part(model: nn.Module) -> str | None:
+    """The name of what a model in training mode drops at random; None if nothing, or in evaluation mode."""
+    if not model.training:
+        return None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            return str(name)
+        if isinstance(rate := getattr(module, "attention_dropout", 0.0), float) and rate > 0:
+            return f"{name}.attention_dropout"
+    return None
+
+
+def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], begin: int = 0) -> Tensor | None:
+    """Run four tokens through a model; returns the logits of the first and the last, ``[2, vocab]``.
+
+    A cache that claims to hold a text gets them as its continuation, another as a step over a tree.
+    """
+    device = _device(model)
+    given: dict[str, Any] = {"input_ids": torch.tensor([tokens], device=device), "use_cache": True}
+    if not cache.length:
+        order = torch.tensor([*range(ROWS - 1), 0], device=device)
+        given |= {"position_ids": (begin + order)[None], "attention_mask": empty_mask(device)}
+        if "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
+            given["logits_to_keep"] = torch.tensor([0, ROWS - 1], device=device)
+    # The model may be running: hooks and contexts that it brings must not be entered twice, but a sharded model needs
+    # its own to gather its weights.
+    sharded = any(cls.__module__.startswith("torch.distributed") for cls in type(model).__mro__)
+    call = model if sharded else forward_below(model)
+    try:
+        logits = getattr(call(**given, past_key_values=cache), "logits", None)
+    except Enough:
+        return None
+    except (UnsupportedModel, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot run a step over a tree, which has neither a mask nor a cache of one length: "
+            f"{_place(error)}{type(error).__name__}: {said}"
+        ) from error
+    if len(cache.rows) != len(cache.names):
+        why = "in training mode with gradient checkpointing a model drops its cache; call model.eval()"
+        other = "those after them did not attend to the cache that the model was given"
+        checkpointing = model.training and getattr(model, "is_gradient_checkpointing", False)
+        raise UnsupportedModel(
+            f"{type(model).__name__}: {len(cache.rows)} of {len(cache.names)} layers attended; "
+            f"{why if checkpointing else other}"
+        )
+    return None if logits is None or cache.length else logits[0].float()
+
+
+def _place(error: BaseException) -> str:
+    """The innermost module whose forward pass has failed, as the beginning of a message."""
+    place = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and frame.f_code.co_name != "_call_impl":
+            place = f"{original_class(module).__name__}: "
+    return place
+
+
+def _difference(short: ProbeCache, long: ProbeCache, outputs: Sequence[Tensor | None]) -> str | None:
+    """Where rows differ that should be equal, and what that says; None if nowhere."""
+    for name, here, there, shape in zip(short.names, short.rows, long.rows, short.shapes, strict=True):
+        if not _close(here[0], here[-1], shape.dtype):
+            return (
+                f"before {name} the model mixes tokens, or takes no position_ids: the same token at the same position "
+                "gets other keys among other tokens"
+            )
+        if not _close(here[:-1], there[:-1], shape.dtype):
+            return f"the keys of {name} depend on the mask, on the cache's length, or on positions that do not count from 0"
+    logits = outputs[0]
+    if logits is not None and (len(logits) < 2 or not _close(logits[0], logits[-1], short.shapes[-1].dtype)):
+        return "after its last attention layer the model mixes tokens, or does not keep the logits that it is asked for"
+    return None
+
+
+def _close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Far closer than rows of other tokens or positions, if not equal: a product of other rows may round otherwise."""
+    error, size = (one - other).abs().max(), one.abs().max()
+    return bool(error <= torch.finfo(dtype).eps ** 0.5 * size)
+
+
+def _device(model: PreTrainedModel) -> torch.device:
+    """Where a model runs: accelerate brings the weights of an offloaded one there for each call."""
+    for module in model.modules() if model.device.type == "meta" else ():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            if (device := getattr(each, "execution_device", None)) is not None:
+                return torch.device(device)
+    return model.device
+
+
+def _length(model: PreTrainedModel) -> int:
+    """Tokens that the cache claims to hold: so many that windows and chunks show, and positions are known."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
+    return max(0, min(int(most), _LONGEST) - 4 * ROWS)  # some models count positions from a padding token's
+
+
+def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:
+    """Token ids that mean nothing special, as far as the config says."""
+    text = model.config.get_text_config()
+    special = set[object]()
+    for config in (model.config, text):
+        special |= {value for name, value in vars(config).items() if "token" in name and isinstance(value, int)}
+    plain = [token for token in range(min(64, text.vocab_size)) if token not in special]
+    first, second, third = (plain[(attempt * 3 + i) % len(plain)] for i in range(3))
+    return [first, second, third, first]
+
+
+@contextmanager
+def _taking_trees(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let attention modules that are not patched take our caches."""
+    changed = [module for module in modules if not is_tree_class(type(module))]
+    try:
+        for module in changed:
+            become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash
+        yield
+    finally:
+        for module in changed:
+            become(module, original_class(module))

@@ -1,0 +1,138 @@
+"""What attention over a tree takes for granted is measured, and a model that does otherwise is refused, by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from prefixkit.models import UnsupportedModel, is_patched, kv_spec, patch
+from prefixkit.models.probe.cache import LayerShape
+from prefixkit.models.probe.passes import probe
+from tests.models.tiny_families import WINDOW
+
+CPU = torch.device("cpu")
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+# Models that would answer wrongly without a word if attention over a tree took their layers' place.
+WRONG = {
+    "jetmoe": (EXPERTS | {"kv_channels": 16}, "attends over other keys or values"),
+    "diffllama": ({}, "attends over other keys or values"),
+    "qwen2_moe": (
+        EXPERTS | {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 2},
+        f"gets a mask that hides the token {WINDOW} before a query, but its attention function is told of no window",
+    ),
+    "phimoe": (EXPERTS | {"sliding_window": WINDOW}, f"gets a mask that hides the token {WINDOW} before a query"),
+    "llama4_text": (EXPERTS | {"attention_chunk_size": 8, "head_dim": 16}, "gets a mask that hides the token . before"),
+    "doge": ({}, "DogeAttention: RuntimeError"),
+    "deepseek_v3": ({"first_k_dense_replace": 2}, "one shape .1, kv_heads, tokens, head_dim."),
+}
+
+
+@pytest.mark.parametrize("model_type", WRONG)
+def test_what_a_tree_would_ignore_is_refused(model_type, tiny):
+    overrides, why = WRONG[model_type]
+    model = tiny(model_type, **overrides)
+    with pytest.raises(UnsupportedModel, match=why):
+        kv_spec(model)
+    assert not is_patched(model)
+
+
+@pytest.mark.parametrize(("model_type", "off"), [("qwen2_moe", {}), ("phimoe", {"sliding_window": None})])
+def test_the_same_models_without_it_are_accepted(model_type, off, tiny):
+    assert kv_spec(tiny(model_type, **EXPERTS, **off)).num_layers == 2
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "cohere2"])
+def test_every_attention_implementation_is_probed(model_type, implementation, tiny):
+    model = tiny(model_type)
+    model.set_attn_implementation(implementation)
+    assert probe(model) == [LayerShape(4, 2, 24, torch.float32, CPU)] * 2
+
+
+def forward_of(module, change):
+    """Let what a module returns go through ``change``."""
+    module.register_forward_hook(lambda _, args, output: change(output))
+
+
+def test_tokens_that_mix_outside_of_attention_are_noticed(tiny):
+    model = tiny("llama")
+    forward_of(model.model.layers[0].mlp, lambda x: x + 0.5 * x.roll(1, 1))
+    with pytest.raises(UnsupportedModel, match=r"before model.layers.1.self_attn the model mixes tokens"):
+        kv_spec(model)
+
+
+def test_tokens_that_mix_after_the_last_layer_are_noticed(tiny):
+    model = tiny("llama")
+    forward_of(model.model.norm, lambda x: x + 0.5 * x.roll(1, 1))
+    with pytest.raises(UnsupportedModel, match=r"after its last attention layer the model mixes tokens"):
+        kv_spec(model)
+
+
+def test_positions_that_are_not_those_given_are_noticed(tiny):
+    model = tiny("llama")
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | {"position_ids": torch.arange(kwargs["position_ids"].shape[1])[None]}),
+        with_kwargs=True,
+    )
+    with pytest.raises(UnsupportedModel, match=r"mixes tokens, or takes no position_ids"):
+        kv_spec(model)
+
+
+def test_positions_that_do_not_count_from_zero_are_noticed(tiny):
+    with pytest.raises(UnsupportedModel, match="or on positions that do not count from 0"):
+        kv_spec(tiny("roberta", is_decoder=True, pad_token_id=1))
+
+
+def test_an_eager_function_that_means_something_else_is_noticed(tiny, monkeypatch):
+    import transformers.models.llama.modeling_llama as llama
+
+    eager = llama.eager_attention_forward
+    twice = lambda *args, **kwargs: eager(*args, **kwargs | {"scaling": 2 * kwargs["scaling"]})  # noqa: E731
+    monkeypatch.setattr(llama, "eager_attention_forward", twice)
+    model = tiny("llama")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(UnsupportedModel, match=r"LlamaAttention\) attends in a way of its own"):
+        kv_spec(model)
+
+
+def test_a_difference_that_comes_and_goes_is_no_reason(tiny):
+    """Sums of experts come in any order on a GPU, and a tie between experts may fall to the one or the other."""
+    model, calls = tiny("llama"), []
+
+    def once(x):
+        calls.append(x)
+        return x + 0.5 * x.roll(1, 1) if len(calls) == 1 else x
+
+    forward_of(model.model.layers[0].mlp, once)
+    assert kv_spec(model).num_layers == 2
+
+
+def test_a_probe_is_made_once_and_again_after_a_change(tiny):
+    model, passes = tiny("llama"), []
+    model.model.norm.register_forward_hook(lambda *args: passes.append(1))
+    kv_spec(model), kv_spec(model), kv_spec(patch(model))
+    assert len(passes) == 2
+    assert kv_spec(model.bfloat16()).dtype == torch.bfloat16
+    assert len(passes) == 4
+    model.model.layers[1].self_attn.q_proj = nn.Sequential(model.model.layers[1].self_attn.q_proj)
+    kv_spec(model)
+    assert len(passes) == 6
+
+
+def test_a_layer_that_asks_for_the_length_of_its_cache_is_refused(tiny):
+    model = tiny("llama")
+    attention = model.model.layers[1].self_attn
+
+    class Asking(type(attention)):
+        """As Llama-4's, for a scale that grows with the text."""
+
+        def forward(self, hidden_states, past_key_values, **kwargs):
+            past_key_values.get_seq_length()
+            past_key_values.update(hidden_states, hidden_states, self.layer_idx)
+            return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+
+    attention.__class__ = Asking
+    with pytest.raises(UnsupportedModel, match=r"\(Asking\) asks its cache for 'get_seq_length', which is another one"):
+        kv_spec(model)
