@@ -12,7 +12,7 @@ from benchmarks.hydragen.cases import Case, TreeState
 from benchmarks.runner import replay_us
 from benchmarks.tree_attention.rivals import Attend, attend_levels, cudnn, flash
 from benchmarks.tree_attention.workloads import PAGE
-from prefixkit.models.layer import CacheLayer
+from prefixkit.models.step_cache import CacheLayer
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 
 RESERVE_BYTES = 12e9  # what the model's activations, logits, graphs and libraries take beside weights and KV
