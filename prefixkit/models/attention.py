@@ -30,6 +30,7 @@ _NEUTRAL = {
     "position_ids",  # checked before the position embeddings were applied
     "cache_position",
     "use_cache",
+    "logits_to_keep",
     "output_hidden_states",
     "output_router_logits",
     "return_dict",

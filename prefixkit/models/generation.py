@@ -98,9 +98,8 @@ def _blank(original: type[nn.Module]) -> nn.Module:
 
 
 def generates(model: nn.Module) -> bool:
-    """Whether a model has a ``generate`` of transformers, and can be asked for the logits of some tokens alone."""
-    cls = original_class(model)
-    return issubclass(cls, GenerationMixin) and "logits_to_keep" in inspect.signature(cls.forward).parameters
+    """Whether a model has a ``generate`` of transformers."""
+    return issubclass(original_class(model), GenerationMixin)
 
 
 def set_mode(model: nn.Module, mode: Mode) -> None:
@@ -219,7 +218,8 @@ def _checked(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
         if wanted or (wanted is None and getattr(model.config, name, False)):
             raise NotOnTree(f"{name} is asked for, which there are none of for rows whose tokens are computed once")
     for name, value in given.items():
-        if value is not None and value is not False and name not in _UNDERSTOOD:
+        empty = value is None or value is False or (isinstance(value, (dict, list, tuple)) and not value)
+        if not empty and name not in _UNDERSTOOD:
             raise NotOnTree(f"attention over a tree would ignore {name}")
     if given.get("use_cache") is False:
         raise NotOnTree("use_cache is False")
@@ -249,14 +249,14 @@ def _padding(mask: Any, tokens: Tensor) -> NDArray[np.int64]:
 
 
 def _check_positions(position_ids: Any, pad: NDArray[np.int64], begin: int, end: int) -> None:
-    """Raise NotOnTree unless positions count the tokens after the padding."""
+    """Raise NotOnTree unless positions, of images as of text, count the tokens after the padding."""
     if position_ids is None:
         if pad.any():
             raise NotOnTree("rows are padded, but there are no position_ids, without which padding counts as text")
         return
     given = position_ids.cpu().numpy() if isinstance(position_ids, Tensor) else np.empty((0, 0))
     expected = np.arange(begin, end) - pad[:, None]
-    if given.ndim != 2 or given.shape[1] != end - begin or len(given) not in (1, len(pad)):
+    if given.ndim not in (2, 3) or given.shape[-1] != end - begin or given.shape[-2] not in (1, len(pad)):
         raise NotOnTree(f"position_ids has shape {given.shape}, not {expected.shape}")
     if (np.where(expected < 0, 0, given - expected) != 0).any():
         raise NotOnTree("position_ids do not count the tokens of each row from its first")

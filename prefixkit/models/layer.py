@@ -139,10 +139,11 @@ class Layer:
         index: The layer's number.
         k_pages, v_pages: Its pages.
         step: The step in progress.
+        window: Tokens that a query sees, itself included, as the model's probe has found; None for all.
     """
 
-    def __init__(self, index: int, pool: KVPool, step: Step | TracedStep) -> None:
-        self.index = index
+    def __init__(self, index: int, pool: KVPool, step: Step | TracedStep, window: int | None) -> None:
+        self.index, self.window = index, window
         self.k_pages = pool.k(index)
         self.v_pages = pool.v(index)
         self.step = step
@@ -159,7 +160,10 @@ class Layer:
     def attend(
         self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """Attend over the tree: ``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]`` in the same dtype."""
+        """Attend over the tree: ``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]`` in the same dtype.
+
+        ``window`` is not looked at: some models tell their attention functions of another than their masks have.
+        """
         step = self.step
         out: Tensor = torch.ops.prefixkit.tree_attention(
             query[0].transpose(0, 1),
@@ -168,12 +172,12 @@ class Layer:
             step.positions,
             step.plan,
             scale,
-            self.variant(window, cap, sinks),
+            self.variant(cap, sinks),
         )[0]
         return out[None]
 
-    def variant(self, window: int | None, cap: float | None, sinks: Tensor | None) -> str:
-        """The key of :func:`register_variant`."""
+    def variant(self, cap: float | None, sinks: Tensor | None) -> str:
+        """The key of :func:`register_variant`, with the layer's window."""
         raise NotImplementedError
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> None:

@@ -20,7 +20,7 @@ from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.errors import NotPatched
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.probe.passes import random_part
-from prefixkit.models.shape import kv_spec, query_heads
+from prefixkit.models.shape import kv_spec, query_heads, windows
 from prefixkit.models.step_cache import StepCache
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
@@ -54,7 +54,7 @@ class ModelRunner:
     Raises:
         NotPatched: ``patch(model)`` was not called.
         UnsupportedModel: see :func:`patch`.
-        TypeError: the model has no language-model head, or its ``forward`` no ``logits_to_keep``.
+        TypeError: the model has no language-model head.
         ValueError: the pool was made for a model of another shape.
     """
 
@@ -72,13 +72,13 @@ class ModelRunner:
         if spec != pool.spec:
             raise ValueError(f"ModelRunner: the model needs a pool of {spec}, got one of {pool.spec}")
         inner = pretrained_model(model)  # adapters wrap it and pass keywords on
-        if "logits_to_keep" not in inspect.signature(inner.forward).parameters:
+        if not inner.can_generate():
             raise TypeError(
-                f"ModelRunner: {type(inner).__name__} has no language-model head whose rows can be chosen with "
-                "logits_to_keep; load the model with AutoModelForCausalLM"
+                f"ModelRunner: {type(inner).__name__} has no language-model head; load the model with AutoModelForCausalLM"
             )
+        self._keeps_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self.model, self.call = model, model if call is None else call
-        self.cache = StepCache(pool)
+        self.cache = StepCache(pool, windows(model))
         self.vocab_size = int(inner.config.get_text_config().vocab_size)
         _warn_of_moving_rotary(inner)
         self.compiled: CompiledLayers | None = None
@@ -112,7 +112,9 @@ class ModelRunner:
         with self._turn, torch.inference_mode():
             self.cache.begin(step)
             try:
-                logits: Tensor = self.call(**self.cache.inputs(), logits_to_keep=step.logit_rows).logits[0]
+                kept = {"logits_to_keep": step.logit_rows} if self._keeps_logits else {}
+                logits: Tensor = self.call(**self.cache.inputs(), **kept).logits[0]
+                logits = logits if kept else logits[step.logit_rows]
             except BaseException:
                 self.cache.abandon()
                 raise

@@ -20,7 +20,7 @@ from prefixkit.ops.kv_pool import KVSpec
 log = logging.getLogger("prefixkit")
 
 # Of each model, by what may change it: what its probe has found.
-_probed: WeakKeyDictionary[nn.Module, dict[object, LayerShape]] = WeakKeyDictionary()
+_probed: WeakKeyDictionary[nn.Module, dict[object, list[LayerShape]]] = WeakKeyDictionary()
 
 
 def kv_spec(model: nn.Module) -> KVSpec:
@@ -32,8 +32,8 @@ def kv_spec(model: nn.Module) -> KVSpec:
     Raises:
         UnsupportedModel: see :func:`attention_layers` and :func:`probe`; or the layers differ in shape, type or device.
     """
-    layer = _layer(model)
-    return KVSpec(len(attention_layers(model)), layer.kv_heads, layer.head_dim, layer.dtype, layer.device)
+    layers = _layers(model)
+    return KVSpec(len(layers), layers[0].kv_heads, layers[0].head_dim, layers[0].dtype, layers[0].device)
 
 
 def query_heads(model: nn.Module) -> int:
@@ -42,21 +42,35 @@ def query_heads(model: nn.Module) -> int:
     Raises:
         UnsupportedModel: see :func:`kv_spec`.
     """
-    return _layer(model).heads
+    return _layers(model)[0].heads
 
 
-def _layer(model: nn.Module) -> LayerShape:
-    """What all attention layers of a model are like."""
+def windows(model: nn.Module) -> list[int | None]:
+    """The window of each attention layer, in tokens; None for a layer without.
+
+    Masks of the model's own say so, which some families do not tell their attention functions.
+
+    Raises:
+        UnsupportedModel: see :func:`kv_spec`.
+    """
+    return [layer.window for layer in _layers(model)]
+
+
+def _layers(model: nn.Module) -> list[LayerShape]:
+    """What the attention layers of a model are like: all alike, but for their windows."""
     inner, layers = pretrained_model(model), attention_layers(model)
     key = _changeable(inner, list(layers.values()))
     known = _probed.setdefault(inner, {})
     if key not in known:
-        known[key] = _alike(inner, probe(inner))
-        log.info("measured the attention layers of %s by a pass over four tokens: %s", type(inner).__name__, known[key])
+        found = probe(inner)
+        _check_alike(inner, found)
+        log.info("measured the attention layers of %s by passes over four tokens: %s", type(inner).__name__, found[0])
+        known[key] = found
     return known[key]
 
 
-def _alike(model: nn.Module, layers: list[LayerShape]) -> LayerShape:
+def _check_alike(model: nn.Module, layers: list[LayerShape]) -> None:
+    """Raise UnsupportedModel unless one pool holds the KV of all layers."""
     name = type(model).__name__
     if len(found := dict.fromkeys(layers)) > 1:
         raise UnsupportedModel(
@@ -69,7 +83,6 @@ def _alike(model: nn.Module, layers: list[LayerShape]) -> LayerShape:
             f"the keys of {name} are {layer.dtype}, and a tree holds {', '.join(map(str, FLOATS))}; convert the model, "
             "with model.float() for instance"
         )
-    return layer
 
 
 def _changeable(model: PreTrainedModel, layers: list[nn.Module]) -> object:

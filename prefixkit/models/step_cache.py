@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partialmethod
 from typing import Any, NoReturn
 
@@ -35,16 +36,20 @@ class StepCache(LayeredCache):
     The cache holds no keys itself and has no single length, so it has only the methods that a forward pass calls.  The
     tree decides which tokens are kept, cropped or reordered.
 
-    Attributes:
+    Args:
         pool: The page tensors, made for this model's :func:`kv_spec`.
+        windows: The window of each layer, see :func:`windows`.
+
+    Attributes:
+        pool, windows: The same.
         attended: ``[layers]`` how often each layer has attended in the current step.
         position_ids: ``[1, T]`` int64 positions of the current step.
         variants: Keys of the attention variants that the layers have asked for.
     """
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, windows: Sequence[int | None]) -> None:
         super().__init__(pool.spec.num_layers)
-        self.pool = pool
+        self.pool, self.windows = pool, windows
         self.attended = [0] * pool.spec.num_layers
         self.position_ids: Tensor | None = None
         self.variants: dict[tuple[object, ...], str] = {}
@@ -138,7 +143,7 @@ class CacheLayer(Layer):
                 f"StepCache: layer {index} of the model asked for KV, but the pool was made for "
                 f"{len(cache.attended)} layers; make it with KVPool(kv_spec(model), ...)"
             )
-        super().__init__(index, cache.pool, cache.step)
+        super().__init__(index, cache.pool, cache.step, cache.windows[index])
         self.cache = cache
         self.appended = False
 
@@ -181,19 +186,20 @@ class CacheLayer(Layer):
         self.cache.attended[self.index] += 1
         return out
 
-    def variant(self, window: int | None, cap: float | None, sinks: Tensor | None) -> str:
+    def variant(self, cap: float | None, sinks: Tensor | None) -> str:
         # Kept with the cache, because the values of sinks are part of a key: they hold as long as KV made with the
         # same weights does.
-        asked = (self.index, window, cap, sinks is None)
+        asked = (self.index, self.window, cap, sinks is None)
         if asked not in self.cache.variants:
-            self.cache.variants[asked] = register_variant(window, cap, sinks, self.cache)
+            self.cache.variants[asked] = register_variant(self.window, cap, sinks, self.cache)
         return self.cache.variants[asked]
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Raise ValueError if the model says that its position embeddings were made for other positions."""
         if position_ids is None or position_ids is self.cache.position_ids:
             return
-        if not torch.equal(position_ids.reshape(-1), self.step.positions):
+        positions = self.step.positions  # several rows of them are for images, which are nowhere
+        if position_ids.shape[-1:] != positions.shape or not bool((position_ids == positions).all()):
             raise ValueError(
                 "StepCache: the model ran with position_ids other than the step's, so its position embeddings "
                 "are wrong; call model(**cache.inputs())"

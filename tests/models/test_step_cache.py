@@ -23,7 +23,7 @@ def run(tiny, drive, rng):
 
 
 def test_between_steps_it_has_no_step(pool):
-    cache = StepCache(pool)
+    cache = StepCache(pool, [None] * pool.spec.num_layers)
     for ask in (lambda: cache.step, cache.inputs):
         with pytest.raises(ValueError, match=r"no step in progress; call cache.begin\(step\)"):
             ask()
@@ -70,7 +70,7 @@ def test_a_layer_that_runs_twice_is_stopped_before_it_writes(run):
 
 def test_update_outside_a_patched_layer_says_what_to_do(pool):
     with pytest.raises(NotPatched, match=r"layer 1 was given a StepCache.*prefixkit.patch\(model\)"):
-        StepCache(pool).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 1)
+        StepCache(pool, [None] * pool.spec.num_layers).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 1)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_update_outside_a_patched_layer_says_what_to_do(pool):
 )
 def test_what_only_the_tree_may_decide_is_refused(call, pool):
     with pytest.raises(TypeError, match="the tree decides whose KV is kept"):
-        call(StepCache(pool))
+        call(StepCache(pool, [None] * pool.spec.num_layers))
 
 
 def test_it_answers_what_models_and_generate_ask(pool):
-    cache = StepCache(pool)
+    cache = StepCache(pool, [None] * pool.spec.num_layers)
     assert len(cache) == 2
     assert bool(cache)
     assert cache.get_seq_length() == 0
@@ -115,7 +115,7 @@ def test_it_answers_what_models_and_generate_ask(pool):
     ids=["layers", "heads", "head_dim", "dtype"],
 )
 def test_a_pool_of_another_shape_is_refused(spec, message, run):
-    cache = StepCache(KVPool(spec, num_pages=8, page_size=4))
+    cache = StepCache(KVPool(spec, num_pages=8, page_size=4), [None] * spec.num_layers)
     cache.begin(run.step())
     with pytest.raises(ValueError, match=message):
         run.model(**cache.inputs())

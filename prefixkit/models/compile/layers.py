@@ -124,7 +124,8 @@ class CompiledLayers:
         self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
         self.made = made_of(layers[0][0], compiler)
         for index, (layer, child) in enumerate(layers):
-            self._copies[layer] = _LayerCopy(layer, child, TracedLayer(index, cache.pool, self._step))
+            traced = TracedLayer(index, cache.pool, self._step, cache.windows[index])
+            self._copies[layer] = _LayerCopy(layer, child, traced)
             layer.__class__ = classes[index]
         cache.compiled = self
 

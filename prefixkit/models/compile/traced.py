@@ -12,16 +12,16 @@ from prefixkit.ops.kv_pool import KVPool
 class TracedLayer(Layer):
     """The cache of a layer that is traced, in place of a :class:`CacheLayer`."""
 
-    def __init__(self, index: int, pool: KVPool, step: TracedStep) -> None:
-        super().__init__(index, pool, step)
+    def __init__(self, index: int, pool: KVPool, step: TracedStep, window: int | None) -> None:
+        super().__init__(index, pool, step, window)
         for pages in (self.k_pages, self.v_pages):  # graphs are made for pools of any size
             torch._dynamo.maybe_mark_dynamic(pages, [0, 1])
 
-    def variant(self, window: int | None, cap: float | None, sinks: Tensor | None) -> str:
+    def variant(self, cap: float | None, sinks: Tensor | None) -> str:
         """The same, as a constant of the graph."""
         if sinks is not None:
             raise NotImplementedError("attention sinks are a variant of their own in each layer")
-        key: str = _variant(window, cap)
+        key: str = _variant(self.window, cap)
         return key
 
 

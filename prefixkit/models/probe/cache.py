@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from prefixkit.models.attention import original_class
 from prefixkit.models.errors import UnsupportedModel
 from prefixkit.models.layer import LayeredCache
-from prefixkit.models.probe.mask import shown_wrongly
+from prefixkit.models.probe.mask import UnknownMask, window_of
 
 ROWS = 4  # tokens of a pass; the last is the first once more, at its position
 
@@ -27,6 +27,7 @@ class LayerShape:
         head_dim: Elements of a head.
         dtype: Of the keys and values.
         device: Where they are made.
+        window: Tokens that a query sees, itself included; None for all.  Layers may differ in it and be alike.
     """
 
     heads: int
@@ -34,6 +35,7 @@ class LayerShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    window: int | None = field(default=None, compare=False)
 
 
 class Enough(Exception):
@@ -41,9 +43,16 @@ class Enough(Exception):
 
 
 class ProbeCache(LayeredCache):
-    """Stands for a cache of ``length`` tokens, of which there are none, and notes what each layer does."""
+    """Stands for a cache, and notes what each layer does.
 
-    def __init__(self, layers: dict[str, nn.Module], length: int, shapes_only: bool = False) -> None:
+    Args:
+        layers: The attention modules.
+        length: Tokens that it claims to hold, of which there are none; None: it stands for a step over a tree, whose
+            mask must arrive.
+        shapes_only: The pass ends at the first attention, as tensors have no values.
+    """
+
+    def __init__(self, layers: dict[str, nn.Module], length: int | None, shapes_only: bool = False) -> None:
         super().__init__(len(layers))
         self.length, self.shapes_only = length, shapes_only
         self.names = list(layers)
@@ -54,13 +63,13 @@ class ProbeCache(LayeredCache):
         return ProbedLayer(self, module)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
+        return self.length or 0
 
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         new = len(query_length) if isinstance(query_length, Tensor) else query_length  # positions, before 5.20
-        return self.length + new, 0
+        return (self.length or 0) + new, 0
 
 
 class ProbedLayer:
@@ -98,19 +107,21 @@ class ProbedLayer:
         self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
     ) -> Tensor:
         k, v = self._kv
-        shape = LayerShape(query.shape[1], k.shape[1], k.shape[3], _smaller(k, v), k.device)
+        if self._cache.length is not None:
+            try:
+                window = window_of(self._mask, self._cache.length, ROWS, window)
+            except UnknownMask as error:
+                self._refuse(str(error))
+        shape = LayerShape(query.shape[1], k.shape[1], k.shape[3], _smaller(k, v), k.device, window)
         self._cache.shapes.append(shape)
         if self._cache.shapes_only:
             raise Enough
-        if self._cache.length:
-            if (wrong := shown_wrongly(self._mask, self._cache.length, ROWS, window)) is not None:
-                self._refuse(wrong)
-        elif not isinstance(self._mask, Tensor) or self._mask.numel():
-            self._refuse("gets another mask than the model was given, so it would not be known what is hidden from it")
-        else:
+        if self._cache.length is None:
+            if not isinstance(self._mask, Tensor) or self._mask.numel():
+                self._refuse("gets another mask than the model was given, so it is not known what is hidden from it")
             self._compare(query, scale, window, cap, sinks)
         self._cache.rows.append(torch.cat([of[0].transpose(0, 1).flatten(1).float() for of in (query, k, v)], 1))
-        return v.repeat_interleave(shape.heads // shape.kv_heads, 1).transpose(1, 2).to(query.dtype)
+        return v.repeat_interleave(shape.heads // shape.kv_heads, 1).transpose(1, 2).to(query.dtype).contiguous()
 
     def _compare(
         self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None

@@ -1,4 +1,4 @@
-"""What an attention mask that a model made shows to each of its queries."""
+"""The window of attention that a mask shows, which a model made for itself."""
 
 from __future__ import annotations
 
@@ -8,43 +8,55 @@ import torch
 from torch import Tensor
 
 
-def shown_wrongly(mask: Any, length: int, rows: int, window: int | None) -> str | None:
-    """What a model's mask has that attention over a tree would not know of; None if nothing.
+class UnknownMask(ValueError):
+    """A mask hides or changes what no window of causal attention does."""
+
+
+def window_of(mask: Any, length: int, rows: int, told: int | None) -> int | None:
+    """The window of causal attention that a model's mask shows; None if it shows no limit.
 
     Args:
         mask: What a layer got as its attention mask: bool or additive ``[1, 1 or heads, rows, tokens]``, a BlockMask of
             FlexAttention, or None and ``[1, tokens]`` where the attention function makes the mask itself.
         length: Tokens before the first query.
         rows: Queries.
-        window: The window that the attention function is told of.
+        told: The window that the attention function is told of; it counts where the mask shows no other.
+
+    Raises:
+        UnknownMask: the mask is none of causal attention in a window.
     """
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
-        return None
+        return told
+    shown = _shown(mask, length, rows)
     query, key = torch.arange(length, length + rows)[:, None], torch.arange(length + rows)
-    if (mask_mod := getattr(mask, "mask_mod", None)) is not None:
-        device = mask.kv_indices.device
-        none = torch.zeros((), dtype=torch.int64, device=device)
-        shown = mask_mod(none, none, (query - length).to(device), key.to(device))
-    elif isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] == rows and mask.shape[3] >= length + rows:
-        mask = mask[..., : length + rows]
-        if mask.dtype != torch.bool:
-            hidden = mask <= torch.finfo(mask.dtype).min / 2
-            if (mask.masked_fill(hidden, 0) != 0).any():
-                return "gets a mask that adds to the scores, as ALiBi does; attention over a tree is not told of that"
-            mask = ~hidden
-        shown = mask
-    else:
-        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        return f"gets a mask of a kind that is not known, {shape}"
-    expected = key <= query
-    if window is not None:
-        expected &= key > query - window
-    wrong = (shown.cpu() != expected).nonzero()
-    if not len(wrong):
-        return None
-    row, at = wrong[-1, -2].item(), wrong[-1, -1].item()
-    told = "no window" if window is None else f"a window of {window} tokens"
-    return (
-        f"gets a mask that {'hides' if expected[row, at] else 'shows'} the token {length + row - at} before a query, but "
-        f"its attention function is told of {told}; a tree goes by what the function is told, and would ignore the mask"
+    for window in (told, int(shown.reshape(-1, length + rows)[-1].sum())):
+        expected = (key <= query) & (key > query - (window or length + rows))
+        wrong = (shown != expected).nonzero()
+        if not len(wrong):
+            return None if window == length + rows else window
+    row, at = wrong[-1, -2:].tolist()
+    raise UnknownMask(
+        f"gets a mask that {'hides' if expected[row, at] else 'shows'} the token {length + row - at} before a query, which "
+        f"is not attention in a window, here of {window} tokens; a tree would ignore that mask"
     )
+
+
+def _shown(mask: Any, length: int, rows: int) -> Tensor:
+    """``[..., rows, length + rows]`` bool: what a mask shows, on the CPU."""
+    if (mask_mod := getattr(mask, "mask_mod", None)) is not None:
+        none = torch.zeros((), dtype=torch.int64, device=mask.kv_indices.device)
+        query, key = torch.arange(rows, device=none.device), torch.arange(length + rows, device=none.device)
+        shown: Tensor = mask_mod(none, none, query[:, None], key)
+        return shown.cpu()
+    if not (isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] == rows and mask.shape[3] >= length + rows):
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise UnknownMask(f"gets a mask of a kind that is not known, {shape}")
+    mask = mask[..., : length + rows].cpu()
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    if (mask.masked_fill(hidden, 0) != 0).any():
+        raise UnknownMask(
+            "gets a mask that adds to the scores, as ALiBi does; attention over a tree is not told of that"
+        )
+    return ~hidden

@@ -43,22 +43,38 @@ def probe(model: nn.Module) -> list[LayerShape]:
     fake = getattr(next(inner.parameters()), "fake_mode", None)
     with torch.no_grad(), _taking_trees(layers.values()), fake or nullcontext():
         if fake is not None or _device(inner).type == "meta":
-            cache = ProbeCache(layers, 0, shapes_only=True)
+            cache = ProbeCache(layers, None, shapes_only=True)
             _run(inner, cache, [1] * ROWS)
             return cache.shapes * len(layers)
         differing = set[str]()
         for attempt in range(_ATTEMPTS):
-            short, long = (ProbeCache(layers, length) for length in (0, _length(inner)))
-            tokens = _tokens(inner, attempt)
-            outputs = [_run(inner, cache, tokens, _length(inner)) for cache in (short, long)]
-            found = None if random_part(inner) else _difference(short, long, outputs)
+            found, shapes = _look(inner, layers, _tokens(inner, attempt))
             if found is None:
-                return short.shapes
+                return shapes
             # Experts whose sums come in any order may tip a near tie between two of them, but not thrice in one place.
             differing.add(found)
     if len(differing) == 1:
         raise UnsupportedModel(f"{type(inner).__name__}: {differing.pop()}")
-    return short.shapes
+    return shapes
+
+
+def _look(
+    model: PreTrainedModel, layers: dict[str, nn.Module], text: Sequence[int]
+) -> tuple[str | None, list[LayerShape]]:
+    """One probe: what is not as it should be, and what layers work on."""
+    length = _length(model)
+    order = torch.tensor([[*range(ROWS - 1), 0]], device=_device(model))
+    step, plain, long = (ProbeCache(layers, tokens) for tokens in (None, 0, length))
+    given: dict[str, Any] = {"position_ids": order, "attention_mask": empty_mask(order.device)}
+    if "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
+        given["logits_to_keep"] = torch.tensor([0, ROWS - 1], device=order.device)
+    logits = _run(model, step, text, **given)
+    _run(model, long, text, position_ids=length + torch.arange(ROWS, device=order.device)[None])
+    if random_part(model) is not None:
+        return None, long.shapes
+    if not any(hasattr(module, "rope_deltas") for module in model.modules()):  # kept of a pass, for the next
+        _run(model, plain, text)
+    return _difference(step, plain, logits), long.shapes
 
 
 def random_part(model: nn.Module) -> str | None:
@@ -73,24 +89,15 @@ def random_part(model: nn.Module) -> str | None:
     return None
 
 
-def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], begin: int = 0) -> Tensor | None:
-    """Run four tokens through a model; returns the logits of the first and the last, ``[2, vocab]``.
-
-    A cache that claims to hold a text gets them as its continuation, another as a step over a tree.
-    """
-    device = _device(model)
-    given: dict[str, Any] = {"input_ids": torch.tensor([tokens], device=device), "use_cache": True}
-    if not cache.length:
-        order = torch.tensor([*range(ROWS - 1), 0], device=device)
-        given |= {"position_ids": (begin + order)[None], "attention_mask": empty_mask(device)}
-        if "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
-            given["logits_to_keep"] = torch.tensor([0, ROWS - 1], device=device)
+def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **given: Any) -> Tensor | None:
+    """Run four tokens through a model; returns the logits of the first and the last, ``[2, vocab]``."""
+    input_ids = torch.tensor([tokens], device=_device(model))
     # The model may be running: hooks and contexts that it brings must not be entered twice, but a sharded model needs
     # its own to gather its weights.
     sharded = any(cls.__module__.startswith("torch.distributed") for cls in type(model).__mro__)
     call = model if sharded else forward_below(model)
     try:
-        logits = getattr(call(**given, past_key_values=cache), "logits", None)
+        logits = getattr(call(input_ids=input_ids, use_cache=True, past_key_values=cache, **given), "logits", None)
     except Enough:
         return None
     except (UnsupportedModel, torch.OutOfMemoryError):
@@ -109,7 +116,7 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], begin
             f"{type(model).__name__}: {len(cache.rows)} of {len(cache.names)} layers attended; "
             f"{why if checkpointing else other}"
         )
-    return None if logits is None or cache.length else logits[0].float()
+    return None if logits is None else logits[0].float()[[0, -1]]
 
 
 def _place(error: BaseException) -> str:
@@ -122,18 +129,17 @@ def _place(error: BaseException) -> str:
     return place
 
 
-def _difference(short: ProbeCache, long: ProbeCache, outputs: Sequence[Tensor | None]) -> str | None:
+def _difference(step: ProbeCache, plain: ProbeCache, logits: Tensor | None) -> str | None:
     """Where rows differ that should be equal, and what that says; None if nowhere."""
-    for name, here, there, shape in zip(short.names, short.rows, long.rows, short.shapes, strict=True):
-        if not _close(here[0], here[-1], shape.dtype):
+    for layer, (name, rows, shape) in enumerate(zip(step.names, step.rows, step.shapes, strict=True)):
+        if not _close(rows[0], rows[-1], shape.dtype):
             return (
                 f"before {name} the model mixes tokens, or takes no position_ids: the same token at the same position "
                 "gets other keys among other tokens"
             )
-        if not _close(here[:-1], there[:-1], shape.dtype):
-            return f"the keys of {name} depend on the mask, on the cache's length, or on positions that do not count from 0"
-    logits = outputs[0]
-    if logits is not None and (len(logits) < 2 or not _close(logits[0], logits[-1], short.shapes[-1].dtype)):
+        if plain.rows and not _close(rows[:-1], plain.rows[layer][:-1], shape.dtype):
+            return f"the keys of {name} are others without a mask and position_ids, which may not count from 0 there"
+    if logits is not None and not _close(logits[0], logits[-1], step.shapes[-1].dtype):
         return "after its last attention layer the model mixes tokens, or does not keep the logits that it is asked for"
     return None
 

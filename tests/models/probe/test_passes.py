@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from prefixkit.models import UnsupportedModel, is_patched, kv_spec, patch
 from prefixkit.models.probe.cache import LayerShape
 from prefixkit.models.probe.passes import probe
+from prefixkit.models.shape import windows
 from tests.models.tiny_families import WINDOW
 
 CPU = torch.device("cpu")
@@ -18,11 +19,6 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32
 WRONG = {
     "jetmoe": (EXPERTS | {"kv_channels": 16}, "attends over other keys or values"),
     "diffllama": ({}, "attends over other keys or values"),
-    "qwen2_moe": (
-        EXPERTS | {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 2},
-        f"gets a mask that hides the token {WINDOW} before a query, but its attention function is told of no window",
-    ),
-    "phimoe": (EXPERTS | {"sliding_window": WINDOW}, f"gets a mask that hides the token {WINDOW} before a query"),
     "llama4_text": (EXPERTS | {"attention_chunk_size": 8, "head_dim": 16}, "gets a mask that hides the token . before"),
     "doge": ({}, "DogeAttention: RuntimeError"),
     "deepseek_v3": ({"first_k_dense_replace": 2}, "one shape .1, kv_heads, tokens, head_dim."),
@@ -38,9 +34,23 @@ def test_what_a_tree_would_ignore_is_refused(model_type, tiny):
     assert not is_patched(model)
 
 
-@pytest.mark.parametrize(("model_type", "off"), [("qwen2_moe", {}), ("phimoe", {"sliding_window": None})])
-def test_the_same_models_without_it_are_accepted(model_type, off, tiny):
-    assert kv_spec(tiny(model_type, **EXPERTS, **off)).num_layers == 2
+def test_a_window_is_the_masks_whether_the_attention_function_is_told_or_not(tiny, drive, dense_logits, rng):
+    """Qwen2-MoE and PhiMoE put it into the mask alone; OLMoE tells its attention function of one that no mask has."""
+    tokens = rng.integers(3, 128, 4 * WINDOW).tolist()
+    alternate = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    for model_type, overrides, expected in [
+        ("qwen2_moe", alternate, [WINDOW, None]),
+        ("phimoe", {}, [WINDOW, WINDOW]),
+        ("olmoe", {}, [None, None]),
+        ("mistral", {}, [WINDOW, WINDOW]),
+        ("mistral", {"sliding_window": 1000}, [1000, 1000]),
+    ]:
+        model = tiny(model_type, **{**EXPERTS, "sliding_window": WINDOW, **overrides})
+        assert windows(model) == expected
+        run = drive(model)
+        run.tree.insert(tokens)
+        run.run()
+        assert (run.logits_of(tokens) - dense_logits(model, tokens)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
@@ -81,7 +91,7 @@ def test_positions_that_are_not_those_given_are_noticed(tiny):
 
 
 def test_positions_that_do_not_count_from_zero_are_noticed(tiny):
-    with pytest.raises(UnsupportedModel, match="or on positions that do not count from 0"):
+    with pytest.raises(UnsupportedModel, match="which may not count from 0 there"):
         kv_spec(tiny("roberta", is_decoder=True, pad_token_id=1))
 
 
@@ -113,12 +123,12 @@ def test_a_probe_is_made_once_and_again_after_a_change(tiny):
     model, passes = tiny("llama"), []
     model.model.norm.register_forward_hook(lambda *args: passes.append(1))
     kv_spec(model), kv_spec(model), kv_spec(patch(model))
-    assert len(passes) == 2
+    assert len(passes) == 3
     assert kv_spec(model.bfloat16()).dtype == torch.bfloat16
-    assert len(passes) == 4
+    assert len(passes) == 6
     model.model.layers[1].self_attn.q_proj = nn.Sequential(model.model.layers[1].self_attn.q_proj)
     kv_spec(model)
-    assert len(passes) == 6
+    assert len(passes) == 9
 
 
 def test_a_layer_that_asks_for_the_length_of_its_cache_is_refused(tiny):
