@@ -37,6 +37,9 @@ class LayerShape:
     device: torch.device
     window: int | None = field(default=None, compare=False)
 
+    def __str__(self) -> str:
+        return f"{self.heads} query and {self.kv_heads} KV heads of {self.head_dim}, {self.dtype} on {self.device}"
+
 
 class Enough(Exception):
     """The first layer was seen."""
@@ -87,7 +90,7 @@ class ProbedLayer:
         if k.ndim != 4 or k.shape[0] != 1 or k.shape[2] != ROWS or k.shape != v.shape:
             self._refuse(
                 f"caches keys of shape {tuple(k.shape)} and values of {tuple(v.shape)} for {ROWS} tokens; a pool holds "
-                "keys and values of one shape [1, kv_heads, tokens, head_dim]"
+                "both in one shape [1, kv_heads, tokens, head_dim], no latents"
             )
         self._kv = [k, v]
         return k, v
@@ -163,7 +166,7 @@ class ProbedLayer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self._refuse(f"asks its cache for {name!r}, which is another one for each row of a tree")
+        self._refuse(f"asks its cache for {name!r}, which a tree does not have for a step of many sequences")
 
 
 def _smaller(k: Tensor, v: Tensor) -> torch.dtype:

@@ -51,11 +51,11 @@ def _shown(mask: Any, length: int, rows: int) -> Tensor:
     if not (isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] == rows and mask.shape[3] >= length + rows):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UnknownMask(f"gets a mask of a kind that is not known, {shape}")
-    mask = mask[..., : length + rows].cpu()
-    if mask.dtype == torch.bool:
-        return mask
-    hidden = mask <= torch.finfo(mask.dtype).min / 2
-    if (mask.masked_fill(hidden, 0) != 0).any():
+    own: Tensor = mask[..., : length + rows].cpu()
+    if own.dtype == torch.bool:
+        return own
+    hidden = own <= torch.finfo(own.dtype).min / 2
+    if (own.masked_fill(hidden, 0) != 0).any():
         raise UnknownMask(
             "gets a mask that adds to the scores, as ALiBi does; attention over a tree is not told of that"
         )

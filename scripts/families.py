@@ -1,0 +1,327 @@
+"""Try prefixkit with a tiny random model of every model_type that transformers generates text with.
+
+    python scripts/families.py --processes 2 --write docs/families.md
+    python scripts/families.py --only llama,gemma2
+
+Each is generated with before and after ``patch(model, tree_cache="always")``: greedily from a padded batch, with beams,
+and with samples; with short windows or chunks of attention and without, where the config knows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import platform
+import resource
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny_models import FIRST_WORD, VARIANTS, VOCAB, tiny_config, tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+import prefixkit
+from prefixkit.models import UnsupportedModel
+from prefixkit.models.generated_cache import GeneratedCache
+
+LISTS = {
+    "Text": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", AutoModelForCausalLM),
+    "Images and text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", AutoModelForImageTextToText),
+}
+VERDICTS = ["untried", "tree", "refused", "error", "wrong"]  # from the best to the worst
+# What cannot generate from text, where the exception would not say so.
+NEEDS = {
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "the KV of the model that it drafts for"),
+    **dict.fromkeys(("blip", "blip-2", "instructblip", "instructblipvideo", "idefics", "kosmos-2"), "an image"),
+    **dict.fromkeys(("pix2struct", "pp_formulanet", "vision-encoder-decoder"), "an image"),
+    "diffusion_gemma": "a canvas of tokens that it denoises together",
+    "evolla": "a protein",
+    "pi0": "the state of a robot; it has no generate()",
+    "musicgen": "the states of a text encoder",
+    "udop": "the boxes of its words",
+}
+LENGTH, NEW, TOLERANCE = 26, 8, 1e-4
+INTRODUCTION = """\
+`python scripts/families.py --write docs/families.md` wrote this page. For each `model_type` it makes a tiny model with
+random weights, generates with it, patches it by `patch(model, tree_cache="always")`, generates again, and compares
+tokens and logits: greedily from a left-padded batch of three texts that share their head, with three beams, and with
+three samples. Configs with windows or chunks are tried with short ones and without; the verdict is the worst of these,
+where transformers can build both. Logits may differ by 0.0001 of their spread.
+
+*Tree*: on the tree, with the same tokens and logits. *Refused*: prefixkit says what is in the way, and transformers goes
+on with its own cache and the same result. *Wrong*: other tokens or logits. *Error*: an exception that the model without
+the patch does not raise. *Untried*: transformers cannot build it tiny, or not generate from text alone."""
+SECONDS, GIBIBYTES = 180, 12  # that one model_type may take
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+}
+
+
+@dataclass
+class Found:
+    """What was found out about a model_type; ``notes`` are of transformers alone."""
+
+    verdict: str
+    reason: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Output:
+    """What a call of ``generate`` returned: tokens, and logits [new tokens, rows, vocabulary]."""
+
+    tokens: Tensor
+    logits: Tensor
+    cache: Any
+
+
+def texts() -> dict[str, Tensor]:
+    """Three rows of different length, left-padded, that share most of their head."""
+    ids = torch.randint(FIRST_WORD, VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate((0, 2, 6)):
+        ids[row, pad : LENGTH - 5] = ids[0, : LENGTH - 5 - pad].clone()
+        ids[row, :pad], mask[row, :pad] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> Output:
+    """Call ``model.generate`` under a seed, for words only."""
+    torch.manual_seed(1)
+    defaults = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": list(range(FIRST_WORD))}
+    asked = {"max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
+    out: Any = model.generate(**inputs, **defaults | asked | options)  # type: ignore[operator]
+    cache = out.get("past_key_values")
+    return Output(out.sequences, torch.stack(out.logits).float(), cache)
+
+
+def difference(want: Output, got: Output) -> str:
+    """How two outputs differ, or nothing."""
+    if want.tokens.shape != got.tokens.shape or want.logits.shape != got.logits.shape:
+        return f"other shapes: {tuple(got.tokens.shape)} instead of {tuple(want.tokens.shape)}"
+    real = want.logits.abs() < 1e30  # some hide tokens behind the least number
+    spread = want.logits[real].std()
+    first = (want.logits - got.logits)[0][real[0]].abs().max() / spread
+    if not torch.equal(want.tokens, got.tokens):
+        return f"other tokens, and logits after the prompt off by {first:.1e} of their spread"
+    error = (want.logits - got.logits)[real].abs().max() / spread
+    return "" if error <= TOLERANCE else f"logits off by {error:.1e} of their spread"
+
+
+def doubts(model: PreTrainedModel, greedy: Output, inputs: dict[str, Tensor]) -> Iterator[str]:
+    """Where transformers disagrees with itself, so that a comparison with it proves little."""
+    try:
+        if changed := difference(greedy, generate(model, inputs, use_cache=False)):
+            yield f"without a cache {changed}"
+    except Exception as error:
+        yield f"without a cache {line(error)}"
+    for row, ids in enumerate(inputs["input_ids"]):
+        own = ids[inputs["attention_mask"][row].bool()][None]
+        alone = generate(model, {"input_ids": own, "attention_mask": torch.ones_like(own)})
+        same = Output(greedy.tokens[row : row + 1, -NEW:], greedy.logits[:, row : row + 1], None)
+        if changed := difference(same, Output(alone.tokens[:, -NEW:], alone.logits, None)):
+            yield f"with {LENGTH - own.shape[1]} of padding {changed}"
+            return
+
+
+def check(model: PreTrainedModel) -> Found:
+    """Compare a model's calls before and after the patch; what the unpatched model raises is raised."""
+    inputs = texts()
+    one = {name: value[:1] for name, value in inputs.items()}
+    given = {call: one if call == "samples" else inputs for call in CALLS}
+    want, notes = {"greedy": generate(model, inputs)}, []
+    for call in list(CALLS)[1:]:
+        try:
+            want[call] = generate(model, given[call], **CALLS[call])
+        except Exception as error:
+            notes.append(f"cannot do {call}: {line(error)}")
+    if not all(output.logits.isfinite().any() and not output.logits.isnan().any() for output in want.values()):
+        raise ValueError("logits are not finite")
+    found = Found("tree", notes=[*notes, *doubts(model, want["greedy"], inputs)])
+    said = Said()
+    logging.getLogger("prefixkit").addHandler(said)
+    try:
+        prefixkit.patch(model, tree_cache="always")
+    except UnsupportedModel as error:
+        found.verdict, found.reason = "refused", line(error)
+        return found
+    except Exception as error:
+        found.verdict, found.reason = "error", f"patch: {line(error)}"
+        return found
+    results = [attempt(model, call, given[call], want[call], said) for call in want]
+    found.verdict = max((verdict for verdict, _ in results), key=VERDICTS.index)
+    found.reason = "; ".join(dict.fromkeys(reason for verdict, reason in results if verdict == found.verdict))
+    return found
+
+
+def attempt(model: PreTrainedModel, call: str, inputs: dict[str, Tensor], want: Output, said: Said) -> tuple[str, str]:
+    """The verdict on one call of the patched model, and why."""
+    said.lines.clear()
+    try:
+        got = generate(model, inputs, **CALLS[call])
+    except Exception as error:
+        return "error", f"{call}: {line(error)}"
+    on_tree = isinstance(got.cache, GeneratedCache) and not got.cache.left
+    if changed := difference(want, got):
+        if not difference(generate(model, inputs, **CALLS[call], use_cache=False), got):
+            return ("tree" if on_tree else "refused"), f"{call}: as transformers without a cache, not as with one"
+        return "wrong", f"{call}{'' if on_tree else ', not on the tree'}: {changed}"
+    if on_tree:
+        return "tree", ""
+    kept = [one.split("own cache: ")[-1] for one in said.lines]
+    return "refused", kept[0] if kept else f"generate() made a {type(got.cache).__name__}"
+
+
+class Said(logging.Handler):
+    """Keeps what prefixkit says of caches."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        logging.getLogger("prefixkit").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "own cache" in record.getMessage():
+            self.lines.append(line(record.getMessage()))
+
+
+def line(thing: object) -> str:
+    """A text or an exception as one short line."""
+    text = " ".join(str(thing).split())
+    named = isinstance(thing, Exception) and not isinstance(thing, UnsupportedModel)
+    text = f"{type(thing).__name__}: {text}" if named else text
+    return text if len(text) <= 300 else f"{text[:180]} ... {text[-100:]}"
+
+
+def survey(kind: str, model_type: str) -> Found:
+    """The worst of what is found with each variant of a model_type's tiny config."""
+    if model_type in NEEDS:
+        return Found("untried", f"needs {NEEDS[model_type]}")
+    names, auto = LISTS[kind]
+    variants = {"windows": {}, "no windows": {"windows": False}, **VARIANTS.get(model_type, {})}
+    found: dict[str, Found] = {}
+    tried: list[dict[str, Any]] = []
+    for name, overrides in variants.items():
+        try:
+            config = tiny_config(model_type, **overrides)
+            if config.to_dict() in tried:
+                continue
+            tried.append(config.to_dict())
+            torch.manual_seed(0)
+            found[name] = check(tiny_model(config, getattr(modeling_auto, names)[model_type], auto))
+        except Exception as error:
+            found[name] = Found("untried", line(error))
+    worst = max(found, key=lambda name: VERDICTS.index(found[name].verdict))
+    same = {(one.verdict, one.reason) for one in found.values()} == {(found[worst].verdict, found[worst].reason)}
+    result = found[worst]
+    if not same:
+        result.reason = f"with {worst}: {result.reason}"
+    result.notes = list(dict.fromkeys(note for one in found.values() for note in one.notes))
+    return result
+
+
+def child(kind: str, model_type: str, to: Connection) -> None:
+    """Survey a model_type in a process of its own, silently."""
+    for descriptor in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    resource.setrlimit(resource.RLIMIT_AS, (GIBIBYTES << 30, GIBIBYTES << 30))
+    to.send(survey(kind, model_type))
+
+
+def survey_all(entries: list[tuple[str, str]], processes: int) -> dict[tuple[str, str], Found]:
+    """Survey each entry of the lists in a process of its own, which has its time and memory."""
+    context = multiprocessing.get_context("fork")
+    waiting, found = list(entries), {}
+    running: dict[Any, Any] = {}
+    while waiting or running:
+        while waiting and len(running) < processes:
+            entry, (here, there) = waiting.pop(0), context.Pipe(duplex=False)
+            process = context.Process(target=child, args=(*entry, there))
+            process.start()
+            there.close()
+            running[here] = entry, process, time.monotonic() + SECONDS
+        ready = wait(list(running), timeout=1)
+        for here, (entry, process, until) in list(running.items()):
+            if here in ready or time.monotonic() > until:
+                try:
+                    found[entry] = here.recv() if here in ready else Found("error", f"took over {SECONDS} s")
+                except EOFError:
+                    found[entry] = Found("error", "the process ended")
+                process.kill()
+                process.join()
+                del running[here]
+                print(*entry, found[entry].verdict, found[entry].reason, *found[entry].notes, sep=" | ", flush=True)
+    return {entry: found[entry] for entry in entries}
+
+
+def document(found: dict[tuple[str, str], Found]) -> str:
+    """What was found as Markdown."""
+    versions = {"transformers": transformers, "torch": torch, "prefixkit": prefixkit}
+    told = ", ".join(f"{name} {module.__version__}" for name, module in versions.items())
+    measured = f"Measured on {time.strftime('%Y-%m-%d')} with {told}, Python {platform.python_version()}, on a CPU."
+    parts = ["# Which models run on a tree", INTRODUCTION, measured]
+    for kind, (names, _) in LISTS.items():
+        here = {model_type: one for (its_kind, model_type), one in found.items() if its_kind == kind}
+        on_tree = ", ".join(model_type for model_type, one in here.items() if one.verdict == "tree")
+        parts.append(f"## {kind}\n\n`{names}`: {counts(found, kind)}.")
+        parts.append(textwrap.fill(f"On the tree: {on_tree}.", 120, break_on_hyphens=False))
+        rows = ["| model_type | verdict | what is in the way |", "|---|---|---|"]
+        rows += [
+            f"| {name} | {one.verdict} | {cell(one.reason)} |" for name, one in here.items() if one.verdict != "tree"
+        ]
+        parts.append("\n".join(rows))
+    rows = ["| model_type | transformers without a patch |", "|---|---|"]
+    rows += [f"| {name} | {cell('; '.join(one.notes))} |" for (_, name), one in found.items() if one.notes]
+    parts.append(
+        "## Where transformers disagrees with itself\n\nA comparison with these proves little.\n\n" + "\n".join(rows)
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def cell(text: str) -> str:
+    """A text in a table of Markdown."""
+    return text.replace("|", "\\|")
+
+
+def counts(found: dict[tuple[str, str], Found], kind: str) -> str:
+    """How many entries of a list have each verdict."""
+    number = Counter(one.verdict for (its_kind, _), one in found.items() if its_kind == kind)
+    return ", ".join(f"{number[verdict]} {verdict}" for verdict in ("tree", "refused", "wrong", "error", "untried"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="model_types, separated by commas")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--write", type=Path, help="the Markdown document to write")
+    options = parser.parse_args()
+    only = options.only.split(",") if options.only else None
+    entries = [
+        (kind, model_type)
+        for kind, (names, _) in LISTS.items()
+        for model_type in sorted(getattr(modeling_auto, names))
+        if only is None or model_type in only
+    ]
+    torch.set_num_threads(1)
+    found = survey_all(entries, options.processes)
+    for kind in LISTS:
+        print(f"{kind}: {counts(found, kind)}")
+    if options.write:
+        options.write.write_text(document(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Tiny random models of every model_type that transformers generates text with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCAB, FIRST_WORD = 256, 100  # special tokens have ids below FIRST_WORD
+WINDOW = 7  # shorter than the texts
+LAYERS = 2
+
+# Values of config fields, by their name; an entry's config takes those that it has.
+_BY_VALUE: list[tuple[Any, str]] = [
+    (
+        VOCAB,
+        "vocab_size audio_vocab_size decoder_vocab_size pronunciation_vocab_size shape_vocab_size n_token n_words "
+        "vocab_size_per_layer_input encoder_hash_byte_group_vocab",
+    ),
+    (
+        64,
+        "hidden_size n_embd d_model dim emb_dim embedding_size embedding_dim word_embed_proj_dim input_embedding_size "
+        "output_embedding_size pronunciation_embed_dim shape_embed_dim embed_dim hidden_dim projection_dim out_hidden_size "
+        "backbone_hidden_size lru_width attention_hidden_size d_text router_hidden_size projection_hidden_size "
+        "output_dim fpn_hidden_size lm_hidden_size encoder_hidden_size projector_hidden_size output_proj_dims "
+        "text_hidden_size vision_hidden_size post_conv_channels out_channels adapter_hidden_size "
+        "adapter_in_dim adapter_out_dim adapter_input_size hidden_size_global",
+    ),
+    (
+        LAYERS,
+        "num_hidden_layers n_layers n_layer num_layers encoder_layers decoder_layers num_encoder_layers "
+        "num_decoder_layers depth num_blocks num_experts_per_tok num_experts_per_token moe_k moe_topk top_k_experts",
+    ),
+    (
+        4,
+        "num_attention_heads n_heads n_head num_heads encoder_attention_heads decoder_attention_heads attention_heads "
+        "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads mamba_num_heads mamba_n_heads "
+        "num_experts num_local_experts n_routed_experts moe_num_experts index_n_heads linear_num_value_heads "
+        "indexer_n_heads linear_num_heads index_local_blocks index_kpool adapter_rank num_mel_bins",
+    ),
+    (2, "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads"),
+    (
+        96,
+        "intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim n_inner dff dim_ff ffn_hidden_size d_inner "
+        "feed_forward_size dense_intermediate_size intermediate_size_mlp prefix_dense_intermediate_size",
+    ),
+    (
+        32,
+        "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size q_lora_rank o_lora_rank "
+        "expert_ffn_hidden_size shared_experts_intermediate_size moe_shared_expert_intermediate_size "
+        "hidden_size_per_layer_input moe_latent_size laurel_rank",
+    ),
+    (24, "kv_lora_rank"),
+    (
+        16,
+        "head_dim dim_head d_kv kv_channels d_head attention_head_size linear_head_dim swa_head_dim index_head_dim "
+        "indexer_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim global_head_dim "
+        "qk_nope_head_dim v_head_dim mamba_d_state state_size ssm_state_size chunk_size mamba_chunk_size",
+    ),
+    (8, "index_topk qk_rope_head_dim time_step_rank mamba_dt_rank rotary_dim prompt_length"),
+    (
+        1,
+        "n_group topk_group num_expert_group n_groups mamba_n_groups mamba_ngroups first_k_dense_replace num_dense_layers "
+        "max_window_layers n_shared_experts decoder_sparse_step",
+    ),
+    (256, "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions model_max_length"),
+    (2.0, "attn_logit_softcapping final_logit_softcapping"),
+    (1.0, "clip_qkv"),
+    (0.3, "attention_multiplier"),
+    (True, "is_decoder use_qk_norm qk_layernorm"),
+]
+GENERIC = {name: value for value, names in _BY_VALUE for name in names.split()}
+WINDOWS: dict[str, Any] = {  # what makes attention local, in texts longer than WINDOW
+    "sliding_window": WINDOW,
+    "sliding_window_size": WINDOW,
+    "window_size": WINDOW,
+    "attention_window_size": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "local_attention": 2 * WINDOW,
+    "local_attention_window_len": WINDOW,
+    "keep_window_size": WINDOW,
+    "use_sliding_window": True,
+}
+_KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")  # one entry for each layer
+_LATENT = {"head_dim": GENERIC["qk_rope_head_dim"], "num_key_value_heads": GENERIC["num_attention_heads"]}
+LOCAL = ("sliding_attention", "chunked_attention")
+_ALTERNATE = ["sliding_attention", "full_attention"] * 2
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_PLAIN_VISION = {"model_type": "siglip_vision_model", "hidden_size": 64, "num_attention_heads": 4}  # in place of timm's
+# What the names do not tell, by model_type: of the entry, or of a config inside it.
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
+    "blt": {"num_hidden_layers": LAYERS},
+    "chameleon": {"vocabulary_map": {"<image>": 3}},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(_ALTERNATE[:2], _MROPE)},
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2},
+        "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 32},
+    },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "emu3": {"vocabulary_map": {"<image>": 3}},
+    "ernie4_5_vl_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [3, 3, 2]}},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 128},
+    "fast_vlm": {"vision_config": _PLAIN_VISION},
+    "gemma3n": {"vision_config": _PLAIN_VISION},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": _ALTERNATE},
+    "glm4v_moe_text": {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+    "glm4v_text": {"rope_parameters": _MROPE},
+    "glm_ocr_text": {"rope_parameters": _MROPE},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granite4_vision": {"downsample_rate": "4/8", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1]},
+    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_vl_text": {"rope_parameters": _MROPE | {"mrope_section": [2, 2, 2, 2]}},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "mistral4": {"head_dim": 16},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
+    "muse_spark": {"audio_config": {"num_hidden_layers": 4}},
+    "musicgen_decoder": {"num_codebooks": 1, "decoder_start_token_id": 1},
+    "musicgen_melody_decoder": {"num_codebooks": 1, "decoder_start_token_id": 1},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "paddleocr_vl_text": {"rope_parameters": _MROPE},
+    "perception_lm": {"vision_config": _PLAIN_VISION | {"model_args": {"embed_dim": 64}}},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 9},
+    "qwen2_5_omni_text": {"rope_parameters": _MROPE},
+    "qwen2_5_vl_text": {"rope_parameters": _MROPE},
+    "qwen2_vl_text": {"rope_parameters": _MROPE},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 9},
+    "qwen4_exp_text": {"indexer_kv_heads": 1, "indexer_budget": 8, "indexer_compress_ratio": 2},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
+    "udop": {"decoder_start_token_id": 0},
+    "unlimited_ocr_text": {"num_key_value_heads": 4},
+    "xlstm": {"chunk_size": 64, "qk_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 8},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"]},
+}
+# More variants than windows or none: arguments of tiny_config.
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "falcon": {"alibi": {"alibi": True}, "the new decoder": {"new_decoder_architecture": True}},
+    "olmoe": {"a window that the config was given": {"sliding_window": WINDOW}},
+}
+PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}  # the part of the config that the class takes
+
+
+def tiny_config(model_type: str, windows: bool = True, **overrides: Any) -> PreTrainedConfig:
+    """A config of a few thousand weights, with local attention in short windows or with none."""
+    default = CONFIG_MAPPING[model_type]
+    own = EXCEPTIONS.get(model_type, {})
+    config = default(**_merged(_merged(_tiny(_default(default, own), windows), own), overrides))
+    return getattr(config, PARTS[model_type]) if model_type in PARTS else config
+
+
+def tiny_model(config: PreTrainedConfig, class_name: str, auto: type = AutoModelForCausalLM) -> PreTrainedModel:
+    """A random float32 model in eval mode; its weights are large enough for attention to matter.
+
+    Args:
+        config: The config.
+        class_name: Its class, for a config that ``auto`` does not know.
+        auto: What chooses the class of the others.
+    """
+    known: Any = auto if type(config) in auto._model_mapping else None  # type: ignore[attr-defined]
+    make = known.from_config if known else getattr(transformers, class_name)._from_config
+    model: PreTrainedModel = make(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            elif "norm" not in name:
+                parameter.normal_(std=0.1)
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def _default(config_class: Any, own: dict[str, Any]) -> PreTrainedConfig:
+    try:
+        made: PreTrainedConfig = config_class()
+    except Exception:  # some have no valid default
+        made = config_class(**own)
+    return made
+
+
+def _tiny(default: PreTrainedConfig, windows: bool) -> dict[str, Any]:
+    """Arguments that make a config like ``default`` tiny."""
+    fields, tiny = vars(default), dict[str, Any]()
+    special = iter(range(3, FIRST_WORD))
+    for name, value in fields.items():
+        if isinstance(value, PreTrainedConfig):
+            tiny[name] = _merged(_tiny(value, windows), EXCEPTIONS.get(value.model_type, {}))
+            tiny[name].setdefault("model_type", value.model_type)
+        elif name in WINDOWS and (windows or name == "use_sliding_window" or value is None):
+            tiny[name] = WINDOWS[name] if windows else False if name == "use_sliding_window" else None
+        elif name in GENERIC and isinstance(value, bool) == isinstance(GENERIC[name], bool) and not _kept(value):
+            tiny[name] = GENERIC[name]
+        elif name.startswith("forced_"):
+            tiny[name] = None
+        elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int | list):
+            usual = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+            tiny[name] = usual[name] if name in usual else next(special)
+        elif name == "rope_parameters" and value:
+            tiny[name] = _short_rope(value)
+    kinds = {name: list(dict.fromkeys(fields[name])) for name in _KINDS if fields.get(name)}
+    if "layer_types" in kinds:
+        if "sliding_window" in fields and kinds["layer_types"] == ["full_attention"]:
+            kinds["layer_types"] = ["sliding_attention", "full_attention"]
+        if not windows:
+            kinds["layer_types"] = [kind if kind not in LOCAL else "full_attention" for kind in kinds["layer_types"]]
+    if "qk_rope_head_dim" in fields:  # latent attention
+        tiny |= {name: value for name, value in _LATENT.items() if name in fields}
+    if kinds:
+        layers = max(LAYERS, *map(len, kinds.values()))
+        tiny |= {name: (few * layers)[:layers] for name, few in kinds.items()} | {"num_hidden_layers": layers}
+    return tiny
+
+
+def _kept(value: object) -> bool:
+    """Whether a default is better than a generic value: a list for the layers, or a zero that turns something off."""
+    return isinstance(value, list | tuple | dict) or (value == 0 and not isinstance(value, bool))
+
+
+def _short_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary embeddings for heads of 16 and texts of 256 tokens."""
+    short = {name: _short_rope(value) if isinstance(value, dict) else value for name, value in rope.items()}
+    small = {"mrope_section": [2, 3, 3], "original_max_position_embeddings": 128}
+    return short | {name: value for name, value in small.items() if name in short}
+
+
+def _merged(tiny: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """``tiny`` with the values of ``own``, which may be nested."""
+    merged = dict(tiny)
+    for name, value in own.items():
+        nested = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = _merged(merged[name], value) if nested else value
+    return merged
