@@ -10,7 +10,7 @@ from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
 from prefixkit.engine.request import Request
-from prefixkit.models import kv_spec
+from prefixkit.models import kv_spec, text_config
 from prefixkit.models.runner import planner_of, runner_of
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree.radix import PrefixTree
@@ -37,7 +37,7 @@ def make_engine(
     """
     spec = kv_spec(model)
     chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
-    workspace = step_bytes(model.config.get_text_config(), spec, requests, chunk)
+    workspace = step_bytes(text_config(model), spec, requests, chunk)
     num_pages = pool_pages(requests, spec, kv_budget, page_size, workspace)
     return engine_of(model, num_pages, page_size=page_size, prefill_chunk=chunk, graphs=graphs, compiled=compiled)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.request import BeamFields, BeamParams, Request
-from prefixkit.models import NotPatched, is_patched
+from prefixkit.models import NotPatched, is_patched, pretrained_model, text_config
 from prefixkit.prompts import Prompt, check_ids, encode_prompts, occurrences
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 
@@ -76,7 +76,7 @@ def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) ->
     for one in asked:
         if not isinstance(one, Request):
             raise TypeError(f"requests must be prefixkit.Request, got {type(one).__name__}; see generate() for prompts")
-    check_ids([one.tokens for one in asked], model.config.get_text_config().vocab_size)
+    check_ids([one.tokens for one in asked], text_config(model).vocab_size)
     _check_generation_config(model, [one.params for one in asked])
     _check_text(tokenizer, [one.params for one in asked])
     return [replace(one, params=_with_stop_ids(model, tokenizer, [one.params])[0]) for one in asked]
@@ -88,9 +88,14 @@ def check_patched(model: Any) -> None:
         raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
 
 
+def _generation_config(model: Any) -> Any:
+    """That of a model, or of the one in a wrapper without."""
+    return getattr(model, "generation_config", None) or getattr(pretrained_model(model), "generation_config", None)
+
+
 def _configured(model: Any, name: str) -> Any:
     """A field of the model's generation config; None where it changes nothing."""
-    value = getattr(getattr(model, "generation_config", None), name, None)
+    value = getattr(_generation_config(model), name, None)
     return None if value in (None, False, [], 0 if name in _OFF_AT_0 else 1) else value
 
 
@@ -121,7 +126,7 @@ def _check_text(tokenizer: Any, each: Iterable[SamplingParams | BeamParams]) -> 
 
 def _encoded(model: Any, tokenizer: Any, prompts: Prompts) -> list[NDArray[np.int32]]:
     check_patched(model)
-    return encode_prompts(tokenizer, prompts, model.config.get_text_config().vocab_size)
+    return encode_prompts(tokenizer, prompts, text_config(model).vocab_size)
 
 
 def _per_prompt(
@@ -171,7 +176,7 @@ def _with_stop_ids(model: Any, tokenizer: Any, each: list[Params]) -> list[Param
     """Parameters that leave them out get the end-of-sequence tokens of the generation config, else the tokenizer's."""
     if all(own.stop_token_ids is not None for own in each):
         return each
-    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = getattr(_generation_config(model), "eos_token_id", None)
     ids = getattr(tokenizer, "eos_token_id", None) if ids is None else ids
     found = () if ids is None else (int(ids),) if isinstance(ids, int) else tuple(int(token) for token in ids)
     return [own if own.stop_token_ids is not None else replace(own, stop_token_ids=found) for own in each]

@@ -18,7 +18,7 @@ from prefixkit.engine.report import Report
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
 from prefixkit.engine.scheduler import check_fits
 from prefixkit.engine.stop import special_tokens
-from prefixkit.models import kv_spec
+from prefixkit.models import kv_spec, text_config
 from prefixkit.requests import Prompts, beam_requests, check_patched, checked_requests, sampling_requests
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 
@@ -282,7 +282,7 @@ def prepare(engine: Engine, model: Any, tokenizer: Any, requests: list[Request])
 
 
 def _warn_of_length(model: Any, requests: Sequence[Request]) -> None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(text_config(model), "max_position_embeddings", None)
     longest = max(len(request.tokens) + request.params.max_new_tokens for request in requests)
     if limit is not None and longest > limit:
         log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)

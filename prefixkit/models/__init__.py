@@ -10,6 +10,7 @@ check_transformers(transformers)
 # ruff: noqa: E402
 from prefixkit.models.attention import is_patched
 from prefixkit.models.errors import IncompleteStep, NotPatched, UnsupportedModel
+from prefixkit.models.families import pretrained_model, text_config
 from prefixkit.models.patch import patch, patched, unpatch
 from prefixkit.models.runner import ModelRunner
 from prefixkit.models.shape import kv_spec, query_heads
@@ -28,6 +29,8 @@ __all__ = [
     "kv_spec",
     "patch",
     "patched",
+    "pretrained_model",
     "query_heads",
+    "text_config",
     "unpatch",
 ]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+from typing import Any
 
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from prefixkit.models.attention import is_own_forward, original_class
 from prefixkit.models.errors import UnsupportedModel
@@ -52,6 +53,17 @@ def pretrained_model(model: object) -> PreTrainedModel:
     )
 
 
+def text_config(model: object) -> PreTrainedConfig:
+    """The config of what a model, or the one in a wrapper, does with text."""
+    return pretrained_model(model).config.get_text_config()
+
+
+def logits_of(output: Any) -> Tensor | None:
+    """The logits among what a model has returned; None if it has none."""
+    logits: Tensor | None = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
+    return logits
+
+
 @functools.cache
 def follows_interface(cls: type[nn.Module]) -> bool:
     """Whether the code of a class's ``forward`` fills a cache and then asks for an attention function by name."""
@@ -75,7 +87,7 @@ def _check_order(pretrained: PreTrainedModel, found: list[tuple[int, str, nn.Mod
             f"{_of(pretrained)}: {' and '.join(names)} both keep the KV of layer {twice}; a tree has one attention for "
             "each layer, no cross-attention and no second decoder"
         )
-    depth = max(indices[-1] + 1, getattr(pretrained.config.get_text_config(), "num_hidden_layers", 0) or 0)
+    depth = max(indices[-1] + 1, getattr(text_config(pretrained), "num_hidden_layers", 0) or 0)
     if len(found) < depth:
         missing = [index for index in range(depth) if index not in indices]
         raise UnsupportedModel(

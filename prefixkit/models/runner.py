@@ -17,8 +17,8 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.models.attention import is_patched
 from prefixkit.models.compile.packed_weights import moves
-from prefixkit.models.errors import NotPatched
-from prefixkit.models.families import pretrained_model
+from prefixkit.models.errors import NotPatched, UnsupportedModel
+from prefixkit.models.families import logits_of, pretrained_model, text_config
 from prefixkit.models.probe.passes import random_part
 from prefixkit.models.shape import kv_spec, query_heads, windows
 from prefixkit.models.step_cache import StepCache
@@ -53,7 +53,7 @@ class ModelRunner:
 
     Raises:
         NotPatched: ``patch(model)`` was not called.
-        UnsupportedModel: see :func:`patch`.
+        UnsupportedModel: see :func:`kv_spec`; or an adapter puts learned tokens before every prompt.
         TypeError: the model has no language-model head.
         ValueError: the pool was made for a model of another shape.
     """
@@ -72,6 +72,12 @@ class ModelRunner:
         if spec != pool.spec:
             raise ValueError(f"ModelRunner: the model needs a pool of {spec}, got one of {pool.spec}")
         inner = pretrained_model(model)  # adapters wrap it and pass keywords on
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise UnsupportedModel(
+                f"ModelRunner: {type(model).__name__} puts learned tokens before every prompt "
+                f"({type(model.active_peft_config).__name__}), which no tree holds; call model.generate(), or take an adapter "
+                "of weights such as LoRA"
+            )
         if not inner.can_generate():
             raise TypeError(
                 f"ModelRunner: {type(inner).__name__} has no language-model head; load the model with AutoModelForCausalLM"
@@ -79,7 +85,7 @@ class ModelRunner:
         self._keeps_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self.model, self.call = model, model if call is None else call
         self.cache = StepCache(pool, windows(model))
-        self.vocab_size = int(inner.config.get_text_config().vocab_size)
+        self.vocab_size = int(text_config(inner).vocab_size)
         _warn_of_moving_rotary(inner)
         self.compiled: CompiledLayers | None = None
         if compiled is not False:
@@ -113,13 +119,13 @@ class ModelRunner:
             self.cache.begin(step)
             try:
                 kept = {"logits_to_keep": step.logit_rows} if self._keeps_logits else {}
-                logits: Tensor = self.call(**self.cache.inputs(), **kept).logits[0]
-                logits = logits if kept else logits[step.logit_rows]
+                logits = logits_of(self.call(**self.cache.inputs(), **kept))
             except BaseException:
                 self.cache.abandon()
                 raise
             self.cache.end()
-        return logits
+            assert logits is not None, "the model can generate"
+            return logits[0] if kept else logits[0][step.logit_rows]
 
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the model's parameters and buffers: a CUDA graph of its steps is invalid once they change."""

@@ -85,3 +85,22 @@ def test_without_graphs_nothing_is_compiled_and_the_log_says_so(caplog):
     engine = make_engine(prefixkit.patch(tiny_llama()), requests, compiled=True)
     assert "layers run without torch.compile: there are no CUDA graphs" in caplog.text
     assert len(engine.run(requests)[0].tokens) == 2
+
+
+def test_a_wrapper_without_a_config_runs_as_the_model_in_it() -> None:
+    class Policy(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.base = model
+
+        def forward(self, **kwargs: object) -> object:
+            return self.base(**kwargs)
+
+    model = tiny_llama()
+    model.generation_config.eos_token_id = 7
+    prefixkit.patch(model)
+    want, got = (
+        prefixkit.generate(each, TOKENIZER, ["hello"], n=3, seed=1, max_new_tokens=9).samples
+        for each in (model, Policy(model).eval())
+    )
+    assert [sample.tokens for sample in got] == [sample.tokens for sample in want]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 
+import peft
 import pytest
 import torch
 from torch import nn
 
-from prefixkit.models import IncompleteStep, ModelRunner, NotPatched, kv_spec, patch
+from prefixkit.models import IncompleteStep, ModelRunner, NotPatched, UnsupportedModel, kv_spec, patch
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 
 
@@ -123,3 +124,39 @@ def test_rotary_embeddings_that_move_with_the_batch_are_reported(tiny, caplog):
         model = patch(tiny(rope_parameters=rope))
         ModelRunner(model, KVPool(kv_spec(model), 4, 4))
     assert "rotary embedding dynamic depends on the longest position" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_adapters_that_put_tokens_before_a_prompt_are_refused(kind, tiny):
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = patch(peft.get_peft_model(tiny(), config))
+    with pytest.raises(UnsupportedModel, match=rf"puts learned tokens before every prompt \({kind}\)"):
+        ModelRunner(model, KVPool(kv_spec(model), 4, 4))
+
+
+def test_a_wrapper_that_returns_tuples_is_run(run):
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.base = model
+
+        def forward(self, **kwargs):
+            return self.base(**kwargs).to_tuple()
+
+    expected = run.runner(run.step())
+    assert torch.equal(ModelRunner(Wrapper(run.model).eval(), run.pool)(run.step()), expected)
+
+
+def test_a_model_whose_forward_cannot_be_asked_for_some_logits_gives_them_too(tiny, drive, dense_logits, rng):
+    model, tokens = tiny(), rng.integers(3, 128, 9).tolist()
+    original = type(model)
+
+    class AllLogits(original):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
+            return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+
+    model.__class__ = AllLogits
+    run = drive(model)
+    run.tree.insert(tokens)
+    step = run.step(logit_rows=[2, 8])
+    torch.testing.assert_close(run.runner(step), dense_logits(model, tokens)[[2, 8]], rtol=0, atol=1e-4)

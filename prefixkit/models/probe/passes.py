@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from prefixkit.models.attention import become, forward_below, is_tree_class, original_class, tree_class
 from prefixkit.models.errors import UnsupportedModel
-from prefixkit.models.families import attention_layers, pretrained_model
+from prefixkit.models.families import attention_layers, logits_of, pretrained_model, text_config
 from prefixkit.models.probe.cache import ROWS, Enough, LayerShape, ProbeCache
 from prefixkit.models.step_cache import empty_mask
 
@@ -97,7 +97,7 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **giv
     sharded = any(cls.__module__.startswith("torch.distributed") for cls in type(model).__mro__)
     call = model if sharded else forward_below(model)
     try:
-        logits = getattr(call(input_ids=input_ids, use_cache=True, past_key_values=cache, **given), "logits", None)
+        logits = logits_of(call(input_ids=input_ids, use_cache=True, past_key_values=cache, **given))
     except Enough:
         return None
     except (UnsupportedModel, torch.OutOfMemoryError):
@@ -162,13 +162,13 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 def _length(model: PreTrainedModel) -> int:
     """Tokens that the cache claims to hold: so many that windows and chunks show, and positions are known."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
+    most = getattr(text_config(model), "max_position_embeddings", None) or 2048
     return max(0, min(int(most), _LONGEST) - 4 * ROWS)  # some models count positions from a padding token's
 
 
 def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:
     """Token ids that mean nothing special, as far as the config says."""
-    text = model.config.get_text_config()
+    text = text_config(model)
     special = set[object]()
     for config in (model.config, text):
         special |= {value for name, value in vars(config).items() if "token" in name and isinstance(value, int)}
