@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -57,19 +56,19 @@ class Variant:
         mask_mod: Hides keys, or None.
         window: A query at position ``p`` sees keys at positions in ``(p - window, p]`` only, so that no KV outside is
             read; ``mask_mod`` must hide it.  None for no limit.
-        sinks: ``[heads]`` float32 logits that join the softmax's denominator, with no value behind them, or None.
+        has_sinks: Whether the op takes a logit per head that joins the softmax's denominator, with no value behind it.
         bodies: ``score_mod`` and ``mask_mod`` in C++, in their order; None if there is no such text, and plain torch
             has to serve on a GPU too.
 
     Raises:
-        ValueError: ``window`` below 1 or without a ``mask_mod``; ``sinks`` that are not one row of finite numbers.
+        ValueError: ``window`` below 1 or without a ``mask_mod``.
     """
 
     name: str
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
     window: int | None = None
-    sinks: Tensor | None = None
+    has_sinks: bool = False
     bodies: tuple[Body, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -80,32 +79,19 @@ class Variant:
                 f"Variant {self.name!r}: window must be at least 1 and come with the mask_mod that hides all outside, "
                 f"got window={self.window} and mask_mod={self.mask_mod}; see sliding_window(size)"
             )
-        if self.sinks is not None and (self.sinks.ndim != 1 or not bool(torch.isfinite(self.sinks).all())):
-            raise ValueError(
-                f"Variant {self.name!r}: sinks must be finite logits of shape [heads], got {tuple(self.sinks.shape)}"
-            )
 
 
 CAUSAL = Variant("causal", bodies=())
 
-# Registered variants by key.  The process keeps one, or its owners do, and it goes with the last of them.
-_REGISTRY: WeakValueDictionary[str, Variant] = WeakValueDictionary({CAUSAL.name: CAUSAL})
-_of_process: dict[str, Variant] = {CAUSAL.name: CAUSAL}
-_of_owner: WeakKeyDictionary[object, dict[str, Variant]] = WeakKeyDictionary()
+_REGISTRY: dict[str, Variant] = {CAUSAL.name: CAUSAL}
 
 
 class UnknownVariant(ValueError):
     """An op was given a key that no variant is registered under."""
 
 
-def register(variant: Variant, owner: object | None = None) -> str:
-    """Make a variant known to the ops, whose schemas know strings but no Python functions.
-
-    Args:
-        variant: The variant.
-        owner: The key is good as long as this object lives, or another owner of an equal variant; what captures calls
-            with the key in a CUDA graph must keep it alive.  None: as long as the process, which is for variants of
-            which a process has few, not for ones that hold a model's weights.
+def register(variant: Variant) -> str:
+    """Make a variant known to the ops, whose schemas know strings but no Python functions, for good.
 
     Returns:
         Its key: the name, and a digest of its functions with all they capture, of its window, sinks and bodies.
@@ -113,16 +99,13 @@ def register(variant: Variant, owner: object | None = None) -> str:
         or another.
 
     Raises:
-        TypeError: one of its functions captures something that has no content to go by, or ``owner`` takes no weak
-            reference.
+        TypeError: one of its functions captures something that has no content to go by.
     """
     key = variant.name
     if not _is_causal(variant):
         bodies = None if variant.bodies is None else tuple((b.score, b.mask, b.parameters) for b in variant.bodies)
-        key += "#" + fingerprint(variant.score_mod, variant.mask_mod, variant.window, variant.sinks, bodies)
-    kept = _of_process if owner is None else _of_owner.setdefault(owner, {})
-    # The one that was first, if it lives: all owners keep the same.
-    kept[key] = _REGISTRY.setdefault(key, variant)
+        key += "#" + fingerprint(variant.score_mod, variant.mask_mod, variant.window, variant.has_sinks, bodies)
+    _REGISTRY.setdefault(key, variant)
     return key
 
 
@@ -136,8 +119,7 @@ def lookup(key: str) -> Variant:
     if found is None:
         known = ", ".join(sorted(_REGISTRY))
         raise UnknownVariant(
-            f"no variant is registered as {key!r}; pass the key that register(variant) returned, and keep its owner "
-            f"({known})"
+            f"no variant is registered as {key!r}; pass the key that register(variant) returned ({known})"
         )
     return found
 
@@ -186,7 +168,10 @@ def alibi(slopes: Tensor | Sequence[float]) -> Variant:
     Raises:
         ValueError: they are not one row of finite numbers.
     """
-    per_head = _per_head("alibi", "slopes", slopes)
+    # A copy: the caller's tensor may change, a registered variant must not.
+    per_head = torch.as_tensor(slopes).detach().to(torch.float32, copy=True)
+    if per_head.ndim != 1 or not len(per_head) or not bool(torch.isfinite(per_head).all()):
+        raise ValueError(f"alibi: slopes must be finite numbers of shape [heads], got {slopes!r}")
 
     def score_mod(score: Tensor, q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
         return score + per_head.to(score.device)[head] * (kv_position - q_position)
@@ -195,58 +180,38 @@ def alibi(slopes: Tensor | Sequence[float]) -> Variant:
     return Variant(f"alibi({len(per_head)} heads)", score_mod=score_mod, bodies=(body,))
 
 
-def attention_sinks(logits: Tensor | Sequence[float]) -> Variant:
+def attention_sinks() -> Variant:
     """One learned logit per head joins the softmax's denominator, so that a head can attend to nothing (GPT-OSS).
 
-    Args:
-        logits: ``[heads]`` one logit for each query head.
-
-    Raises:
-        ValueError: they are not one row of finite numbers.
+    The logits are an argument of the op, ``sinks``.
     """
-    per_head = _per_head("attention_sinks", "logits", logits)
-    return Variant(f"attention_sinks({len(per_head)} heads)", sinks=per_head, bodies=())
-
-
-def _per_head(factory: str, name: str, values: Tensor | Sequence[float]) -> Tensor:
-    # A copy: the caller's tensor may change, a registered variant must not.
-    per_head = torch.as_tensor(values).detach().to(torch.float32, copy=True)
-    if per_head.ndim != 1 or not len(per_head) or not bool(torch.isfinite(per_head).all()):
-        raise ValueError(f"{factory}: {name} must be finite numbers of shape [heads], got {values!r}")
-    return per_head
+    return Variant("attention_sinks", has_sinks=True, bodies=())
 
 
 def compose(*variants: Variant) -> Variant:
     """One variant that does what all do: score_mods in the order given, a key visible only if every mask shows it.
 
-    Raises:
-        ValueError: more than one of them has sinks.
+    The op takes one row of sinks, which join once, however many of the parts have sinks.
     """
     parts = [variant for variant in variants if not _is_causal(variant)]
     if not parts:
         return CAUSAL
     if len(parts) == 1:
         return parts[0]
-    sinks = [part.sinks for part in parts if part.sinks is not None]
     bodies = [part.bodies for part in parts if part.bodies is not None]
-    if len(sinks) > 1:
-        raise ValueError(
-            f"compose: at most one variant may have sinks, got {len(sinks)} among "
-            f"{', '.join(part.name for part in parts)}; add up their exponentials and pass one"
-        )
     return Variant(
         name=" + ".join(part.name for part in parts),
         score_mod=_chain(part.score_mod for part in parts),
         mask_mod=_all_of(part.mask_mod for part in parts),
         window=min((part.window for part in parts if part.window is not None), default=None),
-        sinks=sinks[0] if sinks else None,
+        has_sinks=any(part.has_sinks for part in parts),
         bodies=tuple(chain(*bodies)) if len(bodies) == len(parts) else None,
     )
 
 
 def _is_causal(variant: Variant) -> bool:
     """Whether a variant is plain causal attention under another object."""
-    changes = any(part is not None for part in (variant.score_mod, variant.mask_mod, variant.sinks)) or variant.bodies
+    changes = variant.score_mod or variant.mask_mod or variant.has_sinks or variant.bodies
     return variant.name == CAUSAL.name and not changes
 
 

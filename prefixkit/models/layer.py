@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -93,15 +94,14 @@ class LayeredCache(Cache):
     is_linear = is_dummy = is_sliding
 
 
-def register_variant(window: int | None, cap: float | None, sinks: Tensor | None, owner: object | None = None) -> str:
+@functools.cache
+def register_variant(window: int | None, cap: float | None, sinks: bool) -> str:
     """Register causal attention with what an attention class asks of its attention function.
 
     Args:
         window: A query at position p sees keys at positions in ``(p - window, p]``; None for all.
         cap: Scores are bounded by ``cap * tanh(score / cap)``; None for no bound.
-        sinks: ``[heads]`` logits that join the softmax's denominator; None for none.
-        owner: Whose sinks these are: weights, whose numbers change, so the variant goes with its owner.  Variants
-            without sinks are few, and stay.
+        sinks: Whether a logit per head joins the softmax's denominator.
 
     Returns:
         The variant's key, for the ops.
@@ -111,9 +111,9 @@ def register_variant(window: int | None, cap: float | None, sinks: Tensor | None
         parts.append(soft_cap(cap))
     if window is not None:
         parts.append(sliding_window(window))
-    if sinks is not None:
-        parts.append(attention_sinks(sinks))
-    return register(compose(*parts), None if sinks is None else owner)
+    if sinks:
+        parts.append(attention_sinks())
+    return register(compose(*parts))
 
 
 class TracedStep:
@@ -172,13 +172,14 @@ class Layer:
             step.positions,
             step.plan,
             scale,
-            self.variant(cap, sinks),
+            self.variant(cap, sinks is not None),
+            None if sinks is None else sinks.to(query.dtype),
         )[0]
         return out[None]
 
-    def variant(self, cap: float | None, sinks: Tensor | None) -> str:
+    def variant(self, cap: float | None, sinks: bool) -> str:
         """The key of :func:`register_variant`, with the layer's window."""
-        raise NotImplementedError
+        return register_variant(self.window, cap, sinks)
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> None:
         """Raise ValueError unless the mask is the one of a step; the model's probe has seen what keys and values are."""

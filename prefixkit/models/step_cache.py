@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
 from prefixkit.models.errors import IncompleteStep
-from prefixkit.models.layer import Layer, LayeredCache, register_variant
+from prefixkit.models.layer import Layer, LayeredCache
 from prefixkit.ops.kv_pool import KVPool
 
 
@@ -44,7 +44,6 @@ class StepCache(LayeredCache):
         pool, windows: The same.
         attended: ``[layers]`` how often each layer has attended in the current step.
         position_ids: ``[1, T]`` int64 positions of the current step.
-        variants: Keys of the attention variants that the layers have asked for.
     """
 
     def __init__(self, pool: KVPool, windows: Sequence[int | None]) -> None:
@@ -52,7 +51,6 @@ class StepCache(LayeredCache):
         self.pool, self.windows = pool, windows
         self.attended = [0] * pool.spec.num_layers
         self.position_ids: Tensor | None = None
-        self.variants: dict[tuple[object, ...], str] = {}
         self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
 
@@ -185,14 +183,6 @@ class CacheLayer(Layer):
         out = super().attend(self._rounded(query), scale, window, cap, sinks)
         self.cache.attended[self.index] += 1
         return out
-
-    def variant(self, cap: float | None, sinks: Tensor | None) -> str:
-        # Kept with the cache, because the values of sinks are part of a key: they hold as long as KV made with the
-        # same weights does.
-        asked = (self.index, self.window, cap, sinks is None)
-        if asked not in self.cache.variants:
-            self.cache.variants[asked] = register_variant(self.window, cap, sinks, self.cache)
-        return self.cache.variants[asked]
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Raise ValueError if the model says that its position embeddings were made for other positions."""

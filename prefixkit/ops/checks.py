@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from prefixkit.attention.variants import Variant
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # A plan packed for the GPU's kernels, as csrc/attention/plan.cuh describes it.
 PACKED = ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices")
@@ -93,7 +95,9 @@ def check_rotary(
         _expect_like(k_pages, op, name, tensor, f"[{tokens}, {head_dim}]", tensor.shape == (tokens, head_dim))
 
 
-def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor) -> None:
+def check_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, variant: Variant, sinks: Tensor | None
+) -> None:
     """Arguments of ``tree_attention`` that differ from layer to layer; :func:`check_packed` has the others."""
     op = "tree_attention"
     check_pages(op, k_pages, v_pages)
@@ -103,6 +107,12 @@ def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Te
     if q.shape[1] < 1 or q.shape[1] % kv_heads:
         raise BadShape(f"{op}: q has {q.shape[1]} heads, which must be a multiple of the pages' {kv_heads} KV heads")
     check_positions(q, q_positions)
+    if (sinks is not None) != variant.has_sinks:
+        has, given = ("has sinks", "none are given") if variant.has_sinks else ("has no sinks", "some are given")
+        raise BadShape(f"{op}: variant {variant.name!r} {has}, but {given}; see attention_sinks()")
+    if sinks is not None:
+        fits = sinks.shape == q.shape[1:2] and sinks.is_contiguous()
+        expect(op, "sinks", sinks, f"[{q.shape[1]}] (heads of q), contiguous", fits, (q.dtype,), q.device, " like q")
 
 
 def check_positions(q: Tensor, q_positions: Tensor) -> None:

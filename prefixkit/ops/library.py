@@ -71,7 +71,14 @@ def rotary_append(
 
 
 def tree_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, plan: Sequence[Tensor], scale: float, variant: str
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    q_positions: Tensor,
+    plan: Sequence[Tensor],
+    scale: float,
+    variant: str,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of ``T`` queries over a tree, as planned.
 
@@ -83,16 +90,16 @@ def tree_attention(
             captured graph reads, on plain torch a handle.
         scale: Factor on ``q . k``.
         variant: Key from ``register``.
+        sinks: ``[heads]`` contiguous, in q's dtype, if the variant has sinks: logits that join the denominator.
 
     Returns:
         ``out [T, heads, head_dim]`` in q's dtype and ``lse [T, heads]`` float32, natural logarithm.  Rows that see
-        nothing are 0 and -inf.
+        nothing are 0, and -inf or their sink.
 
     Raises:
         BadShape, BadDtype, BadDevice, UnknownVariant: an argument does not fit the others.
     """
-    checks.check_attention(q, k_pages, v_pages, q_positions)
-    lookup(variant)
+    checks.check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 

@@ -13,7 +13,7 @@ from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
-from prefixkit.attention.variants import CAUSAL, Variant
+from prefixkit.attention.variants import CAUSAL, Variant, lookup
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.planner import bind
 from prefixkit.backends.torch.program import Program, compile_program
@@ -31,7 +31,7 @@ SHARE_NONE = CostModel(item=1e9, kv_byte=0.0, partial_byte=0.0)
 class Case:
     """A forest, some queries and the numbers that they attend to.
 
-    Slots that no token owns hold NaN, so reading one shows.
+    Slots that no token owns hold NaN, so reading one shows.  Only variants that have sinks see ``sinks``, ``[heads]``.
     """
 
     snapshot: TreeSnapshot
@@ -40,6 +40,7 @@ class Case:
     k_pages: Tensor
     v_pages: Tensor
     scale: float
+    sinks: Tensor | None = None
 
     @property
     def shape(self) -> HeadShape:
@@ -53,6 +54,10 @@ class Case:
     @property
     def positions(self) -> Tensor:
         return torch.from_numpy(self.snapshot.start[self.row_node].astype(np.int64) + self.queries.row_offset())
+
+    def sinks_for(self, variant: Variant) -> Tensor | None:
+        """What the op takes as sinks under this variant."""
+        return self.sinks if variant.has_sinks else None
 
 
 def random_parents(rng: np.random.Generator, nodes: int) -> list[int]:
@@ -158,7 +163,7 @@ def fill(
     dtype: torch.dtype,
     spread: float = 1.0,
 ) -> Case:
-    """Random queries, and random KV for every token of the tree, written through ``kv_append``.
+    """Random queries and sinks, and random KV for every token of the tree, written through ``kv_append``.
 
     ``heads`` is (heads, kv_heads, head_dim); ``spread`` scales the queries, and so how sharp the softmax is.
     """
@@ -178,7 +183,8 @@ def fill(
         )
     )
     torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
-    return Case(snapshot, queries, q, k_pages, v_pages, head_dim**-0.5)
+    sinks = torch.from_numpy(2 * rng.standard_normal(num_heads)).to(dtype)
+    return Case(snapshot, queries, q, k_pages, v_pages, head_dim**-0.5, sinks)
 
 
 def random_case(
@@ -248,7 +254,14 @@ def attend(case: Case, plan: Plan, variant: str = "causal") -> tuple[Tensor, Ten
     """The op under test."""
     step = bind(plan, StepTree(case.snapshot, case.queries))  # alive during the call
     out, lse = torch.ops.prefixkit.tree_attention(
-        case.q, case.k_pages, case.v_pages, case.positions, step.tensors, case.scale, variant
+        case.q,
+        case.k_pages,
+        case.v_pages,
+        case.positions,
+        step.tensors,
+        case.scale,
+        variant,
+        case.sinks_for(lookup(variant)),
     )
     return out, lse
 
@@ -272,7 +285,7 @@ def _program(case: Case, plan: Plan, variant: Variant, costs: Tuning, *, on_cpu:
 def run_on(case: Case, program: Program, variant: Variant = CAUSAL) -> tuple[Tensor, Tensor]:
     """A program on the case's numbers, in pages laid out as its device has them."""
     pages = (case.k_pages, case.v_pages) if program.on_cpu else map(head_major, (case.k_pages, case.v_pages))
-    return run_program(program, case.q, *pages, case.scale, variant)
+    return run_program(program, case.q, *pages, case.scale, variant, case.sinks_for(variant))
 
 
 def head_major(pages: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ def reference_attention(
     v_pages: Tensor,
     scale: float,
     variant: Variant = CAUSAL,
+    sinks: Tensor | None = None,
 ) -> State:
     """Attention of any queries over the tree, one run of queries of one node at a time.
 
@@ -39,6 +40,7 @@ def reference_attention(
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]`` any float dtype.
         scale: Factor on ``q . k``.
         variant: What else happens to the scores.
+        sinks: ``[heads]`` logits that join the softmax's denominator, for a variant that has sinks.
 
     Returns:
         The state in float64: ``out [rows, heads, head_dim]``, ``lse [rows, heads]``.
@@ -46,7 +48,9 @@ def reference_attention(
     starts = np.flatnonzero(np.diff(query_node, prepend=-1))
     runs = [slice(*bounds) for bounds in pairwise([*starts.tolist(), len(query_node)])]
     states = [
-        _one_node(snapshot, int(query_node[run][0]), query_position[run], q[run], k_pages, v_pages, scale, variant)
+        _one_node(
+            snapshot, int(query_node[run][0]), query_position[run], q[run], k_pages, v_pages, scale, variant, sinks
+        )
         for run in runs
     ]
     rows, heads, head_dim = q.shape
@@ -76,6 +80,7 @@ def _one_node(
     v_pages: Tensor,
     scale: float,
     variant: Variant,
+    sinks: Tensor | None,
 ) -> State:
     """``q [rows, heads, head_dim]`` of one node against all the keys that the last of them sees."""
     slots, kv_positions = map(torch.from_numpy, visible_tokens(snapshot, node, int(positions.max())))
@@ -98,7 +103,8 @@ def _one_node(
         visible = visible & variant.mask_mod(*where)
     score = score.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(score, dim=-1)
-    if variant.sinks is not None:
-        lse = torch.logaddexp(lse, variant.sinks.double()[:, None])
+    if variant.has_sinks:
+        assert sinks is not None
+        lse = torch.logaddexp(lse, sinks.double()[:, None])
     weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return State(einsum(weight, v, "heads rows len, len heads dim -> rows heads dim"), lse.T)

@@ -94,17 +94,15 @@ def _rms(errors: np.ndarray) -> float:
 
 
 def random_variant(rng: np.random.Generator, name: str, heads: int) -> Variant:
-    slopes, logits = torch.from_numpy(rng.random((2, heads), dtype=np.float32))
+    slopes = torch.from_numpy(rng.random(heads, dtype=np.float32))
     return {
         "causal": CAUSAL,
         "window": sliding_window(int(rng.integers(1, 40))),
         "cap": soft_cap(float(rng.uniform(0.5, 30))),
         "alibi": alibi(slopes),
-        "sinks": attention_sinks(4 * logits),
+        "sinks": attention_sinks(),
         "by_head": Variant("by head", mask_mod=lambda q, kv, h: (q - kv < 3 + 4 * h) | (kv % 5 == h % 3)),
-        "composed": compose(
-            alibi(slopes), sliding_window(int(rng.integers(1, 40))), soft_cap(5.0), attention_sinks(logits)
-        ),
+        "composed": compose(alibi(slopes), sliding_window(int(rng.integers(1, 40))), soft_cap(5.0), attention_sinks()),
     }[name]
 
 
@@ -149,7 +147,7 @@ def torch_attention(case: Case, variant: Variant) -> tuple[Tensor, Tensor]:
     if variant.mask_mod is not None:
         shown = shown & variant.mask_mod(*where)
     hidden = torch.zeros(shown.shape, dtype=q.dtype).masked_fill_(~shown, -torch.inf)
-    if variant.score_mod is None and variant.sinks is None:
+    if variant.score_mod is None and not variant.has_sinks:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, attn_mask=hidden, scale=case.scale
         )
@@ -158,8 +156,8 @@ def torch_attention(case: Case, variant: Variant) -> tuple[Tensor, Tensor]:
     if variant.score_mod is not None:
         score = variant.score_mod(score, *where).to(q.dtype)
     score = score + hidden
-    if variant.sinks is not None:
-        sinks = variant.sinks.to(q.dtype)[:, None, None].expand(ORDERS, heads, rows, 1)
+    if (sinks := case.sinks_for(variant)) is not None:
+        sinks = sinks.to(q.dtype)[:, None, None].expand(ORDERS, heads, rows, 1)
         score, v = torch.cat((score, sinks), dim=3), torch.cat((v, torch.zeros_like(v[:, :, :1])), dim=2)
     out = torch.matmul(torch.softmax(score, dim=-1, dtype=torch.float32).to(q.dtype), v)
     return out.transpose(1, 2), score.float().logsumexp(dim=-1).transpose(1, 2)
@@ -192,7 +190,8 @@ class Truth:
     @classmethod
     def of(cls, case: Case, variant: Variant) -> Truth:
         where = case.snapshot, case.row_node, case.positions.numpy()
-        dense = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, variant)
+        sinks = case.sinks_for(variant)
+        dense = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, variant, sinks)
         score = case.scale * case.q.float().norm(dim=-1).max() * case.k_pages.float().nan_to_num().norm(dim=-1).max()
         value = case.v_pages.float().nan_to_num().abs().max()
         eps, eps32 = (torch.finfo(dtype).eps for dtype in (case.q.dtype, torch.float32))

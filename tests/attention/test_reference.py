@@ -58,11 +58,11 @@ def test_variants_in_five_lines_each(name: str) -> None:
         "window": sliding_window(5),
         "cap": soft_cap(1.5),
         "alibi": alibi(numbers),
-        "sinks": attention_sinks(numbers),
+        "sinks": attention_sinks(),
     }[name]
     positions = case.positions.numpy()
     state = reference_attention(
-        case.snapshot, case.row_node, positions, case.q, case.k_pages, case.v_pages, case.scale, variant
+        case.snapshot, case.row_node, positions, case.q, case.k_pages, case.v_pages, case.scale, variant, numbers
     )
     for row, (node, position) in enumerate(zip(case.row_node.tolist(), positions.tolist(), strict=True)):
         _, k, v = sequence(case, node)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import weakref
 
 import pytest
 import torch
@@ -69,10 +67,10 @@ def test_alibi_subtracts_slope_times_distance(where: tuple[Tensor, Tensor, Tenso
 def test_compose_applies_score_mods_in_order_and_joins_the_rest(
     where: tuple[Tensor, Tensor, Tensor], score: Tensor
 ) -> None:
-    slopes, logits = torch.rand(HEADS), torch.randn(HEADS)
+    slopes = torch.rand(HEADS)
     a, b = alibi(slopes), soft_cap(3.0)
-    both = compose(a, sliding_window(4), b, sliding_window(2), attention_sinks(logits))
-    assert both.score_mod is not None and both.mask_mod is not None and both.sinks is not None
+    both = compose(a, sliding_window(4), b, sliding_window(2), attention_sinks())
+    assert both.score_mod is not None and both.mask_mod is not None and both.has_sinks
     assert a.score_mod is not None and b.score_mod is not None
     assert torch.equal(both.score_mod(score, *where), b.score_mod(a.score_mod(score, *where), *where))
     assert not torch.equal(both.score_mod(score, *where), a.score_mod(b.score_mod(score, *where), *where))
@@ -80,7 +78,8 @@ def test_compose_applies_score_mods_in_order_and_joins_the_rest(
     assert narrow is not None
     assert torch.equal(both.mask_mod(*where), narrow(*where))
     assert both.window == 2
-    assert torch.equal(both.sinks, logits)
+    assert not compose(a, b).has_sinks
+    assert compose(attention_sinks(), attention_sinks()).has_sinks, "the op's one row of sinks joins once"
 
 
 def test_compose_of_nothing_is_causal() -> None:
@@ -101,12 +100,10 @@ def test_compose_of_nothing_is_causal() -> None:
         (lambda: soft_cap(float("inf")), "soft_cap: cap"),
         (lambda: alibi(torch.zeros(2, 2)), "alibi: slopes"),
         (lambda: alibi([]), "alibi: slopes"),
-        (lambda: attention_sinks([1.0, float("nan")]), "attention_sinks: logits"),
-        (lambda: compose(attention_sinks([1.0]), attention_sinks([1.0])), "at most one variant may have sinks"),
+        (lambda: alibi([1.0, float("nan")]), "alibi: slopes"),
         (lambda: Variant("mine", window=3), "mask_mod that hides"),
         (lambda: Variant("mine", mask_mod=lambda q, kv, h: q > kv, window=0), "window must be at least 1"),
         (lambda: Variant(""), "name must not be empty"),
-        (lambda: Variant("mine", sinks=torch.zeros(2, 2)), "sinks must be finite logits"),
     ],
 )
 def test_impossible_variants_are_refused(make: functools.partial[Variant], message: str) -> None:
@@ -121,8 +118,8 @@ def test_registering_twice_gives_one_key() -> None:
         lambda: sliding_window(7),
         lambda: soft_cap(50),
         lambda: alibi(slopes),
-        lambda: attention_sinks(slopes.tolist()),
-        lambda: compose(sliding_window(7), alibi(slopes), attention_sinks(slopes)),
+        attention_sinks,
+        lambda: compose(sliding_window(7), alibi(slopes.tolist()), attention_sinks()),
     ):
         assert register(make()) == register(make())
         assert lookup(register(make())).name == make().name
@@ -142,11 +139,12 @@ def test_different_parameters_give_different_keys() -> None:
         soft_cap(7.0000001),  # the same name, for people
         alibi(slopes),
         alibi(nearly),
-        attention_sinks(slopes),
-        attention_sinks(nearly),
+        attention_sinks(),
+        compose(soft_cap(7.0), attention_sinks()),
         compose(soft_cap(7.0), alibi(slopes)),
         compose(alibi(slopes), soft_cap(7.0)),
         compose(soft_cap(7.0), alibi(slopes), sliding_window(7)),
+        Variant("causal", has_sinks=True),
         Variant("causal", mask_mod=lambda q, kv, h: q - kv < 7),
         Variant("causal", mask_mod=lambda q, kv, h: q - kv < 8),
         Variant("causal", mask_mod=lambda q, kv, h: q - kv < 8, window=8),
@@ -193,52 +191,12 @@ def test_bodies_alone_make_a_variant_of_causal_attention() -> None:
     assert compose(CAUSAL, doubled) is doubled
 
 
-class Owner:
-    """Of variants: anything that takes a weak reference."""
-
-
-def test_a_variant_goes_with_the_last_of_its_owners() -> None:
-    logits = torch.rand(4)
-    first, second = Owner(), Owner()
-    key = register(attention_sinks(logits), first)
-    assert register(attention_sinks(logits), second) == key
-    held = weakref.ref(lookup(key))
-    del first
-    gc.collect()
-    assert lookup(key) is held(), "the second owner's key is the first one's variant"
-    del second
-    gc.collect()
-    assert held() is None
-    with pytest.raises(UnknownVariant, match="keep its owner"):
-        lookup(key)
-    third = Owner()
-    assert register(attention_sinks(logits), third) == key
-    assert lookup(key).sinks is not None
-
-
-def test_a_variant_without_an_owner_stays() -> None:
-    logits = torch.rand(4)
-    owner = Owner()
-    key = register(attention_sinks(logits), owner)
-    assert register(attention_sinks(logits)) == key
-    del owner
-    gc.collect()
-    assert torch.equal(logits, lookup(key).sinks)  # type: ignore[arg-type]
-
-
-def test_numbers_on_the_device_stay_where_they_are_as_long_as_the_variant_does() -> None:
+def test_numbers_on_the_device_stay_where_they_are() -> None:
     """Captured graphs hold their address."""
-    owner = Owner()
-    key = register(attention_sinks(torch.rand(4)), owner)
-    numbers = on_device(key, 4, torch.device("cpu"))
-    assert on_device(key, 4, torch.device("cpu")) is numbers
-    there = weakref.ref(numbers)
-    del numbers
-    gc.collect()
-    assert there() is not None
-    del owner
-    gc.collect()
-    assert there() is None
+    slopes = torch.rand(4)
+    numbers = on_device(register(alibi(slopes)), 4, torch.device("cpu"))
+    assert torch.equal(numbers, slopes)
+    assert on_device(register(alibi(slopes)), 4, torch.device("cpu")) is numbers
 
 
 def test_what_has_no_content_cannot_be_captured() -> None:

@@ -43,9 +43,9 @@ def pages(num_pages=4, dtype=torch.bfloat16):
 def test_launches_are_prepared_for_any_number_of_queries():
     """Prefills come in many lengths, and each preparation would be kept."""
 
-    def form(key="causal", rows=1, heads=4, head_dim=64, dtype=torch.float32, k=None, v=None):
+    def form(key="causal", rows=1, heads=4, head_dim=64, dtype=torch.float32, k=None, v=None, sinks=None):
         k, v = (pages() if x is None else x for x in (k, v))
-        return cuda_attention.launch_form(key, torch.zeros(rows, heads, head_dim, dtype=dtype), k, v)
+        return cuda_attention.launch_form(key, torch.zeros(rows, heads, head_dim, dtype=dtype), k, v, sinks)
 
     forms = {form(rows=rows) for rows in range(100)}
     assert len(forms) == 1
@@ -58,7 +58,11 @@ def test_launches_are_prepared_for_any_number_of_queries():
         form(v=pages(5)),
         form(k=pages(dtype=torch.float16)),
         form(k=pages().transpose(1, 2).contiguous().transpose(1, 2)),
-        cuda_attention.launch_form("causal", torch.zeros(4, 64), pages(), pages()),
+        form(sinks=torch.zeros(4)),
+        form(sinks=torch.zeros(5)),
+        form(sinks=torch.zeros(4).half()),
+        form(sinks=torch.zeros(8)[::2]),
+        cuda_attention.launch_form("causal", torch.zeros(4, 64), pages(), pages(), None),
     ]
     assert len({*forms, *others}) == 1 + len(others)
 

@@ -11,6 +11,7 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel
+from prefixkit.attention.variants import lookup
 from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.planner import WORK_TENSORS
 from prefixkit.backends.torch.planner import bind
@@ -34,6 +35,7 @@ class OnGpu:
     q_positions: Tensor
     plan: list[Tensor]
     scale: float
+    sinks: Tensor | None
     bound: StepPlan
 
     @property
@@ -42,7 +44,8 @@ class OnGpu:
         return self.plan[WORK_TENSORS:-1]
 
     def arguments(self, variant: str = "causal") -> tuple[object, ...]:
-        return self.q, self.k_pages, self.v_pages, self.q_positions, self.plan, self.scale, variant
+        sinks = self.sinks if lookup(variant).has_sinks else None
+        return self.q, self.k_pages, self.v_pages, self.q_positions, self.plan, self.scale, variant, sinks
 
 
 def head_major(pages: Tensor) -> Tensor:
@@ -76,6 +79,7 @@ def on_gpu(case: Case, plan: Plan) -> OnGpu:
         case.positions.to(GPU),
         [*(tensor.to(GPU) for tensor in arrays), *bound.tensors],
         case.scale,
+        None if case.sinks is None else case.sinks.to(GPU),
         bound,
     )
 

@@ -58,8 +58,8 @@ def dense(case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.floa
             hidden = hidden | ~variant.mask_mod(*at)
         score = score.masked_fill(hidden, -torch.inf)[:, :, 0]
         lse[part] = torch.logsumexp(score, dim=-1)
-        if variant.sinks is not None:
-            lse[part] = torch.logaddexp(lse[part], variant.sinks.to(lse))
+        if (sinks := case.sinks_for(variant)) is not None:
+            lse[part] = torch.logaddexp(lse[part], sinks.to(lse))
         weight = torch.exp(score - lse[part].masked_fill(lse[part] == -torch.inf, 0.0)[..., None])
         out[part] = torch.einsum(
             "rhl,rlhd->rhd", weight.to(dtype), values.masked_fill((slots[part] < 0)[:, :, None, None], 0.0)

@@ -174,6 +174,6 @@ def test_float32_runs_in_plain_torch_and_says_so_and_says_that_no_graph_takes_it
         torch.ops.prefixkit.tree_attention(*call.arguments())
     # A plan in a captured step's tensors has no handle; it is refused before anything is captured.
     tensors = [tensor.to(GPU) for tensor in (*int_tensors(*gpu_plan_of(case, SHARE_ALL).arrays()), *node_tensors(case))]
-    q, k, v, positions, _, scale, key = call.arguments()
+    q, k, v, positions, _, scale, key, _ = call.arguments()
     with pytest.raises(NotCapturable, match=r"serve neither torch\.float32 nor .*; run eagerly"):
         torch.ops.prefixkit.tree_attention(q, k, v, positions, tensors, scale, key)

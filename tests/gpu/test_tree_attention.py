@@ -24,7 +24,7 @@ from prefixkit.backends.cuda.checks import BadPlan
 from prefixkit.backends.torch.planner import NoSuchPlan
 from prefixkit.ops import backend
 from prefixkit.ops.backend import NotCapturable
-from prefixkit.ops.checks import BadDtype, BadShape
+from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
 from tests.attention.forests import (
     SHARE_ALL,
     SHARE_NONE,
@@ -77,10 +77,8 @@ def variants(heads: int, rng: np.random.Generator) -> list[Variant]:
         sliding_window(int(rng.integers(1, 12))),
         soft_cap(3.0),
         alibi(rng.random(heads)),
-        attention_sinks(rng.standard_normal(heads)),
-        compose(
-            sliding_window(5), soft_cap(2.0), alibi(rng.random(heads)), attention_sinks(rng.standard_normal(heads))
-        ),
+        attention_sinks(),
+        compose(sliding_window(5), soft_cap(2.0), alibi(rng.random(heads)), attention_sinks()),
         CAUSAL,
     ]
 
@@ -126,6 +124,22 @@ def test_one_tree_many_forms_same_bits(implementation):
         for out, lse in (first, second):
             assert torch.equal(out, expected[0])
             assert torch.equal(lse, expected[1])
+
+
+def test_sinks_change_in_place_under_a_captured_graph(monkeypatch):
+    """They are read on the device: the same graph serves a model whose weights are updated."""
+    monkeypatch.setenv(backend.VARIABLE, "cuda")
+    case, options = make(7, torch.bfloat16)
+    call, key = on_gpu(case, planned(case, SHARE_ALL, **options)), register(attention_sinks())
+    attend = torch.ops.prefixkit.tree_attention
+    before = attend(*call.arguments(key))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend(*call.arguments(key))
+    call.sinks.add_(2.0)
+    graph.replay()
+    assert all(map(torch.equal, found, attend(*call.arguments(key))))
+    assert not torch.equal(found[1], before[1])
 
 
 def test_a_leaf_grows_under_a_captured_graph(monkeypatch):
@@ -189,7 +203,7 @@ def test_a_variant_in_python_only_runs_in_torch_and_says_so(monkeypatch, caplog)
     assert sum("plain torch: variant 'halved'" in record.getMessage() for record in caplog.records) == 1
     # A plan in a captured step's tensors has no handle.
     call = on_gpu(case, planned(case, SHARE_ALL, **options))
-    q, k, v, positions, plan, scale, key = call.arguments(register(variant))
+    q, k, v, positions, plan, scale, key, _ = call.arguments(register(variant))
     with pytest.raises(NotCapturable, match="nor a variant without a CUDA body; run eagerly"):
         torch.ops.prefixkit.tree_attention(q, k, v, positions, plan[:-1], scale, key)
 
@@ -212,7 +226,7 @@ def test_opcheck(implementation):
 def test_bad_arguments_are_named_before_anything_is_launched(implementation):
     case, options = make(0, torch.bfloat16)
     call = on_gpu(case, planned(case, SHARE_ALL, **options))
-    q, k, v, positions, plan, scale, key = call.arguments()
+    q, k, v, positions, plan, scale, key, _ = call.arguments()
     attend = torch.ops.prefixkit.tree_attention
     with pytest.raises(BadDtype, match=r"q must be torch.bfloat16 like the pages"):
         attend(q.half(), k, v, positions, plan, scale, key)
@@ -234,6 +248,18 @@ def test_bad_arguments_are_named_before_anything_is_launched(implementation):
             attend(q[1:], k, v, positions[1:], plan, scale, key)
     with pytest.raises(ValueError, match="no variant is registered"):
         attend(q, k, v, positions, plan, scale, "unheard of")
+    sinks, with_sinks = call.sinks, register(attention_sinks())
+    attend(q, k, v, positions, plan, scale, with_sinks, sinks)
+    with pytest.raises(BadShape, match="'attention_sinks' has sinks, but none are given"):
+        attend(q, k, v, positions, plan, scale, with_sinks)
+    with pytest.raises(BadShape, match="'causal' has no sinks, but some are given"):
+        attend(q, k, v, positions, plan, scale, key, sinks)
+    with pytest.raises(BadShape, match=r"sinks must have shape \[\d+\] \(heads of q\), contiguous"):
+        attend(q, k, v, positions, plan, scale, with_sinks, sinks.repeat(2)[::2])
+    with pytest.raises(BadDtype, match=r"sinks must be torch.bfloat16 like q, got torch.float32"):
+        attend(q, k, v, positions, plan, scale, with_sinks, sinks.float())
+    with pytest.raises(BadDevice, match="sinks is on cpu, but the first tensor is on cuda"):
+        attend(q, k, v, positions, plan, scale, with_sinks, sinks.cpu())
 
 
 @pytest.mark.parametrize("leaves", [1, 40], ids=["decode", "tile"])

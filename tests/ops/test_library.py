@@ -14,7 +14,7 @@ from torch import Tensor
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CPU_COST
-from prefixkit.attention.variants import UnknownVariant, register, sliding_window, soft_cap
+from prefixkit.attention.variants import UnknownVariant, attention_sinks, lookup, register, sliding_window, soft_cap
 from prefixkit.backends.torch.planner import NoSuchPlan, bind
 from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
 from prefixkit.ops.library import NoBackward
@@ -41,7 +41,8 @@ def pages(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 def arguments(case: Case, variant: str = "causal") -> tuple[Any, ...]:
     """Of ``tree_attention``."""
     held.append(bind(plan_of(case, CPU_COST), StepTree(case.snapshot, case.queries)))
-    return case.q, case.k_pages, case.v_pages, case.positions, held[-1].tensors, case.scale, variant
+    plan, sinks = held[-1].tensors, case.sinks_for(lookup(variant))
+    return case.q, case.k_pages, case.v_pages, case.positions, plan, case.scale, variant, sinks
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,10 +63,13 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 
 
 @pytest.mark.parametrize(
-    ("dtype", "variant", "seed"), pairwise_cover(product(DTYPES, ("causal", "window", "cap"), range(3))), ids=str
+    ("dtype", "variant", "seed"),
+    pairwise_cover(product(DTYPES, ("causal", "window", "cap", "sinks"), range(3))),
+    ids=str,
 )
 def test_opcheck_tree_attention(dtype: torch.dtype, variant: str, seed: int) -> None:
-    key = {"causal": "causal", "window": register(sliding_window(5)), "cap": register(soft_cap(4.0))}[variant]
+    made = {"window": sliding_window(5), "cap": soft_cap(4.0), "sinks": attention_sinks()}
+    key = register(made[variant]) if variant in made else variant
     case = random_case(np.random.default_rng(seed), dtype)
     torch.library.opcheck(ops.tree_attention.default, arguments(case, key), test_utils=CHECKS)
     case.q.requires_grad_()
@@ -165,6 +169,32 @@ def test_tree_attention_says_what_is_wrong(what: str) -> None:
     args = arguments(random_case(np.random.default_rng(5), heads=(4, 2, 32)))
     with pytest.raises(error, match=message):
         ops.tree_attention(*change(*args))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda sinks: None, BadShape, "variant 'attention_sinks' has sinks, but none are given"),
+        (lambda sinks: sinks[1:], BadShape, r"sinks must have shape \[4\] \(heads of q\), contiguous, got \[3\]"),
+        (lambda sinks: sinks[None], BadShape, r"sinks must have shape \[4\]"),
+        (lambda sinks: sinks[:1].expand(4), BadShape, r"sinks must have shape \[4\] \(heads of q\), contiguous"),
+        (lambda sinks: sinks.double(), BadDtype, "sinks must be torch.bfloat16 like q, got torch.float64"),
+        (lambda sinks: sinks.to("meta"), BadDevice, "sinks is on meta, but the first tensor is on cpu"),
+    ],
+)
+def test_sinks_are_a_logit_for_each_head_like_q(
+    change: Callable[[Tensor], Tensor | None], error: type[Exception], message: str
+) -> None:
+    case = random_case(np.random.default_rng(5), torch.bfloat16, heads=(4, 2, 32))
+    *others, sinks = arguments(case, register(attention_sinks()))
+    with pytest.raises(error, match=message):
+        ops.tree_attention(*others, change(sinks))
+
+
+def test_sinks_are_refused_by_a_variant_without() -> None:
+    case = random_case(np.random.default_rng(5))
+    with pytest.raises(BadShape, match="variant 'causal' has no sinks, but some are given"):
+        ops.tree_attention(*arguments(case)[:-1], case.sinks)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from weakref import ref
 
 import torch
 from torch import Tensor
 
-from prefixkit.attention.variants import Variant, lookup
+from prefixkit.attention.variants import lookup
 from prefixkit.backends.cuda import variants as cuda_variants
 from prefixkit.backends.cuda.checks import check_packed_numbers
 from prefixkit.backends.cuda.kernels import ATTENTION, attention_unit, kernel_for
@@ -43,12 +42,8 @@ class UnsupportedHeads(BadShape):
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """A launch but for its pointers, good while the variant lives, whose ``parameters`` it has the address of.
+    """A launch but for its arguments' addresses.  ``function`` is None where plain torch serves."""
 
-    ``function`` is None where plain torch serves.
-    """
-
-    variant: ref[Variant]
     function: jit.Function | None
     blocks: int = 0
     threads: int = 0
@@ -68,7 +63,14 @@ _said: set[str] = set()
 
 
 def tree_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, plan: Sequence[Tensor], scale: float, variant: str
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    q_positions: Tensor,
+    plan: Sequence[Tensor],
+    scale: float,
+    variant: str,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``tree_attention`` by our kernel, or in plain torch where the dtype or the variant has none.
 
@@ -76,10 +78,10 @@ def tree_attention(
         BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
         CudaError: the launch failed.
     """
-    signature = launch_form(variant, q, k_pages, v_pages)
+    signature = launch_form(variant, q, k_pages, v_pages, sinks)
     prepared = _memo.get(signature)
-    if prepared is None or prepared.variant() is None:
-        prepared = _memo.keep(signature, _prepare(q, k_pages, v_pages, q_positions, variant))
+    if prepared is None:
+        prepared = _memo.keep(signature, _prepare(q, k_pages, v_pages, q_positions, variant, sinks))
     function, by_maps = prepared.function, prepared.by_maps
     if function is None:
         if len(plan) == WORK_TENSORS + TREE_TENSORS:
@@ -87,7 +89,7 @@ def tree_attention(
                 f"tree_attention: a plan in a CUDA graph's tensors is for the kernels only, which serve neither "
                 f"{q.dtype} nor a variant without a CUDA body; run eagerly"
             )
-        return plain_torch.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant)
+        return plain_torch.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant, sinks)
     work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS : WORK_TENSORS + TREE_TENSORS]
     if not q.is_contiguous() or q.data_ptr() & 15:
         q = q.clone(memory_format=torch.contiguous_format)
@@ -111,7 +113,7 @@ def tree_attention(
         *(partial_out, partial_out + 4 * partials * head_dim, _counter(device, stream, capturing)),
         *addresses,
         *prepared.numbers,
-        *(scale, scale * LOG2E, prepared.parameters, prepared.window),
+        *(scale, scale * LOG2E, prepared.parameters, 0 if sinks is None else sinks.data_ptr(), prepared.window),
         *(work[1].shape[0], work[2].shape[0], prepared.boxes, rows),
     )
     layout, grid, say = ATTENTION_LAYOUT[by_maps], (prepared.blocks, 1, 1), _say(q, k_pages, work, nodes, variant)
@@ -119,21 +121,23 @@ def tree_attention(
     return out, lse
 
 
-def launch_form(key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Hashable:
+def launch_form(key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor, sinks: Tensor | None) -> Hashable:
     """What launches are prepared for: all but the number of queries, which differs from step to step."""
-    return key, q.shape[1:], q.dtype, q.device, *form(k_pages), *form(v_pages)
+    return key, q.shape[1:], q.dtype, q.device, *form(k_pages), *form(v_pages), None if sinks is None else form(sinks)
 
 
-def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, key: str) -> _Prepared:
+def _prepare(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, key: str, sinks: Tensor | None
+) -> _Prepared:
     """Check what differs from layer to layer, and find the kernel."""
-    check_attention(q, k_pages, v_pages, q_positions)
     variant = lookup(key)
+    check_attention(q, k_pages, v_pages, q_positions, variant, sinks)
     device = k_pages.device.index
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
     if q.dtype == torch.float32:
-        return _by_torch(variant, "float32 has no kernel")
+        return _by_torch("float32 has no kernel")
     if variant.bodies is None:
-        return _by_torch(variant, f"variant {variant.name!r} is Python only (its `bodies` are not set)")
+        return _by_torch(f"variant {variant.name!r} is Python only (its `bodies` are not set)")
     heads, head_dim = q.shape[1:]
     group = heads // k_pages.shape[2]
     kernel = kernel_for(arch, head_dim, group)
@@ -160,7 +164,6 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
     numbers = (page, head, slot, heads, k_pages.shape[2], k_pages.shape[1])
     parameters = cuda_variants.on_device(key, heads, q.device).data_ptr()
     return _Prepared(
-        ref(variant),
         ATTENTION_LAYOUT[kernel.by_maps].check(function),
         blocks,
         kernel.threads,
@@ -174,11 +177,11 @@ def _prepare(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, k
     )
 
 
-def _by_torch(variant: Variant, why: str) -> _Prepared:
+def _by_torch(why: str) -> _Prepared:
     if why not in _said:
         _said.add(why)
         log.warning("tree_attention runs in plain torch: %s", why)
-    return _Prepared(ref(variant), None)
+    return _Prepared(None)
 
 
 def _plan_pointers(q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> tuple[int, ...]:

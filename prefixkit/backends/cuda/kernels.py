@@ -134,7 +134,6 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     """What is compiled ahead: every common head size and dtype with plain attention, two sizes with every variant."""
     kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
     plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
-    slopes = [1.0, 0.5]
-    every = compose(sliding_window(128), soft_cap(30.0), alibi(slopes), attention_sinks(slopes))
+    every = compose(sliding_window(128), soft_cap(30.0), alibi([1.0, 0.5]), attention_sinks())
     varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
     return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *plain, *varied

@@ -42,6 +42,7 @@ _ATTENTION = define(
     ("float", "scale"),
     ("float", "scale_log2", "times log2(e)"),
     ("const float*", "parameters", "of the variant"),
+    ("const unsigned short*", "sinks", "[heads] logits; read where the variant has sinks"),
     ("int", "window", "a query at position p sees no key before p - window + 1; 0: it sees all"),
     (
         "int",

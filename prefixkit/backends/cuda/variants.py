@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ def header(variant: Variant) -> str | None:
     Variants of the same kinds in the same order, whatever their numbers, give the same text.
     """
     assert variant.bodies is not None, f"{variant.name} has no C++"
-    if not variant.bodies and variant.sinks is None:
+    if not variant.bodies and not variant.has_sinks:
         return None
     scores, masks, offset = [], [], 0
     for body in variant.bodies:
@@ -38,45 +36,39 @@ def header(variant: Variant) -> str | None:
 namespace prefixkit {{
 struct Variant {{
     static constexpr bool HAS_SCORE = {flag(scores)}, HAS_MASK = {flag(masks)};
-    static constexpr bool HAS_SINK = {flag(variant.sinks is not None)};
+    static constexpr bool HAS_SINK = {flag(variant.has_sinks)};
     static DEVICE float score(float score, {_ARGUMENTS}) {{
 {"".join(scores)}        return score;
     }}
     static DEVICE bool mask({_ARGUMENTS}) {{
 {"".join(masks)}        return true;
     }}
-    static DEVICE float sink(int head, const float* parameters) {{ return parameters[{offset} + head]; }}
 }};
 }}  // namespace prefixkit
 """
 
 
 def parameters(variant: Variant, heads: int, device: torch.device) -> Tensor:
-    """``[n]`` float32: the parameters of the bodies one after the other, then the sinks.
+    """``[n]`` float32: the parameters of the bodies one after the other.
 
     Raises:
         BadShape: numbers per head, for another number of heads.
     """
-    parts = [body.parameters for body in variant.bodies or ()]
-    per_head = [body for body in variant.bodies or () if "p[head]" in f"{body.score} {body.mask}"]
-    for values, what in [(body.parameters, "slopes") for body in per_head] + [(variant.sinks, "sinks")]:
-        if values is not None and len(values) != heads:
-            raise BadShape(f"tree_attention: variant {variant.name!r} has {len(values)} {what} for {heads} heads")
-    if variant.sinks is not None:
-        parts.append(variant.sinks.to(torch.float32))
-    return (
-        torch.cat([part.to(device) for part in parts]) if parts else torch.zeros(1, dtype=torch.float32, device=device)
-    )
+    bodies = variant.bodies or ()
+    for body in bodies:
+        if "p[head]" in f"{body.score} {body.mask}" and (count := len(body.parameters)) != heads:
+            raise BadShape(f"tree_attention: variant {variant.name!r} has {count} slopes for {heads} heads")
+    if not bodies:
+        return torch.zeros(1, dtype=torch.float32, device=device)
+    return torch.cat([body.parameters.to(device) for body in bodies])
 
 
-# They live as long as their variant: captured graphs hold their addresses.
-_on_device: WeakKeyDictionary[Variant, dict[tuple[int, torch.device], Tensor]] = WeakKeyDictionary()
+_on_device: dict[tuple[str, int, torch.device], Tensor] = {}
 
 
 def on_device(key: str, heads: int, device: torch.device) -> Tensor:
-    """:func:`parameters` of a registered variant, made once; they stay where they are as long as the variant does."""
-    variant = lookup(key)
-    made = _on_device.setdefault(variant, {})
-    if (heads, device) not in made:
-        made[heads, device] = parameters(variant, heads, device)
-    return made[heads, device]
+    """:func:`parameters` of a registered variant, made once; they stay where they are: captured graphs read them."""
+    form = key, heads, device
+    if form not in _on_device:
+        _on_device.setdefault(form, parameters(lookup(key), heads, device))  # another thread's, if that was first
+    return _on_device[form]

@@ -24,10 +24,17 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def tree_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, plan: Sequence[Tensor], scale: float, variant: str
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    q_positions: Tensor,
+    plan: Sequence[Tensor],
+    scale: float,
+    variant: str,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``tree_attention``; ``plan`` ends with the handle of a :class:`~prefixkit.backends.torch.planner.BoundPlan`."""
-    check_attention(q, k_pages, v_pages, q_positions)
+    check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks)
     if capturing(q):
         raise NotCapturable(
             "tree_attention: the torch backend lists its calls on the host for each step, which a CUDA graph cannot "
@@ -40,35 +47,47 @@ def tree_attention(
     if rows != q.shape[0]:
         raise BadShape(f"tree_attention: the plan is for {rows} queries, but q has {q.shape[0]} rows")
     program = bound.program(k_pages.shape, q.shape[1], q.dtype, q.device, variant)
-    return run_program(program, q, k_pages, v_pages, scale, lookup(variant))
+    return run_program(program, q, k_pages, v_pages, scale, lookup(variant), sinks)
 
 
 def run_program(
-    program: Program, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, variant: Variant
+    program: Program,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scale: float,
+    variant: Variant,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``tree_attention`` by a program that was made for it; arguments as the op's, checked."""
-    _check(program.heads, variant, k_pages, v_pages, program.on_cpu)
+    if program.on_cpu:
+        _check_layout(k_pages, v_pages)
     with torch.no_grad():
-        state = _run(program, q.to(torch.float32) if program.on_cpu else q, k_pages, v_pages, scale, variant)
+        sinks = None if sinks is None else sinks.to(torch.float32)
+        state = _run(program, q.to(torch.float32) if program.on_cpu else q, k_pages, v_pages, scale, variant, sinks)
         return state.out.to(q.dtype), state.lse
 
 
-def _check(heads: Heads, variant: Variant, k_pages: Tensor, v_pages: Tensor, on_cpu: bool) -> None:
+def _check_layout(k_pages: Tensor, v_pages: Tensor) -> None:
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         _, page_size, kv_heads, head_dim = pages.shape
         per_page, per_token, per_head, _ = pages.stride()
-        if on_cpu and (per_page != page_size * per_token or (kv_heads > 1 and per_head != head_dim)):
+        if per_page != page_size * per_token or (kv_heads > 1 and per_head != head_dim):
             raise BadShape(
                 f"tree_attention: on the CPU {name} must be token-major, with slots evenly spaced and a token's heads "
                 f"adjacent, got shape {list(pages.shape)} and strides {list(pages.stride())}; make it with KVPool"
             )
-    if variant.sinks is not None and len(variant.sinks) != heads.heads:
-        raise BadShape(
-            f"tree_attention: variant {variant.name!r} has {len(variant.sinks)} sinks for {heads.heads} heads"
-        )
 
 
-def _run(program: Program, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, variant: Variant) -> State:
+def _run(
+    program: Program,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scale: float,
+    variant: Variant,
+    sinks: Tensor | None,
+) -> State:
     """One program on queries ``[T, heads, head_dim]``; the state comes back contiguous, in query-head order."""
     heads = program.heads
     q = grouped = q.contiguous()
@@ -95,7 +114,6 @@ def _run(program: Program, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: f
             lse.masked_fill_(call.empty, -torch.inf)  # the kernel says 0 for a row that sees nothing
         state = State(out, lse)
         states.append(_in_query_order(state, heads) if call.grouped and not program.grouped else state)
-    sinks = None if variant.sinks is None else variant.sinks.to(device=q.device, dtype=torch.float32)
     if sinks is not None and program.grouped:
         sinks = sinks.view(heads.kv_heads, heads.group).T.reshape(-1)
     state = run_merge(program.merge, states, q, program.may_be_empty, sinks)

@@ -11,7 +11,6 @@ struct Variant {
     // x is scale * q . k in natural units; `parameters` are the variant's numbers, which are not compiled in.
     static DEVICE float score(float x, int q_position, int kv_position, int head, const float*) { return x; }
     static DEVICE bool mask(int q_position, int kv_position, int head, const float* parameters) { return true; }
-    static DEVICE float sink(int head, const float* parameters) { return 0.f; }
 };
 }  // namespace prefixkit
 #endif
@@ -32,10 +31,10 @@ DEVICE float exponent(
     return visible ? dot : MINUS_INFINITY;
 }
 
-// Adds the sink to a finished log-sum-exp; returns the factor for the output.
-DEVICE float join_sink(float& lse, int head, const float* parameters) {
+// Adds the head's sink to a finished log-sum-exp; returns the factor for the output.
+DEVICE float join_sink(float& lse, int head, const u16* sinks) {
     if constexpr (Variant::HAS_SINK) {
-        const float sink = Variant::sink(head, parameters), top = fmaxf(lse, sink);
+        const float sink = widen(Storage{sinks[head]}), top = fmaxf(lse, sink);
         const float joined = top + LN2 * log2_fast(exp2_fast((lse - top) * LOG2E) + exp2_fast((sink - top) * LOG2E));
         const float factor = exp2_fast((lse - joined) * LOG2E);
         lse = joined;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from prefixkit.models.layer import Layer, TracedStep, register_variant
 from prefixkit.ops.kv_pool import KVPool
@@ -17,14 +16,12 @@ class TracedLayer(Layer):
         for pages in (self.k_pages, self.v_pages):  # graphs are made for pools of any size
             torch._dynamo.maybe_mark_dynamic(pages, [0, 1])
 
-    def variant(self, cap: float | None, sinks: Tensor | None) -> str:
+    def variant(self, cap: float | None, sinks: bool) -> str:
         """The same, as a constant of the graph."""
-        if sinks is not None:
-            raise NotImplementedError("attention sinks are a variant of their own in each layer")
-        key: str = _variant(self.window, cap)
+        key: str = _variant(self.window, cap, sinks)
         return key
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _variant(window: int | None, cap: float | None) -> str:
-    return register_variant(window, cap, None)
+def _variant(window: int | None, cap: float | None, sinks: bool) -> str:
+    return register_variant(window, cap, sinks)

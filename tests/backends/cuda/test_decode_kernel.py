@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import shutil
 import struct
+from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from prefixkit.attention.bsr import decompose
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks
+from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION
 from tests.attention.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
 from tests.attention.planning import narrowed
@@ -38,10 +42,15 @@ if shutil.which("g++") is None:
 @pytest.fixture(scope="module", params=[64, 128])
 def kernel(request, tmp_path_factory):
     """Head size, and the source with a block's instructions on the CPU in place of the GPU's."""
-    folder, dim = tmp_path_factory.mktemp("decode"), f"-DPREFIXKIT_HEAD_DIM={request.param}"
-    function = build(folder, "decode", {"attention/plan.cuh": HOLDING}, (ATTENTION[True].header,), dim).decode_on_cpu
+    return request.param, built(tmp_path_factory.mktemp("decode"), request.param)
+
+
+def built(folder: Path, dim: int, variant: Variant = CAUSAL):
+    unit = attention_unit(kernel_for("sm_90a", dim, 1), dim, False, variant)
+    defines = [f"-D{name}={value}" for name, value in unit.defines]
+    function = build(folder, "decode", {"attention/plan.cuh": HOLDING}, unit.headers, *defines).decode_on_cpu
     function.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
-    return request.param, function
+    return function
 
 
 def fake_map(pages: Tensor, sizes: list[int], strides: list[int], box: list[int]) -> bytes:
@@ -121,7 +130,8 @@ def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tu
         *(x.data_ptr() for x in (q, k, v, positions, out, lse, partial_out, partial_lse)),
         0,
         *(x.ctypes.data for x in (*work, *tree)),
-        *(page, head, slot, heads, kv_heads, snapshot.page_size, case.scale, case.scale * np.log2(np.e), 0, 0),
+        *(page, head, slot, heads, kv_heads, snapshot.page_size, case.scale, case.scale * np.log2(np.e)),
+        *(0, 0 if case.sinks is None else case.sinks.data_ptr(), 0),
         *(len(plan.tile_items), len(plan.decode_items), int(boxes), rows + padding),
     )
     assert kernel(given, blocks, stages) == len(given)
@@ -159,6 +169,19 @@ def test_lone_sequences(kernel, heads, tokens):
     queries = Queries(*(np.array(x, np.int32) for x in (range(5), [tokens - 1] * 5, [tokens] * 5)))
     dim, run = kernel
     check(run, random_case(rng, snapshot, pages, queries, *heads, dim, spread=1.0))
+
+
+def test_sinks_join_the_rows_that_an_item_finishes(tmp_path):
+    rng = np.random.default_rng(0)
+    snapshot, pages = make_snapshot(rng, [-1] * 5, [33] * 5, 16, orderly=True)
+    queries = Queries(*(np.array(x, np.int32) for x in (range(5), [32] * 5, [33] * 5)))
+    case = random_case(rng, snapshot, pages, queries, 6, 3, 64, spread=1.0)
+    case = replace(case, sinks=torch.tensor([-30.0, -1.0, 0.0, 2.5, 4.0, 30.0]).bfloat16())
+    out, lse = attend(built(tmp_path, 64, attention_sinks()), case, stages=3, blocks=1)
+    where = case.snapshot, case.row_node, case.positions.numpy()
+    exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, attention_sinks(), case.sinks)
+    torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

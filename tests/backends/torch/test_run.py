@@ -249,9 +249,9 @@ def test_a_query_that_its_variant_shows_nothing_is_empty() -> None:
 def test_sinks_join_the_sum_of_the_row(leaves: list[int], cost: CostModel) -> None:
     """As one more key without a value: to a rounding of the log-sum-exp, as it is without sinks."""
     sinks = torch.tensor([-3.0, 0.0, 2.0, 4.0, 8.0, 30.0])
-    case = decode_case(40, leaves)
+    case = replace(decode_case(40, leaves), sinks=sinks)
     (plain, lse), (out, joined) = (
-        attend(case, plan_of(case, cost), register(variant)) for variant in (CAUSAL, attention_sinks(sinks))
+        attend(case, plan_of(case, cost), register(variant)) for variant in (CAUSAL, attention_sinks())
     )
     exact = torch.logaddexp(lse.double(), sinks.double())
     torch.testing.assert_close(joined.double(), exact, rtol=2 * torch.finfo(torch.float32).eps, atol=0.0)
@@ -260,14 +260,13 @@ def test_sinks_join_the_sum_of_the_row(leaves: list[int], cost: CostModel) -> No
 
 def test_a_row_that_no_item_mentions_has_its_sinks_only() -> None:
     sinks = torch.arange(6.0)
-    variant = attention_sinks(sinks)
-    case = decode_case(20, [5, 6, 7])
+    case = replace(decode_case(20, [5, 6, 7]), sinks=sinks)
     plan = plan_of(case, SHARE_NONE)
     for mentioned in (plan.tile_items[plan.tile_items[:, 0] != 1], plan.tile_items[:0]):
         partial = replace(
             plan, counts=np.array([len(mentioned), *plan.counts[1:]], dtype=np.int32), tile_items=mentioned
         )
-        out, lse = attend(case, partial, register(variant))
+        out, lse = attend(case, partial, register(attention_sinks()))
         assert torch.equal(out[1], torch.zeros(6, 32))
         assert torch.equal(lse[1], sinks)
 

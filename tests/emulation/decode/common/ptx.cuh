@@ -115,6 +115,8 @@ DEVICE u16 to_half(float x) {
     return u16((b + 0x7fff + (b >> 16 & 1)) >> 16);
 }
 DEVICE float from_half(u16 x) { return __uint_as_float(u32(x) << 16); }
+struct Storage { u16 bits; };
+DEVICE float widen(Storage x) { return from_half(x.bits); }
 DEVICE u32 pack(float low, float high) { return u32(to_half(low)) | u32(to_half(high)) << 16; }
 DEVICE u32 pack_rounded(float low, float high) { return pack(low, high); }
 DEVICE void round_pair(float& low, float& high) { low = from_half(to_half(low)), high = from_half(to_half(high)); }
