@@ -287,16 +287,11 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """The layer around each attention module, in their order, and the attention module's name in it."""
     found: list[tuple[nn.Module, str]] = []
     pretrained = pretrained_model(model)
-    for name, attention in attention_layers(model).items():
+    for name in attention_layers(model):
         above, _, child = name.rpartition(".")
         layer = pretrained.get_submodule(above)
         if not above.rpartition(".")[2].isdigit() or any(layer is other for other, _ in found):
             raise NotCompilable(f"{name} is not the only attention of a layer of its own")
-        if getattr(attention, "sinks", None) is not None:
-            raise NotCompilable(
-                f"{name} has attention sinks, whose values are part of its variant: each layer would need a "
-                "graph of its own"
-            )
         for module in layer.modules():
             if "forward" in module.__dict__:
                 raise NotCompilable(
