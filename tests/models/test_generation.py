@@ -277,14 +277,13 @@ class TestModelsThatOthersHaveChanged:
             return Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model, evaluation_mode=True)
 
         model = make_model()
-        theirs = prepared(copy.deepcopy(model))
-        want = generate(theirs, padded, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        theirs, said = prepared(copy.deepcopy(model)), {"output_logits": True, "return_dict_in_generate": True}
+        exact, want = (generate(each, padded, do_sample=False, **said).logits[0] for each in (model, theirs))
         model = prepared(patch(model)) if patched_first else patch(prepared(model))
-        options = {**SAMPLED, "output_logits": True, "return_dict_in_generate": True}
-        got = generate(model, padded, **options)
+        got = generate(model, padded, **SAMPLED, **said)
         assert isinstance(got.past_key_values, TreeCache)
         assert got.past_key_values.layers[0].keys.dtype == torch.bfloat16
-        torch.testing.assert_close(got.logits[0][::4], want.logits[0], rtol=0.05, atol=0.05)
+        assert (got.logits[0][::4] - exact).abs().mean() <= 1.5 * (want - exact).abs().mean()
         AcceleratorState._reset_state()
 
     def test_autocast(self, padded):
