@@ -77,7 +77,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         rows = max(beams, generation_config.num_return_sequences or 1) * batch_size
         wanted = mode == "always" or (mode == "auto" and (rows > 1 or self.device.type == "cuda"))
         plain = before is None and generation_config.cache_implementation in (None, "dynamic")
-        if wanted and plain and not isinstance(made, TreeCache):
+        if wanted and plain and made is not None and not isinstance(made, TreeCache):
             if type(made) is not DynamicCache:
                 log.info("generate() keeps transformers' own cache: it made a %s", type(made).__name__)
             elif _takes_caches(self):
