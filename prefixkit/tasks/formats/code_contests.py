@@ -1,0 +1,58 @@
+"""CodeContests (Li et al., 2022, arXiv:2203.07814): programs, with tests of three origins and limits of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prefixkit.tasks.fields import identity, mapping, string
+from prefixkit.tasks.formats.contest import stream_problem
+from prefixkit.tasks.problem import Language, Limits, Problem, Streams
+from prefixkit.tasks.records import Record
+
+FIELDS = ("description", "public_tests")
+
+_TESTS = ("public_tests", "private_tests", "generated_tests")
+_LANGUAGES: Mapping[Language, int] = {"cpp": 2, "python": 3}  # by the data set's numbers; 3 is Python 3
+_MIB = 2**20
+
+
+def read(record: Record, language: Language = "python") -> Problem:
+    cases = tuple(case for name in _TESTS for case in _cases(record, name))
+    return stream_problem(
+        record,
+        identity(record, "name", "id"),
+        string(record, "description"),
+        language,
+        Streams(cases) if cases else None,
+        _solution(record, language),
+        _limits(record),
+    )
+
+
+def _cases(record: Record, name: str) -> list[tuple[str, str]]:
+    tests = mapping(record, name)
+    inputs, outputs = (list(tests.get(side) or ()) for side in ("input", "output"))
+    if len(inputs) != len(outputs) or not all(isinstance(text, str) for text in (*inputs, *outputs)):
+        raise ValueError(f"{record.where}: {name} must hold lists of texts, input and output, of one length")
+    return list(zip(inputs, outputs, strict=True))
+
+
+def _limits(record: Record) -> Limits:
+    """The contest's limits; prefixkit's where the data set has none (null or 0)."""
+    time, memory = mapping(record, "time_limit"), record.fields.get("memory_limit_bytes") or 0
+    parts = [time.get(unit) or 0 for unit in ("seconds", "nanos")]
+    if any(isinstance(one, bool) or not isinstance(one, int | float) or one < 0 for one in (*parts, memory)):
+        raise ValueError(f"{record.where}: time_limit and memory_limit_bytes must be numbers of at least 0")
+    seconds = parts[0] + parts[1] / 1e9
+    usual = Limits()
+    return Limits(seconds or usual.seconds, -(-int(memory) // _MIB) or usual.memory)
+
+
+def _solution(record: Record, language: Language) -> str:
+    """The shortest solution in this language; "" where there is none."""
+    given = mapping(record, "solutions")
+    texts, kinds = list(given.get("solution") or ()), list(given.get("language") or ())
+    if len(texts) != len(kinds) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{record.where}: solutions must hold lists solution (texts) and language of one length")
+    mine = [text for text, kind in zip(texts, kinds, strict=True) if kind == _LANGUAGES[language]]
+    return min(mine, key=len, default="")

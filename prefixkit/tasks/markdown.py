@@ -1,0 +1,120 @@
+"""The code blocks of an answer in Markdown, as models write it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# A fence opens at any indentation, or behind prose on its line where it names its language.
+_FENCE = re.compile(r"^(?P<indent>[ \t>]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[^`\n]*)$")
+_INLINE = re.compile(r"(?<!`)(?P<fence>`{3,}+)(?P<tag>[A-Za-z+]+\d?)[ \t]*$")
+_THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block.
+
+    Attributes:
+        tag: What its opening fence names, in small letters: ``python``, ``cpp``, "", ...
+        code: Its lines.
+        closed: Whether a fence ends it.
+    """
+
+    tag: str
+    code: str
+    closed: bool = True
+
+
+def without_thinking(text: str) -> str:
+    """The answer without what was thought aloud before it; nothing where the thinking has no end.
+
+    The tag that opens it may be part of the prompt, and absent here.
+    """
+    parts, start, thinking = list[str](), 0, False
+    for tag in _THOUGHT.finditer(text):
+        if tag[1]:
+            parts = parts if thinking else []  # what was said before it was thinking, too
+            start, thinking = tag.end(), False
+        elif not thinking:
+            parts.append(text[start : tag.start()])
+            thinking = True
+    return "".join(parts) + ("" if thinking else text[start:])
+
+
+def code_blocks(text: str) -> list[Block]:
+    """The code blocks of an answer, in order; the last may lack its closing fence."""
+    blocks, lines = [], text.split("\n")
+    start = 0
+    while start < len(lines):
+        opened = _opening(lines[start])
+        if opened is None:
+            start += 1
+            continue
+        block, start = _block(lines, start + 1, opened)
+        blocks.append(block)
+    return blocks
+
+
+def open_block(text: str) -> str | None:
+    """The code of the block that a text ends inside of; None where it ends outside of any."""
+    blocks = code_blocks(text)
+    return blocks[-1].code if blocks and not blocks[-1].closed else None
+
+
+def before_fence(text: str) -> str:
+    """A text that goes on inside of a code block, up to the fence that ends it."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if line.lstrip().startswith(("```", "~~~")):
+            return "\n".join(lines[:number]) + ("\n" if number else "")
+        if line.rstrip().endswith("```"):  # behind the last line of code
+            return "\n".join([*lines[:number], line.rstrip().rstrip("`")])
+    return text
+
+
+def after_fence(text: str) -> str:
+    """What stands behind the first line that begins with a fence; "" where there is none."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if line.lstrip().startswith(("```", "~~~")):
+            return "\n".join(lines[number + 1 :] if _tag(line) == "" else lines[number:])
+    return ""
+
+
+def _tag(line: str) -> str:
+    return line.strip().strip("`~").strip()
+
+
+def _opening(line: str) -> re.Match[str] | None:
+    return _FENCE.match(line) or _INLINE.search(line)
+
+
+def _block(lines: list[str], start: int, opened: re.Match[str]) -> tuple[Block, int]:
+    """The block whose first line is ``start``, and the line behind it."""
+    groups = opened.groupdict()
+    fence, indent = groups["fence"], len((groups.get("indent") or "").expandtabs(4))
+    tag = (groups["tag"].split() or [""])[0].lower().strip("{}.")
+    code: list[str] = []
+    for number in range(start, len(lines)):
+        line = lines[number]
+        other = _FENCE.match(line)
+        if other and other["fence"][0] == fence[0] and len(other["fence"]) >= len(fence):
+            # A fence with a tag opens another block: the model forgot to close this one.
+            return Block(tag, _text(code)), number if other["tag"].strip() else number + 1
+        if fence[0] == "`" and line.rstrip().endswith(fence) and line.strip("` \t"):
+            return Block(tag, _text([*code, line.rstrip()[: -len(fence)]])), number + 1
+        code.append(_dedented(line, indent))
+    return Block(tag, _text(code), closed=False), len(lines)
+
+
+def _dedented(line: str, indent: int) -> str:
+    taken = 0
+    while taken < indent and line[taken : taken + 1] in (" ", "\t", ">"):
+        taken += 1
+    return line[taken:]
+
+
+def _text(lines: list[str]) -> str:
+    text = "\n".join(lines)
+    return text if not text or text.endswith("\n") else text + "\n"
