@@ -1,0 +1,79 @@
+"""Verdicts about programs that ended before they were done."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from prefixkit.judge.sandbox.process import Process
+from prefixkit.judge.verdict import Verdict
+from prefixkit.tasks.problem import Limits
+
+DETAIL = 300  # characters
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A verdict, and what decides whether it is kept.
+
+    Attributes:
+        verdict: What the candidate came to.
+        cpu: Seconds of CPU time that it had used when it was killed for its time; 0 where it was not.
+    """
+
+    verdict: Verdict
+    cpu: float = 0.0
+
+
+def line(text: str) -> str:
+    """One line of printable characters, at most ``DETAIL``."""
+    shown = "".join(char if char.isprintable() else " " for char in text[: 4 * DETAIL])
+    return " ".join(shown.split())[:DETAIL]
+
+
+def ended(process: Process, limits: Limits, case: int | None = None) -> Judged:
+    """The verdict about a program that has ended, or went beyond a limit, where more was to come."""
+    if process.excess == "timeout":
+        return Judged(Verdict("timeout", case, f"more than {limits.seconds:g} s"), process.cpu)
+    if process.excess == "output":
+        return Judged(Verdict("output", case, f"more than {limits.output} KiB written, or an answer too large"))
+    if process.excess == "memory":
+        return Judged(Verdict("memory", case, f"more than {limits.memory} MiB"))
+    last = last_line(process)
+    status = process.status or 0
+    memory = Verdict("memory", case, f"more than {limits.memory} MiB: {line(last)}")
+    if status < 0:
+        if -status == signal.SIGXCPU:
+            return Judged(Verdict("timeout", case, f"more than {limits.seconds:g} s of CPU time"), limits.seconds)
+        if "bad_alloc" in last or "bad_array_new_length" in last:
+            return Judged(memory)
+        return Judged(Verdict("crashed", case, f"{_signal(-status)}{': ' if last else ''}{line(last)}"[:DETAIL]))
+    if last.startswith("MemoryError"):
+        return Judged(memory)
+    if last.split(":")[0] in ("SyntaxError", "IndentationError", "TabError"):
+        return Judged(Verdict("invalid", case, line(last)))
+    return Judged(Verdict("error", case, line(f"exit status {status}: {last}" if last else f"exit status {status}")))
+
+
+def ended_together(processes: Sequence[Process], limits: Limits, case: int | None = None) -> Judged:
+    """The verdict where one of several programs that wait for each other has ended, or went beyond a limit."""
+    over = next((one for one in processes if one.excess), None) or next(one for one in processes if one.ended)
+    for process in processes:
+        process.close()
+    judged = ended(over, limits, case)
+    used = sum(process.cpu for process in processes)
+    return replace(judged, cpu=max(judged.cpu, used)) if judged.verdict.outcome == "timeout" else judged
+
+
+def last_line(process: Process) -> str:
+    """The last line that it wrote to standard error."""
+    lines = process.errors.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

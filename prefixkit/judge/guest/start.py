@@ -1,0 +1,59 @@
+"""What every program in a sandbox begins with: its limits, and its channel to the judge."""
+
+import builtins
+import os
+import resource
+import sys
+from _sitebuiltins import Quitter
+
+from prefixkit.judge.wire import framed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def begin(spec: "dict[str, Any]") -> None:
+    """Tell the judge that the program starts, from where its clock runs, then set the limits."""
+    os.write(spec["ready"], b"!")
+    os.close(spec["ready"])
+    for kind, soft, hard in spec["limits"]:
+        most = resource.getrlimit(kind)[1]
+        bound = hard if most == resource.RLIM_INFINITY else min(hard, most)
+        resource.setrlimit(kind, (min(soft, bound), bound))
+    # Python runs without `site`, which would define these two.
+    for name in ("exit", "quit"):
+        setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
+    sys.argv = ["program.py"]
+
+
+class Channel:
+    """Messages from and to the judge, over what were standard input and output.
+
+    The program gets an empty standard input, and its standard output joins its standard error.
+    """
+
+    def __init__(self) -> None:
+        self._in, self._out = os.dup(0), os.dup(1)
+        nothing = os.open("/dev/null", os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+
+    def send(self, content: bytes) -> None:
+        rest = memoryview(framed(content))
+        while rest:
+            rest = rest[os.write(self._out, rest) :]
+
+    def receive(self) -> bytes:
+        """The next message; where there is none to come, the process ends."""
+        return self._exactly(int.from_bytes(self._exactly(4), "big"))
+
+    def _exactly(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            more = os.read(self._in, size - len(found))
+            if not more:
+                os._exit(0)
+            found += more
+        return bytes(found)

@@ -1,0 +1,144 @@
+"""Beside the tests, in a sandbox of their own: runs them with functions that ask the candidate, through the judge."""
+
+import builtins
+
+from prefixkit.judge.guest.start import Channel, begin
+from prefixkit.judge.wire import Opaque, Reader, WireError, write
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+class Candidate:
+    """The candidate as the tests see it.
+
+    Attributes:
+        raised: The exception that the candidate raised last, as it was raised here.
+        remote: The class of values that stayed with it.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.raised: BaseException | None = None
+        asked = self
+
+        class Remote(Opaque):
+            """A value that stayed with the candidate: it can be passed back and called, and has attributes."""
+
+            def __getattr__(self, name: str) -> "Any":
+                if name.startswith("__"):
+                    raise AttributeError(name)
+                return asked.ask(["get", self, name, None])
+
+            def __call__(self, *arguments: "Any", **options: "Any") -> "Any":
+                return asked.ask(["call", self, list(arguments), options])
+
+        self.remote = Remote
+
+    def function(self, name: str) -> "Callable[..., Any]":
+        """One of the candidate's functions."""
+
+        def candidate(*arguments: "Any", **options: "Any") -> "Any":
+            return self.ask(["call", name, list(arguments), options])
+
+        candidate.__name__ = candidate.__qualname__ = name
+        return candidate
+
+    def ask(self, question: "list[Any]") -> "Any":
+        """What the candidate returns; what it changed in place is changed here too.
+
+        Raises:
+            Exception: what the candidate raised, as the nearest builtin type.
+        """
+        arguments, options = question[2:]
+        self._channel.send(b"?" + write(question))
+        kind, *rest, changed = Reader(self._channel.receive(), opaque=self.remote).value()
+        for place, new in changed:
+            _change(arguments[place] if isinstance(place, int) else options[place], new)
+        if kind == "returned":
+            return rest[0]
+        name, given, _ = rest
+        self.raised = _exception(name, given)
+        raise self.raised
+
+
+def _exception(name: str, arguments: "list[Any]") -> Exception:
+    kind = getattr(builtins, name, Exception)
+    if kind is StopIteration:  # would end a loop of the tests as if nothing had happened
+        kind = RuntimeError
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        kind = Exception
+    try:
+        return kind(*arguments)
+    except Exception:
+        return Exception(*arguments)
+
+
+def _change(old: "Any", new: "Any") -> None:
+    """Make a value like another in place, down to the containers within it."""
+    if type(old) is not type(new):
+        return
+    if isinstance(old, list):
+        kept = min(len(old), len(new))
+        old[:] = [_changed(a, b) for a, b in zip(old, new, strict=False)] + new[kept:]
+    elif isinstance(old, dict):
+        made = {key: _changed(old[key], item) if key in old else item for key, item in new.items()}
+        old.clear()
+        old.update(made)
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, bytearray):
+        old[:] = new
+    elif isinstance(old, tuple):
+        for a, b in zip(old, new, strict=False):
+            _change(a, b)
+
+
+def _changed(old: "Any", new: "Any") -> "Any":
+    if type(old) is type(new) and isinstance(old, (list, dict, set, bytearray)):
+        _change(old, new)
+        return old
+    return new
+
+
+def _line(error: BaseException, file: str) -> str:
+    line, trace = 0, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == file:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    where = f"line {line} of the tests: " if line else ""
+    try:
+        text = str(error)[:200]
+    except Exception:
+        text = ""
+    return f"{where}{type(error).__name__}{': ' if text else ''}{text}"
+
+
+def main(spec: "dict[str, Any]") -> None:
+    """Run the tests' setup, wait for the candidate to be loaded, run the tests, tell how they went."""
+    channel = Channel()
+    begin(spec)
+    scope: dict[str, Any] = {"__name__": "tests"}
+    try:
+        code = compile(spec["code"], "tests.py", "exec")
+        exec(compile(spec["setup"], "setup.py", "exec"), scope)
+    except BaseException as error:
+        channel.send(b"." + write(["broken", _line(error, "setup.py")]))
+        return
+    candidate = Candidate(channel)
+    try:
+        _, names = Reader(channel.receive(), opaque=candidate.remote).value()
+        for name in spec["names"]:  # and no others, whatever the candidate says that it has
+            scope[name] = candidate.function(name) if names[name][0] == "function" else names[name][1]
+        exec(code, scope)
+    except WireError as error:
+        verdict = ["failed", f"the candidate's answer cannot be read: {error}"]
+    except BaseException as error:
+        verdict = ["error" if error is candidate.raised else "failed", _line(error, "tests.py")]
+    else:
+        verdict = ["passed", ""]
+    channel.send(b"." + write(verdict))

@@ -1,0 +1,202 @@
+"""The judge: programs and problems in, verdicts out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from types import TracebackType
+from typing import Self, TypeVar
+
+from prefixkit.judge.ends import Judged
+from prefixkit.judge.errors import BadTests, NoSandbox
+from prefixkit.judge.keys import key_of
+from prefixkit.judge.kinds.calls import judge_calls
+from prefixkit.judge.kinds.checks import judge_checks
+from prefixkit.judge.kinds.oracle import as_checks
+from prefixkit.judge.kinds.streams import judge_streams
+from prefixkit.judge.sandbox.process import NotStarted
+from prefixkit.judge.sandbox.sandbox import Sandbox
+from prefixkit.judge.turns import Turns
+from prefixkit.judge.verdict import Verdict
+from prefixkit.tasks.problem import Calls, Checks, Oracle, Problem, Streams
+
+logger = logging.getLogger(__name__)
+Key = TypeVar("Key")
+_AHEAD = 4  # programs that wait, for each that runs
+_BUSY = 0.9  # of its time: a program that computed for so long was not kept from it by others
+
+
+def available() -> None:
+    """Try whether there can be sandboxes here.
+
+    Raises:
+        NoSandbox: there can be none; the message names the remedy.
+    """
+    Sandbox().check()
+
+
+class Judge:
+    """Runs candidate programs and gives verdicts that they cannot forge.
+
+    A program that goes beyond its time, without having computed all along, runs once more, alone: load on the machine
+    makes no verdicts.  Equal programs of equal tests run once.  A judge may be used by several threads, and must be
+    made in a process that does not fork while it judges.
+
+    Args:
+        jobs: Programs that run at once; by default one for each CPU.
+        plain_subprocesses: Run programs without a sandbox, where there is none to be had: a program that wants to can
+            then read and delete files, and forge its verdict.
+        sandbox: Instead of the default; for tests.
+
+    Raises:
+        NoSandbox: there can be no sandbox here; the message names the remedy.
+        ValueError: no positive number of jobs.
+    """
+
+    def __init__(
+        self,
+        jobs: int | None = None,
+        *,
+        plain_subprocesses: bool = False,
+        sandbox: Sandbox | None = None,
+    ) -> None:
+        if jobs is not None and jobs < 1:
+            raise ValueError(f"jobs must be positive, not {jobs}")
+        self.jobs = jobs or len(os.sched_getaffinity(0))
+        self._sandbox = sandbox or Sandbox(plain=plain_subprocesses)
+        if self._sandbox.plain:
+            logger.warning("programs run without a sandbox: they can read and delete files, and forge their verdicts")
+        self._sandbox.check()
+        self._known: dict[str, Verdict] = {}
+        self._turns = Turns()
+        self._running: dict[str, threading.Event] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sandbox.close()
+
+    def verdict(self, program: str, problem: Problem) -> Verdict:
+        """What a program comes to.
+
+        Raises:
+            ValueError: the problem has no tests, tests that its language cannot have, or tests that do not run.
+            NoCompiler: it is in C++, and there is no compiler here.
+            NoSandbox: a sandbox could not be made.
+        """
+        check(problem)
+        key = key_of(program, problem)
+        while True:
+            with self._lock:
+                if key in self._known:
+                    return self._known[key]
+                other = self._running.get(key)
+                if other is None:
+                    mine = self._running[key] = threading.Event()
+                    break
+            other.wait()
+        try:
+            verdict = self._judged(program, problem)
+            with self._lock:
+                self._known[key] = verdict
+            return verdict
+        finally:
+            with self._lock:
+                del self._running[key]
+            mine.set()
+
+    def verdicts(
+        self,
+        items: Iterable[tuple[Key, str, Problem]],
+        on_bad_tests: Callable[[Key, BadTests], None] | None = None,
+    ) -> Iterator[tuple[Key, Verdict]]:
+        """Verdicts about programs, each with the key that came with it, as they are done.
+
+        Items are taken as they are needed, at most ``4 * jobs`` ahead.  Where the caller stops early, programs that
+        run are still judged, and those that wait are not.
+
+        Args:
+            items: Key, program and problem of each.
+            on_bad_tests: Called with the key of a program whose problem's tests do not run, which gets no verdict; None:
+                the error is raised.
+
+        Raises:
+            As :meth:`verdict`.
+        """
+        source = iter(items)
+        pending: dict[Future[Verdict], Key] = {}
+        pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="judge")
+        more = True
+        try:
+            while more or pending:
+                while more and len(pending) < _AHEAD * self.jobs:
+                    item = next(source, None)
+                    if item is None:
+                        more = False
+                        break
+                    key, program, problem = item
+                    pending[pool.submit(self.verdict, program, problem)] = key
+                done, _ = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    key = pending.pop(future)
+                    try:
+                        verdict = future.result()
+                    except BadTests as error:
+                        if on_bad_tests is None:
+                            raise
+                        on_bad_tests(key, error)
+                    else:
+                        yield key, verdict
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _judged(self, program: str, problem: Problem) -> Verdict:
+        with self._turns.together():
+            judged, seconds = self._timed(program, problem)
+        if judged.verdict.outcome == "timeout" and judged.cpu < _BUSY * problem.limits.seconds:
+            with self._turns.alone():
+                judged, seconds = self._timed(program, problem)
+        return replace(judged.verdict, seconds=round(seconds, 4))
+
+    def _timed(self, program: str, problem: Problem) -> tuple[Judged, float]:
+        began = time.monotonic()
+        try:
+            judged = self._run(program, problem)
+        except NotStarted as error:
+            raise NoSandbox(f"{problem.where}: a sandbox could not be made: {error}") from None
+        except BadTests as error:
+            raise BadTests(f"{problem.where}: {error}") from None
+        return judged, time.monotonic() - began
+
+    def _run(self, program: str, problem: Problem) -> Judged:
+        tests = problem.tests
+        assert tests is not None
+        if isinstance(tests, Oracle):
+            tests = as_checks(tests)
+        if isinstance(tests, Checks):
+            return judge_checks(self._sandbox, program, tests, problem.limits)
+        if isinstance(tests, Calls):
+            return judge_calls(self._sandbox, program, tests, problem.limits)
+        return judge_streams(self._sandbox, program, problem.language, tests, problem.limits)
+
+
+def check(problem: Problem) -> None:
+    """Refuse a problem that cannot be judged, whatever the program.
+
+    Raises:
+        ValueError: it has no tests, or tests that its language cannot have.
+    """
+    if problem.tests is None:
+        raise ValueError(f"{problem.where}: problem {problem.id!r} has no tests to judge by")
+    if problem.language == "cpp" and not isinstance(problem.tests, Streams):
+        kind = type(problem.tests).__name__.lower()
+        raise ValueError(f"{problem.where}: programs in C++ are judged by streams, not by {kind}")

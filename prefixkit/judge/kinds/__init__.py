@@ -1,0 +1,1 @@
+"""Judges by each kind of tests: streams, calls, checks, and an oracle."""

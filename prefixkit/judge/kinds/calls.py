@@ -1,0 +1,29 @@
+"""Judges by calls: each result comes from the candidate's sandbox and is compared here."""
+
+from __future__ import annotations
+
+from prefixkit.judge import wire
+from prefixkit.judge.ends import Judged, line
+from prefixkit.judge.kinds.dialogue import Answers, Over, refused
+from prefixkit.judge.kinds.values import equal, shown
+from prefixkit.judge.sandbox.sandbox import Sandbox
+from prefixkit.judge.verdict import Verdict
+from prefixkit.tasks.problem import Calls, Limits
+
+
+def judge_calls(sandbox: Sandbox, program: str, tests: Calls, limits: Limits) -> Judged:
+    """The verdict about a program by :class:`Calls`, which all run in one process, one after another."""
+    with sandbox.start("answering", {"program": program, "names": (tests.name,)}, limits) as process:
+        answers = Answers(process, limits)
+        try:
+            answers.load()
+            for number, (arguments, expected) in enumerate(tests.cases):
+                question = wire.write(["plain", tests.name, list(arguments), {}])
+                found = answers.ask(question, number)
+                if not (isinstance(found, list) and len(found) == 3 and found[0] == "returned"):
+                    return Judged(refused(found, number))
+                if not equal(found[1], expected, tests.tolerance):
+                    return Judged(Verdict("failed", number, line(f"returned {shown(found[1])}")))
+        except Over as over:
+            return over.judged
+    return Judged(Verdict("passed"))

@@ -1,0 +1,65 @@
+"""Judges by test code, which runs in a second sandbox and asks the candidate through the judge."""
+
+from __future__ import annotations
+
+from prefixkit.judge import wire
+from prefixkit.judge.ends import Judged, ended_together, line
+from prefixkit.judge.errors import BadTests
+from prefixkit.judge.kinds.dialogue import Answers, Over
+from prefixkit.judge.sandbox.process import Process, wait
+from prefixkit.judge.sandbox.sandbox import Sandbox
+from prefixkit.judge.verdict import Verdict
+from prefixkit.tasks.problem import Checks, Limits
+
+MESSAGES = 200_000  # questions of one run
+QUESTION = b"?"  # begins a message of the tests' that is for the candidate; others are their verdict
+
+
+def judge_checks(sandbox: Sandbox, program: str, tests: Checks, limits: Limits) -> Judged:
+    """The verdict about a program by :class:`Checks`.
+
+    Raises:
+        BadTests: the tests do not parse, or what comes before them raises an exception.
+    """
+    told = {"code": tests.code, "setup": tests.setup, "names": tests.names}
+    with (
+        sandbox.start("answering", {"program": program, "names": tests.names}, limits) as candidate,
+        sandbox.start("testing", told, limits) as checker,
+    ):
+        try:
+            return _relay(candidate, checker, limits)
+        except Over as over:
+            return over.judged
+
+
+def _relay(candidate: Process, checker: Process, limits: Limits) -> Judged:
+    """Pass questions and answers on until the tests are done; what the candidate sends is read here first."""
+    answers = Answers(candidate, limits, [checker])
+    answers.load()
+    checker.send(answers.last)
+    for _ in range(MESSAGES):
+        kind, content = _told(checker, candidate, limits)
+        if kind == QUESTION:
+            answers.ask(content, None)
+            checker.send(answers.last)
+        else:
+            return _verdict(wire.read(content))
+    return Judged(Verdict("output", None, f"more than {MESSAGES} calls"))
+
+
+def _told(checker: Process, candidate: Process, limits: Limits) -> tuple[bytes, bytes]:
+    """The next message of the tests: its kind, and the rest."""
+    wait([checker, candidate], lambda: checker.complete, checker, framed=True)
+    message = None if checker.excess or candidate.excess else checker.message()
+    if message is None:
+        raise Over(ended_together([candidate, checker], limits))
+    return message[:1], message[1:]
+
+
+def _verdict(told: list[str]) -> Judged:
+    kind, detail = told
+    if kind == "passed":
+        return Judged(Verdict("passed"))
+    if kind == "broken":
+        raise BadTests(f"the tests do not run: {line(detail)}")
+    return Judged(Verdict("error" if kind == "error" else "failed", None, line(detail)))

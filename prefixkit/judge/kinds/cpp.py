@@ -1,0 +1,42 @@
+"""Compiles C++ programs, in a sandbox that has the compiler and may run its parts."""
+
+from __future__ import annotations
+
+import shutil
+
+from prefixkit.judge.ends import Judged, line
+from prefixkit.judge.errors import NoCompiler
+from prefixkit.judge.sandbox.process import wait
+from prefixkit.judge.sandbox.sandbox import Sandbox
+from prefixkit.judge.verdict import Verdict
+from prefixkit.tasks.problem import Limits
+
+COMPILING = Limits(seconds=30.0, memory=2048, output=32 * 1024)
+_FLAGS = "-std=c++17 -O2 -w -fmax-errors=1"
+# The program comes out on standard output: nothing on the machine is written.
+_SCRIPT = f'PATH=/usr/bin:/bin; LC_ALL=C; export PATH LC_ALL; "$1" {_FLAGS} -o /tmp/made "$2" && cat /tmp/made'
+
+
+def compiled(sandbox: Sandbox, source: str) -> bytes | Judged:
+    """The program that a source makes, or the verdict that it makes none.
+
+    Raises:
+        NoCompiler: there is no g++ here.
+    """
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise NoCompiler("C++ programs cannot be judged without g++ on the PATH; `apt-get install g++`")
+    spec = {"command": ["/bin/sh", "-c", _SCRIPT, "sh", compiler, "program.cpp"]}
+    files = {"program.cpp": source.encode("utf-8", "replace")}
+    with sandbox.start("program", spec, COMPILING, files, tools=True) as process:
+        process.feed(b"")
+        wait([process], lambda: False, process, framed=False)
+        if process.excess == "timeout":
+            return Judged(Verdict("timeout", None, f"compiling took more than {COMPILING.seconds:g} s"), process.cpu)
+        if process.excess or process.status != 0:
+            errors = process.errors.decode("utf-8", "replace").splitlines()
+            found = next(
+                (entry for entry in errors if "error" in entry), errors[-1] if errors else "it does not compile"
+            )
+            return Judged(Verdict("invalid", None, line(found.rpartition("/judge/")[2])))
+        return bytes(process.heard)

@@ -1,0 +1,94 @@
+"""The judge's side of a candidate that answers calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from prefixkit.judge import wire
+from prefixkit.judge.ends import Judged, ended_together, line
+from prefixkit.judge.sandbox.process import Process, wait
+from prefixkit.judge.verdict import Verdict
+from prefixkit.tasks.problem import Limits
+
+
+class Over(Exception):
+    """The candidate's verdict is known before its tests are done.
+
+    Attributes:
+        judged: The verdict.
+    """
+
+    def __init__(self, judged: Judged) -> None:
+        super().__init__(judged.verdict.outcome)
+        self.judged = judged
+
+
+class Answers:
+    """A candidate in its sandbox.
+
+    Args:
+        process: The sandbox.
+        limits: For messages.
+        beside: Other sandboxes that run meanwhile.
+
+    Attributes:
+        last: The last message, which has been read and is well-formed.
+    """
+
+    def __init__(self, process: Process, limits: Limits, beside: Sequence[Process] = ()) -> None:
+        self._process, self._limits, self._beside = process, limits, beside
+        self.last = b""
+
+    def load(self) -> None:
+        """Wait until the candidate's module has run.
+
+        Raises:
+            Over: it does not run, or lacks a name.
+        """
+        found = self._next(None, ())
+        if not (isinstance(found, list) and len(found) == 2 and found[0] == "loaded"):
+            raise Over(Judged(refused(found, None)))
+        names = found[1]
+        pairs = names.items if isinstance(names, wire.Unhashed) and names.kind is dict else []
+        if missing := [name for name, kind in pairs if kind == ("missing",)]:
+            raise Over(Judged(Verdict("invalid", None, line(f"it defines no {_text(missing[0])}"))))
+
+    def ask(self, content: bytes, case: int | None) -> Any:
+        """The answer to a message, as :func:`prefixkit.judge.wire.read` gives it without hash tables.
+
+        Raises:
+            Over: the candidate ends, goes beyond a limit, or answers what cannot be read.
+        """
+        self._process.send(content)
+        return self._next(case, self._beside)
+
+    def _next(self, case: int | None, beside: Sequence[Process]) -> Any:
+        process = self._process
+        wait([process, *beside], lambda: process.complete, process, framed=True)
+        message = None if process.excess else process.message()
+        if message is None:
+            raise Over(ended_together([process, *beside], self._limits, case))
+        try:
+            found = wire.read(message, hashed=False)
+        except wire.WireError as error:
+            raise Over(Judged(Verdict("error", case, f"its answer cannot be read: {error}"))) from None
+        self.last = message
+        return found
+
+
+def refused(answer: Any, case: int | None) -> Verdict:
+    """The verdict about an answer that is no result."""
+    kind, rest = (answer[0], answer[1:]) if isinstance(answer, list) and answer else (None, [])
+    if kind == "invalid" and rest:
+        return Verdict("invalid", case, line(_text(rest[0])))
+    if kind == "unfit" and rest:
+        return Verdict("output", case, line(f"a result that is too large: {_text(rest[0])}"))
+    if kind == "raised" and len(rest) >= 3:
+        return Verdict("memory" if rest[0] == "MemoryError" else "error", case, line(_text(rest[2])))
+    return Verdict("error", case, "its answer cannot be read: no such answer")
+
+
+def _text(value: Any) -> str:
+    """What should be a text, from a sender that may send anything."""
+    return value if isinstance(value, str) else "?"

@@ -1,0 +1,67 @@
+"""Judges by standard input and output: a fresh sandbox for each case, whose output is compared here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefixkit.judge.ends import Judged, ended, line
+from prefixkit.judge.kinds.cpp import compiled
+from prefixkit.judge.kinds.texts import accepts
+from prefixkit.judge.sandbox.process import wait
+from prefixkit.judge.sandbox.sandbox import Sandbox
+from prefixkit.judge.verdict import Verdict
+from prefixkit.tasks.problem import Language, Limits, Streams
+
+_CPP_STACK = 256  # MiB
+
+
+def judge_streams(sandbox: Sandbox, program: str, language: Language, tests: Streams, limits: Limits) -> Judged:
+    """The verdict about a program by :class:`Streams`.
+
+    Raises:
+        NoCompiler: the program is in C++, and there is no compiler here.
+    """
+    files: dict[str, bytes] = {}
+    spec: Mapping[str, Any] = {"program": program, "arguments": [], "command": []}
+    if language == "cpp":
+        made = compiled(sandbox, program)
+        if isinstance(made, Judged):
+            return made
+        files, spec = {"program": made}, {"command": ["program"]}
+    stack = min(_CPP_STACK, limits.memory // 2) if language == "cpp" else 64
+    for number, (given, expected) in enumerate(tests.cases):
+        with sandbox.start("program", spec, limits, files, stack=stack) as process:
+            process.feed(given.encode("utf-8", "surrogatepass"))
+            wait([process], lambda: False, process, framed=False)
+            output = bytes(process.heard)
+            if process.excess or process.status != 0:
+                return ended(process, limits, number)
+        if tests.checker:
+            verdict = _checked(sandbox, tests.checker, (given, expected, output), limits)
+        else:
+            verdict = "" if accepts(output, expected, tests.compare, tests.tolerance) else _difference(output)
+        if verdict:
+            return Judged(Verdict("failed", number, line(verdict)))
+    return Judged(Verdict("passed"))
+
+
+def _checked(sandbox: Sandbox, checker: str, texts: tuple[str, str, bytes], limits: Limits) -> str:
+    """Ask a checker, in a sandbox where the three texts are files; why it refuses, or ""."""
+    given, expected, output = texts
+    files = {
+        "input": given.encode("utf-8", "surrogatepass"),
+        "expected": expected.encode("utf-8", "surrogatepass"),
+        "output": output,
+    }
+    spec = {"program": checker, "arguments": list(files), "command": []}
+    with sandbox.start("program", spec, limits, files) as process:
+        process.feed(b"")
+        wait([process], lambda: False, process, framed=False)
+        if process.excess:
+            return f"its checker went beyond a limit: {process.excess}"
+        return "" if process.status == 0 else f"its checker refused: exit status {process.status}"
+
+
+def _difference(output: bytes) -> str:
+    return f"wrote {output[:100].decode('utf-8', 'replace')!r}{'...' if len(output) > 100 else ''}"

@@ -1,0 +1,1 @@
+"""Makes sandboxes, starts programs in them and talks with these; knows nothing of tests and verdicts."""

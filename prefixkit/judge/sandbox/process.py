@@ -1,0 +1,267 @@
+"""A process in a sandbox, and how the judge talks with it without ever waiting for longer than it may."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Literal
+
+from prefixkit.judge.sandbox.cgroup import Cgroup
+from prefixkit.judge.wire import framed
+
+Excess = Literal["", "timeout", "memory", "output"]
+MESSAGE = 16 << 20  # bytes of one message
+_CHUNK = 1 << 16
+_TAIL = 4096  # bytes of standard error that are kept
+_START = 60.0  # seconds until a sandbox must have started
+
+
+class NotStarted(OSError):
+    """The sandbox ended before the program in it began."""
+
+
+class Process:
+    """One sandbox and what is in it; closed, all of it is dead.
+
+    Attributes:
+        excess: The limit that it went beyond; then it is dead.
+        status: Its exit status once it has ended, negative where a signal ended it; None before.
+        errors: The end of what it wrote to standard error.
+        heard: What it wrote to standard output and was not taken yet.
+        cpu: Seconds of CPU time that it and its descendants had used when it was killed; 0 where it ended by itself.
+    """
+
+    def __init__(
+        self,
+        popen: subprocess.Popen[bytes],
+        ready: int,
+        seconds: float,
+        cap: int,
+        grouped: bool,
+        cgroup: Cgroup | None = None,
+    ) -> None:
+        assert popen.stdin is not None and popen.stdout is not None and popen.stderr is not None
+        self._popen, self._ready, self._grouped, self._cgroup = popen, ready, grouped, cgroup
+        self._in, self._out, self._err = popen.stdin.fileno(), popen.stdout.fileno(), popen.stderr.fileno()
+        self._pidfd = os.pidfd_open(popen.pid)
+        for descriptor in (self._in, self._out, self._err, ready):
+            os.set_blocking(descriptor, False)
+        self._seconds, self._cap, self._written = seconds, cap, 0
+        self._begun, self._out_open, self._err_open = False, True, True
+        self._deadline = time.monotonic() + _START
+        self._unsent: memoryview = memoryview(b"")
+        self._close_in = False
+        self.cpu = 0.0
+        self.excess: Excess = ""
+        self.status: int | None = None
+        self.errors = b""
+        self.heard = bytearray()
+
+    @property
+    def ended(self) -> bool:
+        return self.status is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of a message has been heard."""
+        return len(self.heard) >= 4 and len(self.heard) >= 4 + int.from_bytes(self.heard[:4], "big")
+
+    def send(self, content: bytes) -> None:
+        """Queue a message; it is written while the judge waits for something."""
+        self._unsent = memoryview(bytes(self._unsent) + framed(content))
+
+    def feed(self, content: bytes) -> None:
+        """Queue all of standard input."""
+        self._unsent, self._close_in = memoryview(content), True
+        if not content:
+            self._write()
+
+    def message(self) -> bytes | None:
+        """The next message, where all of it has been heard."""
+        if not self.complete:
+            return None
+        size = int.from_bytes(self.heard[:4], "big")
+        content = bytes(self.heard[4 : 4 + size])
+        del self.heard[: 4 + size]
+        return content
+
+    def wanted(self) -> int:
+        """How many bytes are missing from the next message."""
+        if len(self.heard) < 4:
+            return 4 - len(self.heard)
+        size = int.from_bytes(self.heard[:4], "big")
+        if size > MESSAGE:
+            self._exceed("output")
+            return 0
+        return 4 + size - len(self.heard)
+
+    def interests(self, listen: bool) -> list[tuple[int, int]]:
+        """What to poll for, as descriptors and events; of standard output only if ``listen``."""
+        found = [(self._pidfd, select.POLLIN)]
+        if not self._begun:
+            found.append((self._ready, select.POLLIN))
+        if self._err_open:
+            found.append((self._err, select.POLLIN))
+        if listen and self._out_open:
+            found.append((self._out, select.POLLIN))
+        if self._unsent:
+            found.append((self._in, select.POLLOUT))
+        return found
+
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self._deadline - time.monotonic()
+
+    def turn(self, happened: dict[int, int], framed_output: bool) -> None:
+        """Act on what :func:`select.poll` found, and on the deadline."""
+        if self._ready in happened and not self._begun:
+            self._hear_ready()
+        if self._in in happened:
+            self._write()
+        if self._err in happened:
+            self._read_errors()
+        if self._out in happened and not self.excess:
+            self._read_output(framed_output)
+        if self.excess:
+            return
+        if self._pidfd in happened:
+            self._end(framed_output)
+        elif self.left() <= 0:
+            if not self._begun:
+                self.close()
+                raise NotStarted(f"a sandbox has not started within {_START:.0f} s; give the judge fewer jobs")
+            self._exceed("timeout")
+
+    def close(self) -> None:
+        """Kill everything in the sandbox, and take back what it holds here."""
+        if self._popen.poll() is None and not self.cpu:
+            self.cpu = cpu_seconds(self._popen.pid)
+        if self._grouped:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.kill()
+        self._popen.wait()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        for file in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+            if file is not None:
+                with suppress(OSError):
+                    file.close()
+
+    def _hear_ready(self) -> None:
+        if os.read(self._ready, 1):
+            self._begun = True
+            self._deadline = time.monotonic() + self._seconds
+
+    def _write(self) -> None:
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._in, self._unsent[:_CHUNK]) :]
+        except BlockingIOError:
+            return
+        except OSError:  # it has closed its end
+            self._unsent = memoryview(b"")
+        if self._close_in and self._popen.stdin is not None and not self._popen.stdin.closed:
+            self._popen.stdin.close()
+
+    def _read_errors(self) -> bool:
+        more = _some(self._err, _CHUNK)
+        if more:
+            self.errors = (self.errors + more)[-_TAIL:]
+            self._count(len(more))
+        elif more is not None:
+            self._err_open = False
+        return bool(more)
+
+    def _read_output(self, framed_output: bool) -> bool:
+        size = min(_CHUNK, self.wanted()) if framed_output else _CHUNK
+        more = _some(self._out, size) if size else None
+        if more:
+            self.heard += more
+            if not framed_output:
+                self._count(len(more))
+        elif more is not None:
+            self._out_open = False
+        return bool(more)
+
+    def _count(self, size: int) -> None:
+        self._written += size
+        if self._written > self._cap:
+            self._exceed("output")
+
+    def _exceed(self, excess: Excess) -> None:
+        if not self.excess:
+            self.excess = excess
+            self.close()
+            self.status = self._popen.returncode
+
+    def _end(self, framed_output: bool) -> None:
+        """It has ended: read what is left, which other processes of its may hold open only without a sandbox."""
+        for read in (self._read_errors, lambda: self._read_output(framed_output)):
+            while not self.excess and read():
+                if framed_output and self.complete:
+                    break
+        if self.excess:
+            return
+        if not self._begun:
+            self._hear_ready()
+        code = self._popen.wait()
+        self.status = 128 - code if 128 < code <= 192 else code  # bubblewrap tells of signals as a shell does
+        if not self._begun:
+            errors = self.errors.decode("utf-8", "replace").strip()
+            self.close()
+            raise NotStarted(errors or f"the sandbox ended with status {code}")
+        if self._cgroup is not None and self._cgroup.ran_out():
+            self.excess = "memory"
+
+
+def wait(processes: Sequence[Process], until: Callable[[], bool], speaking: Process | None, framed: bool) -> None:
+    """Let processes run until something holds, or one of them has ended or gone beyond a limit.
+
+    Args:
+        processes: All that run; what they write to standard error is read all along.
+        until: Asked after each turn.
+        speaking: Whose standard output is read.
+        framed: Whether that is messages, of which one is read at a time.
+
+    Raises:
+        NotStarted: a sandbox could not be made.
+    """
+    while not until() and not any(process.ended or process.excess for process in processes):
+        poll = select.poll()
+        for process in processes:
+            for descriptor, events in process.interests(process is speaking):
+                poll.register(descriptor, events)
+        timeout = max(0.0, min(process.left() for process in processes))
+        happened = dict(poll.poll(timeout * 1000 + 1))
+        for process in processes:
+            if not process.ended:
+                process.turn(happened, framed)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process and its living descendants have used."""
+    ticks, pending = 0, [pid]
+    while pending:
+        one = pending.pop()
+        with suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{one}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+            with open(f"/proc/{one}/task/{one}/children", "rb") as file:
+                pending += map(int, file.read().split())
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _some(descriptor: int, size: int) -> bytes | None:
+    """What can be read now; b"" at the end, None where there is nothing yet."""
+    try:
+        return os.read(descriptor, size)
+    except BlockingIOError:
+        return None

@@ -1,0 +1,46 @@
+"""The limits of a process that the kernel keeps, as a program in a sandbox sets them before anything else."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import resource
+
+from prefixkit.judge.sandbox.protections import DISK_MIB, FAR, THREADS, Protections
+from prefixkit.tasks.problem import Limits
+
+MIB = 1 << 20
+_FILES = 256
+_STACK = 64  # MiB; a stack of C++ may be larger
+
+
+def rlimits(limits: Limits, protections: Protections, namespaced: bool, stack: int = _STACK) -> list[list[int]]:
+    """Rows of resource, soft limit, hard limit, as in ``resource.setrlimit``.
+
+    Args:
+        limits: Of the run.
+        protections: Which of them hold.
+        namespaced: Whether the process has a user namespace of its own: processes are counted in there alone.
+        stack: MiB.
+    """
+    seconds = math.ceil(limits.seconds) * (1 if protections.time else FAR)
+    rows = [
+        [resource.RLIMIT_CORE, 0, 0],
+        [resource.RLIMIT_NOFILE, _FILES, _FILES],
+        [resource.RLIMIT_CPU, seconds, seconds + 1],
+        [resource.RLIMIT_STACK, stack * MIB, stack * MIB],
+    ]
+    if protections.disk:
+        rows.append([resource.RLIMIT_FSIZE, DISK_MIB * MIB, DISK_MIB * MIB])
+    if protections.memory:
+        rows.append([resource.RLIMIT_AS, limits.memory * MIB, limits.memory * MIB])
+    if protections.processes and namespaced and _counts_by_namespace():
+        rows.append([resource.RLIMIT_NPROC, THREADS, THREADS])
+    return rows
+
+
+def _counts_by_namespace() -> bool:
+    """Whether the kernel (5.14 and later) counts a user's processes by user namespace, not on the whole machine."""
+    numbers = re.findall(r"\d+", platform.release())
+    return tuple(int(number) for number in numbers[:2]) >= (5, 14)
