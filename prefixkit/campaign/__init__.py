@@ -1,0 +1,1 @@
+"""Sampling campaigns: a run folder that is resumed exactly, whatever stopped it."""

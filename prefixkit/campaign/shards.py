@@ -1,0 +1,247 @@
+"""Files of samples that only grow: one is open for each process that samples, and the others are closed.
+
+A shard is ``NAME.jsonl``, a sample a line.  It is closed by writing ``NAME.json``, which says what it holds and its
+checksum: one rename, so that a shard is open or closed whatever stops the process.  An open one may end in a torn line,
+which is cut off by the process that closes it next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefixkit.paths import put
+
+log = logging.getLogger("prefixkit")
+
+LINES, BYTES = 4096, 64 << 20  # a shard is closed at whichever comes first
+SYNC_SECONDS = 5.0  # a machine that loses its power loses so much at most
+
+
+class DamagedShard(ValueError):
+    """A closed shard is not what it was when it was closed."""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What a closed shard holds.
+
+    Attributes:
+        samples, tokens: How many.
+        size, sha256: Of the file, in bytes.
+        ranges: By the prompt's place in the manifest, the first and last sample index of each run of them.
+    """
+
+    samples: int
+    tokens: int
+    size: int
+    sha256: str
+    ranges: Mapping[int, list[list[int]]]
+
+    def to_json(self) -> bytes:
+        ranges = [[place, own] for place, own in sorted(self.ranges.items())]
+        return (json.dumps({**self.__dict__, "ranges": ranges}) + "\n").encode()
+
+    @classmethod
+    def read(cls, index: Path) -> Closed:
+        """What ``index`` says.
+
+        Raises:
+            DamagedShard: it says nothing that :meth:`to_json` has written.
+        """
+        try:
+            record = json.loads(index.read_bytes())
+            return cls(**{**record, "ranges": {int(place): own for place, own in record["ranges"]}})
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedShard(_damaged(index.with_suffix(".jsonl"), f"{index.name} is not readable")) from error
+
+
+def ranges_of(pairs: Iterable[tuple[int, int]]) -> dict[int, list[list[int]]]:
+    """The runs of sample indices of each prompt, from ``(place, index)`` of each sample."""
+    found: dict[int, list[list[int]]] = {}
+    for place, index in sorted(pairs):
+        own = found.setdefault(place, [])
+        if own and own[-1][1] >= index - 1:
+            own[-1][1] = index
+        else:
+            own.append([index, index])
+    return found
+
+
+class ShardWriter:
+    """Appends samples to shards ``FOLDER/TAG-00000.jsonl``, ``FOLDER/TAG-00001.jsonl`` and so on.
+
+    A line is with the operating system before :meth:`write` returns: a process that is killed loses none.
+
+    Args:
+        folder: Where shards are.
+        tag: The writer's; no other writer that is alive has it.
+        lines, size: A shard is closed at so many samples, or bytes, whichever comes first.
+    """
+
+    def __init__(self, folder: Path, tag: str, lines: int = LINES, size: int = BYTES) -> None:
+        self.folder, self.tag, self.lines, self.most = folder, tag, lines, size
+        self.samples = self.tokens = 0
+        self._file: int | None = None
+        self._synced = time.monotonic()
+
+    def write(self, place: int, record: Mapping[str, Any]) -> None:
+        """Append the sample ``record["index"]`` of the prompt at ``place``.
+
+        Raises:
+            OSError: it could not be written whole; what was written of it has been taken back.
+        """
+        line = (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        if self._file is None:
+            self._open()
+        file, written = self._file, 0
+        assert file is not None
+        try:
+            while written < len(line):
+                written += os.write(file, line[written:])
+        except OSError as error:
+            os.ftruncate(file, self._size)
+            raise OSError(f"{self._path}: {error.strerror}; the samples before are whole") from error
+        self._digest.update(line)
+        self._size += len(line)
+        self._have.append((place, int(record["index"])))
+        self._tokens += len(record["tokens"])
+        self.samples, self.tokens = self.samples + 1, self.tokens + len(record["tokens"])
+        if time.monotonic() - self._synced > SYNC_SECONDS:
+            os.fsync(file)
+            self._synced = time.monotonic()
+        if len(self._have) >= self.lines or self._size >= self.most:
+            self.close()
+
+    def close(self) -> None:
+        """Close the open shard, if there is one."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+            closed = Closed(len(self._have), self._tokens, self._size, self._digest.hexdigest(), ranges_of(self._have))
+            _put_index(self._path, closed)
+
+    def _open(self) -> None:
+        taken = [path.stem for path in self.folder.glob(f"{self.tag}-*.jsonl")]
+        number = max((int(stem.rpartition("-")[2]) for stem in taken), default=-1) + 1
+        self._path = self.folder / f"{self.tag}-{number:05}.jsonl"
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        self._size, self._tokens, self._digest = 0, 0, hashlib.sha256()
+        self._have: list[tuple[int, int]] = []
+        self._synced = time.monotonic()
+
+
+def open_shards(folder: Path) -> list[Path]:
+    """The shards that are not closed, of whatever writer."""
+    return sorted(path for path in folder.glob("*.jsonl") if not path.with_suffix(".json").exists())
+
+
+def recover(path: Path, places: Mapping[str | int, int]) -> None:
+    """Close a shard whose writer is gone: cut off what is torn, and remove the file where nothing is left.
+
+    Args:
+        path: The shard.
+        places: Of each prompt's id in the manifest.
+
+    Raises:
+        DamagedShard: a line before the last is no sample of the campaign.
+    """
+    content = path.read_bytes()
+    whole, have, tokens = 0, list[tuple[int, int]](), 0
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        record = _sample_of(line, places)
+        if record is None:
+            if whole + len(line) < len(content):
+                raise DamagedShard(_damaged(path, f"line {number} is no sample of this campaign"))
+            log.warning("%s: cut off a line that was written in part", path.name)
+            break
+        whole += len(line)
+        have.append((places[record["id"]], record["index"]))
+        tokens += len(record["tokens"])
+    if not have:
+        path.unlink()
+        return
+    if whole < len(content):
+        os.truncate(path, whole)
+    _sync(path)
+    closed = Closed(len(have), tokens, whole, hashlib.sha256(content[:whole]).hexdigest(), ranges_of(have))
+    _put_index(path, closed)
+
+
+def closed_shards(folder: Path) -> dict[Path, Closed]:
+    """What each closed shard holds, by its file; files are looked for, and not read.
+
+    Raises:
+        DamagedShard: a file is missing, or of another length than when it was closed.
+    """
+    found = {}
+    for index in sorted(folder.glob("*.json")):
+        path, closed = index.with_suffix(".jsonl"), Closed.read(index)
+        size = path.stat().st_size if path.exists() else None
+        if size != closed.size:
+            there = "is missing" if size is None else f"has {size} bytes, not the {closed.size} that it was closed with"
+            raise DamagedShard(_damaged(path, there))
+        found[path] = closed
+    return found
+
+
+def check_content(path: Path, closed: Closed) -> None:
+    """Raise DamagedShard unless a closed shard has the checksum that it was closed with."""
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != closed.sha256:
+            raise DamagedShard(_damaged(path, "its content has changed since it was closed (SHA-256)"))
+
+
+def read_samples(path: Path, places: Mapping[str | int, int]) -> Iterator[dict[str, Any]]:
+    """The samples of a shard, in the order in which they finished; of an open one, those whose lines are whole.
+
+    Raises:
+        DamagedShard: a line is no sample of the campaign.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                record = _sample_of(line, places)
+                if record is None:
+                    raise DamagedShard(_damaged(path, f"line {number} is no sample of this campaign"))
+                yield record
+
+
+def _sample_of(line: bytes, places: Mapping[str | int, int]) -> dict[str, Any] | None:
+    """The sample in a line; None where it is torn."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    whole = line.endswith(b"\n") and isinstance(record, dict) and {"id", "index", "tokens", "text"} <= record.keys()
+    return record if whole and isinstance(record["id"], str | int) and record["id"] in places else None
+
+
+def _put_index(path: Path, closed: Closed) -> None:
+    try:
+        put(path.with_suffix(".json"), closed.to_json())
+    except OSError as error:
+        said = f"{path} cannot be closed ({error.strerror}); its samples are whole, and the next run closes it"
+        raise OSError(said) from error
+
+
+def _damaged(path: Path, what: str) -> str:
+    return (
+        f"{path}: {what}; restore the file, or remove {path.name} and {path.with_suffix('.json').name}: "
+        "its samples are then sampled again"
+    )
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

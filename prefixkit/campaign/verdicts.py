@@ -1,0 +1,151 @@
+"""What the candidates of a run folder came to: a line for each, written as it is known, so that judging is resumed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prefixkit.campaign.folder import Asked, RunFolder
+from prefixkit.judge import BadTests, Judge, digest_of, key_of
+from prefixkit.judge.verdict import Verdict
+from prefixkit.tasks.answers import program
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A candidate and its verdict.
+
+    Attributes:
+        place: The problem's place in the manifest.
+        index: Which sample.
+        key: Of the program, the tests and the limits: equal ones have equal verdicts.
+        verdict: What it came to.
+    """
+
+    place: int
+    index: int
+    key: str
+    verdict: Verdict
+
+
+class Verdicts:
+    """What is known of a run folder's candidates: verdicts by what they depend on, so that others never count.
+
+    Args:
+        folder: With samples, of which some may still be written.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.asked = folder.asked()
+        self.known: dict[str, Verdict] = {}
+        self.written: dict[tuple[int, int], str] = {}  # the key of the line that each sample has
+        self._digests = [None if one.problem.tests is None else digest_of(one.problem) for one in self.asked]
+        for path in sorted((folder.path / "verdicts").glob("*.jsonl")):
+            for line in path.read_bytes().splitlines():
+                try:
+                    record = json.loads(line)
+                    sample = folder.places[record.pop("id")], record.pop("index")
+                    key = record.pop("key")
+                    self.known[key] = Verdict(**record)
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    continue  # torn or damaged: it is judged again
+                self.written[sample] = key
+
+    def of(self, place: int, text: str) -> tuple[str, str | None, Verdict | None]:
+        """The program in a sample's text, its key, and its verdict; no key where its problem has no tests."""
+        program, digest = program_of(self.asked[place], text), self._digests[place]
+        if digest is None:
+            return program, None, None
+        key = key_of(program, self.asked[place].problem, digest)
+        return program, key, self.known.get(key)
+
+
+def judge_samples(
+    folder: RunFolder,
+    judge: Judge,
+    tag: str = "all",
+    *,
+    wanted: Callable[[int, int], bool] = lambda place, index: True,
+    on_verdict: Callable[[Judged], None] = lambda judged: None,
+) -> None:
+    """Judge the candidates that have no verdict yet, each program of a problem once.
+
+    Args:
+        folder: With samples, of which some may still be written.
+        judge: Runs them.
+        tag: Names the file of verdicts; no other process that judges has it.
+        wanted: Whether a sample is judged, by its problem's place and its index.
+        on_verdict: Called with each verdict, known ones included.
+
+    Raises:
+        BadTests: the tests of a problem do not run; the candidates of all others have their verdicts.
+        OSError: a verdict cannot be written.
+    """
+    verdicts = Verdicts(folder)
+    bad: dict[int, BadTests] = {}
+    with _Lines(folder.path / "verdicts" / f"{tag}.jsonl") as lines:
+
+        def keep(judged: Judged) -> None:
+            verdicts.known[judged.key] = judged.verdict
+            if verdicts.written.get((judged.place, judged.index)) != judged.key:
+                name = folder.manifest.prompts[judged.place].id
+                lines.write({"id": name, "index": judged.index, "key": judged.key, **asdict(judged.verdict)})
+            on_verdict(judged)
+
+        def unknown() -> Iterator[tuple[tuple[int, int, str], str, Any]]:
+            for record in folder.samples():
+                place, index = folder.places[record["id"]], record["index"]
+                if place in bad or not wanted(place, index):
+                    continue
+                program, key, verdict = verdicts.of(place, record["text"])
+                if key is not None and verdict is not None:
+                    keep(Judged(place, index, key, verdict))
+                elif key is not None:
+                    yield (place, index, key), program, verdicts.asked[place].problem
+
+        def note(key: tuple[int, int, str], error: BadTests) -> None:
+            bad.setdefault(key[0], error)
+
+        for (place, index, key), verdict in judge.verdicts(unknown(), note):
+            keep(Judged(place, index, key, verdict))
+    if bad:
+        count, first = len(bad), next(iter(bad.values()))
+        total = len(verdicts.asked)
+        raise BadTests(f"the tests of {count} of {total} problems do not run, the others are judged: {first}")
+
+
+def program_of(asked: Asked, text: str) -> str:
+    """The program in a sample's text."""
+    return program(asked.problem, text, asked.begun)
+
+
+class _Lines:
+    """Appends records; a line that was torn before is ended first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
+
+    def write(self, record: dict[str, Any]) -> None:
+        line = (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        try:
+            if os.write(self._file, line) < len(line):
+                os.write(self._file, b"\n")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise OSError(f"{self._path}: {error.strerror}; the verdicts before are kept") from error
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)

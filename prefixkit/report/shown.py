@@ -1,0 +1,64 @@
+r"""Texts of others, made visible: what would hide, reorder or end a text is written as JSON writes it (``\u202e``).
+
+These are controls, formats without a width (among them the controls of the reading direction), separators of lines and
+paragraphs, halves of surrogate pairs, private and unassigned characters of the last planes, and letters that are drawn
+as nothing.  The page's template writes every text through :func:`visible`, before the escaping of HTML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from markupsafe import Markup, escape
+
+_HIDDEN = (
+    "\x00-\x1f\x7f-\x9f\u00ad\u034f\u061c\u070f\u08e2\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\ud800-\udfff\U0001bca0-\U0001bca3"
+    "\U0001d173-\U0001d17a\U000e0000-\U0010ffff"
+)
+_UNSAFE = re.compile(f"[{_HIDDEN}]")
+_UNSAFE_IN_CODE = re.compile(f"(?:(?![\n\t])[{_HIDDEN}])+")  # where lines and tabs stay what they are
+LONGEST = 300  # characters of an id, a detail or another text within a line
+
+
+def visible(text: str, longest: int = LONGEST) -> str:
+    """One line of text, without hidden characters, at most about ``longest`` characters long."""
+    return _UNSAFE.sub(_written, cut(text, longest))
+
+
+def code(text: str, longest: int) -> Markup:
+    """A program, as HTML: lines stay lines, and hidden characters are marked as such.
+
+    Args:
+        longest: Characters that are shown; of a longer text, its beginning and end.
+    """
+    text = cut(text.replace("\r\n", "\n"), longest)
+    parts, end = [], 0
+    for found in _UNSAFE_IN_CODE.finditer(text):
+        hidden = "".join(map(_escaped, found[0]))
+        parts += [escape(text[end : found.start()]), Markup('<b class="hidden">{}</b>').format(hidden)]
+        end = found.end()
+    return Markup("").join([*parts, escape(text[end:])])
+
+
+def cut(text: str, longest: int) -> str:
+    """A text that is too long, less its middle, and how much that was."""
+    if len(text) <= longest:
+        return text
+    head = max(1, longest * 2 // 3)
+    tail = max(1, longest - head)
+    return f"{text[:head]} […{len(text) - head - tail:,} characters…] {text[-tail:]}"
+
+
+def cut_end(text: str, longest: int) -> str:
+    """A text that is too long, less its end."""
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def _written(found: re.Match[str]) -> str:
+    return _escaped(found[0])
+
+
+def _escaped(character: str) -> str:
+    return json.dumps(character)[1:-1] if character != "\x7f" else "\\u007f"

@@ -1,0 +1,91 @@
+"""Chromium over its DevTools protocol, which it speaks through two pipes: JSON, each message ended by a NUL."""
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+LIMIT = 60.0  # seconds that an answer may take
+
+
+class Browser:
+    """One headless browser with one page, without a network."""
+
+    def __init__(self):
+        self._profile = tempfile.mkdtemp()
+        theirs, self._to = os.pipe()
+        self._from, other = os.pipe()
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+        options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={self._profile}"]
+        # Its descriptors are 3, to read, and 4, to write.
+        shell = f'exec "$0" "$@" 3<&{theirs} 4>&{other}'
+        command = ["/bin/bash", "-c", shell, CHROMIUM, *options, "--remote-debugging-pipe", "about:blank"]
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(command, pass_fds=(theirs, other), stdout=quiet, stderr=quiet)
+        os.close(theirs)
+        os.close(other)
+        self._number, self._rest, self.events, self._session = 0, b"", [], None
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.ask(f"{domain}.enable")
+
+    def ask(self, method, **params):
+        """The answer to one command; events that come before it are kept."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while (answer := self._next()).get("id") != self._number:
+            self.events.append(answer)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def open(self, path, width, scheme="light"):
+        """Show a file at a width, and wait until it is loaded."""
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+        self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        for url in ("about:blank", Path(path).as_uri()):
+            self.events.clear()
+            self.ask("Page.navigate", url=url)
+            while not self.seen("Page.loadEventFired"):
+                self.events.append(self._next())
+
+    def value(self, expression):
+        """What an expression gives on the page."""
+        result = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def seen(self, method):
+        """The events of a kind since the page was opened."""
+        return [event["params"] for event in self.events if event.get("method") == method]
+
+    def close(self):
+        os.close(self._to)  # it ends when the pipe does
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._from)
+        shutil.rmtree(self._profile, ignore_errors=True)
+
+    def _next(self):
+        end = time.monotonic() + LIMIT
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._from], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise TimeoutError("the browser does not answer")
+            read = os.read(self._from, 1 << 16)
+            if not read:
+                raise OSError("the browser ended")
+            self._rest += read
+        message, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(message)
