@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.tree.node import Node
+from prefixkit.tree.node import Node, Sequence
 from prefixkit.tree.ragged import indptr_of
 from prefixkit.tree.snapshot import TreeSnapshot
 
@@ -24,16 +24,41 @@ class Frozen:
     sequences_version: int
 
 
-def rebuild(root: Node, page_size: int, version: int, sequences_version: int, tree: object) -> Frozen:
-    """Freeze the whole tree, whose identity is ``tree``; numbers the nodes (`Node.index`) in depth-first order.
+def live_children(sequences: Iterable[Sequence]) -> dict[Node, list[Node]]:
+    """Of the nodes that lead to these sequences, the children that do: at their cost, whatever else the tree holds."""
+    children: dict[Node, list[Node]] = {}
+    seen: set[Node] = set()
+    for sequence in sequences:
+        node = sequence.node
+        while (above := node.parent) is not None and node not in seen:
+            seen.add(node)
+            children.setdefault(above, []).append(node)
+            node = above
+    return children
+
+
+def rebuild(
+    root: Node,
+    page_size: int,
+    version: int,
+    sequences_version: int,
+    tree: object,
+    live: dict[Node, list[Node]] | None,
+    running: Mapping[int, Sequence],
+) -> Frozen:
+    """Freeze the tree, whose identity is ``tree``; numbers the nodes (`Node.index`) in depth-first order.
 
     One loop, parents before children, over a stack: chains may be deep, and beams do this at every step.
+
+    Args:
+        live: The children of each node that are frozen, see :func:`live_children`; None: all are.
+        running: The sequences that are, by id.
     """
     nodes: list[Node] = []
     parent: list[int] = []
     columns: list[int] = []  # start, length, computed, first slot, pages held, node after node: no tuple for each
     pages: list[Ints] = []
-    stack = root.children[::-1]
+    stack = (root.children if live is None else live.get(root, []))[::-1]
     while stack:
         node = stack.pop()
         above, first, length = node.parent, node.first_slot, node.length
@@ -45,10 +70,13 @@ def rebuild(root: Node, page_size: int, version: int, sequences_version: int, tr
         columns += node.start, length, node.computed, first, held
         buffer = node.page_buffer
         pages.append(buffer if len(buffer) == held else buffer[:held])
+        if live is not None:
+            stack += live.get(node, [])[::-1]
+            continue
         for group in reversed(node.branches.values()):
             stack += group if len(group) == 1 else group[::-1]
     start, lengths, computed, first_slot, num_pages = np.array(columns, np.int32).reshape(-1, 5).T.copy()
-    sequence_node, sequence_id = _sequence_ends(root, nodes)
+    sequence_node, sequence_id = _sequence_ends(root, nodes, running)
     snapshot = TreeSnapshot(
         version=version,
         page_size=page_size,
@@ -91,9 +119,9 @@ def refresh(frozen: Frozen, touched: Collection[Node]) -> Frozen:
     return Frozen(snapshot, frozen.nodes, frozen.sequences_version)
 
 
-def resequence(frozen: Frozen, root: Node, sequences_version: int) -> Frozen:
+def resequence(frozen: Frozen, root: Node, sequences_version: int, running: Mapping[int, Sequence]) -> Frozen:
     """``frozen`` with the sequences that end in its nodes now."""
-    sequence_node, sequence_id = _sequence_ends(root, frozen.nodes)
+    sequence_node, sequence_id = _sequence_ends(root, frozen.nodes, running)
     snapshot = replace(frozen.snapshot, sequence_node=sequence_node, sequence_id=sequence_id)
     return Frozen(snapshot, frozen.nodes, sequences_version)
 
@@ -107,13 +135,15 @@ def _subtree_ends(parent: list[int]) -> list[int]:
     return ends
 
 
-def _sequence_ends(root: Node, nodes: list[Node]) -> tuple[Ints, NDArray[np.int64]]:
-    """Where each sequence ends, and its id; empty sequences end nowhere, which is -1, and come first."""
-    indices, ids = [-1] * len(root.sequences), list(root.sequences)
+def _sequence_ends(root: Node, nodes: list[Node], running: Mapping[int, Sequence]) -> tuple[Ints, NDArray[np.int64]]:
+    """Where each running sequence ends, and its id; empty ones end nowhere, which is -1, and come first."""
+    ids = [id for id in root.sequences if id in running]
+    indices = [-1] * len(ids)
     for node in nodes:
         if node.sequences:
-            ids += node.sequences
-            indices += [node.index] * len(node.sequences)
+            own = [id for id in node.sequences if id in running]
+            ids += own
+            indices += [node.index] * len(own)
     return np.array(indices, np.int32), np.array(ids, np.int64)
 
 

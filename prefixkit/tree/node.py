@@ -39,13 +39,16 @@ class Node:
             free.
         follows: the node whose ``continuation`` this is; None where no node holds slots before it in its first page.
         sequences: the sequences that end exactly at this node's end, by id.
+        kept: whether the node stays though no sequence may lead to it: the prefix cache keeps it.
+        pins: how many users of the prefix cache forbid to evict it.
+        uses, used_at: how often the prefix cache found it, and when it was found or kept last.
         start: position of the first token.
         length: number of tokens; 0 only for the root.
         computed: how many of them, from the first, have KV in the pool.
         first_slot: slots of the first page that lie before the first token.
         reserved: pages held behind those of the tokens, for tokens to come; 0 where there are children.
         page_buffer: the array behind ``pages``, whose first ``num_pages + reserved`` entries count.
-        index: place in the depth-first order of the tree's latest snapshot.
+        index: place in the depth-first order of the tree's latest snapshot; -1 where that leaves the node out.
     """
 
     __slots__ = (
@@ -58,12 +61,16 @@ class Node:
         "follows",
         "id",
         "index",
+        "kept",
         "length",
         "page_buffer",
         "parent",
+        "pins",
         "reserved",
         "sequences",
         "start",
+        "used_at",
+        "uses",
     )
 
     def __init__(
@@ -81,6 +88,8 @@ class Node:
         self.follows: Node | None = None
         self.first_slot = first_slot
         self.index = -1
+        self.kept = False
+        self.pins = self.uses = self.used_at = 0
         self._page_size = page_size
         self._token_buffer = tokens
         self.page_buffer = pages
@@ -137,13 +146,23 @@ class Node:
         return self.continuation is None and self.appends(0)
 
     @property
+    def needed(self) -> bool:
+        """Whether anything holds the node in the tree."""
+        return bool(self.branches or self.sequences or self.kept)
+
+    @property
+    def evictable(self) -> bool:
+        """Whether the prefix cache alone holds the node."""
+        return self.kept and not (self.branches or self.sequences or self.pins)
+
+    @property
     def free_slots(self) -> int:
         """Slots after this node's end in its last page that no node holds."""
         return 0 if self.continuation is not None else -self.end_slot % self._page_size
 
     def appends(self, count: int) -> bool:
         """Whether the one sequence that ends here may append ``count`` tokens to this node, not to a new child."""
-        if self.branches or len(self.sequences) != 1 or self.parent is None:
+        if self.branches or len(self.sequences) != 1 or self.kept or self.parent is None:
             return False
         behind = self.continuation
         return behind is None or self.end_slot % self._page_size + count <= behind.first_slot
@@ -237,9 +256,12 @@ class Node:
 
     def shorten(self, length: int) -> Ints:
         """Keep the first ``length`` tokens (at least one); the pages behind them are the caller's to release."""
-        before, self.reserved = self.pages, 0
+        before, held, self.reserved = self.pages, self.num_pages, 0
         self.length = length
         self.computed = min(self.computed, length)
+        if self.num_pages < held and self.continuation is not None:  # that lies in a page which this node gives back
+            self.continuation.follows = None
+            self.continuation = None
         return before[self.num_pages :]
 
     def split(self, at: int, upper_id: int, allocator: PageAllocator) -> Node:
@@ -259,6 +281,7 @@ class Node:
         upper.follow(self.follows)
         self.follow(upper if offset else None)
         upper.computed = min(self.computed, at)
+        upper.uses, upper.used_at = self.uses, self.used_at
         self.parent.replace_child(self, upper)
 
         self._token_buffer = self._token_buffer[at:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from itertools import compress, pairwise
-from itertools import count as count_up
 from operator import not_
 
 import numpy as np
@@ -13,9 +12,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from prefixkit.tree import freeze
 from prefixkit.tree.chains import chains
+from prefixkit.tree.edits import TreeEdits
+from prefixkit.tree.joining import join
 from prefixkit.tree.match import Match, follow
 from prefixkit.tree.node import Node, Sequence
-from prefixkit.tree.pages import OutOfPages, PageAllocator, check_page_size, pages_for
+from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.snapshot import TreeSnapshot
 from prefixkit.tree.tokens import as_tokens
 
@@ -24,13 +25,10 @@ __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
-_NO_PAGES = np.empty(0, np.int32)
-_GAP = 2  # slots left free between leaves that begin in one page: most are gone before they have filled them
 _NODES_A_PAGE = 3  # a copy may take a page more than it gives back for so many nodes that go
-_REACH = 128  # nodes that are asked for free slots at most: chains may be deep
 
 
-class PrefixTree:
+class PrefixTree(TreeEdits):
     """A radix tree of token sequences whose nodes own slices of ref-counted pages.
 
     A node ends where sequences part or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.  Only
@@ -49,22 +47,15 @@ class PrefixTree:
         version: grows whenever nodes are added, removed, split, merged or shortened.
         sequences_version: grows whenever sequences are added, removed or moved to another node.
         reserved: pages that leaves hold for tokens to come.
+        kept: nodes that the prefix cache keeps.  A snapshot leaves out what leads to no sequence that runs.
 
     Raises:
         ValueError: ``num_pages`` below 1, or ``page_size`` outside 1..128.
     """
 
     def __init__(self, num_pages: int, page_size: int = 16) -> None:
-        check_page_size(page_size)
-        self.allocator = PageAllocator(num_pages)
-        self.page_size = int(page_size)
+        super().__init__(num_pages, page_size)
         self._identity = object()  # of its snapshots: versions of two trees may be equal
-        self.version = 0
-        self.sequences_version = 0
-        self.reserved = 0
-        self._node_ids = count_up()
-        self._sequence_ids = count_up()
-        self.root = Node(next(self._node_ids), None, self.page_size, np.empty(0, np.int32), np.empty(0, np.int32))
         self._frozen: freeze.Frozen | None = None
         self._touched: set[Node] = set()  # nodes with another length or ``computed`` than the latest snapshot says
 
@@ -81,6 +72,14 @@ class PrefixTree:
         """
         node = self._node_of(sequence)
         return node.pages_to_add(count) if node.grows_in_place else pages_for(count, self.page_size)
+
+    def pages_held(self) -> int:
+        """Pages that sequences hold, without reserved ones and those that only the prefix cache keeps."""
+        if not self._partial:
+            return self.allocator.num_pages - self.allocator.free - self.reserved
+        held = np.zeros(self.allocator.num_pages, np.bool_)
+        held[self.snapshot().pages] = True
+        return int(held.sum()) - self.reserved
 
     def snapshot(self) -> TreeSnapshot:
         """The tree as flat arrays, in depth-first order; the same object while nothing has changed."""
@@ -116,7 +115,7 @@ class PrefixTree:
         pages = self.allocator.allocate(self._pages_behind(host, len(rest), reserved))  # the last step that can fail
 
         if splits:
-            node = self._split(node, found.offset)
+            node = self.split(node, found.offset)
         if len(rest):
             node = self._add_leaf(node, rest.copy(), pages, host)
         return self._new_sequence(node)
@@ -162,15 +161,23 @@ class PrefixTree:
         nodes = [self._node_of(sequence) for sequence in sequences]
         if not all(node.grows_in_place for node in nodes):
             raise ValueError("a sequence that shares its last node or page has no pages of its own; extend it first")
-        missing = [(node, node.pages_to_add(count), count) for node, count in zip(nodes, tokens, strict=True)]
-        pages = self.allocator.allocate(sum(more for _, more, _ in missing))
-        for node, more, count in missing:
-            before, pages = pages[:more], pages[more:]
-            node.reserve(before)
-            surplus = node.give_back(-(-max(0, count - node.free_slots) // self.page_size))
-            self.allocator.release(surplus)
-            self.reserved += more - len(surplus)
-            self.version += len(surplus) > 0  # of one version a later snapshot has no fewer pages
+        held = [node.reserved for node in nodes]
+        wanted = [
+            -(-max(0, count - node.free_slots) // self.page_size) for node, count in zip(nodes, tokens, strict=True)
+        ]
+        more = sum(wanted) - sum(held)
+        self.allocator.check(more)
+        for node, before, after in zip(nodes, held, wanted, strict=True):
+            if after < before:
+                self.allocator.release(node.give_back(after))
+                self.version += 1  # of one version a later snapshot has no fewer pages
+        missing = [max(0, after - before) for before, after in zip(held, wanted, strict=True)]
+        pages = self.allocator.allocate(sum(missing))
+        for node, count in zip(nodes, missing, strict=True):
+            if count:
+                node.reserve(pages[:count])
+                pages = pages[count:]
+        self.reserved += more
         self._touched.update(nodes)
 
     def extend_each(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> None:
@@ -237,7 +244,7 @@ class PrefixTree:
         while target.parent is not None and length <= target.start:
             target = target.parent
         if length < target.start + target.length:
-            target = self._split(target, length - target.start)
+            target = self.split(target, length - target.start)
         before = sequence.node
         self._move(sequence, target)
         self._prune(before)
@@ -249,10 +256,73 @@ class PrefixTree:
             ValueError: ``sequence`` is not live in this tree (released before, or of another tree).
         """
         node = self._node_of(sequence)
-        del node.sequences[sequence.id]
-        sequence.tree = None
-        self.sequences_version += 1
+        self._drop(sequence)
         self._prune(node)
+
+    def rest(self, sequence: Sequence) -> None:
+        """Leave the sequence out of snapshots from now on: its tokens stay, and no step reads them for it.
+
+        Raises:
+            ValueError: ``sequence`` is not live in this tree, or rests already.
+        """
+        self._node_of(sequence)
+        if self._running.pop(sequence.id, None) is None:
+            raise ValueError(f"sequence {sequence.id} rests already; fork it to go on from it")
+        self._resting += 1
+        self.version += 1
+
+    def keep(self, sequence: Sequence) -> Node | None:
+        """Drop the sequence, but not those of its tokens that have KV: they stay until they are evicted.
+
+        Returns:
+            The node where they end; None where none is computed.
+
+        Raises:
+            ValueError: ``sequence`` is not live in this tree.
+        """
+        node = self._node_of(sequence)
+        while node.parent is not None and not node.computed:
+            node = node.parent
+        self.trim(sequence, node.start + node.computed)
+        node = sequence.node
+        if node.parent is None:
+            self.release(sequence)
+            return None
+        if node.reserved:
+            self.reserved -= node.reserved
+            self.allocator.release(node.give_back())
+            self.version += 1
+        node = join(self, node)
+        self.kept += not node.kept
+        node.kept = True
+        self._drop(sequence)
+        return node
+
+    def evict(self, node: Node, pages: int) -> int:
+        """Give back pages of an evictable node, last ones first: so many, or all; returns how many are free by it.
+
+        A parent that nothing else holds is kept in its place.
+
+        Raises:
+            ValueError: the node is not :attr:`~Node.evictable`.
+        """
+        parent, free = node.parent, self.allocator.free
+        if not node.evictable or parent is None:
+            raise ValueError(f"{node} cannot be evicted: it is pinned, or not kept, or sequences need it")
+        self.version += node.index >= 0
+        length = (node.num_pages - pages) * self.page_size - node.first_slot
+        if length > 0:
+            self.allocator.release(node.shorten(length))
+            return self.allocator.free - free
+        self.allocator.release(node.pages)
+        parent.disown(node)
+        node.kept, self.kept = False, self.kept - 1
+        if parent.parent is not None and not parent.needed:
+            parent.kept, self.kept = True, self.kept + 1
+        else:
+            self.merge(parent)
+        self.version += not self._partial  # a snapshot of all nodes has another order
+        return self.allocator.free - free
 
     def mark_computed(self, nodes: Iterable[Node], computed: ArrayLike) -> None:
         """Declare that the first ``computed[i]`` tokens of ``nodes[i]`` have KV in the pool.
@@ -270,6 +340,19 @@ class PrefixTree:
         for node, value in zip(nodes, values, strict=True):
             node.computed = value
         self._touched.update(nodes)
+
+    def forget(self) -> None:
+        """Declare that no token has KV in the pool any more: nothing is kept, and what sequences need is computed again."""
+        nodes = [self.root]
+        for node in nodes:  # the list grows while it is read
+            nodes.extend(node.children)
+        for node in nodes:
+            node.computed, node.kept = 0, False
+        self.kept = 0
+        self.version += 1
+        for node in reversed(nodes):
+            if node.parent is not None:  # it has not gone with one below it
+                self._prune(node)
 
     def compact(self, most_pages: int) -> tuple[Longs, Longs]:
         """Make one node of each long chain of short ones, which beams leave behind: a step takes longer in deep trees.
@@ -300,8 +383,8 @@ class PrefixTree:
                 above.disown(each)
                 self.allocator.release(each.pages)
             node.adopt_children(chain[-1])
-            self._merge(node)
-            self._merge(parent)
+            self.merge(node)
+            self.merge(parent)
         return np.concatenate(source), np.concatenate(target)
 
     # -- steps of the above ----------------------------------------------------------------------------------------
@@ -325,104 +408,21 @@ class PrefixTree:
         what = "has been released" if sequence.tree is None else "belongs to another tree"
         raise ValueError(f"sequence {sequence.id} {what}; use a live sequence of this tree")
 
-    def _host(self, parent: Node | None) -> Node | None:
-        """The node behind which a new child of ``parent`` begins; None: it begins on a page of its own.
-
-        The nearest of the parent and its ancestors that has free slots.  Only leaves grow into those, and an ancestor
-        holds its page for as long as the child lives.
-        """
-        if self.page_size == 1 or parent is None:
-            return None
-        if not parent.branches and parent.end_slot % self.page_size == 0:
-            return None  # a page of its own meets a leaf whose last page is full
-        node: Node | None = parent
-        for _ in range(_REACH):
-            if node is None or node.free_slots:
-                return node
-            node = node.parent
-        return None
-
-    def _pages_behind(self, host: Node | None, count: int, reserved: int) -> int:
-        """Pages that ``count`` tokens take of a new child that begins behind ``host`` and goes on on ``reserved``."""
-        free = 0 if host is None else host.free_slots
-        return max(0, pages_for(count - free, self.page_size) - reserved)
-
-    def _new_sequence(self, node: Node) -> Sequence:
-        sequence = Sequence(next(self._sequence_ids), node, self)
-        node.sequences[sequence.id] = sequence
-        self.sequences_version += 1
-        return sequence
-
-    def _move(self, sequence: Sequence, node: Node) -> None:
-        del sequence.node.sequences[sequence.id]
-        node.sequences[sequence.id] = sequence
-        sequence.node = node
-        self.sequences_version += 1
-
-    def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints, host: Node | None, skip: int = 0) -> Node:
-        """A new child: from ``skip`` slots behind ``host``, then on the parent's reserved pages, then on ``pages``."""
-        first_slot = 0
-        if parent.reserved:
-            self.reserved -= parent.reserved
-            pages = np.concatenate([parent.give_back(), pages])
-        if host is not None:
-            last = host.last_page
-            self.allocator.share_page(last)
-            pages = np.concatenate([[last], pages]).astype(np.int32) if len(pages) else np.array([last], np.int32)
-            first_slot = host.end_slot % self.page_size + skip
-        leaf = Node(next(self._node_ids), parent, self.page_size, tokens, pages, first_slot)
-        leaf.follow(host)
-        self.reserved += leaf.reserved
-        parent.adopt(leaf)
-        self.version += 1
-        return leaf
-
-    def _branch(self, node: Node, children: list[tuple[Sequence, Ints]], pages: list[int]) -> None:
-        """A child of ``node`` for each sequence and its token; one that begins on a page of its own pops ``pages``."""
-        together = len(children) == len(node.sequences)  # none stays: beams
-        if together:
-            children = children[:2] + children[:1:-1]
-        leaf = node
-        for i, (sequence, token) in enumerate(children):
-            packs = together and i > 2 and leaf.free_slots > _GAP
-            host, skip = (leaf, _GAP) if packs else (self._host(node), 0)
-            page = _NO_PAGES if host is not None or node.reserved else np.array([pages.pop()], np.int32)
-            leaf = self._add_leaf(node, token, page, host, skip)
-            self._move(sequence, leaf)
-
-    def _split(self, node: Node, at: int) -> Node:
-        self.version += 1
-        return node.split(at, next(self._node_ids), self.allocator)
-
-    def _prune(self, node: Node) -> None:
-        """After ``node`` has lost a sequence: remove what leads to no sequence, then undo a split that serves none."""
-        while node.parent is not None and not node.branches and not node.sequences:
-            parent = node.parent
-            self.allocator.release(node.pages)
-            self.reserved -= node.reserved
-            parent.disown(node)
-            self.version += 1
-            node = parent
-        self._merge(node)
-
-    def _merge(self, node: Node) -> None:
-        """Undo a split of ``node`` from its only child that serves no sequence."""
-        if node.parent is None or node.sequences or len(node.branches) != 1:
-            return
-        child, *siblings = node.children
-        if not siblings and child.continues(node):
-            child.absorb_parent(self.allocator)
-            self.version += 1
-
     def _freeze(self) -> freeze.Frozen:
         """The latest snapshot, brought up to date with the least work."""
         frozen = self._frozen
         if frozen is None or frozen.snapshot.version != self.version:
-            frozen = freeze.rebuild(self.root, self.page_size, self.version, self.sequences_version, self._identity)
+            live = None
+            if self._partial:
+                for node in () if frozen is None else frozen.nodes:
+                    node.index = -1
+                live = freeze.live_children(self._running.values())
+            versions = self.version, self.sequences_version
+            frozen = freeze.rebuild(self.root, self.page_size, *versions, self._identity, live, self._running)
         else:
-            frozen = freeze.refresh(frozen, self._touched)
+            frozen = freeze.refresh(frozen, [node for node in self._touched if node.index >= 0])
             if frozen.sequences_version != self.sequences_version:
-                frozen = freeze.resequence(frozen, self.root, self.sequences_version)
+                frozen = freeze.resequence(frozen, self.root, self.sequences_version, self._running)
         self._touched.clear()
         self._frozen = frozen
         return frozen

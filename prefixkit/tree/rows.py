@@ -87,6 +87,11 @@ class Rows:
         for sequence in before:
             self.tree.release(sequence)
 
+    def give(self) -> list[Sequence]:
+        """All sequences that the rows hold; they are the caller's from now on."""
+        held, self.sequences, self._kept = [*self.sequences, *self._kept], [], []
+        return held
+
     def select(self, rows: list[int]) -> None:
         """Row ``i`` becomes what row ``rows[i]`` was: one that occurs twice is forked, one that does not released."""
         self.sequences = select(self.tree, self.sequences, rows)

@@ -41,7 +41,7 @@ def fingerprint(tree: PrefixTree) -> Any:
                 (node.id, node.parent.id if node.parent else None, [child.id for child in node.children]),
                 (node.start, node.length, node.computed, node.first_slot, node.reserved),
                 [other.id if other else None for other in (node.continuation, node.follows)],
-                (node.tokens.tobytes(), node.pages.tobytes()),
+                (node.tokens.tobytes(), node.pages.tobytes(), node.kept),
                 {id: sequence.node.id for id, sequence in node.sequences.items()},
             )
             for node in nodes
@@ -52,7 +52,15 @@ def fingerprint(tree: PrefixTree) -> Any:
 def assert_snapshot_is_fresh(tree: PrefixTree) -> None:
     """What the cached and refreshed snapshot says is what a rebuilt one says."""
     cached = tree.snapshot()
-    rebuilt = freeze.rebuild(tree.root, tree.page_size, tree.version, tree.sequences_version, cached.tree).snapshot
+    versions = tree.version, tree.sequences_version
+    nodes = [tree.root]
+    for node in nodes:
+        nodes.extend(node.children)
+    all_of = {id: sequence for node in nodes for id, sequence in node.sequences.items()}
+    running = {id: all_of[id] for id in sorted(cached.sequence_id.tolist())}
+    whole = len(running) == len(all_of) and not any(node.kept for node in nodes)
+    live = None if whole else freeze.live_children(running.values())
+    rebuilt = freeze.rebuild(tree.root, tree.page_size, *versions, cached.tree, live, running).snapshot
     for name in TreeSnapshot.__dataclass_fields__:
         np.testing.assert_array_equal(getattr(cached, name), getattr(rebuilt, name), err_msg=name)
 
@@ -85,6 +93,21 @@ class RememberingPool:
             if budget == 0:
                 break
         self.tree.mark_computed(nodes, counts)
+
+    def assert_keeps(self, tokens: list[int]) -> int:
+        """What the tree finds of the tokens has KV of precisely these; returns how many that are."""
+        found = self.tree.match(tokens)
+        node: Node | None = found.node
+        length = 0
+        while node is not None and node.parent is not None:
+            slots = node.slots[: node.computed]
+            end = min(found.length, node.start + len(slots))
+            np.testing.assert_array_equal(
+                self.slots[slots][: end - node.start], hashes(tuple(tokens[:end]))[node.start :]
+            )
+            length = max(length, end if node.computed else 0)
+            node = node.parent
+        return length
 
     def copy(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
         """What ``PrefixTree.compact`` asks for."""

@@ -420,3 +420,37 @@ class TestTrim:
         sequence = tree.insert([1, 2])
         with pytest.raises(ValueError, match="cannot trim"):
             tree.trim(sequence, length)
+
+
+class TestForget:
+    def test_only_sequences_stay_and_none_of_their_tokens_has_kv(self) -> None:
+        tree = PrefixTree(16, page_size=4)
+        whole, prefix, beside = (tree.insert(tokens) for tokens in ([1, 2, 3, 4, 5, 6], [1, 2, 3], [1, 2, 9]))
+        tree.mark_computed(tree.nodes(), [node.length for node in tree.nodes()])
+        tree.rest(whole)
+        for sequence in (prefix, beside):
+            tree.keep(sequence)
+        tree.forget()
+        check_tree(tree)
+        assert tree.kept == 0 and tree.match([1, 2, 9]).length == 2
+        assert whole.tokens().tolist() == [1, 2, 3, 4, 5, 6] and whole.node.computed == 0
+        assert structure_of(whole) == [6], "splits for what was kept are undone"
+        assert tree.allocator.free == 14
+
+    def test_what_is_kept_later_is_what_was_computed_since(self) -> None:
+        tree = PrefixTree(16, page_size=4)
+        sequence = tree.insert([1, 2, 3, 4, 5])
+        tree.mark_computed([sequence.node], [5])
+        tree.forget()
+        assert tree.keep(sequence) is None
+        assert tree.allocator.free == 16
+        check_tree(tree)
+
+
+def structure_of(sequence: Sequence) -> list[int]:
+    """Lengths of the nodes from a sequence's end to the root."""
+    lengths, node = [], sequence.node
+    while node.parent is not None:
+        lengths.append(node.length)
+        node = node.parent
+    return lengths

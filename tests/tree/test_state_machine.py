@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -17,7 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from prefixkit.tree import OutOfPages, PrefixTree, Sequence
+from prefixkit.tree import Node, OutOfPages, PrefixTree, Sequence
+from prefixkit.tree.eviction import POLICIES, PrefixCache
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.tree.integrity import check_tree
@@ -32,11 +33,13 @@ class TreeMachine(RuleBasedStateMachine):
 
     page_size: ClassVar[int]
 
-    @initialize(num_pages=st.integers(1, 60))
-    def begin(self, num_pages: int) -> None:
+    @initialize(num_pages=st.integers(1, 60), policy=st.sampled_from(sorted(POLICIES)))
+    def begin(self, num_pages: int, policy: str) -> None:
         self.tree = PrefixTree(num_pages, self.page_size)
         self.pool = RememberingPool(self.tree)
+        self.cache = PrefixCache(self.tree, POLICIES[policy])
         self.handles: list[Sequence] = []
+        self.resting: list[Sequence] = []
         self.model: dict[int, list[int]] = {}
         self.last: TreeSnapshot | None = None
 
@@ -134,6 +137,41 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.release(sequence)
         del self.model[sequence.id]
 
+    @precondition(lambda self: self.handles)
+    @rule(number=PICK)
+    def keep(self, number: int) -> None:
+        sequence = self.pick(number)
+        self.handles.remove(sequence)
+        tokens = self.model.pop(sequence.id)
+        had = self.pool.assert_keeps(tokens) if tokens and sequence.node.computed == sequence.node.length else 0
+        self.cache.keep(sequence)
+        assert not tokens or self.pool.assert_keeps(tokens) >= had
+
+    @precondition(lambda self: self.handles)
+    @rule(number=PICK)
+    def rest(self, number: int) -> None:
+        sequence = self.pick(number)
+        self.handles.remove(sequence)
+        self.tree.rest(sequence)
+        self.resting.append(sequence)
+
+    @precondition(lambda self: self.resting)
+    @rule(number=PICK, goes_on=st.booleans())
+    def wake(self, number: int, goes_on: bool) -> None:
+        sequence = self.resting.pop(number % len(self.resting))
+        tokens = self.model.pop(sequence.id)
+        if goes_on:
+            self.add(self.tree.fork(sequence)[0], tokens)
+        self.tree.release(sequence)
+
+    @rule(pages=st.integers(0, 60))
+    def make_room(self, pages: int) -> None:
+        free = self.tree.allocator.free
+        made = self.cache.make_room(pages)
+        assert made == (self.tree.allocator.free >= pages) and self.tree.allocator.free >= free
+        if not made:
+            assert not any(one.evictable for one in everything(self.tree))
+
     @rule(budget=st.one_of(st.none(), st.integers(1, 20)))
     def compute(self, budget: int | None) -> None:
         self.pool.compute(budget)
@@ -153,7 +191,9 @@ class TreeMachine(RuleBasedStateMachine):
         assert fingerprint(self.tree) == before
         assert found.node.start + found.offset == found.length
         prefixes = [held[: found.length] for held in self.model.values()]
-        assert found.length == 0 or tokens[: found.length] in prefixes
+        kept = found.node.kept or found.node.branches
+        assert found.length == 0 or kept or tokens[: found.length] in prefixes
+        self.pool.assert_keeps(tokens)
 
     # -- what must hold after each ---------------------------------------------------------------------------------
 
@@ -163,7 +203,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def sequences_hold_their_tokens(self) -> None:
-        for sequence in self.handles:
+        for sequence in self.handles + self.resting:
             assert sequence.tokens().tolist() == self.model[sequence.id]
             assert sequence.length == len(self.model[sequence.id])
 
@@ -175,8 +215,8 @@ class TreeMachine(RuleBasedStateMachine):
     @invariant()
     def stored_once(self) -> None:
         snapshot = self.tree.snapshot()
-        assert len(snapshot.sequence_id) == len(self.model)
-        assert snapshot.num_tokens_unshared == sum(map(len, self.model.values()))
+        assert len(snapshot.sequence_id) == len(self.handles)
+        assert snapshot.num_tokens_unshared == sum(len(self.model[one.id]) for one in self.handles)
         assert snapshot.num_tokens <= snapshot.num_tokens_unshared
 
     @invariant()
@@ -192,12 +232,21 @@ class TreeMachine(RuleBasedStateMachine):
         assert_snapshot_is_fresh(self.tree)
 
     def teardown(self) -> None:
-        for sequence in getattr(self, "handles", []):
+        for sequence in getattr(self, "handles", []) + getattr(self, "resting", []):
             self.tree.release(sequence)
             check_tree(self.tree)
         if hasattr(self, "tree"):
+            self.cache.clear()
+            check_tree(self.tree)
             assert self.tree.allocator.free == self.tree.allocator.num_pages
             assert self.tree.nodes() == []
+
+
+def everything(tree: PrefixTree) -> list[Node]:
+    nodes = [tree.root]
+    for node in nodes:
+        nodes.extend(node.children)
+    return nodes
 
 
 def pages_of(snapshot: TreeSnapshot) -> list[list[int]]:
@@ -212,6 +261,7 @@ def test_random_histories(page_size: int) -> None:
         machine,
         settings=settings(
             max_examples=25,
+            phases=[Phase.generate, Phase.shrink],
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

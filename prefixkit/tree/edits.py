@@ -1,0 +1,160 @@
+"""The steps of which every change of a prefix tree consists."""
+
+from __future__ import annotations
+
+from itertools import count as count_up
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.tree.node import Node, Sequence
+from prefixkit.tree.pages import PageAllocator, check_page_size, pages_for
+
+Ints = NDArray[np.int32]
+
+_NO_PAGES = np.empty(0, np.int32)
+_GAP = 2  # slots left free between leaves that begin in one page: most are gone before they have filled them
+_REACH = 128  # nodes that are asked for free slots at most: chains may be deep
+
+
+class TreeEdits:
+    """Nodes, their pages and the sequences that end at them; see :class:`prefixkit.tree.PrefixTree`.
+
+    A step leaves the pages, links and counts of all nodes right.  That the tree can take it, and that it has the pages
+    for it, its caller has found out before.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        check_page_size(page_size)
+        self.allocator = PageAllocator(num_pages)
+        self.page_size = int(page_size)
+        self.version = 0
+        self.sequences_version = 0
+        self.reserved = self.kept = 0
+        self._node_ids = count_up()
+        self._sequence_ids = count_up()
+        self.root = Node(next(self._node_ids), None, self.page_size, np.empty(0, np.int32), np.empty(0, np.int32))
+        self._running: dict[int, Sequence] = {}  # those that snapshots are of
+        self._resting = 0  # sequences beside them
+
+    @property
+    def _partial(self) -> bool:
+        """Whether snapshots leave something out."""
+        return bool(self.kept or self._resting)
+
+    def _new_sequence(self, node: Node) -> Sequence:
+        sequence = Sequence(next(self._sequence_ids), node, self)
+        node.sequences[sequence.id] = self._running[sequence.id] = sequence
+        self.sequences_version += 1
+        self.version += node.index < 0 and self._partial  # a snapshot without the node is no longer one of this tree
+        return sequence
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.version += self._partial  # its nodes may stay, and then a snapshot leaves them out
+        del sequence.node.sequences[sequence.id]
+        self._resting -= self._running.pop(sequence.id, None) is None
+        sequence.tree = None
+        self.sequences_version += 1
+
+    def _move(self, sequence: Sequence, node: Node) -> None:
+        self.version += self._partial  # as in `_drop`
+        del sequence.node.sequences[sequence.id]
+        node.sequences[sequence.id] = sequence
+        sequence.node = node
+        self.sequences_version += 1
+
+    def _host(self, parent: Node | None) -> Node | None:
+        """The node behind which a new child of ``parent`` begins; None: it begins on a page of its own.
+
+        The nearest of the parent and its ancestors that has free slots.  Only leaves grow into those, and an ancestor
+        holds its page for as long as the child lives.
+        """
+        if self.page_size == 1 or parent is None:
+            return None
+        if not parent.branches and parent.end_slot % self.page_size == 0:
+            return None  # a page of its own meets a leaf whose last page is full
+        node: Node | None = parent
+        for _ in range(_REACH):
+            if node is None or node.free_slots:
+                return node
+            node = node.parent
+        return None
+
+    def _pages_behind(self, host: Node | None, count: int, reserved: int) -> int:
+        """Pages that ``count`` tokens take of a new child that begins behind ``host`` and goes on on ``reserved``."""
+        free = 0 if host is None else host.free_slots
+        return max(0, pages_for(count - free, self.page_size) - reserved)
+
+    def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints, host: Node | None, skip: int = 0) -> Node:
+        """A new child: from ``skip`` slots behind ``host``, then on the parent's reserved pages, then on ``pages``."""
+        first_slot = 0
+        if parent.reserved:
+            self.reserved -= parent.reserved
+            pages = np.concatenate([parent.give_back(), pages])
+        if host is not None:
+            last = host.last_page
+            self.allocator.share_page(last)
+            pages = np.concatenate([[last], pages]).astype(np.int32) if len(pages) else np.array([last], np.int32)
+            first_slot = host.end_slot % self.page_size + skip
+        leaf = Node(next(self._node_ids), parent, self.page_size, tokens, pages, first_slot)
+        leaf.follow(host)
+        self.reserved += leaf.reserved
+        parent.adopt(leaf)
+        self.version += 1
+        return leaf
+
+    def _branch(self, node: Node, children: list[tuple[Sequence, Ints]], pages: list[int]) -> None:
+        """A child of ``node`` for each sequence and its token; one that begins on a page of its own pops ``pages``."""
+        together = len(children) == len(node.sequences)  # none stays: beams
+        if together:
+            children = children[:2] + children[:1:-1]
+        leaf = node
+        for i, (sequence, token) in enumerate(children):
+            packs = together and i > 2 and leaf.free_slots > _GAP
+            host, skip = (leaf, _GAP) if packs else (self._host(node), 0)
+            page = _NO_PAGES if host is not None or node.reserved else np.array([pages.pop()], np.int32)
+            leaf = self._add_leaf(node, token, page, host, skip)
+            self._move(sequence, leaf)
+
+    def split(self, node: Node, at: int) -> Node:
+        """Split before token ``at``, and return the new upper half; see :meth:`Node.split`."""
+        self.version += 1
+        return node.split(at, next(self._node_ids), self.allocator)
+
+    def replace(self, node: Node, by: Node) -> None:
+        """Let another node, which holds the same tokens of the same parent, stand for ``node``, which holds no pages
+        in reserve.
+        """
+        parent = node.parent
+        assert parent is not None and by.parent is parent and by.length == node.length, (node, by)
+        parent.disown(node)
+        for sequence in list(node.sequences.values()):
+            self._move(sequence, by)
+        for child in node.children:
+            by.adopt(child)
+        self.kept -= node.kept and by.kept
+        by.kept |= node.kept
+        by.uses, by.used_at = max(by.uses, node.uses), max(by.used_at, node.used_at)
+        self.allocator.release(node.pages)
+        self.version += 1
+        self.merge(parent)  # it may have lost its second child
+
+    def _prune(self, node: Node) -> None:
+        """After ``node`` has lost a sequence: remove what leads to no sequence, then undo a split that serves none."""
+        while node.parent is not None and not node.needed:
+            parent = node.parent
+            self.allocator.release(node.pages)
+            self.reserved -= node.reserved
+            parent.disown(node)
+            self.version += 1
+            node = parent
+        self.merge(node)
+
+    def merge(self, node: Node) -> None:
+        """Undo a split of ``node`` from its only child that serves no sequence."""
+        if node.parent is None or node.sequences or node.kept or node.pins or len(node.branches) != 1:
+            return
+        child, *siblings = node.children
+        if not siblings and child.continues(node):
+            child.absorb_parent(self.allocator)
+            self.version += 1

@@ -1,0 +1,146 @@
+"""The prefix cache: KV of finished requests stays in the tree, and is evicted, leaf by leaf, when pages are needed."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from prefixkit.tree.node import Node, Sequence
+from prefixkit.tree.radix import PrefixTree
+
+# What a node is worth: of the nodes that can be evicted, the one with the least value goes first.
+Policy = Callable[[Node], tuple[float, ...]]
+
+# Attention reads as much for one more position as this share of a token's other work takes: a token at position 4,096
+# costs about twice the first one.
+_PER_POSITION = 1 / 4096
+_BATCH = 64  # at least one page in so many is evicted at once: finding what to evict reads the whole tree
+
+
+def least_recently_used(node: Node) -> tuple[float, ...]:
+    """When the node was found or kept last."""
+    return (node.used_at,)
+
+
+def least_frequently_used(node: Node) -> tuple[float, ...]:
+    """How often it was found; of nodes found as often, the one that was not found for longer goes first."""
+    return node.uses, node.used_at
+
+
+def least_recompute_cost(node: Node) -> tuple[float, ...]:
+    """What computing a byte of its KV again costs, times how often it was found: late positions read more KV."""
+    return (1 + node.uses) * (1 + _PER_POSITION * (node.start + node.length / 2)), node.used_at
+
+
+POLICIES: dict[str, Policy] = {
+    "lru": least_recently_used,
+    "lfu": least_frequently_used,
+    "cost": least_recompute_cost,
+}
+
+
+@dataclass(eq=False)
+class PrefixCache:
+    """What a tree keeps beside its sequences, and what of it goes first.
+
+    Attributes:
+        tree: The tree.
+        policy: What a node is worth.
+        tokens_asked: Tokens of the sequences that were looked for.
+        tokens_found: How many of them had KV.
+        tokens_evicted: Tokens whose KV was given up.
+    """
+
+    tree: PrefixTree
+    policy: Policy = least_recently_used
+    tokens_asked: int = 0
+    tokens_found: int = 0
+    tokens_evicted: int = 0
+    _now: int = 0
+    _order: list[tuple[tuple[float, ...], int, int, Node]] = field(default_factory=list)  # value, used_at, id, node
+    _evictions: int = 0  # since the order was made
+
+    def keep(self, sequence: Sequence) -> None:
+        """Drop the sequence, but keep those of its tokens that have KV until their pages are needed."""
+        node = self.tree.keep(sequence)
+        if node is not None:
+            self._touch(node)
+
+    def found(self, sequence: Sequence) -> int:
+        """Count a sequence that was just inserted; returns how many of its tokens, from the first, have KV."""
+        node: Node | None = sequence.node
+        self._touch(sequence.node, 1)
+        while node is not None and node.parent is not None and not node.computed:
+            node = node.parent
+        computed = 0 if node is None else node.start + node.computed
+        self.tokens_asked += sequence.length
+        self.tokens_found += computed
+        return computed
+
+    def make_room(self, pages: int) -> bool:
+        """Evict until so many pages are free; False if they cannot be, and then all is evicted that can be."""
+        allocator, tree = self.tree.allocator, self.tree
+        most = max(pages - allocator.free, allocator.num_pages // _BATCH) if pages > allocator.free else 0
+        while most > 0 and (node := self._first()) is not None:
+            parent, length = node.parent, node.length
+            most -= tree.evict(node, most)
+            self.tokens_evicted += length - (node.length if node.kept else 0)
+            for left in (node, parent):
+                if left is not None and left.evictable:
+                    self._push(left)
+        return pages <= allocator.free
+
+    def clear(self) -> None:
+        """Evict whatever no sequence needs."""
+        while (node := self._first()) is not None:
+            self.tree.evict(node, node.num_pages)
+
+    @contextmanager
+    def protected(self, node: Node) -> Iterator[None]:
+        """Nothing between the root and the node is evicted meanwhile; a match that ends in the node is to be made again,
+        for what is evicted beside the node may merge it with its parent.
+        """
+        node.pins += 1
+        try:
+            yield
+        finally:
+            node.pins -= 1
+
+    def _touch(self, node: Node, uses: int = 0) -> None:
+        """The node, and all above it, were found or kept now."""
+        self._now += 1
+        above: Node | None = node
+        while above is not None:
+            above.used_at, above.uses = self._now, above.uses + uses
+            above = above.parent
+
+    def _first(self) -> Node | None:
+        """The evictable node of the least value, taken out of the order; None where there is none."""
+        if not self.tree.kept:
+            return None  # without a look at all nodes that sequences need
+        while True:
+            if not self._order or self._evictions * 4 > len(self._order):
+                self._scan()
+                if not self._order:
+                    return None
+            _, used_at, _, node = heapq.heappop(self._order)
+            if node.parent is None or not node.evictable:
+                continue
+            if node.used_at == used_at:
+                self._evictions += 1
+                return node
+            self._push(node)
+
+    def _scan(self) -> None:
+        """Put all evictable nodes in order."""
+        nodes = [self.tree.root]
+        for node in nodes:  # the list grows while it is read
+            nodes.extend(node.children)
+        self._order = [(self.policy(node), node.used_at, node.id, node) for node in nodes if node.evictable]
+        heapq.heapify(self._order)
+        self._evictions = 0
+
+    def _push(self, node: Node) -> None:
+        heapq.heappush(self._order, (self.policy(node), node.used_at, node.id, node))
