@@ -22,7 +22,8 @@ class Step:
     Attributes:
         tokens: ``[T]`` int64 token ids, in depth-first order of the tree.
         positions: ``[T]`` int64 positions in their sequences.
-        slots: ``[T]`` int64 pool slots that receive their K and V; -1 writes nothing.
+        slots: ``[T]`` int64 pool slots that receive their K and V; -1 writes nothing: that of a token that is computed
+            already, and runs again for its logits.
         logit_rows: ``[R]`` int64 rows whose logits are wanted, ascending.
         length: ``[nodes]`` tokens of each node that are visible in this step, on the host.
         kv_tokens_unshared: What the queries would read in one layer if no sequence shared.
@@ -76,7 +77,9 @@ def build_step(
         raise ValueError(f"the queries have {queries.num_rows} rows, but {len(tokens)} tokens were given")
 
     def gather() -> Sequence[Array]:
-        slots = tree.snapshot.slots(queries.row_node(), queries.row_offset())
+        node, offset = queries.row_node(), queries.row_offset()
+        # KV that is there stays as it is: others may have read it, and what is computed again differs by rounding.
+        slots = np.where(offset < tree.snapshot.computed[node], -1, tree.snapshot.slots(node, offset))
         return [np.asarray(array, dtype=np.int64) for array in (tokens, tree.positions, slots, logit_rows)]
 
     planned, (ids, there, slots, wanted) = planner.plan(tree, torch.device(device), gather)

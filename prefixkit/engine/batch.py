@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.queries import decode_tree
@@ -37,6 +39,7 @@ class Scheduled:
         nodes: The nodes whose tokens run.
         prompts: The requests whose logits come back, in the order of ``batch.prompts``.
         pipelined: Whether such steps may follow one another before their tokens are read.
+        most_steps: How many of them there are pages for.
     """
 
     rows: list[Row]
@@ -46,6 +49,7 @@ class Scheduled:
     nodes: Sequence[Node] = ()
     prompts: Sequence[RequestState] = ()
     pipelined: bool = False
+    most_steps: int = sys.maxsize
 
 
 def first_tokens(rows: list[Row]) -> Scheduled | None:
@@ -56,7 +60,9 @@ def first_tokens(rows: list[Row]) -> Scheduled | None:
     return Scheduled(rows, _sampling(rows), logits=torch.stack([each for each in logits if each is not None]))
 
 
-def next_step(tree: PrefixTree, rows: list[Row], prompts: list[RequestState], prefill_chunk: int) -> Scheduled | None:
+def next_step(
+    tree: PrefixTree, rows: list[Row], prompts: list[RequestState], prefill_chunk: int, computing: bool = False
+) -> Scheduled | None:
     """The step over the tokens that are uncomputed; None where there are none.
 
     Args:
@@ -64,22 +70,31 @@ def next_step(tree: PrefixTree, rows: list[Row], prompts: list[RequestState], pr
         rows: All that are growing.
         prompts: Requests whose prompts' logits are wanted.
         prefill_chunk: Prompt tokens that may run.
+        computing: Whether there are uncomputed tokens besides, of sequences that were preempted.
     """
-    pipelined = not prompts and all(run.unpipelined is None and sequence.node.grows_in_place for sequence, run in rows)
+    pipelined = (
+        not computing
+        and not prompts
+        and all(run.unpipelined is None and sequence.node.grows_in_place for sequence, run in rows)
+    )
+    most_steps = sys.maxsize
     if pipelined:
-        tree.reserve([sequence for sequence, _ in rows], [run.tokens_left for _, run in rows])
+        left = np.array([run.tokens_left for _, run in rows], np.int64)
+        horizon = _horizon(tree, [sequence.node for sequence, _ in rows], left)
+        tree.reserve([sequence for sequence, _ in rows], np.minimum(left, horizon).tolist())
+        most_steps = horizon if len(left) and horizon < left.max() else sys.maxsize
     snapshot, nodes = tree.snapshot(), tree.nodes()
     leaves = np.array([sequence.node.index for sequence, _ in rows], dtype=np.int32)
     order = np.argsort(leaves, kind="stable")
     rows, leaves = [rows[i] for i in order.tolist()], leaves[order]
     sampling = _sampling(rows)
-    steps = max((1 + run.tokens_left for run in {run for _, run in rows}), default=0)
-    if not prompts and _decodes(snapshot, leaves):
+    steps = min(most_steps, max((1 + run.tokens_left for run in {run for _, run in rows}), default=0))
+    if not (prompts or computing) and _decodes(snapshot, leaves):
         own = [sequence.node for sequence, _ in rows]
         tokens = np.array([node.last_token for node in own], np.int32)
         batch = Batch(decode_tree(snapshot, leaves), tokens, np.arange(len(rows)), _NO_ROWS, sampling, steps)
-        return Scheduled(rows, sampling, batch, nodes=own, pipelined=pipelined)
-    asking = np.array([state.prompt.node.index for state in prompts], dtype=np.int64)
+        return Scheduled(rows, sampling, batch, nodes=own, pipelined=pipelined, most_steps=most_steps)
+    asking = np.array([state.sequence.node.index for state in prompts], dtype=np.int64)
     step = choose_queries(snapshot, leaves, asking, prefill_chunk)
     if step is None:
         return None
@@ -88,7 +103,26 @@ def next_step(tree: PrefixTree, rows: list[Row], prompts: list[RequestState], pr
     computed = np.flatnonzero(row_of[asking] >= 0)
     batch = Batch(step, tokens_of(queries, nodes), row_of[leaves], row_of[asking[computed]], sampling, steps)
     asked = [prompts[i] for i in computed.tolist()]
-    return Scheduled(rows, sampling, batch, nodes=running, prompts=asked, pipelined=pipelined)
+    return Scheduled(rows, sampling, batch, nodes=running, prompts=asked, pipelined=pipelined, most_steps=most_steps)
+
+
+def _horizon(tree: PrefixTree, leaves: list[Node], left: NDArray[np.int64]) -> int:
+    """For how many tokens, of each leaf at most those ``left``, the free pages last, with those reserved."""
+    free_slots = np.array([leaf.free_slots for leaf in leaves], np.int64)
+    pages = tree.allocator.free + sum(leaf.reserved for leaf in leaves)
+
+    def fits(tokens: int) -> bool:
+        more = np.maximum(np.minimum(left, tokens) - free_slots, 0)
+        return int((-(-more // tree.page_size)).sum()) <= pages
+
+    most = int(left.max(initial=0))
+    if fits(most):
+        return most
+    least = 0
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least
 
 
 _NONE, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.int64)

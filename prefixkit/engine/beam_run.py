@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from prefixkit.engine.beam import Beam, BeamMove, BeamSearch, advance, finished, num_candidates
 from prefixkit.engine.request import BeamParams, Sample
 from prefixkit.engine.scheduler import RequestState
+from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
 from prefixkit.tree.rows import select
 
@@ -26,6 +27,7 @@ class BeamRun:
         sequences: The tree's sequence of each live beam.
         decode: Token ids to text.
         steps: Steps of the search so far.
+        restores: Whether it was preempted: the last token of each beam joins the tree once those before it have KV.
     """
 
     state: RequestState
@@ -33,6 +35,7 @@ class BeamRun:
     sequences: list[Sequence]
     decode: Callable[[list[int]], str] | None
     steps: int = 0
+    restores: bool = False
     unpipelined: ClassVar[str | None] = "beam search"  # how its beams fork decides what runs next
 
     @classmethod
@@ -53,9 +56,18 @@ class BeamRun:
         return self.search.params.max_new_tokens - 1 - self.search.beams[0].length if self.search.beams else 0
 
     @property
-    def pages_left(self) -> int:
-        """Pages that the search may still take: each beam a fresh one for each token to come."""
-        return self.search.params.num_beams * self.tokens_left
+    def token_lists(self) -> list[list[int]]:
+        """The tokens chosen so far, of each live beam."""
+        return [list(beam.tokens) for beam in self.search.beams]
+
+    def resume(self, sequences: list[Sequence]) -> None:
+        """Go on with sequences of the prompt and all tokens but the last, of each beam."""
+        self.sequences, self.restores = sequences, True
+
+    def growth(self, tree: PrefixTree, tokens: int) -> int:
+        """Pages that its next steps may take, so many if it gets as far, if not every beam forks at each of them."""
+        most = pages_for(min(self.tokens_left, tokens), tree.page_size)
+        return self.search.params.num_beams * (most + self.restores)
 
     def move(self, tree: PrefixTree, search: BeamSearch, move: BeamMove) -> list[tuple[Sequence, int]]:
         """Go on as the search does: fork beams that go on in several ways, release those that go on in none.

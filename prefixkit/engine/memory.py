@@ -16,7 +16,6 @@ from prefixkit.attention.capacity import MOST_PARTIAL_BYTES
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.scheduler import admission_order, pages_per_unit
 from prefixkit.ops.kv_pool import KVSpec, free_memory
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.pages import check_page_size, pages_for
 from prefixkit.tree.tokens import common_prefix
 
@@ -118,16 +117,18 @@ def _pages_in(budget: int, spec: KVSpec, kv_budget: float | str | None, page_siz
     )
 
 
-def pages_needed(requests: Sequence[Request], page_size: int) -> int:
-    """Pages of all requests at once at most, what they share counted once."""
-    need, before = 0, np.empty(0, np.int32)
+def pages_needed(requests: Sequence[Request], page_size: int, most_running: int = MOST_RUNNING) -> int:
+    """Pages of all requests at once at most, what they share counted once, while so many samples run at a time."""
+    prompts = samples = units = largest = 0
+    before = np.empty(0, np.int32)
     for request in admission_order(
         requests
     ):  # what a prompt shares with any before it, it shares with the last of them
-        need += pages_for(len(request.tokens) - common_prefix(before, request.tokens), page_size)
-        need += _units(request) * pages_per_unit(request.params, page_size)
+        prompts += pages_for(len(request.tokens) - common_prefix(before, request.tokens), page_size)
+        unit, count = pages_per_unit(request.params, page_size), len(request.sample_indices)
+        samples, units, largest = samples + count * unit, units + count, max(largest, unit)
         before = request.tokens
-    return need
+    return prompts + (samples if units <= most_running else min(samples, most_running * largest))
 
 
 def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_chunk: int) -> int:
@@ -159,9 +160,5 @@ def _free_for_kv(device: torch.device, workspace: int, free: int | None) -> int:
     return max(0, int(free * GPU_MEMORY_SHARE) - workspace)
 
 
-def _units(request: Request) -> int:
-    return request.params.n if isinstance(request.params, SamplingParams) else 1
-
-
 def _rows(request: Request) -> int:
-    return request.params.num_beams if isinstance(request.params, BeamParams) else request.params.n
+    return request.params.num_beams if isinstance(request.params, BeamParams) else len(request.sample_indices)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from prefixkit.engine.preemption import Preemption
     from prefixkit.engine.running import RunningBatch
     from prefixkit.runners.batch import Runner
+    from prefixkit.tree.eviction import PrefixCache
 
 
-# Counts of a runner, which go on from report to report, and where they are here.
-_OF_RUNNER = {"plans_made": "plans", "graph_steps": "graph_steps", "captures": "captures"}
-_OF_RUNNER["seconds_capturing"] = "seconds_capturing"
+# Counts of a runner, of a prefix cache and of preemption, which go on from report to report, and where they are here.
+_GOES_ON: dict[str, Callable[[Runner, PrefixCache, Preemption], float]] = {
+    "plans": lambda runner, cache, preemption: runner.plans_made,
+    "graph_steps": lambda runner, cache, preemption: runner.graph_steps,
+    "captures": lambda runner, cache, preemption: runner.captures,
+    "seconds_capturing": lambda runner, cache, preemption: runner.seconds_capturing,
+    "prompt_tokens": lambda runner, cache, preemption: cache.tokens_asked,
+    "prompt_tokens_found": lambda runner, cache, preemption: cache.tokens_found,
+    "tokens_evicted": lambda runner, cache, preemption: cache.tokens_evicted,
+    "preempted_swapped": lambda runner, cache, preemption: preemption.swapped,
+    "preempted_recomputed": lambda runner, cache, preemption: preemption.recomputed,
+    "kv_bytes_swapped": lambda runner, cache, preemption: preemption.bytes_swapped,
+}
 
 
 @dataclass
@@ -44,6 +57,11 @@ class Report:
         captures: CUDA graphs captured.
         seconds_capturing: What that took.
         graph_bytes: GPU memory that graphs share.
+        prompt_tokens: Tokens of the prompts that were admitted, again where they had been preempted.
+        prompt_tokens_found: Of these, tokens whose KV was there already, from earlier requests or from others in flight.
+        tokens_evicted: Tokens whose KV the prefix cache gave up.
+        preempted_swapped, preempted_recomputed: How often a sample or search was preempted, by what became of its KV.
+        kv_bytes_swapped: KV bytes copied to host memory.
     """
 
     prompts: int = 0
@@ -66,16 +84,61 @@ class Report:
     captures: int = 0
     seconds_capturing: float = 0.0
     graph_bytes: int = 0
-    _before: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_OF_RUNNER, 0), repr=False, compare=False)
+    prompt_tokens: int = 0
+    prompt_tokens_found: int = 0
+    tokens_evicted: int = 0
+    preempted_swapped: int = 0
+    preempted_recomputed: int = 0
+    kv_bytes_swapped: int = 0
+    _sources: tuple[Runner, PrefixCache, Preemption] | None = field(default=None, repr=False, compare=False)
+    _before: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
-    def begin(self, runner: Runner) -> None:
-        """Count what the runner does from now on."""
-        self._before = {name: getattr(runner, name) - getattr(self, ours) for name, ours in _OF_RUNNER.items()}
+    def begin(self, runner: Runner, cache: PrefixCache, preemption: Preemption) -> None:
+        """Count what these do from now on."""
+        self._sources = runner, cache, preemption
+        self._before = {name: read(*self._sources) - getattr(self, name) for name, read in _GOES_ON.items()}
 
-    def count(self, batch: RunningBatch, runner: Runner, bytes_per_token: int) -> None:
+    def look(self) -> None:
+        """Bring those counts up to date."""
+        if self._sources is not None:
+            for name, read in _GOES_ON.items():
+                setattr(self, name, read(*self._sources) - self._before[name])
+
+    def counts(self) -> dict[str, Any]:
+        """What was counted, as values that JSON has."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if not one.name.startswith("_")}
+
+    def add(self, counts: Mapping[str, Any]) -> None:
+        """Add what another run has counted, as :meth:`counts` gives it; of peaks the higher is kept."""
+        for name, before in self.counts().items():
+            value = counts.get(name)
+            if isinstance(before, dict) and isinstance(value, Mapping):
+                setattr(self, name, {key: before.get(key, 0) + value.get(key, 0) for key in {**before, **value}})
+            elif isinstance(value, int | float):
+                peak = name.endswith("_peak") or name == "graph_bytes"
+                setattr(self, name, max(before, value) if peak else before + value)
+
+    def end(self) -> None:
+        """Count no more; a report that is kept holds no pool."""
+        self.look()
+        self._sources = None
+
+    def add_step(self, rows: int, kv_tokens_read: int, kv_tokens_unshared: int, bytes_per_token: int) -> None:
+        """Add a step of so many query rows, and what one layer read in it."""
+        self.steps += 1
+        self.tokens_computed += rows
+        self.kv_bytes_read += kv_tokens_read * bytes_per_token
+        self.kv_bytes_read_unshared += kv_tokens_unshared * bytes_per_token
+        self.look()
+
+    def add_held(self, tokens: int, tokens_unshared: int, bytes_per_token: int) -> None:
+        """Add a moment at which pages of so many tokens were held, and the sequences' own tokens were so many."""
+        self.kv_bytes_held_peak = max(self.kv_bytes_held_peak, tokens * bytes_per_token)
+        self.kv_bytes_unshared_peak = max(self.kv_bytes_unshared_peak, tokens_unshared * bytes_per_token)
+
+    def count(self, batch: RunningBatch, bytes_per_token: int) -> None:
         """Add a batch that has run."""
-        for name, ours in _OF_RUNNER.items():
-            setattr(self, ours, getattr(runner, name) - self._before[name])
+        self.look()
         self.steps += batch.steps
         if batch.decodes:
             self.decode_steps += batch.steps
@@ -84,9 +147,7 @@ class Report:
         self.tokens_computed += batch.rows_run
         self.kv_bytes_read += batch.kv_tokens_read * bytes_per_token
         self.kv_bytes_read_unshared += batch.kv_tokens_unshared * bytes_per_token
-        self.kv_bytes_unshared_peak = max(self.kv_bytes_unshared_peak, batch.tokens_alone * bytes_per_token)
-        held = batch.pages_held * batch.tree.page_size * bytes_per_token
-        self.kv_bytes_held_peak = max(self.kv_bytes_held_peak, held)
+        self.add_held(batch.pages_held * batch.tree.page_size, batch.tokens_alone, bytes_per_token)
 
     @property
     def tokens_per_second(self) -> float:
@@ -117,6 +178,15 @@ class Report:
             lines.append(
                 f"{self.graph_steps} steps by CUDA graphs, {self.captures} captured in {self.seconds_capturing:.1f} s, "
                 f"which share {self.graph_bytes / 2**20:,.0f} MiB"
+            )
+        if self.prompt_tokens_found:
+            share = self.prompt_tokens_found / self.prompt_tokens
+            lines.append(
+                f"{self.prompt_tokens_found:,} of {self.prompt_tokens:,} prompt tokens ({share:.0%}) had KV already"
+            )
+        if preempted := self.preempted_swapped + self.preempted_recomputed:
+            lines.append(
+                f"{preempted} times a sample was preempted, {self.preempted_swapped} of them by swapping its KV"
             )
         lines += [f"{steps} steps not pipelined: {reason}" for reason, steps in self.unpipelined.items()]
         lines.append(f"{'':24}{'prefixkit':>14}{'plain batch':>14}{'saved':>10}")

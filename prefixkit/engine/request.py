@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -88,16 +89,22 @@ class Request:
         params: ``SamplingParams`` or ``BeamParams``.
         occurrence: How many requests before this one have the same tokens; it enters the random stream, so that equal
             prompts get different samples.
+        indices: Which samples of the prompt, for sampling parameters, ascending; None: 0 to ``params.n - 1``.
+        priority: Requests of a higher one go first where not all fit.
     """
 
     prompt_index: int
     tokens: NDArray[np.int32]
     params: SamplingParams | BeamParams
     occurrence: int = 0
+    indices: Sequence[int] | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         as_integer("prompt_index", self.prompt_index, 0, "count prompts from 0")
         as_integer("occurrence", self.occurrence, 0, "count equal prompts from 0")
+        priority = as_integer("priority", self.priority, -(2**63), "use a number of 64 bits")
+        object.__setattr__(self, "priority", priority)
         if not isinstance(self.params, SamplingParams | BeamParams):
             raise TypeError(f"params must be SamplingParams or BeamParams, got {type(self.params).__name__}")
         tokens = np.asarray(self.tokens)
@@ -114,6 +121,26 @@ class Request:
         copy = tokens.astype(np.int32)
         copy.flags.writeable = False
         object.__setattr__(self, "tokens", copy)
+        if self.indices is not None:
+            object.__setattr__(self, "indices", self._checked_indices(where))
+
+    def _checked_indices(self, where: str) -> Sequence[int]:
+        given = self.indices
+        if isinstance(self.params, BeamParams):
+            raise ValueError(f"{where}: indices are of samples, and beams have none; leave them out")
+        if isinstance(given, range) and given and given.start >= 0 and given.step > 0:
+            return given
+        numbers = tuple(as_integer("a sample's index", one, 0, "count samples from 0") for one in given or ())
+        if not numbers or any(one >= other for one, other in pairwise(numbers)):
+            raise ValueError(f"{where}: indices must be ascending, at least one, got {list(numbers)[:8]}")
+        return numbers
+
+    @property
+    def sample_indices(self) -> Sequence[int]:
+        """The indices of the samples that are wanted; 0 alone for a beam search."""
+        if self.indices is not None:
+            return self.indices
+        return range(self.params.n if isinstance(self.params, SamplingParams) else 1)
 
 
 @dataclass(frozen=True)

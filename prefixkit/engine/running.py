@@ -52,7 +52,7 @@ class RunningBatch:
     ) -> None:
         self.tree, self.runner, self.scheduled = tree, runner, scheduled
         self.on_token, self.on_step = on_token, on_step
-        self._held = tree.allocator.num_pages - tree.allocator.free - tree.reserved
+        self._held = tree.pages_held()
         self._end_slot = self._grew = np.empty(0, np.int64)
         self._runs = [run for _, run in scheduled.rows]
         self._rows = np.arange(len(self._runs))  # which run each row of the runner is
@@ -104,7 +104,7 @@ class RunningBatch:
     def done(self, others_wait: bool) -> bool:
         """Whether the tree is to take the tokens now: nothing is left to run, or others may come in."""
         ended = len(self._alive) - int(self._alive.sum())
-        if not self.scheduled.pipelined or ended == len(self._alive):
+        if not self.scheduled.pipelined or ended == len(self._alive) or self._launched >= self.scheduled.most_steps:
             return True
         return others_wait and ended > 0 and ended * self.runner.pace.waited_for >= len(self._alive)
 
@@ -145,7 +145,7 @@ class RunningBatch:
             self._launch_first()
             self._prepare_to_take()
         if self.scheduled.pipelined:
-            last = int(self._last[self._alive].max())
+            last = min(int(self._last[self._alive].max()), self.scheduled.most_steps)
             while self._launched < min(last, self._read + self.runner.pace.ahead):
                 self.runner.repeat()
                 self._count_step()

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class SampleRun:
     """A sample that is being generated.
 
-    ``key`` seeds its private random stream.
+    ``key`` seeds its private random stream.  One that ``restores`` was preempted: its last token joins its sequence
+    once those before it have KV again.
     """
 
     state: RequestState
@@ -39,6 +40,7 @@ class SampleRun:
     processor: LogitsProcessor | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    restores: bool = False
 
     @classmethod
     def begin(
@@ -61,12 +63,30 @@ class SampleRun:
                 f"logits_processors must make a function of token ids and logits, it made {type(processor).__name__}; "
                 "several go into one as transformers' LogitsProcessorList"
             )
-        return cls(state, index, key, tree.fork(state.prompt)[0], params, stop, processor)
+        return cls(state, index, key, tree.fork(state.sequence)[0], params, stop, processor)
 
     @property
     def tokens_left(self) -> int:
         """Tokens that may still join the tree: the last one sampled never does."""
         return self.params.max_new_tokens - 1 - len(self.tokens)
+
+    @property
+    def sequences(self) -> list[TreeSequence]:
+        """Its sequence in the tree."""
+        return [self.sequence]
+
+    @property
+    def token_lists(self) -> list[list[int]]:
+        """The tokens sampled so far, of its sequence."""
+        return [self.tokens]
+
+    def resume(self, sequences: list[TreeSequence]) -> None:
+        """Go on with a sequence of the prompt and all tokens but the last."""
+        (self.sequence,), self.restores = sequences, True
+
+    def growth(self, tree: PrefixTree, tokens: int) -> int:
+        """Pages that its next tokens may take, so many if it gets as far."""
+        return tree.pages_to_extend(self.sequence, min(self.tokens_left, tokens) + self.restores)
 
     def processed(self, logits: Tensor) -> Tensor:
         """``[vocab]`` logits as the sample's processor gives them.

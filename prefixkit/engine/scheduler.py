@@ -1,27 +1,25 @@
-"""Admission: prompts wait until their KV, and that of all their samples, is sure to fit.
+"""Admission: prompts wait until there are pages for what they need now.
 
-Nothing here runs a model.  A sample is admitted only when the pages it may still need are free and reserved for no
-other sequence, so a running sample never meets a full pool: prompts beyond the budget wait, and nothing fails.
+Nothing here runs a model.  What runs may grow beyond the pool later: then the request admitted last is preempted
+(`prefixkit.engine.preemption`), and waits again.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
 
 from torch import Tensor
 
+from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.tree.match import Match
+from prefixkit.tree.eviction import PrefixCache
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
-from prefixkit.tree.tokens import common_prefix
-
-log = logging.getLogger("prefixkit")
 
 
 class KVBudgetTooSmall(ValueError):
@@ -30,31 +28,54 @@ class KVBudgetTooSmall(ValueError):
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """A prompt in flight, and how many of its samples have reserved pages, have started and have finished.
+    """A request from its submission to its last sample.
 
-    ``first_logits`` are the logits after the prompt's last token: ``[vocab]``, kept while the request is in flight.
+    Attributes:
+        request: What is asked.
+        order: Its place among all requests ever submitted.
+        waits_since: The step at which it was submitted, or preempted.
+        prompt: Its prompt in the tree, while it is in flight.
+        started, finished: How many of its samples, or beam searches, have started and finished.
+        running: How many are running.
+        suspended: Those that were preempted, in the order in which they started.
+        first_logits: ``[vocab]`` the logits after the prompt's last token, while it is in flight.
     """
 
     request: Request
-    prompt: Sequence
-    granted: int = 0
+    order: int
+    waits_since: int = 0
+    prompt: Sequence | None = None
     started: int = 0
     finished: int = 0
+    running: int = 0
+    suspended: list[Any] = field(default_factory=list)
     first_logits: Tensor | None = None
 
     @property
+    def sequence(self) -> Sequence:
+        """Its prompt's, while it is in flight."""
+        assert self.prompt is not None, "it waits"
+        return self.prompt
+
+    @property
     def wanted(self) -> int:
-        """How many units can be granted: samples, or the beam search as a whole."""
-        params = self.request.params
-        return params.n if isinstance(params, SamplingParams) else 1
+        """How many samples it has; a beam search is one."""
+        return len(self.request.sample_indices)
 
+    @property
+    def wants_logits(self) -> bool:
+        """Whether samples are to start for which its prompt's logits are missing."""
+        return self.first_logits is None and self.started < self.wanted
 
-@dataclass(eq=False)
-class _PinnedPrefix:
-    """A finished prompt's prefix that a waiting prompt shares, kept so that no token is computed twice."""
+    @property
+    def ready(self) -> bool:
+        """Whether a sample could start, or go on, if there were pages for it."""
+        return bool(self.suspended) or (self.started < self.wanted and self.first_logits is not None)
 
-    sequence: Sequence
-    first_logits: Tensor | None
+    @property
+    def waits(self) -> bool:
+        """Whether some of its samples are not running yet, or no longer."""
+        return bool(self.suspended) or self.started < self.wanted
 
 
 def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
@@ -68,9 +89,16 @@ def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
     return pages_for(tokens, page_size)
 
 
-def check_fits(requests: Iterable[Request], tree: PrefixTree, bytes_per_token: int) -> None:
-    """Raise KVBudgetTooSmall, before anything starts, if some request can never be admitted."""
-    have = tree.allocator.num_pages
+def check_fits(requests: Iterable[Request], tree: PrefixTree, bytes_per_token: int, pinned: int = 0) -> None:
+    """Raise KVBudgetTooSmall, before anything starts, if some request cannot run to its end even alone.
+
+    Args:
+        requests: What is to run.
+        tree: Where.
+        bytes_per_token: KV of a token.
+        pinned: Pages that pinned prefixes hold.
+    """
+    have = tree.allocator.num_pages - pinned
     for request in requests:
         need = pages_for(len(request.tokens), tree.page_size) + pages_per_unit(request.params, tree.page_size)
         if need > have:
@@ -79,9 +107,17 @@ def check_fits(requests: Iterable[Request], tree: PrefixTree, bytes_per_token: i
                 f"prompt {request.prompt_index} needs KV for {need * tree.page_size} tokens "
                 f"({need * page_bytes / 2**20:.1f} MiB) to run even one sequence ({len(request.tokens)} prompt tokens, "
                 f"max_new_tokens={request.params.max_new_tokens}, pages of {tree.page_size}), but the KV budget holds "
-                f"{have * tree.page_size} tokens ({have * page_bytes / 2**20:.1f} MiB); "
-                "raise kv_budget, or lower max_new_tokens, or page_size (each fork of a beam may take a page)"
+                f"{have * tree.page_size} tokens ({have * page_bytes / 2**20:.1f} MiB)"
+                + (f" beside {pinned} pages of pinned prefixes" if pinned else "")
+                + "; raise kv_budget, or lower max_new_tokens, or page_size (each fork of a beam may take a page)"
             )
+
+
+def growth_of(params: SamplingParams | BeamParams, page_size: int, tokens: int) -> int:
+    """Pages that a sample, or a search, may take with its next tokens, so many of each sequence."""
+    most = min(params.max_new_tokens - 1, tokens)
+    each = pages_for(most, page_size)
+    return params.num_beams * each if isinstance(params, BeamParams) else each
 
 
 def admission_order(requests: Iterable[Request]) -> list[Request]:
@@ -91,169 +127,141 @@ def admission_order(requests: Iterable[Request]) -> list[Request]:
 
 
 @dataclass(eq=False)
-class _Budget:
-    """What one round of admission may grant.
-
-    Attributes:
-        reserved: Pages of the free ones that are reserved: for running samples, and for granted ones that have not
-            started.
-        places: How many more samples, or beam searches, may run.
-    """
-
-    reserved: int
-    places: int
-
-
-@dataclass(eq=False)
 class Scheduler:
-    """The queue of prompts, the requests in flight, and the prefix kept for those that wait.
+    """The queue of requests, and those in flight.
 
-    Prompts are admitted in lexicographic order of their tokens: those that share a prefix follow each other, and a
-    prompt that is another's prefix comes first.  Results are independent of this order.
+    Requests of a higher priority go first, then those submitted earlier; of one submission, in lexicographic order of
+    their tokens: those that share a prefix follow each other.  One that has waited for more than the policy's ``patience``
+    goes before all others.  Results are independent of this order.
 
     Attributes:
         tree: Where prompts are inserted.
-        reserved_pages: Returns the pages that running samples may still take.
+        cache: What the tree keeps beside.
         most_running: Samples, or beam searches, that run at once at most.
-        tokens_left: Returns how many tokens a sequence of the tree may still grow by: 0 for prompts and beams.
+        policy: How long requests wait, and for how many tokens there must be pages.
+        steps: Steps so far.
     """
 
     tree: PrefixTree
-    reserved_pages: Callable[[], int]
+    cache: PrefixCache
     most_running: int = sys.maxsize
-    tokens_left: Callable[[Sequence], int] = lambda sequence: 0
-    queue: deque[Request] = field(default_factory=deque)
-    _in_flight: dict[int, RequestState] = field(
-        default_factory=dict
-    )  # by the id of the prompt's sequence, in order of admission
-    _short: deque[RequestState] = field(default_factory=deque)  # those of which samples wait, in order of admission
-    _pinned: _PinnedPrefix | None = None
-
-    @property
-    def in_flight(self) -> list[RequestState]:
-        """The prompts in flight, in order of admission."""
-        return list(self._in_flight.values())
+    policy: MemoryPolicy = field(default_factory=MemoryPolicy)
+    steps: int = 0
+    queue: list[RequestState] = field(default_factory=list)
+    in_flight: list[RequestState] = field(default_factory=list)
+    _orders: count[int] = field(default_factory=count)
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests that :func:`check_fits` has passed."""
-        self.queue = deque(admission_order([*self.queue, *requests]))
+        for request in admission_order(requests):
+            self.queue.append(RequestState(request, next(self._orders), self.steps))
+        self._sort()
 
     @property
     def idle(self) -> bool:
-        return not self.queue and not self._in_flight
+        return not self.queue and not self.in_flight
 
     @property
     def waits(self) -> bool:
-        """Whether something waits for pages."""
-        return bool(self.queue or self._short)
+        """Whether something waits for pages, or for a place among those that run."""
+        return bool(self.queue) or any(state.waits for state in self.in_flight)
 
-    def admit(self) -> None:
-        """Grant pages to waiting samples of prompts in flight, then to waiting prompts, until one does not fit."""
-        if not self.waits:
-            return
-        budget = self._budget()
-        while self._short:
-            state = self._short[0]
-            if not self._grant(state, pages_per_unit(state.request.params, self.tree.page_size), budget):
+    @property
+    def places(self) -> int:
+        """How many more samples may run."""
+        return max(0, self.most_running - sum(state.running for state in self.in_flight))
+
+    def growth(self) -> int:
+        """Pages for the first tokens of prompts in flight of which nothing runs yet."""
+        return sum(self.unit(state) for state in self.in_flight if not state.running)
+
+    def unit(self, state: RequestState) -> int:
+        """Pages for another sample's next tokens; of one that was preempted, for those that it has too."""
+        if not state.suspended:
+            return growth_of(state.request.params, self.tree.page_size, self.policy.longest)
+        own = sum(pages_for(len(tokens) - 1, self.tree.page_size) for tokens in state.suspended[0].token_lists)
+        return own + self.growth_back(state)
+
+    def growth_back(self, state: RequestState) -> int:
+        """Pages for the next tokens of the sample that comes back next, and for its last ones, which join the tree then."""
+        run, size = state.suspended[0], self.tree.page_size
+        following = min(run.tokens_left, self.policy.longest)
+        if isinstance(state.request.params, BeamParams):
+            return growth_of(state.request.params, size, following) + len(run.token_lists)
+        held = len(run.tokens) - 1
+        return pages_for(held + 1 + following, size) - pages_for(held, size)
+
+    def admit(self, growth: int) -> None:
+        """Insert waiting prompts until one does not fit.
+
+        Args:
+            growth: Pages that what runs may take with its next tokens.
+        """
+        places = self.places - sum(not state.running for state in self.in_flight)
+        growth += self.growth() if self.queue else 0
+        while self.queue and places > 0:
+            state = self._next()
+            if not self._insert(state, growth):
                 return
-            self._short.popleft()
-        while self.queue and self._admit_prompt(self.queue[0], budget):
-            self.queue.popleft()
-        if self.queue and not self._in_flight:
-            # Nothing runs, so only the pinned prefix can be in the way: its last page may be one page more than the
-            # prompt alone.
-            self._drop_pinned()
-            admitted = self._admit_prompt(self.queue[0], budget)
-            assert admitted, "a request that passed check_fits must fit an empty pool"
-            self.queue.popleft()
+            self.queue.remove(state)
+            places, growth = places - 1, growth + self.unit(state)
 
     def retire(self, state: RequestState) -> None:
-        """Take a request whose samples have all finished out of the tree, but for what the next prompt shares."""
-        del self._in_flight[state.prompt.id]
-        keep = common_prefix(state.request.tokens, self.queue[0].tokens) if self.queue else 0
-        if keep > (self._pinned.sequence.length if self._pinned else 0):
-            self._drop_pinned()
-            whole = keep == len(state.request.tokens)
-            if not whole:
-                self.tree.trim(state.prompt, keep)
-            self._pinned = _PinnedPrefix(state.prompt, state.first_logits if whole else None)
-        else:
-            self.tree.release(state.prompt)
+        """A request has finished: its prompt stays in the prefix cache."""
+        self.in_flight.remove(state)
+        self._keep(state)
+
+    def put_back(self, state: RequestState) -> None:
+        """Let a request wait again: its prompt stays in the prefix cache until its pages are needed."""
+        self.in_flight.remove(state)
+        self._keep(state)
+        state.waits_since = self.steps
+        self.queue.append(state)
+        self._sort()
 
     def close(self) -> None:
         """Release every prompt; what ran is the engine's to release."""
-        self._drop_pinned()
-        for state in self._in_flight.values():
-            self.tree.release(state.prompt)
-        self._in_flight.clear()
-        self._short.clear()
+        for state in self.in_flight:
+            self.tree.release(state.sequence)
+        self.in_flight.clear()
         self.queue.clear()
 
-    @property
-    def reserved(self) -> int:
-        """Pages of the free ones that are reserved: for running samples, and for granted ones that have not started."""
-        return self.reserved_pages() + sum(
-            (state.granted - state.started) * pages_per_unit(state.request.params, self.tree.page_size)
-            for state in self._in_flight.values()
-            if state.granted > state.started
-        )
+    def _sort(self) -> None:
+        self.queue.sort(key=lambda state: (-state.request.priority, state.order))
 
-    def _budget(self) -> _Budget:
-        """What may be granted now."""
-        running = sum(state.granted - state.finished for state in self._in_flight.values())
-        return _Budget(self.reserved, max(0, self.most_running - running))
+    def _next(self) -> RequestState:
+        """The request that is next in line."""
+        late = [state for state in self.queue if self.steps - state.waits_since > self.policy.patience]
+        return min(late, key=lambda state: (state.waits_since, state.order)) if late else self.queue[0]
 
-    def _grant(self, state: RequestState, unit: int, budget: _Budget) -> bool:
-        """Reserve ``unit`` pages for as many of a request's waiting samples as fit; True if none is left waiting."""
-        waiting = state.wanted - state.granted
-        fit = waiting if unit == 0 else min(waiting, max(0, self.tree.allocator.free - budget.reserved) // unit)
-        fit = min(fit, budget.places)
-        state.granted += fit
-        budget.reserved += fit * unit
-        budget.places -= fit
-        return fit == waiting
+    def _keep(self, state: RequestState) -> None:
+        self.cache.keep(state.sequence)
+        state.prompt = state.first_logits = None
 
-    def _admit_prompt(self, request: Request, budget: _Budget) -> bool:
-        """Insert a prompt and reserve pages for its first samples; where that does not fit, the tree is only read."""
-        if not budget.places:
-            return False
-        found = self.tree.match(request.tokens)
-        missing = pages_for(len(request.tokens) - found.length, self.tree.page_size)
-        more, unit = self._parted(found), pages_per_unit(request.params, self.tree.page_size)
-        if self.tree.allocator.free - missing < budget.reserved + more + unit:
-            return False
-        budget.reserved += more
-        prompt = self.tree.insert(request.tokens, found)
-        state = RequestState(request, prompt, first_logits=self._known_logits(prompt))
-        self._in_flight[prompt.id] = state
-        if not self._grant(state, unit, budget):
-            self._short.append(state)
-        self._drop_pinned()  # the new prompt begins with all of it
+    def _insert(self, state: RequestState, growth: int) -> bool:
+        """Insert a prompt where it fits beside the growth of what runs; else the tree is only read."""
+        tokens = state.request.tokens
+        found = self.tree.match(tokens)
+        need = pages_for(len(tokens) - found.length, self.tree.page_size) + growth + self.unit(state)
+        with self.cache.protected(found.node):
+            fits = self.cache.make_room(need)
+        if not fits:
+            if self.in_flight:
+                return False
+            # Nothing runs: what is in the way is what the cache keeps, and the slots lost at its nodes' ends.
+            self.cache.clear()
+        # Eviction may have merged what was found with nodes above it, so it is looked for again.
+        state.prompt = self.tree.insert(tokens)
+        self.cache.found(state.prompt)
+        state.first_logits = self._known_logits(state.prompt)
+        self.in_flight.append(state)
         return True
 
-    def _parted(self, found: Match) -> int:
-        """Pages more that running samples may take once a prompt is inserted where ``found`` ends.
-
-        A sample's leaf stops growing in place where the prompt ends with it or goes on below it: its next token
-        then starts a page of its own.  A split leaves that as it is.
-        """
-        node = found.node
-        if found.offset < node.length or not node.grows_in_place:
-            return 0
-        (sequence,) = node.sequences.values()
-        left = self.tokens_left(sequence)
-        return pages_for(left, self.tree.page_size) - node.pages_to_add(left)
-
     def _known_logits(self, prompt: Sequence) -> Tensor | None:
-        """The first logits of an equal prompt, if one has been computed and is still at hand."""
-        # Equal prompts end at one node, and either all those in flight have their logits or none has: so any will do.
-        for id in prompt.node.sequences:
-            if id in self._in_flight:
-                return self._in_flight[id].first_logits
-        pinned = self._pinned
-        return pinned.first_logits if pinned is not None and pinned.sequence.node is prompt.node else None
-
-    def _drop_pinned(self) -> None:
-        if self._pinned is not None:
-            self.tree.release(self._pinned.sequence)
-            self._pinned = None
+        """The first logits of an equal prompt in flight, if they have been computed."""
+        ends = prompt.node.sequences
+        if len(ends) > 1:
+            for state in self.in_flight:
+                if state.sequence.id in ends and state.first_logits is not None:
+                    return state.first_logits
+        return None

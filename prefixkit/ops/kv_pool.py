@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,6 +121,38 @@ class KVPool:
             pages, offsets = upload([*np.divmod(pairs, self.page_size)], self.spec.device)
             for its, mine in zip((self if of is None else of)._layers, self._layers, strict=True):
                 mine[:, pages[1], offsets[1]] = its[:, pages[0], offsets[0]]
+
+    def read(self, slots: NDArray[np.int64]) -> Tensor:
+        """``[2, layers, tokens, kv_heads, head_dim]`` a copy of the keys and values of slots, in host memory."""
+        spec = self.spec
+        shape = (2, spec.num_layers, len(slots), spec.kv_heads, spec.head_dim)
+        on_gpu = spec.device.type == "cuda"
+        with torch.inference_mode(False):
+            found = torch.empty(shape, dtype=spec.dtype, pin_memory=on_gpu)
+        for begin, end, pages, offsets in self._parts(slots):
+            for out, layers in zip(found, self._layers, strict=True):
+                out[:, begin:end].copy_(layers[:, pages, offsets], non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.current_stream(spec.device).synchronize()
+        return found
+
+    def write(self, slots: NDArray[np.int64], kv: Tensor, places: NDArray[np.int64]) -> None:
+        """Set the keys and values of ``slots[i]`` to ``kv[:, :, places[i]]``, which :meth:`read` gave."""
+        together = len(places) == 0 or bool((np.diff(places) == 1).all())
+        of = torch.from_numpy(places)
+        for begin, end, pages, offsets in self._parts(slots):
+            for layers, given in zip(self._layers, kv, strict=True):
+                # A view of pinned memory is copied without the host waiting, or gathering it first.
+                own = given[:, int(places[begin]) : int(places[end - 1]) + 1] if together else given[:, of[begin:end]]
+                layers[:, pages, offsets] = own.to(self.spec.device, non_blocking=together)
+
+    def _parts(self, slots: NDArray[np.int64]) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Bounds, pages and offsets of slots, so many at a time that their KV takes 64 MiB."""
+        at_once = max(1, 2**26 // self.spec.bytes_per_token)
+        for begin in range(0, len(slots), at_once):
+            own = slots[begin : begin + at_once]
+            pages, offsets = upload([*np.divmod(own, self.page_size)], self.spec.device)
+            yield begin, begin + len(own), pages, offsets
 
     def _check(self, layer: int) -> int:
         if not 0 <= layer < self.spec.num_layers:

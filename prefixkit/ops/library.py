@@ -32,9 +32,9 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
     """Write keys and values to pages.
 
     One contract for every op that appends, on every backend: a row whose slot is -1 writes nothing, as rows do that pad
-    a captured graph's batch; any other slot outside ``0 .. pages * page_size - 1`` is an error.  The CPU raises before
-    it writes anything.  On a GPU the host does not wait to read slots: such a row writes nothing either, and with
-    ``PREFIXKIT_CHECK=1`` the host does wait, and raises as the CPU does.
+    a captured graph's batch, and tokens whose KV is there; any other slot outside ``0 .. pages * page_size - 1`` is an
+    error.  The CPU raises before it writes anything.  On a GPU the host does not wait to read slots: such a row writes
+    nothing either, and with ``PREFIXKIT_CHECK=1`` the host does wait, and raises as the CPU does.
 
     Args:
         key, value: ``[T, kv_heads, head_dim]`` in the pages' dtype.

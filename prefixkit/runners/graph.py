@@ -59,8 +59,9 @@ class GraphRunner:
         pace: How far the host runs ahead.
         fewest_steps: A batch that goes on for fewer steps captures no graph.
         least_rows: Rows that a graph has at least.
-        weights: Says where what the model reads lies; asked at the beginning of a call and of a capture.  Graphs are
-            captured again once that is elsewhere.  None: it never is.
+        weights: Says where what the model reads lies, and in which modes its modules run, such as their adapters;
+            asked at the beginning of a call and of a capture.  Graphs are captured again once that differs.  None: it
+            never does.
         moves: Counts what may have moved it; asked before each step, and ``weights`` again when it has changed.
         capture: Makes what captures graphs.
 
@@ -303,7 +304,7 @@ class GraphRunner:
         """Drop graphs that read weights where they no longer are: that memory may have been reused by now."""
         there = None if self.weights is None else self.weights()
         if self._graphs and there != self._read_from:
-            log.info("the model's weights have moved: CUDA graphs are captured again")
+            log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")
             self.forget()
         self._read_from = there
         self._see_moves()

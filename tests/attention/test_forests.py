@@ -225,13 +225,13 @@ def test_every_forest_within_torchs_error(dtype: torch.dtype, variant: str, num_
     """By the program for a CPU, with its costs and others; the first forests by the program for a GPU too."""
     share = num_forests // 4 if dtype == torch.float32 and variant == "causal" else num_forests * 3 // 4 // 20
     on_cpu, on_gpu = Errors(), Errors()
-    for seed in range(max(share, 60)):
+    for seed in range(max(share, 40)):
         rng = np.random.default_rng([seed, VARIANTS.index(variant), dtype.itemsize])
         case = random_case(rng, dtype)
         plan, chosen = random_plan(rng, case), random_variant(rng, variant, case.q.shape[1])
         truth = Truth.of(case, chosen)
         on_cpu.add(seed, truth, *RUNS[seed % len(RUNS)](case, plan, chosen))
-        if seed < 60:
+        if seed < 40:
             on_gpu.add(seed, truth, *as_on_a_gpu(case, plan, chosen))
     on_cpu.check(), on_gpu.check()
 
@@ -240,7 +240,7 @@ def test_every_forest_within_torchs_error(dtype: torch.dtype, variant: str, num_
 @pytest.mark.parametrize("group", [1, 3, 7, 16])
 def test_every_head_shape_within_torchs_error(head_dim: int, group: int) -> None:
     errors = Errors()
-    for seed in range(15):
+    for seed in range(8):
         rng = np.random.default_rng([seed, head_dim, group])
         case = random_case(rng, torch.float32, (2 * group, 2, head_dim))
         errors.add(seed, Truth.of(case, CAUSAL), *attend(case, random_plan(rng, case)))
@@ -253,7 +253,7 @@ def test_every_head_shape_within_torchs_error(head_dim: int, group: int) -> None
 def test_large_nodes_within_torchs_error(variant: str, split: float) -> None:
     """Long shared prefixes, long runs, prefill of hundreds of rows, more keys than one block of the kernel holds."""
     errors = Errors()
-    for seed in range(8):
+    for seed in range(6):  # each shape of tree with orderly pages and with others
         rng = np.random.default_rng([seed, VARIANTS.index(variant)])
         lengths = [int(rng.integers(400, 700)), *rng.integers(1, 150, 4).tolist()]
         parents = [[-1, 0, 0, 0, 0], [-1, 0, 1, 1, 0], [-1, 0, 1, 2, 3]][seed % 3]

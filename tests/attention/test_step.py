@@ -28,6 +28,16 @@ def test_a_decode_step_names_tokens_positions_and_slots(make):
     assert all(tensor.dtype == torch.int32 for tensor in step.plan[:-1])
 
 
+@pytest.mark.parametrize("make", PLANNERS.values(), ids=PLANNERS)
+def test_a_token_that_has_kv_runs_again_without_writing_it(make):
+    tree, _ = grown_tree()
+    queries = runs((0, 3, 5), (1, 0, 1))
+    step = build_step(StepTree(tree.snapshot(), queries), np.array([13, 14, 20]), np.array([0, 1, 2]), make())
+    assert step.slots.tolist() == [-1, -1, 5]
+    assert step.positions.tolist() == [3, 4, 5]
+    assert step.length.tolist() == [5, 1, 0]
+
+
 def test_queries_that_cannot_be_are_refused_before_anything_else():
     tree, _ = grown_tree()
     with pytest.raises(ValueError, match=r"must name nodes 0\.\.2"):

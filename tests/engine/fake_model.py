@@ -7,8 +7,10 @@ little, too much or the wrong branch, and counts how often each token was comput
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -28,19 +30,37 @@ VOCAB = 50
 
 def logits_after(tokens) -> np.ndarray:
     """``[VOCAB]`` the fake model's logits after a sequence of tokens: a function of all of them and their order."""
-    seed = np.frombuffer(np.asarray(tokens, dtype=np.int64).tobytes(), dtype=np.uint32)
+    # The length tells sequences of few tokens 0 apart: seeds are padded with zeros.
+    seed = np.frombuffer(np.array([len(tokens), *tokens], dtype=np.int64).tobytes(), dtype=np.uint32)
     return np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32) * 2
 
 
+def values_of(tokens, weights: int = 0) -> list[int]:
+    """For each token what stands for its V: a hash of all tokens up to it, and of the weights."""
+    # float32 holds integers of 24 bits.
+    return [
+        value & 0xFFFFFF
+        for value in accumulate(
+            map(int, tokens), lambda value, token: zlib.crc32(bytes([token]), value), initial=weights
+        )
+    ][1:]
+
+
 class FakeModel:
-    """Runs steps; ``computed`` counts the full prefix of every token that ran."""
+    """Runs steps; ``computed`` counts the full prefix of every token that ran.
+
+    Attributes:
+        weights: What the weights are called; only V depends on it.
+    """
 
     def __init__(self, pool: KVPool) -> None:
-        # Keys are tokens, in float32, and values are there for the op: one head of one element.
+        # Keys are tokens, in float32, and values are hashes of prefixes: one head of one element.
         self.pages = [pool.k(0).fill_(-1.0), pool.v(0).fill_(-1.0)]
         self.page_size = pool.page_size
         self.computed: Counter[tuple[int, ...]] = Counter()
         self.rows_per_step: list[int] = []
+        self.logits_per_step: list[int] = []
+        self.weights = 0
 
     def __call__(self, step: Step) -> torch.Tensor:
         rows = step.tokens.to(torch.float32)[:, None, None]
@@ -48,7 +68,11 @@ class FakeModel:
         seen = self.seen_by_rows(step)
         for tokens in seen:
             self.computed[tuple(tokens)] += 1
+        values, stored = self.pages[1].view(-1), step.slots >= 0
+        last = [values_of(tokens, self.weights)[-1] if tokens else 0 for tokens in seen]
+        values[step.slots[stored].long()] = torch.tensor(last, dtype=torch.float32)[stored]
         self.rows_per_step.append(step.num_rows)
+        self.logits_per_step.append(len(step.logit_rows))
         wanted = [logits_after(seen[row]) for row in step.logit_rows.tolist()]
         return torch.from_numpy(np.stack(wanted)) if wanted else torch.empty(0, VOCAB)
 

@@ -3,7 +3,9 @@
 import numpy as np
 import torch
 
+from prefixkit.engine.beam import BeamSearch, advance, finished, num_candidates
 from prefixkit.engine.request import Request
+from prefixkit.runners.sampler import top_tokens
 from prefixkit.sampling.rng import sample_key, uniforms
 from prefixkit.sampling.specification import sample_tokens
 from tests.engine.fake_model import VOCAB, logits_after
@@ -22,6 +24,16 @@ def alone(prompt, params, index):
     return tokens[len(prompt) :]
 
 
+def beams_alone(prompt, params):
+    """What a search must find, best first, replayed over whole sequences."""
+    search = BeamSearch(params)
+    while not search.done:
+        after = torch.from_numpy(np.stack([logits_after([*prompt, *beam.tokens]) for beam in search.beams]))
+        likeliest = top_tokens(after, num_candidates(params), after.log_softmax(-1).amax(-1))
+        ((search, _),) = advance([search], *(part.numpy() for part in likeliest))
+    return finished(search)
+
+
 def random_prompts(seed, count=8):
     """Prompts with shared heads, a duplicate, and one that is another's prefix."""
     print("seed", seed)
@@ -36,5 +48,9 @@ def run(engine, prompts, params):
 
 
 def assert_all_given_back(engine):
+    """No sequence is left, and every page is free but for those of the prefix cache."""
+    check_tree(engine.tree)
+    assert engine.tree.pages_held() == 0
+    engine.cache.clear()
     check_tree(engine.tree)
     assert engine.tree.allocator.free == engine.tree.allocator.num_pages

@@ -5,7 +5,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-import torch
 
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import BeamParams, Request
@@ -14,8 +13,8 @@ from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.radix import PrefixTree
 from tests.covering import pairwise_cover
-from tests.engine.fake_model import logits_after, make_engine
-from tests.engine.runs import alone, assert_all_given_back, random_prompts, run
+from tests.engine.fake_model import make_engine
+from tests.engine.runs import alone, assert_all_given_back, beams_alone, random_prompts, run
 
 
 @pytest.mark.parametrize(("seed", "page_size", "chunk"), pairwise_cover(product(range(5), (1, 3, 16), (7, 1024))))
@@ -122,9 +121,6 @@ class TestBeams:
     )
     def test_beams_are_those_of_an_exhaustive_replay(self, num_beams, page_size, tokens):
         """In 70 tokens chains of nodes that short-lived beams have left are copied."""
-        from prefixkit.engine.beam import BeamSearch, advance, finished, num_candidates
-        from prefixkit.runners.sampler import top_tokens
-
         stops = (1, 2) if tokens == 8 else ()
         params = BeamParams(num_beams, num_return_sequences=num_beams, max_new_tokens=tokens, stop_token_ids=stops)
         prompts = random_prompts(7, count=5)
@@ -133,14 +129,10 @@ class TestBeams:
         assert_all_given_back(engine)
         assert (engine.report.kv_bytes_copied > 0) == (tokens > 8)
         for index, prompt in enumerate(prompts):
-            search = BeamSearch(params)
-            while not search.done:
-                after = torch.from_numpy(np.stack([logits_after([*prompt, *beam.tokens]) for beam in search.beams]))
-                likeliest = top_tokens(after, num_candidates(params), after.log_softmax(-1).amax(-1))
-                ((search, _),) = advance([search], *(part.numpy() for part in likeliest))
+            expected = beams_alone(prompt, params)
             mine = [sample for sample in samples if sample.prompt_index == index]
-            assert [tuple(sample.tokens) for sample in mine] == [beam.tokens for beam in finished(search)]
-            assert [sample.score for sample in mine] == [beam.score for beam in finished(search)]
+            assert [tuple(sample.tokens) for sample in mine] == [beam.tokens for beam in expected]
+            assert [sample.score for sample in mine] == [beam.score for beam in expected]
 
     @pytest.mark.parametrize("num_return_sequences", [1, 4])
     def test_a_plain_batch_would_compute_every_beam_whatever_is_returned(self, num_return_sequences):

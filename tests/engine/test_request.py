@@ -100,6 +100,14 @@ def test_request_params_are_checked():
         Request(0, [1], SamplingParams(), -1)
 
 
+@pytest.mark.parametrize("priority", ["high", 1.5, None, True, float("nan")])
+def test_a_priority_is_an_integer(priority):
+    """Requests are sorted by it once they are queued."""
+    with pytest.raises(TypeError, match="priority must be an integer, got"):
+        Request(0, [1], SamplingParams(), priority=priority)
+    assert Request(0, [1], SamplingParams(), priority=np.int64(-4)).priority == -4
+
+
 def test_request_keeps_its_own_tokens():
     mine = np.array([1, 2, 3])
     request = Request(0, mine, SamplingParams())

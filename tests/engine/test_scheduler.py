@@ -1,13 +1,22 @@
-"""Admission: reserved pages stay available, and shared prefixes outlive the prompts that brought them."""
+"""Admission: by what is needed now, in a fair order; prompts stay in the prefix cache."""
 
 import sys
 
 import numpy as np
 import pytest
 
+from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import BeamParams, Request
-from prefixkit.engine.scheduler import KVBudgetTooSmall, Scheduler, check_fits, pages_per_unit
+from prefixkit.engine.scheduler import (
+    KVBudgetTooSmall,
+    RequestState,
+    Scheduler,
+    check_fits,
+    growth_of,
+    pages_per_unit,
+)
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.tree.eviction import PrefixCache
 from prefixkit.tree.radix import PrefixTree
 from tests.engine.fake_model import make_engine
 from tests.tree.integrity import check_tree
@@ -17,8 +26,19 @@ def request(index, tokens, **params):
     return Request(index, np.array(tokens), SamplingParams(**params))
 
 
-def scheduler_over(num_pages, page_size=4, reserved=0):
-    return Scheduler(PrefixTree(num_pages, page_size), lambda: reserved)
+def scheduler_over(num_pages, page_size=4, **policy):
+    tree = PrefixTree(num_pages, page_size)
+    return Scheduler(tree, PrefixCache(tree), policy=MemoryPolicy(**policy))
+
+
+def in_flight(scheduler):
+    return [state.request.prompt_index for state in scheduler.in_flight]
+
+
+def compute(scheduler):
+    """Say that all tokens have KV."""
+    nodes = scheduler.tree.nodes()
+    scheduler.tree.mark_computed(nodes, [node.length for node in nodes])
 
 
 def test_pages_of_a_sample_leave_out_the_last_token_which_needs_no_kv():
@@ -26,66 +46,108 @@ def test_pages_of_a_sample_leave_out_the_last_token_which_needs_no_kv():
     assert pages_per_unit(BeamParams(3, max_new_tokens=6), 4) == 15
 
 
+def test_growth_is_what_the_next_tokens_take():
+    of = [growth_of(SamplingParams(max_new_tokens=t), 4, 8) for t in (1, 2, 5, 6, 9, 10, 1000)]
+    assert of == [0, 1, 1, 2, 2, 2, 2]
+    assert growth_of(BeamParams(3, max_new_tokens=6), 4, 1) == 3
+
+
 def test_prompts_that_share_are_admitted_one_after_the_other():
     scheduler = scheduler_over(1000)
     scheduler.submit([request(0, [5, 1]), request(1, [300, 2]), request(2, [5, 1, 7]), request(3, [5])])
-    scheduler.admit()
-    assert [state.request.prompt_index for state in scheduler.in_flight] == [3, 0, 2, 1]
+    scheduler.admit(0)
+    assert in_flight(scheduler) == [3, 0, 2, 1]
 
 
-def test_samples_are_granted_as_far_as_pages_reach_and_the_rest_wait():
-    scheduler = scheduler_over(num_pages=8)
-    scheduler.submit([request(0, range(8), n=5, max_new_tokens=9), request(1, range(8), n=1, max_new_tokens=9)])
-    scheduler.admit()
-    (state,) = scheduler.in_flight
-    assert (state.granted, state.wanted) == (3, 5)  # 2 pages of prompt and 3 samples of 2 pages
-    assert len(scheduler.queue) == 1
+def test_what_comes_later_waits_whatever_its_tokens_are():
+    scheduler = scheduler_over(1000)
+    scheduler.submit([request(0, [5, 1]), request(1, [5, 2])])
+    scheduler.submit([request(2, [1])])
+    scheduler.admit(0)
+    assert in_flight(scheduler) == [0, 1, 2]
 
 
-def test_pages_reserved_to_running_samples_are_not_granted_again():
-    scheduler = scheduler_over(num_pages=8, reserved=5)
-    scheduler.submit([request(0, range(4), n=9, max_new_tokens=5)])
-    scheduler.admit()
-    assert scheduler.in_flight[0].granted == 2
+@pytest.mark.parametrize(("growth", "admitted"), [(0, 2), (1, 1), (3, 1), (4, 0)])
+def test_a_prompt_is_admitted_beside_the_growth_of_what_runs(growth, admitted):
+    """Each of two pages, and one for its first sample's next tokens."""
+    scheduler = scheduler_over(num_pages=6, headroom=4)
+    scheduler.in_flight.append(running := RequestState(request(9, [1]), 0, running=1))
+    running.prompt = scheduler.tree.insert([1])
+    scheduler.tree.release(running.prompt)
+    scheduler.submit([request(i, [i + 2] * 8, n=5, max_new_tokens=100) for i in range(2)])
+    scheduler.admit(growth)
+    assert len(scheduler.in_flight) - 1 == admitted
 
 
 def test_a_prompt_that_does_not_fit_leaves_no_trace():
     scheduler = scheduler_over(num_pages=5)
     scheduler.submit([request(0, range(8), max_new_tokens=9), request(1, [*range(6), 99], max_new_tokens=9)])
-    scheduler.admit()
+    scheduler.admit(0)
     assert len(scheduler.in_flight) == 1
     assert scheduler.tree.snapshot().num_nodes == 1
     check_tree(scheduler.tree)
 
 
-def test_what_the_next_prompt_shares_stays_when_a_prompt_retires():
+def test_prompts_stay_in_the_prefix_cache_until_their_pages_are_needed():
     scheduler = scheduler_over(num_pages=6)
-    scheduler.submit([request(0, [*range(10), 50], max_new_tokens=9), request(1, [*range(10), 60], max_new_tokens=9)])
-    scheduler.admit()
-    first = scheduler.in_flight[0]
-    scheduler.tree.mark_computed([first.prompt.node], [11])
-    first.started = first.finished = 1
-    scheduler.retire(first)
-    assert scheduler.tree.match([*range(10), 60]).length == 10
-    assert scheduler.tree.snapshot().computed.tolist() == [10]
-    scheduler.admit()
-    assert [state.request.prompt_index for state in scheduler.in_flight] == [1]
+    scheduler.submit([request(0, [*range(10), 50], max_new_tokens=9)])
+    scheduler.admit(0)
+    compute(scheduler)
+    scheduler.retire(scheduler.in_flight[0])
+    assert scheduler.tree.snapshot().num_nodes == 0
+    scheduler.submit([request(1, [*range(10), 60], max_new_tokens=9)])
+    scheduler.admit(0)
+    assert scheduler.cache.tokens_found == 10
+    (state,) = scheduler.in_flight
+    assert scheduler.tree.snapshot().computed.tolist() == [10, 0]
+    compute(scheduler)
+    scheduler.retire(state)
+    scheduler.submit([request(2, range(100, 115), max_new_tokens=9)])
+    scheduler.admit(0)
+    assert in_flight(scheduler) == [2]
+    assert scheduler.tree.match([*range(10), 60]).length == 0
     scheduler.close()
     check_tree(scheduler.tree)
     assert scheduler.tree.allocator.free == 6
 
 
-def test_an_equal_prompt_inherits_the_logits():
-    scheduler = scheduler_over(num_pages=4)
-    scheduler.submit([request(0, range(8), max_new_tokens=9), request(1, range(8), max_new_tokens=9)])
-    scheduler.admit()
-    first = scheduler.in_flight[0]
-    first.first_logits = "logits"
-    first.started = first.finished = 1
-    scheduler.retire(first)
-    scheduler.admit()
-    assert scheduler.in_flight[0].request.prompt_index == 1
-    assert scheduler.in_flight[0].first_logits == "logits"
+def test_a_prompt_is_inserted_whole_where_making_room_for_it_merges_what_it_shares():
+    scheduler = scheduler_over(num_pages=7)
+    head = list(range(6))
+    for number, tail in enumerate(([10, 11, 12, 13, 14, 15, 16], [20, 21, 22, 23, 24, 25])):
+        scheduler.submit([request(number, head + tail, max_new_tokens=1)])
+        scheduler.admit(0)
+        compute(scheduler)
+    for state in scheduler.in_flight[::-1]:
+        scheduler.retire(state)
+    scheduler.submit([request(2, [*head, 10, 11, *range(40, 49)], max_new_tokens=1)])
+    scheduler.admit(0)
+    assert scheduler.tree.match([*head, 20]).length == 6, "the other was evicted"
+    (state,) = scheduler.in_flight
+    assert state.sequence.tokens().tolist() == state.request.tokens.tolist()
+    check_tree(scheduler.tree)
+
+
+def test_an_equal_prompt_in_flight_shares_its_logits():
+    scheduler = scheduler_over(num_pages=40)
+    scheduler.submit([request(0, range(8), max_new_tokens=9)])
+    scheduler.admit(0)
+    scheduler.in_flight[0].first_logits = "logits"
+    scheduler.submit([request(1, range(8), max_new_tokens=9)])
+    scheduler.admit(0)
+    assert [state.first_logits for state in scheduler.in_flight] == ["logits", "logits"]
+
+
+def test_what_is_put_back_goes_first_again():
+    scheduler = scheduler_over(num_pages=40)
+    scheduler.submit([request(i, [i, 1, 2], max_new_tokens=9) for i in range(3)])
+    scheduler.admit(0)
+    compute(scheduler)
+    scheduler.put_back(scheduler.in_flight[1])
+    assert in_flight(scheduler) == [0, 2]
+    scheduler.submit([request(3, [0, 0], max_new_tokens=9)])
+    scheduler.admit(0)
+    assert in_flight(scheduler) == [0, 2, 1, 3]
 
 
 def test_the_refusal_names_the_need_in_mib_and_tokens():
@@ -117,10 +179,10 @@ class TestWaiting:
     def test_a_prompt_that_does_not_fit_is_not_inserted(self):
         scheduler = scheduler_over(num_pages=5)
         scheduler.submit([request(0, range(8), max_new_tokens=9), request(1, [*range(6), 99], max_new_tokens=9)])
-        scheduler.admit()
+        scheduler.admit(0)
         snapshot, version = scheduler.tree.snapshot(), scheduler.tree.version
         for _ in range(3):
-            scheduler.admit()
+            scheduler.admit(0)
         assert scheduler.tree.version == version
         assert scheduler.tree.snapshot() is snapshot
 
@@ -134,59 +196,18 @@ class TestWaiting:
             plans[num_pages] = engine.report.plans, len(model.rows_per_step)
         assert plans == {4096: (2, 41), 16: (4, 82)}
 
-    @pytest.mark.parametrize("goes_on", [[], [7], [7, 8, 9]])
-    @pytest.mark.parametrize("left", [0, 1, 3, 4, 9])
-    def test_reserved_pages_suffice_where_a_prompt_ends_with_a_sample_s_leaf_or_goes_on_below_it(self, goes_on, left):
-        """Such a leaf stops growing in place, so its sample may need a page more than before."""
-        tree = PrefixTree(64, 4)
-        sample = tree.insert(range(5))
-        pages_left = lambda: tree.pages_to_extend(sample, left)  # noqa: E731
-        scheduler = Scheduler(tree, pages_left, tokens_left=lambda one: left if one is sample else 0)
-        scheduler.submit([request(0, [90], max_new_tokens=1)])
-        scheduler.admit()
 
-        own_and_one_sample = -(-len(goes_on) // 4) + 1
-        needed = own_and_one_sample + -(-left // 4)
-        taken = tree.allocator.allocate(tree.allocator.free - needed + 1)
-        scheduler.submit([request(1, [*range(5), *goes_on], max_new_tokens=5)])
-        scheduler.admit()
-        assert len(scheduler.in_flight) == 1
-        tree.allocator.release(taken[:1])
-        scheduler.admit()
-        assert len(scheduler.in_flight) == 2
-        assert tree.allocator.free >= pages_left() + 1
+def test_calls_of_functions_grow_with_the_prompts():
+    """Counted, not timed: comparisons of all prompts with each other would make them grow with the square."""
 
+    def calls(count):
+        scheduler = scheduler_over(40 * count)
+        scheduler.submit(request(index, [*range(9), index % 50, index], max_new_tokens=9) for index in range(count))
+        return count_calls(lambda: scheduler.admit(0)) + count_calls(
+            lambda: [scheduler.retire(one) for one in scheduler.in_flight.copy()]
+        )
 
-class TestManyPrompts:
-    """Admission is linear in the prompts: what it does for each does not depend on how many there are."""
-
-    def test_what_runs_is_asked_for_once(self):
-        asked = []
-        scheduler = Scheduler(PrefixTree(10_000, 4), lambda: asked.append(1) or 0)
-        scheduler.submit(request(index, [*range(9), index], n=2, max_new_tokens=9) for index in range(200))
-        scheduler.admit()
-        assert len(scheduler.in_flight) == 200
-        assert len(asked) == 1
-
-    def test_what_runs_is_not_asked_for_when_nothing_waits(self):
-        asked = []
-        scheduler = Scheduler(PrefixTree(100, 4), lambda: asked.append(1) or 0)
-        scheduler.submit([request(0, range(9))])
-        for _ in range(5):
-            scheduler.admit()
-        assert len(asked) == 1
-
-    def test_calls_of_functions_grow_with_the_prompts(self):
-        """Counted, not timed: comparisons of all prompts with each other would make them grow with the square."""
-
-        def calls(count):
-            scheduler = Scheduler(PrefixTree(20 * count, 4), lambda: 0)
-            scheduler.submit(request(index, [*range(9), index % 50, index], max_new_tokens=9) for index in range(count))
-            return count_calls(scheduler.admit) + count_calls(
-                lambda: [scheduler.retire(one) for one in scheduler.in_flight]
-            )
-
-        assert calls(800) < 4.5 * calls(200)
+    assert calls(800) < 4.5 * calls(200)
 
 
 def count_calls(action):

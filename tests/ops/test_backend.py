@@ -12,7 +12,7 @@ import torch
 import prefixkit.backends  # noqa: F401  (registers them)
 from prefixkit.backends.cuda import probe as cuda_probe
 from prefixkit.backends.cuda.probe import probe
-from prefixkit.cli.env import facts
+from prefixkit.cli.commands.env import facts
 from prefixkit.cuda import nvrtc
 from prefixkit.ops import backend
 from prefixkit.ops.backend import BackendError, Choice, choose

@@ -1,0 +1,63 @@
+"""What a session does where KV does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from prefixkit.tree.eviction import POLICIES
+
+Eviction = Literal["lru", "lfu", "cost"]
+Preemption = Literal["auto", "swap", "recompute"]
+
+_PREEMPTIONS = "auto", "swap", "recompute"
+
+
+@dataclass(frozen=True)
+class MemoryPolicy:
+    """What is evicted from the prefix cache, and what becomes of requests that were admitted and no longer fit.
+
+    Attributes:
+        eviction: Which of the prefixes that no request needs goes first: the one used least recently (``"lru"``), the
+            one used least often (``"lfu"``), or the one that costs least to compute again for each byte of its KV
+            (``"cost"``).
+        preemption: Where the KV of a preempted request's samples goes: to host memory (``"swap"``), or nowhere, so
+            that what is evicted meanwhile is computed again (``"recompute"``); ``"auto"`` takes what costs less time by
+            what copies and prompts have taken so far.
+        headroom: Tokens for which each running sequence must find pages before more is admitted.  A request is preempted
+            once some sequence finds none for a quarter of them: what lies between keeps the two from taking turns.
+        swap_space: Bytes of host memory for swapped KV at most; beyond it, KV is computed again.
+        patience: Steps that a request waits at most while others that came later, or of a higher priority, are
+            admitted before it.
+
+    Raises:
+        ValueError: a name that is not one of these, or a number below 0.
+    """
+
+    eviction: Eviction = "lru"
+    preemption: Preemption = "auto"
+    headroom: int = 64
+    swap_space: int = 4 * 2**30
+    patience: int = 1024
+
+    @property
+    def longest(self) -> int:
+        """Tokens for which each running sequence must find pages before more is admitted: the next one at least."""
+        return max(1, self.headroom)
+
+    @property
+    def shortest(self) -> int:
+        """Tokens for which each running sequence has pages, or something is preempted."""
+        return max(1, self.headroom // 4)
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("eviction", self.eviction, tuple(POLICIES)),
+            ("preemption", self.preemption, _PREEMPTIONS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        for name in ("headroom", "swap_space", "patience"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ValueError(f"{name} must be an integer of at least 0, got {number!r}")

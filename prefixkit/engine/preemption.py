@@ -1,0 +1,172 @@
+"""Preemption: what runs leaves the tree where the pool is full, and comes back, token for token, once there is room.
+
+The KV that it leaves behind stays in the prefix cache until its pages are needed, and is computed again then; or it is
+copied to host memory and back, whichever takes less time (vLLM, section 4.5).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.engine.beam_run import BeamRun
+from prefixkit.engine.policy import MemoryPolicy
+from prefixkit.engine.sample_run import SampleRun
+from prefixkit.ops.kv_pool import KVPool
+from prefixkit.tree.eviction import PrefixCache
+from prefixkit.tree.pages import pages_for
+from prefixkit.tree.radix import Sequence
+
+log = logging.getLogger("prefixkit")
+
+Run = SampleRun | BeamRun
+
+# Until something was measured: what PCIe 4 copies, and a prompt of a model of some billion weights.
+_BYTES_PER_SECOND, _TOKENS_PER_SECOND = 16e9, 10e3
+
+
+@dataclass(eq=False)
+class Rate:
+    """How much was done in how much time."""
+
+    amount: float
+    seconds: float
+
+    def add(self, amount: float, seconds: float) -> None:
+        """Count something; what is long ago counts less."""
+        self.amount, self.seconds = 0.9 * self.amount + amount, 0.9 * self.seconds + seconds
+
+    def seconds_for(self, amount: float) -> float:
+        return amount * self.seconds / self.amount if self.amount else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class SwappedKV:
+    """KV of a sequence in host memory.
+
+    Attributes:
+        start: Position of its first token.
+        kv: ``[2, layers, tokens, kv_heads, head_dim]`` of all sequences that were swapped with it.
+        places: Which of these tokens are the sequence's, in order.
+    """
+
+    start: int
+    kv: Tensor
+    places: NDArray[np.int64]
+
+
+class Preemption:
+    """Takes runs out of the tree and brings them back.
+
+    Args:
+        cache: The prefix cache of the tree.
+        pool: Where its KV lives.
+        policy: Swap or recompute, and how much host memory there is.
+
+    Attributes:
+        computing: Prompt tokens computed, and the time that took.
+        swapped, recomputed: Runs that were preempted so far, by what became of their KV.
+        bytes_swapped: KV copied to host memory.
+    """
+
+    def __init__(self, cache: PrefixCache, pool: KVPool, policy: MemoryPolicy) -> None:
+        self.cache, self.pool, self.policy = cache, pool, policy
+        self.computing = Rate(_TOKENS_PER_SECOND, 1.0)
+        self.copying = Rate(_BYTES_PER_SECOND, 1.0)
+        self.swapped = self.recomputed = self.bytes_swapped = 0
+        self._held: dict[Run, list[SwappedKV]] = {}
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    def suspend(self, runs: Iterable[Run]) -> None:
+        """Take runs out of the tree, those of one request together."""
+        runs = list(runs)
+        prompt = len(runs[0].state.request.tokens)
+        slots = {run: [_computed_slots(one, prompt) for one in run.sequences] for run in runs}
+        every = np.concatenate([each for of in slots.values() for each in of])
+        in_order, first = np.unique(every, return_index=True)
+        own = every[np.sort(first)]  # one sequence after another: what comes back at once lies together
+        place = np.argsort(np.argsort(first))
+        swap = self._swaps(len(own))
+        if swap:
+            began = time.perf_counter()
+            kv = self.pool.read(own)
+            self.copying.add(len(own) * self.pool.spec.bytes_per_token, time.perf_counter() - began)
+            self.bytes_swapped += len(own) * self.pool.spec.bytes_per_token
+            for run, of in slots.items():
+                self._held[run] = [SwappedKV(prompt, kv, place[np.searchsorted(in_order, each)]) for each in of]
+        self.swapped, self.recomputed = self.swapped + swap * len(runs), self.recomputed + (not swap) * len(runs)
+        log.debug("preempted %d of prompt %d: %s", len(runs), runs[0].state.request.prompt_index, _HOW[swap])
+        for run in runs:
+            for sequence in run.sequences:
+                if swap:
+                    self.cache.tree.release(sequence)
+                else:
+                    self.cache.keep(sequence)
+
+    def _swaps(self, tokens: int) -> bool:
+        """Whether the KV of so many tokens is to go to host memory."""
+        policy, size = self.policy, tokens * self.pool.spec.bytes_per_token
+        held = {id(one.kv): one.kv.nbytes for of in self._held.values() for one in of}
+        if not tokens or policy.preemption == "recompute" or sum(held.values()) + size > policy.swap_space:
+            return False
+        return policy.preemption == "swap" or 2 * self.copying.seconds_for(size) < self.computing.seconds_for(tokens)
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def resume(self, run: Run, growth: int) -> bool:
+        """Bring a run back into the tree, if there are pages for it beside ``growth``; else only evict.
+
+        Its last token is uncomputed then, and joins the tree once all before it has KV: see :meth:`go_on`.
+        """
+        tree = self.cache.tree
+        prompt = run.state.request.tokens
+        own = [np.concatenate((prompt, np.array(tokens[:-1], np.int32))) for tokens in run.token_lists]
+        with ExitStack() as protected:
+            need = growth
+            for tokens in own:
+                found = tree.match(tokens)
+                protected.enter_context(self.cache.protected(found.node))
+                need += pages_for(len(tokens) - found.length, tree.page_size)
+            if not self.cache.make_room(need):
+                return False
+        run.resume([tree.insert(tokens) for tokens in own])
+        for sequence, swapped in zip(run.sequences, self._held.pop(run, [None] * len(own)), strict=True):
+            computed = self.cache.found(sequence)
+            if swapped is not None and computed >= swapped.start:
+                self._write(sequence, swapped, computed)
+        return True
+
+    def forget(self) -> None:
+        """Give the host memory back."""
+        self._held.clear()
+
+    def _write(self, sequence: Sequence, swapped: SwappedKV, computed: int) -> None:
+        """Copy the KV of a sequence's tokens from ``computed`` on back into its slots."""
+        missing = slice(computed - swapped.start, sequence.length - swapped.start)
+        places = swapped.places[missing]
+        began = time.perf_counter()
+        self.pool.write(sequence.slots()[computed:], swapped.kv, places)
+        self.copying.add(len(places) * self.pool.spec.bytes_per_token, time.perf_counter() - began)
+        node = sequence.node
+        while node.parent is not None and node.start + node.length > computed:
+            self.cache.tree.mark_computed([node], [node.length])
+            node = node.parent
+
+
+_HOW = {True: "its KV goes to host memory", False: "what is evicted of its KV is computed again"}
+
+
+def _computed_slots(sequence: Sequence, begin: int) -> NDArray[np.int64]:
+    """Slots of a sequence's tokens from position ``begin`` on, as far as they have KV."""
+    node = sequence.node
+    while node.parent is not None and not node.computed:
+        node = node.parent
+    return sequence.slots()[begin : node.start + node.computed]

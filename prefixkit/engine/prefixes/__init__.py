@@ -1,0 +1,1 @@
+"""Prefix files: KV of prompts on disk."""

@@ -1,0 +1,85 @@
+"""Prefixes of a session's pool, written to a file and read from one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.engine.engine import Engine
+from prefixkit.engine.prefixes.file import PrefixFile, open_prefixes
+from prefixkit.engine.prefixes.trie import trie_of
+from prefixkit.engine.prefixes.write import write_prefixes
+from prefixkit.engine.scheduler import KVBudgetTooSmall
+from prefixkit.tree.pages import pages_for
+from prefixkit.tree.radix import Sequence as TreeSequence
+
+Ints = NDArray[np.int32]
+
+
+def save_prefixes(engine: Engine, path: str | Path, sequences: Sequence[TreeSequence], fingerprint: str) -> int:
+    """Write the KV of sequences whose tokens are all computed; returns how many distinct tokens that were."""
+    trie, sources = trie_of([sequence.tokens() for sequence in sequences])
+    slots = [sequence.slots() for sequence in sequences]
+    places = zip(sources.tolist(), trie.starts.tolist(), trie.lengths.tolist(), strict=True)
+    of_trie = np.concatenate([slots[source][start : start + length] for source, start, length in places])
+
+    def kv(begin: int, end: int) -> tuple[Tensor, Tensor]:
+        keys, values = engine.pool.read(of_trie[begin:end])
+        return keys, values
+
+    write_prefixes(path, trie, kv, engine.pool.spec, fingerprint)
+    return len(of_trie)
+
+
+def load_prefixes(engine: Engine, path: str | Path, fingerprint: str, vocab: int) -> int:
+    """Read prefixes into the prefix cache; returns how many tokens were read that it did not have.
+
+    Raises:
+        PrefixFileError: the file is torn or of something else; the cache keeps what was read before that was found.
+        KVBudgetTooSmall: the pool does not hold them all; nothing was read.
+    """
+    page_size, have = engine.tree.page_size, engine.tree.allocator.num_pages - engine.pinned_pages
+    with open_prefixes(path, engine.pool.spec, fingerprint, vocab) as file:
+        need = sum(pages_for(length, page_size) + 1 for length in file.trie.lengths.tolist())
+        if need > have:
+            raise KVBudgetTooSmall(
+                f"the prefixes in {path} take up to {need} pages of {page_size} tokens, but the KV budget holds {have}; "
+                "raise kv_budget, or save fewer prefixes"
+            )
+        return sum(_load(engine, file, leaf) for leaf in file.trie.leaves().tolist())
+
+
+def _load(engine: Engine, file: PrefixFile, leaf: int) -> int:
+    """Read the tokens from the root to a leaf, as far as they have no KV yet."""
+    tree, cache, tokens = engine.tree, engine.cache, file.trie.prefix(leaf)
+    found = tree.match(tokens)
+    with cache.protected(found.node):
+        cache.make_room(pages_for(len(tokens) - found.length, tree.page_size) + 1)
+    sequence = tree.insert(tokens)
+    try:
+        begin = cache.found(sequence)
+        slots, path = sequence.slots(), list[int]()
+        while leaf >= 0:
+            path.append(leaf)
+            leaf = int(file.trie.parents[leaf])
+        for node in path[::-1]:
+            start, (first, last) = int(file.trie.starts[node]), file.trie.span(node)
+            skip = min(max(0, begin - start), last - first)
+            if first + skip < last:
+                kv = torch.stack(file.read(first + skip, last))
+                own = slice(start + skip, start + last - first)
+                engine.pool.write(slots[own], kv, np.arange(kv.shape[2]))
+        above = sequence.node
+        while above.parent is not None and above.start + above.length > begin:
+            tree.mark_computed([above], [above.length])
+            above = above.parent
+    except BaseException:
+        tree.release(sequence)
+        raise
+    cache.keep(sequence)
+    return len(tokens) - begin

@@ -1,0 +1,159 @@
+"""A set of token prefixes as a trie in flat arrays: what a prefix file says of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from prefixkit.tree.tokens import MAX_TOKEN, Ints, as_tokens, common_prefix
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixTrie:
+    """Nodes of a radix trie, parents before their children; siblings begin with different tokens.
+
+    Attributes:
+        parents: Integers ``[nodes]``: the index of each node's parent, -1 for those at the root.
+        lengths: Integers ``[nodes]``: tokens of each node, at least one.
+        tokens: Integers ``[sum(lengths)]``: token ids of one node after another.
+        offsets: int64 ``[nodes + 1]``: where each node's tokens begin in ``tokens``.
+        starts: int64 ``[nodes]``: the position of each node's first token in its sequence.
+
+    Raises:
+        ValueError: the arrays are no such trie; the message says where.
+    """
+
+    parents: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    tokens: Ints
+    offsets: NDArray[np.int64] = field(init=False)
+    starts: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        parents, lengths, tokens = (np.asarray(array) for array in (self.parents, self.lengths, self.tokens))
+        _check(parents, lengths, tokens)
+        offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        _check_siblings(parents, tokens[offsets[:-1]])
+        starts: list[int] = []
+        for parent in parents.tolist():
+            starts.append(0 if parent < 0 else starts[parent] + int(lengths[parent]))
+        made: dict[str, NDArray[Any]] = {
+            "parents": parents.astype(np.int64),
+            "lengths": lengths.astype(np.int64),
+            "tokens": tokens.astype(np.int32),
+            "offsets": offsets,
+            "starts": np.array(starts, np.int64),
+        }
+        for name, array in made.items():
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+
+    def __len__(self) -> int:
+        """The number of nodes."""
+        return len(self.parents)
+
+    def span(self, node: int) -> tuple[int, int]:
+        """Where a node's tokens begin and end in ``tokens``."""
+        return int(self.offsets[node]), int(self.offsets[node + 1])
+
+    def prefix(self, node: int) -> Ints:
+        """``[starts[node] + lengths[node]]`` the tokens from the root to the end of a node, a new array."""
+        tokens = np.empty(self.starts[node] + self.lengths[node], np.int32)
+        while node >= 0:
+            begin, end = self.span(node)
+            tokens[self.starts[node] : self.starts[node] + end - begin] = self.tokens[begin:end]
+            node = int(self.parents[node])
+        return tokens
+
+    def leaves(self) -> NDArray[np.intp]:
+        """The nodes without children; with their ancestors they are all nodes."""
+        inner = np.zeros(len(self), bool)
+        inner[self.parents[self.parents >= 0]] = True
+        return np.flatnonzero(~inner)
+
+
+def trie_of(prefixes: Sequence[ArrayLike]) -> tuple[PrefixTrie, NDArray[np.intp]]:
+    """The trie of token prefixes, where each ends at the end of a node.
+
+    Args:
+        prefixes: Token ids, one-dimensional integers, at least one each; equal ones, and prefixes of others, may be
+            among them.
+
+    Returns:
+        The trie; and for each node a prefix that runs through it: the node's tokens are
+        ``prefixes[index][start : start + length]`` with the node's ``starts`` and ``lengths``.
+
+    Raises:
+        ValueError, TypeError: there are no prefixes, or one is no array of token ids.
+    """
+    if not len(prefixes):
+        raise ValueError("a trie needs at least one prefix, got none")
+    given = [as_tokens(prefix) for prefix in prefixes]
+    # Big-endian bytes are in the order of the tokens; a prefix comes before what it is a prefix of.
+    keys = {tokens.astype(">i4").tobytes(): index for index, tokens in reversed([*enumerate(given)])}
+    order = [keys[key] for key in sorted(keys)]
+    ordered = [given[index] for index in order]
+    shared = np.array([0, *[common_prefix(*two) for two in pairwise(ordered)]], np.int64)
+    nodes = list(_nodes([len(tokens) for tokens in ordered], shared))
+    trie = PrefixTrie(
+        np.array([parent for parent, *_ in nodes], np.int64),
+        np.array([end - begin for _, _, begin, end in nodes], np.int64),
+        np.concatenate([ordered[at][begin:end] for _, at, begin, end in nodes]),
+    )
+    return trie, np.array([order[at] for _, at, *_ in nodes], np.intp)
+
+
+def _nodes(lengths: Sequence[int], shared: NDArray[np.int64]) -> Iterator[tuple[int, int, int, int]]:
+    """Parent, a prefix, begin and end of each node; ``shared`` with the prefix before, in sorted order."""
+    made = 0
+    # Ranges of prefixes that share their first tokens and the next: where those end and whose child they are.
+    left = [(*one, 0, -1) for one in reversed(_ranges(shared, 0, len(lengths), 0))]
+    while left:
+        low, high, begin, parent = left.pop()
+        end = min([lengths[low], *shared[low + 1 : high].tolist()])
+        yield parent, low, begin, end
+        below = low + (lengths[low] == end)  # the first may end here, others not: they are different
+        left += [(*one, end, made) for one in reversed(_ranges(shared, below, high, end))]
+        made += 1
+
+
+def _ranges(shared: NDArray[np.int64], low: int, high: int, at: int) -> list[tuple[int, int]]:
+    """The range ``[low, high)`` of sorted prefixes, alike in their first ``at`` tokens, by the next token."""
+    if low == high:
+        return []
+    cuts = [low, *(low + 1 + np.flatnonzero(shared[low + 1 : high] == at)).tolist(), high]
+    return list(pairwise(cuts))
+
+
+def _check(parents: NDArray[Any], lengths: NDArray[Any], tokens: NDArray[Any]) -> None:
+    for name, array in (("parents", parents), ("lengths", lengths), ("tokens", tokens)):
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"{name} must be one-dimensional integers, got {array.dtype} of shape {array.shape}")
+    if len(parents) != len(lengths) or not len(parents):
+        raise ValueError(f"a trie needs nodes, each with parent and length; got {len(parents)} and {len(lengths)}")
+    wrong = np.flatnonzero((lengths < 1) | (lengths > len(tokens)))
+    if len(wrong):
+        raise ValueError(f"node {wrong[0]} has {lengths[wrong[0]]} tokens, of {len(tokens)} in all")
+    if int(lengths.sum(dtype=np.int64)) != len(tokens):
+        raise ValueError(f"the nodes have {int(lengths.sum(dtype=np.int64))} tokens, but there are {len(tokens)}")
+    wrong = np.flatnonzero((parents < -1) | (parents >= np.arange(len(parents))))
+    if len(wrong):
+        raise ValueError(
+            f"node {wrong[0]} has parent {parents[wrong[0]]}; parents come before their children, or are -1"
+        )
+    wrong = np.flatnonzero((tokens < 0) | (tokens > MAX_TOKEN))
+    if len(wrong):
+        raise ValueError(f"token {tokens[wrong[0]]} at {wrong[0]} is no token id")
+
+
+def _check_siblings(parents: NDArray[Any], first: NDArray[Any]) -> None:
+    order = np.lexsort((first, parents))
+    same = np.flatnonzero((np.diff(parents[order]) == 0) & (np.diff(first[order]) == 0))
+    if len(same):
+        one, other = sorted(order[same[0] : same[0] + 2].tolist())
+        raise ValueError(f"nodes {one} and {other} have the same parent and the same first token, {first[one]}")

@@ -1,0 +1,94 @@
+"""Write prefix files: token prefixes with their KV, in safetensors; see ``file.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.engine.prefixes.layout import (
+    ARRAYS,
+    BLOCK,
+    DTYPES,
+    bytes_of,
+    checksum_of,
+    digest_of,
+    header_of,
+    metadata_of,
+)
+from prefixkit.engine.prefixes.trie import PrefixTrie
+from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.paths import replacing
+
+# K and V of the tokens ``[begin, end)`` of a trie, ``[layers, end - begin, kv_heads, head_dim]`` each, on any device.
+ReadKV = Callable[[int, int], tuple[Tensor, Tensor]]
+
+
+def write_prefixes(path: str | Path, trie: PrefixTrie, kv: ReadKV, spec: KVSpec, fingerprint: str) -> None:
+    """Write prefixes and their KV to a file, ``BLOCK`` tokens at a time.
+
+    The file is complete before it takes the place of one that was there.
+
+    Args:
+        path: In a folder that exists.
+        trie: The prefixes.
+        kv: Gives their KV; called for ranges of at most ``BLOCK`` tokens, in order.
+        spec: What the KV is of; its device is no part of it.
+        fingerprint: Of the model, as :func:`kv_fingerprint` makes it.
+
+    Raises:
+        ValueError: ``kv`` gave tensors of another shape or dtype.
+        OSError: the file cannot be written, for lack of space, say.  What was there before is there still.
+    """
+    path = Path(path).resolve()  # the file that a link leads to is replaced, not the link
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
+    blocks = -(-len(trie.tokens) // BLOCK)
+    arrays = {name: getattr(trie, name).astype(f"<i{np.dtype(kind).itemsize}") for name, (_, kind) in ARRAYS.items()}
+    metadata = metadata_of(spec, fingerprint)
+    shape = (spec.num_layers, len(trie.tokens), spec.kv_heads, spec.head_dim)
+    entries = {name: (ARRAYS[name][0], array.shape) for name, array in arrays.items()}
+    entries |= dict.fromkeys("kv", (DTYPES[spec.dtype], shape)) | {"checksums": ("U8", (blocks, 32))}
+    header, places = header_of({**metadata, "checksum": "0" * 64}, entries)
+    try:
+        with replacing(path) as file:
+            file.write(header)
+            for name, array in arrays.items():
+                _write(file, places[name], array.tobytes())
+            checksums = _write_kv(file, trie, kv, spec, places)
+            _write(file, places["checksums"], checksums.tobytes())
+            metadata["checksum"] = checksum_of(metadata, [*arrays.values(), checksums])
+            _write(file, 0, header_of(metadata, entries)[0])
+    except OSError as error:
+        error.add_note(f"{path} was not written; what was there before is there still")
+        raise
+
+
+def _write(file: BinaryIO, at: int, content: bytes | memoryview) -> None:
+    file.seek(at)
+    file.write(content)
+
+
+def _write_kv(file: BinaryIO, trie: PrefixTrie, kv: ReadKV, spec: KVSpec, places: dict[str, int]) -> NDArray[np.uint8]:
+    """Write all KV; the checksums of its blocks, ``[blocks, 32]``."""
+    count, checksums = len(trie.tokens), []
+    token = spec.kv_heads * spec.head_dim * spec.dtype.itemsize  # bytes
+    for begin in range(0, count, BLOCK):
+        end = min(begin + BLOCK, count)
+        wanted = (spec.num_layers, end - begin, spec.kv_heads, spec.head_dim)
+        parts = []
+        for name, given in zip("kv", kv(begin, end), strict=True):
+            if tuple(given.shape) != wanted or given.dtype != spec.dtype:
+                raise ValueError(
+                    f"write_prefixes: {name} of tokens {begin} to {end} must be {spec.dtype} {list(wanted)}, got "
+                    f"{given.dtype} {list(given.shape)}"
+                )
+            parts.append(given.detach().cpu().contiguous())
+            for layer, tokens in enumerate(bytes_of(parts[-1])):
+                _write(file, places[name] + (layer * count + begin) * token, tokens.data)
+        checksums.append(digest_of(parts))
+    return np.frombuffer(b"".join(checksums), np.uint8)

@@ -1,0 +1,144 @@
+"""Log-probabilities of given continuations: what they and their prompts share is computed once, nothing is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.engine.contexts import context_of, lay_out
+from prefixkit.engine.report import Report
+from prefixkit.engine.scheduler import KVBudgetTooSmall
+from prefixkit.engine.score_run import Scoring
+from prefixkit.ops.kv_pool import KVPool
+from prefixkit.runners.batch import Runner
+from prefixkit.tree.eviction import PrefixCache
+from prefixkit.tree.node import Node
+from prefixkit.tree.pages import pages_for
+from prefixkit.tree.radix import PrefixTree
+
+Ints = NDArray[np.int32]
+
+# Logits of one step at most, in bytes of float32; their log-softmax takes as many again.
+MOST_LOGIT_BYTES = 2**28
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """How likely a continuation is.
+
+    Attributes:
+        tokens: ``[length]`` int32 its token ids.
+        logprobs: ``[length]`` float32 the model's own log-probability of each: natural logarithm, after the prompt and
+            the continuation's tokens before it, without temperature or filters.
+        greedy: ``[length]`` bool, whether greedy decoding takes it: no token is likelier there, and of equally likely
+            ones it is the first.
+    """
+
+    tokens: Ints
+    logprobs: NDArray[np.float32]
+    greedy: NDArray[np.bool_]
+
+    @property
+    def total(self) -> float:
+        """The log-probability of the whole continuation."""
+        return float(self.logprobs.sum(dtype=np.float64))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding gives this continuation."""
+        return bool(self.greedy.all())
+
+
+def score(
+    runner: Runner,
+    pool: KVPool,
+    cache: PrefixCache,
+    prompts: Sequence[Ints],
+    continuations: Sequence[Sequence[Ints]],
+    *,
+    prefill_chunk: int,
+    vocab: int,
+    report: Report,
+) -> list[list[Score]]:
+    """The score of each continuation of each prompt.
+
+    Contexts that do not fit the pool together are computed one after the other; what has been computed stays in the
+    prefix cache.  The tree may hold any other sequences, with or without KV: a token that is computed already, but
+    whose logits are wanted, runs again and writes nothing.
+
+    Args:
+        runner: Runs steps.
+        pool: Where KV lives.
+        cache: The prefix cache of the tree over its pages.
+        prompts: ``[length]`` token ids each, at least one.
+        continuations: Of each prompt, ``[length]`` token ids each, at least one.
+        prefill_chunk: Tokens that a step computes at most; fewer where their logits would take more than
+            :data:`MOST_LOGIT_BYTES`.
+        vocab: Columns of the logits.
+        report: What was computed is added to it.
+
+    Raises:
+        KVBudgetTooSmall: a prompt with one of its continuations does not fit the pool, beside what other sequences
+            hold; raised before anything runs.
+        ValueError: the logits before a token hold NaN, +inf or no finite value.
+    """
+    check_fits(cache.tree, prompts, continuations, pool.spec.bytes_per_token)
+    contexts = lay_out(prompts, continuations)
+    most_wanted = max(1, MOST_LOGIT_BYTES // (4 * vocab))
+    scoring = Scoring(runner, pool, cache, contexts, prefill_chunk, most_wanted, report)
+    scoring.run()
+    report.prompts += len(prompts)
+    report.tokens_plain_batch += sum(
+        len(prompt) + len(tokens) - 1 for prompt, each in zip(prompts, continuations, strict=True) for tokens in each
+    )
+    ends = np.cumsum([len(tokens) for each in continuations for tokens in each])[:-1]
+    parts = iter(zip(np.split(scoring.logprobs, ends), np.split(scoring.greedy, ends), strict=True))
+    return [[Score(tokens, *next(parts)) for tokens in each] for each in continuations]
+
+
+def check_fits(
+    tree: PrefixTree, prompts: Sequence[Ints], continuations: Sequence[Sequence[Ints]], bytes_per_token: int
+) -> None:
+    """Raise KVBudgetTooSmall if a context cannot be in the tree even alone, beside the sequences that are there."""
+    live = _live(tree)
+    taken = len(np.unique(np.concatenate([node.pages for node in live]))) if live else 0
+    have, size = tree.allocator.num_pages - taken, tree.page_size
+    for index, (prompt, each) in enumerate(zip(prompts, continuations, strict=True)):
+        if pages_for(len(prompt) + max(map(len, each)) - 1, size) <= have:
+            continue
+        for number, tokens in enumerate(each):
+            context = context_of(prompts, continuations, (index, number))
+            need = pages_for(len(context) - _length_in(live, tree, context), size)
+            if need > have:
+                page_bytes = size * bytes_per_token
+                raise KVBudgetTooSmall(
+                    f"prompt {index} of {len(prompt)} tokens with its continuation {number} of {len(tokens)} needs KV "
+                    f"for {need * size} tokens ({need * page_bytes / 2**20:.1f} MiB, pages of {size}), but the KV "
+                    f"budget holds {have * size} tokens ({have * page_bytes / 2**20:.1f} MiB)"
+                    + (f" beside {taken} pages of pinned prefixes and other sequences" if taken else "")
+                    + "; raise kv_budget, or shorten the two"
+                )
+
+
+def _live(tree: PrefixTree) -> set[Node]:
+    """The nodes that sequences need."""
+    live, nodes = set[Node](), [tree.root]
+    for node in nodes:  # the list grows while it is read
+        nodes.extend(node.children)
+        above: Node | None = node if node.sequences else None
+        while above is not None and above.parent is not None and above not in live:
+            live.add(above)
+            above = above.parent
+    return live
+
+
+def _length_in(live: set[Node], tree: PrefixTree, tokens: Ints) -> int:
+    """How many of the tokens, from the first, these nodes hold."""
+    found = tree.match(tokens)
+    node: Node | None = found.node
+    while node is not None and node not in live:
+        node = node.parent
+    return 0 if node is None else min(found.length, node.start + node.length)

@@ -1,0 +1,214 @@
+"""Computing contexts over a prefix tree, step by step, and what their continuations' tokens come to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.attention.staging import upload
+from prefixkit.attention.uncomputed import tokens_of
+from prefixkit.engine.contexts import Contexts
+from prefixkit.engine.report import Report
+from prefixkit.ops.kv_pool import KVPool
+from prefixkit.runners.batch import Batch, Runner
+from prefixkit.tree.eviction import PrefixCache
+from prefixkit.tree.node import Node
+from prefixkit.tree.pages import pages_for
+from prefixkit.tree.radix import Sequence
+
+Longs = NDArray[np.int64]
+
+_NO_ROWS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The query rows of several steps, laid end to end: parts of nodes, ancestors first.
+
+    Attributes:
+        nodes: The node of each part.
+        begin: ``[parts]`` the first of its tokens that runs.
+        bound: ``[parts + 1]`` bounds of each part's rows.
+        place: ``[parts]`` the place of the part's first row.
+        wanted: ``[rows]`` whether the logits of a row are wanted; only then its place counts.
+    """
+
+    nodes: list[Node]
+    begin: Longs
+    bound: Longs
+    place: Longs
+    wanted: NDArray[np.bool_]
+
+    def steps(self, most: int, most_wanted: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows with so many rows at most, and so many whose logits are wanted."""
+        count, begin = np.cumsum(self.wanted), 0
+        while begin < len(count):
+            before = int(count[begin - 1]) if begin else 0
+            end = min(begin + most, int(np.searchsorted(count, before + most_wanted, "right")))
+            yield begin, end
+            begin = end
+
+
+@dataclass(eq=False)
+class Scoring:
+    """Computes contexts, as many at a time as the pool holds.
+
+    Attributes:
+        runner: Runs steps.
+        pool: Where KV lives.
+        cache: The prefix cache of the tree over its pages.
+        contexts: What is to be computed.
+        chunk: Tokens that a step computes at most.
+        most_wanted: Of how many of them the logits may be wanted.
+        report: What was computed is added to it.
+    Attributes:
+        logprobs, greedy: ``[scored]`` the results, in the order of the call.
+        held: The sequences of the contexts that are in the tree.
+    """
+
+    runner: Runner
+    pool: KVPool
+    cache: PrefixCache
+    contexts: Contexts
+    chunk: int
+    most_wanted: int
+    report: Report
+    held: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        count = len(self.contexts.target)
+        self.logprobs, self.greedy = np.full(count, np.nan, np.float32), np.zeros(count, np.bool_)
+
+    def run(self) -> None:
+        begin = 0
+        try:
+            while begin < len(self.contexts.chosen):
+                end = self._admit(begin)
+                self._compute(self._rows(begin))
+                while self.held:
+                    self.cache.keep(self.held.pop())
+                begin = end
+        except KeyboardInterrupt:
+            self.held.clear()  # what it left of the tree may not be fit for releasing
+            raise
+        finally:
+            while self.held:
+                self.cache.tree.release(self.held.pop())
+
+    def _admit(self, begin: int) -> int:
+        """Insert contexts from ``begin`` on until one does not fit; returns which."""
+        tree, alone = self.cache.tree, 0
+        for number in range(begin, len(self.contexts.chosen)):
+            tokens = self.contexts.tokens(number)
+            found = tree.match(tokens)
+            with self.cache.protected(found.node):
+                fits = self.cache.make_room(pages_for(len(tokens) - found.length, tree.page_size))
+            if not fits:
+                if self.held:
+                    return self._admitted(number, alone)
+                self.cache.clear()  # slots are lost at the ends of what it keeps
+            # What was found may have been merged with other nodes since, so it is looked for again.
+            self.held.append(tree.insert(tokens))
+            self.cache.found(self.held[-1])
+            alone += len(tokens)
+        return self._admitted(len(self.contexts.chosen), alone)
+
+    def _admitted(self, end: int, alone: int) -> int:
+        tree = self.cache.tree
+        self.report.add_held(tree.pages_held() * tree.page_size, alone, self.pool.spec.bytes_per_token)
+        return end
+
+    def _rows(self, first: int) -> _Rows:
+        """What has to run of the contexts that are held, from ``first`` on.
+
+        Of the first one that is all that is uncomputed, for its ancestors may have been evicted since, and what is
+        wanted of its own tokens; of the others, of their own tokens.
+        """
+        contexts = self.contexts
+        nodes, begins, places, wanted = list[Node](), list[int](), list[int](), list[NDArray[np.bool_]]()
+        for number, sequence in enumerate(self.held, first):
+            shared = contexts.shared[number]
+            for node in _path(sequence.node, shared if number > first else 0):
+                place = contexts.first[number] - shared + node.start  # of the node's first token, if it is an own one
+                skip = min(max(shared - node.start, 0), node.length)
+                asked = np.zeros(node.length, np.bool_)
+                asked[skip:] = contexts.wanted[place + skip : place + node.length]
+                begin = min(node.computed, int(asked.argmax())) if asked.any() else node.computed
+                if begin < node.length:
+                    nodes.append(node)
+                    begins.append(begin)
+                    places.append(place + begin)
+                    wanted.append(asked[begin:])
+        bound = np.cumsum([0, *map(len, wanted)])
+        return _Rows(nodes, np.array(begins, np.int64), bound, np.array(places, np.int64), np.concatenate(wanted))
+
+    def _compute(self, rows: _Rows) -> None:
+        """Run all rows, and read what came of them at the end: until then the host does not wait for a device."""
+        told = list[tuple[slice, Tensor, Tensor]]()
+        for begin, end in rows.steps(self.chunk, self.most_wanted):
+            self._launch(rows, begin, end, told)
+            self.report.add_step(end - begin, *self.runner.reads, self.pool.spec.bytes_per_token)
+        number = np.concatenate([self.contexts.number[which] for which, _, _ in told])
+        logprobs = torch.cat([logprobs for _, logprobs, _ in told]).cpu().numpy()
+        if len(broken := number[np.isnan(logprobs)]):
+            raise _broken_logits(self.contexts, int(broken.min()))
+        self.logprobs[number] = logprobs
+        self.greedy[number] = torch.cat([greedy for _, _, greedy in told]).cpu().numpy()
+
+    def _launch(self, rows: _Rows, begin: int, end: int, told: list[tuple[slice, Tensor, Tensor]]) -> None:
+        """Run rows ``[begin, end)``."""
+        tree, contexts = self.cache.tree, self.contexts
+        snapshot, nodes = tree.snapshot(), tree.nodes()
+        first, last = np.searchsorted(rows.bound, begin, "right") - 1, np.searchsorted(rows.bound, end)
+        parts = np.arange(first, last)
+        low = rows.begin[parts] + np.maximum(begin - rows.bound[parts], 0)
+        high = rows.begin[parts] + np.minimum(end, rows.bound[parts + 1]) - rows.bound[parts]
+        index = np.array([node.index for node in rows.nodes[first:last]], np.int32)
+        order = np.argsort(index)
+        queries = Queries(*(of[order].astype(np.int32) for of in (index, low, high)))
+        step = StepTree(snapshot, queries)
+        # Rows whose logits are wanted: by place, and in the order of the step.
+        asked = begin + np.flatnonzero(rows.wanted[begin:end])
+        part = np.searchsorted(rows.bound, asked, "right") - 1
+        within, place = rows.begin[part] - low[part - first], rows.place[part] + asked - rows.bound[part]
+        row = step.first_row[index[part - first]] + within + asked - rows.bound[part]
+        wanted, rank = np.unique(row, return_inverse=True)
+        self.runner.launch(Batch(step, tokens_of(queries, nodes), wanted, _NO_ROWS, None))
+        computed = np.maximum(high, snapshot.computed[index])
+        tree.mark_computed(rows.nodes[first:last], computed)
+        if len(asked):
+            which = slice(*np.searchsorted(contexts.place, (place[0], place[-1] + 1)).tolist())
+            of = rank[np.searchsorted(place, contexts.place[which])]
+            told.append((which, *_tell(self.runner.logits, of, contexts.target[which])))
+
+
+def _path(node: Node, begin: int) -> list[Node]:
+    """The nodes above ``node`` and itself whose tokens lie at positions from ``begin`` on, ancestors first."""
+    path, above = list[Node](), node
+    while above.parent is not None and above.start >= begin:
+        path.append(above)
+        above = above.parent
+    return path[::-1]
+
+
+def _tell(logits: Tensor, row: Longs, target: Longs) -> tuple[Tensor, Tensor]:
+    """``[scored]`` the log-probability of each target after its row of logits, and whether greedy decoding takes it."""
+    with torch.inference_mode():
+        rows, targets = upload([row, target], logits.device)
+        logprobs = torch.log_softmax(logits.float(), -1)
+        return logprobs[rows, targets], logits.argmax(-1)[rows] == targets
+
+
+def _broken_logits(contexts: Contexts, number: int) -> ValueError:
+    """What to raise where a token, counted through all continuations, has no log-probability."""
+    prompt, continuation, token = contexts.whose(number)
+    return ValueError(
+        f"the logits before token {token} of continuation {continuation} of prompt {prompt} hold NaN, +inf or no finite "
+        "value, so it has no log-probability; look at what the model computed"
+    )

@@ -1,0 +1,222 @@
+"""Under memory pressure requests take turns, and every sample is what it is without pressure."""
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkit.engine.policy import MemoryPolicy
+from prefixkit.engine.preemption import Rate
+from prefixkit.engine.request import BeamParams, Request
+from prefixkit.engine.scheduler import pages_per_unit
+from prefixkit.runners.batch import STEP_BY_STEP, Pace
+from prefixkit.sampling.params import SamplingParams
+from tests.engine.fake_model import VOCAB, make_engine
+from tests.engine.runs import alone, assert_all_given_back
+
+AHEAD = Pace(2, 16, waited_for=8)
+
+
+def prompts_of(seed, count=8, head=20):
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, VOCAB, head)
+    return [np.concatenate([shared, rng.integers(0, VOCAB, rng.integers(1, 30))]) for _ in range(count)]
+
+
+def requests_of(seed, n=4, tokens=40, **params):
+    return [
+        Request(i, prompt, SamplingParams(n=n, max_new_tokens=tokens, seed=seed + i, stop_token_ids=(3,), **params))
+        for i, prompt in enumerate(prompts_of(seed))
+    ]
+
+
+@pytest.mark.parametrize("how", ["swap", "recompute", "auto"])
+@pytest.mark.parametrize("pace", [STEP_BY_STEP, AHEAD], ids=["step by step", "ahead"])
+@pytest.mark.parametrize(("page_size", "seed"), [(1, 0), (4, 1), (16, 2)])
+def test_samples_are_those_without_pressure(page_size, how, pace, seed):
+    """In a tenth of the pages that everything would need at once."""
+    requests = requests_of(seed)
+    roomy, _ = make_engine(num_pages=10_000, page_size=page_size)
+    expected = roomy.run(requests)
+    assert roomy.report.preempted_recomputed == roomy.report.preempted_swapped == 0
+    engine, _ = make_engine(
+        num_pages=-(-250 // page_size), page_size=page_size, pace=pace, policy=MemoryPolicy(preemption=how, headroom=4)
+    )
+    found = engine.run(requests)
+    assert [(s.prompt_index, s.index, s.tokens, s.finish_reason) for s in found] == [
+        (s.prompt_index, s.index, s.tokens, s.finish_reason) for s in expected
+    ]
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+    report = engine.report
+    assert report.preempted_swapped + report.preempted_recomputed > 0
+    assert (report.kv_bytes_swapped > 0) == (report.preempted_swapped > 0)
+    assert how != "swap" or not report.preempted_recomputed
+    assert how != "recompute" or not report.preempted_swapped
+    assert_all_given_back(engine)
+
+
+def test_a_pool_that_just_holds_one_sample_at_a_time_is_enough():
+    requests = requests_of(3, n=2, tokens=40)
+    largest = max(len(request.tokens) for request in requests)
+    engine, _ = make_engine(num_pages=-(-largest // 4) + 10, page_size=4, pace=AHEAD)
+    for sample in engine.run(requests):
+        request = requests[sample.prompt_index]
+        assert sample.tokens == alone(request.tokens, request.params, sample.index)
+    assert_all_given_back(engine)
+
+
+@pytest.mark.parametrize("how", ["swap", "recompute"])
+@pytest.mark.parametrize(("page_size", "headroom"), [(1, 8), (4, 0), (4, 64), (16, 8)])
+def test_a_pool_of_just_what_the_check_asks_for_is_enough(page_size, headroom, how):
+    """Searches that were preempted late have much to bring back, and little room beside it."""
+    searches = [
+        Request(i, prompt, BeamParams(2 + i % 4, 2, max_new_tokens=40)) for i, prompt in enumerate(prompts_of(3, 12))
+    ]
+    for requests in (searches, requests_of(3, n=2, tokens=40)):
+        pages = max(-(-len(one.tokens) // page_size) + pages_per_unit(one.params, page_size) for one in requests)
+        roomy, _ = make_engine(num_pages=10_000, page_size=4)
+        engine, _ = make_engine(pages, page_size, policy=MemoryPolicy(preemption=how, headroom=headroom))
+        found = engine.run(requests)
+        assert [s.tokens for s in found] == [s.tokens for s in roomy.run(requests)]
+        assert_all_given_back(engine)
+
+
+@pytest.mark.parametrize("how", ["swap", "recompute"])
+def test_beams_and_samples_are_preempted_alike(how):
+    samples = requests_of(5, n=3, tokens=30)
+    searches = [
+        Request(100 + i, prompt, BeamParams(3, 2, max_new_tokens=12, stop_token_ids=(3,)))
+        for i, prompt in enumerate(prompts_of(6, 6))
+    ]
+    roomy, _ = make_engine(num_pages=10_000, page_size=4)
+    expected = roomy.run([*samples, *searches])
+    engine, _ = make_engine(num_pages=80, page_size=4, policy=MemoryPolicy(preemption=how, headroom=4))
+    found = engine.run([*samples, *searches])
+    assert [(s.prompt_index, s.index, s.tokens) for s in found] == [
+        (s.prompt_index, s.index, s.tokens) for s in expected
+    ]
+    np.testing.assert_array_equal([s.score or 0 for s in found], [s.score or 0 for s in expected])
+    assert engine.report.preempted_swapped + engine.report.preempted_recomputed > 0
+    assert_all_given_back(engine)
+
+
+@pytest.mark.parametrize("headroom", [0, 1])
+@pytest.mark.parametrize("pace", [STEP_BY_STEP, AHEAD], ids=["step by step", "ahead"])
+def test_what_comes_back_finds_room_for_its_next_token(pace, headroom):
+    """With the least headroom that there is, and prompts of a few tokens: nothing is left beside it."""
+    requests = [Request(i, [i, 9], SamplingParams(n=4, max_new_tokens=12, seed=i)) for i in range(4)]
+    roomy, _ = make_engine(num_pages=10_000, page_size=4)
+    engine, _ = make_engine(
+        num_pages=26, page_size=1, pace=pace, policy=MemoryPolicy(preemption="swap", headroom=headroom)
+    )
+    assert [s.tokens for s in engine.run(requests)] == [s.tokens for s in roomy.run(requests)]
+    assert engine.report.preempted_swapped > 0
+    assert_all_given_back(engine)
+
+
+def test_where_host_memory_is_full_kv_is_computed_again():
+    requests = requests_of(7)
+    engine, _ = make_engine(num_pages=60, page_size=4, policy=MemoryPolicy(preemption="swap", swap_space=0, headroom=4))
+    engine.run(requests)
+    assert engine.report.preempted_recomputed > 0 and not engine.report.preempted_swapped
+
+
+def test_stop_functions_and_logits_processors_see_the_same_samples():
+    def short(tokens, text):
+        return len(tokens) > 20 and tokens[-1] % 7 == 0
+
+    class Odd:
+        def __call__(self, ids, logits):
+            logits[:, :: 1 + ids.shape[1] % 3] -= 1.0
+            return logits
+
+    requests = requests_of(8, n=4, stop=(short,), logits_processors=Odd)
+    roomy, _ = make_engine(num_pages=10_000, page_size=4)
+    engine, _ = make_engine(num_pages=60, page_size=4, policy=MemoryPolicy(preemption="swap", headroom=4))
+    assert [s.tokens for s in engine.run(requests)] == [s.tokens for s in roomy.run(requests)]
+    assert engine.report.preempted_swapped > 0
+
+
+def test_an_error_under_pressure_leaves_nothing_behind():
+    class Fails:
+        left = 300
+
+        def __call__(self, ids, logits):
+            Fails.left -= 1
+            if not Fails.left:
+                raise ZeroDivisionError
+            return logits
+
+    requests = requests_of(9, logits_processors=Fails)
+    engine, _ = make_engine(num_pages=60, page_size=4, policy=MemoryPolicy(preemption="swap", headroom=4))
+    with pytest.raises(ZeroDivisionError):
+        engine.run(requests)
+    assert_all_given_back(engine)
+    Fails.left = 10**9
+    assert len(engine.run(requests)) == 32
+
+
+class TestOrder:
+    def order_of(self, requests, **policy):
+        order = []
+        engine, _ = make_engine(
+            num_pages=24, page_size=4, policy=MemoryPolicy(**policy), keep=False, on_sample=lambda s: order.append(s)
+        )
+        engine.run(requests)
+        return [sample.prompt_index for sample in order]
+
+    def requests(self, priorities, tokens=40):
+        return [
+            Request(i, np.array([i + 10, 7, 7, 7]), SamplingParams(max_new_tokens=tokens, seed=i), priority=priority)
+            for i, priority in enumerate(priorities)
+        ]
+
+    def test_a_higher_priority_goes_first(self):
+        found = self.order_of(self.requests([0, 0, 5, 0, 9, 0]))
+        assert set(found[:2]) == {4, 2}
+        assert found[2:] == [0, 1, 3, 5] or set(found[2:]) == {0, 1, 3, 5}
+
+    def test_what_has_waited_long_goes_before_what_has_a_higher_priority(self):
+        """While samples of priority 1 come again and again, the one of priority 0 would wait for all of them."""
+        found = self.order_of(self.requests([1, 0, *[1] * 10]), patience=60)
+        assert found.index(1) < 8
+        assert self.order_of(self.requests([1, 0, *[1] * 10]), patience=10**6)[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"eviction": "fifo"}, "eviction must be one of 'lru', 'lfu', 'cost', got 'fifo'"),
+        ({"preemption": "drop"}, "preemption must be one of 'auto', 'swap', 'recompute', got 'drop'"),
+        ({"swap_space": -1}, "swap_space must be an integer of at least 0, got -1"),
+        ({"patience": 1.5}, "patience must be an integer of at least 0, got 1.5"),
+    ],
+)
+def test_a_policy_that_does_not_exist_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MemoryPolicy(**fields)
+
+
+def test_rates_come_from_what_was_measured():
+    """With a prompt that took an hour a token to compute, copies are cheaper."""
+    requests = requests_of(10)
+    taken = {}
+    for seconds in (1e-12, 3600.0):
+        engine, _ = make_engine(num_pages=60, page_size=4, policy=MemoryPolicy(headroom=4))
+        engine.preemption.computing = Rate(1e15, seconds * 1e15)  # what this run measures does not count beside it
+        engine.run(requests)
+        taken[seconds] = engine.report.preempted_swapped, engine.report.preempted_recomputed
+    assert taken[1e-12][0] == 0 < taken[1e-12][1]
+    assert taken[3600.0][1] == 0 < taken[3600.0][0]
+
+
+def test_kv_that_was_read_is_written_where_it_is_wanted():
+    engine, _ = make_engine(num_pages=8, page_size=4)
+    pool = engine.pool
+    pool.k(0).copy_(torch.arange(32.0).view(8, 4, 1, 1))
+    pool.v(0).copy_(-torch.arange(32.0).view(8, 4, 1, 1))
+    kv = pool.read(np.array([5, 31, 6]))
+    assert kv[:, 0, :, 0, 0].tolist() == [[5, 31, 6], [-5, -31, -6]]
+    pool.write(np.array([0, 1]), kv, np.array([1, 2]))
+    assert pool.k(0).flatten()[:3].tolist() == [31, 6, 2]
