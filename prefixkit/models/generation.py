@@ -20,8 +20,9 @@ from prefixkit.models.attention import WRAPPED, forward_below, original_class, s
 from prefixkit.models.errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.generated_cache import GeneratedCache
 from prefixkit.models.probe.passes import random_part
+from prefixkit.models.shape import counts_from_zero
 from prefixkit.models.tree_cache import TreeCache
-from prefixkit.models.tree_memory import DoesNotFit, forget_idle, replays
+from prefixkit.models.tree_memory import DoesNotFit, forget_idle, idle_of, replays
 from prefixkit.tree.rows import distinct_tokens
 
 log = logging.getLogger("prefixkit")
@@ -75,7 +76,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         done = inherited(self, *arguments, *args, **kwargs)
         made, mode = model_kwargs.get("past_key_values"), self.__dict__.get(_MODE, "auto")
         rows = max(beams, generation_config.num_return_sequences or 1) * batch_size
-        wanted = mode == "always" or (mode == "auto" and (rows > 1 or self.device.type == "cuda"))
+        wanted = mode == "always" or (mode == "auto" and (rows > 1 or self.device.type == "cuda" or len(idle_of(self))))
         plain = before is None and generation_config.cache_implementation in (None, "dynamic")
         if wanted and plain and made is not None and not isinstance(made, TreeCache):
             if type(made) is not DynamicCache:
@@ -172,14 +173,14 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
     until = length + tokens.shape[1]
     if not length:
         pad = _padding(mask, tokens)
-        _check_positions(positions, pad, 0, until)
+        _check_positions(model, positions, pad, 0, until)
         own = tokens.cpu().numpy()
         if own.min() < 0 or own.max() >= 2**31:
             raise NotOnTree("input_ids holds numbers that are no token ids")
         own = own.astype(np.int32)
         if isinstance(cache, GeneratedCache) and not cache.always:
             _check_it_pays(cache, own, pad)
-        return cache.start(own, pad).compute(count)
+        return cache.start(own, pad, count).compute(count)
     if len(tokens) != cache.batch_size:
         raise NotOnTree(f"input_ids has {len(tokens)} rows, and the cache {cache.batch_size}")
     if mask is not None and tuple(mask.shape) != (len(tokens), until):
@@ -198,7 +199,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         )
     if (pad != cache.padding).any():
         raise NotOnTree("the attention mask hides other tokens than those that were hidden when the cache was filled")
-    _check_positions(positions, cache.padding, length, until)
+    _check_positions(model, positions, cache.padding, length, until)
     return cache.go_on(tokens, count)
 
 
@@ -250,11 +251,13 @@ def _padding(mask: Any, tokens: Tensor) -> NDArray[np.int64]:
     return pad
 
 
-def _check_positions(position_ids: Any, pad: NDArray[np.int64], begin: int, end: int) -> None:
+def _check_positions(model: PreTrainedModel, position_ids: Any, pad: NDArray[np.int64], begin: int, end: int) -> None:
     """Raise NotOnTree unless positions, of images as of text, count the tokens after the padding."""
     if position_ids is None:
         if pad.any():
             raise NotOnTree("rows are padded, but there are no position_ids, without which padding counts as text")
+        if not counts_from_zero(model):
+            raise NotOnTree("there are no position_ids, and without them the model counts from elsewhere than 0")
         return
     given = position_ids.cpu().numpy() if isinstance(position_ids, Tensor) else np.empty((0, 0))
     expected = np.arange(begin, end) - pad[:, None]
@@ -269,5 +272,6 @@ def _check_it_pays(cache: TreeCache, tokens: NDArray[np.int32], pad: NDArray[np.
     if cache.final_length - tokens.shape[1] >= _FEWEST_REPLAYED and replays(cache.model):
         return
     total, distinct = distinct_tokens(tokens, pad)
+    distinct -= idle_of(cache.model).known(tokens[0, pad[0] :])
     if total - distinct < max(_FEWEST_SHARED, _SHARE * total):
         raise NotOnTree(f"of {total} prompt tokens only {total - distinct} are shared, which does not pay")

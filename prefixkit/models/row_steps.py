@@ -10,6 +10,7 @@ from prefixkit.attention.queries import StepTree, decode_tree
 from prefixkit.attention.uncomputed import choose_queries, tokens_of
 from prefixkit.models.tree_memory import TreeMemory
 from prefixkit.runners.batch import Batch
+from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages
 from prefixkit.tree.rows import Rows
 
@@ -134,7 +135,7 @@ class RowSteps:
         row, from_end, nodes, offsets = zip(*rows.places(count), strict=True)
         offset, source = np.array(offsets), np.full(len(row), -1)  # where the logits of each place are among all
         parts, computed = list[Tensor](), 0
-        while (step := choose_queries(tree.snapshot(), [], [], self.memory.chunk)) is not None:
+        while (step := choose_queries(tree.snapshot(), [], _known(nodes, source), self.memory.chunk)) is not None:
             index, begin = np.array([node.index for node in nodes]), np.zeros(step.snapshot.num_nodes, np.int64)
             begin[step.queries.node] = step.queries.begin
             within = offset - begin[index]
@@ -149,6 +150,16 @@ class RowSteps:
         out[there[0], there[1]] = logits[there[2]]
         return out
 
+    def leave(self) -> bool:
+        """Let go of the rows, whose KV stays in the memory's cache; False where that cannot be used again."""
+        try:
+            rows, memory = self.settled(), self.memory
+            for sequence in rows.give():
+                memory.cache.keep(sequence)
+        except (RuntimeError, OutOfPages):  # the device has failed, or the tree is not what was computed
+            return False
+        return True
+
     def _run(self, step: StepTree, wanted: np.ndarray) -> Tensor:
         """Run a step; returns the logits of the query rows that are wanted."""
         queries, nodes = step.queries, self.memory.tree.nodes()
@@ -156,3 +167,8 @@ class RowSteps:
         self.memory.runner.launch(Batch(step, tokens_of(queries, nodes), wanted, _NO_ROWS, None))
         self.memory.tree.mark_computed(running, queries.end)
         return self.memory.runner.logits.clone()
+
+
+def _known(nodes: tuple[Node, ...], source: np.ndarray) -> list[int]:
+    """The nodes of tokens that have KV, but no logits yet: they run once more."""
+    return [node.index for node in {node for node, row in zip(nodes, source, strict=True) if row < 0} if node.computed]

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from prefixkit.models.families import logits_of, pretrained_model, text_config
 from prefixkit.models.probe.passes import random_part
 from prefixkit.models.shape import kv_spec, query_heads, windows
 from prefixkit.models.step_cache import StepCache
+from prefixkit.models.weights_version import weights_places
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.runners.eager import EagerRunner
@@ -127,28 +129,6 @@ class ModelRunner:
             assert logits is not None, "the model can generate"
             return logits[0] if kept else logits[0][step.logit_rows]
 
-    def addresses(self) -> tuple[int, ...]:
-        """Addresses of the model's parameters and buffers: a CUDA graph of its steps is invalid once they change."""
-        found: list[Tensor | None] = []
-        left: list[nn.Module | None] = [self.model]
-        while left:  # five times as fast as model.parameters(), and nothing is cached
-            if (module := left.pop()) is not None:
-                parts = module.__dict__
-                found += parts["_parameters"].values()
-                found += parts["_buffers"].values()
-                left += parts["_modules"].values()
-        try:
-            return tuple([tensor.data_ptr() for tensor in found if tensor is not None])
-        except RuntimeError:
-            return tuple([_address(tensor) for tensor in found if tensor is not None])
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # some quantised weights consist of other tensors
-        return id(tensor)
-
 
 def _warn_of_moving_rotary(model: PreTrainedModel) -> None:
     parameters = getattr(model.config, "rope_parameters", None) or {}
@@ -208,6 +188,6 @@ def runner_of(
         pool.page_size,
         device,
         least_rows=least_rows,
-        weights=steps.addresses,
+        weights=partial(weights_places, model),
         moves=moves,
     )

@@ -56,6 +56,15 @@ def windows(model: nn.Module) -> list[int | None]:
     return [layer.window for layer in _layers(model)]
 
 
+def counts_from_zero(model: nn.Module) -> bool:
+    """Whether ``model``, called without position_ids, gives the first token position 0.
+
+    Raises:
+        UnsupportedModel: see :func:`kv_spec`.
+    """
+    return all(layer.counts_from_zero for layer in _layers(model))
+
+
 def _layers(model: nn.Module) -> list[LayerShape]:
     """What the attention layers of a model are like: all alike, but for their windows."""
     inner, layers = pretrained_model(model), attention_layers(model)

@@ -124,7 +124,7 @@ class TreeCache(DynamicCache):
     def reset(self) -> None:
         """Forget all tokens and give the pool back."""
         steps, self._steps = self._steps, None
-        if steps is not None:
+        if steps is not None and steps.leave():
             idle_of(self.model).give(steps.memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
@@ -150,12 +150,13 @@ class TreeCache(DynamicCache):
 
     # -- what a forward pass does --------------------------------------------------------------------------------------
 
-    def start(self, tokens: Ints, pad: NDArray[np.int64]) -> RowSteps:
+    def start(self, tokens: Ints, pad: NDArray[np.int64], count: int = 1) -> RowSteps:
         """Take the rows of a batch; nothing is computed yet.
 
         Args:
             tokens: ``[rows, length]`` token ids.
             pad: ``[rows]`` how many of them, from the left, are padding.
+            count: Of how many tokens of each row, from the last, logits will be wanted.
 
         Raises:
             DoesNotFit: their KV does not fit the memory that is free; nothing has changed.
@@ -164,6 +165,11 @@ class TreeCache(DynamicCache):
         new = max(self.final_length - tokens.shape[1], 0)
         pages = pages_of_rows(tokens, pad, new, self.page_size, fork=self.fork)
         memory = idle_of(self.model).take(self.model, forward_below(self.model), pages, self.page_size)
+        if count > 1:  # KV of before has no logits
+            memory.cache.clear()
+        found = memory.tree.match(tokens[0, pad[0] :]) if pad[0] < tokens.shape[1] else None
+        with memory.cache.protected(memory.tree.root if found is None else found.node):
+            memory.cache.make_room(pages)
         self._steps = RowSteps(memory, Rows(memory.tree, tokens, pad, fork=self.fork))
         return self._steps
 

@@ -6,19 +6,26 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.models.attention import takes_trees
 from prefixkit.models.runner import planner_of, runner_of
 from prefixkit.models.shape import kv_spec
+from prefixkit.models.weights_version import weights_version
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, free_memory
 from prefixkit.runners.batch import Runner
+from prefixkit.tree.eviction import PrefixCache
 from prefixkit.tree.radix import PrefixTree
 
 log = logging.getLogger("prefixkit")
 
 # Of the memory that is free: the rest is for logits, activations and other processes.
 GPU_MEMORY_SHARE, CPU_MEMORY_SHARE = 0.8, 0.5
+# Of the free memory of a CPU: what a model may keep between two calls of generate().
+CPU_IDLE_SHARE = 0.1
 _IDLE = "_prefixkit_idle"
 
 
@@ -36,6 +43,7 @@ class TreeMemory:
 
     Attributes:
         tree, pool, runner: These.
+        cache: KV of earlier rows, until its pages are needed.
         chunk: Prompt tokens of a step.
 
     Raises:
@@ -45,18 +53,32 @@ class TreeMemory:
     def __init__(self, model: Any, call: Callable[..., Any], num_pages: int, page_size: int) -> None:
         self.model, self.call, self.spec = model, call, kv_spec(model)
         self._check(num_pages * page_size)
-        self.tree = PrefixTree(num_pages, page_size)
+        self._plant(num_pages, page_size)
+        self._version = weights_version(model)
         self._take(KVPool(self.spec, num_pages, page_size))
         self.chunk = prefill_chunk_for(self.spec.device)
 
     def fits(self, num_pages: int, page_size: int) -> bool:
-        """Whether it holds so many pages of the model as it is now."""
-        pool = self.pool
-        return pool.num_pages >= num_pages and pool.page_size == page_size and self.spec == kv_spec(self.model)
+        """Whether it holds so many pages of the model as it is now, if need be in a larger pool, with all it knows."""
+        if self.pool.page_size != page_size or self.spec != kv_spec(self.model):
+            return False
+        try:
+            if (more := num_pages - self.pool.num_pages) > 0:
+                self.grow(more)
+        except DoesNotFit:
+            return False
+        return True
 
-    def clear(self) -> None:
-        """Forget all tokens."""
-        self.tree = PrefixTree(self.pool.num_pages, self.pool.page_size)
+    def begin(self) -> None:
+        """Other rows come: what is known of old weights is forgotten."""
+        self.runner.begin()
+        if (version := weights_version(self.model)) != self._version:
+            self._version = version
+            self._plant(self.pool.num_pages, self.pool.page_size)
+
+    def _plant(self, num_pages: int, page_size: int) -> None:
+        self.tree = PrefixTree(num_pages, page_size)
+        self.cache = PrefixCache(self.tree)
 
     def grow(self, pages: int) -> None:
         """Make room for so many more pages: the pool is copied to a larger one.
@@ -100,7 +122,7 @@ def replays(model: Any) -> bool:
 
 
 class Idle:
-    """The memory of a model's last tree cache on a GPU, for the next: its graphs are captured by then.
+    """The memory of a model's last tree cache, for the next: it knows the tokens of before, and its graphs are captured.
 
     A copy of the model, or a pickled one, has none.
     """
@@ -122,16 +144,22 @@ class Idle:
         """
         memory = self._memory.pop() if self._memory else None
         if memory is not None and memory.fits(num_pages, page_size):
-            memory.runner.begin()
+            memory.begin()
             return memory
         del memory  # before the new one is made
         return TreeMemory(model, call, num_pages, page_size)
 
+    def known(self, tokens: NDArray[np.int32]) -> int:
+        """How many of a prompt's tokens, from the first, are there already."""
+        return self._memory[0].tree.match(tokens).length if self._memory else 0
+
     def give(self, memory: TreeMemory) -> None:
-        """Keep what a cache no longer needs: on a GPU, while the model is patched and not trained, which needs room."""
-        model, on_gpu = memory.model, memory.spec.device.type == "cuda"
-        if on_gpu and takes_trees(model) and not model.training and not self._memory:
-            memory.clear()
+        """Keep what a cache no longer needs, while the model is patched and not trained, which needs room; on a CPU only
+        what is small beside the memory that is free.
+        """
+        model, spec = memory.model, memory.spec
+        small = spec.device.type == "cuda" or memory.pool.bytes <= CPU_IDLE_SHARE * free_memory(spec.device)
+        if small and takes_trees(model) and not model.training and not self._memory:
             self._memory.append(memory)
 
 

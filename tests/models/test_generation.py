@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from prefixkit import TreeCache, patch, unpatch
 from prefixkit.models import NotPatched
+from prefixkit.models.generation import NotOnTree
 from tests.models.tiny_families import PECULIAR, VOCAB, make_model
 
 NEW = 14
@@ -157,9 +158,10 @@ class TestSharing:
 class TestModes:
     def test_auto_takes_a_tree_where_rows_share(self, rng):
         model, ids = patch(make_model()), torch.from_numpy(rng.integers(3, VOCAB, (2, 50)))
-        for options, tree in ((SAMPLED, True), ({"num_beams": 2}, True), ({"do_sample": False}, False)):
+        for options, tree in (({"do_sample": False}, False), (SAMPLED, True), ({"num_beams": 2}, True)):
             out = generate(model, {"input_ids": ids}, **options, return_dict_in_generate=True)
             assert isinstance(out.past_key_values, TreeCache) == tree, options
+        ids = torch.from_numpy(rng.integers(3, VOCAB, (2, 50)))
         ids[1, :40] = ids[0, :40]
         out = generate(model, {"input_ids": ids}, do_sample=False, return_dict_in_generate=True)
         assert isinstance(out.past_key_values, TreeCache)
@@ -226,6 +228,16 @@ class TestWhatCannotBeOnATree:
         assert torch.equal(got, want)
         assert type(cache) is DynamicCache
         assert "has holes, or padding on the right" in said()[0]
+
+    def test_positions_that_the_model_would_count_from_elsewhere_than_zero(self, rng):
+        model = patch(make_model("roberta", is_decoder=True, pad_token_id=1))
+        tokens, cache = torch.from_numpy(rng.integers(3, 128, (2, 9))), TreeCache(model)
+        with torch.no_grad():
+            with pytest.raises(NotOnTree, match="without them the model counts from elsewhere than 0"):
+                model(tokens, past_key_values=cache)
+            at = torch.arange(9).expand(2, 9)
+            got = model(tokens, position_ids=at, past_key_values=cache).logits
+            torch.testing.assert_close(got, model(tokens, position_ids=at).logits)
 
     def test_embeddings(self, padded, said):
         model = make_model()

@@ -16,7 +16,8 @@ from prefixkit.ops.kv_pool import KVPool, KVSpec
 @pytest.fixture
 def run(tiny, drive, rng):
     driver = drive(tiny("gemma2", final_logit_softcapping=3.0))
-    driver.texts = [rng.integers(3, 128, n).tolist() for n in (9, 5)]
+    # With first tokens of their own, for a shared one would be one row of a step instead of two.
+    driver.texts = [[first, *rng.integers(3, 128, n - 1).tolist()] for first, n in ((3, 9), (4, 5))]
     for text in driver.texts:
         driver.tree.insert(text)
     return driver

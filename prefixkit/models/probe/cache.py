@@ -28,6 +28,7 @@ class LayerShape:
         dtype: Of the keys and values.
         device: Where they are made.
         window: Tokens that a query sees, itself included; None for all.  Layers may differ in it and be alike.
+        counts_from_zero: Keys are the same without position_ids as with those that count from 0.
     """
 
     heads: int
@@ -36,6 +37,7 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     window: int | None = field(default=None, compare=False)
+    counts_from_zero: bool = field(default=True, compare=False)
 
     def __str__(self) -> str:
         return f"{self.heads} query and {self.kv_heads} KV heads of {self.head_dim}, {self.dtype} on {self.device}"

@@ -14,6 +14,7 @@ import inspect
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,7 +75,10 @@ def _look(
         return None, long.shapes
     if not any(hasattr(module, "rope_deltas") for module in model.modules()):  # kept of a pass, for the next
         _run(model, plain, text)
-    return _difference(step, plain, logits), long.shapes
+    return _difference(step, logits), [
+        replace(shape, counts_from_zero=not plain.rows or _close(rows[:-1], plain.rows[layer][:-1], shape.dtype))
+        for layer, (shape, rows) in enumerate(zip(long.shapes, step.rows, strict=True))
+    ]
 
 
 def random_part(model: nn.Module) -> str | None:
@@ -129,16 +133,14 @@ def _place(error: BaseException) -> str:
     return place
 
 
-def _difference(step: ProbeCache, plain: ProbeCache, logits: Tensor | None) -> str | None:
+def _difference(step: ProbeCache, logits: Tensor | None) -> str | None:
     """Where rows differ that should be equal, and what that says; None if nowhere."""
-    for layer, (name, rows, shape) in enumerate(zip(step.names, step.rows, step.shapes, strict=True)):
+    for name, rows, shape in zip(step.names, step.rows, step.shapes, strict=True):
         if not _close(rows[0], rows[-1], shape.dtype):
             return (
                 f"before {name} the model mixes tokens, or takes no position_ids: the same token at the same position "
                 "gets other keys among other tokens"
             )
-        if plain.rows and not _close(rows[:-1], plain.rows[layer][:-1], shape.dtype):
-            return f"the keys of {name} are others without a mask and position_ids, which may not count from 0 there"
     if logits is not None and not _close(logits[0], logits[-1], step.shapes[-1].dtype):
         return "after its last attention layer the model mixes tokens, or does not keep the logits that it is asked for"
     return None

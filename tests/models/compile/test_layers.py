@@ -27,8 +27,11 @@ from tests.models.driver import TreeDriver
 from tests.models.forwards import class_level_forward
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", torch.float32), ("llama", torch.bfloat16), ("qwen3", torch.bfloat16), ("gemma2", torch.bfloat16)],
+    ids=str,
+)
 def test_compiled_logits_err_no_more_than_eager_ones(family, dtype, dynamo, tiny, drive, dense_logits, rng):
     """Against the same weights in float64.  Fusion keeps more of an activation's bits, never fewer."""
     model = tiny(family).to(dtype)
@@ -273,10 +276,10 @@ def of_pool(pages=64, page_size=4):
     return functools.partial(TreeDriver, num_pages=pages, page_size=page_size, copied=False)
 
 
-@pytest.mark.parametrize(("family", "graphs"), [("llama", 1), ("gemma2", 2), ("mixtral", 1), ("gpt_oss", 2)])
+@pytest.mark.parametrize(("family", "graphs"), [("llama", 1), ("gpt_oss", 2)])
 def test_runners_of_one_model_share_graphs_whatever_their_pools(family, graphs, dynamo, tiny, rng):
     model = patch(tiny(family))
-    decodes = [Decode(of_pool(*size), model, rng) for size in ((64, 4), (90, 4), (30, 16), (64, 4))]
+    decodes = [Decode(of_pool(*size), model, rng) for size in ((64, 4), (90, 4), (30, 16))]
     runners = [decode.runner() for decode in decodes]
     for turn in range(3):
         for decode, runner in zip(decodes, runners, strict=True):
@@ -285,7 +288,7 @@ def test_runners_of_one_model_share_graphs_whatever_their_pools(family, graphs, 
             step = decode.step()
             assert torch.equal(runner(step), decode.driver.runner(step))
             decode.done()
-    assert [runner.compiled.graphs for runner in runners] == [graphs] * 4
+    assert [runner.compiled.graphs for runner in runners] == [graphs] * 3
     single = Decode(of_pool(256, 1), model, rng)
     step = single.step()
     assert torch.equal(single.runner()(step), single.driver.runner(step))

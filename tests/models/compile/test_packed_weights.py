@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from prefixkit.models import is_patched, patch, patched, unpatch
 from prefixkit.models.compile.packed_weights import movable, moves, pack, packed_view, unpack
+from prefixkit.models.weights_version import weights_places
 from tests.models.compile.decode import Decode
 from tests.models.compile.weights import groups_of, storage_bytes
 from tests.models.driver import TreeDriver
@@ -241,21 +242,21 @@ def test_a_model_that_was_converted_is_packed_again(llama):
     assert all(len(groups) == 2 for groups in groups_of(model))
 
 
-def test_addresses_tell_of_weights_that_moved_and_of_no_others(llama):
+def test_places_tell_of_weights_that_moved_and_of_no_others(llama):
     model, runner, step, _ = llama
-    before = runner.addresses()
+    before = weights_places(model)
     runner(step)
     with torch.no_grad():
         model.model.norm.weight.mul_(1)
-    assert runner.addresses() == before
+    assert weights_places(model) == before
     assert set(before) >= {parameter.data_ptr() for parameter in model.parameters()}
     for change in (
         lambda: model.double().float(),
         lambda: setattr(model.model, "norm", copy.deepcopy(model.model.norm)),
     ):
         change()
-        assert runner.addresses() != before
-        before = runner.addresses()
+        assert weights_places(model) != before
+        before = weights_places(model)
 
 
 def test_unpatch_gives_every_weight_its_own_memory_back(dynamo, rng, tmp_path):
@@ -291,9 +292,9 @@ def test_a_model_may_be_patched_compiled_and_unpatched_again(dynamo, rng):
     decode = Decode(TreeDriver, make_model("llama"), rng)
     model = decode.driver.model
     runner, step = decode.runner(), decode.step()
-    expected, where = runner(step), runner.addresses()
+    expected, where = runner(step), weights_places(model)
     patch(unpatch(model))
-    assert runner.addresses() != where, "graphs over the packed weights must not be replayed"
+    assert weights_places(model) != where, "graphs over the packed weights must not be replayed"
     assert torch.equal(decode.runner()(step), expected)
     assert all(len(groups) == 2 for groups in groups_of(model))
 

@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from prefixkit.models import UnsupportedModel, is_patched, kv_spec, patch
 from prefixkit.models.probe.cache import LayerShape
 from prefixkit.models.probe.passes import probe
-from prefixkit.models.shape import windows
+from prefixkit.models.shape import counts_from_zero, windows
 from tests.models.tiny_families import WINDOW
 
 CPU = torch.device("cpu")
@@ -90,9 +90,9 @@ def test_positions_that_are_not_those_given_are_noticed(tiny):
         kv_spec(model)
 
 
-def test_positions_that_do_not_count_from_zero_are_noticed(tiny):
-    with pytest.raises(UnsupportedModel, match="which may not count from 0 there"):
-        kv_spec(tiny("roberta", is_decoder=True, pad_token_id=1))
+def test_positions_of_a_model_that_counts_from_its_padding_token_are_known(tiny):
+    assert not counts_from_zero(tiny("roberta", is_decoder=True, pad_token_id=1))
+    assert counts_from_zero(tiny("bert", is_decoder=True))
 
 
 def test_an_eager_function_that_means_something_else_is_noticed(tiny, monkeypatch):

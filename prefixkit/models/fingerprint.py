@@ -1,0 +1,59 @@
+"""Whether a model is that of another run, without reading all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from prefixkit.models.families import text_config
+from prefixkit.models.weights_version import adapter_states
+
+ELEMENTS = 256  # of each tensor
+# Fields of a config that change nothing of what a layer computes.
+_NO_PART_OF_KV = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+
+
+def model_fingerprint(model: Any, stop_token_ids: tuple[int, ...]) -> str:
+    """SHA-256 of a model's parameters and buffers by name, shape and type, of some elements of each, and of its stops.
+
+    256 elements, evenly spaced, stand for a tensor: training changes some of them, a single weight written by hand may
+    not be among them.
+
+    Args:
+        model: A loaded model.
+        stop_token_ids: The tokens that end its samples.
+    """
+    digest = hashlib.sha256(repr((type(model).__name__, sorted(stop_token_ids))).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().flatten()
+        if flat.numel() and flat.device.type != "meta":
+            count = min(ELEMENTS, flat.numel())
+            places = torch.arange(count) * (flat.numel() - 1) // max(1, count - 1)
+            digest.update(flat[places.to(flat.device)].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def kv_fingerprint(model: Any) -> str:
+    """SHA-256 of what a model's KV depends on: weights, as :func:`model_fingerprint` takes them, config and adapters.
+
+    Tokens that end samples are no part of it: they change which tokens follow, not their KV.
+
+    Args:
+        model: A loaded transformers model, or a wrapper around one.
+
+    Raises:
+        UnsupportedModel: it holds no transformers model.
+    """
+    config = {
+        name: value
+        for name, value in text_config(model).to_diff_dict().items()
+        if name not in _NO_PART_OF_KV and not name.endswith(("_token_id", "_token_ids"))
+    }
+    facts = [model_fingerprint(model, ()), config, adapter_states(model)]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,174 @@
+"""The version of a model's weights: equal as long as the model computes the same function, as far as torch can tell."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from prefixkit.models.weights_memory import memory_of, parts_of, watch_optimizers
+
+# Of a tuner layer of PEFT that was seen merged: what was merged into it when last seen, and how often that changed.
+_merges: WeakKeyDictionary[nn.Module, tuple[Hashable, int]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class WeightsVersion:
+    """What :func:`weights_version` returns: it is compared, hashed and kept, not read."""
+
+    facts: tuple[Hashable, ...]
+    tensors: tuple[weakref.ref[Tensor], ...]
+
+    def __eq__(self, other: object) -> bool:
+        if (
+            not isinstance(other, WeightsVersion)
+            or self.facts != other.facts
+            or len(self.tensors) != len(other.tensors)
+        ):
+            return False
+        # Ids would not do: a tensor in the place of one that is gone may have its id, and as many writes.
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return all(one is two or ((tensor := one()) is not None and tensor is two()) for one, two in pairs)
+
+    def __hash__(self) -> int:
+        return hash(self.facts)
+
+
+def weights_version(model: nn.Module) -> Hashable:
+    """A value that differs from an earlier one whenever what the model computes may have changed in between.
+
+    From the first question on it sees tensors that were written to in place, replaced, moved, or given another shape or
+    dtype; steps of any optimizer, fused ones included; adapters of PEFT that were added, removed, switched on or off,
+    merged or scaled; and modules put into training or evaluation mode.  Weights that prefixkit packs have the version
+    that they had before.  Adapters of before have the version of before again, except after merging, which does not
+    leave the weights bit by bit as they were.
+
+    It cannot see writes through ``tensor.data`` or a raw pointer, in-place writes to inference tensors (those made
+    under ``torch.inference_mode``), merging that is undone before the next question, or numbers that a module keeps as
+    plain attributes.  A model whose weights are loaded anew for each step, as accelerate's offloading does, has a new
+    version after each.
+
+    Args:
+        model: Any module, patched or not.  It is not kept alive.
+
+    Returns:
+        A hashable value that equals only values of the same model.  About 1 us for each parameter, buffer and module;
+        nothing is read from the device.
+    """
+    watch_optimizers()
+    tensors, modes = _state(model)
+    facts = modes
+    for tensor in tensors:
+        facts += _facts(tensor)
+    return WeightsVersion(tuple(facts), (*map(weakref.ref, tensors),))
+
+
+def weights_places(model: nn.Module) -> Hashable:
+    """Where parameters and buffers lie, and how modules use them: a CUDA graph of the model is invalid once it differs.
+
+    Unlike the version, it differs where weights were packed, and not where they were written to in place.
+    """
+    tensors, modes = _state(model)
+    try:
+        return *modes, *[tensor.data_ptr() for tensor in tensors]
+    except RuntimeError:
+        return *modes, *[_address(tensor) for tensor in tensors]
+
+
+def adapter_states(model: nn.Module) -> dict[str, Hashable]:
+    """Which adapters are active, disabled and merged, and their scales, by the names of the modules that have some."""
+    named = model.named_modules()
+    found = [(name, module) for name, module in named if _is_adapter(type(module))]  # type: ignore[arg-type]
+    return {name: (*_adapter_state(module),) for name, module in found}
+
+
+def _state(model: nn.Module) -> tuple[list[Tensor], list[Hashable]]:
+    """Parameters and buffers in a fixed order; and, for each module, the modes in which it runs."""
+    found: list[Tensor | None] = []
+    modes: list[Hashable] = []
+    left: list[nn.Module | None] = [model]
+    while left:  # five times as fast as model.parameters(), and nothing is cached
+        if (module := left.pop()) is not None:
+            parts = module.__dict__
+            found += parts["_parameters"].values()
+            found += parts["_buffers"].values()
+            left += parts["_modules"].values()
+            modes.append(parts["training"])
+            if _is_adapter(type(module)):  # type: ignore[arg-type]  # classes hash
+                modes += _adapter_state(module)
+                modes.append(_times_merged(module))
+    return [tensor for tensor in found if tensor is not None], modes
+
+
+def _facts(tensor: Tensor) -> Sequence[Hashable]:
+    """What tells a tensor's values from others; its device is that of its memory."""
+    try:
+        storage = tensor.untyped_storage()
+        memory = memory_of(storage)
+        begin = memory.shift + tensor.storage_offset() * tensor.itemsize
+        return memory.number, memory.writes, begin, _writes(tensor), tensor.dtype, *tensor.shape, *tensor.stride()
+    except (RuntimeError, NotImplementedError):  # it consists of other tensors, or is of another layout
+        parts = [part for part in parts_of(tensor) if part is not tensor]
+        inner = [fact for part in parts for fact in _facts(part)]
+        return id(tensor), _writes(tensor), tensor.dtype, *tensor.shape, *inner
+
+
+def _writes(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode, where torch counts no writes
+        return -1
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # some quantised weights consist of other tensors
+        return id(tensor)
+
+
+@functools.cache
+def _is_adapter(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class choose between adapters: tuner layers of PEFT, and its wrappers of whole modules.
+
+    They are known by their place: PEFT need not be installed.
+    """
+    return any(cls.__module__.startswith("peft.") and hasattr(cls, "set_adapter") for cls in kind.__mro__)
+
+
+def _adapter_state(module: nn.Module) -> list[Hashable]:
+    state = [
+        _frozen(getattr(module, name, None)) for name in ("_active_adapter", "_disable_adapters", "merged_adapters")
+    ]
+    for name, value in module.__dict__.items():
+        if "scal" in name:  # `scaling` of LoRA; other tuners have names of their own for it
+            state += (name, _frozen(value))
+    return state
+
+
+def _times_merged(module: nn.Module) -> int:
+    """How often this module was seen with other adapters merged than before: merging writes through ``.data``."""
+    merged = getattr(module, "merged_adapters", None)
+    if not merged and (not _merges or module not in _merges):
+        return 0
+    before, times = _merges.get(module, ((), 0))
+    if (now := _frozen(merged or ())) != before:
+        times += 1
+        _merges[module] = now, times
+    return times
+
+
+def _frozen(value: Any) -> Hashable:
+    kind = type(value)
+    if kind is bool or kind is str or kind is float or kind is int or value is None:
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, dict):
+        return tuple([(key, _frozen(entry)) for key, entry in value.items()])
+    if isinstance(value, (list, tuple)):
+        return tuple([_frozen(entry) for entry in value])
+    return (*_facts(value),) if isinstance(value, Tensor) else repr(value)
