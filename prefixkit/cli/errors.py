@@ -1,21 +1,35 @@
-"""From an exception to one readable line and an exit status."""
+"""From an exception to one readable line and an exit status.
+
+2: what was asked cannot be done, and nothing was written.  1: it failed while it was at work, and what had finished is
+kept.  130: Ctrl-C or SIGTERM.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
 
+import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from prefixkit.cli.terminal import line, terminal
 
-FAILED, INTERRUPTED = 1, 130
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+_AT_WORK = "_prefixkit_at_work"
+# The base of what the parser raises: typer brings a click of its own, or uses the installed one.
+Usage: type[Any] = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException")
 # What allocators say where torch raises no OutOfMemoryError: torch's on the CPU, CUDA's driver, cuBLAS's workspace.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
 _REMEDY = (
-    "lower -n, --max-new-tokens or --kv-budget, give fewer prompts at once (--limit), or a smaller --dtype or model"
+    "lower -n, --in-flight, --max-new-tokens or --kv-budget, give fewer prompts at once (--limit), or a smaller "
+    "--dtype or model"
 )
 
 
@@ -24,14 +38,26 @@ class Interrupted(Exception):
 
 
 @contextmanager
+def at_work(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors in here, of these kinds or all, are of the work, not of what was asked for: exit status 1, not 2."""
+    marked = kinds or (Exception,)
+    try:
+        yield
+    except marked as error:
+        setattr(error, _AT_WORK, True)
+        raise
+
+
+@contextmanager
 def reported(console: Console | None = None) -> Iterator[None]:
     """Print an error a user can act on as one line (on standard error, where no console is given), and exit.
 
-    ``PREFIXKIT_TRACEBACK=1`` lets it through instead.
+    SIGTERM ends a command as Ctrl-C does.  ``PREFIXKIT_TRACEBACK=1`` lets errors through instead.
     """
     console = console or terminal(stderr=True)
     try:
-        yield
+        with _terminated_like_interrupted():
+            yield
     except (Interrupted, KeyboardInterrupt) as stop:
         console.print(line(("interrupted", "yellow"), f" {stop}".rstrip()), soft_wrap=True)
         raise SystemExit(INTERRUPTED) from None
@@ -39,9 +65,54 @@ def reported(console: Console | None = None) -> Iterator[None]:
         message = _out_of_memory(error)
         if os.environ.get("PREFIXKIT_TRACEBACK") or (isinstance(error, RuntimeError) and not message):
             raise  # a RuntimeError of another kind is a defect
-        message = message or str(error) or type(error).__name__
-        console.print(line(("error:", "red"), f" {message}", keep="\n"), soft_wrap=True)
-        raise SystemExit(FAILED) from None
+        code = FAILED if message or getattr(error, _AT_WORK, False) else REFUSED
+        say(message or str(error) or type(error).__name__, console)
+        raise SystemExit(code) from None
+
+
+def say(message: str, console: Console) -> None:
+    """Print the line of an error."""
+    console.print(line(("error:", "red"), f" {message}", keep="\n"), soft_wrap=True)
+
+
+class Commands(TyperGroup):
+    """Says what is wrong with a command line in one line, and not in a box."""
+
+    def main(self, args: Any = None, prog_name: Any = None, *rest: Any, **options: Any) -> Any:
+        alone = options.pop("standalone_mode", True)
+        options["standalone_mode"] = False
+        if not alone:
+            return super().main(args, prog_name, *rest, **options)
+        try:
+            code = super().main(args, prog_name, *rest, **options)
+        except Usage as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                typer.echo(error.format_message())
+                raise SystemExit(REFUSED) from None
+            context = getattr(error, "ctx", None)
+            where = "prefixkit" if context is None else context.command_path
+            said = " ".join(error.format_message().split())
+            say(f"{said} (see {where} --help)", terminal(stderr=True))
+            raise SystemExit(REFUSED) from None
+        except typer.Abort:
+            raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _out_of_memory(error: Exception) -> str | None:

@@ -28,21 +28,25 @@ def resolve(name: str, console: Console) -> str:
     return str(demo_folder(lambda message: console.print(line(f"{message} …"))))
 
 
-def load_tokenizer(location: str) -> Any:
+def load_tokenizer(location: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     with _loading(location, "tokenizer"):
-        return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(location, revision=revision or "main", trust_remote_code=False)
 
 
-def load_model(location: str, dtype: str, device: str) -> Any:
+def load_model(location: str, dtype: str, device: str, revision: str | None = None) -> Any:
     """The patched model, in evaluation mode; ``auto`` is the dtype that the weights are stored in."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     from prefixkit.models import patch
 
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # commands have a bar of their own
     with _loading(location, "model"):
-        model: Any = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            location, dtype=dtype, revision=revision or "main", trust_remote_code=False
+        )
     return patch(model.to(device).eval())
 
 
@@ -96,13 +100,35 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
 
 
+def choose_device(device: str) -> tuple[str, str]:
+    """The device that was asked for, for ``auto`` the GPU with the most free memory, else the CPU; and a line about it.
+
+    Raises:
+        ValueError: torch does not see it.
+    """
+    if device != "auto":
+        check_device(device)
+        return device, ""
+    import torch
+
+    free = [torch.cuda.mem_get_info(i) for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
+    best = max(range(len(free)), key=lambda i: free[i][0], default=None)
+    if best is None or free[best][0] < free[best][1] / 2:
+        why = "torch sees no GPU" if best is None else "more than half of each GPU's memory is taken"
+        chosen, said = "cpu", f"on the CPU: {why}"
+    else:
+        chosen = f"cuda:{best}"
+        said = f"on {chosen} ({torch.cuda.get_device_name(best)}, {free[best][0] / 2**30:.0f} GiB free)"
+    return chosen, said
+
+
 def check_device(device: str, gpus: int | None = None) -> None:
     """Refuse, before anything is loaded, a device that is not among ``gpus`` (None: torch's), or runs no attention."""
     import torch
 
     asked = re.fullmatch(r"cpu|cuda(?::(\d+))?", device, re.ASCII)
     if asked is None:
-        raise ValueError(f"--device must be a torch device of type cpu or cuda, such as cuda:0; got {device}")
+        raise ValueError(f"--device must be a torch device of type cpu or cuda, such as cuda:0, or auto; got {device}")
     if device == "cpu":
         return
     if gpus is None:

@@ -13,21 +13,33 @@ class Meter(Progress):
     """A bar, redrawn by a thread of rich's while its ``with`` block runs; counting costs the run next to nothing.
 
     A sample that stops before ``max_new_tokens`` has its rest counted as done.
+
+    Args:
+        console: Where it is drawn.
+        quiet: It is not drawn.
+        condition: What more is said at each redrawing: memory, for instance.
+        clock: Seconds.
     """
 
     def __init__(
         self,
-        samples_wanted: int,
-        max_new_tokens: int,
         console: Console,
+        quiet: bool = False,
+        condition: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         text = TextColumn("{task.description}", markup=False)
-        super().__init__(SpinnerColumn(), BarColumn(bar_width=30), TimeElapsedColumn(), text, console=console)
-        self._clock, self._first_token_at = clock, -1.0
-        self._samples_wanted, self._max_new_tokens = samples_wanted, max_new_tokens
-        self._finished = self._sampled = self._spared = 0
-        self.add_task("", total=samples_wanted * max_new_tokens)
+        columns = SpinnerColumn(), BarColumn(bar_width=24), TimeElapsedColumn(), text
+        super().__init__(*columns, console=console, disable=quiet)
+        self._clock, self._condition, self._first_token_at = clock, condition, -1.0
+        self.there = self.wanted = self.done = 0
+        self._max_new_tokens = 1
+        self._sampled = self._spared = 0
+        self.add_task("", total=None)
+
+    def expect(self, there: int, wanted: int, max_new_tokens: int) -> None:
+        """So many samples were there before, and so many are sampled now, of so many tokens at most."""
+        self.there, self.wanted, self._max_new_tokens = there, wanted, max_new_tokens
 
     def count_tokens(self, count: int) -> None:
         """So many more tokens have been sampled."""
@@ -37,13 +49,14 @@ class Meter(Progress):
 
     def count_sample(self, length: int) -> None:
         """A sample of ``length`` tokens has finished."""
-        self._finished += 1
+        self.done += 1
         self._spared += self._max_new_tokens - length
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """What rich asks for at each redrawing."""
         for task in self.task_ids:
-            self.update(task, completed=self._sampled + self._spared, description=str(self))
+            total = self.wanted * self._max_new_tokens or None
+            self.update(task, total=total, completed=self._sampled + self._spared, description=str(self))
         return super().get_renderables()
 
     def __str__(self) -> str:
@@ -53,6 +66,37 @@ class Meter(Progress):
         speed, eta = 0.0, "-:--"
         if elapsed:
             speed = self._sampled / elapsed
-            left = int(elapsed * (self._samples_wanted * self._max_new_tokens / done - 1))
-            eta = f"{left // 60}:{left % 60:02}"
-        return f"{self._finished}/{self._samples_wanted} samples  {speed:,.0f} tokens/s  ETA {eta}"
+            left = int(elapsed * (self.wanted * self._max_new_tokens / done - 1))
+            eta = (
+                f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+                if left >= 3600
+                else f"{left // 60}:{left % 60:02}"
+            )
+        total = f"{self.there + self.done:,}/{self.there + self.wanted:,} samples"
+        more = self._condition()
+        return f"{total}  {speed:,.0f} tokens/s  ETA {eta}" + (f"  {more}" if more else "")
+
+
+class Count(Progress):
+    """A bar of candidates that are judged.
+
+    Args:
+        total: How many there are.
+        what: Was done with each.
+        console: Where it is drawn.
+        quiet: It is not drawn.
+    """
+
+    def __init__(self, total: int, what: str, console: Console, quiet: bool = False) -> None:
+        text = TextColumn("{task.description}", markup=False)
+        columns = SpinnerColumn(), BarColumn(bar_width=24), TimeElapsedColumn(), text
+        super().__init__(*columns, console=console, disable=quiet)
+        self._total, self._what, self.done, self.passed = total, what, 0, 0
+        self._task = self.add_task("", total=total)
+
+    def count(self, passed: bool) -> None:
+        """One more, which passed or not."""
+        self.done += 1
+        self.passed += passed
+        said = f"{self.done:,}/{self._total:,} {self._what}, {self.passed:,} passed"
+        self.update(self._task, completed=self.done, description=said)

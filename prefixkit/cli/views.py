@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -109,3 +110,30 @@ def show_report(report: Report, title: str, console: Console) -> None:
         table.add_row(*map(line, row))
     console.print(line((title, "bold")))
     console.print(table)
+
+
+def branches(
+    tree: PrefixTree, decode: Callable[[list[int]], str], samples: int, most: int = 200, levels: int = 16
+) -> list[dict[str, Any]]:
+    """The tree as nested values that JSON has: ``tokens``, ``shared_by``, ``text`` and ``children`` of each node.
+
+    Args:
+        samples: Samples that every sequence has.
+        most: Children of a node; the others are left out.
+        levels: Of the tree; what is deeper is left out.
+    """
+    snapshot = tree.snapshot()
+    roots: list[dict[str, Any]] = []
+    path: list[list[dict[str, Any]]] = [roots]  # the children of each ancestor
+    columns = tree.nodes(), snapshot.depth().tolist(), snapshot.shared_by().tolist()
+    for node, depth, shared_by in zip(*columns, strict=True):
+        if depth >= levels or depth >= len(path):
+            continue
+        del path[depth + 1 :]
+        if len(path[depth]) < most:
+            text = _words(node.tokens.tolist(), decode)
+            shared = shared_by * samples
+            own: dict[str, Any] = {"tokens": node.length, "shared_by": shared, "text": text, "children": []}
+            path[depth].append(own)
+            path.append(own["children"])
+    return roots

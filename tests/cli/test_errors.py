@@ -11,14 +11,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from prefixkit.cli.errors import FAILED, reported
+from prefixkit.cli.errors import FAILED, REFUSED, at_work, reported
 
 
-def said(error: BaseException) -> str:
+def said(error: BaseException, code: int = FAILED) -> str:
     console = Console(file=io.StringIO(), width=500)
     with pytest.raises(SystemExit) as stopped, reported(console):
         raise error
-    assert stopped.value.code == FAILED
+    assert stopped.value.code == code
     shown: str = console.file.getvalue()  # type: ignore[attr-defined]
     return shown
 
@@ -50,9 +50,17 @@ def test_what_torch_and_numpy_raise_is_known() -> None:
 
 
 def test_a_file_whose_name_says_so_is_not_out_of_memory() -> None:
-    assert said(ValueError("out of memory.jsonl:1: not UTF-8")) == "error: out of memory.jsonl:1: not UTF-8\n"
+    shown = said(ValueError("out of memory.jsonl:1: not UTF-8"), REFUSED)
+    assert shown == "error: out of memory.jsonl:1: not UTF-8\n"
 
 
 def test_a_defect_keeps_its_traceback() -> None:
     with pytest.raises(RuntimeError, match="shapes do not match"), reported(Console(file=io.StringIO())):
         raise RuntimeError("shapes do not match")
+
+
+def test_an_error_at_work_has_another_status_than_a_refusal() -> None:
+    assert said(ValueError("what was asked"), REFUSED) == "error: what was asked\n"
+    with pytest.raises(SystemExit) as stopped, reported(Console(file=io.StringIO())), at_work():
+        raise ValueError("the logits hold NaN")
+    assert stopped.value.code == FAILED

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from prefixkit.cli.progress import Meter
+from prefixkit.cli.progress import Count, Meter
 
 
 class Clock:
@@ -21,7 +21,9 @@ def clock():
 
 
 def meter_of(samples, max_new_tokens, clock):
-    return Meter(samples, max_new_tokens, Console(file=io.StringIO(), width=100), clock)
+    meter = Meter(Console(file=io.StringIO(), width=100), clock=clock)
+    meter.expect(0, samples, max_new_tokens)
+    return meter
 
 
 def test_speed_counts_from_the_first_token(clock):
@@ -51,5 +53,36 @@ def test_the_bar_shows_the_last_state(clock):
         meter.count_tokens(1)
         meter.count_sample(2)
     shown = meter.console.file.getvalue()
-    assert "━" * 30 in shown
+    assert "━" * 24 in shown
     assert "1/1 samples  4 tokens/s  ETA 0:00" in shown
+
+
+def test_samples_that_were_there_before_are_counted_and_take_no_time(clock):
+    meter = meter_of(2, 10, clock)
+    meter.expect(5, 2, 10)
+    meter.count_tokens(1)
+    clock.now += 1
+    meter.count_tokens(9)
+    meter.count_sample(10)
+    assert str(meter) == "6/7 samples  10 tokens/s  ETA 0:01"
+    clock.now += 7200
+    assert str(meter).endswith("ETA 2:00:01")
+
+
+def test_a_condition_is_said_and_quiet_draws_nothing(clock):
+    console = Console(file=io.StringIO(), width=120)
+    with Meter(console, condition=lambda: "KV 3 MiB", clock=clock) as meter:
+        meter.expect(0, 1, 1)
+        meter.count_tokens(1)
+        assert str(meter).endswith("  KV 3 MiB")
+    with Meter(Console(file=io.StringIO()), quiet=True, clock=clock) as meter:
+        meter.count_tokens(1)
+    assert meter.console.file.getvalue() == ""
+
+
+def test_verdicts_are_counted():
+    console = Console(file=io.StringIO(), width=120)
+    with Count(3, "judged", console) as bar:
+        bar.count(True)
+        bar.count(False)
+    assert "2/3 judged, 1 passed" in console.file.getvalue()

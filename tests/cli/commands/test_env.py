@@ -5,7 +5,7 @@ import io
 import torch
 from rich.console import Console
 
-from prefixkit.cli.env import facts, run_env
+from prefixkit.cli.commands.env import facts, run_env
 
 
 def test_versions_threads_and_the_backend_are_there():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import prefixkit
-from prefixkit.cli.inspect import estimate
+from prefixkit.cli.commands.inspect import estimate
 from prefixkit.cli.views import plant
 from tests.command_line import run
 from tests.tiny import ByteTokenizer, tiny_llama

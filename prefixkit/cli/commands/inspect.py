@@ -5,10 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 
 from prefixkit.cli.loading import check_dtype, empty_model, load_tokenizer, resolve
-from prefixkit.cli.prompts import Source, encode_prompts, load_prompts, uses_chat
 from prefixkit.cli.terminal import line
 from prefixkit.cli.views import plant, show_report, show_tree
 from prefixkit.engine.report import Report
+from prefixkit.tasks.encode import encode_all, uses_chat
+from prefixkit.tasks.prompting import Prompting
+from prefixkit.tasks.source import Source, load
 from prefixkit.tree import PrefixTree
 from prefixkit.tree.pages import pages_for
 
@@ -16,6 +18,8 @@ from prefixkit.tree.pages import pages_for
 def run_inspect(
     model: str,
     source: Source,
+    prompting: Prompting,
+    chat: bool | None,
     dtype: str,
     console: Console,
     *,
@@ -31,15 +35,15 @@ def run_inspect(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     check_dtype(dtype)
-    prompts = load_prompts(source)
+    problems = load(source, prompting)
     location = resolve(model, console)
     tokenizer = load_tokenizer(location)
-    encoded = encode_prompts(tokenizer, prompts, uses_chat(tokenizer, source.chat))
+    encoded = encode_all(tokenizer, problems, uses_chat(tokenizer, chat))
     tree, names = plant(list(encoded.values()), list(map(str, encoded)), page_size)
     snapshot = tree.snapshot()
     total, distinct = snapshot.num_tokens_unshared, snapshot.num_tokens
     title = (
-        f"{len(prompts):,} prompts, {total:,} tokens, {distinct:,} of them distinct: "
+        f"{len(problems):,} prompts, {total:,} tokens, {distinct:,} of them distinct: "
         f"a token serves {total / max(1, distinct):.1f} prompts"
     )
     show_tree(tree, names, tokenizer.decode, title, console, samples=samples, most=most)

@@ -44,6 +44,12 @@ def facts() -> list[tuple[str, str]]:
     ]
 
 
+def versions() -> dict[str, str]:
+    """What computes samples, by package."""
+    found = {name: _installed(name) for name in ("prefixkit", "torch", "transformers", "numpy")}
+    return {**found, "python": platform.python_version()}
+
+
 def _installed(package: str) -> str:
     try:
         return version(package)

@@ -1,0 +1,93 @@
+"""``prefixkit sample --devices``: a process for each device, each with its part of the samples."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import IO
+
+from rich.console import Console
+
+from prefixkit.cli.errors import Interrupted, at_work
+from prefixkit.cli.terminal import line
+
+
+class DeviceError(OSError):
+    """The process of a device has failed."""
+
+
+def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Console) -> None:
+    """Run ``prefixkit`` once for each device, and pass on what they say.
+
+    Args:
+        devices: As torch names them.
+        arguments: The command line, without ``--devices``, ``--device`` and ``--shard``.
+        console: Where lines go, each with the device before it.
+
+    Raises:
+        Interrupted: Ctrl-C or SIGTERM, which all of them got.
+        DeviceError: one failed; the others were stopped, and what they had finished is kept.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+    readers = []
+    try:
+        for index, device in enumerate(devices):
+            own = ["--devices", "", "--device", device, "--shard", f"{index}/{len(devices)}"]
+            command = [sys.executable, "-m", "prefixkit", *arguments, *own]
+            # A session of its own: Ctrl-C comes to this process alone, which hands it on once.
+            process = subprocess.Popen(
+                command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            started.append(process)
+            assert process.stderr is not None
+            reader = threading.Thread(target=_pass_on, args=(process.stderr, device, console), daemon=True)
+            reader.start()
+            readers.append(reader)
+        with at_work():
+            _wait(started, devices)
+    except KeyboardInterrupt:
+        _stop(started)
+        raise Interrupted("on all devices; the same command goes on") from None
+    except BaseException:
+        _stop(started)
+        raise
+    finally:
+        for reader in readers:
+            reader.join(timeout=5)
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]], devices: Sequence[str]) -> None:
+    """Until all have ended, or one has failed."""
+    left = dict(enumerate(started))
+    while left:
+        for index, process in list(left.items()):
+            try:
+                code = process.wait(timeout=0.1)
+            except subprocess.TimeoutExpired:
+                continue
+            del left[index]
+            if code:
+                raise DeviceError(f"the process on {devices[index]} ended with status {code}; what it said is above")
+
+
+def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End what still runs, as Ctrl-C would, and wait."""
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+    for process in started:
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _pass_on(stream: IO[bytes], device: str, console: Console) -> None:
+    for said in stream:
+        text = said.decode(errors="replace").rstrip()
+        if text:
+            console.print(line((f"[{device}] ", "dim"), text), soft_wrap=True)

@@ -1,0 +1,79 @@
+"""``prefixkit evaluate``: the candidates of a run folder, judged in a sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from prefixkit.campaign.folder import Part, RunFolder
+from prefixkit.campaign.verdicts import Judged, judge_samples
+from prefixkit.cli.errors import Interrupted, at_work
+from prefixkit.cli.facts import facts_of
+from prefixkit.cli.progress import Count
+from prefixkit.cli.report_view import show
+from prefixkit.judge import Judge
+
+
+def run_evaluate(run: Path, jobs: int | None, unsafe: bool, quiet: bool, console: Console) -> None:
+    """Judge what has no verdict yet, and show pass@k."""
+    folder = RunFolder(run)
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {jobs}")
+    if not any(one.problem.tests for one in folder.asked()):
+        raise ValueError(f"the problems of {run} have no tests; give prefixkit sample problems that bring some")
+    with Judge(jobs=jobs, plain_subprocesses=unsafe) as judge:
+        judged = judge_with_bar(folder, judge, "all", quiet, console)
+    if not quiet:
+        show(facts_of([folder]), console)
+        console.print(f"{judged:,} candidates judged in {run}; prefixkit report {run} makes a page", soft_wrap=True)
+
+
+def judge_with_bar(
+    folder: RunFolder,
+    judge: Judge,
+    tag: str,
+    quiet: bool,
+    console: Console,
+    wanted: Callable[[int, int], bool] = lambda place, index: True,
+    on_verdict: Callable[[Judged], None] = lambda judged: None,
+) -> int:
+    """Judge under a progress bar; returns how many candidates have a verdict now."""
+    tested = [one.problem.tests is not None for one in folder.asked()]
+    found = ((folder.places[record["id"]], record["index"]) for record in folder.samples())
+    total = sum(1 for place, index in found if tested[place] and wanted(place, index))
+    with at_work(), Count(total, "judged", console, quiet) as bar:
+
+        def count(judged: Judged) -> None:
+            bar.count(judged.verdict.passed)
+            on_verdict(judged)
+
+        try:
+            judge_samples(folder, judge, tag, wanted=wanted, on_verdict=count)
+        except KeyboardInterrupt:
+            said = f"{bar.done:,} of {total:,} candidates were judged; the same command goes on in {folder.path}"
+            raise Interrupted(said) from None
+    return bar.done
+
+
+def solved_of(
+    folder: RunFolder, part: Part, judge: Judge, quiet: bool, console: Console
+) -> Callable[[Sequence[int], int], set[int]]:
+    """Judges the samples of earlier rounds, and says which problems are solved by them."""
+    solved: set[int] = set()
+
+    def before_a_round(places: Sequence[int], first: int) -> set[int]:
+        left = set(places) - solved
+
+        def note(judged: Judged) -> None:
+            if judged.verdict.passed:
+                solved.add(judged.place)
+
+        def wanted(place: int, index: int) -> bool:
+            return place in left and index < first
+
+        judge_with_bar(folder, judge, part.tag, quiet, console, wanted, note)
+        return solved & set(places)
+
+    return before_a_round

@@ -1,0 +1,34 @@
+"""``prefixkit report``: what run folders came to, in the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from prefixkit.campaign.folder import RunFolder
+from prefixkit.cli.errors import at_work
+from prefixkit.cli.facts import facts_of
+from prefixkit.cli.report_view import show
+from prefixkit.cli.terminal import line
+from prefixkit.report import write_report
+
+
+def run_report(runs: Sequence[Path], out: Path | None, quiet: bool, console: Console) -> None:
+    """Show what the folders hold, and write the page and its JSON."""
+    facts = facts_of([RunFolder(run) for run in runs])
+    place = out or runs[0] / "report.html"
+    if place.suffix == ".json":
+        raise ValueError(f"--out {place} is where the JSON would be written; give the page another ending, as .html")
+    if not place.parent.is_dir():
+        raise ValueError(f"--out {place}: there is no folder {place.parent}; make it first")
+    if not quiet:
+        show(facts, console)
+    with at_work():
+        try:
+            page, beside = write_report(facts, place)
+        except OSError as error:
+            raise OSError(f"cannot write the report to {place}: {error.strerror or error}") from error
+    if not quiet:
+        console.print(line(f"written to {page} and {beside.name}"), soft_wrap=True)

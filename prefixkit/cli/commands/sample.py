@@ -1,0 +1,296 @@
+"""``prefixkit sample``: prompts in, samples out as they finish: to a run folder, or as lines to standard output."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from prefixkit.campaign.folder import Part, RunFolder, check_place, create
+from prefixkit.campaign.manifest import Manifest
+from prefixkit.campaign.run import Goal, Progress, record_of, run_campaign
+from prefixkit.cli.commands.devices import run_on_devices
+from prefixkit.cli.commands.env import versions
+from prefixkit.cli.commands.evaluate import solved_of
+from prefixkit.cli.errors import Interrupted, at_work
+from prefixkit.cli.loading import check_device, check_dtype, choose_device, load_model, load_tokenizer, resolve
+from prefixkit.cli.options import parse_devices
+from prefixkit.cli.output import standard_output, write_line
+from prefixkit.cli.progress import Meter
+from prefixkit.cli.prompted import Prompted, manifest_of, prompted
+from prefixkit.cli.terminal import line
+from prefixkit.cli.views import branches, plant, show_report
+from prefixkit.engine.memory import pages_needed, parse_size, session_pages
+from prefixkit.engine.report import Report
+from prefixkit.engine.request import Request, Sample
+from prefixkit.engine.scheduler import check_fits
+from prefixkit.judge import Judge
+from prefixkit.models.fingerprint import model_fingerprint
+from prefixkit.requests import sampling_requests
+from prefixkit.sampling.params import SamplingParams
+from prefixkit.session import Session
+from prefixkit.tasks.encode import uses_chat
+from prefixkit.tasks.prompting import Prompting
+from prefixkit.tasks.source import Source, load
+from prefixkit.tree.pages import check_page_size
+from prefixkit.tree.radix import PrefixTree
+
+# Samples at once, where --in-flight does not say: so many keep a device at work, and no more are lost with a process.
+IN_FLIGHT = {"cpu": 128, "cuda": 1024}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``prefixkit sample`` was asked for, beside the problems and the sampling parameters.
+
+    Attributes:
+        model, revision, dtype, device: What to load, and where.
+        prompting: How problems are asked.
+        chat: Whether through the chat template; None: where there is one.
+        run: The run folder; None: standard output.
+        first_index: The first sample index of each prompt; ``n`` counts from 0 all the same.
+        part: The part of the samples that this process is for.
+        in_flight: Samples at once at most; None: by the device.
+        round: Sample indices after which candidates are judged, and solved problems left alone; None: never.
+        kv_budget, page_size, compiled: Of the session.
+        logprobs: Whether samples carry log-probabilities.
+        quiet: No progress and no report.
+    """
+
+    model: str
+    prompting: Prompting = Prompting()
+    chat: bool | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    run: Path | None = None
+    first_index: int = 0
+    part: Part = Part()
+    in_flight: int | None = None
+    round: int | None = None
+    kv_budget: str | None = None
+    page_size: int = 16
+    compiled: bool = False
+    logprobs: bool = False
+    quiet: bool = False
+
+
+def run_sample(source: Source, params: SamplingParams, settings: Settings, console: Console) -> None:
+    """Sample and write; every check that needs no model comes before one is loaded, and what is written after all."""
+    _check(settings)
+    problems = load(source, settings.prompting)
+    device, why = choose_device(settings.device)
+    with at_work():
+        location = resolve(settings.model, console)
+    tokenizer = load_tokenizer(location, settings.revision)
+    chat = uses_chat(tokenizer, settings.chat)
+    asked = prompted(tokenizer, problems, params, chat)
+    _goal(asked, settings)
+    if settings.run is not None and not check_place(settings.run):
+        known = RunFolder(settings.run).manifest  # differences that need no weights are found before these are loaded
+        manifest = _manifest(asked, params, settings, tokenizer, chat)
+        known.check_same(manifest, str(settings.run), ("tokenizer", "chat", "params", "logprobs", "prompts"))
+    model = load_model(location, settings.dtype, device, settings.revision)
+    sample_prompted(model, tokenizer, asked, params, settings, chat, console, why)
+
+
+def sample_prompted(
+    model: Any,
+    tokenizer: Any,
+    asked: Sequence[Prompted],
+    params: SamplingParams,
+    settings: Settings,
+    chat: bool,
+    console: Console,
+    why: str = "",
+) -> RunFolder | None:
+    """Sample what is missing from a model that is there; returns the run folder, if there is one.
+
+    Args:
+        why: A line about the device, to be said once nothing can be refused any more.
+    """
+    manifest, goal = _manifest(asked, params, settings, tokenizer, chat), _goal(asked, settings)
+    requests = sampling_requests(model, tokenizer, [one.tokens for one in asked], [one.params for one in asked], {})
+    with _open_session(model, tokenizer, requests, settings) as session:
+        if settings.run is None:
+            _say(why, settings, console)
+            _to_standard_output(session, requests, asked, settings, console)
+            return None
+        stops = requests[0].params.stop_token_ids or ()
+        dtype = str(model.dtype).removeprefix("torch.")
+        manifest = replace(manifest, fingerprint=model_fingerprint(model, stops), dtype=dtype)
+        with at_work(OSError):
+            folder = create(settings.run, manifest, [one.asked for one in asked])
+        tree, _ = plant([one.tokens for one in asked], [str(one.asked.problem.id) for one in asked])
+        with at_work():
+            folder.keep_tree(branches(tree, tokenizer.decode, max(one.params.n for one in asked)))
+        _say(why, settings, console)
+        with ExitStack() as stack:
+            judge = None if goal.round is None else stack.enter_context(Judge())
+            sample_into(folder, session, requests, goal, settings, console, judge)
+    return folder
+
+
+def _say(text: str, settings: Settings, console: Console) -> None:
+    if text and not settings.quiet:
+        console.print(line(text), soft_wrap=True)
+
+
+def sample_on_devices(devices: str, settings: Settings, console: Console) -> None:
+    """A process for each device, with its part of the samples."""
+    _check(settings)
+    if settings.run is None or settings.part.of > 1:
+        what = "--shard divides the samples already" if settings.run else "processes share a run folder"
+        raise ValueError(f"--devices {devices}: {what}; give --run FOLDER and no --shard")
+    names = parse_devices(devices)
+    for name in names:
+        check_device(name)
+    run_on_devices(names, sys.argv[1:], console)
+
+
+def sample_into(
+    folder: RunFolder,
+    session: Session,
+    requests: Sequence[Request],
+    goal: Goal,
+    settings: Settings,
+    console: Console,
+    judge: Judge | None = None,
+) -> None:
+    """Sample what a run folder lacks, under a progress bar; a judge says after each round what is solved."""
+    meter = Meter(console, settings.quiet, lambda: _condition(session))
+
+    def begin(progress: Progress) -> None:
+        meter.expect(progress.there, progress.wanted, max(one.params.max_new_tokens for one in requests))
+
+    def sampler(wanted: list[Request], give: Callable[[Sample], None]) -> Report:
+        return session.run(wanted, keep=False, on_sample=give, on_step=meter.count_tokens).report
+
+    params = [one.params for one in requests if isinstance(one.params, SamplingParams)]
+    solved = None if judge is None else solved_of(folder, goal.part, judge, settings.quiet, console)
+    note = {"argv": shlex.join(sys.argv[1:]), "versions": versions(), "device": str(session.model.device)}
+    with at_work(), meter:
+        try:
+            progress = run_campaign(
+                folder,
+                [one.tokens for one in requests],
+                params,
+                goal,
+                sampler,
+                solved=solved,
+                on_begin=begin,
+                on_sample=lambda sample: meter.count_sample(len(sample.tokens)),
+                under_way=lambda: session.report,
+                **note,
+            )
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"{meter.done:,} of {meter.wanted:,} samples had finished; they are in {folder.path}, and the same "
+                "command goes on there"
+            ) from None
+    if not settings.quiet:
+        total = progress.there + progress.samples
+        show_report(progress.report, progress.report.headline, console)
+        console.print(
+            line(f"{total:,} samples in {folder.path}, {progress.there:,} of them from before"), soft_wrap=True
+        )
+
+
+def _to_standard_output(
+    session: Session, requests: Sequence[Request], asked: Sequence[Prompted], settings: Settings, console: Console
+) -> None:
+    """Write each sample as a line as it finishes."""
+    stream, meter = standard_output(), Meter(console, settings.quiet, lambda: _condition(session))
+    first = settings.first_index
+    wanted = [
+        replace(one, indices=range(first, one.params.n))
+        for one in requests
+        if isinstance(one.params, SamplingParams) and first < one.params.n
+    ]
+
+    def finished(sample: Sample) -> None:
+        name = asked[sample.prompt_index].asked.problem.id
+        write_line(stream, record_of(sample, name, settings.logprobs))
+        meter.count_sample(len(sample.tokens))
+
+    with at_work(), meter:
+        meter.expect(
+            0, sum(len(one.sample_indices) for one in wanted), max(one.params.max_new_tokens for one in wanted)
+        )
+        try:
+            report = session.run(wanted, keep=False, on_sample=finished, on_step=meter.count_tokens).report
+        except KeyboardInterrupt:
+            raise Interrupted(f"{meter.done:,} of {meter.wanted:,} samples had finished, every line whole") from None
+    if not settings.quiet:
+        show_report(report, report.headline, console)
+
+
+def _condition(session: Session) -> str:
+    """Memory in use, and the share of prompt and sampled tokens that were not computed again."""
+    report = session.report
+    said = f"KV {report.kv_bytes_held_peak / 2**20:,.0f} MiB"
+    if report.tokens_plain_batch > report.tokens_computed:
+        said += f", {1 - report.tokens_computed / report.tokens_plain_batch:.0%} of tokens shared"
+    return said
+
+
+def _manifest(
+    asked: Sequence[Prompted], params: SamplingParams, settings: Settings, tokenizer: Any, chat: bool
+) -> Manifest:
+    names = {"model": settings.model, "dtype": settings.dtype}
+    return manifest_of(asked, params, tokenizer, **names, chat=chat, logprobs=settings.logprobs)
+
+
+def _goal(asked: Sequence[Prompted], settings: Settings) -> Goal:
+    most = max(one.params.n for one in asked)
+    if settings.round is not None and not all(one.asked.problem.tests for one in asked):
+        raise ValueError(
+            "--stop-when-solved judges candidates, and problems have no tests; give problems that bring some"
+        )
+    if settings.first_index >= most:
+        raise ValueError(f"--first-index {settings.first_index} leaves no sample of -n {most}: indices count from 0")
+    return Goal(settings.first_index, [one.params.n for one in asked], settings.part, settings.round)
+
+
+def _check(settings: Settings) -> None:
+    check_page_size(settings.page_size)
+    check_dtype(settings.dtype)
+    if settings.kv_budget is not None:
+        parse_size(settings.kv_budget, "--kv-budget")
+    for name, value, least in (
+        ("--first-index", settings.first_index, 0),
+        ("--in-flight", settings.in_flight, 1),
+        ("--stop-when-solved", settings.round, 1),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if settings.run is None:
+        if settings.part.of > 1 or settings.round is not None:
+            raise ValueError("--shard and --stop-when-solved need a run folder; give --run FOLDER")
+        standard_output()
+
+
+def _open_session(model: Any, tokenizer: Any, requests: Sequence[Request], settings: Settings) -> Session:
+    """A session whose pool holds what runs at once, within the budget."""
+    from prefixkit.models import kv_spec
+
+    spec = kv_spec(model)
+    running = settings.in_flight or IN_FLIGHT[spec.device.type]
+    budget = None if settings.kv_budget is None else parse_size(settings.kv_budget, "--kv-budget")
+    size = settings.page_size
+    pages = min(session_pages(spec, budget, size), max(1, pages_needed(requests, size, running)))
+    check_fits(requests, PrefixTree(pages, size), spec.bytes_per_token)
+    return Session(
+        model,
+        tokenizer,
+        kv_budget=pages * size * spec.bytes_per_token,
+        page_size=size,
+        compiled=settings.compiled,
+        most_running=running,
+    )

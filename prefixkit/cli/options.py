@@ -1,0 +1,102 @@
+"""Options that are more than a number or a name: escapes, shards, devices, a file of defaults."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from prefixkit.campaign.folder import Part
+
+_ESCAPE = re.compile(r"\\(?:([nrt\\\"'0])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|(.?))", re.DOTALL)
+_LETTERS = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "'": "'", "0": "\0"}
+
+
+def unescape(text: str, option: str) -> str:
+    r"""``text`` with ``\n``, ``\t``, ``\r``, ``\\``, ``\xNN`` and ``\uNNNN`` as the characters that they stand for.
+
+    Raises:
+        ValueError: a backslash before something else.
+    """
+
+    def letter(found: re.Match[str]) -> str:
+        if found[1]:
+            return _LETTERS[found[1]]
+        if found[4] is not None:
+            raise ValueError(
+                f"{option} {text!r}: {found[0]!r} stands for nothing; write \\n, \\t, \\r, \\xNN, \\uNNNN, or \\\\ for a "
+                "backslash"
+            )
+        return chr(int(found[2] or found[3], 16))
+
+    return _ESCAPE.sub(letter, text)
+
+
+def parse_part(text: str) -> Part:
+    """``i/n`` with i from 0.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ValueError(f"--shard must be i/n with i from 0 to n - 1, such as 0/4; got {text}")
+    return Part(int(found[1]), int(found[2]))
+
+
+def parse_token_ids(text: str | None) -> tuple[int, ...] | None:
+    """Numbers with commas between them; None where none were given.
+
+    Raises:
+        ValueError: something that is no token id.
+    """
+    if text is None:
+        return None
+    if not re.fullmatch(r"\s*\d{1,9}\s*(,\s*\d{1,9}\s*)*", text, re.ASCII):
+        raise ValueError(f"--stop-token-ids must be token ids with commas between them, such as 2,32000; got {text}")
+    return tuple(int(one) for one in text.split(","))
+
+
+def parse_devices(text: str) -> list[str]:
+    """Devices with commas between them: ``0,1`` for the first two GPUs, or torch's names.
+
+    Raises:
+        ValueError: a device twice, or none.
+    """
+    found = [f"cuda:{one}" if one.isdigit() else one for one in (part.strip() for part in text.split(","))]
+    if not all(found) or len({one for one in found if one != "cpu"}) < sum(one != "cpu" for one in found):
+        raise ValueError(f"--devices must be different GPUs with commas between them, such as 0,1; got {text}")
+    return found
+
+
+def read_config(ctx: Any, parameter: Any, path: Path | None) -> Path | None:
+    """Take a TOML file's values as the defaults of a command's options; what is on the command line goes before them.
+
+    Raises:
+        ValueError: it cannot be read, or names something that is no option of the command.
+    """
+    if path is None or ctx.resilient_parsing:
+        return path
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read the config {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} is no TOML: {error}") from error
+    known: dict[str, Any] = {}
+    for one in ctx.command.params:
+        names = [name.lstrip("-") for name in (*one.opts, *one.secondary_opts) if name.startswith("--")]
+        known |= {name: one for name in names if name != parameter.name}
+    defaults: dict[str, Any] = {}
+    for key, value in given.items():
+        name = key.replace("_", "-")
+        if name not in known:
+            raise typer.BadParameter(f"{path}: {key} is no option of {ctx.command_path}")
+        if isinstance(value, dict) or (isinstance(value, list) and not known[name].multiple):
+            raise typer.BadParameter(f"{path}: {key} must be one value, as on the command line")
+        defaults[known[name].name or name] = value
+    ctx.default_map = {**(ctx.default_map or {}), **defaults}
+    return path
