@@ -8,36 +8,49 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefixkit.api import beam_search, generate
+    from prefixkit.api import beam_search, generate, score
+    from prefixkit.engine.policy import MemoryPolicy
     from prefixkit.engine.report import Report
     from prefixkit.engine.request import BeamParams, Request, Sample, TokenEvent
+    from prefixkit.engine.score import Score
     from prefixkit.models.errors import UnsupportedModel
     from prefixkit.models.patch import patch, patched, unpatch
     from prefixkit.models.tree_cache import TreeCache
     from prefixkit.sampling.params import SamplingParams
-    from prefixkit.session import Result, Session, SessionBusy
+    from prefixkit.search import ForeignNode, NodeFinished, NodeReleased, SearchNode
+    from prefixkit.session import Pin, Result, Session, SessionBusy
 
 __version__ = "0.1.0"
 
 # Where public names live.  They load on first use, so that `prefixkit.tree` alone needs no torch, and the command line
 # answers before transformers is imported.
 _NAMES = {
-    "prefixkit.api": ("beam_search", "generate"),
+    "prefixkit.api": ("beam_search", "generate", "score"),
+    "prefixkit.engine.policy": ("MemoryPolicy",),
     "prefixkit.engine.report": ("Report",),
     "prefixkit.engine.request": ("BeamParams", "Request", "Sample", "TokenEvent"),
+    "prefixkit.engine.score": ("Score",),
     "prefixkit.models": ("TreeCache", "UnsupportedModel", "patch", "patched", "unpatch"),
     "prefixkit.sampling.params": ("SamplingParams",),
-    "prefixkit.session": ("Result", "Session", "SessionBusy"),
+    "prefixkit.search": ("ForeignNode", "NodeFinished", "NodeReleased", "SearchNode"),
+    "prefixkit.session": ("Pin", "Result", "Session", "SessionBusy"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BeamParams",
+    "ForeignNode",
+    "MemoryPolicy",
+    "NodeFinished",
+    "NodeReleased",
+    "Pin",
     "Report",
     "Request",
     "Result",
     "Sample",
     "SamplingParams",
+    "Score",
+    "SearchNode",
     "Session",
     "SessionBusy",
     "TokenEvent",
@@ -47,6 +60,7 @@ __all__ = [
     "generate",
     "patch",
     "patched",
+    "score",
     "unpatch",
 ]
 

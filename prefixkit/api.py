@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-from prefixkit.assembly import make_engine
+from prefixkit.assembly import make_engine, make_scorer
 from prefixkit.engine.request import BeamFields, BeamParams, Sample, TokenEvent
-from prefixkit.requests import Prompts, beam_requests, sampling_requests
+from prefixkit.engine.score import Score
+from prefixkit.models import text_config
+from prefixkit.requests import (
+    Prompts,
+    beam_requests,
+    is_one_prompt,
+    longest_scored,
+    sampling_requests,
+    scored_tokens,
+)
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 from prefixkit.session import Result, run
+from prefixkit.session_memory import warn_of_length
 
 
 def generate(
@@ -51,9 +61,9 @@ def generate(
             several lists or a 2-D array, are refused as padded if one of them begins or ends with the tokenizer's
             padding token; with two of it, where that token has another role too (such as end of text).
         params: How to sample: one for all prompts, or one per prompt.
-        kv_budget: KV to hold at most, in bytes or as a size such as ``"2GiB"``; prompts beyond it wait for others to
-            finish. None takes what the run needs, up to half of the memory that is free, on a GPU up to what the
-            largest step leaves.
+        kv_budget: KV to hold at most, in bytes or as a size such as ``"2GiB"``; what does not fit at once waits, or
+            is preempted and goes on later. None takes what the run needs, up to half of the memory that is free, on a
+            GPU up to what the largest step leaves.
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         compiled: On a GPU, decode through torch.compile: steps are a fifth to a third shorter, after some seconds of
@@ -117,3 +127,46 @@ def beam_search(
     engine = make_engine(model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
     engine.listen(on_sample=on_sample)
     return run(engine, model, tokenizer, requests)
+
+
+def score(
+    model: Any,
+    tokenizer: Any,
+    prompts: Prompts,
+    continuations: Sequence[Any],
+    *,
+    kv_budget: float | str | None = None,
+    page_size: int = 16,
+    prefill_chunk: int | None = None,
+) -> list[Score] | list[list[Score]]:
+    """How likely given continuations are: the model's own log-probability of each of their tokens.
+
+    Every token that prompts and continuations share is computed once, common beginnings of continuations too.  The last
+    token of a continuation is not computed at all, for nothing is wanted after it.
+
+    Args:
+        model, tokenizer, kv_budget, page_size, prefill_chunk: As for :func:`generate`.
+        prompts: One prompt (a string, a 1-D array or list of token ids, or a list of chat messages), or a list of
+            prompts, or a 2-D array of token ids.
+        continuations: A list of continuations, each a string or a list of token ids: those of the one prompt, or of every
+            prompt.  For a list of prompts also a list of such lists, one for each prompt: it is one of these if none of
+            its elements is a continuation itself.  A string's own tokens, without special ones, follow the prompt's.
+            Tokens are not merged across the boundary, so a word's leading space belongs to the continuation.
+
+    Returns:
+        A :class:`Score` for each continuation of the one prompt; for a list of prompts a list of these for each prompt,
+        even of a single one.
+
+    Raises:
+        NotPatched: the model is not patched.
+        KVBudgetTooSmall: a prompt with one of its continuations does not fit ``kv_budget``; nothing was computed.
+        ValueError: no prompt or no continuation, one that is empty or padded, a token outside the vocabulary, text
+            without a tokenizer, as many lists as there are prompts were not given, or the model's logits are broken.
+        TypeError: something that is no prompt or no continuation.
+    """
+    one = is_one_prompt(prompts)
+    asked = scored_tokens(model, tokenizer, [prompts] if one else prompts, continuations, one)
+    warn_of_length(model, longest_scored(*asked))
+    engine = make_scorer(model, *asked, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
+    scores = engine.score(*asked, vocab=text_config(model).vocab_size)
+    return scores[0] if one else scores

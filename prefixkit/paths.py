@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
-import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+
+class SharedCache(OSError):
+    """Others may write to the cache folder, from which code and models are loaded."""
 
 
 def cache_dir(platform: str = sys.platform) -> Path:
@@ -16,15 +22,56 @@ def cache_dir(platform: str = sys.platform) -> Path:
         platform: As in ``sys.platform``.
 
     Raises:
+        SharedCache: Other users may write there: compiled kernels and models are loaded from it.
         OSError: The system knows no home folder for the user, or for the one that ``$PREFIXKIT_CACHE`` names.
     """
     try:
         chosen = os.environ.get("PREFIXKIT_CACHE")
-        return Path(chosen).expanduser() if chosen else _platform_cache(platform) / "prefixkit"
+        folder = Path(chosen).expanduser() if chosen else _platform_cache(platform) / "prefixkit"
     except RuntimeError as error:  # pathlib's, where it looks for a home folder
         raise OSError(
             f"no place for the cache ({error}); set PREFIXKIT_CACHE to a folder that can be written"
         ) from error
+    _check_private(folder)
+    return folder
+
+
+def _check_private(folder: Path) -> None:
+    """Raise SharedCache where others may put files that this user's processes would load.
+
+    A folder of root's, or of the user's own, that others may only read is fine: a cache that is filled once for all.
+    """
+    if sys.platform == "win32":
+        return
+    try:
+        found = folder.stat()
+    except OSError:
+        return  # the first process that writes there makes it
+    me = os.geteuid()
+    if found.st_uid not in (me, 0) and me != 0:
+        who = f"it belongs to another user (id {found.st_uid})"
+    elif found.st_mode & 0o002:
+        who = "every user may write there"
+    elif found.st_mode & 0o020 and found.st_gid not in (0, _own_group(found.st_uid)):
+        who = f"the group {found.st_gid} may write there"
+    else:
+        return
+    raise SharedCache(
+        f"the cache folder {folder} is not safe to load from: {who}; run chmod go-w on it, or set PREFIXKIT_CACHE to a "
+        "folder that only you, or root, can write"
+    )
+
+
+def _own_group(user: int) -> int | None:
+    """The group that has a user's own name, whose only member that user is by custom."""
+    import grp
+    import pwd
+
+    try:
+        group = grp.getgrnam(pwd.getpwuid(user).pw_name)
+    except KeyError:
+        return None
+    return None if group.gr_mem else group.gr_gid
 
 
 def _platform_cache(platform: str) -> Path:
@@ -42,10 +89,24 @@ def put(place: Path, content: bytes) -> None:
         OSError: it cannot be written; nothing is left behind.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".making-", dir=place.parent)
+    with replacing(place) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(place: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of another, or of none, at the end of the block; if it raises, nothing changes.
+
+    Raises:
+        OSError: the file cannot be made in the folder of ``place``, which must exist, or cannot be written.
+    """
+    name = place.parent / f".making-{secrets.token_hex(8)}"
+    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # who may read it, the umask says
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(name, place)
     except BaseException:
         with suppress(OSError):

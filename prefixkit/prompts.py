@@ -27,7 +27,7 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
         vocab_size: The model's.
 
     Raises:
-        ValueError: no prompts, an empty prompt, padding (see :func:`_refuse_padding`), text without a tokenizer, or a
+        ValueError: no prompts, an empty prompt, padding (see :func:`refuse_padding`), text without a tokenizer, or a
             token outside the vocabulary.
         TypeError: something that is no prompt.
     """
@@ -44,7 +44,7 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
         raise ValueError("prompts is empty; pass at least one prompt")
     several = len(given) > 1 or getattr(prompts, "ndim", 1) == 2  # a tensor or an array is a batch, even of one row
     if several and not any(isinstance(prompt, str) or _is_chat(prompt) for prompt in given):
-        _refuse_padding(encoded, tokenizer)
+        refuse_padding(encoded, tokenizer)
     check_ids(encoded, vocab_size)
     return [tokens.astype(np.int32) for tokens in encoded]
 
@@ -97,7 +97,7 @@ def _is_chat(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def _refuse_padding(encoded: list[NDArray[np.int64]], tokenizer: Any) -> None:
+def refuse_padding(encoded: Sequence[NDArray[np.integer]], tokenizer: Any, what: str = "prompt") -> None:
     """Refuse token ids that a tokenizer padded: prefixkit would take padding for text.
 
     The rule: token ids of one length, in several lists or a 2-D array, are padded if one of them begins or ends with
@@ -114,7 +114,7 @@ def _refuse_padding(encoded: list[NDArray[np.int64]], tokenizer: Any) -> None:
         side = "left" if (tokens[:fewest] == pad).all() else "right" if (tokens[-fewest:] == pad).all() else None
         if side:
             raise ValueError(
-                f"prompt {index} is padded on the {side} (token {pad}), which would be taken for text; pass lists "
+                f"{what} {index} is padded on the {side} (token {pad}), which would be taken for text; pass lists "
                 'without padding, of any lengths: tokenizer(texts)["input_ids"]; '
                 "or set tokenizer.pad_token = None, if these tokens are meant"
             )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from prefixkit.engine.request import BeamFields, BeamParams, Request
 from prefixkit.models import NotPatched, is_patched, pretrained_model, text_config
-from prefixkit.prompts import Prompt, check_ids, encode_prompts, occurrences
+from prefixkit.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 
 Prompts = Prompt | Iterable[Prompt]
@@ -42,9 +42,7 @@ def sampling_requests(
 ) -> list[Request]:
     """A request for each prompt, with the parameters of :func:`prefixkit.generate`; everything is checked."""
     encoded = _encoded(model, tokenizer, prompts)
-    penalty = _configured(model, "repetition_penalty")
-    if params is None and penalty is not None:
-        fields = {"repetition_penalty": penalty, **fields}
+    fields = with_configured_penalty(model, params, fields)
     each = _per_prompt(SamplingParams, params, fields, len(encoded), ("n", "seed"))
     each = _with_stop_ids(model, tokenizer, each)
     _check_generation_config(model, each)
@@ -67,6 +65,98 @@ def beam_requests(
     return [Request(index, tokens, own) for index, (tokens, own) in enumerate(zip(encoded, each, strict=True))]
 
 
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether it is a string, a list of token ids or a list of chat messages, not a list of prompts."""
+    if getattr(prompts, "ndim", None) is not None:
+        return bool(prompts.ndim == 1)
+    first = next(iter(prompts), None) if isinstance(prompts, Sequence) else None
+    return isinstance(first, int | np.integer | Mapping) or isinstance(prompts, str)
+
+
+def scored_tokens(
+    model: Any, tokenizer: Any, prompts: Any, continuations: Any, one: bool
+) -> tuple[list[NDArray[np.int32]], list[list[NDArray[np.int32]]]]:
+    """Token ids of prompts, and of the continuations of each; everything is checked.
+
+    Args:
+        model, tokenizer, prompts: As of :func:`prefixkit.generate`.
+        continuations: A list for all prompts, or one for each: strings or lists of token ids.
+        one: Whether there is one prompt, whose list this is.
+
+    Raises:
+        ValueError, TypeError: see :meth:`prefixkit.Session.score`.
+    """
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__} {prompts!r}")
+    encoded = _encoded(model, tokenizer, prompts)
+    if isinstance(continuations, str | bytes | Mapping) or not isinstance(continuations, Iterable):
+        raise TypeError(
+            f"continuations must be a list of strings or of token ids, got {type(continuations).__name__} "
+            f"{continuations!r}; put it into a list"
+        )
+    given = list(continuations)
+    several = not one and bool(given) and all(_is_list_of_continuations(own) for own in given)
+    each = given if several else [given] * len(encoded)
+    if len(each) != len(encoded):
+        raise ValueError(
+            f"continuations must be one list for all prompts or one for each, got {len(each)} lists for "
+            f"{len(encoded)} prompts"
+        )
+    vocab = text_config(model).vocab_size
+    known: dict[int, list[NDArray[np.int32]]] = {}  # one list for all prompts is encoded once
+    found = []
+    for index, own in enumerate(each):
+        if id(own) not in known:
+            if not len(own):
+                raise ValueError(f"prompt {index} has no continuations; pass at least one")
+            known[id(own)] = [_continuation(tokenizer, tokens, i, vocab) for i, tokens in enumerate(own)]
+            if len(own) > 1 and not any(isinstance(tokens, str) for tokens in own):
+                refuse_padding(known[id(own)], tokenizer, "continuation")
+        found.append(known[id(own)])
+    return encoded, found
+
+
+def longest_scored(prompts: Sequence[NDArray[np.int32]], continuations: Sequence[Sequence[NDArray[np.int32]]]) -> int:
+    """Tokens of the longest prompt with a continuation of it."""
+    return max(len(prompt) + max(map(len, each)) for prompt, each in zip(prompts, continuations, strict=True))
+
+
+def continuation_tokens(model: Any, tokenizer: Any, given: str | Sequence[int]) -> NDArray[np.int32]:
+    """Token ids of a string alone, without special tokens, or the given ones, checked.
+
+    Raises:
+        ValueError, TypeError: see :meth:`prefixkit.SearchNode.extend`.
+    """
+    return _continuation(tokenizer, given, 0, text_config(model).vocab_size)
+
+
+def _is_list_of_continuations(one: Any) -> bool:
+    """Whether it is a list of strings or of lists, not a continuation itself."""
+    if isinstance(one, str | bytes) or not isinstance(one, Iterable):
+        return False
+    return all(isinstance(inner, str | Iterable) and getattr(inner, "ndim", 1) for inner in one)
+
+
+def _continuation(tokenizer: Any, one: Any, index: int, vocab: int) -> NDArray[np.int32]:
+    """Token ids of a continuation: those of its text alone, without special tokens."""
+    where = f"continuation {index}"
+    if isinstance(one, str):
+        if tokenizer is None:
+            raise ValueError(f"{where}: {one!r} is text, but tokenizer is None; pass token ids")
+        one = tokenizer(one, add_special_tokens=False)["input_ids"]
+    tokens = np.asarray(one)
+    if tokens.ndim != 1 or tokens.size == 0:
+        raise ValueError(f"{where}: pass at least one token, got shape {list(tokens.shape)}")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"{where}: tokens must be integers, got {tokens.dtype}; pass the text itself, or encode it")
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        raise ValueError(
+            f"{where}: token {int(tokens.min() if tokens.min() < 0 else tokens.max())} is outside the model's vocabulary "
+            f"of {vocab}; encode with the model's own tokenizer"
+        )
+    return tokens.astype(np.int32)
+
+
 def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) -> list[Request]:
     """Requests with their stop tokens, after the checks that the others have passed."""
     check_patched(model)
@@ -80,6 +170,12 @@ def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) ->
     _check_generation_config(model, [one.params for one in asked])
     _check_text(tokenizer, [one.params for one in asked])
     return [replace(one, params=_with_stop_ids(model, tokenizer, [one.params])[0]) for one in asked]
+
+
+def with_configured_penalty(model: Any, params: object, fields: SamplingFields) -> SamplingFields:
+    """Fields with the repetition penalty of the generation config, where neither they nor ``params`` say one."""
+    penalty = _configured(model, "repetition_penalty")
+    return fields if params is not None or penalty is None else {"repetition_penalty": penalty, **fields}
 
 
 def check_patched(model: Any) -> None:

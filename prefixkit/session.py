@@ -2,143 +2,67 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
-from prefixkit.assembly import engine_of
-from prefixkit.engine.engine import Engine
-from prefixkit.engine.memory import session_pages
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
-from prefixkit.engine.scheduler import check_fits
-from prefixkit.engine.stop import special_tokens
-from prefixkit.models import kv_spec, text_config
-from prefixkit.requests import Prompts, beam_requests, check_patched, checked_requests, sampling_requests
+from prefixkit.models import text_config
+from prefixkit.prompts import Prompt
+from prefixkit.requests import (
+    Prompts,
+    beam_requests,
+    checked_requests,
+    is_one_prompt,
+    longest_scored,
+    sampling_requests,
+    scored_tokens,
+)
 from prefixkit.sampling.params import SamplingFields, SamplingParams
+from prefixkit.search import SearchNode, Until, check_nodes, step_requests, take
+from prefixkit.session_memory import (
+    MemoryReleased,
+    Pin,
+    Result,
+    SessionBusy,
+    SessionMemory,
+    prepare,
+    run,
+    warn_of_length,
+)
 
-log = logging.getLogger("prefixkit")
-
-
-class SessionBusy(ValueError):
-    """A session was called while a call of it was under way: from another thread, a callback, or beside a stream."""
-
-
-class MemoryReleased(ValueError):
-    """A session was called between :meth:`Session.release_memory` and :meth:`Session.resume`, or after its end."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """The samples of a call, if it keeps them, by prompt and then index, and the report of what they shared."""
-
-    samples: tuple[Sample, ...]
-    report: Report
-
-    def __iter__(self) -> Iterator[Sample]:
-        return iter(self.samples)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.samples[index]
-
-    def of_prompt(self, prompt_index: int) -> list[Sample]:
-        """The samples of one prompt."""
-        return [sample for sample in self.samples if sample.prompt_index == prompt_index]
+__all__ = ["MemoryReleased", "Pin", "Result", "Session", "SessionBusy", "run"]
 
 
-class Session:
+class Session(SessionMemory):
     """What sampling from one model needs again and again, made once: the second call costs its steps.
 
     A call at a time: a session that is busy raises :class:`SessionBusy`.  Two sessions may run in two threads, on one
-    model or on two.  A call that raises leaves the session usable.  Weights that change in place between calls are used
-    as they are then: no KV outlives a call (see :meth:`weights_changed`).  Where steps cannot run in CUDA graphs, for
-    lack of memory too, a call decodes step by step, with one log line.
+    model or on two.  A call that raises leaves the session usable.
+
+    The KV of prompts and samples stays in the pool when a call ends, until its pages are needed: a prompt that begins as
+    an earlier one did, or goes on where a sample ended, computes only its own tokens.  KV of other weights is never
+    used: what was written to in place between calls, or another adapter, is noticed (see :meth:`weights_changed`).
+    Where steps cannot run in CUDA graphs, for lack of memory too, a call decodes step by step, with one log line.
 
     Args:
         model: A model that :func:`prefixkit.patch` has patched.
         tokenizer: Its tokenizer; None where all prompts are token ids: samples have no text then, and stop strings are
             refused.
         kv_budget: KV that the pool holds, in bytes or as a size such as ``"40GiB"``; None: half of the memory that is
-            free.  The pool is made at once and does not grow; prompts beyond it wait for others to finish.
+            free.  The pool is made at once and does not grow; what does not fit at once waits, or is preempted.
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         compiled: On a GPU, decode through torch.compile, after some seconds of compiling: once for each model, whose
             later sessions use the same, and less where torch finds it in its cache on disk.
+        most_running: Samples, or beam searches, that run at once at most; the rest wait.
+        memory: What is evicted first, and what becomes of requests that no longer fit; None: :class:`MemoryPolicy`'s
+            own choices.
 
     Raises:
         NotPatched: the model is not patched.
         ValueError: a parameter is out of range, or the budget holds no page.
     """
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any = None,
-        *,
-        kv_budget: float | str | None = None,
-        page_size: int = 16,
-        prefill_chunk: int | None = None,
-        compiled: bool = False,
-    ) -> None:
-        check_patched(model)
-        self.model, self.tokenizer = model, tokenizer
-        self._kv_budget, self._page_size = kv_budget, page_size
-        self._prefill_chunk, self._compiled = prefill_chunk, compiled
-        self._lock = threading.Lock()
-        self._streams: weakref.WeakSet[Generator[Sample, None, None]] = weakref.WeakSet()
-        self._engine: Engine | None = None
-        self.resume()
-
-    # -- memory --------------------------------------------------------------------------------------------------------
-
-    def resume(self) -> None:
-        """Take memory for pool and graphs again after :meth:`release_memory`; nothing where it was not released."""
-        with self._busy():
-            if self._engine is None:
-                spec = kv_spec(self.model)
-                pages = session_pages(spec, self._kv_budget, self._page_size)
-                self._engine = engine_of(
-                    self.model,
-                    pages,
-                    page_size=self._page_size,
-                    prefill_chunk=self._prefill_chunk,
-                    compiled=self._compiled,
-                )
-                tokens = pages * self._page_size
-                size = tokens * spec.bytes_per_token / 2**30
-                log.info("session: KV for %d tokens (%.2f GiB) on %s", tokens, size, spec.device)
-
-    def release_memory(self) -> None:
-        """Give back the pool and the graphs, for a backward pass, say; :meth:`resume` takes them again."""
-        with self._busy():
-            self._engine = None
-
-    def close(self) -> None:
-        """End the session and its streams: what the end of a ``with`` block does.
-
-        Raises:
-            SessionBusy: a call of this session is under way, as in a callback; only streams between samples can end.
-        """
-        for stream in list(self._streams):
-            if not stream.gi_running:  # type: ignore[attr-defined]
-                stream.close()
-        self.release_memory()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    # -- calls ---------------------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -180,7 +104,7 @@ class Session:
         with self._busy():
             requests = sampling_requests(self.model, self.tokenizer, prompts, params, fields)
             engine = self._ready()
-            check_fits(requests, engine.tree, engine.pool.spec.bytes_per_token)
+            engine.check_fits(requests)
 
         def samples() -> Generator[Sample, None, None]:
             with self._busy():
@@ -233,56 +157,78 @@ class Session:
             checked = checked_requests(self.model, self.tokenizer, requests)
             return self._run(checked, keep, on_sample, on_token, on_step)
 
-    def weights_changed(self) -> None:
-        """Say that weights were written to in a way that torch does not count, through ``.data`` or a raw pointer.
+    def prompt(self, prompt: Prompt, seed: int = 0) -> SearchNode:
+        """The first node of a search: a prompt that is forked, stepped and scored; nothing is computed yet.
 
-        The next call captures its graphs again: a number that a layer read from its weights on the host is part of
-        them.  KV of the old weights is gone in any case, for none outlives its call.
+        Args:
+            prompt: A string, a list of token ids, or a list of chat messages, as :func:`prefixkit.generate` takes them.
+            seed: What its tokens are sampled by.
+
+        Raises:
+            ValueError, TypeError: as :meth:`generate`.
+        """
+        requests = sampling_requests(self.model, self.tokenizer, [prompt], SamplingParams(seed=seed), {})
+        return SearchNode(self, requests[0].tokens, requests[0].params.seed)  # type: ignore[union-attr]
+
+    def step(
+        self,
+        nodes: SearchNode | Iterable[SearchNode],
+        params: SamplingParams | BeamParams | Sequence[SamplingParams | BeamParams] | None = None,
+        *,
+        until: Until | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> list[SearchNode]:
+        """Let search nodes go on, all in one batch: each gets the tokens that are sampled after it, or its best beam's.
+
+        A node's tokens depend on its own tokens and seed, not on the nodes beside it.  Greedy, sampled and beam-searched
+        nodes may be mixed.  Only tokens after those that the session has seen are computed.  A call that raises changes
+        no node.
+
+        Args:
+            nodes: Search nodes of this session, each once.
+            params: How to go on: one for all nodes, or one for each; ``n`` has to be 1, and the seed is the node's.
+            until: A string, or several, or functions as in ``SamplingParams.stop``, that end the step of a node that
+                samples, not the node: what ends it stays among the node's tokens, and in its text.  They are looked for
+                in the text of this step.  ``SamplingParams.stop`` does the same for single nodes.
+            fields: Fields of the parameters, in place of those of ``params``.
+
+        Returns:
+            The nodes.  One whose ``BeamParams`` return several sequences stays as it was, and children of it stand in
+            its place, best first.
+
+        Raises:
+            NodeReleased, NodeFinished, ForeignNode: a node cannot go on.
+            SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
         """
         with self._busy():
-            if self._engine is not None:
-                self._engine.runner.forget()
+            own = check_nodes(self, [nodes] if isinstance(nodes, SearchNode) else nodes)
+            requests = step_requests(self, own, params, until, fields)
+            return take(own, requests, self._run(requests, True))
 
-    def _run(self, requests: list[Request], *listeners: Any) -> Result:
-        engine = self._ready()
-        engine.listen(*listeners)
-        return run(engine, self.model, self.tokenizer, requests)
+    def score(self, prompts: Any, continuations: Any) -> list[Any]:
+        """How likely given continuations are; tokens that prompts and continuations share are computed once.
 
-    def _ready(self) -> Engine:
-        if self._engine is None:
-            raise MemoryReleased("the session has given its memory back; call resume() first, or open another session")
-        return self._engine
+        See :func:`prefixkit.score`.  Tokens whose logits are wanted run again where the session has their KV.
 
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise SessionBusy(
-                "a call of this session is under way; wait for its end, close its stream, or open a second session"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
+        Args:
+            prompts: One prompt, which may be a :class:`SearchNode`, or a list of prompts.
+            continuations: A list of strings or of lists of token ids; for a list of prompts also one list for each.
 
-
-def run(engine: Engine, model: Any, tokenizer: Any, requests: list[Request]) -> Result:
-    """One call: the engine runs requests to their end."""
-    prepare(engine, model, tokenizer, requests)
-    return Result(tuple(engine.run(requests)), engine.report)
-
-
-def prepare(engine: Engine, model: Any, tokenizer: Any, requests: list[Request]) -> None:
-    """A new report, and how tokens become text."""
-    _warn_of_length(model, requests)
-    engine.report, engine.decode, engine.special_tokens = Report(), None, {}
-    if tokenizer is not None:
-        engine.decode = lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
-        if any(isinstance(request.params, SamplingParams) and request.params.stop_strings for request in requests):
-            engine.special_tokens = special_tokens(tokenizer, engine.decode)
-
-
-def _warn_of_length(model: Any, requests: Sequence[Request]) -> None:
-    limit = getattr(text_config(model), "max_position_embeddings", None)
-    longest = max(len(request.tokens) + request.params.max_new_tokens for request in requests)
-    if limit is not None and longest > limit:
-        log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)
+        Raises:
+            SessionBusy, MemoryReleased: as :meth:`generate`.
+            KVBudgetTooSmall: a prompt with one of its continuations does not fit the pool; nothing was computed.
+            ValueError, TypeError: as :func:`prefixkit.score`.
+        """
+        with self._busy():
+            one = isinstance(prompts, SearchNode) or is_one_prompt(prompts)
+            given = [prompts] if one else prompts
+            if isinstance(given, Iterable) and not isinstance(given, Mapping) and not hasattr(given, "ndim"):
+                given = list(given)
+                check_nodes(self, [node for node in given if isinstance(node, SearchNode)])
+                given = [node.tokens if isinstance(node, SearchNode) else node for node in given]
+            asked = scored_tokens(self.model, self.tokenizer, given, continuations, one)
+            warn_of_length(self.model, longest_scored(*asked))
+            engine = self._ready()
+            engine.report = Report()
+            scores = engine.score(*asked, vocab=text_config(self.model).vocab_size)
+            return scores[0] if one else scores

@@ -68,11 +68,11 @@ class SamplingParams:
             "min_p": as_number("min_p", self.min_p),
             "repetition_penalty": as_number("repetition_penalty", self.repetition_penalty),
             "max_new_tokens": as_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token"),
-            "seed": as_integer("seed", self.seed, 0, "use a seed from 0 to 2**64 - 1"),
+            "seed": as_seed(self.seed),
             "stop_token_ids": None
             if self.stop_token_ids is None
             else as_token_ids("stop_token_ids", self.stop_token_ids),
-            "stop": as_stops(() if self.stop is None else self.stop),
+            "stop": as_stops("stop", () if self.stop is None else self.stop),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -87,9 +87,6 @@ class SamplingParams:
             raise ValueError(f"min_p must be in [0, 1), got {self.min_p}; use 0.0 to keep every token")
         if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; use 1.0 for none")
-        if self.seed >= 2**64:
-            raise ValueError(f"seed must be below 2**64, got {self.seed}; use a seed from 0 to 2**64 - 1")
-
         if self.logits_processors is not None and not callable(self.logits_processors):
             raise TypeError(
                 f"logits_processors must be a function that makes one for each sample, got "
@@ -137,6 +134,13 @@ def as_integer(name: str, value: object, least: int, remedy: str) -> int:
     return number
 
 
+def as_seed(value: object) -> int:
+    seed = as_integer("seed", value, 0, "use a seed from 0 to 2**64 - 1")
+    if seed >= 2**64:
+        raise ValueError(f"seed must be below 2**64, got {seed}; use a seed from 0 to 2**64 - 1")
+    return seed
+
+
 def as_number(name: str, value: object) -> float:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
@@ -151,14 +155,14 @@ def as_token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(as_integer(name, token, 0, "token ids count from 0") for token in value))
 
 
-def as_stops(value: object) -> tuple[str | StopFunction, ...]:
+def as_stops(name: str, value: object) -> tuple[str | StopFunction, ...]:
     value = (value,) if isinstance(value, str) or callable(value) else value
     if isinstance(value, bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"stop must be a tuple of strings or functions, got {value!r}; one may stand for itself")
+        raise TypeError(f"{name} must be a tuple of strings or functions, got {value!r}; one may stand for itself")
     stops = tuple(value)
     for one in stops:
         if not isinstance(one, str) and not callable(one):
-            raise TypeError(f"stop must hold strings or functions, got {type(one).__name__} {one!r}")
+            raise TypeError(f"{name} must hold strings or functions, got {type(one).__name__} {one!r}")
         if one == "":
-            raise ValueError("stop must not hold an empty string: it would stop every sample at once; remove it")
+            raise ValueError(f"{name} must not hold an empty string: it would stop every sample at once; remove it")
     return tuple(one for i, one in enumerate(stops) if one not in stops[:i])  # functions may have no hash

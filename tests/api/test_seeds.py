@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import prefixkit
+from prefixkit import BeamParams, Request, SamplingParams
 from tests.api.cases import PROMPTS, TOKENIZER, tokens_of
 
 OPTIONS = {"n": 4, "temperature": 0.9, "top_p": 0.95, "max_new_tokens": 16, "seed": 11}
@@ -100,3 +101,25 @@ def test_one_seed_per_prompt_in_any_sequence(model, seeds):
     plain = prefixkit.generate(model, TOKENIZER, PROMPTS[:2], **{**OPTIONS, "seed": [3, 4]})
     other = prefixkit.generate(model, TOKENIZER, PROMPTS[:2], **{**OPTIONS, "seed": seeds})
     assert tokens_of(other) == tokens_of(plain)
+
+
+def test_some_samples_of_a_prompt_are_those_of_all(model, together):
+    """What a campaign asks for that goes on where it was stopped."""
+    encoded = [np.array(TOKENIZER(prompt)["input_ids"]) for prompt in PROMPTS]
+    wanted = [(3,), (0, 2), range(1, 4)]
+    params = SamplingParams(**OPTIONS)
+    asked = list(zip(encoded, occurrences(PROMPTS), wanted, strict=False))
+    requests = [Request(index, tokens, params, before, own) for index, (tokens, before, own) in enumerate(asked)]
+    with prefixkit.Session(model, TOKENIZER, kv_budget="4MiB", most_running=2) as session:
+        found = session.run(requests)
+    expected = [together.of_prompt(index)[one].tokens for index, own in enumerate(wanted) for one in own]
+    assert [sample.tokens for sample in found] == expected
+    assert [sample.index for sample in found] == [one for own in wanted for one in own]
+
+
+@pytest.mark.parametrize("indices", [(), (1, 1), (2, 0), (-1,), range(0)])
+def test_indices_are_ascending_and_there_are_some(indices):
+    with pytest.raises(ValueError, match=r"prompt 0: indices must be ascending|must be at least 0"):
+        Request(0, [1], SamplingParams(), indices=indices)
+    with pytest.raises(ValueError, match="beams have none"):
+        Request(0, [1], BeamParams(2), indices=[0])

@@ -37,8 +37,13 @@ def told(result: Any) -> list[tuple[int, int, list[int], str]]:
 
 
 def assert_empty(session: Session) -> None:
-    """Every page is free again."""
-    tree = session._engine.tree  # type: ignore[union-attr]
+    """Every page is free again, but for those of the prefix cache."""
+    engine = session._engine
+    assert engine is not None
+    tree = engine.tree
+    check_tree(tree)
+    assert not tree.nodes() and not tree.pages_held()
+    engine.cache.clear()
     check_tree(tree)
     assert tree.allocator.free == tree.allocator.num_pages and not tree.nodes()
 
@@ -253,3 +258,29 @@ def test_what_a_session_is_made_of_is_checked(model: Any) -> None:
         Session(model, page_size=0)
     with Session(model, kv_budget="1MiB") as session, pytest.raises(ValueError, match="tokenizer is None"):
         session.generate([[1, 2]], stop="x")
+
+
+def test_an_interrupted_save_is_an_interrupt(model: Any, tmp_path: Any) -> None:
+    """It comes while the second prompt is computed; the first one is pinned already."""
+
+    class Interrupting(ByteTokenizer):
+        texts = 0
+
+        def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+            self.texts += 1
+            if self.texts == 2:
+                raise KeyboardInterrupt
+            return super().decode(tokens)
+
+    with Session(model, Interrupting(), kv_budget="4MiB") as session:
+        with pytest.raises(KeyboardInterrupt):
+            session.save(tmp_path / "two.safetensors", ["first", "second"])
+        assert not list(tmp_path.iterdir())
+        assert len(session.generate("third", max_new_tokens=2)) == 1
+        assert_empty(session)
+
+
+@pytest.mark.parametrize("memory", ["lru", {"eviction": "lru"}, 4])
+def test_a_memory_policy_of_another_type_is_refused(model: Any, memory: Any) -> None:
+    with pytest.raises(TypeError, match="memory must be a MemoryPolicy, got"):
+        Session(model, ByteTokenizer(), kv_budget="4MiB", memory=memory)

@@ -1,0 +1,236 @@
+"""KV outlives a call: what a session has seen is not computed again, and what it is of old weights is never used."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+import prefixkit
+from prefixkit import MemoryPolicy, Session
+from prefixkit.engine.prefixes.file import PrefixFileError
+from prefixkit.engine.scheduler import KVBudgetTooSmall
+from tests.tiny import ByteTokenizer, tiny_llama
+from tests.tree.integrity import check_tree
+
+FEW_SHOT = "question: how many legs has a spider? answer: eight. " * 3
+OPTIONS: dict[str, Any] = {"n": 2, "max_new_tokens": 7, "temperature": 0.9, "seed": 7, "stop_token_ids": ()}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return prefixkit.patch(tiny_llama())
+
+
+@pytest.fixture
+def session(model: Any) -> Any:
+    with Session(model, ByteTokenizer(), kv_budget="1MiB") as session:
+        yield session
+
+
+def told(result: Any) -> list[tuple[int, int, list[int], str]]:
+    return sorted((one.prompt_index, one.index, one.tokens, one.text) for one in result)
+
+
+def alone(model: Any, prompts: Any, **options: Any) -> list[Any]:
+    return told(prefixkit.generate(model, ByteTokenizer(), prompts, **OPTIONS | options))
+
+
+class TestSecondCalls:
+    def test_compute_only_what_is_new(self, model: Any, session: Session) -> None:
+        session.generate([FEW_SHOT + "one"], **OPTIONS)
+        result = session.generate([FEW_SHOT + "2nd"], **OPTIONS)
+        assert told(result) == alone(model, [FEW_SHOT + "2nd"])
+        sampled = 2 * 6  # the last of each is never computed
+        assert result.report.tokens_computed == len("2nd") + sampled
+        assert result.report.prompt_tokens_found == len(FEW_SHOT)
+        assert "had KV already" in str(result.report)
+
+    def test_of_an_equal_prompt_compute_its_last_token(self, model: Any, session: Session) -> None:
+        session.generate([FEW_SHOT], **OPTIONS)
+        report = session.generate([FEW_SHOT], **OPTIONS | {"max_new_tokens": 1}).report
+        assert report.tokens_computed == 1
+
+    @pytest.mark.parametrize("page_size", [1, 4, 16])
+    def test_go_on_where_any_sample_ended(self, model: Any, page_size: int) -> None:
+        """Also where samples begin alike."""
+        with Session(model, ByteTokenizer(), kv_budget="1MiB", page_size=page_size) as session:
+            first = session.generate([FEW_SHOT], **OPTIONS | {"n": 8, "temperature": 0.3})
+            turns = [list(FEW_SHOT.encode()) + one.tokens + list(b"and?") for one in first]
+            result = session.generate(turns, **OPTIONS)
+            assert told(result) == alone(model, turns)
+            assert result.report.prompt_tokens_found >= 8 * (len(FEW_SHOT) + 6)
+            engine = session._engine
+            assert engine is not None
+            check_tree(engine.tree)
+
+    def test_after_many_calls_memory_is_what_it_was(self, model: Any) -> None:
+        with Session(model, ByteTokenizer(), kv_budget="64KiB", page_size=4) as session:
+            for call in range(40):
+                session.generate([f"{call} {FEW_SHOT[: call % 60]}"], n=2, max_new_tokens=4)
+            engine = session._engine
+            assert engine is not None
+            assert engine.tree.allocator.free + len(engine.tree.root.children) > 0
+            check_tree(engine.tree)
+            assert engine.tree.kept <= engine.tree.allocator.num_pages
+            assert session.report.tokens_evicted >= 0
+            assert told(session.generate(["the last"], **OPTIONS)) == alone(model, ["the last"])
+
+    def test_an_error_leaves_what_was_there(self, model: Any, session: Session) -> None:
+        session.generate([FEW_SHOT], **OPTIONS)
+
+        def fail(_: Any) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            session.generate([FEW_SHOT + "x"], on_sample=fail, **OPTIONS)
+        result = session.generate([FEW_SHOT + "y"], **OPTIONS)
+        assert result.report.prompt_tokens_found >= len(FEW_SHOT)
+        assert told(result) == alone(model, [FEW_SHOT + "y"])
+
+    def test_a_report_that_is_kept_keeps_no_pool(self, model: Any) -> None:
+        session = Session(model, ByteTokenizer(), kv_budget="64KiB")
+        report = session.generate(["x"], max_new_tokens=2).report
+        assert session._engine is not None
+        pool = weakref.ref(session._engine.pool)
+        session.close()
+        gc.collect()
+        assert pool() is None and report.samples == 1
+
+
+class TestOtherWeights:
+    @pytest.mark.parametrize("how", ["in place", "optimizer", "load_state_dict"])
+    def test_kv_of_old_ones_is_not_used(self, how: str) -> None:
+        model, other = prefixkit.patch(tiny_llama(0)), prefixkit.patch(tiny_llama(1))
+        with Session(model, ByteTokenizer(), kv_budget="1MiB") as session:
+            session.generate([FEW_SHOT], **OPTIONS)
+            if how == "load_state_dict":
+                model.load_state_dict(other.state_dict())
+            elif how == "in place":
+                with torch.no_grad():
+                    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                        mine.copy_(theirs)
+            else:
+                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+                for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                    mine.grad = (mine - theirs).detach()
+                optimizer.step()
+                other = model
+            result = session.generate([FEW_SHOT], **OPTIONS)
+            assert result.report.prompt_tokens_found == 0
+            assert told(result) == alone(other, [FEW_SHOT])
+
+    def test_an_adapter_that_is_switched_off_is_noticed(self) -> None:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        torch.manual_seed(3)
+        model = prefixkit.patch(peft.get_peft_model(tiny_llama(), config).eval())
+        with Session(model, ByteTokenizer(), kv_budget="1MiB") as session:
+            on = told(session.generate([FEW_SHOT], **OPTIONS))
+            with model.disable_adapter():
+                result = session.generate([FEW_SHOT], **OPTIONS)
+                assert told(result) == alone(model, [FEW_SHOT]) != on
+            assert told(session.generate([FEW_SHOT], **OPTIONS)) == on
+
+    def test_pinned_prompts_are_computed_again(self) -> None:
+        model, other = prefixkit.patch(tiny_llama(0)), prefixkit.patch(tiny_llama(1))
+        with Session(model, ByteTokenizer(), kv_budget="1MiB") as session:
+            pin = session.pin(FEW_SHOT)
+            model.load_state_dict(other.state_dict())
+            result = session.generate([FEW_SHOT + "x"], **OPTIONS)
+            assert told(result) == alone(other, [FEW_SHOT + "x"])
+            report = session.generate([FEW_SHOT + "y"], **OPTIONS).report
+            assert report.prompt_tokens_found == len(FEW_SHOT)
+            pin.release()
+
+
+class TestPins:
+    def test_a_pinned_prompt_outlives_pressure(self, model: Any) -> None:
+        with Session(model, ByteTokenizer(), kv_budget="64KiB", page_size=4) as session:
+            pin = session.pin(FEW_SHOT[:40])
+            for call in range(20):
+                session.generate([f"{call} something else that takes pages"], n=3, max_new_tokens=20)
+            assert session.generate([FEW_SHOT[:40] + "x"], max_new_tokens=2).report.prompt_tokens_found == 40
+            pin.release()
+            for call in range(20):
+                session.generate([f"{call} something else that takes pages"], n=3, max_new_tokens=20)
+            assert session.generate([FEW_SHOT[:40] + "x"], max_new_tokens=2).report.prompt_tokens_found == 0
+            with pytest.raises(ValueError, match="pin of 40 tokens was released before"):
+                pin.release()
+
+    def test_what_does_not_fit_beside_pins_is_refused(self, model: Any) -> None:
+        with Session(model, ByteTokenizer(), kv_budget="64KiB", page_size=4) as session:
+            pin = session.pin("p" * 60)
+            with pytest.raises(KVBudgetTooSmall, match="beside 15 pages of pinned prefixes"):
+                session.pin("q" * 100)
+            with pytest.raises(KVBudgetTooSmall, match="beside 15 pages of pinned prefixes"):
+                session.generate(["x" * 20], max_new_tokens=100)
+            pin.release()
+            session.generate(["x" * 20], max_new_tokens=100)
+
+
+class TestFiles:
+    def test_another_process_finds_what_was_saved(self, model: Any, session: Session, tmp_path: Path) -> None:
+        path = tmp_path / "few-shot.safetensors"
+        node = session.prompt(FEW_SHOT)
+        session.step(node, max_new_tokens=5)
+        assert session.save(path, [FEW_SHOT + "a", node, "other"]) == len(FEW_SHOT) + 1 + 5 + len("other")
+        again = prefixkit.patch(tiny_llama())
+        with Session(again, ByteTokenizer(), kv_budget="1MiB", page_size=4) as later:
+            assert later.load(path) == len(FEW_SHOT) + 1 + 5 + len("other")
+            assert later.load(path) == 0
+            result = later.generate([FEW_SHOT + "ab", "other"], **OPTIONS)
+            assert told(result) == alone(model, [FEW_SHOT + "ab", "other"])
+            assert result.report.prompt_tokens_found >= len(FEW_SHOT) + 1
+
+    def test_a_file_of_another_model_is_refused(self, session: Session, tmp_path: Path) -> None:
+        path = tmp_path / "prefixes.safetensors"
+        session.save(path, [FEW_SHOT])
+        with Session(prefixkit.patch(tiny_llama(1)), kv_budget="1MiB") as other:
+            with pytest.raises(PrefixFileError, match=r"another model|fingerprint|weights"):
+                other.load(path)
+            other.generate([[1, 2, 3]], max_new_tokens=2)
+
+    def test_a_torn_file_leaves_the_tree_as_it_is(self, model: Any, session: Session, tmp_path: Path) -> None:
+        path = tmp_path / "prefixes.safetensors"
+        session.save(path, [FEW_SHOT, "short"])
+        content = bytearray(path.read_bytes())
+        content[-100] ^= 1
+        path.write_bytes(content)
+        with Session(model, ByteTokenizer(), kv_budget="1MiB") as other:
+            with pytest.raises(PrefixFileError):
+                other.load(path)
+            engine = other._engine
+            assert engine is not None
+            check_tree(engine.tree)
+            assert engine.tree.pages_held() == 0
+            assert told(other.generate([FEW_SHOT], **OPTIONS)) == alone(model, [FEW_SHOT])
+
+    def test_what_does_not_fit_is_refused_before_anything_is_written_or_read(
+        self, model: Any, session: Session, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "prefixes.safetensors"
+        session.save(path, [FEW_SHOT])
+        before = path.read_bytes()
+        with Session(model, ByteTokenizer(), kv_budget="32KiB", page_size=4) as small:
+            with pytest.raises(KVBudgetTooSmall, match="raise kv_budget, or save fewer prefixes"):
+                small.load(path)
+            with pytest.raises(KVBudgetTooSmall):
+                small.save(path, [f"{i}" * 30 for i in range(6)])
+            assert path.read_bytes() == before
+            engine = small._engine
+            assert engine is not None and engine.pinned_pages == 0
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "cost"])
+def test_every_policy_gives_the_same_samples(model: Any, eviction: Any) -> None:
+    with Session(
+        model, ByteTokenizer(), kv_budget="64KiB", page_size=4, memory=MemoryPolicy(eviction=eviction)
+    ) as session:
+        for call in range(12):
+            prompts = [FEW_SHOT[: 10 + 7 * (call % 3)] + str(call), "x" * (call % 5 + 1)]
+            assert told(session.generate(prompts, **OPTIONS)) == alone(model, prompts)
