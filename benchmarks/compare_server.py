@@ -4,6 +4,7 @@ All that it knows of a checkout is ``prefixkit.patch`` and what the functions be
 and shapes are those of this folder.  It takes ``(what, case)`` from a pipe, and answers ``(value, error)``.
 """
 
+import inspect
 import os
 import sys
 import time
@@ -108,10 +109,10 @@ def admission(case: runner.Row) -> Time:
     asked = [replace(request, tokens=prompt) for request, prompt in zip(asked, prompts, strict=True)]
 
     def admit() -> None:
-        made = make_engine(model("words"), asked)  # the scheduler refers to it weakly
+        made = make_engine(model("words"), asked)  # in older checkouts the scheduler refers to it weakly
         scheduler = made.scheduler
         scheduler.submit(asked)
-        scheduler.admit()
+        scheduler.admit(*([0] if "growth" in inspect.signature(scheduler.admit).parameters else []))
         # Older checkouts call it ``groups``.
         in_flight = list(scheduler.in_flight if hasattr(scheduler, "in_flight") else scheduler.groups)
         assert len(in_flight) == len(asked)

@@ -26,10 +26,12 @@ SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 
 def prompts_of(case: str, tokenizer: Any) -> tuple[list[list[int]], int]:
     """The case's prompts as token ids, and samples per prompt."""
-    from prefixkit.demo.humaneval import load_problems, plain_text
+    from prefixkit.tasks.prompting import Prompting, ask, solved
+    from prefixkit.tasks.source import Source, load
 
-    problems = load_problems()
-    shots = tokenizer(plain_text(problems[0], problems[1:12])).input_ids
+    problems = load(Source(task="humaneval"))
+    (first,) = ask(problems[:1], Prompting(), [solved(problem) for problem in problems[1:12]])
+    shots = tokenizer(first.text).input_ids
     if case == "one-prompt":
         return [shots[:1000]], 32
     heads = [tokenizer(problem.head).input_ids[:150] for problem in problems[20:28]]

@@ -173,7 +173,10 @@ def measure_step(run: Run, model: Any, batches: list[int]) -> None:
     for batch in batches:
         work = workload(f"2L b{batch} p{PREFIX} s{SUFFIX}", LLAMA_8B.heads, LLAMA_8B.kv_heads)
         tokens = np.random.default_rng(batch).integers(0, LLAMA_8B.vocab, batch)
-        step = build_step(StepTree(work.snapshot, work.queries), tokens, np.arange(batch), planner, "cuda")
+        computed = work.snapshot.computed.copy()
+        computed[work.queries.node] = work.queries.begin  # a decode step appends its tokens
+        tree = StepTree(dataclasses.replace(work.snapshot, computed=computed), work.queries)
+        step = build_step(tree, tokens, np.arange(batch), planner, "cuda")
         for name, runner in runners.items():
             graphs, seconds, began = layers.graphs, layers.seconds, time.perf_counter()
             runner(step)

@@ -18,8 +18,11 @@ import torch
 
 import prefixkit
 from benchmarks.runner import Row, Run, arguments
-from prefixkit.demo.humaneval import CHAT_STOP, Problem, chat_messages, encode_messages, load_problems
 from prefixkit.demo.model import load_demo
+from prefixkit.tasks.encode import encode
+from prefixkit.tasks.problem import Problem
+from prefixkit.tasks.source import Source, load
+from prefixkit.tasks.wording import FENCE_STOP
 
 
 def passes(problem: Problem, completion: str) -> bool:
@@ -40,9 +43,10 @@ def measure(options: argparse.Namespace) -> Row:
     dtype = getattr(torch, options.dtype)
     model = prefixkit.patch(model.to(options.device, dtype))  # type: ignore[arg-type]
     # Those with the shortest solutions: a model of this size solves few of the others.
-    problems = sorted(load_problems(), key=lambda problem: (len(problem.solution), problem.id))[: options.problems]
-    prompts = [encode_messages(tokenizer, chat_messages(problem, ())) for problem in problems]
-    sampling = {"temperature": options.temperature, "top_p": 0.95, "max_new_tokens": 160, "stop": CHAT_STOP, "seed": 1}
+    loaded = load(Source(task="humaneval"))
+    problems = sorted(loaded, key=lambda one: (len(one.solution) - len(one.head), one.id))[: options.problems]
+    prompts = [encode(tokenizer, problem, chat=True) for problem in problems]
+    sampling = {"temperature": options.temperature, "top_p": 0.95, "max_new_tokens": 160, "stop": FENCE_STOP, "seed": 1}
     result = prefixkit.generate(model, tokenizer, prompts, n=options.samples, **sampling)
     print(result.report)
     with ThreadPoolExecutor(4) as pool:

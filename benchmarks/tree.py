@@ -17,6 +17,7 @@ from prefixkit.engine.request import Request
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree import PrefixTree, Sequence
+from prefixkit.tree.eviction import PrefixCache
 from tests.tree.integrity import check_tree
 
 VOCABULARY = 50_000
@@ -79,11 +80,12 @@ def measure_admission(run: Run, rng: np.random.Generator, repeats: int) -> None:
         requests = [Request(index, prompt, SamplingParams()) for index, prompt in enumerate(prompts)]
         times: dict[str, list[float]] = {name: [] for name in ("size", "submit", "admit", "retire")}
         for _ in range(repeats):
-            scheduler = Scheduler(PrefixTree(pages_needed(requests, 16), 16), lambda: 0)
+            tree = PrefixTree(pages_needed(requests, 16), 16)
+            scheduler = Scheduler(tree, PrefixCache(tree))
             times["size"] += wall_seconds(lambda to=requests: pages_needed(to, 16))
             times["submit"] += wall_seconds(lambda to=scheduler, given=requests: to.submit(given))
-            times["admit"] += wall_seconds(scheduler.admit)
-            times["retire"] += wall_seconds(lambda to=scheduler: [to.retire(state) for state in to.in_flight])
+            times["admit"] += wall_seconds(lambda to=scheduler: to.admit(0))
+            times["retire"] += wall_seconds(lambda to=scheduler: [to.retire(state) for state in to.in_flight.copy()])
             assert scheduler.idle
         medians = {name: statistics.median(found) for name, found in times.items()}
         cells = "  ".join(f"{name} {median:.3f}" for name, median in medians.items())

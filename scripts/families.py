@@ -59,8 +59,8 @@ tokens and logits: greedily from a left-padded batch of three texts that share t
 three samples. Configs with windows or chunks are tried with short ones and without; the verdict is the worst of these,
 where transformers can build both. Logits may differ by 0.0001 of their spread.
 
-*Tree*: on the tree, with the same tokens and logits. *Refused*: prefixkit says what is in the way, and transformers goes
-on with its own cache and the same result. *Wrong*: other tokens or logits. *Error*: an exception that the model without
+*Tree*: on the tree, with the same tokens and logits. *Refused*: prefixkit says what is in the way, and transformers
+goes on with its own cache and the same result. *Wrong*: other tokens or logits. *Error*: an exception that the model without
 the patch does not raise. *Untried*: transformers cannot build it tiny, or not generate from text alone."""
 SECONDS, GIBIBYTES = 180, 12  # that one model_type may take
 CALLS: dict[str, dict[str, Any]] = {

@@ -39,7 +39,7 @@ part() {
 }
 wants() { [[ "$parts" == *" $1 "* ]]; }
 
-"$python" -c 'from prefixkit.cli.env import facts
+"$python" -c 'from prefixkit.cli.commands.env import facts
 for name, value in facts(): print(f"{name}: {value}")' | tee "$out/env.txt"
 
 # Every instantiation; the tests compile a choice of them.  Needs no GPU, but the cores of a machine that has one.

@@ -115,6 +115,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_vl_text": {"rope_parameters": _MROPE | {"mrope_section": [2, 2, 2, 2]}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},  # as its checkpoints, not as its default
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
     "mistral4": {"head_dim": 16},

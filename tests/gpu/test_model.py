@@ -43,7 +43,7 @@ def test_logits_err_no_more_than_the_unpatched_models(head_dim: int) -> None:
     with prefixkit.patched(model):
         engine = make_engine(model, requests)
         engine.scheduler.submit(requests)
-        engine.scheduler.admit()
+        engine.scheduler.admit(0)
         groups = list(engine.scheduler.in_flight)
         while any(group.first_logits is None for group in groups):
             engine.step()
