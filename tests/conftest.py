@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -19,12 +19,22 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--forests", type=int, default=1000, help="random forests in tests/attention/test_forests.py")
+    parser.addoption("--forests", type=int, default=480, help="random forests in tests/attention/test_forests.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first: or one worker would end with them, and the others wait."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: garbage collections need not visit a million objects of libraries.
+
+    They are also fewer: tracing a model for the compiler makes many objects, few of which are garbage in cycles.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 @pytest.fixture
@@ -52,10 +62,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     """Three prompts as JSONL; two of them share four tokens."""
-    path = tmp_path / "prompts.jsonl"
-    texts: dict[str | int, str] = {"a": "def one():", "b": "def two():", 3: "while True:"}
-    path.write_text("".join(json.dumps({"id": key, "prompt": text}) + "\n" for key, text in texts.items()))
-    return path
+    from tests.command_line import write_prompts
+
+    return write_prompts(tmp_path / "prompts.jsonl")
 
 
 @pytest.fixture(scope="session")

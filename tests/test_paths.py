@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixkit.paths import cache_dir, put
+from prefixkit.paths import SharedCache, cache_dir, put
 
 
 def test_prefixkit_cache_overrides_the_platforms_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -32,6 +32,25 @@ def test_without_a_home_folder_the_remedy_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PREFIXKIT_CACHE", "~nobody-of-this-name/cache")
     with pytest.raises(OSError, match="set PREFIXKIT_CACHE to a folder that can be written"):
         cache_dir()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+@pytest.mark.parametrize(
+    ("mode", "says"), [(0o777, "every user may write there"), (0o775, "the group 60001 may write")]
+)
+def test_a_cache_that_others_may_write_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int, says: str
+) -> None:
+    monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path))
+    if os.geteuid() == 0:
+        os.chown(tmp_path, -1, 60001)
+    elif mode == 0o775:
+        pytest.skip("only root gives a folder to another group")
+    tmp_path.chmod(mode)
+    with pytest.raises(SharedCache, match=rf"{says}.*set PREFIXKIT_CACHE to a folder that only you"):
+        cache_dir()
+    tmp_path.chmod(0o755)
+    assert cache_dir() == tmp_path, "others may read it"
 
 
 def test_a_file_appears_with_its_folder_and_replaces_what_was_there(tmp_path: Path) -> None:

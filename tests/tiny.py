@@ -40,7 +40,7 @@ class ByteTokenizer:
     eos_token_id = EOS
     pad_token_id = EOS + 1
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode())}
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:

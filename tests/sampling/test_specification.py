@@ -164,7 +164,7 @@ def test_a_kept_set_ignores_masked_tokens():
     ("params", "seed"), [(FILTERS[1], 0), (FILTERS[7], 1), (FILTERS[14], 0), (FILTERS[17], 1)], ids=label
 )
 def test_frequencies_are_the_distribution(params, seed):
-    count, vocab = 10_000, 60
+    count, vocab = 3_000, 60
     logits = normal(seed, 1, vocab, 1.5)
     history = np.arange(0, vocab, 3)
     expected = probabilities(logits, params, [history])[0].numpy() * count
