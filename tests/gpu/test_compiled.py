@@ -20,6 +20,7 @@ from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlan
 from prefixkit.engine.request import Request
 from prefixkit.models import ModelRunner, kv_spec, query_heads
 from prefixkit.models.compile.packed_weights import packed_view
+from prefixkit.models.weights_version import weights_places
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams
@@ -172,7 +173,7 @@ def test_a_captured_step_is_the_compiled_one_bit_by_bit_over_packed_weights(monk
         runner = ModelRunner(model, decode.pool, compiled=True)
         step = decode.step(decode.planner)
         runner(step)
-        where = runner.addresses()
+        where = weights_places(model)
         expected = runner(step).clone()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -181,7 +182,7 @@ def test_a_captured_step_is_the_compiled_one_bit_by_bit_over_packed_weights(monk
             logits.fill_(torch.nan)
         graph.replay()
         assert torch.equal(logits, expected)
-        assert runner.addresses() == where
+        assert weights_places(model) == where
         for layer in model.model.layers:
             attention = layer.self_attn
             parts = (attention.q_proj, attention.k_proj, attention.v_proj)

@@ -83,7 +83,7 @@ def test_rows_that_cannot_have_a_graph_of_their_own_stay_in_the_one_they_have(de
 def test_beams_run_in_graphs_beside_samples_and_are_what_they_would_be_step_by_step(decoding, page_size):
     params = [
         BeamParams(4, num_return_sequences=4, max_new_tokens=12, stop_token_ids=(3,)),
-        SamplingParams(n=3, max_new_tokens=9, seed=7),
+        SamplingParams(n=3, max_new_tokens=14, seed=7),
         BeamParams(2, max_new_tokens=15, stop_token_ids=(5, 6)),
         BeamParams(30, 2, max_new_tokens=5, stop_token_ids=(1, 2)),  # candidates: more than the vocabulary has
     ]
@@ -93,7 +93,7 @@ def test_beams_run_in_graphs_beside_samples_and_are_what_they_would_be_step_by_s
     plain, _ = make_engine(page_size=page_size)
     assert made.run(requests) == plain.run(requests)
     assert made.report.graph_steps == made.report.decode_steps > 12
-    assert made.report.unpipelined["beam search"] >= 12
+    assert made.report.unpipelined["beam search"] >= 8
     assert_all_given_back(made)
 
 
