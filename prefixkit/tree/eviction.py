@@ -100,13 +100,14 @@ class PrefixCache:
     @contextmanager
     def protected(self, node: Node) -> Iterator[None]:
         """Nothing between the root and the node is evicted meanwhile; a match that ends in the node is to be made again,
-        for what is evicted beside the node may merge it with its parent.
+        for what is evicted beside and below the node may merge it with its parent or its last child.
         """
         node.pins += 1
         try:
             yield
         finally:
             node.pins -= 1
+            self.tree.merge(node)
 
     def _touch(self, node: Node, uses: int = 0) -> None:
         """The node, and all above it, were found or kept now."""

@@ -1,0 +1,44 @@
+"""What the prefix cache gives up where pages are needed, and how the tree looks afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefixkit.tree import PrefixTree
+from prefixkit.tree.eviction import PrefixCache
+from tests.tree.integrity import check_tree
+
+
+def cache_of(*prompts: list[int], num_pages: int = 32, page_size: int = 1) -> PrefixCache:
+    """A cache that keeps these prompts, the first one found least recently."""
+    cache = PrefixCache(PrefixTree(num_pages, page_size))
+    for tokens in prompts:
+        sequence = cache.tree.insert(tokens)
+        path = sequence.node
+        while path.parent is not None:
+            cache.tree.mark_computed([path], [path.length])
+            path = path.parent
+        cache.keep(sequence)
+    return cache
+
+
+def test_the_prompt_found_least_recently_goes_first() -> None:
+    cache = cache_of([1, 2, 3], [4, 5, 6], num_pages=6)
+    again = cache.tree.insert([1, 2, 3])
+    cache.found(again)
+    cache.keep(again)
+    assert cache.make_room(3)
+    assert cache.tree.match([1, 2, 3]).length == 3
+    assert cache.tree.match([4, 5, 6]).length == 0
+
+
+def test_a_node_that_is_protected_while_its_child_goes_is_one_with_its_other_child_afterwards() -> None:
+    cache = cache_of([1, 2, 3, 4], [1, 2, 9], num_pages=5)
+    tree = cache.tree
+    shared = tree.match([1, 2, 7]).node
+    with cache.protected(shared):
+        assert cache.make_room(2)
+        assert tree.match([1, 2]).length == 2
+    check_tree(tree)
+    (node,) = tree.root.children
+    np.testing.assert_array_equal(node.tokens, [1, 2, 9])
