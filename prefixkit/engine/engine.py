@@ -323,7 +323,7 @@ class Engine:
                 if state.suspended:
                     run = state.suspended[0]
                     beside = growth - (0 if state.running else unit)
-                    if not self.preemption.resume(run, beside + self.scheduler.growth_back(state)):
+                    if not self.preemption.resume(run, beside, self.scheduler.growth_back(state)):
                         return begun
                     del state.suspended[0]
                     (self.samples if isinstance(run, SampleRun) else self.beams).append(run)

@@ -121,16 +121,21 @@ class Preemption:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def resume(self, run: Run, growth: int) -> bool:
-        """Bring a run back into the tree, if there are pages for it beside ``growth``; else only evict.
+    def resume(self, run: Run, beside: int, back: int) -> bool:
+        """Bring a run back into the tree, if there are pages for it; else only evict.
 
-        Its last token is uncomputed then, and joins the tree once all before it has KV: see :meth:`go_on`.
+        Its last token is uncomputed then, and joins the tree once all before it has KV.
+
+        Args:
+            run: What was suspended.
+            beside: Pages that others may take with their next tokens.
+            back: Pages that it may take itself, if it shares none of its tokens.
         """
         tree = self.cache.tree
         prompt = run.state.request.tokens
         own = [np.concatenate((prompt, np.array(tokens[:-1], np.int32))) for tokens in run.token_lists]
         with ExitStack() as protected:
-            need = growth
+            need = beside + back
             for tokens in own:
                 found = tree.match(tokens)
                 protected.enter_context(self.cache.protected(found.node))
@@ -138,6 +143,11 @@ class Preemption:
             if not self.cache.make_room(need):
                 return False
         run.resume([tree.insert(tokens) for tokens in own])
+        # Sequences that found the same tokens in the tree take pages of their own from there on.
+        if not self.cache.make_room(beside + run.growth(tree, self.policy.longest)):
+            for sequence in run.sequences:
+                tree.release(sequence)
+            return False
         for sequence, swapped in zip(run.sequences, self._held.pop(run, [None] * len(own)), strict=True):
             computed = self.cache.found(sequence)
             if swapped is not None and computed >= swapped.start:

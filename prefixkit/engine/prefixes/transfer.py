@@ -51,15 +51,26 @@ def load_prefixes(engine: Engine, path: str | Path, fingerprint: str, vocab: int
                 f"the prefixes in {path} take up to {need} pages of {page_size} tokens, but the KV budget holds {have}; "
                 "raise kv_budget, or save fewer prefixes"
             )
-        return sum(_load(engine, file, leaf) for leaf in file.trie.leaves().tolist())
+        read, held = 0, list[TreeSequence]()
+        try:
+            for leaf in file.trie.leaves().tolist():
+                sequence, count = _load(engine, file, leaf)
+                held.append(sequence)  # what was read is not evicted for what follows
+                read += count
+        finally:
+            for sequence in held:
+                engine.cache.keep(sequence)
+        return read
 
 
-def _load(engine: Engine, file: PrefixFile, leaf: int) -> int:
-    """Read the tokens from the root to a leaf, as far as they have no KV yet."""
+def _load(engine: Engine, file: PrefixFile, leaf: int) -> tuple[TreeSequence, int]:
+    """Read the tokens from the root to a leaf, as far as they have no KV yet; returns these and how many were read."""
     tree, cache, tokens = engine.tree, engine.cache, file.trie.prefix(leaf)
     found = tree.match(tokens)
     with cache.protected(found.node):
-        cache.make_room(pages_for(len(tokens) - found.length, tree.page_size) + 1)
+        fits = cache.make_room(pages_for(len(tokens) - found.length, tree.page_size))
+    if not fits:
+        cache.clear()  # what was found may be the beginning of a longer node
     sequence = tree.insert(tokens)
     try:
         begin = cache.found(sequence)
@@ -81,5 +92,4 @@ def _load(engine: Engine, file: PrefixFile, leaf: int) -> int:
     except BaseException:
         tree.release(sequence)
         raise
-    cache.keep(sequence)
-    return len(tokens) - begin
+    return sequence, len(tokens) - begin
