@@ -67,6 +67,19 @@ def test_a_pool_that_just_holds_one_sample_at_a_time_is_enough():
 
 
 @pytest.mark.parametrize("how", ["swap", "recompute"])
+@pytest.mark.parametrize("num_pages", [10, 11, 13])
+def test_samples_that_are_alike_come_back_with_room_for_tokens_of_their_own(num_pages, how):
+    """They share what they had in the tree; from there on each takes pages."""
+    prompt = np.arange(17)
+    asked = [(prompt, SamplingParams(n=7, temperature=0.0, max_new_tokens=9))]
+    asked.append((prompt[:-1], SamplingParams(n=5, temperature=0.0, max_new_tokens=6)))
+    engine, _ = make_engine(num_pages, 4, policy=MemoryPolicy(preemption=how, headroom=0))
+    for sample in engine.run(Request(i, *each) for i, each in enumerate(asked)):
+        assert sample.tokens == alone(*asked[sample.prompt_index], sample.index)
+    assert_all_given_back(engine)
+
+
+@pytest.mark.parametrize("how", ["swap", "recompute"])
 @pytest.mark.parametrize(("page_size", "headroom"), [(1, 8), (4, 0), (4, 64), (16, 8)])
 def test_a_pool_of_just_what_the_check_asks_for_is_enough(page_size, headroom, how):
     """Searches that were preempted late have much to bring back, and little room beside it."""
