@@ -207,7 +207,8 @@ class Engine:
         if running is not None:
             running.launch()
             self._count()  # while the device is at work
-            self._compact()
+            if self.beams and self.beams[0].steps % COMPACT_EVERY == COMPACT_EVERY - 1:
+                self._compact(max(0, self.tree.allocator.free - self._growth(self.policy.shortest)))
             running.take(give)
             if running.done(self._waits):
                 running.commit(give)
@@ -281,7 +282,10 @@ class Engine:
                 self._give_back_reserved()
             if self.cache.make_room(self._growth(self.policy.shortest)):
                 return
-            self._preempt()
+            free = self.tree.allocator.free
+            self._compact(free)
+            if self.tree.allocator.free <= free:
+                self._preempt()
 
     def _give_back_reserved(self) -> None:
         leaves = [run.sequence for run in self.samples if run.sequence.node.reserved]
@@ -378,13 +382,13 @@ class Engine:
         self.samples = [run for run in self.samples if run.sequence.tree is not None]
         self.beams = [run for run in self.beams if not run.search.done]
 
-    def _compact(self) -> None:
-        """Make the tree of beams less deep, with free pages that are not reserved.
+    def _compact(self, most_pages: int) -> None:
+        """Make the tree of beams less deep, with so many free pages at most.
 
         The step under way reads what is copied where it was: the copies wait for it on the device's stream.
         """
-        if self.beams and self.beams[0].steps % COMPACT_EVERY == COMPACT_EVERY - 1:
-            source, target = self.tree.compact(max(0, self.tree.allocator.free - self._growth(self.policy.shortest)))
+        if self.beams:
+            source, target = self.tree.compact(most_pages)
             self.pool.copy(source, target)
             self.report.kv_bytes_copied += len(source) * self.pool.spec.bytes_per_token
 

@@ -28,7 +28,8 @@ GPU_MEMORY_SHARE = 0.95
 # Samples that run at once: more make steps longer, not more tokens a second, and their logits take half a megabyte
 # each.
 MOST_RUNNING = 4096
-
+# Where there is memory, beams get so many times the pages that they need at least: forks leave half of the slots free.
+_BEAMS_PAGES = 2
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -126,6 +127,7 @@ def pages_needed(requests: Sequence[Request], page_size: int, most_running: int 
     ):  # what a prompt shares with any before it, it shares with the last of them
         prompts += pages_for(len(request.tokens) - common_prefix(before, request.tokens), page_size)
         unit, count = pages_per_unit(request.params, page_size), len(request.sample_indices)
+        unit *= _BEAMS_PAGES if isinstance(request.params, BeamParams) else 1
         samples, units, largest = samples + count * unit, units + count, max(largest, unit)
         before = request.tokens
     return prompts + (samples if units <= most_running else min(samples, most_running * largest))

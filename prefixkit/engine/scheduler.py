@@ -79,13 +79,15 @@ class RequestState:
 
 
 def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
-    """Pages that one sample, or one beam search, can come to need beyond its prompt.
+    """Pages that one sample, or one beam search, needs beyond its prompt to run to its end.
 
-    The last token sampled needs no KV.  Beams fork at any token, and each fork may start a fresh page.
+    The last token sampled needs no KV.  Beams fork at any token, and each fork may start a fresh page; but a search that
+    runs out of pages is preempted, and each of its beams comes back on pages that are full but for the last.  Beside
+    them it then needs pages for the tokens that join the tree at once, and for the next ones.
     """
     tokens = params.max_new_tokens - 1
     if isinstance(params, BeamParams):
-        return params.num_beams * tokens
+        return params.num_beams * min(tokens, pages_for(tokens, page_size) + 2)
     return pages_for(tokens, page_size)
 
 
@@ -109,7 +111,8 @@ def check_fits(requests: Iterable[Request], tree: PrefixTree, bytes_per_token: i
                 f"max_new_tokens={request.params.max_new_tokens}, pages of {tree.page_size}), but the KV budget holds "
                 f"{have * tree.page_size} tokens ({have * page_bytes / 2**20:.1f} MiB)"
                 + (f" beside {pinned} pages of pinned prefixes" if pinned else "")
-                + "; raise kv_budget, or lower max_new_tokens, or page_size (each fork of a beam may take a page)"
+                + "; raise kv_budget, or lower max_new_tokens"
+                + (" or num_beams" if isinstance(request.params, BeamParams) else "")
             )
 
 

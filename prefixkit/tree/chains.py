@@ -28,4 +28,5 @@ def chains(root: Node, page_size: int) -> Iterator[list[Node]]:
 
 
 def _is_short(node: Node, page_size: int) -> bool:
-    return node.length < page_size and node.computed == node.length and not node.sequences
+    ends = node.sequences or node.kept  # somebody knows where it ends
+    return node.length < page_size and node.computed == node.length and not ends

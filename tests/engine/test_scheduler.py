@@ -43,7 +43,11 @@ def compute(scheduler):
 
 def test_pages_of_a_sample_leave_out_the_last_token_which_needs_no_kv():
     assert [pages_per_unit(SamplingParams(max_new_tokens=t), 4) for t in (1, 2, 5, 6)] == [0, 1, 1, 2]
-    assert pages_per_unit(BeamParams(3, max_new_tokens=6), 4) == 15
+
+
+def test_pages_of_a_search_are_those_of_its_beams_one_by_one_with_room_for_their_next_tokens():
+    of = [pages_per_unit(BeamParams(3, max_new_tokens=t), 4) for t in (1, 2, 4, 6, 17)]
+    assert of == [0, 3, 9, 12, 18]
 
 
 def test_growth_is_what_the_next_tokens_take():

@@ -69,10 +69,10 @@ def test_each_row_runs_the_token_that_it_is_given(graphs, rows, decoding, rng):
 def test_sampled_steps_and_steps_for_logits_have_graphs_of_their_own(decoding, rng):
     made, _ = decoding()
     params = SamplingParams(n=3, max_new_tokens=7, seed=1)
-    for _ in range(2):
+    for first in (10, 11):  # another token than those of prompts whose KV is there
         samples = run(made, [np.arange(9)], params)
         assert [one.tokens for one in samples] == [alone(np.arange(9), params, one.index) for one in samples]
-        sequences = computed_prompt(made.runner, made.tree, rng.integers(0, VOCAB, 8).tolist(), 3)
+        sequences = computed_prompt(made.runner, made.tree, [first, *rng.integers(0, VOCAB, 7).tolist()], 3)
         decode(made.runner, made.tree, sequences, [1, 2, 3], steps=4)
         for sequence in [*sequences, *made.tree.root.children[0].sequences.values()]:
             if sequence.tree is not None:
