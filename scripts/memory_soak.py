@@ -26,7 +26,9 @@ sys.path.insert(0, str(ROOT))
 
 from prefixkit.engine.policy import MemoryPolicy  # noqa: E402
 from prefixkit.engine.request import BeamParams, Request  # noqa: E402
+from prefixkit.engine.scheduler import pages_per_unit  # noqa: E402
 from prefixkit.sampling.params import SamplingParams  # noqa: E402
+from prefixkit.tree.pages import pages_for  # noqa: E402
 
 PARTS = 10
 HISTORIES = 67  # for each of three page sizes: 10 parts have 2,010
@@ -67,10 +69,9 @@ def beams(steps: int, seed: int) -> None:
             Request(i, *each) for i, each in enumerate(zip(prompts_of(at, SEARCHES, VOCAB), params, strict=True))
         ]
         page_size = int(rng.choice([1, 4, 16]))
-        most = max(len(one.tokens) + page_size + one.params.num_beams * one.params.max_new_tokens for one in requests)
+        most = max(pages_for(len(one.tokens), page_size) + pages_per_unit(one.params, page_size) for one in requests)
         policy = MemoryPolicy(preemption="swap" if at % 2 else "recompute", headroom=int(rng.choice([0, 1, 8])))
-        # The smallest pool that each search passes its check in: a page for each token of each beam.
-        engine, _ = make_engine(most + 8, page_size, policy=policy)
+        engine, _ = make_engine(most, page_size, policy=policy)  # the smallest pool that each search passes its check in
         found = engine.run(requests)
         for request in requests:
             mine = [one for one in found if one.prompt_index == request.prompt_index]
