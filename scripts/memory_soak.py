@@ -71,7 +71,9 @@ def beams(steps: int, seed: int) -> None:
         page_size = int(rng.choice([1, 4, 16]))
         most = max(pages_for(len(one.tokens), page_size) + pages_per_unit(one.params, page_size) for one in requests)
         policy = MemoryPolicy(preemption="swap" if at % 2 else "recompute", headroom=int(rng.choice([0, 1, 8])))
-        engine, _ = make_engine(most, page_size, policy=policy)  # the smallest pool that each search passes its check in
+        engine, _ = make_engine(
+            most, page_size, policy=policy
+        )  # the smallest pool that each search passes its check in
         found = engine.run(requests)
         for request in requests:
             mine = [one for one in found if one.prompt_index == request.prompt_index]

@@ -53,7 +53,7 @@ class SwappedKV:
 
     Attributes:
         start: Position of its first token.
-        kv: ``[2, layers, tokens, kv_heads, head_dim]`` of all sequences that were swapped with it.
+        kv: ``[tokens, 2, layers, kv_heads, head_dim]`` of all sequences that were swapped with it.
         places: Which of these tokens are the sequence's, in order.
     """
 

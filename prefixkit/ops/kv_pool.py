@@ -123,32 +123,34 @@ class KVPool:
                 mine[:, pages[1], offsets[1]] = its[:, pages[0], offsets[0]]
 
     def read(self, slots: NDArray[np.int64]) -> Tensor:
-        """``[2, layers, tokens, kv_heads, head_dim]`` a copy of the keys and values of slots, in host memory."""
+        """``[tokens, 2, layers, kv_heads, head_dim]`` a copy of the keys and values of slots, in host memory."""
         spec = self.spec
-        shape = (2, spec.num_layers, len(slots), spec.kv_heads, spec.head_dim)
+        shape = (len(slots), 2, spec.num_layers, spec.kv_heads, spec.head_dim)
         on_gpu = spec.device.type == "cuda"
         with torch.inference_mode(False):
             found = torch.empty(shape, dtype=spec.dtype, pin_memory=on_gpu)
         for begin, end, pages, offsets in self._parts(slots):
-            for out, layers in zip(found, self._layers, strict=True):
-                out[:, begin:end].copy_(layers[:, pages, offsets], non_blocking=on_gpu)
+            own = torch.stack([layers[:, pages, offsets] for layers in self._layers])
+            # A link copies what lies together: the order of dimensions changes on the device.
+            found[begin:end].copy_(own.movedim(2, 0).contiguous(), non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.current_stream(spec.device).synchronize()
         return found
 
     def write(self, slots: NDArray[np.int64], kv: Tensor, places: NDArray[np.int64]) -> None:
-        """Set the keys and values of ``slots[i]`` to ``kv[:, :, places[i]]``, which :meth:`read` gave."""
+        """Set the keys and values of ``slots[i]`` to ``kv[places[i]]``, which :meth:`read` gave."""
         together = len(places) == 0 or bool((np.diff(places) == 1).all())
         of = torch.from_numpy(places)
         for begin, end, pages, offsets in self._parts(slots):
-            for layers, given in zip(self._layers, kv, strict=True):
-                # A view of pinned memory is copied without the host waiting, or gathering it first.
-                own = given[:, int(places[begin]) : int(places[end - 1]) + 1] if together else given[:, of[begin:end]]
-                layers[:, pages, offsets] = own.to(self.spec.device, non_blocking=together)
+            # A view of pinned memory is copied without the host waiting, or gathering it first.
+            given = kv[int(places[begin]) : int(places[end - 1]) + 1] if together else kv[of[begin:end]]
+            own = given.to(self.spec.device, non_blocking=together)
+            for layers, each in zip(self._layers, own.unbind(1), strict=True):
+                layers[:, pages, offsets] = each.transpose(0, 1)
 
     def _parts(self, slots: NDArray[np.int64]) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Bounds, pages and offsets of slots, so many at a time that their KV takes 64 MiB."""
-        at_once = max(1, 2**26 // self.spec.bytes_per_token)
+        """Bounds, pages and offsets of slots, so many at a time that their KV takes 32 MiB."""
+        at_once = max(1, 2**25 // self.spec.bytes_per_token)
         for begin in range(0, len(slots), at_once):
             own = slots[begin : begin + at_once]
             pages, offsets = upload([*np.divmod(own, self.page_size)], self.spec.device)

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Rate
@@ -222,14 +221,3 @@ def test_rates_come_from_what_was_measured():
         taken[seconds] = engine.report.preempted_swapped, engine.report.preempted_recomputed
     assert taken[1e-12][0] == 0 < taken[1e-12][1]
     assert taken[3600.0][1] == 0 < taken[3600.0][0]
-
-
-def test_kv_that_was_read_is_written_where_it_is_wanted():
-    engine, _ = make_engine(num_pages=8, page_size=4)
-    pool = engine.pool
-    pool.k(0).copy_(torch.arange(32.0).view(8, 4, 1, 1))
-    pool.v(0).copy_(-torch.arange(32.0).view(8, 4, 1, 1))
-    kv = pool.read(np.array([5, 31, 6]))
-    assert kv[:, 0, :, 0, 0].tolist() == [[5, 31, 6], [-5, -31, -6]]
-    pool.write(np.array([0, 1]), kv, np.array([1, 2]))
-    assert pool.k(0).flatten()[:3].tolist() == [31, 6, 2]

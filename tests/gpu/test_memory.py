@@ -180,10 +180,10 @@ def test_kv_survives_the_way_to_host_memory_and_back(page_size: int, dtype: torc
         pool.v(layer).normal_()
     slots = np.random.default_rng(0).permutation(4000)[:900].astype(np.int64)
     before = pool.read(slots)
-    assert before.is_pinned() and tuple(before.shape) == (2, 3, 900, 2, 64)
+    assert before.is_pinned() and tuple(before.shape) == (900, 2, 3, 2, 64)
     for layer in range(3):
         pool.k(layer).fill_(torch.nan)
         pool.v(layer).fill_(torch.nan)
     target = np.random.default_rng(1).permutation(4000)[:900].astype(np.int64)
     pool.write(target, before, np.arange(900)[::-1].copy())
-    assert torch.equal(pool.read(target), before.flip(2))
+    assert torch.equal(pool.read(target), before.flip(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -142,3 +143,19 @@ def test_slots_and_layers_that_do_not_exist_are_refused() -> None:
     for layer in (-1, 2):
         with pytest.raises(IndexError, match=r"layers 0\.\.1"):
             pool.k(layer)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_kv_that_was_read_is_written_where_it_is_wanted(page_size: int) -> None:
+    """More of it than is copied at once: 24 MB of 48 KiB a token for keys, and as much for values."""
+    pool = filled(KVPool(KVSpec(num_layers=3, kv_heads=32, head_dim=128), 1024 // page_size, page_size))
+    slots = np.random.default_rng(0).permutation(1024)[:500].astype(np.int64)
+    pages, offsets = np.divmod(slots, page_size)
+    kv = pool.read(slots)
+    for layer in range(3):
+        torch.testing.assert_close(kv[:, 0, layer], pool.k(layer)[pages, offsets], rtol=0, atol=0)
+        torch.testing.assert_close(kv[:, 1, layer], pool.v(layer)[pages, offsets], rtol=0, atol=0)
+    for places in (np.arange(100, 500), np.random.default_rng(1).permutation(500)):
+        there = slots[: len(places)][::-1].copy()
+        pool.write(there, kv, places)
+        torch.testing.assert_close(pool.read(there), kv[places], rtol=0, atol=0)
