@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ordered
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -323,7 +324,7 @@ class Engine:
                 if state.suspended:
                     run = state.suspended[0]
                     beside = growth - (0 if state.running else unit)
-                    if not self.preemption.resume(run, beside + self.scheduler.growth_back(state)):
+                    if not self.preemption.resume(run, beside, partial(self.scheduler.growth_back, state)):
                         return begun
                     del state.suspended[0]
                     (self.samples if isinstance(run, SampleRun) else self.beams).append(run)

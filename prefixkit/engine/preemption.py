@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -121,20 +121,26 @@ class Preemption:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def resume(self, run: Run, growth: int) -> bool:
+    def resume(self, run: Run, growth: int, growth_back: Callable[[int], int]) -> bool:
         """Bring a run back into the tree, if there are pages for it beside ``growth``; else only evict.
 
-        Its last token is uncomputed then, and joins the tree once all before it has KV: see :meth:`go_on`.
+        Its last token is uncomputed then, and joins the tree once all before it has KV: see ``Engine._go_on``.
+
+        Args:
+            run: Whose prompt is in the tree.
+            growth: Pages that others may take.
+            growth_back: Of so many missing tokens, pages that its next ones may take.
         """
         tree = self.cache.tree
         prompt = run.state.request.tokens
         own = [np.concatenate((prompt, np.array(tokens[:-1], np.int32))) for tokens in run.token_lists]
         with ExitStack() as protected:
-            need = growth
+            missing = []
             for tokens in own:
                 found = tree.match(tokens)
                 protected.enter_context(self.cache.protected(found.node))
-                need += pages_for(len(tokens) - found.length, tree.page_size)
+                missing.append(len(tokens) - found.length)
+            need = growth + sum(pages_for(each, tree.page_size) for each in missing) + growth_back(missing[0])
             if not self.cache.make_room(need):
                 return False
         run.resume([tree.insert(tokens) for tokens in own])

@@ -179,17 +179,22 @@ class Scheduler:
         """Pages for another sample's next tokens; of one that was preempted, for those that it has too."""
         if not state.suspended:
             return growth_of(state.request.params, self.tree.page_size, self.policy.longest)
-        own = sum(pages_for(len(tokens) - 1, self.tree.page_size) for tokens in state.suspended[0].token_lists)
-        return own + self.growth_back(state)
+        held = [len(tokens) - 1 for tokens in state.suspended[0].token_lists]
+        return sum(pages_for(each, self.tree.page_size) for each in held) + self.growth_back(state, held[0])
 
-    def growth_back(self, state: RequestState) -> int:
-        """Pages for the next tokens of the sample that comes back next, and for its last ones, which join the tree then."""
+    def growth_back(self, state: RequestState, missing: int) -> int:
+        """Pages for the next tokens of the sample that comes back next, and for its last ones, which join the tree then.
+
+        Args:
+            state: Of its request.
+            missing: Tokens of a sample that are not in the tree, for which pages are counted apart.  Those that are there
+                end anywhere in a page: only from where they end on is it known how pages are filled.
+        """
         run, size = state.suspended[0], self.tree.page_size
         following = min(run.tokens_left, self.policy.longest)
         if isinstance(state.request.params, BeamParams):
             return growth_of(state.request.params, size, following) + len(run.token_lists)
-        held = len(run.tokens) - 1
-        return pages_for(held + 1 + following, size) - pages_for(held, size)
+        return pages_for(missing + 1 + following, size) - pages_for(missing, size)
 
     def admit(self, growth: int) -> None:
         """Insert waiting prompts until one does not fit.

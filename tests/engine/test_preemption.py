@@ -7,7 +7,7 @@ import torch
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Rate
 from prefixkit.engine.request import BeamParams, Request
-from prefixkit.engine.scheduler import pages_per_unit
+from prefixkit.engine.scheduler import KVBudgetTooSmall, pages_per_unit
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.sampling.params import SamplingParams
 from tests.engine.fake_model import VOCAB, make_engine
@@ -113,6 +113,32 @@ def test_what_comes_back_finds_room_for_its_next_token(pace, headroom):
     assert [s.tokens for s in engine.run(requests)] == [s.tokens for s in roomy.run(requests)]
     assert engine.report.preempted_swapped > 0
     assert_all_given_back(engine)
+
+
+@pytest.mark.parametrize(("page_size", "num_pages", "seed"), [(4, 5, 22), (8, 4, 184)])
+def test_what_the_cache_has_kept_of_a_sample_may_end_anywhere_in_a_page(page_size, num_pages, seed):
+    """Its next tokens then begin a page sooner than if its first one had."""
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    head = rng.integers(0, VOCAB, 2 * page_size)
+    policy = MemoryPolicy(preemption="recompute", headroom=0)
+    for _ in range(5):
+        requests = [
+            Request(
+                i,
+                [*head[: rng.integers(1, 2 * page_size)], *rng.integers(0, VOCAB, rng.integers(0, page_size))],
+                SamplingParams(n=rng.integers(1, 6), max_new_tokens=rng.integers(2, 2 * page_size), seed=i),
+            )
+            for i in range(3)
+        ]
+        roomy, _ = make_engine(num_pages=10_000, page_size=page_size)
+        engine, _ = make_engine(num_pages=num_pages, page_size=page_size, policy=policy)
+        try:
+            engine.check_fits(requests)
+        except KVBudgetTooSmall:
+            continue
+        assert [s.tokens for s in engine.run(requests)] == [s.tokens for s in roomy.run(requests)]
+        assert_all_given_back(engine)
 
 
 def test_where_host_memory_is_full_kv_is_computed_again():
