@@ -7,11 +7,12 @@ Nothing here runs a model.  What runs may grow beyond the pool later: then the r
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from prefixkit.engine.policy import MemoryPolicy
@@ -20,6 +21,7 @@ from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.eviction import PrefixCache
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
+from prefixkit.tree.tokens import common_prefix
 
 
 class KVBudgetTooSmall(ValueError):
@@ -89,18 +91,30 @@ def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
     return pages_for(tokens, page_size)
 
 
-def check_fits(requests: Iterable[Request], tree: PrefixTree, bytes_per_token: int, pinned: int = 0) -> None:
+def pages_of(sequences: Collection[Sequence], page_size: int) -> int:
+    """Pages that hold tokens of these sequences."""
+    slots = [sequence.slots() // page_size for sequence in sequences]
+    return len(np.unique(np.concatenate(slots))) if slots else 0
+
+
+def check_fits(
+    requests: Iterable[Request], tree: PrefixTree, bytes_per_token: int, pinned: Collection[Sequence] = ()
+) -> None:
     """Raise KVBudgetTooSmall, before anything starts, if some request cannot run to its end even alone.
 
     Args:
         requests: What is to run.
         tree: Where.
         bytes_per_token: KV of a token.
-        pinned: Pages that pinned prefixes hold.
+        pinned: What stays in the tree meanwhile; a request that begins as one of these needs pages for the rest alone.
     """
-    have = tree.allocator.num_pages - pinned
+    held = pages_of(pinned, tree.page_size)
+    have = tree.allocator.num_pages - held
     for request in requests:
-        need = pages_for(len(request.tokens), tree.page_size) + pages_per_unit(request.params, tree.page_size)
+        shared, unit = 0, pages_per_unit(request.params, tree.page_size)
+        if pages_for(len(request.tokens), tree.page_size) + unit > have:
+            shared = max((common_prefix(one.tokens(), request.tokens) for one in pinned), default=0)
+        need = pages_for(len(request.tokens) - shared, tree.page_size) + unit
         if need > have:
             page_bytes = tree.page_size * bytes_per_token
             raise KVBudgetTooSmall(
@@ -108,7 +122,7 @@ def check_fits(requests: Iterable[Request], tree: PrefixTree, bytes_per_token: i
                 f"({need * page_bytes / 2**20:.1f} MiB) to run even one sequence ({len(request.tokens)} prompt tokens, "
                 f"max_new_tokens={request.params.max_new_tokens}, pages of {tree.page_size}), but the KV budget holds "
                 f"{have * tree.page_size} tokens ({have * page_bytes / 2**20:.1f} MiB)"
-                + (f" beside {pinned} pages of pinned prefixes" if pinned else "")
+                + (f" beside {held} pages of pinned prefixes" if held else "")
                 + "; raise kv_budget, or lower max_new_tokens, or page_size (each fork of a beam may take a page)"
             )
 

@@ -172,6 +172,23 @@ class TestPins:
             pin.release()
             session.generate(["x" * 20], max_new_tokens=100)
 
+    @pytest.mark.parametrize("shared", ["p" * 80, "p" * 70, "p" * 90], ids=["all", "a part", "all, and more"])
+    def test_a_prompt_that_begins_as_a_pinned_one_needs_room_for_the_rest_alone(self, model: Any, shared: str) -> None:
+        """The pool holds 32 pages, of which the pin takes 20."""
+        with Session(model, ByteTokenizer(), kv_budget="64KiB", page_size=4) as session:
+            session.pin("p" * 80)
+            result = session.generate([shared + "q" * 8], **OPTIONS)
+            assert told(result) == alone(model, [shared + "q" * 8])
+            assert result.report.prompt_tokens_found == min(len(shared), 80)
+            with pytest.raises(KVBudgetTooSmall, match="beside 20 pages of pinned prefixes"):
+                session.generate([shared + "q" * 8], max_new_tokens=100)
+
+    def test_prompts_that_share_a_prefix_are_saved_together_though_each_takes_half_of_the_pool(
+        self, model: Any, tmp_path: Path
+    ) -> None:
+        with Session(model, ByteTokenizer(), kv_budget="64KiB", page_size=4) as session:
+            assert session.save(tmp_path / "turns.safetensors", ["p" * 80 + letter for letter in "abcd"]) == 84
+
 
 class TestFiles:
     def test_another_process_finds_what_was_saved(self, model: Any, session: Session, tmp_path: Path) -> None:
