@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from prefixkit.engine.request import BeamFields, BeamParams, Request
 from prefixkit.models import NotPatched, is_patched, pretrained_model, text_config
 from prefixkit.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding
-from prefixkit.sampling.params import SamplingFields, SamplingParams
+from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
 
 Prompts = Prompt | Iterable[Prompt]
 # Fields of a generation config that change what is sampled, by the value at which they do nothing.
@@ -86,15 +86,8 @@ def scored_tokens(
     Raises:
         ValueError, TypeError: see :meth:`prefixkit.Session.score`.
     """
-    if not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__} {prompts!r}")
     encoded = _encoded(model, tokenizer, prompts)
-    if isinstance(continuations, str | bytes | Mapping) or not isinstance(continuations, Iterable):
-        raise TypeError(
-            f"continuations must be a list of strings or of token ids, got {type(continuations).__name__} "
-            f"{continuations!r}; put it into a list"
-        )
-    given = list(continuations)
+    given = as_list("continuations", continuations, "strings or of lists of token ids")
     several = not one and bool(given) and all(_is_list_of_continuations(own) for own in given)
     each = given if several else [given] * len(encoded)
     if len(each) != len(encoded):
@@ -160,7 +153,7 @@ def _continuation(tokenizer: Any, one: Any, index: int, vocab: int) -> NDArray[n
 def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) -> list[Request]:
     """Requests with their stop tokens, after the checks that the others have passed."""
     check_patched(model)
-    asked = list(requests)
+    asked = as_list("requests", requests, "prefixkit.Request")
     if not asked:
         raise ValueError("requests is empty; pass at least one request")
     for one in asked:
@@ -242,7 +235,8 @@ def _per_prompt(
     common = {name: value for name, value in fields.items() if name not in lists}
     if params is None:
         params = kind(**{name: values[0] for name, values in lists.items() if values}, **common)
-    own = [params] * count if isinstance(params, SamplingParams | BeamParams) else list(params)
+    of = f"{kind.__name__}, or one of them for all prompts"
+    own = [params] * count if isinstance(params, SamplingParams | BeamParams) else as_list("params", params, of)
     if len(own) != count or not all(isinstance(one, kind) for one in own):
         kinds = ", ".join(sorted({type(one).__name__ for one in own})) or "none"
         raise ValueError(

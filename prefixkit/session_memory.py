@@ -26,7 +26,7 @@ from prefixkit.models.weights_version import weights_version
 from prefixkit.prompts import Prompt
 from prefixkit.requests import check_patched, sampling_requests
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.search import SearchNode, check_nodes
+from prefixkit.search import SearchNode, with_tokens
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
 
@@ -197,7 +197,7 @@ class SessionMemory:
             self._run(requests, False, lambda sample: None)
             return Pin(requests[0].tokens.tolist(), self._ready().pin(requests[0].tokens), self)
 
-    def save(self, path: str | Path, prefixes: Iterable[Prompt | SearchNode]) -> int:
+    def save(self, path: str | Path, prefixes: Prompt | SearchNode | Iterable[Prompt | SearchNode]) -> int:
         """Write the KV of prompts to a file, for :meth:`load` of another session or process.
 
         What the session has no KV of is computed first.  The file is written beside its place and renamed: an
@@ -205,7 +205,8 @@ class SessionMemory:
 
         Args:
             path: The file; its name should end in ``.safetensors``.
-            prefixes: Strings, lists of token ids, lists of chat messages, or search nodes of this session.
+            prefixes: One or a list of them: strings, lists of token ids, lists of chat messages, or search nodes of
+                this session.
 
         Returns:
             How many tokens it holds, each shared one counted once.
@@ -216,9 +217,7 @@ class SessionMemory:
             OSError: the file cannot be written.
         """
         with self._busy():
-            given = list(prefixes)
-            check_nodes(self, [one for one in given if isinstance(one, SearchNode)])
-            own = [one.tokens if isinstance(one, SearchNode) else one for one in given]
+            own, _ = with_tokens(self, "prefixes", prefixes)
             requests = sampling_requests(self.model, self.tokenizer, own, None, {"max_new_tokens": 1})
             pins = list[TreeSequence]()
             try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, SupportsIndex, TypedDict
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict
 
 import numpy as np
 
@@ -147,6 +147,18 @@ def as_number(name: str, value: object) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value}")
     return float(value)
+
+
+def as_list(name: str, value: Any, of: str) -> list[Any]:
+    try:
+        if isinstance(value, str | bytes | Mapping):
+            raise TypeError
+        items = iter(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a list of {of}, got {type(value).__name__} {value!r}; put a single one into a list"
+        ) from None
+    return list(items)
 
 
 def as_token_ids(name: str, value: object) -> tuple[int, ...]:

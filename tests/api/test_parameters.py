@@ -52,11 +52,21 @@ def test_parameters_out_of_range(model, option, message):
         ({"stop_token_ids": 7}, "stop_token_ids must be a tuple of token ids, got 7"),
         ({"kv_budget": True}, "kv_budget: .* got bool True"),
         ({"kv_budget": [1]}, "kv_budget: .* got list"),
+        ({"prompts": None}, "prompts must be a list of prompts, got NoneType None; put a single one into a list"),
+        ({"params": 3}, "params must be a list of SamplingParams, or one of them for all prompts, got int 3"),
+        ({"params": {"n": 3}}, "params must be a list of SamplingParams, .* got dict"),
+        ({"on_sample": 3}, "on_sample must be a function, got int 3"),
     ],
 )
 def test_parameters_of_another_type(model, option, message):
     with pytest.raises(TypeError, match=message):
-        prefixkit.generate(model, TOKENIZER, ["a"], **option)
+        prefixkit.generate(model, TOKENIZER, **{"prompts": ["a"], **option})
+
+
+@pytest.mark.parametrize("option", [{"prefill_chunk": "8"}, {"most_running": "8"}])
+def test_numbers_of_a_session_of_another_type(model, option):
+    with pytest.raises(TypeError, match=rf"{next(iter(option))} must be an integer, got str '8'"):
+        prefixkit.Session(model, kv_budget="1MiB", **option)
 
 
 class TestTheModelsGenerationConfig:

@@ -204,6 +204,24 @@ class TestFiles:
             assert told(result) == alone(model, [FEW_SHOT + "ab", "other"])
             assert result.report.prompt_tokens_found >= len(FEW_SHOT) + 1
 
+    @pytest.mark.parametrize("as_given", [str, lambda text: list(text.encode())], ids=["text", "token ids"])
+    def test_a_single_prompt_need_not_be_in_a_list(
+        self, model: Any, session: Session, tmp_path: Path, as_given: Any
+    ) -> None:
+        """A string is not taken for a list of letters."""
+        path = tmp_path / "prompt.safetensors"
+        assert session.save(path, as_given("hello, llama")) == 12
+        assert session.save(path, session.prompt("hello, llama")) == 12
+        with Session(model, ByteTokenizer(), kv_budget="1MiB") as later:
+            later.load(path)
+            assert later.generate(["hello, llama"], max_new_tokens=1).report.prompt_tokens_found == 12
+
+    @pytest.mark.parametrize("wrong", [None, 3, {"a": 1}])
+    def test_what_is_no_list_of_prompts_is_named(self, session: Session, tmp_path: Path, wrong: Any) -> None:
+        with pytest.raises(TypeError, match=r"must be a list of prompts.* got (NoneType|int|a dict)"):
+            session.save(tmp_path / "none.safetensors", wrong)
+        assert not list(tmp_path.iterdir())
+
     def test_a_file_of_another_model_is_refused(self, session: Session, tmp_path: Path) -> None:
         path = tmp_path / "prefixes.safetensors"
         session.save(path, [FEW_SHOT])
