@@ -115,7 +115,7 @@ class Preemption:
         """Whether the KV of so many tokens is to go to host memory."""
         policy, size = self.policy, tokens * self.pool.spec.bytes_per_token
         held = {id(one.kv): one.kv.nbytes for of in self._held.values() for one in of}
-        if not tokens or policy.preemption == "recompute" or sum(held.values()) + size > policy.swap_space:
+        if not tokens or policy.preemption == "recompute" or sum(held.values()) + size > policy.swap_bytes:
             return False
         return policy.preemption == "swap" or 2 * self.copying.seconds_for(size) < self.computing.seconds_for(tokens)
 

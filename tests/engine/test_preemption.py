@@ -210,20 +210,6 @@ class TestOrder:
         assert self.order_of(self.requests([1, 0, *[1] * 10]), patience=10**6)[-1] == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"eviction": "fifo"}, "eviction must be one of 'lru', 'lfu', 'cost', got 'fifo'"),
-        ({"preemption": "drop"}, "preemption must be one of 'auto', 'swap', 'recompute', got 'drop'"),
-        ({"swap_space": -1}, "swap_space must be an integer of at least 0, got -1"),
-        ({"patience": 1.5}, "patience must be an integer of at least 0, got 1.5"),
-    ],
-)
-def test_a_policy_that_does_not_exist_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        MemoryPolicy(**fields)
-
-
 def test_rates_come_from_what_was_measured():
     """With a prompt that took an hour a token to compute, copies are cheaper."""
     requests = requests_of(10)
