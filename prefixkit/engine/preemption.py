@@ -144,10 +144,13 @@ class Preemption:
             if not self.cache.make_room(need):
                 return False
         run.resume([tree.insert(tokens) for tokens in own])
+        lost = False
         for sequence, swapped in zip(run.sequences, self._held.pop(run, [None] * len(own)), strict=True):
             computed = self.cache.found(sequence)
             if swapped is not None and computed >= swapped.start:
                 self._write(sequence, swapped, computed)
+            lost |= swapped is not None and computed < swapped.start  # its prompt was evicted meanwhile
+        self.swapped, self.recomputed = self.swapped - lost, self.recomputed + lost
         return True
 
     def forget(self) -> None:
