@@ -61,7 +61,7 @@ def beam_requests(
     """A request for each prompt, with the parameters of :func:`prefixkit.beam_search`; everything is checked."""
     encoded = _encoded(model, tokenizer, prompts)
     each = _with_stop_ids(model, tokenizer, _per_prompt(BeamParams, params, fields, len(encoded)))
-    _check_generation_config(model, each, "repetition_penalty")
+    _check_generation_config(model, each)
     return [Request(index, tokens, own) for index, (tokens, own) in enumerate(zip(encoded, each, strict=True))]
 
 
@@ -188,8 +188,9 @@ def _configured(model: Any, name: str) -> Any:
     return None if value in (None, False, [], 0 if name in _OFF_AT_0 else 1) else value
 
 
-def _check_generation_config(model: Any, each: Iterable[SamplingParams | BeamParams], *further: str) -> None:
+def _check_generation_config(model: Any, each: Sequence[SamplingParams | BeamParams]) -> None:
     """Raise ValueError where the model's generation config asks for what would be left out."""
+    further = ["repetition_penalty"] if any(isinstance(own, BeamParams) for own in each) else []
     if all(isinstance(own, SamplingParams) and own.logits_processors is not None for own in each):
         return  # who passes these says what is to be done with logits
     asked = {

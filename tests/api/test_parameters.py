@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import prefixkit
-from prefixkit import SamplingParams
+from prefixkit import BeamParams, Request, SamplingParams, Session
 from prefixkit.models import NotPatched
 from tests.api.cases import TOKENIZER
 from tests.tiny import tiny_llama
@@ -102,3 +102,15 @@ class TestTheModelsGenerationConfig:
         configured.generation_config.repetition_penalty = 1.2
         with pytest.raises(ValueError, match=r"generation_config sets repetition_penalty=1\.2"):
             prefixkit.beam_search(configured, None, [[5, 6, 7]], num_beams=2, max_new_tokens=3)
+        beams, samples = BeamParams(2, max_new_tokens=3), SamplingParams(repetition_penalty=1.2, max_new_tokens=3)
+        with Session(configured, kv_budget="1MiB") as session:
+            nodes = session.prompt([5, 6, 7]).fork(2)
+            for call in (
+                lambda: session.run([Request(0, [5, 6, 7], samples), Request(1, [5, 6, 7], beams)]),
+                lambda: session.step(nodes, [samples, beams]),
+                lambda: session.step(nodes[0], beams),
+            ):
+                with pytest.raises(ValueError, match=r"generation_config sets repetition_penalty=1\.2"):
+                    call()
+            assert [len(node) for node in nodes] == [3, 3]
+            assert len(session.step(nodes, samples)) == 2
