@@ -17,6 +17,7 @@ from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, session_pages
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.prefixes.transfer import load_prefixes, save_prefixes
+from prefixkit.engine.prefixes.write import check_place
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.stop import special_tokens
@@ -214,9 +215,10 @@ class SessionMemory:
         Raises:
             SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`; nothing was written.
             KVBudgetTooSmall: the pool does not hold all of them at once; nothing was written.
-            OSError: the file cannot be written.
+            OSError: the file cannot be written; where it is a folder, or in one that does not exist, nothing was computed.
         """
         with self._busy():
+            check_place(path)
             own, _ = with_tokens(self, "prefixes", prefixes)
             requests = sampling_requests(self.model, self.tokenizer, own, None, {"max_new_tokens": 1})
             pins = list[TreeSequence]()

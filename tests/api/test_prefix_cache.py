@@ -222,6 +222,30 @@ class TestFiles:
             session.save(tmp_path / "none.safetensors", wrong)
         assert not list(tmp_path.iterdir())
 
+    def test_a_place_where_no_file_can_be_is_refused_before_anything_is_computed(
+        self, session: Session, tmp_path: Path
+    ) -> None:
+        with pytest.raises(IsADirectoryError, match="it is a folder; name a file in it"):
+            session.save(tmp_path, [FEW_SHOT])
+        with pytest.raises(FileNotFoundError, match=r"there is no folder .*/runs; make it first"):
+            session.save(tmp_path / "runs" / "few-shot.safetensors", [FEW_SHOT])
+        assert not session.report.steps
+
+    @pytest.mark.parametrize("eviction", ["lru", "lfu", "cost"])
+    def test_all_that_was_read_is_there_though_others_were_found_more_often(
+        self, model: Any, session: Session, tmp_path: Path, eviction: Any
+    ) -> None:
+        path = tmp_path / "prefixes.safetensors"
+        prompts = [f"{letter} is a letter of the alphabet" for letter in "abcd"]
+        count = session.save(path, prompts)
+        policy = MemoryPolicy(eviction=eviction)
+        with Session(model, ByteTokenizer(), kv_budget="96KiB", page_size=4, memory=policy) as later:
+            for _ in range(5):
+                later.generate([f"{number}: what is asked often" * 2 for number in range(3)], max_new_tokens=4)
+            assert later.load(path) == count
+            assert later.load(path) == 0
+            assert later.generate(prompts, max_new_tokens=1).report.prompt_tokens_found == count
+
     def test_a_file_of_another_model_is_refused(self, session: Session, tmp_path: Path) -> None:
         path = tmp_path / "prefixes.safetensors"
         session.save(path, [FEW_SHOT])
@@ -232,18 +256,21 @@ class TestFiles:
 
     def test_a_torn_file_leaves_the_tree_as_it_is(self, model: Any, session: Session, tmp_path: Path) -> None:
         path = tmp_path / "prefixes.safetensors"
-        session.save(path, [FEW_SHOT, "short"])
+        session.save(path, ["a short one", FEW_SHOT])
         content = bytearray(path.read_bytes())
-        content[-100] ^= 1
+        content[-100] ^= 1  # of the last block
         path.write_bytes(content)
         with Session(model, ByteTokenizer(), kv_budget="1MiB") as other:
+            other.generate([FEW_SHOT[:20]], max_new_tokens=1)
             with pytest.raises(PrefixFileError):
                 other.load(path)
             engine = other._engine
             assert engine is not None
             check_tree(engine.tree)
             assert engine.tree.pages_held() == 0
-            assert told(other.generate([FEW_SHOT], **OPTIONS)) == alone(model, [FEW_SHOT])
+            result = other.generate(["a short one", FEW_SHOT], **OPTIONS)
+            assert result.report.prompt_tokens_found == 20
+            assert told(result) == alone(model, ["a short one", FEW_SHOT])
 
     def test_what_does_not_fit_is_refused_before_anything_is_written_or_read(
         self, model: Any, session: Session, tmp_path: Path
