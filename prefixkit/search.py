@@ -234,11 +234,7 @@ def check_nodes(session: object, nodes: Iterable[SearchNode]) -> list[SearchNode
 
 
 def with_tokens(session: object, name: str, prompts: Any) -> tuple[Any, bool]:
-    """A list of prompts, with tokens in the place of nodes, and whether it is of a single prompt that was given.
-
-    Raises:
-        TypeError, ForeignNode, NodeReleased: as :func:`check_nodes`.
-    """
+    """A list of prompts, with tokens in the place of nodes, and whether it is of a single prompt that was given."""
     one = isinstance(prompts, SearchNode) or is_one_prompt(prompts)
     if isinstance(prompts, Mapping) or (hasattr(prompts, "ndim") and not one):
         return prompts, one

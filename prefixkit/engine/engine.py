@@ -20,7 +20,7 @@ from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample, TokenEvent
 from prefixkit.engine.running import RunningBatch
 from prefixkit.engine.sample_run import SampleRun
-from prefixkit.engine.scheduler import RequestState, Scheduler, check_fits, pages_of
+from prefixkit.engine.scheduler import RequestState, Scheduler, check_fits
 from prefixkit.engine.score import Score, score
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.runners.batch import Runner
@@ -110,15 +110,11 @@ class Engine:
         return sequence
 
     @property
-    def pinned(self) -> list[Sequence]:
-        """Pinned sequences that were not released."""
-        self._pinned = [sequence for sequence in self._pinned if sequence.tree is not None]
-        return self._pinned
-
-    @property
     def pinned_pages(self) -> int:
         """Pages that pinned tokens hold."""
-        return pages_of(self.pinned, self.tree.page_size)
+        self._pinned = [sequence for sequence in self._pinned if sequence.tree is not None]
+        slots = [sequence.slots() // self.tree.page_size for sequence in self._pinned]
+        return len(np.unique(np.concatenate(slots))) if slots else 0
 
     def forget(self) -> None:
         """The model computes something else from now on: no KV of before is used again."""
@@ -127,7 +123,8 @@ class Engine:
 
     def check_fits(self, requests: Iterable[Request]) -> None:
         """Raise KVBudgetTooSmall if some request cannot run to its end even alone."""
-        check_fits(requests, self.tree, self.pool.spec.bytes_per_token, self.pinned)
+        pinned = self.pinned_pages
+        check_fits(requests, self.tree, self.pool.spec.bytes_per_token, pinned, self._pinned)
 
     def score(
         self, prompts: Ordered[NDArray[np.int32]], continuations: Ordered[Ordered[NDArray[np.int32]]], vocab: int

@@ -85,11 +85,6 @@ class MemoryPolicy:
         """Tokens for which each running sequence has pages, or something is preempted."""
         return max(1, self.headroom // 4)
 
-    @property
-    def swap_bytes(self) -> int:
-        """``swap_space`` in bytes."""
-        return parse_size(self.swap_space, "swap_space")
-
     def __post_init__(self) -> None:
         for name, value, allowed in (
             ("eviction", self.eviction, tuple(POLICIES)),
@@ -99,5 +94,5 @@ class MemoryPolicy:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
         for name in ("headroom", "patience"):
             object.__setattr__(self, name, as_integer(name, getattr(self, name), 0, "use 0 for none"))
-        if self.swap_bytes < 0:
-            raise ValueError(f"swap_space must be at least 0 bytes, got {self.swap_space}; use 0 for none")
+        size = as_integer("swap_space", parse_size(self.swap_space, "swap_space"), 0, "use 0 for none")
+        object.__setattr__(self, "swap_space", size)

@@ -115,7 +115,7 @@ class Preemption:
         """Whether the KV of so many tokens is to go to host memory."""
         policy, size = self.policy, tokens * self.pool.spec.bytes_per_token
         held = {id(one.kv): one.kv.nbytes for of in self._held.values() for one in of}
-        if not tokens or policy.preemption == "recompute" or sum(held.values()) + size > policy.swap_bytes:
+        if not tokens or policy.preemption == "recompute" or sum(held.values()) + size > int(policy.swap_space):
             return False
         return policy.preemption == "swap" or 2 * self.copying.seconds_for(size) < self.computing.seconds_for(tokens)
 
@@ -125,11 +125,7 @@ class Preemption:
         """Bring a run back into the tree, if there are pages for it beside ``growth``; else only evict.
 
         Its last token is uncomputed then, and joins the tree once all before it has KV: see ``Engine._go_on``.
-
-        Args:
-            run: Whose prompt is in the tree.
-            growth: Pages that others may take.
-            growth_back: Of so many missing tokens, pages that its next ones may take.
+        ``growth_back`` says what pages its next tokens may take behind so many that are missing.
         """
         tree = self.cache.tree
         prompt = run.state.request.tokens

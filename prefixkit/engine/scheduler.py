@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from prefixkit.engine.policy import MemoryPolicy
@@ -91,14 +90,12 @@ def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
     return pages_for(tokens, page_size)
 
 
-def pages_of(sequences: Collection[Sequence], page_size: int) -> int:
-    """Pages that hold tokens of these sequences."""
-    slots = [sequence.slots() // page_size for sequence in sequences]
-    return len(np.unique(np.concatenate(slots))) if slots else 0
-
-
 def check_fits(
-    requests: Iterable[Request], tree: PrefixTree, bytes_per_token: int, pinned: Collection[Sequence] = ()
+    requests: Iterable[Request],
+    tree: PrefixTree,
+    bytes_per_token: int,
+    pinned: int = 0,
+    pins: Collection[Sequence] = (),
 ) -> None:
     """Raise KVBudgetTooSmall, before anything starts, if some request cannot run to its end even alone.
 
@@ -106,14 +103,14 @@ def check_fits(
         requests: What is to run.
         tree: Where.
         bytes_per_token: KV of a token.
-        pinned: What stays in the tree meanwhile; a request that begins as one of these needs pages for the rest alone.
+        pinned: Pages that pinned prefixes hold.
+        pins: These; a request that begins as one of them needs pages for the rest alone.
     """
-    held = pages_of(pinned, tree.page_size)
-    have = tree.allocator.num_pages - held
+    have = tree.allocator.num_pages - pinned
     for request in requests:
         shared, unit = 0, pages_per_unit(request.params, tree.page_size)
         if pages_for(len(request.tokens), tree.page_size) + unit > have:
-            shared = max((common_prefix(one.tokens(), request.tokens) for one in pinned), default=0)
+            shared = max((common_prefix(one.tokens(), request.tokens) for one in pins), default=0)
         need = pages_for(len(request.tokens) - shared, tree.page_size) + unit
         if need > have:
             page_bytes = tree.page_size * bytes_per_token
@@ -122,7 +119,7 @@ def check_fits(
                 f"({need * page_bytes / 2**20:.1f} MiB) to run even one sequence ({len(request.tokens)} prompt tokens, "
                 f"max_new_tokens={request.params.max_new_tokens}, pages of {tree.page_size}), but the KV budget holds "
                 f"{have * tree.page_size} tokens ({have * page_bytes / 2**20:.1f} MiB)"
-                + (f" beside {held} pages of pinned prefixes" if held else "")
+                + (f" beside {pinned} pages of pinned prefixes" if pinned else "")
                 + "; raise kv_budget, or lower max_new_tokens, or page_size (each fork of a beam may take a page)"
             )
 
@@ -199,10 +196,7 @@ class Scheduler:
     def growth_back(self, state: RequestState, missing: int) -> int:
         """Pages for the next tokens of the sample that comes back next, and for its last ones, which join the tree then.
 
-        Args:
-            state: Of its request.
-            missing: Tokens of a sample that are not in the tree, for which pages are counted apart.  Those that are there
-                end anywhere in a page: only from where they end on is it known how pages are filled.
+        Beside those for so many ``missing`` tokens: what the tree has of the sample may end anywhere in a page.
         """
         run, size = state.suspended[0], self.tree.page_size
         following = min(run.tokens_left, self.policy.longest)

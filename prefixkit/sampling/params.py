@@ -150,15 +150,10 @@ def as_number(name: str, value: object) -> float:
 
 
 def as_list(name: str, value: Any, of: str) -> list[Any]:
-    try:
-        if isinstance(value, str | bytes | Mapping):
-            raise TypeError
-        items = iter(value)
-    except TypeError:
-        raise TypeError(
-            f"{name} must be a list of {of}, got {type(value).__name__} {value!r}; put a single one into a list"
-        ) from None
-    return list(items)
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        got = f"{type(value).__name__} {value!r}"
+        raise TypeError(f"{name} must be a list of {of}, got {got}; put a single one into a list")
+    return list(value)
 
 
 def as_token_ids(name: str, value: object) -> tuple[int, ...]:

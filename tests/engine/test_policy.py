@@ -8,12 +8,12 @@ from prefixkit.engine.policy import MemoryPolicy, parse_size
 
 @pytest.mark.parametrize("size", [4 * 2**30, "4GiB", np.int64(4 * 2**30), "4096 MiB", 4.0 * 2**30])
 def test_swap_space_is_a_size_as_the_kv_budget_is(size):
-    assert MemoryPolicy(swap_space=size).swap_bytes == MemoryPolicy().swap_bytes == 2**32
+    assert MemoryPolicy(swap_space=size).swap_space == MemoryPolicy().swap_space == 2**32
 
 
 def test_numbers_of_numpy_are_numbers():
     assert MemoryPolicy(headroom=np.int64(8), patience=np.uint8(9)) == MemoryPolicy(headroom=8, patience=9)
-    assert MemoryPolicy(headroom=0, swap_space=0, patience=0).swap_bytes == 0
+    assert MemoryPolicy(headroom=0, swap_space=0, patience=0).swap_space == 0
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_numbers_of_numpy_are_numbers():
     [
         ({"eviction": "fifo"}, ValueError, "eviction must be one of 'lru', 'lfu', 'cost', got 'fifo'"),
         ({"preemption": "drop"}, ValueError, "preemption must be one of 'auto', 'swap', 'recompute', got 'drop'"),
-        ({"swap_space": -1}, ValueError, "swap_space must be at least 0 bytes, got -1; use 0"),
+        ({"swap_space": -1}, ValueError, "swap_space must be at least 0, got -1; use 0"),
         ({"swap_space": "4 gigs"}, ValueError, 'swap_space: a size must look like "2GiB".* got "4 gigs"'),
         ({"swap_space": None}, TypeError, "swap_space: a size must look like .* got NoneType None"),
         ({"headroom": -1}, ValueError, "headroom must be at least 0, got -1"),

@@ -29,11 +29,7 @@ ReadKV = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 def check_place(path: str | Path) -> Path:
-    """Where a file is to be written: the one that a link leads to is replaced, not the link.
-
-    Raises:
-        OSError: no file can be there.
-    """
+    """Where a file is to be written: the one that a link leads to is replaced, not the link; OSError if none can be."""
     path = Path(path).resolve()
     if path.is_dir():
         raise IsADirectoryError(f"{path} cannot be written: it is a folder; name a file in it")
