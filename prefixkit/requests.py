@@ -166,7 +166,7 @@ def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) ->
 
 
 def with_configured_penalty(model: Any, params: object, fields: SamplingFields) -> SamplingFields:
-    """Fields with the repetition penalty of the generation config, where neither they nor ``params`` say one."""
+    """Fields with the repetition penalty of the generation config, where neither one nor ``params`` are given."""
     penalty = _configured(model, "repetition_penalty")
     return fields if params is not None or penalty is None else {"repetition_penalty": penalty, **fields}
 

@@ -123,8 +123,7 @@ class Engine:
 
     def check_fits(self, requests: Iterable[Request]) -> None:
         """Raise KVBudgetTooSmall if some request cannot run to its end even alone."""
-        pinned = self.pinned_pages
-        check_fits(requests, self.tree, self.pool.spec.bytes_per_token, pinned, self._pinned)
+        check_fits(requests, self.tree, self.pool.spec.bytes_per_token, self.pinned_pages, self._pinned)
 
     def score(
         self, prompts: Ordered[NDArray[np.int32]], continuations: Ordered[Ordered[NDArray[np.int32]]], vocab: int
