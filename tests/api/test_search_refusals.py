@@ -84,7 +84,7 @@ STEPS: dict[str, tuple[Callable[[list[SearchNode]], Any], dict[str, Any], type[E
         ValueError,
         "until ends samples, and a beam search has none",
     ),
-    "until of another kind": (list, {"until": 3}, TypeError, "until must be a tuple of strings or functions, got 3"),
+    "until of another kind": (list, {"until": 3}, TypeError, "until must be a list of strings or functions, got int 3"),
     "an empty until": (list, {"until": ["x", ""]}, ValueError, "until must not hold an empty string"),
     "too many tokens": (list, {"max_new_tokens": 10**6}, KVBudgetTooSmall, "prompt 0"),
 }
