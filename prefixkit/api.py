@@ -50,7 +50,7 @@ def generate(
     common, and most longer samples differ from some token on: only an equal call gives equal samples there.
 
     Of the model's ``generation_config`` the end-of-sequence tokens are used and, where neither ``params`` nor a field
-    says one, the repetition penalty.  Temperature and filters are those given here; what else it sets, such as
+    for it is given, the repetition penalty.  Temperature and filters are those given here; what else it sets, such as
     ``no_repeat_ngram_size``, is refused by name.
 
     Args:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.sampling.params import as_list
+
 # Other roles that a padding token may have: it can then stand at an edge of a prompt and be meant.
 _ROLES = ("bos_token_id", "eos_token_id", "unk_token_id", "sep_token_id", "cls_token_id")
 
@@ -38,7 +40,7 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
             f"prompts must be a list of prompts, got a {type(prompts).__name__} with keys {list(prompts)}; "
             'pass the texts themselves, or their token ids without padding: tokenizer(texts)["input_ids"]'
         )
-    given: list[Any] = list(prompts)
+    given = as_list("prompts", prompts, "prompts")
     encoded = [_encode(tokenizer, prompt, index) for index, prompt in enumerate(given)]
     if not encoded:
         raise ValueError("prompts is empty; pass at least one prompt")

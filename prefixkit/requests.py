@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from prefixkit.engine.request import BeamFields, BeamParams, Request
 from prefixkit.models import NotPatched, is_patched, pretrained_model, text_config
 from prefixkit.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding
-from prefixkit.sampling.params import SamplingFields, SamplingParams
+from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
 
 Prompts = Prompt | Iterable[Prompt]
 # Fields of a generation config that change what is sampled, by the value at which they do nothing.
@@ -61,7 +61,7 @@ def beam_requests(
     """A request for each prompt, with the parameters of :func:`prefixkit.beam_search`; everything is checked."""
     encoded = _encoded(model, tokenizer, prompts)
     each = _with_stop_ids(model, tokenizer, _per_prompt(BeamParams, params, fields, len(encoded)))
-    _check_generation_config(model, each, "repetition_penalty")
+    _check_generation_config(model, each)
     return [Request(index, tokens, own) for index, (tokens, own) in enumerate(zip(encoded, each, strict=True))]
 
 
@@ -86,15 +86,8 @@ def scored_tokens(
     Raises:
         ValueError, TypeError: see :meth:`prefixkit.Session.score`.
     """
-    if not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__} {prompts!r}")
     encoded = _encoded(model, tokenizer, prompts)
-    if isinstance(continuations, str | bytes | Mapping) or not isinstance(continuations, Iterable):
-        raise TypeError(
-            f"continuations must be a list of strings or of token ids, got {type(continuations).__name__} "
-            f"{continuations!r}; put it into a list"
-        )
-    given = list(continuations)
+    given = as_list("continuations", continuations, "strings or of lists of token ids")
     several = not one and bool(given) and all(_is_list_of_continuations(own) for own in given)
     each = given if several else [given] * len(encoded)
     if len(each) != len(encoded):
@@ -160,7 +153,7 @@ def _continuation(tokenizer: Any, one: Any, index: int, vocab: int) -> NDArray[n
 def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) -> list[Request]:
     """Requests with their stop tokens, after the checks that the others have passed."""
     check_patched(model)
-    asked = list(requests)
+    asked = as_list("requests", requests, "prefixkit.Request")
     if not asked:
         raise ValueError("requests is empty; pass at least one request")
     for one in asked:
@@ -173,7 +166,7 @@ def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) ->
 
 
 def with_configured_penalty(model: Any, params: object, fields: SamplingFields) -> SamplingFields:
-    """Fields with the repetition penalty of the generation config, where neither they nor ``params`` say one."""
+    """Fields with the repetition penalty of the generation config, where neither one nor ``params`` are given."""
     penalty = _configured(model, "repetition_penalty")
     return fields if params is not None or penalty is None else {"repetition_penalty": penalty, **fields}
 
@@ -195,8 +188,9 @@ def _configured(model: Any, name: str) -> Any:
     return None if value in (None, False, [], 0 if name in _OFF_AT_0 else 1) else value
 
 
-def _check_generation_config(model: Any, each: Iterable[SamplingParams | BeamParams], *further: str) -> None:
+def _check_generation_config(model: Any, each: Sequence[SamplingParams | BeamParams]) -> None:
     """Raise ValueError where the model's generation config asks for what would be left out."""
+    further = ["repetition_penalty"] if any(isinstance(own, BeamParams) for own in each) else []
     if all(isinstance(own, SamplingParams) and own.logits_processors is not None for own in each):
         return  # who passes these says what is to be done with logits
     asked = {
@@ -242,7 +236,8 @@ def _per_prompt(
     common = {name: value for name, value in fields.items() if name not in lists}
     if params is None:
         params = kind(**{name: values[0] for name, values in lists.items() if values}, **common)
-    own = [params] * count if isinstance(params, SamplingParams | BeamParams) else list(params)
+    of = f"{kind.__name__}, or one of them for all prompts"
+    own = [params] * count if isinstance(params, SamplingParams | BeamParams) else as_list("params", params, of)
     if len(own) != count or not all(isinstance(one, kind) for one in own):
         kinds = ", ".join(sorted({type(one).__name__ for one in own})) or "none"
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -10,8 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.request import BeamParams, Request, Sample
-from prefixkit.requests import checked_requests, continuation_tokens, with_configured_penalty
-from prefixkit.sampling.params import SamplingFields, SamplingParams, StopFunction, as_integer, as_seed, as_stops
+from prefixkit.requests import checked_requests, continuation_tokens, is_one_prompt, with_configured_penalty
+from prefixkit.sampling.params import (
+    SamplingFields,
+    SamplingParams,
+    StopFunction,
+    as_integer,
+    as_list,
+    as_seed,
+    as_stops,
+)
 from prefixkit.sampling.rng import sample_key
 
 Ints = NDArray[np.int32]
@@ -158,7 +166,7 @@ class SearchNode:
         if seeds is None:
             own = [int(sample_key(self.seed, self._children + index, ())) for index in range(number)]
         else:
-            own = [as_seed(seed) for seed in seeds]
+            own = [as_seed(seed) for seed in as_list("seeds", seeds, "integers")]
         if len(own) != number:
             raise ValueError(
                 f"fork({number}) needs a seed for each node, got {len(own)}; pass range({number}), or none"
@@ -215,9 +223,7 @@ def check_nodes(session: object, nodes: Iterable[SearchNode]) -> list[SearchNode
         ForeignNode: one belongs to another session.
         NodeReleased: one has been released.
     """
-    if isinstance(nodes, SearchNode):
-        nodes = [nodes]
-    found = list(nodes)
+    found = as_list("nodes", nodes, "search nodes")
     for node in found:
         if not isinstance(node, SearchNode):
             raise TypeError(f"nodes must be search nodes, got {type(node).__name__}; make them by session.prompt()")
@@ -225,6 +231,16 @@ def check_nodes(session: object, nodes: Iterable[SearchNode]) -> list[SearchNode
             raise ForeignNode(f"{node!r} belongs to another session; make one here: session.prompt(node.tokens)")
         node._held()
     return found
+
+
+def with_tokens(session: object, name: str, prompts: Any) -> tuple[Any, bool]:
+    """A list of prompts, with tokens in the place of nodes, and whether it is of a single prompt that was given."""
+    one = isinstance(prompts, SearchNode) or is_one_prompt(prompts)
+    if isinstance(prompts, Mapping) or (hasattr(prompts, "ndim") and not one):
+        return prompts, one
+    given = [prompts] if one else as_list(name, prompts, "prompts or search nodes")
+    check_nodes(session, [node for node in given if isinstance(node, SearchNode)])
+    return [node.tokens if isinstance(node, SearchNode) else node for node in given], one
 
 
 def step_requests(
@@ -270,7 +286,8 @@ def _params_of_each(
     """The parameters of each node: its own or those of all, with ``fields`` in their place."""
     fields = with_configured_penalty(session.model, params, fields)
     params = SamplingParams() if params is None else params
-    each = [params] * count if isinstance(params, Params) else list(params)
+    of = "SamplingParams or BeamParams, or one of them for all nodes"
+    each = [params] * count if isinstance(params, Params) else as_list("params", params, of)
     if len(each) != count or not all(isinstance(one, Params) for one in each):
         kinds = ", ".join(sorted({type(one).__name__ for one in each})) or "none"
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Unpack
 
 from prefixkit.engine.report import Report
@@ -13,13 +13,12 @@ from prefixkit.requests import (
     Prompts,
     beam_requests,
     checked_requests,
-    is_one_prompt,
     longest_scored,
     sampling_requests,
     scored_tokens,
 )
 from prefixkit.sampling.params import SamplingFields, SamplingParams
-from prefixkit.search import SearchNode, Until, check_nodes, step_requests, take
+from prefixkit.search import SearchNode, Until, check_nodes, step_requests, take, with_tokens
 from prefixkit.session_memory import (
     MemoryReleased,
     Pin,
@@ -220,12 +219,7 @@ class Session(SessionMemory):
             ValueError, TypeError: as :func:`prefixkit.score`.
         """
         with self._busy():
-            one = isinstance(prompts, SearchNode) or is_one_prompt(prompts)
-            given = [prompts] if one else prompts
-            if isinstance(given, Iterable) and not isinstance(given, Mapping) and not hasattr(given, "ndim"):
-                given = list(given)
-                check_nodes(self, [node for node in given if isinstance(node, SearchNode)])
-                given = [node.tokens if isinstance(node, SearchNode) else node for node in given]
+            given, one = with_tokens(self, "prompts", prompts)
             asked = scored_tokens(self.model, self.tokenizer, given, continuations, one)
             warn_of_length(self.model, longest_scored(*asked))
             engine = self._ready()

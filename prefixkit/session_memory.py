@@ -17,6 +17,7 @@ from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, session_pages
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.prefixes.transfer import load_prefixes, save_prefixes
+from prefixkit.engine.prefixes.write import check_place
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.stop import special_tokens
@@ -26,7 +27,7 @@ from prefixkit.models.weights_version import weights_version
 from prefixkit.prompts import Prompt
 from prefixkit.requests import check_patched, sampling_requests
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.search import SearchNode, check_nodes
+from prefixkit.search import SearchNode, with_tokens
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
 
@@ -197,7 +198,7 @@ class SessionMemory:
             self._run(requests, False, lambda sample: None)
             return Pin(requests[0].tokens.tolist(), self._ready().pin(requests[0].tokens), self)
 
-    def save(self, path: str | Path, prefixes: Iterable[Prompt | SearchNode]) -> int:
+    def save(self, path: str | Path, prefixes: Prompt | SearchNode | Iterable[Prompt | SearchNode]) -> int:
         """Write the KV of prompts to a file, for :meth:`load` of another session or process.
 
         What the session has no KV of is computed first.  The file is written beside its place and renamed: an
@@ -205,7 +206,8 @@ class SessionMemory:
 
         Args:
             path: The file; its name should end in ``.safetensors``.
-            prefixes: Strings, lists of token ids, lists of chat messages, or search nodes of this session.
+            prefixes: One or a list of them: strings, lists of token ids, lists of chat messages, or search nodes of
+                this session.
 
         Returns:
             How many tokens it holds, each shared one counted once.
@@ -213,12 +215,11 @@ class SessionMemory:
         Raises:
             SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`; nothing was written.
             KVBudgetTooSmall: the pool does not hold all of them at once; nothing was written.
-            OSError: the file cannot be written.
+            OSError: the file cannot be written; where it is a folder, or in one that does not exist, nothing was computed.
         """
         with self._busy():
-            given = list(prefixes)
-            check_nodes(self, [one for one in given if isinstance(one, SearchNode)])
-            own = [one.tokens if isinstance(one, SearchNode) else one for one in given]
+            check_place(path)
+            own, _ = with_tokens(self, "prefixes", prefixes)
             requests = sampling_requests(self.model, self.tokenizer, own, None, {"max_new_tokens": 1})
             pins = list[TreeSequence]()
             try:

@@ -23,7 +23,7 @@ from prefixkit.engine.scheduler import RequestState, Scheduler, check_fits
 from prefixkit.engine.score import Score, score
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.runners.batch import Runner
-from prefixkit.sampling.params import SamplingParams
+from prefixkit.sampling.params import SamplingParams, as_integer
 from prefixkit.tree.eviction import POLICIES, PrefixCache
 from prefixkit.tree.radix import PrefixTree, Sequence
 
@@ -63,15 +63,12 @@ class Engine:
         keep_samples: bool = False,
         policy: MemoryPolicy | None = None,
     ) -> None:
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
-        if most_running < 1:
-            raise ValueError(f"most_running must be at least 1 sample, got {most_running}")
-        self.runner, self.pool, self.most_running = runner, pool, most_running
+        self.prefill_chunk = as_integer("prefill_chunk", prefill_chunk, 1, "compute at least one token a step")
+        self.most_running = as_integer("most_running", most_running, 1, "let at least one sample run")
+        self.runner, self.pool = runner, pool
         self.keep_samples, self.policy = keep_samples, MemoryPolicy() if policy is None else policy
         self.decode = decode
         self.special_tokens = special_tokens or {}
-        self.prefill_chunk = prefill_chunk
         self.report = Report()
         self.listen()
         self._plant(tree)
@@ -86,6 +83,9 @@ class Engine:
         """Say where the samples of the next run go; see :func:`prefixkit.generate`."""
         if on_sample is None and not keep:
             raise ValueError("keep=False drops every sample; pass on_sample to take them, or leave keep out")
+        for name, listener in (("on_sample", on_sample), ("on_token", on_token), ("on_step", on_step)):
+            if listener is not None and not callable(listener):
+                raise TypeError(f"{name} must be a function, got {type(listener).__name__} {listener!r}")
         self.keep, self.on_sample, self.on_token, self.on_step = keep, on_sample, on_token, on_step
 
     def _plant(self, tree: PrefixTree) -> None:
@@ -122,7 +122,7 @@ class Engine:
 
     def check_fits(self, requests: Iterable[Request]) -> None:
         """Raise KVBudgetTooSmall if some request cannot run to its end even alone."""
-        check_fits(requests, self.tree, self.pool.spec.bytes_per_token, self.pinned_pages)
+        check_fits(requests, self.tree, self.pool.spec.bytes_per_token, self.pinned_pages, self._pinned)
 
     def score(
         self, prompts: Ordered[NDArray[np.int32]], continuations: Ordered[Ordered[NDArray[np.int32]]], vocab: int

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
-import re
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 
 from prefixkit.attention.capacity import MOST_PARTIAL_BYTES
+from prefixkit.engine.policy import parse_size
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.scheduler import admission_order, pages_per_unit
 from prefixkit.ops.kv_pool import KVSpec, free_memory
@@ -30,34 +28,6 @@ GPU_MEMORY_SHARE = 0.95
 MOST_RUNNING = 4096
 # Where there is memory, beams get so many times the pages that they need at least: forks leave half of the slots free.
 _BEAMS_PAGES = 2
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def parse_size(size: float | str, name: str = "kv_budget") -> int:
-    """Bytes from ``"2GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"1048576"``, or from a number of them.
-
-    Args:
-        size: What a user gave.
-        name: The parameter or option it was given as, for messages.
-
-    Raises:
-        ValueError: A string that is no number with one of these units or below a byte, or a number that is not finite.
-        TypeError: Neither a string nor a number.
-    """
-    looks = 'a size must look like "2GiB", "512MiB" or "1.5GB", or be a number of bytes'
-    if isinstance(size, bool) or not isinstance(size, str | int | float | np.integer | np.floating):
-        raise TypeError(f"{name}: {looks}, got {type(size).__name__} {size!r}")
-    if not isinstance(size, str):
-        if not math.isfinite(size):
-            raise ValueError(f"{name}: {looks}, got {size}")
-        return int(size)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-    number = 0 if found is None else int(Fraction(found[1]) * _UNITS.get(found[2].upper(), 0))
-    if number < 1:
-        raise ValueError(f'{name}: {looks}, got "{size}"')
-    return number
 
 
 def pool_pages(

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
+import numpy as np
+
+from prefixkit.sampling.params import as_integer
 from prefixkit.tree.eviction import POLICIES
 
 Eviction = Literal["lru", "lfu", "cost"]
 Preemption = Literal["auto", "swap", "recompute"]
 
 _PREEMPTIONS = "auto", "swap", "recompute"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_size(size: float | str, name: str = "kv_budget") -> int:
+    """Bytes from ``"2GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"1048576"``, or from a number of them.
+
+    Args:
+        size: What a user gave.
+        name: The parameter or option it was given as, for messages.
+
+    Raises:
+        ValueError: A string that is no number with one of these units or below a byte, or a number that is not finite.
+        TypeError: Neither a string nor a number.
+    """
+    looks = 'a size must look like "2GiB", "512MiB" or "1.5GB", or be a number of bytes'
+    if isinstance(size, bool) or not isinstance(size, str | int | float | np.integer | np.floating):
+        raise TypeError(f"{name}: {looks}, got {type(size).__name__} {size!r}")
+    if not isinstance(size, str):
+        if not math.isfinite(size):
+            raise ValueError(f"{name}: {looks}, got {size}")
+        return int(size)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    number = 0 if found is None else int(Fraction(found[1]) * _UNITS.get(found[2].upper(), 0))
+    if number < 1:
+        raise ValueError(f'{name}: {looks}, got "{size}"')
+    return number
 
 
 @dataclass(frozen=True)
@@ -26,18 +59,20 @@ class MemoryPolicy:
             what copies and prompts have taken so far.
         headroom: Tokens for which each running sequence must find pages before more is admitted.  A request is preempted
             once some sequence finds none for a quarter of them: what lies between keeps the two from taking turns.
-        swap_space: Bytes of host memory for swapped KV at most; beyond it, KV is computed again.
+        swap_space: Host memory for swapped KV at most, in bytes or as a size such as ``"4GiB"``; beyond it, KV is
+            computed again.
         patience: Steps that a request waits at most while others that came later, or of a higher priority, are
             admitted before it.
 
     Raises:
-        ValueError: a name that is not one of these, or a number below 0.
+        ValueError: a name that is not one of these, a number below 0, or no size.
+        TypeError: a number that is no integer.
     """
 
     eviction: Eviction = "lru"
     preemption: Preemption = "auto"
     headroom: int = 64
-    swap_space: int = 4 * 2**30
+    swap_space: float | str = 4 * 2**30
     patience: int = 1024
 
     @property
@@ -57,7 +92,7 @@ class MemoryPolicy:
         ):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-        for name in ("headroom", "swap_space", "patience"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise ValueError(f"{name} must be an integer of at least 0, got {number!r}")
+        for name in ("headroom", "patience"):
+            object.__setattr__(self, name, as_integer(name, getattr(self, name), 0, "use 0 for none"))
+        size = as_integer("swap_space", parse_size(self.swap_space, "swap_space"), 0, "use 0 for none")
+        object.__setattr__(self, "swap_space", size)

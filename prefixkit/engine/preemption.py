@@ -115,7 +115,7 @@ class Preemption:
         """Whether the KV of so many tokens is to go to host memory."""
         policy, size = self.policy, tokens * self.pool.spec.bytes_per_token
         held = {id(one.kv): one.kv.nbytes for of in self._held.values() for one in of}
-        if not tokens or policy.preemption == "recompute" or sum(held.values()) + size > policy.swap_space:
+        if not tokens or policy.preemption == "recompute" or sum(held.values()) + size > int(policy.swap_space):
             return False
         return policy.preemption == "swap" or 2 * self.copying.seconds_for(size) < self.computing.seconds_for(tokens)
 
@@ -148,10 +148,13 @@ class Preemption:
             for sequence in run.sequences:
                 tree.release(sequence)
             return False
+        lost = False
         for sequence, swapped in zip(run.sequences, self._held.pop(run, [None] * len(own)), strict=True):
             computed = self.cache.found(sequence)
             if swapped is not None and computed >= swapped.start:
                 self._write(sequence, swapped, computed)
+            lost |= swapped is not None and computed < swapped.start  # its prompt was evicted meanwhile
+        self.swapped, self.recomputed = self.swapped - lost, self.recomputed + lost
         return True
 
     def forget(self) -> None:

@@ -35,9 +35,10 @@ class Report:
     A plain batch computes every sequence's tokens for itself and keeps and reads a KV cache of its own for each.
 
     Attributes:
-        prompts: Prompts sampled.
+        prompts: Prompts sampled, or scored.
         samples: Samples finished.
         new_tokens: Tokens sampled.
+        scored: Continuations scored.
         steps: Forward passes.
         plans: Attention plans made; the other steps reused one.
         tokens_computed: Tokens that went through the model.
@@ -67,6 +68,7 @@ class Report:
     prompts: int = 0
     samples: int = 0
     new_tokens: int = 0
+    scored: int = 0
     steps: int = 0
     plans: int = 0
     tokens_computed: int = 0
@@ -167,6 +169,9 @@ class Report:
     @property
     def headline(self) -> str:
         """The run in one line."""
+        if self.scored:
+            computed = f"{self.tokens_computed:,} tokens computed in {self.seconds:.1f} s"
+            return f"{self.scored:,} continuations of {self.prompts:,} prompts scored, {computed}"
         return (
             f"{self.samples:,} samples of {self.prompts:,} prompts, {self.new_tokens:,} new tokens "
             f"in {self.seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from prefixkit.sampling.params import SamplingParams, as_integer, as_number, as_token_ids
+from prefixkit.sampling.params import SamplingParams, as_integer, as_list, as_number, as_token_ids
 
 FinishReason = Literal["stop", "length"]
 
@@ -130,7 +130,10 @@ class Request:
             raise ValueError(f"{where}: indices are of samples, and beams have none; leave them out")
         if isinstance(given, range) and given and given.start >= 0 and given.step > 0:
             return given
-        numbers = tuple(as_integer("a sample's index", one, 0, "count samples from 0") for one in given or ())
+        numbers = tuple(
+            as_integer("a sample's index", one, 0, "count samples from 0")
+            for one in as_list("indices", given, "integers")
+        )
         if not numbers or any(one >= other for one, other in pairwise(numbers)):
             raise ValueError(f"{where}: indices must be ascending, at least one, got {list(numbers)[:8]}")
         return numbers

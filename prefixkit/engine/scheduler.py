@@ -7,7 +7,7 @@ Nothing here runs a model.  What runs may grow beyond the pool later: then the r
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -20,6 +20,7 @@ from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.eviction import PrefixCache
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
+from prefixkit.tree.tokens import common_prefix
 
 
 class KVBudgetTooSmall(ValueError):
@@ -91,7 +92,13 @@ def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
     return pages_for(tokens, page_size)
 
 
-def check_fits(requests: Iterable[Request], tree: PrefixTree, bytes_per_token: int, pinned: int = 0) -> None:
+def check_fits(
+    requests: Iterable[Request],
+    tree: PrefixTree,
+    bytes_per_token: int,
+    pinned: int = 0,
+    pins: Collection[Sequence] = (),
+) -> None:
     """Raise KVBudgetTooSmall, before anything starts, if some request cannot run to its end even alone.
 
     Args:
@@ -99,10 +106,14 @@ def check_fits(requests: Iterable[Request], tree: PrefixTree, bytes_per_token: i
         tree: Where.
         bytes_per_token: KV of a token.
         pinned: Pages that pinned prefixes hold.
+        pins: These; a request that begins as one of them needs pages for the rest alone.
     """
     have = tree.allocator.num_pages - pinned
     for request in requests:
-        need = pages_for(len(request.tokens), tree.page_size) + pages_per_unit(request.params, tree.page_size)
+        shared, unit = 0, pages_per_unit(request.params, tree.page_size)
+        if pages_for(len(request.tokens), tree.page_size) + unit > have:
+            shared = max((common_prefix(one.tokens(), request.tokens) for one in pins), default=0)
+        need = pages_for(len(request.tokens) - shared, tree.page_size) + unit
         if need > have:
             page_bytes = tree.page_size * bytes_per_token
             raise KVBudgetTooSmall(

@@ -90,7 +90,7 @@ def score(
     most_wanted = max(1, MOST_LOGIT_BYTES // (4 * vocab))
     scoring = Scoring(runner, pool, cache, contexts, prefill_chunk, most_wanted, report)
     scoring.run()
-    report.prompts += len(prompts)
+    report.prompts, report.scored = report.prompts + len(prompts), report.scored + sum(map(len, continuations))
     report.tokens_plain_batch += sum(
         len(prompt) + len(tokens) - 1 for prompt, each in zip(prompts, continuations, strict=True) for tokens in each
     )

@@ -106,8 +106,9 @@ def generates(model: nn.Module) -> bool:
 
 
 def set_mode(model: nn.Module, mode: Mode) -> None:
-    """Say when ``generate`` is to make a tree cache."""
+    """Say when ``generate`` is to make a tree cache, from now on with no KV of before."""
     model.__dict__[_MODE] = mode
+    forget_idle(model)
 
 
 def wrap_forward(model: nn.Module) -> None:

@@ -26,7 +26,8 @@ def patch(model: Model, *, tree_cache: Mode = "auto") -> Model:
 
     Args:
         model: A transformers model whose attention layers follow transformers' attention interface, or a wrapper
-            around one.  Patching it twice changes nothing but ``tree_cache``.
+            around one.  Patching it again changes ``tree_cache``, and drops the KV that ``generate`` keeps from call to
+            call, as writes through ``tensor.data`` ask for: torch does not count them.
         tree_cache: When ``model.generate`` keeps its KV in a :class:`TreeCache`: ``"auto"`` where rows share prompt
             tokens, as with ``num_return_sequences`` and ``num_beams``, and on a GPU where its steps can replay CUDA
             graphs; ``"always"`` wherever it can; ``"never"`` unless it is given one as ``past_key_values``.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, SupportsIndex, TypedDict
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict
 
 import numpy as np
 
@@ -149,17 +149,20 @@ def as_number(name: str, value: object) -> float:
     return float(value)
 
 
+def as_list(name: str, value: Any, of: str) -> list[Any]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        got = f"{type(value).__name__} {value!r}"
+        raise TypeError(f"{name} must be a list of {of}, got {got}; put a single one into a list")
+    return list(value)
+
+
 def as_token_ids(name: str, value: object) -> tuple[int, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a tuple of token ids, got {value!r}; write a single id as (id,)")
-    return tuple(dict.fromkeys(as_integer(name, token, 0, "token ids count from 0") for token in value))
+    tokens = as_list(name, value, "token ids")
+    return tuple(dict.fromkeys(as_integer(name, token, 0, "token ids count from 0") for token in tokens))
 
 
 def as_stops(name: str, value: object) -> tuple[str | StopFunction, ...]:
-    value = (value,) if isinstance(value, str) or callable(value) else value
-    if isinstance(value, bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a tuple of strings or functions, got {value!r}; one may stand for itself")
-    stops = tuple(value)
+    stops = [value] if isinstance(value, str) or callable(value) else as_list(name, value, "strings or functions")
     for one in stops:
         if not isinstance(one, str) and not callable(one):
             raise TypeError(f"{name} must hold strings or functions, got {type(one).__name__} {one!r}")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import prefixkit
-from prefixkit import SamplingParams
+from prefixkit import BeamParams, Request, SamplingParams, Session
 from prefixkit.models import NotPatched
 from tests.api.cases import TOKENIZER
 from tests.tiny import tiny_llama
@@ -47,16 +47,26 @@ def test_parameters_out_of_range(model, option, message):
         ({"seed": [1.5]}, "seed must be an integer, got float"),
         ({"seed": np.array([1.5])}, "seed must be an integer, got float"),
         ({"seed": np.array([[1]])}, "seed must be an integer, got list"),
-        ({"stop": 7}, "stop must be a tuple of strings or functions, got 7"),
-        ({"stop": b"END"}, "stop must be a tuple of strings"),
-        ({"stop_token_ids": 7}, "stop_token_ids must be a tuple of token ids, got 7"),
+        ({"stop": 7}, "stop must be a list of strings or functions, got int 7"),
+        ({"stop": b"END"}, "stop must be a list of strings"),
+        ({"stop_token_ids": 7}, "stop_token_ids must be a list of token ids, got int 7"),
         ({"kv_budget": True}, "kv_budget: .* got bool True"),
         ({"kv_budget": [1]}, "kv_budget: .* got list"),
+        ({"prompts": None}, "prompts must be a list of prompts, got NoneType None; put a single one into a list"),
+        ({"params": 3}, "params must be a list of SamplingParams, or one of them for all prompts, got int 3"),
+        ({"params": {"n": 3}}, "params must be a list of SamplingParams, .* got dict"),
+        ({"on_sample": 3}, "on_sample must be a function, got int 3"),
     ],
 )
 def test_parameters_of_another_type(model, option, message):
     with pytest.raises(TypeError, match=message):
-        prefixkit.generate(model, TOKENIZER, ["a"], **option)
+        prefixkit.generate(model, TOKENIZER, **{"prompts": ["a"], **option})
+
+
+@pytest.mark.parametrize("option", [{"prefill_chunk": "8"}, {"most_running": "8"}])
+def test_numbers_of_a_session_of_another_type(model, option):
+    with pytest.raises(TypeError, match=rf"{next(iter(option))} must be an integer, got str '8'"):
+        prefixkit.Session(model, kv_budget="1MiB", **option)
 
 
 class TestTheModelsGenerationConfig:
@@ -92,3 +102,15 @@ class TestTheModelsGenerationConfig:
         configured.generation_config.repetition_penalty = 1.2
         with pytest.raises(ValueError, match=r"generation_config sets repetition_penalty=1\.2"):
             prefixkit.beam_search(configured, None, [[5, 6, 7]], num_beams=2, max_new_tokens=3)
+        beams, samples = BeamParams(2, max_new_tokens=3), SamplingParams(repetition_penalty=1.2, max_new_tokens=3)
+        with Session(configured, kv_budget="1MiB") as session:
+            nodes = session.prompt([5, 6, 7]).fork(2)
+            for call in (
+                lambda: session.run([Request(0, [5, 6, 7], samples), Request(1, [5, 6, 7], beams)]),
+                lambda: session.step(nodes, [samples, beams]),
+                lambda: session.step(nodes[0], beams),
+            ):
+                with pytest.raises(ValueError, match=r"generation_config sets repetition_penalty=1\.2"):
+                    call()
+            assert [len(node) for node in nodes] == [3, 3]
+            assert len(session.step(nodes, samples)) == 2

@@ -172,6 +172,23 @@ class TestPins:
             pin.release()
             session.generate(["x" * 20], max_new_tokens=100)
 
+    @pytest.mark.parametrize("shared", ["p" * 80, "p" * 70, "p" * 90], ids=["all", "a part", "all, and more"])
+    def test_a_prompt_that_begins_as_a_pinned_one_needs_room_for_the_rest_alone(self, model: Any, shared: str) -> None:
+        """The pool holds 32 pages, of which the pin takes 20."""
+        with Session(model, ByteTokenizer(), kv_budget="64KiB", page_size=4) as session:
+            session.pin("p" * 80)
+            result = session.generate([shared + "q" * 8], **OPTIONS)
+            assert told(result) == alone(model, [shared + "q" * 8])
+            assert result.report.prompt_tokens_found == min(len(shared), 80)
+            with pytest.raises(KVBudgetTooSmall, match="beside 20 pages of pinned prefixes"):
+                session.generate([shared + "q" * 8], max_new_tokens=100)
+
+    def test_prompts_that_share_a_prefix_are_saved_together_though_each_takes_half_of_the_pool(
+        self, model: Any, tmp_path: Path
+    ) -> None:
+        with Session(model, ByteTokenizer(), kv_budget="64KiB", page_size=4) as session:
+            assert session.save(tmp_path / "turns.safetensors", ["p" * 80 + letter for letter in "abcd"]) == 84
+
 
 class TestFiles:
     def test_another_process_finds_what_was_saved(self, model: Any, session: Session, tmp_path: Path) -> None:
@@ -187,6 +204,48 @@ class TestFiles:
             assert told(result) == alone(model, [FEW_SHOT + "ab", "other"])
             assert result.report.prompt_tokens_found >= len(FEW_SHOT) + 1
 
+    @pytest.mark.parametrize("as_given", [str, lambda text: list(text.encode())], ids=["text", "token ids"])
+    def test_a_single_prompt_need_not_be_in_a_list(
+        self, model: Any, session: Session, tmp_path: Path, as_given: Any
+    ) -> None:
+        """A string is not taken for a list of letters."""
+        path = tmp_path / "prompt.safetensors"
+        assert session.save(path, as_given("hello, llama")) == 12
+        assert session.save(path, session.prompt("hello, llama")) == 12
+        with Session(model, ByteTokenizer(), kv_budget="1MiB") as later:
+            later.load(path)
+            assert later.generate(["hello, llama"], max_new_tokens=1).report.prompt_tokens_found == 12
+
+    @pytest.mark.parametrize("wrong", [None, 3, {"a": 1}])
+    def test_what_is_no_list_of_prompts_is_named(self, session: Session, tmp_path: Path, wrong: Any) -> None:
+        with pytest.raises(TypeError, match=r"must be a list of prompts.* got (NoneType|int|a dict)"):
+            session.save(tmp_path / "none.safetensors", wrong)
+        assert not list(tmp_path.iterdir())
+
+    def test_a_place_where_no_file_can_be_is_refused_before_anything_is_computed(
+        self, session: Session, tmp_path: Path
+    ) -> None:
+        with pytest.raises(IsADirectoryError, match="it is a folder; name a file in it"):
+            session.save(tmp_path, [FEW_SHOT])
+        with pytest.raises(FileNotFoundError, match=r"there is no folder .*/runs; make it first"):
+            session.save(tmp_path / "runs" / "few-shot.safetensors", [FEW_SHOT])
+        assert not session.report.steps
+
+    @pytest.mark.parametrize("eviction", ["lru", "lfu", "cost"])
+    def test_all_that_was_read_is_there_though_others_were_found_more_often(
+        self, model: Any, session: Session, tmp_path: Path, eviction: Any
+    ) -> None:
+        path = tmp_path / "prefixes.safetensors"
+        prompts = [f"{letter} is a letter of the alphabet" for letter in "abcd"]
+        count = session.save(path, prompts)
+        policy = MemoryPolicy(eviction=eviction)
+        with Session(model, ByteTokenizer(), kv_budget="96KiB", page_size=4, memory=policy) as later:
+            for _ in range(5):
+                later.generate([f"{number}: what is asked often" * 2 for number in range(3)], max_new_tokens=4)
+            assert later.load(path) == count
+            assert later.load(path) == 0
+            assert later.generate(prompts, max_new_tokens=1).report.prompt_tokens_found == count
+
     def test_a_file_of_another_model_is_refused(self, session: Session, tmp_path: Path) -> None:
         path = tmp_path / "prefixes.safetensors"
         session.save(path, [FEW_SHOT])
@@ -197,18 +256,21 @@ class TestFiles:
 
     def test_a_torn_file_leaves_the_tree_as_it_is(self, model: Any, session: Session, tmp_path: Path) -> None:
         path = tmp_path / "prefixes.safetensors"
-        session.save(path, [FEW_SHOT, "short"])
+        session.save(path, ["a short one", FEW_SHOT])
         content = bytearray(path.read_bytes())
-        content[-100] ^= 1
+        content[-100] ^= 1  # of the last block
         path.write_bytes(content)
         with Session(model, ByteTokenizer(), kv_budget="1MiB") as other:
+            other.generate([FEW_SHOT[:20]], max_new_tokens=1)
             with pytest.raises(PrefixFileError):
                 other.load(path)
             engine = other._engine
             assert engine is not None
             check_tree(engine.tree)
             assert engine.tree.pages_held() == 0
-            assert told(other.generate([FEW_SHOT], **OPTIONS)) == alone(model, [FEW_SHOT])
+            result = other.generate(["a short one", FEW_SHOT], **OPTIONS)
+            assert result.report.prompt_tokens_found == 20
+            assert told(result) == alone(model, ["a short one", FEW_SHOT])
 
     def test_what_does_not_fit_is_refused_before_anything_is_written_or_read(
         self, model: Any, session: Session, tmp_path: Path

@@ -152,6 +152,13 @@ def test_requests_are_checked_as_prompts_are(session, model):
         session.run([])
     with pytest.raises(TypeError, match=r"must be prefixkit\.Request, got str"):
         session.run(["text"])
+    for wrong in (None, Request(0, [1], SamplingParams())):
+        with pytest.raises(
+            TypeError, match=r"requests must be a list of prefixkit\.Request, got .*; put a single one in"
+        ):
+            session.run(wrong)
+    with pytest.raises(TypeError, match="indices must be a list of integers, got int 3"):
+        Request(0, [1], SamplingParams(), indices=3)
     with pytest.raises(ValueError, match="outside the model's vocabulary"):
         session.run([Request(0, np.array([10**6]), SamplingParams())])
     with Session(model, None, kv_budget="1MiB") as bare, pytest.raises(ValueError, match="tokenizer is None"):

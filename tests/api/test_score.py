@@ -185,7 +185,7 @@ def test_a_strings_own_tokens_without_special_ones_follow_the_prompt(model: Any,
 @pytest.mark.parametrize(
     ("prompts", "continuations", "error", "message"),
     [
-        ("a", {"x": 1}, TypeError, "continuations must be a list of strings or of token ids, got dict"),
+        ("a", {"x": 1}, TypeError, "continuations must be a list of strings or of lists of token ids, got dict"),
         ("a", b"x", TypeError, "continuations must be a list"),
         ("a", 5, TypeError, "continuations must be a list"),
         ("a", [5], ValueError, "continuation 0: pass at least one token"),
@@ -196,7 +196,7 @@ def test_a_strings_own_tokens_without_special_ones_follow_the_prompt(model: Any,
         (["a", "b"], [["x"], []], ValueError, "prompt 1 has no continuations"),
         (["a", ""], ["x"], ValueError, "prompt 1 is an empty string"),
         ({"input_ids": [[1]]}, ["x"], TypeError, "prompts must be a list of prompts, got a dict"),
-        (5, ["x"], TypeError, "prompts must be a prompt or a list of prompts, got int 5"),
+        (5, ["x"], TypeError, "prompts must be a list of prompts.*, got int 5; put a single one into a list"),
         ([[1, 260]], ["x"], ValueError, "prompt 0: token 260 is outside"),
     ],
 )

@@ -56,7 +56,15 @@ def test_a_node_of_another_session_is_refused(model: Any, session: Session) -> N
 
 STEPS: dict[str, tuple[Callable[[list[SearchNode]], Any], dict[str, Any], type[Exception], str]] = {
     "no nodes": (lambda nodes: [], {}, ValueError, "nodes is empty"),
-    "a string": (lambda nodes: "text", {}, TypeError, "nodes must be search nodes, got str"),
+    "a string": (lambda nodes: "text", {}, TypeError, "nodes must be a list of search nodes, got str 'text'"),
+    "None": (lambda nodes: None, {}, TypeError, "nodes must be a list of search nodes, got NoneType None; put"),
+    "other things": (lambda nodes: [3], {}, TypeError, "nodes must be search nodes, got int; make them by session"),
+    "a number as params": (
+        list,
+        {"params": 3},
+        TypeError,
+        "params must be a list of SamplingParams or BeamP.* got int 3",
+    ),
     "twice the same": (lambda nodes: [*nodes, nodes[0]], {}, ValueError, "listed twice; fork it"),
     "too few params": (list, {"params": [GREEDY]}, ValueError, r"one for each, got 1 \(SamplingParams\) for 2 nodes"),
     "no params": (list, {"params": [1, 2]}, ValueError, r"got 2 \(int\) for 2 nodes"),
@@ -76,7 +84,7 @@ STEPS: dict[str, tuple[Callable[[list[SearchNode]], Any], dict[str, Any], type[E
         ValueError,
         "until ends samples, and a beam search has none",
     ),
-    "until of another kind": (list, {"until": 3}, TypeError, "until must be a tuple of strings or functions, got 3"),
+    "until of another kind": (list, {"until": 3}, TypeError, "until must be a list of strings or functions, got int 3"),
     "an empty until": (list, {"until": ["x", ""]}, ValueError, "until must not hold an empty string"),
     "too many tokens": (list, {"max_new_tokens": 10**6}, KVBudgetTooSmall, "prompt 0"),
 }
@@ -123,7 +131,16 @@ CALLS: dict[str, tuple[Callable[[Session, SearchNode], object], type[Exception],
     ),
     "too many seeds": (lambda session, node: node.fork(3, range(4)), ValueError, "for each node, got 4"),
     "a seed below 0": (lambda session, node: node.fork(1, [-1]), ValueError, "seed must be at least 0"),
-    "seeds of letters": (lambda session, node: node.fork(1, "1"), TypeError, "seed must be an integer, got str"),
+    "seeds of letters": (
+        lambda session, node: node.fork(1, "1"),
+        TypeError,
+        "seeds must be a list of integers, got str",
+    ),
+    "a number as seeds": (
+        lambda session, node: node.fork(2, 3),
+        TypeError,
+        "seeds must be a list of integers, got int 3",
+    ),
     "extending by nothing": (
         lambda session, node: node.extend([]),
         ValueError,

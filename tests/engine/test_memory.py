@@ -63,36 +63,3 @@ def test_steps_take_more_for_more_samples_up_to_as_many_as_run():
     assert most == sizing.step_bytes(CONFIG, SPEC, requests(n=9 * sizing.MOST_RUNNING), 1024)
     beams = [Request(0, np.arange(5), BeamParams(num_beams=6))]
     assert sizing.step_bytes(CONFIG, SPEC, beams, 1024) == sizing.step_bytes(CONFIG, SPEC, requests(n=3), 1024)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("2GiB", 2 * 2**30),
-        ("512 MiB", 512 * 2**20),
-        ("1.5gb", 1_500_000_000),
-        ("64kib", 65_536),
-        ("1048576", 2**20),
-        (" 7B ", 7),
-        (2**31, 2**31),
-        (np.int64(7), 7),
-        (1.5e9, 1_500_000_000),
-    ],
-)
-def test_a_size_is_a_number_and_a_unit(text, size):
-    assert sizing.parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 gigs", "0", "1e9", "2GiB!", "1,5GB", "0.4B", "0.0001 KiB"])
-def test_any_other_text_is_no_size(text):
-    with pytest.raises(ValueError, match="a size must look like"):
-        sizing.parse_size(text)
-
-
-def test_a_message_names_what_was_given_and_where():
-    with pytest.raises(ValueError, match=r'--kv-budget: a size must look like "2GiB".* bytes, got "2 gigs"'):
-        sizing.parse_size("2 gigs", "--kv-budget")
-    with pytest.raises(TypeError, match=r"kv_budget: a size must .* got bool True"):
-        sizing.parse_size(True)
-    with pytest.raises(ValueError, match=r"kv_budget: .* got inf"):
-        sizing.parse_size(float("inf"))

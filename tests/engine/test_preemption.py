@@ -6,7 +6,7 @@ import pytest
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Rate
 from prefixkit.engine.request import BeamParams, Request
-from prefixkit.engine.scheduler import pages_per_unit
+from prefixkit.engine.scheduler import KVBudgetTooSmall, pages_per_unit
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.sampling.params import SamplingParams
 from tests.engine.fake_model import VOCAB, make_engine
@@ -49,9 +49,9 @@ def test_samples_are_those_without_pressure(page_size, how, pace, seed):
         np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
     report = engine.report
     assert report.preempted_swapped + report.preempted_recomputed > 0
-    assert (report.kv_bytes_swapped > 0) == (report.preempted_swapped > 0)
-    assert how != "swap" or not report.preempted_recomputed
-    assert how != "recompute" or not report.preempted_swapped
+    assert report.kv_bytes_swapped > 0 or not report.preempted_swapped
+    assert how != "swap" or report.kv_bytes_swapped > 0
+    assert how != "recompute" or not report.kv_bytes_swapped
     assert_all_given_back(engine)
 
 
@@ -127,6 +127,43 @@ def test_what_comes_back_finds_room_for_its_next_token(pace, headroom):
     assert_all_given_back(engine)
 
 
+@pytest.mark.parametrize(("page_size", "num_pages", "seed"), [(4, 5, 22), (8, 4, 184)])
+def test_what_the_cache_has_kept_of_a_sample_may_end_anywhere_in_a_page(page_size, num_pages, seed):
+    """Its next tokens then begin a page sooner than if its first one had."""
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    head = rng.integers(0, VOCAB, 2 * page_size)
+    policy = MemoryPolicy(preemption="recompute", headroom=0)
+    for _ in range(5):
+        requests = [
+            Request(
+                i,
+                [*head[: rng.integers(1, 2 * page_size)], *rng.integers(0, VOCAB, rng.integers(0, page_size))],
+                SamplingParams(n=rng.integers(1, 6), max_new_tokens=rng.integers(2, 2 * page_size), seed=i),
+            )
+            for i in range(3)
+        ]
+        roomy, _ = make_engine(num_pages=10_000, page_size=page_size)
+        engine, _ = make_engine(num_pages=num_pages, page_size=page_size, policy=policy)
+        try:
+            engine.check_fits(requests)
+        except KVBudgetTooSmall:
+            continue
+        assert [s.tokens for s in engine.run(requests)] == [s.tokens for s in roomy.run(requests)]
+        assert_all_given_back(engine)
+
+
+@pytest.mark.parametrize(("num_pages", "again"), [(22, 0), (13, 1), (17, 2)])
+def test_swapped_kv_is_of_no_use_where_its_prompt_was_evicted_and_is_counted_so(num_pages, again):
+    engine, model = make_engine(num_pages, page_size=4, policy=MemoryPolicy(preemption="swap", headroom=4))
+    params = {"max_new_tokens": 24, "stop_token_ids": ()}
+    requests = [Request(i, [i] * 20, SamplingParams(n=2, seed=i, **params)) for i in range(3)]
+    assert len(engine.run(requests)) == 6
+    assert engine.report.preempted_recomputed == again
+    assert engine.report.preempted_swapped > 0
+    assert (max(times for tokens, times in model.computed.items() if len(tokens) > 21) > 1) == (again > 0)
+
+
 def test_where_host_memory_is_full_kv_is_computed_again():
     requests = requests_of(7)
     engine, _ = make_engine(num_pages=60, page_size=4, policy=MemoryPolicy(preemption="swap", swap_space=0, headroom=4))
@@ -194,20 +231,6 @@ class TestOrder:
         found = self.order_of(self.requests([1, 0, *[1] * 10]), patience=60)
         assert found.index(1) < 8
         assert self.order_of(self.requests([1, 0, *[1] * 10]), patience=10**6)[-1] == 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"eviction": "fifo"}, "eviction must be one of 'lru', 'lfu', 'cost', got 'fifo'"),
-        ({"preemption": "drop"}, "preemption must be one of 'auto', 'swap', 'recompute', got 'drop'"),
-        ({"swap_space": -1}, "swap_space must be an integer of at least 0, got -1"),
-        ({"patience": 1.5}, "patience must be an integer of at least 0, got 1.5"),
-    ],
-)
-def test_a_policy_that_does_not_exist_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        MemoryPolicy(**fields)
 
 
 def test_rates_come_from_what_was_measured():

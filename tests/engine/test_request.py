@@ -42,10 +42,10 @@ NAN, INF = float("nan"), float("inf")
         ("max_new_tokens", False, TypeError, "got bool"),
         ("seed", -1, ValueError, "0 to 2"),
         ("seed", 2**64, ValueError, "below 2"),
-        ("stop_token_ids", 5, TypeError, r"write a single id as \(id,\)"),
+        ("stop_token_ids", 5, TypeError, "must be a list of token ids, got int 5; put a single one into a list"),
         ("stop_token_ids", (-1,), ValueError, "stop_token_ids must be at least 0"),
         ("stop_token_ids", (True,), TypeError, "got bool"),
-        ("stop", 7, TypeError, "stop must be a tuple of strings or functions, got 7; one may stand for itself"),
+        ("stop", 7, TypeError, "stop must be a list of strings or functions, got int 7; put a single one into a list"),
         ("stop", ("END", ""), ValueError, "empty string"),
         ("stop", (7,), TypeError, "stop must hold strings or functions, got int"),
     ],
@@ -67,7 +67,7 @@ def test_sampling_params_are_checked(field, value, error, message):
         ({"num_beams": 2, "early_stopping": "always"}, ValueError, "True, False or 'never', got 'always'"),
         ({"num_beams": 2, "early_stopping": 1}, ValueError, "got 1"),
         ({"num_beams": 2, "max_new_tokens": 0}, ValueError, "at least one token"),
-        ({"num_beams": 2, "stop_token_ids": 5}, TypeError, "write a single id"),
+        ({"num_beams": 2, "stop_token_ids": 5}, TypeError, "put a single one into a list"),
     ],
 )
 def test_beam_params_are_checked(fields, error, message):

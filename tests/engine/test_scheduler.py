@@ -173,7 +173,7 @@ def test_no_more_run_at_once_than_asked(most):
 
 
 def test_at_least_one_must_run():
-    with pytest.raises(ValueError, match="most_running must be at least 1 sample, got 0"):
+    with pytest.raises(ValueError, match="most_running must be at least 1, got 0"):
         make_engine(most_running=0)
 
 

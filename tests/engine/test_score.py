@@ -255,6 +255,18 @@ def test_what_sequences_hold_is_no_room_but_their_own_beginning_is_found():
     assert_all_given_back(engine)
 
 
+def test_the_report_says_what_was_scored():
+    prompts, continuations = random_texts(1)
+    engine, _ = make_engine()
+    engine.score(prompts, continuations, VOCAB)
+    scored = sum(map(len, continuations))
+    told = (
+        f"{scored} continuations of {len(prompts)} prompts scored, {engine.report.tokens_computed} tokens computed in"
+    )
+    assert engine.report.headline.startswith(told)
+    assert engine.report.scored == scored
+
+
 @pytest.mark.parametrize("at", [0, 1, 5])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_step_that_fails_leaves_nothing_behind(error, at):

@@ -73,6 +73,17 @@ def test_kv_of_old_weights_is_not_used(model, ran):
     assert ran[0] == 81
 
 
+def test_after_writes_that_torch_does_not_count_a_second_patch_forgets(model, ran):
+    greedy(model, prompt(1))
+    other = tiny_llama(1)
+    for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.data.copy_(value.data)
+    patch(model, tree_cache="always")
+    ran.clear()
+    assert torch.equal(greedy(model, prompt(1)), greedy(other, prompt(1)))
+    assert ran[0] == 81
+
+
 def test_longer_calls_make_room(model):
     for length in (1, 40, 3, 90):
         ids = torch.randint(5, 200, (2, length), generator=torch.Generator().manual_seed(length))

@@ -38,7 +38,7 @@ def test_its_own_come_before_those_of_the_run_and_stop_strings_add_up():
         ({"top_k": -1}, "params: top_k must be at least 0"),
         ({"max_new_tokens": 1.5}, "params: max_new_tokens must be an integer"),
         ({"stop": [""]}, "params: stop must not hold an empty string"),
-        ({"stop": 5}, "params: stop must be a tuple of strings"),
+        ({"stop": 5}, "params: stop must be a list of strings"),
         ({"seed": -1}, "params: seed must be at least 0"),
         ({"temprature": 1}, "params has no field 'temprature'; its fields are n, temperature"),
         ("hot", "params must be an object, got str"),

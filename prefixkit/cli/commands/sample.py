@@ -26,7 +26,8 @@ from prefixkit.cli.progress import Meter
 from prefixkit.cli.prompted import Prompted, manifest_of, prompted
 from prefixkit.cli.terminal import line
 from prefixkit.cli.views import branches, plant, show_report
-from prefixkit.engine.memory import pages_needed, parse_size, session_pages
+from prefixkit.engine.memory import pages_needed, session_pages
+from prefixkit.engine.policy import parse_size
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import check_fits

@@ -40,7 +40,7 @@ def load_prefixes(engine: Engine, path: str | Path, fingerprint: str, vocab: int
     """Read prefixes into the prefix cache; returns how many tokens were read that it did not have.
 
     Raises:
-        PrefixFileError: the file is torn or of something else; the cache keeps what was read before that was found.
+        PrefixFileError: the file is torn or of something else; nothing of it stays in the tree.
         KVBudgetTooSmall: the pool does not hold them all; nothing was read.
     """
     page_size, have = engine.tree.page_size, engine.tree.allocator.num_pages - engine.pinned_pages
@@ -51,20 +51,19 @@ def load_prefixes(engine: Engine, path: str | Path, fingerprint: str, vocab: int
                 f"the prefixes in {path} take up to {need} pages of {page_size} tokens, but the KV budget holds {have}; "
                 "raise kv_budget, or save fewer prefixes"
             )
-        read, held = 0, list[TreeSequence]()
+        held = list[TreeSequence]()  # until all are there, or one would be evicted for the next
+        leave = engine.tree.release
         try:
-            for leaf in file.trie.leaves().tolist():
-                sequence, count = _load(engine, file, leaf)
-                held.append(sequence)  # what was read is not evicted for what follows
-                read += count
+            read = sum(_load(engine, file, leaf, held) for leaf in file.trie.leaves().tolist())
+            leave = engine.cache.keep
         finally:
             for sequence in held:
-                engine.cache.keep(sequence)
-        return read
+                leave(sequence)
+    return read
 
 
-def _load(engine: Engine, file: PrefixFile, leaf: int) -> tuple[TreeSequence, int]:
-    """Read the tokens from the root to a leaf, as far as they have no KV yet; returns these and how many were read."""
+def _load(engine: Engine, file: PrefixFile, leaf: int, held: list[TreeSequence]) -> int:
+    """Read the tokens from the root to a leaf, as far as they have no KV yet, and hold their sequence."""
     tree, cache, tokens = engine.tree, engine.cache, file.trie.prefix(leaf)
     found = tree.match(tokens)
     with cache.protected(found.node):
@@ -72,24 +71,21 @@ def _load(engine: Engine, file: PrefixFile, leaf: int) -> tuple[TreeSequence, in
     if not fits:
         cache.clear()  # what was found may be the beginning of a longer node
     sequence = tree.insert(tokens)
-    try:
-        begin = cache.found(sequence)
-        slots, path = sequence.slots(), list[int]()
-        while leaf >= 0:
-            path.append(leaf)
-            leaf = int(file.trie.parents[leaf])
-        for node in path[::-1]:
-            start, (first, last) = int(file.trie.starts[node]), file.trie.span(node)
-            skip = min(max(0, begin - start), last - first)
-            if first + skip < last:
-                kv = torch.stack(file.read(first + skip, last)).movedim(2, 0)
-                own = slice(start + skip, start + last - first)
-                engine.pool.write(slots[own], kv, np.arange(len(kv)))
-        above = sequence.node
-        while above.parent is not None and above.start + above.length > begin:
-            tree.mark_computed([above], [above.length])
-            above = above.parent
-    except BaseException:
-        tree.release(sequence)
-        raise
-    return sequence, len(tokens) - begin
+    held.append(sequence)
+    begin = cache.found(sequence)
+    slots, path = sequence.slots(), list[int]()
+    while leaf >= 0:
+        path.append(leaf)
+        leaf = int(file.trie.parents[leaf])
+    for node in path[::-1]:
+        start, (first, last) = int(file.trie.starts[node]), file.trie.span(node)
+        skip = min(max(0, begin - start), last - first)
+        if first + skip < last:
+            kv = torch.stack(file.read(first + skip, last)).movedim(2, 0)
+            own = slice(start + skip, start + last - first)
+            engine.pool.write(slots[own], kv, np.arange(len(kv)))
+    above = sequence.node
+    while above.parent is not None and above.start + above.length > begin:
+        tree.mark_computed([above], [above.length])
+        above = above.parent
+    return len(tokens) - begin

@@ -28,6 +28,16 @@ from prefixkit.paths import replacing
 ReadKV = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
+def check_place(path: str | Path) -> Path:
+    """Where a file is to be written: the one that a link leads to is replaced, not the link; OSError if none can be."""
+    path = Path(path).resolve()
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} cannot be written: it is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
+    return path
+
+
 def write_prefixes(path: str | Path, trie: PrefixTrie, kv: ReadKV, spec: KVSpec, fingerprint: str) -> None:
     """Write prefixes and their KV to a file, ``BLOCK`` tokens at a time.
 
@@ -44,9 +54,7 @@ def write_prefixes(path: str | Path, trie: PrefixTrie, kv: ReadKV, spec: KVSpec,
         ValueError: ``kv`` gave tensors of another shape or dtype.
         OSError: the file cannot be written, for lack of space, say.  What was there before is there still.
     """
-    path = Path(path).resolve()  # the file that a link leads to is replaced, not the link
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
+    path = check_place(path)
     blocks = -(-len(trie.tokens) // BLOCK)
     arrays = {name: getattr(trie, name).astype(f"<i{np.dtype(kind).itemsize}") for name, (_, kind) in ARRAYS.items()}
     metadata = metadata_of(spec, fingerprint)
