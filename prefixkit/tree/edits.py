@@ -127,6 +127,12 @@ class TreeEdits:
         """
         parent = node.parent
         assert parent is not None and by.parent is parent and by.length == node.length, (node, by)
+        group = parent.branches[int(node.tokens[0])]
+        if (place := group.index(node)) < group.index(
+            by
+        ):  # matching follows the first of them: it finds as much as before
+            group.remove(by)
+            group.insert(place, by)
         parent.disown(node)
         for sequence in list(node.sequences.values()):
             self._move(sequence, by)

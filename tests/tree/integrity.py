@@ -68,7 +68,7 @@ def _check_node(node: Node, page_size: int) -> None:
     _require(node.reserved == 0 or not node.branches, "only leaves have reserved pages", node)
     _require(0 <= node.computed <= node.length, "0 <= computed <= length", node)
     if node.follows is parent:
-        _require(node.first_slot == parent.end_slot % page_size, "a node that follows its parent meets it", node)
+        _require(node.first_slot >= parent.end_slot % page_size, "a node that follows its parent lies behind it", node)
     _require(node.computed == 0 or parent.computed == parent.length, "computed tokens have computed ancestors", node)
     _require(node.needed, "a node leads to a sequence, or is kept", node)
     _require(not node.kept or node.computed == node.length, "what is kept has KV", node)
@@ -100,19 +100,8 @@ def _check_slots(nodes: list[Node], page_size: int) -> None:
     for before, after in links:
         linked = before.continuation is after and after.follows is before
         _require(linked, "nodes that share a page are linked in the order of their slots", (before, after))
-        _require(_is_family(before, after), "only descendants and siblings lie behind a node", (before, after))
     ends = [end for node in nodes for end in (node.continuation, node.follows) if end is not None]
     _require(len(ends) == 2 * len(links), "nodes that share no page are not linked", ends)
-
-
-def _is_family(before: Node, after: Node) -> bool:
-    """Whether ``after`` descends from the parent of ``before``, which splits may have cut into several nodes."""
-    while before.follows is not None and before.follows is before.parent:
-        before = before.parent
-    node: Node | None = after
-    while node is not None and node is not before.parent:
-        node = node.parent
-    return node is before.parent
 
 
 def _slots(node: Node, page_size: int) -> NDArray[np.int64]:
