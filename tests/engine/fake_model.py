@@ -41,7 +41,9 @@ def values_of(tokens, weights: int = 0) -> list[int]:
     return [
         value & 0xFFFFFF
         for value in accumulate(
-            map(int, tokens), lambda value, token: zlib.crc32(token.to_bytes(8, "little", signed=True), value), initial=weights
+            map(int, tokens),
+            lambda value, token: zlib.crc32(token.to_bytes(8, "little", signed=True), value),
+            initial=weights,
         )
     ][1:]
 
