@@ -168,7 +168,7 @@ class Report:
     def headline(self) -> str:
         """The run in one line."""
         return (
-            f"{self.samples:,} samples of {self.prompts:,} prompts, {self.new_tokens:,} new tokens "
+            f"{self.samples:,} samples of {self.prompts:,} prompt{'s' * (self.prompts != 1)}, {self.new_tokens:,} new tokens "
             f"in {self.seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"
         )
 
