@@ -72,7 +72,9 @@ def reported(console: Console | None = None) -> Iterator[None]:
 
 def say(message: str, console: Console) -> None:
     """Print the line of an error."""
-    console.print(line(("error:", "red"), f" {message}", keep="\n"), soft_wrap=True)
+    # Libraries write paragraphs; and their lines are no way to move the cursor.
+    said = " ".join(one.strip() for one in message.splitlines() if one.strip())
+    console.print(line(("error:", "red"), f" {said}"), soft_wrap=True)
 
 
 class Commands(TyperGroup):

@@ -11,12 +11,16 @@ from typing import IO
 
 from rich.console import Console
 
-from prefixkit.cli.errors import Interrupted, at_work
+from prefixkit.cli.errors import REFUSED, Interrupted, at_work
 from prefixkit.cli.terminal import line
 
 
 class DeviceError(OSError):
     """The process of a device has failed."""
+
+
+class DeviceRefused(ValueError):
+    """The process of a device was asked for what cannot be done."""
 
 
 def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Console) -> None:
@@ -30,6 +34,7 @@ def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Co
     Raises:
         Interrupted: Ctrl-C or SIGTERM, which all of them got.
         DeviceError: one failed; the others were stopped, and what they had finished is kept.
+        DeviceRefused: one was asked for what cannot be done, as are then all.
     """
     started: list[subprocess.Popen[bytes]] = []
     readers = []
@@ -46,7 +51,7 @@ def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Co
             reader = threading.Thread(target=_pass_on, args=(process.stderr, device, console), daemon=True)
             reader.start()
             readers.append(reader)
-        with at_work():
+        with at_work(DeviceError):
             _wait(started, devices)
     except KeyboardInterrupt:
         _stop(started)
@@ -70,7 +75,8 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], devices: Sequence[str]) ->
                 continue
             del left[index]
             if code:
-                raise DeviceError(f"the process on {devices[index]} ended with status {code}; what it said is above")
+                kind = DeviceRefused if code == REFUSED else DeviceError
+                raise kind(f"the process on {devices[index]} ended with status {code}; what it said is above")
 
 
 def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
