@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -44,7 +45,11 @@ def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Co
             command = [sys.executable, "-m", "prefixkit", *arguments, *own]
             # A session of its own: Ctrl-C comes to this process alone, which hands it on once.
             process = subprocess.Popen(
-                command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
             started.append(process)
             assert process.stderr is not None
@@ -62,6 +67,16 @@ def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Co
     finally:
         for reader in readers:
             reader.join(timeout=5)
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when its parent is killed: it would keep the same command from going on."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]], devices: Sequence[str]) -> None:
