@@ -72,8 +72,7 @@ def reported(console: Console | None = None) -> Iterator[None]:
 
 def say(message: str, console: Console) -> None:
     """Print the line of an error."""
-    # Libraries write paragraphs; and their lines are no way to move the cursor.
-    said = " ".join(one.strip() for one in message.splitlines() if one.strip())
+    said = " ".join(one.strip(" \t") for one in message.split("\n") if one.strip())  # libraries write paragraphs
     console.print(line(("error:", "red"), f" {said}"), soft_wrap=True)
 
 
