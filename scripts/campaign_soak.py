@@ -1,6 +1,7 @@
 """Campaigns that are killed, that fill a disk, and that have a million samples; prints what it found, or fails.
 
 python scripts/campaign_soak.py kills --runs 20 --kills 10
+python scripts/campaign_soak.py devices --kills 10
 python scripts/campaign_soak.py disk
 python scripts/campaign_soak.py million
 """
@@ -89,18 +90,27 @@ def told(path: Path) -> dict:
     return found
 
 
-def check(path: Path, whole: dict) -> float:
-    """The samples of a run are those of the whole one; returns the largest difference of log-probabilities."""
+def check(path: Path, whole: dict) -> str:
+    """The samples of a run are those of the whole one, but for near-ties; returns what is to be said of them."""
     found = told(path)
     assert found.keys() == whole.keys(), f"{len(whole.keys() - found.keys())} samples are lost"
-    worst = 0.0
+    worst, ties = 0.0, 0
     for key, one in found.items():
-        other = whole[key]
-        for name in ("tokens", "text", "finish_reason"):
-            assert one[name] == other[name], (key, name, one[name], other[name])
-        worst = max(worst, float(np.abs(np.subtract(one["logprobs"], other["logprobs"])).max()))
+        other, same = whole[key], len(one["tokens"])
+        if one["tokens"] != other["tokens"]:
+            pairs = enumerate(zip(one["tokens"], other["tokens"], strict=False))
+            same, tokens = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (0, (0, 0)))
+            # A random number within rounding of the boundary between two tokens: these are neighbours in the vocabulary.
+            assert abs(tokens[0] - tokens[1]) == 1, (key, one["tokens"], other["tokens"])
+            ties += 1
+        else:
+            assert one == other | {"logprobs": one["logprobs"]}, (key, one, other)
+        differences = np.subtract(one["logprobs"][:same], other["logprobs"][:same])
+        worst = max(worst, float(np.abs(differences).max(initial=0)))
     assert worst <= 1e-4, worst
-    return worst
+    assert ties <= len(found) / 50, f"{ties} of {len(found)} samples part"
+    said = f"{len(found)} samples, 0 lost, 0 twice; log-probabilities within {worst:.1e}"
+    return said + (f"; {ties} part at a near-tie" if ties else "")
 
 
 def held(path: Path) -> int:
@@ -147,13 +157,33 @@ def kills(runs: int, times: int, seed: int, work: Path) -> None:
                         file.write(rng.choice([b'{"id": "p/1", "ind', b"\0" * 50, b"{", b'{"id": "p/1"}']))
                         torn += 1
         assert os.waitpid(forked(path, rng), 0)[1] == 0
-        worst = check(path, whole)
-        print(
-            f"run {run}: {killed} kills, {torn} torn tails, {second} second writers refused; "
-            f"{len(whole)} samples, 0 lost, 0 twice; log-probabilities within {worst:.1e}",
-            flush=True,
-        )
+        said = check(path, whole)
+        print(f"run {run}: {killed} kills, {torn} torn tails, {second} second writers refused; {said}", flush=True)
         shutil.rmtree(path)
+
+
+def devices(times: int, seed: int, work: Path) -> None:
+    """Kills of a command that has started two processes: they end with it, and the same command goes on."""
+    from tests.command_line import save_model, write_prompts
+
+    (work / "model").mkdir()
+    save_model(work / "model", chat=False)
+    command = [sys.executable, "-m", "prefixkit", "sample", "--model", work / "model", "--logprobs", "--quiet"]
+    command += ["--input", write_prompts(work / "prompts.jsonl"), "-n", "1500", "--max-new-tokens", "24"]
+    subprocess.run([*command, "--run", work / "whole"], check=True, cwd=ROOT)
+    whole, rng, path, killed = told(work / "whole"), random.Random(seed), work / "run", 0
+    both = [*command, "--devices", "cpu,cpu", "--run", path]
+    while killed < times:
+        with subprocess.Popen(both, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
+            wait_for(path, rng.uniform(0, 0.3) * held(work / "whole"), [process.pid])
+            process.send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+            process.communicate()  # until none of them has standard output
+        killed += process.returncode != 0
+        if not process.returncode:  # all was there: more samples are wanted
+            check(path, whole)
+            shutil.rmtree(path)
+    subprocess.run(both, check=True, cwd=ROOT)
+    print(f"two processes of one command: {killed} kills; {check(path, whole)}")
 
 
 def disk(work: Path) -> None:
@@ -168,8 +198,8 @@ def disk(work: Path) -> None:
             subprocess.run(["mount", "-o", "remount,size=16m", str(place)], check=True)
             there = len(told(place / "run")) if (place / "run" / "manifest.json").exists() else 0
             assert os.waitpid(forked(place / "run"), 0)[1] == 0
-            check(place / "run", whole)
-            print(f"a disk of {size} KiB: {there} samples before it was full; 0 lost, 0 twice", flush=True)
+            said = check(place / "run", whole)
+            print(f"a disk of {size} KiB: {there} samples before it was full; {said}", flush=True)
         finally:
             subprocess.run(["umount", str(place)], check=True)
 
@@ -208,7 +238,7 @@ def million(work: Path, prompts: int = 1000, n: int = 1000) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kills", "disk", "million"])
+    parser.add_argument("what", choices=["kills", "devices", "disk", "million"])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
@@ -217,6 +247,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         if given.what == "kills":
             kills(given.runs, given.kills, given.seed, Path(work))
+        elif given.what == "devices":
+            devices(given.kills, given.seed, Path(work))
         else:
             {"disk": disk, "million": million}[given.what](Path(work))
 

@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
 python scripts/campaign_soak.py kills --runs 20 --kills 10
+python scripts/campaign_soak.py devices --kills 10
 python scripts/campaign_soak.py million
 if [ "$(id -u)" -eq 0 ]; then python scripts/campaign_soak.py disk; fi
 python scripts/memory_soak.py machine

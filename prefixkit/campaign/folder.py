@@ -88,8 +88,8 @@ class RunFolder:
         self.path = path
         place = path / "manifest.json"
         if not place.is_file():
-            what = "holds no manifest.json" if path.is_dir() else "does not exist"
-            raise NotARun(f"{path} is no run folder: it {what}; prefixkit sample --run {path} makes one")
+            what = "holds no manifest.json" if path.is_dir() else "is a file" if path.exists() else "does not exist"
+            raise NotARun(f"{path} is no run folder: it {what}; prefixkit sample --run FOLDER makes one")
         self.manifest = Manifest.from_json(place.read_text(encoding="utf-8"), str(place))
         self.places = {prompt.id: place for place, prompt in enumerate(self.manifest.prompts)}
 
@@ -238,7 +238,7 @@ def create(path: Path, manifest: Manifest, asked: Sequence[Asked]) -> RunFolder:
     folder = RunFolder(path)
     folder.manifest.check_same(manifest, str(path))
     if _problems_of(path) != _problem_lines(asked):
-        log.info("%s: the tests of its problems have changed; the new ones take their place", path)
+        log.warning("%s: the tests of its problems have changed; the new ones take their place", path)
         _put_problems(path, asked)
     changed = {key: (was, manifest.versions.get(key)) for key, was in folder.manifest.versions.items()}
     for key, (was, now) in changed.items():

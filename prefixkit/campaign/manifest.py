@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FORMAT = 1
+_SAID = {"fingerprint": "weights or tokens that end samples, of fingerprint"}
 
 
 class OtherCampaign(ValueError):
@@ -110,7 +111,7 @@ class Manifest:
                 )
             else:
                 short = [one[:12] if isinstance(one, str) else one for one in (before, wanted)]  # of a hash
-                said = f"{name} {short[0]!r} there, and now {short[1]!r}"
+                said = f"{_SAID.get(name, name)} {short[0]!r} there, and now {short[1]!r}"
             raise OtherCampaign(f"{where} holds samples of another campaign: {said}; choose another folder for --run")
 
 
@@ -123,7 +124,8 @@ def _difference_of_prompts(before: Sequence[Prompt], now: Sequence[Prompt]) -> s
         return f"prompt {place} is {one.id!r} there, and now {other.id!r}"
     if one.params != other.params:
         return f"{one.id!r} has the parameters {dict(one.params)} there, and now {dict(other.params)}"
-    return f"the prompt of {one.id!r} has {one.tokens} tokens there, and now {other.tokens} or others"
+    now_has = other.tokens if one.tokens != other.tokens else "others"
+    return f"the prompt of {one.id!r} has {one.tokens} tokens there, and now {now_has}"
 
 
 def describe_prompts(

@@ -214,7 +214,7 @@ def sample(
     source = Source(input, task, format, language, limit)  # type: ignore[arg-type]  # it checks the language
     console = terminal(stderr=True)
     if devices:
-        sample_on_devices(devices, settings, console)
+        sample_on_devices(devices, source, settings, console)
     else:
         run_sample(source, params, settings, console)
 

@@ -72,7 +72,8 @@ def reported(console: Console | None = None) -> Iterator[None]:
 
 def say(message: str, console: Console) -> None:
     """Print the line of an error."""
-    console.print(line(("error:", "red"), f" {message}", keep="\n"), soft_wrap=True)
+    said = " ".join(one.strip(" \t") for one in message.split("\n") if one.strip())  # libraries write paragraphs
+    console.print(line(("error:", "red"), f" {said}"), soft_wrap=True)
 
 
 class Commands(TyperGroup):

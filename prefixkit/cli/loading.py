@@ -87,6 +87,8 @@ def _loading(location: str, what: str) -> Iterator[None]:
         # The errors of safetensors and tokenizers derive from Exception itself.
         known = isinstance(error, ValueError | TypeError | OSError | ImportError | MemoryError | RuntimeError)
         if known and not isinstance(error, json.JSONDecodeError):
+            if isinstance(error, ValueError) and location not in str(error):
+                raise ValueError(f"cannot load the {what} of {location}: {error}") from error
             raise
         raise OSError(
             f"cannot load the {what} of {location} ({type(error).__name__}: {error}); its files may be damaged or cut "

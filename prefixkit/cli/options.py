@@ -88,8 +88,7 @@ def read_config(ctx: Any, parameter: Any, path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{path} is no TOML: {error}") from error
     known: dict[str, Any] = {}
     for one in ctx.command.params:
-        names = [name.lstrip("-") for name in (*one.opts, *one.secondary_opts) if name.startswith("--")]
-        known |= {name: one for name in names if name != parameter.name}
+        known |= {name.lstrip("-"): one for name in one.opts if one.name != parameter.name}
     defaults: dict[str, Any] = {}
     for key, value in given.items():
         name = key.replace("_", "-")

@@ -29,8 +29,7 @@ class Meter(Progress):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         text = TextColumn("{task.description}", markup=False)
-        columns = SpinnerColumn(), BarColumn(bar_width=24), TimeElapsedColumn(), text
-        super().__init__(*columns, console=console, disable=quiet)
+        super().__init__(SpinnerColumn(), BarColumn(bar_width=24), text, console=console, disable=quiet)
         self._clock, self._condition, self._first_token_at = clock, condition, -1.0
         self.there = self.wanted = self.done = 0
         self._max_new_tokens = 1

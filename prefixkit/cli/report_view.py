@@ -64,10 +64,10 @@ def _curve_table(found: Sequence[Curve]) -> Table:
 
 
 def _show_verdicts(facts: Facts, console: Console) -> None:
-    table = Table("verdict")
-    for name in ("samples", "share"):
-        table.add_column(name, justify="right")
-    table.add_column("the program", no_wrap=True, overflow="ellipsis")
+    table = Table()
+    for name in ("verdict", "samples", "share"):
+        table.add_column(name, justify="left" if name == "verdict" else "right", no_wrap=True)
+    table.add_column("the program")
     for one in outcome_lines(facts.counts):
         style = "green" if one.outcome == "passed" else ""
         table.add_row(line((one.outcome, style)), one.count, one.share, one.meaning)

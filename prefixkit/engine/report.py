@@ -173,7 +173,7 @@ class Report:
             computed = f"{self.tokens_computed:,} tokens computed in {self.seconds:.1f} s"
             return f"{self.scored:,} continuations of {self.prompts:,} prompts scored, {computed}"
         return (
-            f"{self.samples:,} samples of {self.prompts:,} prompts, {self.new_tokens:,} new tokens "
+            f"{self.samples:,} samples of {self.prompts:,} prompt{'s' * (self.prompts != 1)}, {self.new_tokens:,} new tokens "
             f"in {self.seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"
         )
 

@@ -32,7 +32,7 @@ def test_equal_prompts_are_numbered_over_the_whole_input():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"fingerprint": "g"}, "fingerprint 'f' there, and now 'g'"),
+        ({"fingerprint": "g"}, "weights or tokens that end samples, of fingerprint 'f' there, and now 'g'"),
         ({"dtype": "bfloat16"}, "dtype 'float32' there, and now 'bfloat16'"),
         ({"params": {"temperature": 0.6, "seed": 7}}, "temperature 1.0 there, and now temperature 0.6"),
         ({"chat": True}, "chat False there, and now True"),

@@ -57,6 +57,14 @@ def test_the_bar_shows_the_last_state(clock):
     assert "1/1 samples  4 tokens/s  ETA 0:00" in shown
 
 
+def test_the_whole_line_is_shown_in_eighty_columns(clock):
+    console = Console(file=io.StringIO(), width=80)
+    with Meter(console, condition=lambda: "KV 12,112 MiB, 94% shared", clock=clock) as meter:
+        meter.expect(0, 131_200, 1)
+        meter.count_tokens(1)
+    assert "0/131,200 samples  0 tokens/s  ETA -:--  KV 12,112 MiB, 94% shared" in console.file.getvalue()
+
+
 def test_samples_that_were_there_before_are_counted_and_take_no_time(clock):
     meter = meter_of(2, 10, clock)
     meter.expect(5, 2, 10)

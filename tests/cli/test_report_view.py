@@ -35,6 +35,12 @@ def test_groups_stand_below_each_other_in_a_narrow_terminal():
     assert sum("95% interval" in line for line in lines) == 2
 
 
+def test_verdicts_can_be_read_in_a_narrow_terminal():
+    text = shown(campaign(40, 20), width=60)
+    assert "verdict" in text and "samples" in text and "crashed" in text and "…" not in text.split("hardest")[0]
+    assert max(map(len, text.splitlines())) <= 60
+
+
 def test_hostile_texts_move_no_cursor():
     text = shown(campaign(40, 20, hostile=True))
     assert not set(text) & {"\x1b", "\x00", "\x07", "\u202e", "\ud800"}

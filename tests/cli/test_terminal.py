@@ -42,9 +42,9 @@ def test_line_breaks_are_kept_where_they_are_asked_for() -> None:
     assert visible("a\tb\nc\r") == "a\\tb\\nc\\r"
 
 
-def test_errors_are_printed_as_they_are() -> None:
+def test_errors_are_printed_as_they_are_in_one_line() -> None:
     console = Console(file=io.StringIO(), width=200)
     with pytest.raises(SystemExit), reported(console):
         raise ValueError("no [/such] file: \x1b[31m:smile:\r\nsee prefixkit[demo]")
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert shown == "error: no [/such] file: \\u001b[31m:smile:\\r\nsee prefixkit[demo]\n"
+    assert shown == "error: no [/such] file: \\u001b[31m:smile:\\r see prefixkit[demo]\n"

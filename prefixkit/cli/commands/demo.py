@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 import prefixkit
-from prefixkit.campaign.folder import RunFolder
-from prefixkit.cli.commands.evaluate import judge_with_bar
+from prefixkit.campaign.folder import RunFolder, check_place
+from prefixkit.cli.commands.evaluate import judge_with_bar, open_judge
 from prefixkit.cli.commands.sample import Settings, sample_prompted
 from prefixkit.cli.errors import at_work
 from prefixkit.cli.facts import facts_of
@@ -21,7 +21,7 @@ from prefixkit.cli.prompted import Prompted, prompted
 from prefixkit.cli.report_view import show
 from prefixkit.cli.terminal import line, visible
 from prefixkit.cli.views import plant, show_tree
-from prefixkit.judge import Judge, NoSandbox
+from prefixkit.judge import NoSandbox
 from prefixkit.report import write_report
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tasks.problem import Problem
@@ -40,6 +40,7 @@ class NotExact(ValueError):
 def run_demo(run: Path, samples: int, max_new_tokens: int, seed: int, console: Console) -> None:
     """Sample, draw, judge, report, and compare with the unpatched model."""
     params = SamplingParams(n=samples, temperature=0.6, top_p=0.95, max_new_tokens=max_new_tokens, seed=seed)
+    check_place(run)
     settings = Settings(DEMO, dtype="float32", device="cpu", run=run)
     by_id = {problem.id: problem for problem in read_problems(Source(task="humaneval"))}
     problems = ask([by_id[name] for name in ASKED], Prompting(), [solved(by_id[name]) for name in SHOWN])
@@ -62,7 +63,7 @@ def run_demo(run: Path, samples: int, max_new_tokens: int, seed: int, console: C
 def _judge(folder: RunFolder, console: Console) -> None:
     """Judge the candidates where there is a sandbox, and write the report."""
     try:
-        with Judge() as judge:
+        with open_judge(False, console) as judge:
             judge_with_bar(folder, judge, "all", False, console)
     except NoSandbox as error:
         console.print(line(("nothing was judged: ", "yellow"), str(error)), soft_wrap=True)

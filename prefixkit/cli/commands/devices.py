@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -11,12 +12,16 @@ from typing import IO
 
 from rich.console import Console
 
-from prefixkit.cli.errors import Interrupted, at_work
+from prefixkit.cli.errors import REFUSED, Interrupted, at_work
 from prefixkit.cli.terminal import line
 
 
 class DeviceError(OSError):
     """The process of a device has failed."""
+
+
+class DeviceRefused(ValueError):
+    """The process of a device was asked for what cannot be done."""
 
 
 def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Console) -> None:
@@ -30,6 +35,7 @@ def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Co
     Raises:
         Interrupted: Ctrl-C or SIGTERM, which all of them got.
         DeviceError: one failed; the others were stopped, and what they had finished is kept.
+        DeviceRefused: one was asked for what cannot be done, as are then all.
     """
     started: list[subprocess.Popen[bytes]] = []
     readers = []
@@ -39,14 +45,18 @@ def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Co
             command = [sys.executable, "-m", "prefixkit", *arguments, *own]
             # A session of its own: Ctrl-C comes to this process alone, which hands it on once.
             process = subprocess.Popen(
-                command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
             started.append(process)
             assert process.stderr is not None
             reader = threading.Thread(target=_pass_on, args=(process.stderr, device, console), daemon=True)
             reader.start()
             readers.append(reader)
-        with at_work():
+        with at_work(DeviceError):
             _wait(started, devices)
     except KeyboardInterrupt:
         _stop(started)
@@ -57,6 +67,16 @@ def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Co
     finally:
         for reader in readers:
             reader.join(timeout=5)
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when its parent is killed: it would keep the same command from going on."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]], devices: Sequence[str]) -> None:
@@ -70,7 +90,8 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], devices: Sequence[str]) ->
                 continue
             del left[index]
             if code:
-                raise DeviceError(f"the process on {devices[index]} ended with status {code}; what it said is above")
+                kind = DeviceRefused if code == REFUSED else DeviceError
+                raise kind(f"the process on {devices[index]} ended with status {code}; what it said is above")
 
 
 def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:

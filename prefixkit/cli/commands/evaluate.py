@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -13,6 +16,7 @@ from prefixkit.cli.errors import Interrupted, at_work
 from prefixkit.cli.facts import facts_of
 from prefixkit.cli.progress import Count
 from prefixkit.cli.report_view import show
+from prefixkit.cli.terminal import line
 from prefixkit.judge import Judge
 
 
@@ -23,11 +27,28 @@ def run_evaluate(run: Path, jobs: int | None, unsafe: bool, quiet: bool, console
         raise ValueError(f"--jobs must be at least 1, got {jobs}")
     if not any(one.problem.tests for one in folder.asked()):
         raise ValueError(f"the problems of {run} have no tests; give prefixkit sample problems that bring some")
-    with Judge(jobs=jobs, plain_subprocesses=unsafe) as judge:
+    with open_judge(quiet, console, jobs=jobs, plain_subprocesses=unsafe) as judge:
         judged = judge_with_bar(folder, judge, "all", quiet, console)
     if not quiet:
         show(facts_of([folder]), console)
         console.print(f"{judged:,} candidates judged in {run}; prefixkit report {run} makes a page", soft_wrap=True)
+
+
+@contextmanager
+def open_judge(quiet: bool, console: Console, **options: Any) -> Iterator[Judge]:
+    """A judge, whose log is shown: whether programs have cgroups, or no sandbox at all."""
+    shown = logging.Handler()
+    shown.emit = lambda record: console.print(line(record.getMessage()), soft_wrap=True)  # type: ignore[method-assign]
+    log = logging.getLogger("prefixkit.judge")
+    level = log.level
+    log.addHandler(shown)
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    try:
+        with Judge(**options) as judge:
+            yield judge
+    finally:
+        log.setLevel(level)
+        log.removeHandler(shown)
 
 
 def judge_with_bar(

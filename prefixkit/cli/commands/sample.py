@@ -17,9 +17,9 @@ from prefixkit.campaign.manifest import Manifest
 from prefixkit.campaign.run import Goal, Progress, record_of, run_campaign
 from prefixkit.cli.commands.devices import run_on_devices
 from prefixkit.cli.commands.env import versions
-from prefixkit.cli.commands.evaluate import solved_of
+from prefixkit.cli.commands.evaluate import open_judge, solved_of
 from prefixkit.cli.errors import Interrupted, at_work
-from prefixkit.cli.loading import check_device, check_dtype, choose_device, load_model, load_tokenizer, resolve
+from prefixkit.cli.loading import DEMO, check_device, check_dtype, choose_device, load_model, load_tokenizer, resolve
 from prefixkit.cli.options import parse_devices
 from prefixkit.cli.output import standard_output, write_line
 from prefixkit.cli.progress import Meter
@@ -31,7 +31,8 @@ from prefixkit.engine.policy import parse_size
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import check_fits
-from prefixkit.judge import Judge
+from prefixkit.judge import Judge, available
+from prefixkit.models.families import text_config
 from prefixkit.models.fingerprint import model_fingerprint
 from prefixkit.requests import sampling_requests
 from prefixkit.sampling.params import SamplingParams
@@ -87,12 +88,16 @@ def run_sample(source: Source, params: SamplingParams, settings: Settings, conso
     _check(settings)
     problems = load(source, settings.prompting)
     device, why = choose_device(settings.device)
+    if settings.revision is not None and (settings.model == DEMO or Path(settings.model).is_dir()):
+        raise ValueError(f"--revision {settings.revision}: {settings.model} is no model of the hub's; leave it out")
     with at_work():
         location = resolve(settings.model, console)
     tokenizer = load_tokenizer(location, settings.revision)
     chat = uses_chat(tokenizer, settings.chat)
     asked = prompted(tokenizer, problems, params, chat)
     _goal(asked, settings)
+    if settings.round is not None:
+        available()
     if settings.run is not None and not check_place(settings.run):
         known = RunFolder(settings.run).manifest  # differences that need no weights are found before these are loaded
         manifest = _manifest(asked, params, settings, tokenizer, chat)
@@ -117,6 +122,7 @@ def sample_prompted(
         why: A line about the device, to be said once nothing can be refused any more.
     """
     manifest, goal = _manifest(asked, params, settings, tokenizer, chat), _goal(asked, settings)
+    _check_stops(model, params)
     requests = sampling_requests(model, tokenizer, [one.tokens for one in asked], [one.params for one in asked], {})
     with _open_session(model, tokenizer, requests, settings) as session:
         if settings.run is None:
@@ -133,7 +139,7 @@ def sample_prompted(
             folder.keep_tree(branches(tree, tokenizer.decode, max(one.params.n for one in asked)))
         _say(why, settings, console)
         with ExitStack() as stack:
-            judge = None if goal.round is None else stack.enter_context(Judge())
+            judge = None if goal.round is None else stack.enter_context(open_judge(settings.quiet, console))
             sample_into(folder, session, requests, goal, settings, console, judge)
     return folder
 
@@ -143,12 +149,17 @@ def _say(text: str, settings: Settings, console: Console) -> None:
         console.print(line(text), soft_wrap=True)
 
 
-def sample_on_devices(devices: str, settings: Settings, console: Console) -> None:
+def sample_on_devices(devices: str, source: Source, settings: Settings, console: Console) -> None:
     """A process for each device, with its part of the samples."""
     _check(settings)
-    if settings.run is None or settings.part.of > 1:
-        what = "--shard divides the samples already" if settings.run else "processes share a run folder"
-        raise ValueError(f"--devices {devices}: {what}; give --run FOLDER and no --shard")
+    for wrong, why in (
+        (settings.run is None, "processes share a run folder; give --run FOLDER"),
+        (settings.part.of > 1, "--shard divides the samples already; give one of the two"),
+        (settings.device != "auto", f"--device {settings.device} names another; give one of the two"),
+        (str(source.input) == "-", "processes cannot share standard input; give --input a file"),
+    ):
+        if wrong:
+            raise ValueError(f"--devices {devices}: {why}")
     names = parse_devices(devices)
     for name in names:
         check_device(name)
@@ -237,7 +248,7 @@ def _condition(session: Session) -> str:
     report = session.report
     said = f"KV {report.kv_bytes_held_peak / 2**20:,.0f} MiB"
     if report.tokens_plain_batch > report.tokens_computed:
-        said += f", {1 - report.tokens_computed / report.tokens_plain_batch:.0%} of tokens shared"
+        said += f", {1 - report.tokens_computed / report.tokens_plain_batch:.0%} shared"
     return said
 
 
@@ -275,6 +286,13 @@ def _check(settings: Settings) -> None:
         if settings.part.of > 1 or settings.round is not None:
             raise ValueError("--shard and --stop-when-solved need a run folder; give --run FOLDER")
         standard_output()
+
+
+def _check_stops(model: Any, params: SamplingParams) -> None:
+    """Refuse tokens that end samples and that the model cannot sample."""
+    size = text_config(model).vocab_size
+    if strange := [one for one in params.stop_token_ids or () if one >= size]:
+        raise ValueError(f"--stop-token-ids {strange[0]}: the model's tokens are from 0 to {size - 1}")
 
 
 def _open_session(model: Any, tokenizer: Any, requests: Sequence[Request], settings: Settings) -> Session:

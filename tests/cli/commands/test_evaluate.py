@@ -100,6 +100,19 @@ def test_candidates_are_judged_and_counted(tmp_path):
     assert "12 candidates judged in" in " ".join(shown.split())
 
 
+def test_what_the_judge_logs_is_shown_but_not_by_quiet(tmp_path, monkeypatch):
+    real = judging.Judge.__init__
+
+    def noted(self, **options):
+        judging.logger.info("each program has a cgroup")
+        real(self, **options)
+
+    monkeypatch.setattr(judging.Judge, "__init__", noted)
+    folder = make(tmp_path / "run")
+    assert "each program has a cgroup\n" in run("evaluate", folder.path).stderr
+    assert run("evaluate", folder.path, "--quiet").stderr == ""
+
+
 def test_judging_goes_on_where_it_was(tmp_path, monkeypatch):
     folder, judged = make(tmp_path / "run"), []
     real = judging.Judge.verdict

@@ -10,6 +10,7 @@ import json
 
 import pytest
 
+from prefixkit.judge.sandbox import bubblewrap
 from tests.campaign.cases import folder_of, sample
 from tests.command_line import run
 
@@ -44,6 +45,8 @@ OPTIONS = {
     "--devices 0,,1 --run R": "--devices must be different GPUs",
     "--devices cpu": "processes share a run folder; give --run FOLDER",
     "--devices cpu --run R --shard 0/2": "--shard divides the samples already",
+    "--devices cpu --run R --device cpu": "--device cpu names another; give one of the two",
+    "--devices cpu --run R --input -": "processes cannot share standard input",
     "--in-flight 0": "--in-flight must be at least 1",
     "--first-index -1": "--first-index must be at least 0",
     "--first-index 4 -n 4": "--first-index 4 leaves no sample of -n 4",
@@ -55,6 +58,7 @@ OPTIONS = {
     "--stop-when-solved 2 --run R": "have no tests",
     "--stop-token-ids two": "--stop-token-ids must be token ids with commas",
     "--stop-token-ids 1,,2": "--stop-token-ids must be token ids with commas",
+    "--revision v1": "is no model of the hub's; leave it out",
     r"--stop \q": r"'\\q' stands for nothing; write",
     r"--stop \x1": "stands for nothing; write",
     "--task humaneval": "give either --input FILE or --task NAME",
@@ -68,6 +72,7 @@ OPTIONS = {
     "--config torn.toml": "torn.toml is no TOML",
     "--config strange.toml": "strange.toml: colour is no option of",
     "--config nested.toml": "nested.toml: top-k must be one value",
+    "--config negated.toml": "negated.toml: no-chat is no option of",
     "--config wrong.toml": "Invalid value for '--temperature'",
     "--run a-file": "a-file is no run folder, and is a file",
     "--run thesis": "thesis is no run folder, and holds chapter.tex",
@@ -90,15 +95,19 @@ INPUTS = {
 COMMANDS = {
     "evaluate absent": "absent is no run folder: it does not exist",
     "evaluate thesis": "thesis is no run folder: it holds no manifest.json",
+    "evaluate a-file": "a-file is no run folder: it is a file",
     "evaluate run --jobs 0": "--jobs must be at least 1",
     "evaluate": "Missing argument",
     "report": "Missing argument",
     "report absent": "absent is no run folder",
     "report run --out page.json": "is where the JSON would be written",
     "report run --out nowhere/page.html": "there is no folder nowhere",
+    "report run --out thesis": "a report is two files",
+    "report run --out -": "a report is two files",
     "export run": "Missing option",
     "export run --format xml": "--format must be one of human-eval, evalplus, programs, got xml",
     "export run --format programs --out a-file": "a-file exists already; choose another --out",
+    "demo --run a-file": "a-file is no run folder, and is a file",
     "inspect --model M": "give either --input FILE or --task NAME",
     "frobnicate": "No such command 'frobnicate'",
     "warmup --arch sm_12345": "sm_12345",
@@ -111,6 +120,7 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "torn.toml").write_text("top-k = [")
     (tmp_path / "strange.toml").write_text("colour = 1")
     (tmp_path / "nested.toml").write_text("[top-k]\nx = 1")
+    (tmp_path / "negated.toml").write_text("no-chat = true")
     (tmp_path / "wrong.toml").write_text('temperature = "much"')
     (tmp_path / "a-file").write_text("mine")
     (tmp_path / "thesis").mkdir()
@@ -148,6 +158,27 @@ def test_prompts_of_sample(place, folders, kind, packed):
 
 def test_a_model_that_is_not_there(place, prompts):
     refused(place, "nothing-here", "sample", "--model", "./nothing-here", "--input", prompts, "--run", "R")
+
+
+def test_a_folder_without_a_model(place, prompts):
+    refused(place, "thesis", "sample", "--model", "thesis", "--input", prompts, "--run", "R")
+
+
+def test_stop_tokens_that_the_model_lacks(place, folders, prompts):
+    options = ["--model", folders["plain"], "--input", prompts, "--run", "R", "--stop-token-ids", "3,99999"]
+    refused(place, "--stop-token-ids 99999: the model's tokens are from 0 to", "sample", *options)
+
+
+def test_solved_problems_where_nothing_can_be_judged(place, folders, monkeypatch):
+    tests = {"kind": "checks", "code": "assert f()", "names": ["f"]}
+    (place / "in.jsonl").write_text(json.dumps({"id": "a", "prompt": "def f():\n", "tests": tests}))
+    monkeypatch.setenv("PATH", str(place))
+    bubblewrap.executable.cache_clear()
+    try:
+        options = ["--model", folders["weightless"], "--input", "in.jsonl", "--run", "R", "--stop-when-solved", 2]
+        refused(place, "apt-get install bubblewrap", "sample", *options)
+    finally:
+        bubblewrap.executable.cache_clear()
 
 
 def test_a_model_without_weights(place, folders, prompts):

@@ -48,7 +48,7 @@ def test_a_run_is_gone_on_with_and_grows(folders: Folders, prompts: Path, tmp_pa
 
 def test_options_may_come_from_a_file(folders: Folders, prompts: Path, tmp_path: Path) -> None:
     config = tmp_path / "options.toml"
-    config.write_text('max_new_tokens = 3\nsamples = 2\nstop = ["Q"]\nlogprobs = true\n', encoding="utf-8-sig")
+    config.write_text('max_new_tokens = 3\nn = 2\nstop = ["Q"]\nlogprobs = true\n', encoding="utf-8-sig")
     common = ["sample", "--model", folders["plain"], "--input", prompts, "--config", config]
     found = [json.loads(line) for line in run(*common).stdout.splitlines()]
     assert len(found) == 6 and all(len(one["tokens"]) <= 3 and "logprobs" in one for one in found)
