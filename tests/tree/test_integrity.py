@@ -49,7 +49,7 @@ def forget_to_merge(tree: PrefixTree, a: Sequence, b: Sequence) -> None:
         (lambda tree, a, b: setattr(a, "node", b.node), "knows where it ends"),
         (lambda tree, a, b: setattr(a.node, "first_slot", 4), "begins in its first page"),
         (lambda tree, a, b: setattr(tree.root, "start", 1), "the root is empty|starts where"),
-        (lambda tree, a, b: setattr(a.node, "first_slot", 3), "meets it"),
+        (lambda tree, a, b: setattr(a.node, "first_slot", 0), "lies behind it"),
         (lambda tree, a, b: a.node.follow(None), "linked in the order of their slots"),
         (lambda tree, a, b: b.node.follow(a.node), "not linked"),
         (steal_slots, "one owner"),
