@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prefixkit.api import beam_search, generate, score
     from prefixkit.engine.policy import MemoryPolicy
+    from prefixkit.engine.prefixes.file import PrefixFileError
     from prefixkit.engine.report import Report
     from prefixkit.engine.request import BeamParams, Request, Sample, TokenEvent
+    from prefixkit.engine.scheduler import KVBudgetTooSmall
     from prefixkit.engine.score import Score
     from prefixkit.models.errors import UnsupportedModel
     from prefixkit.models.patch import patch, patched, unpatch
     from prefixkit.models.tree_cache import TreeCache
     from prefixkit.sampling.params import SamplingParams
     from prefixkit.search import ForeignNode, NodeFinished, NodeReleased, SearchNode
-    from prefixkit.session import Pin, Result, Session, SessionBusy
+    from prefixkit.session import Session
+    from prefixkit.session_memory import MemoryReleased, Pin, Result, SessionBusy
 
 __version__ = "0.1.0"
 
@@ -27,23 +30,29 @@ __version__ = "0.1.0"
 _NAMES = {
     "prefixkit.api": ("beam_search", "generate", "score"),
     "prefixkit.engine.policy": ("MemoryPolicy",),
+    "prefixkit.engine.prefixes.file": ("PrefixFileError",),
     "prefixkit.engine.report": ("Report",),
     "prefixkit.engine.request": ("BeamParams", "Request", "Sample", "TokenEvent"),
+    "prefixkit.engine.scheduler": ("KVBudgetTooSmall",),
     "prefixkit.engine.score": ("Score",),
     "prefixkit.models": ("TreeCache", "UnsupportedModel", "patch", "patched", "unpatch"),
     "prefixkit.sampling.params": ("SamplingParams",),
     "prefixkit.search": ("ForeignNode", "NodeFinished", "NodeReleased", "SearchNode"),
-    "prefixkit.session": ("Pin", "Result", "Session", "SessionBusy"),
+    "prefixkit.session": ("Session",),
+    "prefixkit.session_memory": ("MemoryReleased", "Pin", "Result", "SessionBusy"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BeamParams",
     "ForeignNode",
+    "KVBudgetTooSmall",
     "MemoryPolicy",
+    "MemoryReleased",
     "NodeFinished",
     "NodeReleased",
     "Pin",
+    "PrefixFileError",
     "Report",
     "Request",
     "Result",
