@@ -162,15 +162,20 @@ class Preemption:
         self._held.clear()
 
     def _write(self, sequence: Sequence, swapped: SwappedKV, computed: int) -> None:
-        """Copy the KV of a sequence's tokens from ``computed`` on back into its slots."""
-        missing = slice(computed - swapped.start, sequence.length - swapped.start)
-        places = swapped.places[missing]
+        """Copy the KV of a sequence's tokens from ``computed`` on back into its slots, as far as it had some."""
+        end = swapped.start + len(
+            swapped.places
+        )  # less than its length, if it was preempted while it was computed again
+        if end <= computed:
+            return
+        places = swapped.places[computed - swapped.start :]
         began = time.perf_counter()
-        self.pool.write(sequence.slots()[computed:], swapped.kv, places)
+        self.pool.write(sequence.slots()[computed:end], swapped.kv, places)
         self.copying.add(len(places) * self.pool.spec.bytes_per_token, time.perf_counter() - began)
         node = sequence.node
         while node.parent is not None and node.start + node.length > computed:
-            self.cache.tree.mark_computed([node], [node.length])
+            held = min(node.length, max(node.computed, end - node.start))
+            self.cache.tree.mark_computed([node], [held])
             node = node.parent
 
 

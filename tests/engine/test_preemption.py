@@ -78,6 +78,19 @@ def test_samples_that_are_alike_come_back_with_room_for_tokens_of_their_own(num_
     assert_all_given_back(engine)
 
 
+@pytest.mark.parametrize(
+    ("num_pages", "chunk", "priorities"), [(17, 1, (0, 1, 2)), (24, 1, (0, 1, 2)), (26, 5, (2, 1, 0))]
+)
+def test_samples_that_are_preempted_while_they_are_computed_again(num_pages, chunk, priorities):
+    """Of their tokens not all have KV then, and only what has is swapped."""
+    asked = [(np.arange(6) + i, SamplingParams(n=3, max_new_tokens=12, seed=i)) for i in range(3)]
+    policy = MemoryPolicy(preemption="swap", headroom=0, patience=2)
+    engine, _ = make_engine(num_pages, 1, policy=policy, prefill_chunk=chunk)
+    for sample in engine.run(Request(i, *asked[i], priority=priorities[i]) for i in range(3)):
+        assert sample.tokens == alone(*asked[sample.prompt_index], sample.index)
+    assert_all_given_back(engine)
+
+
 @pytest.mark.parametrize("how", ["swap", "recompute"])
 @pytest.mark.parametrize(("page_size", "headroom"), [(1, 8), (4, 0), (4, 64), (16, 8)])
 def test_a_pool_of_just_what_the_check_asks_for_is_enough(page_size, headroom, how):
