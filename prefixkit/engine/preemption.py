@@ -162,10 +162,11 @@ class Preemption:
         self._held.clear()
 
     def _write(self, sequence: Sequence, swapped: SwappedKV, computed: int) -> None:
-        """Copy the KV of a sequence's tokens from ``computed`` on back into its slots, as far as it had some."""
-        end = swapped.start + len(
-            swapped.places
-        )  # less than its length, if it was preempted while it was computed again
+        """Copy the KV of a sequence's tokens from ``computed`` on back into its slots, as far as it had some.
+
+        A sample that was preempted while it was computed again had KV of its first tokens only.
+        """
+        end = swapped.start + len(swapped.places)
         if end <= computed:
             return
         places = swapped.places[computed - swapped.start :]

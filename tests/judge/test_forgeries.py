@@ -126,7 +126,7 @@ FORGERIES = {
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forgery_fools_a_judge_of_one_process_and_not_this_one(name: str) -> None:
-    assert naive(FORGERIES[name], TESTS), "this would fool nobody"
+    assert naive(FORGERIES[name], TESTS), "a judge that runs program and tests in one process is not fooled"
     assert not verdict(FORGERIES[name], TESTS, seconds=3).passed
     assert not verdict(FORGERIES[name], CALLS, seconds=3).passed
 
