@@ -10,7 +10,8 @@ Random weights (``shapes.toml``), bf16 on a GPU, float32 on a CPU; ``--shape`` t
 ones known; then ``--calls`` calls in a pool that holds ``--few-shot`` + 2,048 tokens: memory after each quarter.
 *copies*: KV of so many tokens to host memory and back, microseconds a token, by page size, beside computing it again.
 *swap*: 8 prompts, 8 samples each, in a pool of all prompts and half of what the samples come to hold, preempting by
-swap, by recomputing, by what costs less.
+swap, by recomputing, by what costs less; a session's first call, which captures graphs and allocates pinned memory, and
+its second, of other prompts.
 *pressure*: samples of 100 to 300 tokens with ``max_new_tokens`` of 1,024, in a pool in which ``--reserved`` samples
 could reserve all of them: as admission is now, and with so many running at most.  ``function`` ends samples by a stop
 function, at lengths spread evenly, step by step; ``ids`` by one in 200 of all tokens, in pipelined steps.
@@ -187,9 +188,9 @@ def copies(on: Measured, lengths: list[int], turns: int) -> Iterator[Row]:
 
 
 def swap(on: Measured, lengths: list[int], new: int, prompts: int = 8, samples: int = 8) -> Iterator[Row]:
-    """The same requests in the same pool by each choice, and with a pool that holds all of them."""
+    """The same requests in the same pool by each choice, and with a pool that holds all of them; a call, and another."""
     for length in lengths:
-        asked = [on.tokens(length) for _ in range(prompts)]
+        asked = [[on.tokens(length) for _ in range(prompts)] for _ in range(2)]
         all_prompts, all_samples = prompts * (length + PAGE), prompts * samples * (new + PAGE)
         row: Row = {"prompt": length, "samples": f"{prompts} x {samples}", "new": new}
         for name in ("roomy", "swap", "recompute", "auto"):
@@ -198,10 +199,11 @@ def swap(on: Measured, lengths: list[int], new: int, prompts: int = 8, samples: 
             with on.session(pool, memory=policy) as session:
                 fixed: Row = {"n": samples, "max_new_tokens": new, "stop_token_ids": ()}
                 session.generate([on.tokens(length)] * 2, **fixed | {"max_new_tokens": 4})
-                began = on.seconds(lambda s=session, f=fixed, of=asked: s.generate(of, **f))
+                took = [on.seconds(lambda s=session, f=fixed, of=of: s.generate(of, **f)) for of in asked]
                 report = session.report
             row[name] = {
-                "s": round(began, 3),
+                "first_s": round(took[0], 3),
+                "s": round(took[1], 3),
                 "preempted_swapped": report.preempted_swapped,
                 "preempted_recomputed": report.preempted_recomputed,
                 "swapped_mib": round(report.kv_bytes_swapped / 2**20, 1),

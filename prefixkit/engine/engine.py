@@ -297,6 +297,8 @@ class Engine:
         runs = [run for run in self._runs if run.state is last]
         alone = len(self.scheduler.in_flight) == 1
         chosen = runs[len(runs) // 2 :] if alone else runs
+        if len(chosen) == len(runs):
+            self.scheduler.put_back(last)  # first, so that none but these runs hold its prompt
         if chosen:
             self.preemption.suspend(chosen)
         last.suspended = [*chosen, *last.suspended]
@@ -304,8 +306,6 @@ class Engine:
         gone = set(chosen)
         self.samples = [run for run in self.samples if run not in gone]
         self.beams = [run for run in self.beams if run not in gone]
-        if len(chosen) == len(runs):
-            self.scheduler.put_back(last)
         self._waits = True
 
     def _start(self, growth: int) -> list[Row]:

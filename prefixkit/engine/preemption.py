@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -21,8 +21,9 @@ from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.sample_run import SampleRun
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree.eviction import PrefixCache
+from prefixkit.tree.node import Node
 from prefixkit.tree.pages import pages_for
-from prefixkit.tree.radix import Sequence
+from prefixkit.tree.radix import Sequence as TreeSequence
 
 log = logging.getLogger("prefixkit")
 
@@ -86,10 +87,14 @@ class Preemption:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def suspend(self, runs: Iterable[Run]) -> None:
-        """Take runs out of the tree, those of one request together."""
+        """Take runs out of the tree, those of one request together.
+
+        Where nothing else holds the end of their prompt, that goes to host memory with them: it may be evicted, and a
+        sample's KV is of no use without its prompt's.
+        """
         runs = list(runs)
-        prompt = len(runs[0].state.request.tokens)
-        slots = {run: [_computed_slots(one, prompt) for one in run.sequences] for run in runs}
+        start = _first_own(runs)
+        slots = {run: [_computed_slots(one, start) for one in run.sequences] for run in runs}
         every = np.concatenate([each for of in slots.values() for each in of])
         in_order, first = np.unique(every, return_index=True)
         own = every[np.sort(first)]  # one sequence after another: what comes back at once lies together
@@ -101,7 +106,7 @@ class Preemption:
             self.copying.add(len(own) * self.pool.spec.bytes_per_token, time.perf_counter() - began)
             self.bytes_swapped += len(own) * self.pool.spec.bytes_per_token
             for run, of in slots.items():
-                self._held[run] = [SwappedKV(prompt, kv, place[np.searchsorted(in_order, each)]) for each in of]
+                self._held[run] = [SwappedKV(start, kv, place[np.searchsorted(in_order, each)]) for each in of]
         self.swapped, self.recomputed = self.swapped + swap * len(runs), self.recomputed + (not swap) * len(runs)
         log.debug("preempted %d of prompt %d: %s", len(runs), runs[0].state.request.prompt_index, _HOW[swap])
         for run in runs:
@@ -153,7 +158,7 @@ class Preemption:
             computed = self.cache.found(sequence)
             if swapped is not None and computed >= swapped.start:
                 self._write(sequence, swapped, computed)
-            lost |= swapped is not None and computed < swapped.start  # its prompt was evicted meanwhile
+            lost |= swapped is not None and computed < swapped.start  # what it shared was evicted meanwhile
         self.swapped, self.recomputed = self.swapped - lost, self.recomputed + lost
         return True
 
@@ -161,7 +166,7 @@ class Preemption:
         """Give the host memory back."""
         self._held.clear()
 
-    def _write(self, sequence: Sequence, swapped: SwappedKV, computed: int) -> None:
+    def _write(self, sequence: TreeSequence, swapped: SwappedKV, computed: int) -> None:
         """Copy the KV of a sequence's tokens from ``computed`` on back into its slots, as far as it had some.
 
         A sample that was preempted while it was computed again had KV of its first tokens only.
@@ -183,7 +188,25 @@ class Preemption:
 _HOW = {True: "its KV goes to host memory", False: "what is evicted of its KV is computed again"}
 
 
-def _computed_slots(sequence: Sequence, begin: int) -> NDArray[np.int64]:
+def _first_own(runs: Sequence[Run]) -> int:
+    """Position of the first token that only these runs of one request hold, at most the first after its prompt."""
+    prompt, own, ours = len(runs[0].state.request.tokens), set[Node](), set[int]()
+    nodes = set[Node]()
+    for sequence in (one for run in runs for one in run.sequences):
+        ours.add(sequence.id)
+        node: Node | None = sequence.node
+        while node is not None and node not in nodes:
+            nodes.add(node)
+            node = node.parent
+    first = prompt
+    for node in sorted(nodes, key=lambda node: -node.start):
+        if not node.pins and node.sequences.keys() <= ours and own.issuperset(node.children):
+            own.add(node)
+            first = min(first, node.start)
+    return first
+
+
+def _computed_slots(sequence: TreeSequence, begin: int) -> NDArray[np.int64]:
     """Slots of a sequence's tokens from position ``begin`` on, as far as they have KV."""
     node = sequence.node
     while node.parent is not None and not node.computed:
