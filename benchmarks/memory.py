@@ -172,9 +172,9 @@ def copies(on: Measured, lengths: list[int], turns: int) -> Iterator[Row]:
             slots = (own[:, None] * page_size + np.arange(page_size)).ravel()[:length].astype(np.int64)
             places, out, back = np.arange(length), [], []
             for _ in range(1 + turns):
-                held: list[Any] = []
-                out.append(on.seconds(lambda held=held, slots=slots, of=pool: held.append(of.read(slots))))
-                back.append(on.seconds(lambda held=held, slots=slots, of=pool, at=places: of.write(slots, held[0], at)))
+                kv = pool.host_parts(length)
+                out.append(on.seconds(lambda kv=kv, slots=slots, of=pool: of.read(slots, kv)))
+                back.append(on.seconds(lambda kv=kv, slots=slots, of=pool, at=places: of.write(slots, kv, at)))
             times = {"out_us": out, "back_us": back}
             row: Row = {name: round(1e6 * statistics.median(each[1:]) / length, 3) for name, each in times.items()}
             swap = row["out_us"] + row["back_us"]

@@ -54,12 +54,12 @@ class SwappedKV:
 
     Attributes:
         start: Position of its first token.
-        kv: ``[tokens, 2, layers, kv_heads, head_dim]`` of all sequences that were swapped with it.
-        places: Which of these tokens are the sequence's, in order.
+        kv: Of all sequences that were swapped with it, as :meth:`KVPool.read` gives it.
+        places: Which of its tokens are the sequence's, in order.
     """
 
     start: int
-    kv: Tensor
+    kv: list[Tensor]
     places: NDArray[np.int64]
 
 
@@ -101,8 +101,9 @@ class Preemption:
         place = np.argsort(np.argsort(first))
         swap = self._swaps(len(own))
         if swap:
+            kv = self.pool.host_parts(len(own))
             began = time.perf_counter()
-            kv = self.pool.read(own)
+            self.pool.read(own, kv)
             self.copying.add(len(own) * self.pool.spec.bytes_per_token, time.perf_counter() - began)
             self.bytes_swapped += len(own) * self.pool.spec.bytes_per_token
             for run, of in slots.items():
@@ -119,7 +120,7 @@ class Preemption:
     def _swaps(self, tokens: int) -> bool:
         """Whether the KV of so many tokens is to go to host memory."""
         policy, size = self.policy, tokens * self.pool.spec.bytes_per_token
-        held = {id(one.kv): one.kv.nbytes for of in self._held.values() for one in of}
+        held = {id(one.kv): sum(part.nbytes for part in one.kv) for of in self._held.values() for one in of}
         if not tokens or policy.preemption == "recompute" or sum(held.values()) + size > int(policy.swap_space):
             return False
         return policy.preemption == "swap" or 2 * self.copying.seconds_for(size) < self.computing.seconds_for(tokens)

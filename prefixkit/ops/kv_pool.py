@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -122,39 +122,62 @@ class KVPool:
             for its, mine in zip((self if of is None else of)._layers, self._layers, strict=True):
                 mine[:, pages[1], offsets[1]] = its[:, pages[0], offsets[0]]
 
-    def read(self, slots: NDArray[np.int64]) -> Tensor:
-        """``[tokens, 2, layers, kv_heads, head_dim]`` a copy of the keys and values of slots, in host memory."""
+    def host_parts(self, tokens: int) -> list[Tensor]:
+        """Host memory for the KV of so many tokens: tensors ``[at most 32 MiB of tokens, 2, layers, kv_heads, head_dim]``.
+
+        That of a GPU's pool is pinned, which takes longer than copying to it; torch keeps what is dropped for the next
+        part of that size, so that it is pinned once.
+        """
         spec = self.spec
-        shape = (len(slots), 2, spec.num_layers, spec.kv_heads, spec.head_dim)
-        on_gpu = spec.device.type == "cuda"
+        inner = (2, spec.num_layers, spec.kv_heads, spec.head_dim)
+        counts = [min(self._at_once, tokens - begin) for begin in range(0, tokens, self._at_once)]
         with torch.inference_mode(False):
-            found = torch.empty(shape, dtype=spec.dtype, pin_memory=on_gpu)
-        for begin, end, pages, offsets in self._parts(slots):
+            return [
+                torch.empty((count, *inner), dtype=spec.dtype, pin_memory=spec.device.type == "cuda")
+                for count in counts
+            ]
+
+    def read(self, slots: NDArray[np.int64], into: list[Tensor] | None = None) -> list[Tensor]:
+        """A copy of the keys and values of slots in host memory, in :meth:`host_parts`, which are the result."""
+        parts, on_gpu = self.host_parts(len(slots)) if into is None else into, self.spec.device.type == "cuda"
+        for index, part in enumerate(parts):
+            pages, offsets = self._places(slots[index * self._at_once : (index + 1) * self._at_once])
             own = torch.stack([layers[:, pages, offsets] for layers in self._layers])
             # A link copies what lies together: the order of dimensions changes on the device.
-            found[begin:end].copy_(own.movedim(2, 0).contiguous(), non_blocking=on_gpu)
+            part.copy_(own.movedim(2, 0).contiguous(), non_blocking=on_gpu)
         if on_gpu:
-            torch.cuda.current_stream(spec.device).synchronize()
-        return found
+            torch.cuda.current_stream(self.spec.device).synchronize()
+        return parts
 
-    def write(self, slots: NDArray[np.int64], kv: Tensor, places: NDArray[np.int64]) -> None:
-        """Set the keys and values of ``slots[i]`` to ``kv[places[i]]``, which :meth:`read` gave."""
-        together = len(places) == 0 or bool((np.diff(places) == 1).all())
-        of = torch.from_numpy(places)
-        for begin, end, pages, offsets in self._parts(slots):
-            # A view of pinned memory is copied without the host waiting, or gathering it first.
-            given = kv[int(places[begin]) : int(places[end - 1]) + 1] if together else kv[of[begin:end]]
-            own = given.to(self.spec.device, non_blocking=together)
-            for layers, each in zip(self._layers, own.unbind(1), strict=True):
-                layers[:, pages, offsets] = each.transpose(0, 1)
+    def write(self, slots: NDArray[np.int64], parts: list[Tensor], places: NDArray[np.int64]) -> None:
+        """Set the keys and values of ``slots[i]`` to those of token ``places[i]`` of parts as :meth:`read` gives them.
 
-    def _parts(self, slots: NDArray[np.int64]) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Bounds, pages and offsets of slots, so many at a time that their KV takes 32 MiB."""
-        at_once = max(1, 2**25 // self.spec.bytes_per_token)
-        for begin in range(0, len(slots), at_once):
-            own = slots[begin : begin + at_once]
-            pages, offsets = upload([*np.divmod(own, self.page_size)], self.spec.device)
-            yield begin, begin + len(own), pages, offsets
+        All parts but the last have as many tokens.
+        """
+        if not len(slots):
+            return
+        part, within = np.divmod(places, len(parts[0]))
+        bounds = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(slots)]
+        for first, last in pairwise(bounds):
+            for begin in range(first, last, self._at_once):
+                end = min(begin + self._at_once, last)
+                own, kv = within[begin:end], parts[part[begin]]
+                together = bool((np.diff(own) == 1).all())
+                # A view of pinned memory is copied without the host waiting, or gathering it first.
+                given = kv[int(own[0]) : int(own[-1]) + 1] if together else kv[torch.from_numpy(own)]
+                there = given.to(self.spec.device, non_blocking=together)
+                pages, offsets = self._places(slots[begin:end])
+                for layers, each in zip(self._layers, there.unbind(1), strict=True):
+                    layers[:, pages, offsets] = each.transpose(0, 1)
+
+    @property
+    def _at_once(self) -> int:
+        """Tokens whose KV takes 32 MiB."""
+        return max(1, 2**25 // self.spec.bytes_per_token)
+
+    def _places(self, slots: NDArray[np.int64]) -> list[Tensor]:
+        """Pages and offsets of slots, on the device."""
+        return upload([*np.divmod(slots, self.page_size)], self.spec.device)
 
     def _check(self, layer: int) -> int:
         if not 0 <= layer < self.spec.num_layers:

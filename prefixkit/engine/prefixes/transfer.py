@@ -29,7 +29,7 @@ def save_prefixes(engine: Engine, path: str | Path, sequences: Sequence[TreeSequ
     of_trie = np.concatenate([slots[source][start : start + length] for source, start, length in places])
 
     def kv(begin: int, end: int) -> tuple[Tensor, Tensor]:
-        keys, values = engine.pool.read(of_trie[begin:end]).movedim(0, 2)
+        keys, values = torch.cat(engine.pool.read(of_trie[begin:end])).movedim(0, 2)
         return keys, values
 
     write_prefixes(path, trie, kv, engine.pool.spec, fingerprint)
@@ -83,7 +83,7 @@ def _load(engine: Engine, file: PrefixFile, leaf: int, held: list[TreeSequence])
         if first + skip < last:
             kv = torch.stack(file.read(first + skip, last)).movedim(2, 0)
             own = slice(start + skip, start + last - first)
-            engine.pool.write(slots[own], kv, np.arange(len(kv)))
+            engine.pool.write(slots[own], [kv], np.arange(len(kv)))
     above = sequence.node
     while above.parent is not None and above.start + above.length > begin:
         tree.mark_computed([above], [above.length])
