@@ -20,7 +20,7 @@ from prefixkit.engine.prefixes.transfer import load_prefixes, save_prefixes
 from prefixkit.engine.prefixes.write import check_place
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
-from prefixkit.engine.stop import special_tokens
+from prefixkit.engine.runs.stop import special_tokens
 from prefixkit.models import kv_spec, text_config
 from prefixkit.models.fingerprint import kv_fingerprint
 from prefixkit.models.weights_version import weights_version

@@ -54,8 +54,8 @@ def prompts_of(seed: int, number: int, vocab: int) -> list[np.ndarray]:
 
 def beams(steps: int, seed: int) -> None:
     """Searches in few pages, whose trees are compacted, against replays over whole sequences; until so many steps."""
+    from tests.engine.expected import assert_all_given_back, beams_alone
     from tests.engine.fake_model import VOCAB, make_engine
-    from tests.engine.runs import assert_all_given_back, beams_alone
 
     searches = done = copied = swapped = recomputed = 0
     for at in count(seed):

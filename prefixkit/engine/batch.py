@@ -13,8 +13,8 @@ from torch import Tensor
 
 from prefixkit.attention.queries import decode_tree
 from prefixkit.attention.uncomputed import choose_queries, tokens_of
-from prefixkit.engine.beam_run import BeamRun
-from prefixkit.engine.sample_run import SampleRun
+from prefixkit.engine.runs.beam_run import BeamRun
+from prefixkit.engine.runs.sample_run import SampleRun
 from prefixkit.engine.scheduler import RequestState
 from prefixkit.runners.batch import Batch, Sampling
 from prefixkit.sampling.specification import GREEDY, SamplingBatch

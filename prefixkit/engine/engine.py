@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.batch import Row, Scheduled, first_tokens, next_step
-from prefixkit.engine.beam_run import BeamRun
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Preemption, Run
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample, TokenEvent
 from prefixkit.engine.running import RunningBatch
-from prefixkit.engine.sample_run import SampleRun
+from prefixkit.engine.runs.beam_run import BeamRun
+from prefixkit.engine.runs.sample_run import SampleRun
 from prefixkit.engine.scheduler import RequestState, Scheduler, check_fits
 from prefixkit.engine.score import Score, score
 from prefixkit.ops.kv_pool import KVPool

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.engine.beam_run import BeamRun
 from prefixkit.engine.policy import MemoryPolicy
-from prefixkit.engine.sample_run import SampleRun
+from prefixkit.engine.runs.beam_run import BeamRun
+from prefixkit.engine.runs.sample_run import SampleRun
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree.eviction import PrefixCache
 from prefixkit.tree.node import Node

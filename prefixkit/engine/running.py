@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.batch import Scheduled
-from prefixkit.engine.beam_run import BeamRun, advance_beams
 from prefixkit.engine.request import Sample, TokenEvent
-from prefixkit.engine.sample_run import SampleRun
+from prefixkit.engine.runs.beam_run import BeamRun, advance_beams
+from prefixkit.engine.runs.sample_run import SampleRun
 from prefixkit.runners.batch import Runner, Sampled
 from prefixkit.tree.radix import PrefixTree, Sequence
 

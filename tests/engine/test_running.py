@@ -10,8 +10,8 @@ from prefixkit.engine.request import BeamParams, Request
 from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
 from tests.covering import pairwise_cover
+from tests.engine.expected import alone, assert_all_given_back, random_prompts, run
 from tests.engine.fake_model import make_engine
-from tests.engine.runs import alone, assert_all_given_back, random_prompts, run
 
 AHEAD = (1, 2, 5)
 

@@ -12,8 +12,8 @@ from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.engine.score import MOST_LOGIT_BYTES
 from prefixkit.sampling.params import SamplingParams
 from tests.covering import pairwise_cover
+from tests.engine.expected import assert_all_given_back, run
 from tests.engine.fake_model import VOCAB, logits_after, make_engine
-from tests.engine.runs import assert_all_given_back, run
 
 
 def random_texts(seed, prompts=5, most=6):

@@ -37,9 +37,9 @@ from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.eviction import POLICIES
+from tests.engine.expected import alone, beams_alone
 from tests.engine.fake_model import VOCAB, logits_after, make_engine
 from tests.engine.integrity import check_engine, check_idle
-from tests.engine.runs import alone, beams_alone
 from tests.tree.model import assert_snapshot_is_fresh, fingerprint
 
 RUNS = int(os.environ.get("PREFIXKIT_SOAK_RUNS", "12"))

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.engine.beam import Beam, BeamMove, BeamSearch, advance, finished, num_candidates
 from prefixkit.engine.request import BeamParams, Sample
+from prefixkit.engine.runs.beam import Beam, BeamMove, BeamSearch, advance, finished, num_candidates
 from prefixkit.engine.scheduler import RequestState
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence

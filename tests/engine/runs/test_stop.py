@@ -7,7 +7,7 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from prefixkit.engine.stop import StopChecker, special_tokens
+from prefixkit.engine.runs.stop import StopChecker, special_tokens
 from tests.tiny import ByteTokenizer, byte_tokenizer
 
 WORDS = ["Hello", " world", "!", " the", " end", " of", " it", "\n", "\n\n", "E", "N", "D", " STOP", "ST", "OP", "é"]

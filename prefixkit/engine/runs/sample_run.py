@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.engine.request import FinishReason, Sample, TokenEvent
+from prefixkit.engine.runs.stop import StopChecker
 from prefixkit.engine.scheduler import RequestState
-from prefixkit.engine.stop import StopChecker
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import sample_key
 from prefixkit.tree.radix import PrefixTree

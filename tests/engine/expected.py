@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from prefixkit.engine.beam import BeamSearch, advance, finished, num_candidates
 from prefixkit.engine.request import Request
+from prefixkit.engine.runs.beam import BeamSearch, advance, finished, num_candidates
 from prefixkit.runners.sampler import top_tokens
 from prefixkit.sampling.rng import sample_key, uniforms
 from prefixkit.sampling.specification import sample_tokens

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from prefixkit.engine import beam
-from prefixkit.engine.beam import BeamMove, BeamSearch, finished, num_candidates
 from prefixkit.engine.request import BeamParams
+from prefixkit.engine.runs import beam
+from prefixkit.engine.runs.beam import BeamMove, BeamSearch, finished, num_candidates
 from prefixkit.runners.sampler import top_tokens
 from tests.covering import pairwise_cover
 
