@@ -125,7 +125,7 @@ def hit_rate(policy: str, pages: int, prompts: list[Tokens], order: NDArray[np.i
         tokens = np.concatenate((prompts[index], rng.integers(0, VOCABULARY, own, dtype=np.int32)))
         match = tree.match(tokens)
         with cache.protected(match.node):
-            fits = cache.make_room(pages_for(len(tokens) - match.length, tree.page_size) + 1)
+            fits = cache.free_pages(pages_for(len(tokens) - match.length, tree.page_size) + 1)
         if not fits:
             cache.clear()
         sequence = tree.insert(tokens)

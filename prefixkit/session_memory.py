@@ -20,7 +20,7 @@ from prefixkit.engine.prefixes.transfer import load_prefixes, save_prefixes
 from prefixkit.engine.prefixes.write import check_place
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
-from prefixkit.engine.runs.stop import special_tokens
+from prefixkit.engine.runs.detokenizer import detokenizer_of
 from prefixkit.models import kv_spec, text_config
 from prefixkit.models.fingerprint import kv_fingerprint
 from prefixkit.models.weights_version import weights_version
@@ -292,11 +292,9 @@ def run(engine: Engine, model: Any, tokenizer: Any, requests: list[Request]) -> 
 def prepare(engine: Engine, model: Any, tokenizer: Any, requests: list[Request]) -> None:
     """A new report, and how tokens become text."""
     warn_of_length(model, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
-    engine.report, engine.decode, engine.special_tokens = Report(), None, {}
-    if tokenizer is not None:
-        engine.decode = lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
-        if any(isinstance(request.params, SamplingParams) and request.params.stop_strings for request in requests):
-            engine.special_tokens = special_tokens(tokenizer, engine.decode)
+    engine.report = Report()
+    special = any(isinstance(one.params, SamplingParams) and one.params.stop_strings for one in requests)
+    engine.runs.detokenizer = detokenizer_of(tokenizer, special)
 
 
 def warn_of_length(model: Any, longest: int) -> None:

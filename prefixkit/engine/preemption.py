@@ -1,4 +1,4 @@
-"""Preemption: what runs leaves the tree where the pool is full, and comes back, token for token, once there is room.
+"""Preemption: what runs leaves the tree where the pool is full, and comes back, token for token, once there are pages.
 
 The KV that it leaves behind stays in the prefix cache until its pages are needed, and is computed again then; or it is
 copied to host memory and back, whichever takes less time (vLLM, section 4.5).
@@ -146,11 +146,11 @@ class Preemption:
                 found = tree.match(tokens)
                 protected.enter_context(self.cache.protected(found.node))
                 need += pages_for(len(tokens) - found.length, tree.page_size)
-            if not self.cache.make_room(need):
+            if not self.cache.free_pages(need):
                 return False
         run.resume([tree.insert(tokens) for tokens in own])
         # Sequences that found the same tokens in the tree take pages of their own from there on.
-        if not self.cache.make_room(beside + run.growth(tree, self.policy.longest)):
+        if not self.cache.free_pages(beside + run.growth(tree, self.policy.longest)):
             for sequence in run.sequences:
                 tree.release(sequence)
             return False

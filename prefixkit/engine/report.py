@@ -7,24 +7,24 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefixkit.engine.preemption import Preemption
+    from prefixkit.engine.run_set import RunSet
     from prefixkit.engine.running import RunningBatch
     from prefixkit.runners.batch import Runner
-    from prefixkit.tree.eviction import PrefixCache
 
 
-# Counts of a runner, of a prefix cache and of preemption, which go on from report to report, and where they are here.
-_GOES_ON: dict[str, Callable[[Runner, PrefixCache, Preemption], float]] = {
-    "plans": lambda runner, cache, preemption: runner.plans_made,
-    "graph_steps": lambda runner, cache, preemption: runner.graph_steps,
-    "captures": lambda runner, cache, preemption: runner.captures,
-    "seconds_capturing": lambda runner, cache, preemption: runner.seconds_capturing,
-    "prompt_tokens": lambda runner, cache, preemption: cache.tokens_asked,
-    "prompt_tokens_found": lambda runner, cache, preemption: cache.tokens_found,
-    "tokens_evicted": lambda runner, cache, preemption: cache.tokens_evicted,
-    "preempted_swapped": lambda runner, cache, preemption: preemption.swapped,
-    "preempted_recomputed": lambda runner, cache, preemption: preemption.recomputed,
-    "kv_bytes_swapped": lambda runner, cache, preemption: preemption.bytes_swapped,
+# Counts of a runner, and of what runs on it, which go on from report to report, and where they are here.
+_GOES_ON: dict[str, Callable[[Runner, RunSet], float]] = {
+    "plans": lambda runner, runs: runner.plans_made,
+    "graph_steps": lambda runner, runs: runner.graph_steps,
+    "captures": lambda runner, runs: runner.captures,
+    "seconds_capturing": lambda runner, runs: runner.seconds_capturing,
+    "prompt_tokens": lambda runner, runs: runs.cache.tokens_asked,
+    "prompt_tokens_found": lambda runner, runs: runs.cache.tokens_found,
+    "tokens_evicted": lambda runner, runs: runs.cache.tokens_evicted,
+    "preempted_swapped": lambda runner, runs: runs.preemption.swapped,
+    "preempted_recomputed": lambda runner, runs: runs.preemption.recomputed,
+    "kv_bytes_copied": lambda runner, runs: runs.bytes_copied,
+    "kv_bytes_swapped": lambda runner, runs: runs.preemption.bytes_swapped,
 }
 
 
@@ -92,12 +92,12 @@ class Report:
     preempted_swapped: int = 0
     preempted_recomputed: int = 0
     kv_bytes_swapped: int = 0
-    _sources: tuple[Runner, PrefixCache, Preemption] | None = field(default=None, repr=False, compare=False)
+    _sources: tuple[Runner, RunSet] | None = field(default=None, repr=False, compare=False)
     _before: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
-    def begin(self, runner: Runner, cache: PrefixCache, preemption: Preemption) -> None:
+    def begin(self, runner: Runner, runs: RunSet) -> None:
         """Count what these do from now on."""
-        self._sources = runner, cache, preemption
+        self._sources = runner, runs
         self._before = {name: read(*self._sources) - getattr(self, name) for name, read in _GOES_ON.items()}
 
     def look(self) -> None:

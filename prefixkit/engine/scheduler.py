@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from prefixkit.engine.policy import MemoryPolicy
@@ -96,7 +97,6 @@ def check_fits(
     requests: Iterable[Request],
     tree: PrefixTree,
     bytes_per_token: int,
-    pinned: int = 0,
     pins: Collection[Sequence] = (),
 ) -> None:
     """Raise KVBudgetTooSmall, before anything starts, if some request cannot run to its end even alone.
@@ -105,9 +105,9 @@ def check_fits(
         requests: What is to run.
         tree: Where.
         bytes_per_token: KV of a token.
-        pinned: Pages that pinned prefixes hold.
-        pins: These; a request that begins as one of them needs pages for the rest alone.
+        pins: Pinned prefixes; a request that begins as one of them needs pages for the rest alone.
     """
+    pinned = distinct_pages(pins, tree.page_size)
     have = tree.allocator.num_pages - pinned
     for request in requests:
         shared, unit = 0, pages_per_unit(request.params, tree.page_size)
@@ -125,6 +125,12 @@ def check_fits(
                 + "; raise kv_budget, or lower max_new_tokens"
                 + (" or num_beams" if isinstance(request.params, BeamParams) else "")
             )
+
+
+def distinct_pages(sequences: Iterable[Sequence], page_size: int) -> int:
+    """Pages that hold the tokens of these sequences."""
+    pages = [sequence.slots() // page_size for sequence in sequences]
+    return len(np.unique(np.concatenate(pages))) if pages else 0
 
 
 def growth_of(params: SamplingParams | BeamParams, page_size: int, tokens: int) -> int:
@@ -258,7 +264,7 @@ class Scheduler:
         found = self.tree.match(tokens)
         need = pages_for(len(tokens) - found.length, self.tree.page_size) + growth + self.unit(state)
         with self.cache.protected(found.node):
-            fits = self.cache.make_room(need)
+            fits = self.cache.free_pages(need)
         if not fits:
             if self.in_flight:
                 return False

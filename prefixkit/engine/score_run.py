@@ -108,7 +108,7 @@ class Scoring:
             tokens = self.contexts.tokens(number)
             found = tree.match(tokens)
             with self.cache.protected(found.node):
-                fits = self.cache.make_room(pages_for(len(tokens) - found.length, tree.page_size))
+                fits = self.cache.free_pages(pages_for(len(tokens) - found.length, tree.page_size))
             if not fits:
                 if self.held:
                     return self._admitted(number, alone)

@@ -169,7 +169,7 @@ class TreeCache(DynamicCache):
             memory.cache.clear()
         found = memory.tree.match(tokens[0, pad[0] :]) if pad[0] < tokens.shape[1] else None
         with memory.cache.protected(memory.tree.root if found is None else found.node):
-            memory.cache.make_room(pages)
+            memory.cache.free_pages(pages)
         self._steps = RowSteps(memory, Rows(memory.tree, tokens, pad, fork=self.fork))
         return self._steps
 

@@ -79,7 +79,7 @@ class PrefixCache:
         self.tokens_found += computed
         return computed
 
-    def make_room(self, pages: int) -> bool:
+    def free_pages(self, pages: int) -> bool:
         """Evict until so many pages are free; False if they cannot be, and then all is evicted that can be."""
         allocator, tree = self.tree.allocator, self.tree
         most = max(pages - allocator.free, allocator.num_pages // _BATCH) if pages > allocator.free else 0

@@ -8,6 +8,7 @@ import pytest
 
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import BeamParams, Request
+from prefixkit.engine.runs.detokenizer import Detokenizer
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
@@ -78,7 +79,7 @@ def test_samples_leave_at_once_when_they_finish_and_are_reported_as_they_do():
 def test_tokens_stream_in_order_and_spell_the_text():
     events = []
     decode = lambda tokens: "".join(chr(97 + token % 26) for token in tokens)  # noqa: E731
-    engine, _ = make_engine(decode=decode, on_token=events.append)
+    engine, _ = make_engine(detokenizer=Detokenizer(decode), on_token=events.append)
     samples = run(engine, [np.arange(5), np.arange(7)], SamplingParams(n=2, max_new_tokens=5, stop=("ab", "q")))
     for sample in samples:
         mine = [e for e in events if (e.prompt_index, e.index) == (sample.prompt_index, sample.index)]
@@ -89,7 +90,7 @@ def test_tokens_stream_in_order_and_spell_the_text():
 
 def test_text_held_back_is_streamed_when_a_function_ends_the_sample():
     events = []
-    engine, _ = make_engine(decode=lambda tokens: "a" * len(tokens), on_token=events.append)
+    engine, _ = make_engine(detokenizer=Detokenizer(lambda tokens: "a" * len(tokens)), on_token=events.append)
     params = SamplingParams(max_new_tokens=9, stop=("aaaaaaa", lambda tokens, text: len(tokens) == 4))
     (sample,) = run(engine, [np.arange(5)], params)
     assert sample.finish_reason == "stop" and len(sample.tokens) == 4

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from prefixkit.engine.request import BeamParams, Request
+from prefixkit.engine.runs.detokenizer import Detokenizer
 from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
 from tests.covering import pairwise_cover
@@ -92,9 +93,9 @@ def test_stop_strings_end_samples_and_tokens_stream_in_order(decoding):
     events = []
     decode = lambda tokens: "".join(chr(97 + token % 26) for token in tokens)  # noqa: E731
     params = SamplingParams(n=2, max_new_tokens=15, stop=("ab", "q"))
-    made, _ = decoding(decode=decode, on_token=events.append)
+    made, _ = decoding(detokenizer=Detokenizer(decode), on_token=events.append)
     samples = run(made, [np.arange(5), np.arange(7)], params)
-    plain, _ = make_engine(decode=decode)
+    plain, _ = make_engine(detokenizer=Detokenizer(decode))
     assert samples == run(plain, [np.arange(5), np.arange(7)], params)
     for sample in samples:
         mine = [e for e in events if (e.prompt_index, e.index) == (sample.prompt_index, sample.index)]

@@ -328,9 +328,9 @@ class EngineMachine(RuleBasedStateMachine):
         sequence.tree.keep(sequence)
 
     @rule(pages=st.integers(0, 60))
-    def make_room(self, pages: int) -> None:
+    def free_pages(self, pages: int) -> None:
         evicted = self.engine.cache.tokens_evicted
-        made = self.engine.cache.make_room(pages)
+        made = self.engine.cache.free_pages(pages)
         assert made == (self.engine.tree.allocator.free >= pages)
         self.done["tokens evicted by hand"] += self.engine.cache.tokens_evicted - evicted
 

@@ -27,7 +27,7 @@ def test_the_prompt_found_least_recently_goes_first() -> None:
     again = cache.tree.insert([1, 2, 3])
     cache.found(again)
     cache.keep(again)
-    assert cache.make_room(3)
+    assert cache.free_pages(3)
     assert cache.tree.match([1, 2, 3]).length == 3
     assert cache.tree.match([4, 5, 6]).length == 0
 
@@ -37,7 +37,7 @@ def test_a_node_that_is_protected_while_its_child_goes_is_one_with_its_other_chi
     tree = cache.tree
     shared = tree.match([1, 2, 7]).node
     with cache.protected(shared):
-        assert cache.make_room(2)
+        assert cache.free_pages(2)
         assert tree.match([1, 2]).length == 2
     check_tree(tree)
     (node,) = tree.root.children

@@ -169,9 +169,9 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.release(sequence)
 
     @rule(pages=st.integers(0, 60))
-    def make_room(self, pages: int) -> None:
+    def free_pages(self, pages: int) -> None:
         free = self.tree.allocator.free
-        made = self.cache.make_room(pages)
+        made = self.cache.free_pages(pages)
         assert made == (self.tree.allocator.free >= pages) and self.tree.allocator.free >= free
         if not made:
             assert not any(one.evictable for one in everything(self.tree))

@@ -67,7 +67,7 @@ def _load(engine: Engine, file: PrefixFile, leaf: int, held: list[TreeSequence])
     tree, cache, tokens = engine.tree, engine.cache, file.trie.prefix(leaf)
     found = tree.match(tokens)
     with cache.protected(found.node):
-        fits = cache.make_room(pages_for(len(tokens) - found.length, tree.page_size))
+        fits = cache.free_pages(pages_for(len(tokens) - found.length, tree.page_size))
     if not fits:
         cache.clear()  # what was found may be the beginning of a longer node
     sequence = tree.insert(tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.engine.request import FinishReason, Sample, TokenEvent
+from prefixkit.engine.runs.detokenizer import Detokenizer
 from prefixkit.engine.runs.stop import StopChecker
 from prefixkit.engine.scheduler import RequestState
 from prefixkit.sampling.params import SamplingParams
@@ -48,15 +49,15 @@ class SampleRun:
         state: RequestState,
         index: int,
         tree: PrefixTree,
-        decode: Callable[[list[int]], str] | None,
-        special_tokens: Mapping[int, str],
+        detokenizer: Detokenizer,
     ) -> SampleRun:
         """Start sample ``index`` of a prompt whose first logits are known; where that fails, the tree is unchanged."""
         params = state.request.params
         assert isinstance(params, SamplingParams)
         key = sample_key(params.seed, index, state.request.tokens, state.request.occurrence)
         text = bool(params.stop_functions)
-        stop = StopChecker(params.stop_token_ids or (), params.stop_strings, decode, special_tokens, text=text)
+        decode, special = detokenizer.decode, detokenizer.special_tokens
+        stop = StopChecker(params.stop_token_ids or (), params.stop_strings, decode, special, text=text)
         processor = None
         if params.logits_processors is not None and not callable(processor := params.logits_processors()):
             raise TypeError(

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
-Decode = Callable[[list[int]], str]
+from prefixkit.engine.runs.detokenizer import Decode
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
 _MOST_INCOMPLETE = 3  # tokens: a UTF-8 character has at most 4 bytes, so at most 3 tokens can wait for its last one
-
-
-def special_tokens(tokenizer: Any, decode: Decode) -> dict[int, str]:
-    """The text of the special tokens that ``decode`` leaves out, by their ids.
-
-    Args:
-        tokenizer: One of transformers; of any other that does not list its special tokens, none are known.
-        decode: Token ids to text without special tokens.
-    """
-    listed = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    texts = {int(token): str(added) for token, added in listed if getattr(added, "special", False)}
-    ids, names = getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ())
-    texts |= {int(token): str(name) for token, name in zip(ids, names, strict=True)}
-    return {token: text for token, text in texts.items() if text and not decode([token])}
 
 
 class StopChecker:

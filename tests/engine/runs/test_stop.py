@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models
 
-from prefixkit.engine.runs.stop import StopChecker, special_tokens
-from tests.tiny import ByteTokenizer, byte_tokenizer
+from prefixkit.engine.runs.stop import StopChecker
 
 WORDS = ["Hello", " world", "!", " the", " end", " of", " it", "\n", "\n\n", "E", "N", "D", " STOP", "ST", "OP", "é"]
 SAMPLES = ["Hello world! 😀", "naïve 你好世界 🏳️‍🌈 end", "a\nb\n\nEND of it", "👍🏽👍🏽 STOP it"]
@@ -265,15 +264,6 @@ def test_an_unfinished_character_before_a_special_token_stays_as_it_is():
     without = lambda tokens: decode([token for token in tokens if token != end])  # noqa: E731
     count, streamed, checker = follow(tokens, ("<end>",), without, special={end: "<end>"})
     assert (count, checker.text(), "".join(streamed)) == (3, "a\ufffd", "a\ufffd")
-
-
-def test_special_tokens_are_those_that_a_tokenizer_lists_and_leaves_out():
-    tokenizer = byte_tokenizer()
-    decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
-    tokenizer.add_tokens(["<plain>"])
-    tokenizer.add_tokens([AddedToken("<other>", special=True)])
-    assert special_tokens(tokenizer, decode) == {256: "<|end|>", 257: "<|pad|>", 259: "<other>"}
-    assert special_tokens(ByteTokenizer(), letters) == {}
 
 
 def test_stop_strings_need_a_decoder():
