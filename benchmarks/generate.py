@@ -4,9 +4,9 @@
     python -m benchmarks.generate --prompts 2048 --new 128 --samples 64 --beams 4,8,16
 
 *stock*: transformers with the attention that it chooses; *expand*: the prompt computed once, its cache repeated by
-hand; *batch*: ``generate_batch``, on a GPU; *session*: ``prefixkit.Session``; *tree*: the very call of *stock*, patched.
-Random weights, one prompt, which differs from call to call; as many tokens in each.  ``s`` is the median of ``--turns``
-calls after the first, ``peak_gib`` beside the weights.
+hand; *batch*: ``generate_batch``, on a GPU; *session*: ``prefixkit.Session``; *tree*: the very call of *stock*,
+patched.  Random weights, one prompt, which differs from call to call; as many tokens in each.  ``s`` is the median of
+``--turns`` calls after the first, ``peak_gib`` beside the weights.
 """
 
 import statistics

@@ -188,7 +188,7 @@ def copies(on: Measured, lengths: list[int], turns: int) -> Iterator[Row]:
 
 
 def swap(on: Measured, lengths: list[int], new: int, prompts: int = 8, samples: int = 8) -> Iterator[Row]:
-    """The same requests in the same pool by each choice, and with a pool that holds all of them; a call, and another."""
+    """Two calls in the same pool by each choice, and with a pool that holds all of them."""
     for length in lengths:
         asked = [[on.tokens(length) for _ in range(prompts)] for _ in range(2)]
         all_prompts, all_samples = prompts * (length + PAGE), prompts * samples * (new + PAGE)

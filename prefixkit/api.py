@@ -148,10 +148,10 @@ def score(
         model, tokenizer, kv_budget, page_size, prefill_chunk: As for :func:`generate`.
         prompts: One prompt (a string, a 1-D array or list of token ids, or a list of chat messages), or a list of
             prompts, or a 2-D array of token ids.
-        continuations: A list of continuations, each a string or a list of token ids: those of the one prompt, or of every
-            prompt.  For a list of prompts also a list of such lists, one for each prompt: it is one of these if none of
-            its elements is a continuation itself.  A string's own tokens, without special ones, follow the prompt's.
-            Tokens are not merged across the boundary, so a word's leading space belongs to the continuation.
+        continuations: A list of continuations, each a string or a list of token ids: those of the one prompt, or of
+            every prompt.  For a list of prompts also a list of such lists, one for each prompt: it is one of these if
+            none of its elements is a continuation itself.  A string's own tokens, without special ones, follow the
+            prompt's.  Tokens are not merged across the boundary, so a word's leading space belongs to the continuation.
 
     Returns:
         A :class:`Score` for each continuation of the one prompt; for a list of prompts a list of these for each prompt,

@@ -144,8 +144,8 @@ def _continuation(tokenizer: Any, one: Any, index: int, vocab: int) -> NDArray[n
         raise TypeError(f"{where}: tokens must be integers, got {tokens.dtype}; pass the text itself, or encode it")
     if tokens.min() < 0 or tokens.max() >= vocab:
         raise ValueError(
-            f"{where}: token {int(tokens.min() if tokens.min() < 0 else tokens.max())} is outside the model's vocabulary "
-            f"of {vocab}; encode with the model's own tokenizer"
+            f"{where}: token {int(tokens.min() if tokens.min() < 0 else tokens.max())} is outside the model's "
+            f"vocabulary of {vocab}; encode with the model's own tokenizer"
         )
     return tokens.astype(np.int32)
 
@@ -199,8 +199,10 @@ def _check_generation_config(model: Any, each: Sequence[SamplingParams | BeamPar
     if asked:
         given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise ValueError(
-            f"the model's generation_config sets {given}, which is not applied here; call model.generate(), which runs on "
-            f"the tree too, pass logits_processors that apply it, or set model.generation_config.{next(iter(asked))} = None"
+            f"the model's generation_config sets {given}, which is not applied here; call model.generate(), which "
+            "runs on "
+            f"the tree too, pass logits_processors that apply it, or set model.generation_config.{next(iter(asked))} "
+            "= None"
         )
 
 

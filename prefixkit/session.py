@@ -39,8 +39,8 @@ class Session(SessionMemory):
     A call at a time: a session that is busy raises :class:`SessionBusy`.  Two sessions may run in two threads, on one
     model or on two.  A call that raises leaves the session usable.
 
-    The KV of prompts and samples stays in the pool when a call ends, until its pages are needed: a prompt that begins as
-    an earlier one did, or goes on where a sample ended, computes only its own tokens.  KV of other weights is never
+    The KV of prompts and samples stays in the pool when a call ends, until its pages are needed: a prompt that begins
+    as an earlier one did, or goes on where a sample ended, computes only its own tokens.  KV of other weights is never
     used: what was written to in place between calls, or another adapter, is noticed (see :meth:`weights_changed`).
     Where steps cannot run in CUDA graphs, for lack of memory too, a call decodes step by step, with one log line.
 
@@ -179,9 +179,9 @@ class Session(SessionMemory):
     ) -> list[SearchNode]:
         """Let search nodes go on, all in one batch: each gets the tokens that are sampled after it, or its best beam's.
 
-        A node's tokens depend on its own tokens and seed, not on the nodes beside it.  Greedy, sampled and beam-searched
-        nodes may be mixed.  Only tokens after those that the session has seen are computed.  A call that raises changes
-        no node.
+        A node's tokens depend on its own tokens and seed, not on the nodes beside it.  Greedy, sampled and
+        beam-searched nodes may be mixed.  Only tokens after those that the session has seen are computed.  A call that
+        raises changes no node.
 
         Args:
             nodes: Search nodes of this session, each once.

@@ -215,7 +215,8 @@ class SessionMemory:
         Raises:
             SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`; nothing was written.
             KVBudgetTooSmall: the pool does not hold all of them at once; nothing was written.
-            OSError: the file cannot be written; where it is a folder, or in one that does not exist, nothing was computed.
+            OSError: the file cannot be written; where it is a folder, or in one that does not exist, nothing was
+                computed.
         """
         with self._busy():
             check_place(path)

@@ -100,7 +100,7 @@ def check(path: Path, whole: dict) -> str:
         if one["tokens"] != other["tokens"]:
             pairs = enumerate(zip(one["tokens"], other["tokens"], strict=False))
             same, tokens = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (0, (0, 0)))
-            # A random number within rounding of the boundary between two tokens: these are neighbours in the vocabulary.
+            # A random number within rounding of the boundary between two tokens: neighbours in the vocabulary.
             assert abs(tokens[0] - tokens[1]) == 1, (key, one["tokens"], other["tokens"])
             ties += 1
         else:
@@ -225,7 +225,8 @@ def million(work: Path, prompts: int = 1000, n: int = 1000) -> None:
     print(f"{prompts * n:,} samples written in {took:.1f} s, {size / 2**20:,.0f} MiB")
     tenth = len(memory) // 10
     print(
-        f"resident memory at most, after a tenth and at the end: {memory[tenth] / 1024:.0f}, {memory[-1] / 1024:.0f} MiB"
+        f"resident memory at most, after a tenth and at the end: {memory[tenth] / 1024:.0f}, {memory[-1] / 1024:.0f} "
+        "MiB"
     )
     assert memory[-1] < memory[tenth] + 20_000
     for goal in (Goal(0, [n] * prompts), Goal(0, [n + 1] * prompts, Part(3, 8))):

@@ -60,8 +60,8 @@ three samples. Configs with windows or chunks are tried with short ones and with
 where transformers can build both. Logits may differ by 0.0001 of their spread.
 
 *Tree*: on the tree, with the same tokens and logits. *Refused*: prefixkit says what is in the way, and transformers
-goes on with its own cache and the same result. *Wrong*: other tokens or logits. *Error*: an exception that the model without
-the patch does not raise. *Untried*: transformers cannot build it tiny, or not generate from text alone."""
+goes on with its own cache and the same result. *Wrong*: other tokens or logits. *Error*: an exception that the model
+without the patch does not raise. *Untried*: transformers cannot build it tiny, or not generate from text alone."""
 SECONDS, GIBIBYTES = 180, 12  # that one model_type may take
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},

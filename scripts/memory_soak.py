@@ -90,8 +90,8 @@ def beams(steps: int, seed: int) -> None:
             break
     assert copied and swapped + recomputed, "no pressure"
     print(
-        f"beams: seeds {seed} to {at}, {searches} searches, {done} steps, {swapped} preempted by swap and {recomputed} by "
-        f"recompute, {copied} tokens copied to compact trees; sequences and scores as replayed"
+        f"beams: seeds {seed} to {at}, {searches} searches, {done} steps, {swapped} preempted by swap and "
+        f"{recomputed} by recompute, {copied} tokens copied to compact trees; sequences and scores as replayed"
     )
 
 
@@ -112,14 +112,16 @@ def pressure(preemptions: int, seed: int) -> None:
                 if reached >= preemptions:
                     break
             print(
-                f"pressure: {name}, seeds {seed} to {at}, {samples} samples in {SHARE:.0%} of the pages: {reached} preempted "
-                f"by {how}, {time.monotonic() - began:.0f} s; tokens as without pressure, {total} samples after a near-tie",
+                f"pressure: {name}, seeds {seed} to {at}, {samples} samples in {SHARE:.0%} of the pages: {reached} "
+                "preempted "
+                f"by {how}, {time.monotonic() - began:.0f} s; tokens as without pressure, {total} samples after a "
+                "near-tie",
                 flush=True,
             )
 
 
 def near_ties(name: str, seed: int, expected: list[Any], found: list[Any]) -> int:
-    """How many samples differ, each from a token on whose random number lies within float32's rounding of a boundary."""
+    """How many samples differ, each from a token on whose random number lies within float32 rounding of a boundary."""
     import torch
 
     from prefixkit.sampling.rng import sample_key, uniforms

@@ -23,7 +23,8 @@ _BY_VALUE: list[tuple[Any, str]] = [
     (
         64,
         "hidden_size n_embd d_model dim emb_dim embedding_size embedding_dim word_embed_proj_dim input_embedding_size "
-        "output_embedding_size pronunciation_embed_dim shape_embed_dim embed_dim hidden_dim projection_dim out_hidden_size "
+        "output_embedding_size pronunciation_embed_dim shape_embed_dim embed_dim hidden_dim projection_dim "
+        "out_hidden_size "
         "backbone_hidden_size lru_width attention_hidden_size d_text router_hidden_size projection_hidden_size "
         "output_dim fpn_hidden_size lm_hidden_size encoder_hidden_size projector_hidden_size output_proj_dims "
         "text_hidden_size vision_hidden_size post_conv_channels out_channels adapter_hidden_size "
@@ -63,8 +64,8 @@ _BY_VALUE: list[tuple[Any, str]] = [
     (8, "index_topk qk_rope_head_dim time_step_rank mamba_dt_rank rotary_dim prompt_length"),
     (
         1,
-        "n_group topk_group num_expert_group n_groups mamba_n_groups mamba_ngroups first_k_dense_replace num_dense_layers "
-        "max_window_layers n_shared_experts decoder_sparse_step",
+        "n_group topk_group num_expert_group n_groups mamba_n_groups mamba_ngroups first_k_dense_replace "
+        "num_dense_layers max_window_layers n_shared_experts decoder_sparse_step",
     ),
     (256, "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions model_max_length"),
     (2.0, "attn_logit_softcapping final_logit_softcapping"),

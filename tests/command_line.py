@@ -26,7 +26,7 @@ def write_prompts(path: Path) -> Path:
 
 
 def run(*arguments: object, code: int | None = 0, typed: str = "", charset: str = "utf-8") -> Result:
-    """What ``prefixkit ARGUMENTS`` wrote in ``charset`` with ``typed`` as its input; its exit status must be ``code``."""
+    """What ``prefixkit ARGUMENTS`` wrote in ``charset`` with ``typed`` as its input; it must exit with ``code``."""
     result = CliRunner(charset).invoke(app, [str(argument) for argument in arguments], input=typed)
     assert code is None or result.exit_code == code, result.output
     return result

@@ -10,7 +10,7 @@ Case = TypeVar("Case", bound=tuple[Hashable, ...])
 
 
 def pairwise_cover(cases: Iterable[Case], always: Iterable[Case] = ()) -> list[Case]:
-    """A subset of ``cases``, in their order, with ``always`` and every pair of values at two places that the whole has."""
+    """A subset of ``cases``, in their order, with ``always`` and every pair of values at two places of the whole."""
     return cover(cases, 2, always)
 
 

@@ -40,9 +40,10 @@ def tree(parent: list[int], length: list[int]) -> TreeSnapshot:
 def tree_of(name: str) -> TreeSnapshot:
     """The tree of a name.
 
-    ``2L bB pP sS``: B sequences share P tokens and have S each.  ``3L fewshot``: 2,400 tokens, 8 problems of 400, 128 samples
-    of 256 each.  ``beam d6``: 2,048 tokens, then 64-token nodes that branch in two six times.  ``chain dD bB pP tT``: B chains
-    of D nodes of T tokens below P shared ones.  ``comb dD bB tT sS``: a spine of D nodes of T tokens, B leaves of S at each.
+    ``2L bB pP sS``: B sequences share P tokens and have S each.  ``3L fewshot``: 2,400 tokens, 8 problems of 400, 128
+    samples of 256 each.  ``beam d6``: 2,048 tokens, then 64-token nodes that branch in two six times.  ``chain dD bB pP
+    tT``: B chains of D nodes of T tokens below P shared ones.  ``comb dD bB tT sS``: a spine of D nodes of T tokens, B
+    leaves of S at each.
     """
     kind, *rest = name.split()
     size = {part[0]: int(part[1:]) for part in rest if part[1:].isdigit()}

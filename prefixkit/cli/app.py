@@ -16,7 +16,8 @@ from prefixkit.cli.terminal import line, terminal
 
 app = typer.Typer(
     help="Sample many sequences that share prefixes, each shared piece computed, stored and read once.",
-    epilog="Exit status: 0 done, 1 failed at work, 2 asked for what cannot be done (nothing is written), 130 interrupted.",
+    epilog="Exit status: 0 done, 1 failed at work, 2 asked for what cannot be done (nothing is written), "
+    "130 interrupted.",
     cls=Commands,
     no_args_is_help=True,
     rich_markup_mode=None,

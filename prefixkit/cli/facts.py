@@ -164,7 +164,7 @@ def _report(folder: RunFolder) -> Report:
 
 
 def _seconds(folder: RunFolder) -> float:
-    """Wall time in which some process was sampling, as far as the history knows: one that was killed to its last line."""
+    """Wall time in which some process was sampling, by the history: of one that was killed, to its last line."""
     spans = sorted((points[0].seconds, points[-1].seconds) for points in _progress(folder))
     total, end = 0.0, 0.0
     for first, last in spans:

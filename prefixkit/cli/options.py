@@ -27,8 +27,8 @@ def unescape(text: str, option: str) -> str:
             return _LETTERS[found[1]]
         if found[4] is not None:
             raise ValueError(
-                f"{option} {text!r}: {found[0]!r} stands for nothing; write \\n, \\t, \\r, \\xNN, \\uNNNN, or \\\\ for a "
-                "backslash"
+                f"{option} {text!r}: {found[0]!r} stands for nothing; write \\n, \\t, \\r, \\xNN, \\uNNNN, or \\\\ "
+                "for a backslash"
             )
         return chr(int(found[2] or found[3], 16))
 

@@ -119,7 +119,7 @@ class Engine:
     def score(
         self, prompts: Ordered[NDArray[np.int32]], continuations: Ordered[Ordered[NDArray[np.int32]]], vocab: int
     ) -> list[list[Score]]:
-        """The score of each continuation of each prompt, while nothing runs; see :func:`prefixkit.engine.score.score`."""
+        """The score of each continuation of each prompt, while nothing runs; see ``engine/score.py``."""
         self.runner.begin()
         self.report.begin(self.runner, self.runs)
         began, given = time.perf_counter(), (self.runner, self.pool, self.cache, prompts, continuations)

@@ -57,8 +57,9 @@ class MemoryPolicy:
         preemption: Where the KV of a preempted request's samples goes: to host memory (``"swap"``), or nowhere, so
             that what is evicted meanwhile is computed again (``"recompute"``); ``"auto"`` takes what costs less time by
             what copies and prompts have taken so far.
-        headroom: Tokens for which each running sequence must find pages before more is admitted.  A request is preempted
-            once some sequence finds none for a quarter of them: what lies between keeps the two from taking turns.
+        headroom: Tokens for which each running sequence must find pages before more is admitted.  A request is
+            preempted once some sequence finds none for a quarter of them: what lies between keeps the two from taking
+            turns.
         swap_space: Host memory for swapped KV at most, in bytes or as a size such as ``"4GiB"``; beyond it, KV is
             computed again.
         patience: Steps that a request waits at most while others that came later, or of a higher priority, are

@@ -59,7 +59,8 @@ class Report:
         seconds_capturing: What that took.
         graph_bytes: GPU memory that graphs share.
         prompt_tokens: Tokens of the prompts that were admitted, again where they had been preempted.
-        prompt_tokens_found: Of these, tokens whose KV was there already, from earlier requests or from others in flight.
+        prompt_tokens_found: Of these, tokens whose KV was there already, from earlier requests or from others in
+            flight.
         tokens_evicted: Tokens whose KV the prefix cache gave up.
         preempted_swapped, preempted_recomputed: How often a sample or search was preempted, by what became of its KV.
         kv_bytes_swapped: KV bytes copied to host memory.
@@ -173,8 +174,8 @@ class Report:
             computed = f"{self.tokens_computed:,} tokens computed in {self.seconds:.1f} s"
             return f"{self.scored:,} continuations of {self.prompts:,} prompts scored, {computed}"
         return (
-            f"{self.samples:,} samples of {self.prompts:,} prompt{'s' * (self.prompts != 1)}, {self.new_tokens:,} new tokens "
-            f"in {self.seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"
+            f"{self.samples:,} samples of {self.prompts:,} prompt{'s' * (self.prompts != 1)}, {self.new_tokens:,} new "
+            f"tokens in {self.seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"
         )
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The samples and beam searches that run over one tree: what the next step computes, what is preempted, what comes back."""
+"""What runs over one tree: what the next step computes of it, what is preempted, and what comes back."""
 
 from __future__ import annotations
 

@@ -83,9 +83,9 @@ class RequestState:
 def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
     """Pages that one sample, or one beam search, needs beyond its prompt to run to its end.
 
-    The last token sampled needs no KV.  Beams fork at any token, and each fork may start a fresh page; but a search that
-    runs out of pages is preempted, and each of its beams comes back on pages that are full but for the last.  Beside
-    them it then needs pages for the tokens that join the tree at once, and for the next ones.
+    The last token sampled needs no KV.  Beams fork at any token, and each fork may start a fresh page; but a search
+    that runs out of pages is preempted, and each of its beams comes back on pages that are full but for the last.
+    Beside them it then needs pages for the tokens that join the tree at once, and for the next ones.
     """
     tokens = params.max_new_tokens - 1
     if isinstance(params, BeamParams):
@@ -151,8 +151,8 @@ class Scheduler:
     """The queue of requests, and those in flight.
 
     Requests of a higher priority go first, then those submitted earlier; of one submission, in lexicographic order of
-    their tokens: those that share a prefix follow each other.  One that has waited for more than the policy's ``patience``
-    goes before all others.  Results are independent of this order.
+    their tokens: those that share a prefix follow each other.  One that has waited for more than the policy's
+    ``patience`` goes before all others.  Results are independent of this order.
 
     Attributes:
         tree: Where prompts are inserted.
@@ -203,7 +203,7 @@ class Scheduler:
         return own + self.growth_back(state)
 
     def growth_back(self, state: RequestState) -> int:
-        """Pages for the next tokens of the sample that comes back next, and for its last ones, which join the tree then."""
+        """Pages for the next tokens of the sample that comes back next, and for those that join the tree then."""
         run, size = state.suspended[0], self.tree.page_size
         following = min(run.tokens_left, self.policy.longest)
         if isinstance(state.request.params, BeamParams):

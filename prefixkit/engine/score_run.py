@@ -209,6 +209,6 @@ def _broken_logits(contexts: Contexts, number: int) -> ValueError:
     """What to raise where a token, counted through all continuations, has no log-probability."""
     prompt, continuation, token = contexts.whose(number)
     return ValueError(
-        f"the logits before token {token} of continuation {continuation} of prompt {prompt} hold NaN, +inf or no finite "
-        "value, so it has no log-probability; look at what the model computed"
+        f"the logits before token {token} of continuation {continuation} of prompt {prompt} hold NaN, +inf or no "
+        "finite value, so it has no log-probability; look at what the model computed"
     )

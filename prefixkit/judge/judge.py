@@ -126,8 +126,8 @@ class Judge:
 
         Args:
             items: Key, program and problem of each.
-            on_bad_tests: Called with the key of a program whose problem's tests do not run, which gets no verdict; None:
-                the error is raised.
+            on_bad_tests: Called with the key of a program whose problem's tests do not run, which gets no verdict;
+                None: the error is raised.
 
         Raises:
             As :meth:`verdict`.

@@ -1,4 +1,4 @@
-"""A patched model's own ``generate()`` on the tree: its class takes a :class:`TreeCache`, and makes one where it pays."""
+"""A patched model's own ``generate()`` on the tree: its class takes a TreeCache, and makes one where it pays."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class Layer:
         return register_variant(self.window, cap, sinks)
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> None:
-        """Raise ValueError unless the mask is the one of a step; the model's probe has seen what keys and values are."""
+        """Raise ValueError unless the mask is that of a step; the model's probe has seen what keys and values are."""
         self.check_mask(attention_mask)
 
     def check_mask(self, attention_mask: Tensor | None) -> None:

@@ -77,12 +77,13 @@ class ModelRunner:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedModel(
                 f"ModelRunner: {type(model).__name__} puts learned tokens before every prompt "
-                f"({type(model.active_peft_config).__name__}), which no tree holds; call model.generate(), or take an adapter "
-                "of weights such as LoRA"
+                f"({type(model.active_peft_config).__name__}), which no tree holds; call model.generate(), or take an "
+                "adapter of weights such as LoRA"
             )
         if not inner.can_generate():
             raise TypeError(
-                f"ModelRunner: {type(inner).__name__} has no language-model head; load the model with AutoModelForCausalLM"
+                f"ModelRunner: {type(inner).__name__} has no language-model head; load the model with "
+                "AutoModelForCausalLM"
             )
         self._keeps_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self.model, self.call = model, model if call is None else call

@@ -95,7 +95,7 @@ def _check_alike(model: nn.Module, layers: list[LayerShape]) -> None:
 
 
 def _changeable(model: PreTrainedModel, layers: list[nn.Module]) -> object:
-    """What the KV of a model's layers may depend on: modules and tensors of attention, autocast, a forward of its own."""
+    """What a model's KV may depend on: modules and tensors of attention, autocast, a forward of its own."""
     found: list[object] = []
     for layer in layers:
         for module in layer.modules():

@@ -81,7 +81,7 @@ class TreeMemory:
         self.cache = PrefixCache(self.tree)
 
     def grow(self, pages: int) -> None:
-        """Make room for so many more pages: the pool is copied to a larger one.
+        """Add so many pages: the pool is copied to a larger one.
 
         Raises:
             DoesNotFit: there is no memory for it beside the present one; nothing has changed.
@@ -122,7 +122,7 @@ def replays(model: Any) -> bool:
 
 
 class Idle:
-    """The memory of a model's last tree cache, for the next: it knows the tokens of before, and its graphs are captured.
+    """The memory of a model's last tree cache, for the next: it knows tokens of before, and its graphs are captured.
 
     A copy of the model, or a pickled one, has none.
     """
@@ -154,8 +154,8 @@ class Idle:
         return self._memory[0].tree.match(tokens).length if self._memory else 0
 
     def give(self, memory: TreeMemory) -> None:
-        """Keep what a cache no longer needs, while the model is patched and not trained, which needs room; on a CPU only
-        what is small beside the memory that is free.
+        """Keep what a cache no longer needs, while the model is patched and not trained, which needs memory; on a CPU
+        only what is small beside the memory that is free.
         """
         model, spec = memory.model, memory.spec
         small = spec.device.type == "cuda" or memory.pool.bytes <= CPU_IDLE_SHARE * free_memory(spec.device)

@@ -123,7 +123,7 @@ class KVPool:
                 mine[:, pages[1], offsets[1]] = its[:, pages[0], offsets[0]]
 
     def host_parts(self, tokens: int) -> list[Tensor]:
-        """Host memory for the KV of so many tokens: tensors ``[at most 32 MiB of tokens, 2, layers, kv_heads, head_dim]``.
+        """Host memory for the KV of so many tokens: tensors ``[tokens, 2, layers, kv_heads, head_dim]`` of 32 MiB.
 
         That of a GPU's pool is pinned, which takes longer than copying to it; torch keeps what is dropped for the next
         part of that size, so that it is pinned once.

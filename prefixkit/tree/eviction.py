@@ -99,8 +99,8 @@ class PrefixCache:
 
     @contextmanager
     def protected(self, node: Node) -> Iterator[None]:
-        """Nothing between the root and the node is evicted meanwhile; a match that ends in the node is to be made again,
-        for what is evicted beside and below the node may merge it with its parent or its last child.
+        """Nothing between the root and the node is evicted meanwhile; a match that ends in the node is to be made
+        again, for what is evicted beside and below the node may merge it with its parent or its last child.
         """
         node.pins += 1
         try:

@@ -23,10 +23,9 @@ class Node:
                               ^ first_slot = 2      ^ end_slot = 9, length = 7
 
     The slots before are those of the node that it ``follows``, if any; the slots after, those of its ``continuation``:
-    the lower half of a split, a child, a node further below, or a sibling that began in the same step, or what became of
-    one of these where alike nodes were joined; there may be free slots between.  A leaf grows in place up to the slots of
-    its continuation; most have none.  A leaf may hold reserved pages behind the page of its
-    last token.
+    the lower half of a split, a child, a node further below, or a sibling that began in the same step, or what became
+    of one of these where alike nodes were joined; there may be free slots between.  A leaf grows in place up to the
+    slots of its continuation; most have none.  A leaf may hold reserved pages behind the page of its last token.
 
     The arrays have spare capacity at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and
     ``pages`` return as read-only, and as valid until the tree changes.

@@ -342,7 +342,7 @@ class PrefixTree(TreeEdits):
         self._touched.update(nodes)
 
     def forget(self) -> None:
-        """Declare that no token has KV in the pool any more: nothing is kept, and what sequences need is computed again."""
+        """Declare that no token has KV any more: nothing is kept, and what sequences need is computed again."""
         nodes = [self.root]
         for node in nodes:  # the list grows while it is read
             nodes.extend(node.children)

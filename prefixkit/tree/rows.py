@@ -121,7 +121,7 @@ class Rows:
         return slots
 
     def places(self, count: int) -> Iterator[tuple[int, int, Node, int]]:
-        """The last ``count`` tokens of each row that are no padding: row, place from the end, node, place in the node."""
+        """The last ``count`` tokens of each row, padding apart: row, place from the end, node, place in the node."""
         for row, sequence in enumerate(self.sequences):
             node, at = sequence.node, 0
             while node.parent is not None and at < count:

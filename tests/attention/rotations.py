@@ -83,7 +83,7 @@ def check_error(ours: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def check_bound(ours: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """No number is further off than two products and a sum, each rounded, can be: for few numbers, and for fused products."""
+    """No number is further off than two products and a sum, each rounded, can be: few numbers, and fused products."""
     (a, b), (c, d), (s, t) = (part.double().chunk(2, dim=-1) for part in (x, cos[:, None], sin[:, None]))
     truth, unit = exact(x, cos, sin), torch.finfo(x.dtype).eps / 2
     products = torch.cat(((a * c).abs() + (b * s).abs(), (b * d).abs() + (a * t).abs()), dim=-1)

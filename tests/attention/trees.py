@@ -10,7 +10,7 @@ from prefixkit.tree.snapshot import TreeSnapshot
 
 
 def random_tree(rng: np.random.Generator, page_size: int, sequences: int = 12) -> PrefixTree:
-    """Sequences over two tokens, so that they share a lot; some forked and extended, all KV ready but for some leaves'."""
+    """Sequences over two tokens, so that they share a lot; some forked and extended, all computed but some leaves."""
     tree = PrefixTree(4096, page_size)
     alive = []
     for _ in range(sequences):

@@ -1,4 +1,4 @@
-"""Random histories of an engine whose prefix cache outlives its calls: whatever happens, samples are what they are alone.
+"""Random histories of an engine whose prefix cache outlives its calls: whatever happens, samples are as if alone.
 
 ``PREFIXKIT_SOAK_RUNS`` and ``PREFIXKIT_SOAK_STEPS`` make them more and longer; see ``scripts/memory_soak.py``.
 """

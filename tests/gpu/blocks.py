@@ -1,4 +1,4 @@
-"""Float64 attention and torch's flash attention for a sample of a forest's queries, a block of consecutive ones at a time."""
+"""Float64 attention and torch's flash attention for some of a forest's queries, a block of them at a time."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class Measured:
     def ratio(self) -> float:
         """Largest error over torch's; torch's counts as half a unit in the last place of the largest output at least.
 
-        An output that happens to fall on a representable number leaves torch no error at all, and us nothing to compare with.
+        An output that happens to fall on a representable number leaves torch no error at all, and us nothing to compare
+        with.
         """
         return self.ours[0] / max(self.theirs[0], self.eps / 2 * self.largest, 1e-30)
 
@@ -102,7 +103,7 @@ def operands(case: Case, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def exactly(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """``out [rows, heads, head_dim]``, ``lse [rows, heads]`` in float64: row ``i`` sees all but the last ``rows - 1 - i``."""
+    """``out [rows, heads, head_dim]``, ``lse [rows, heads]`` in float64: row ``i`` misses the last ``rows - 1 - i``."""
     rows, heads, head_dim = q.shape
     tokens, kv_heads = k.shape[:2]
     by_head = q.double().view(rows, kv_heads, -1, head_dim).permute(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)

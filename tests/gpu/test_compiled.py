@@ -100,8 +100,8 @@ class Decode:
 def test_tokens_of_a_captured_compiled_step_are_right_where_the_model_is_sure(
     head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One graph, captured once and replayed for each token with other trees and plans.  As in ``test_model``, a token counts
-    where its lead in float64 is beyond the unpatched bf16 model's own error."""
+    """One graph, captured once and replayed for each token with other trees and plans.  As in ``test_model``, a token
+    counts where its lead in float64 is beyond the unpatched bf16 model's own error."""
     monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
     torch._dynamo.reset()
     model = model_of(head_dim, torch.bfloat16)
@@ -143,8 +143,8 @@ def test_tokens_of_a_captured_compiled_step_are_right_where_the_model_is_sure(
 def test_an_engine_with_compiled_layers_samples_what_the_model_is_sure_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows end at different steps, so that several buckets are captured; one graph of torch.compile serves them all, and
-    those of another engine with another pool.  The prompts are not compiled."""
+    """Rows end at different steps, so that several buckets are captured; one graph of torch.compile serves them all,
+    and those of another engine with another pool.  The prompts are not compiled."""
     monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
     torch._dynamo.reset()
     model = model_of(128, torch.bfloat16)

@@ -1,6 +1,7 @@
 """Thousands of large random forests: right against float64, and bit for bit the same however they are run.
 
-``PREFIXKIT_GPU_FORESTS=5000 pytest tests/gpu/test_forests.py -n 12`` takes a minute or two; the default is a sample of them.
+``PREFIXKIT_GPU_FORESTS=5000 pytest tests/gpu/test_forests.py -n 12`` takes a minute or two; the default is a sample of
+them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KV that outlives calls on the GPU: found again, evicted, swapped to host memory and back, scored, saved and loaded."""
+"""KV that outlives calls on the GPU: found again, evicted, swapped to host memory and back, scored, saved, loaded."""
 
 from __future__ import annotations
 

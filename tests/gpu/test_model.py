@@ -1,4 +1,4 @@
-"""A patched bf16 model on the GPU: its logits err no more than the unpatched model's do, and it samples through the kernels."""
+"""A patched bf16 model on the GPU: its logits err no more than unpatched, and it samples through the kernels."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_logits_err_no_more_than_the_unpatched_models(head_dim: int) -> None:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_greedy_tokens_are_those_of_the_unpatched_model_where_it_is_sure(head_dim: int) -> None:
-    """64 tokens of 6 prompts together.  bf16 decides near-ties by rounding: a sequence is compared up to the first token
-    whose lead over the second, in float64, is within the unpatched model's own error."""
+    """64 tokens of 6 prompts together.  bf16 decides near-ties by rounding: a sequence is compared up to the first
+    token whose lead over the second, in float64, is within the unpatched model's own error."""
     model = model_of(head_dim, torch.bfloat16)
     exact = copy.deepcopy(model).double()
     with prefixkit.patched(model):

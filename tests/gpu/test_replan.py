@@ -1,4 +1,4 @@
-"""Steps whose plans the GPU makes: equal to numpy's in all they compute, while trees grow and change, without a wait."""
+"""Steps whose plans the GPU makes: equal to numpy's in effect, while trees grow and change, without a wait."""
 
 import logging
 from dataclasses import replace

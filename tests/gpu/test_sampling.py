@@ -1,4 +1,4 @@
-"""Sampling on the GPU: the CPU's tokens for all parameters, dtypes and sizes; graphs; state that stays on the device."""
+"""Sampling on the GPU: the CPU's tokens for all parameters, dtypes and sizes; graphs; state that stays on it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ FORGERIES = {
     "exit in the call": "import sys\ndef f(x): sys.exit(0)",
     "exit at once in the call": "import os\ndef f(x): os._exit(0)",
     "raise SystemExit as another class": "class E(SystemExit): pass\ndef f(x): raise E(0)",
-    "change the exit status on the way out": "import atexit, os\natexit.register(lambda: os._exit(0))\ndef f(x): return 0",
+    "change the exit status on the way out": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
     "an object that equals everything": """
         class All(int):
             def __eq__(self, other): return True

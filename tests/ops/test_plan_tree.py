@@ -1,4 +1,4 @@
-"""The op ``plan_tree`` on the CPU: the specified plan in buffers of any capacity, and what it says to wrong arguments."""
+"""The op ``plan_tree`` on the CPU: the specified plan in buffers of any capacity, and how it refuses arguments."""
 
 from __future__ import annotations
 

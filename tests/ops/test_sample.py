@@ -1,5 +1,5 @@
-"""The op ``sample`` on the CPU: the specification's tokens from records and bits, its contract, and what it says to wrong
-arguments; and the sampler that keeps records."""
+"""The op ``sample`` on the CPU: the specification's tokens from records and bits, its contract, and what it says to
+wrong arguments; and the sampler that keeps records."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class TreeMachine(RuleBasedStateMachine):
         return self.handles[number % len(self.handles)]
 
     def attempt(self, most: int, change: Any) -> bool:
-        """Whether ``change`` was made.  It may take ``most`` pages, and is refused without a trace only if those lack."""
+        """Whether ``change`` was made.  It may take ``most`` pages, refused without a trace only if those lack."""
         free, before = self.tree.allocator.free, fingerprint(self.tree)
         try:
             change()

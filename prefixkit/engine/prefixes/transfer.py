@@ -48,8 +48,8 @@ def load_prefixes(engine: Engine, path: str | Path, fingerprint: str, vocab: int
         need = sum(pages_for(length, page_size) + 1 for length in file.trie.lengths.tolist())
         if need > have:
             raise KVBudgetTooSmall(
-                f"the prefixes in {path} take up to {need} pages of {page_size} tokens, but the KV budget holds {have}; "
-                "raise kv_budget, or save fewer prefixes"
+                f"the prefixes in {path} take up to {need} pages of {page_size} tokens, but the KV budget holds "
+                f"{have}; raise kv_budget, or save fewer prefixes"
             )
         held = list[TreeSequence]()  # until all are there, or one would be evicted for the next
         leave = engine.tree.release

@@ -157,8 +157,8 @@ class ProbedLayer:
         ours = (scores.softmax(3)[..., :ROWS] @ v).transpose(1, 2)
         if theirs.shape != ours.shape or not (error := (theirs - ours).abs().max()) <= allowed:
             self._refuse(
-                "attends in a way of its own: its eager function and softmax(scale q k) v, with the window, cap and sinks "
-                f"that it is told of, differ by {error:.1e}"
+                "attends in a way of its own: its eager function and softmax(scale q k) v, with the window, cap and "
+                f"sinks that it is told of, differ by {error:.1e}"
             )
 
     def _refuse(self, what: str) -> NoReturn:

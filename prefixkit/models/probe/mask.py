@@ -36,8 +36,8 @@ def window_of(mask: Any, length: int, rows: int, told: int | None) -> int | None
             return None if window == length + rows else window
     row, at = wrong[-1, -2:].tolist()
     raise UnknownMask(
-        f"gets a mask that {'hides' if expected[row, at] else 'shows'} the token {length + row - at} before a query, which "
-        f"is not attention in a window, here of {window} tokens; a tree would ignore that mask"
+        f"gets a mask that {'hides' if expected[row, at] else 'shows'} the token {length + row - at} before a query, "
+        f"which is not attention in a window, here of {window} tokens; a tree would ignore that mask"
     )
 
 

@@ -109,8 +109,8 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **giv
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot run a step over a tree, which has neither a mask nor a cache of one length: "
-            f"{_place(error)}{type(error).__name__}: {said}"
+            f"{type(model).__name__} cannot run a step over a tree, which has neither a mask nor a cache of one "
+            f"length: {_place(error)}{type(error).__name__}: {said}"
         ) from error
     if len(cache.rows) != len(cache.names):
         why = "in training mode with gradient checkpointing a model drops its cache; call model.eval()"

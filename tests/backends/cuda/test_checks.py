@@ -1,4 +1,4 @@
-"""Checked mode names what is wrong with a plan before a kernel trusts it; on CPU tensors, for it reads integers only."""
+"""Checked mode names what is wrong with a plan before a kernel trusts it; on CPU tensors: it reads integers only."""
 
 from __future__ import annotations
 

@@ -202,8 +202,8 @@ ALSO_REFUSED = {
     "read what started the sandbox": "text = open('/proc/1/environ').read() + open('/proc/1/cmdline').read()\n"
     "return 'SECRET' in text or SECRET in text",
     "reach a descriptor of the judge's": "return any(os.path.exists(f'/proc/self/fd/{n}') for n in range(6, 256))",
-    "reach pid 1's descriptors": "return any(not os.readlink('/proc/1/fd/' + n).startswith(('pipe', 'anon', '/dev/null'))"
-    " for n in os.listdir('/proc/1/fd'))",
+    "reach pid 1's descriptors": "return any(not os.readlink('/proc/1/fd/' + n)"
+    ".startswith(('pipe', 'anon', '/dev/null')) for n in os.listdir('/proc/1/fd'))",
     "type into a terminal": "import fcntl\nfcntl.ioctl(0, 0x5412, b'x')\nreturn True",
     "have capabilities": "lines = open('/proc/self/status').read().splitlines()\n"
     "return any(int(line.split()[1], 16) for line in lines if line.startswith('Cap'))",
@@ -236,10 +236,10 @@ def test_a_flood_of_output_ends_the_program(name: str) -> None:
 LONG = {
     "sleep": "time.sleep(0.3)",
     "compute": "end = time.time() + 0.3\nwhile time.time() < end: pass",
-    "ignore signals": "for n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError):"
-    " pass\ntime.sleep(0.3)",
+    "ignore signals": "for n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, "
+    "ValueError): pass\ntime.sleep(0.3)",
     "set an alarm": "signal.signal(signal.SIGALRM, lambda *a: signal.alarm(1)); signal.alarm(1)\ntime.sleep(0.3)",
-    "close every descriptor": "out = os.dup(1)\nos.close(0); os.close(2); os.close(1); time.sleep(0.3); os.dup2(out, 1)",
+    "close every descriptor": "out = os.dup(1)\nfor n in (0, 2, 1): os.close(n)\ntime.sleep(0.3); os.dup2(out, 1)",
     "hold the lock in C": "'x' * 9\nend = time.time() + 0.3\nwhile time.time() < end: sum(range(10**6))",
 }
 
