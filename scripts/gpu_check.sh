@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one go under nine minutes: every kernel compiled, tests, compute-sanitizer over a reduced set,
-# benchmarks.
+# All that needs a GPU, in one go under nine minutes: every kernel compiled, tests, compute-sanitizer over a reduced
+# set, benchmarks.
 #
 #     scripts/gpu_check.sh [folder for the results]      # default $OUT, else build/gpu_check
-#     PARTS="tests" PREFIXKIT_GPU_FORESTS=5000 TESTS_SECONDS=400 scripts/gpu_check.sh     # all the forests: 150 to 300 s
-#     PARTS="decode" RIVALS=all DECODE_SECONDS=280 scripts/gpu_check.sh                   # every rival, in-run
-#     PARTS="compare" OLD=build/old scripts/gpu_check.sh                                  # against another checkout
+#     PARTS="tests" PREFIXKIT_GPU_FORESTS=5000 TESTS_SECONDS=400 scripts/gpu_check.sh    # all forests: 150 to 300 s
+#     PARTS="decode" RIVALS=all DECODE_SECONDS=280 scripts/gpu_check.sh                  # every rival, in-run
+#     PARTS="compare" OLD=build/old scripts/gpu_check.sh                                 # against another checkout
 #
-# PARTS are some of: compile tests sanitizers launch planning sampling decode scales prefill engine, and compiled, rotary
-# and compare, which are not in the default.  Every part has a limit of its own and writes its own file; a part that fails
-# does not keep the next from running.
+# PARTS are some of: compile tests sanitizers launch planning sampling decode scales prefill engine, and compiled,
+# rotary and compare, which are not in the default.  Every part has a limit of its own and writes its own file; a part
+# that fails does not keep the next from running.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-${OUT:-build/gpu_check}}
@@ -62,7 +62,8 @@ if wants sanitizers; then
         for kernel in "" portable; do
             for tool in memcheck racecheck synccheck initcheck; do
                 part "sanitizer-$tool${kernel:+-$kernel}" "${SANITIZER_SECONDS:-100}" \
-                    env PYTORCH_NO_CUDA_MEMORY_CACHING=1 PREFIXKIT_KERNEL="$kernel" "$sanitizer" --tool "$tool" --error-exitcode 9 --report-api-errors no \
+                    env PYTORCH_NO_CUDA_MEMORY_CACHING=1 PREFIXKIT_KERNEL="$kernel" \
+                    "$sanitizer" --tool "$tool" --error-exitcode 9 --report-api-errors no \
                     --kernel-name-exclude kernel_substring=at:: "$python" scripts/sanitizer_set.py &
                 running+=($!)
             done
@@ -77,7 +78,8 @@ fi
 benchmark() {
     local name=$1 limit=$2
     shift 2
-    part "$name" "$limit" "$python" benchmarks/attention.py --out "$out/$name.json" --seconds "$((limit - 20))" "$@" || failed=1
+    part "$name" "$limit" "$python" benchmarks/attention.py --out "$out/$name.json" --seconds "$((limit - 20))" "$@" ||
+        failed=1
 }
 # script NAME SECONDS FILE OPTIONS...: the same for another benchmark.
 script() {
@@ -88,14 +90,16 @@ script() {
 if wants launch; then script launch 90 host --launch; fi
 if wants planning; then script planning 60 host; fi
 if wants sampling; then script sampling 60 kernels --kernel sampling; fi
-if wants decode; then benchmark decode "${DECODE_SECONDS:-150}" --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
-if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals "${RIVALS:-hydragen_flash,hydragen_cudnn}"; fi
+rivals=${RIVALS:-hydragen_flash,hydragen_cudnn}
+if wants decode; then benchmark decode "${DECODE_SECONDS:-150}" --rivals "$rivals"; fi
+if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals "$rivals"; fi
 if wants engine; then script engine "${ENGINE_SECONDS:-110}" engine --rows "${ENGINE_ROWS:-64,1024}"; fi
 if wants prefill; then benchmark prefill "${PREFILL_SECONDS:-60}" --prefill; fi
 if wants rotary; then script rotary 60 kernels --kernel rotary; fi
 if wants compare; then
+    seconds=${COMPARE_SECONDS:-560}
     # shellcheck disable=SC2086
-    script compare "${COMPARE_SECONDS:-560}" compare --old "${OLD:-build/old}" --seconds "$((${COMPARE_SECONDS:-560} - 40))" \
+    script compare "$seconds" compare --old "${OLD:-build/old}" --seconds "$((seconds - 40))" \
         ${COMPARE_OPTIONS:-}
 fi
 if wants compiled; then script compiled 150 engine --step; fi

@@ -1,8 +1,11 @@
-// Blocks of threads on the CPU, for tests without a GPU: every thread a fiber, which runs until it meets others; whoever comes last lets all go on.
+// Blocks of threads on the CPU, for tests without a GPU: every thread is a fiber, which runs until it waits for others;
+// the last to come lets all go on.
 //
-// The header that takes the place of a kernel's instructions says EMULATED_THREADS, of a block, and EMULATED_BLOCKS, of a cluster, and includes this.
+// The header that takes the place of a kernel's instructions says EMULATED_THREADS, of a block, and EMULATED_BLOCKS, of
+// a cluster, and includes this.
 #pragma once
-// Fibers begin by setcontext and change by longjmp, which asks the kernel for nothing; so compile with -U_FORTIFY_SOURCE, whose longjmp stays on one stack.
+// Fibers begin by setcontext and change by longjmp, which asks the kernel for nothing; so compile with
+// -U_FORTIFY_SOURCE, whose longjmp stays on one stack.
 #include <setjmp.h>
 #include <ucontext.h>
 #include <cmath>
@@ -89,7 +92,8 @@ inline void enter() {
 }
 // `count` blocks together.
 inline void run(int count, void (*kernel)()) {
-    static const std::unique_ptr<char[]> stacks(new char[size_t(BLOCKS) * THREADS * STACK]);  // touched as far as fibers go
+    // Touched as far as fibers go.
+    static const std::unique_ptr<char[]> stacks(new char[size_t(BLOCKS) * THREADS * STACK]);
     body = kernel, blocks = count, cluster = {};
     const int threads = count * THREADS;
     for (int i = 0; i < threads; ++i) {
@@ -130,7 +134,9 @@ struct Index { int x; };
 inline Index thread_index() { return {current % THREADS}; }
 }  // namespace emulation
 
-static inline void __syncthreads() { emulation::meet(emulation::block_meetings[emulation::current / emulation::THREADS], emulation::THREADS); }
+static inline void __syncthreads() {
+    emulation::meet(emulation::block_meetings[emulation::current / emulation::THREADS], emulation::THREADS);
+}
 static inline void __syncwarp(unsigned mask = ~0u) { emulation::exchange(0, mask); }
 static inline void __threadfence_block() {}
 template <class T> static inline T __shfl_up_sync(unsigned, T value, int step) {
@@ -151,7 +157,11 @@ static inline unsigned __ballot_sync(unsigned, bool value) {
     for (int lane = 0; lane < 32; ++lane) bits |= unsigned(all[lane]) << lane;
     return bits;
 }
-template <class T, class V> static inline T atomicAdd(T* to, V value) { const T old = *to; *to += T(value); return old; }
+template <class T, class V> static inline T atomicAdd(T* to, V value) {
+    const T old = *to;
+    *to += T(value);
+    return old;
+}
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 static inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }

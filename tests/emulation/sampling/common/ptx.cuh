@@ -21,7 +21,11 @@ inline Index block_index() { return {first_block + current / THREADS}; }
 #define threadIdx (emulation::thread_index())
 #define blockIdx (emulation::block_index())
 
-static inline unsigned atomicMin(unsigned* to, unsigned value) { const unsigned old = *to; *to = min(old, value); return old; }
+static inline unsigned atomicMin(unsigned* to, unsigned value) {
+    const unsigned old = *to;
+    *to = min(old, value);
+    return old;
+}
 static inline unsigned atomicOr(unsigned* to, unsigned value) { const unsigned old = *to; *to |= value; return old; }
 static inline unsigned __reduce_add_sync(unsigned, unsigned value) {
     const uint64_t* all = emulation::exchange(value);
@@ -41,12 +45,17 @@ static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline double __ull2double_rn(unsigned long long x) { return double(x); }
 static inline unsigned long long __double2ull_rz(double x) { return (unsigned long long)x; }
-static inline float __double2float_ru(double x) { const float y = float(x); return y < x ? std::nextafter(y, INFINITY) : y; }
+static inline float __double2float_ru(double x) {
+    const float y = float(x);
+    return y < x ? std::nextafter(y, INFINITY) : y;
+}
 static inline float __ull2float_rd(unsigned long long x) {
     const float y = float(x);
     return __int128(y) > __int128(x) ? std::nextafter(y, 0.0f) : y;
 }
-static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned __int128)(a) * b >> 64; }
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned __int128)(a) * b >> 64;
+}
 static inline int __float_as_int(float x) { return emulation::as<int>(x); }
 static inline float __int_as_float(int x) { return emulation::as<float>(x); }
 

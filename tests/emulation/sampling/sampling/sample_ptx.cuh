@@ -18,5 +18,7 @@ template <class V> inline V* peer(V* p, int rank) {
 
 inline float max_nan(float a, float b) { return std::isnan(a) ? a : std::isnan(b) ? b : a < b ? b : a; }
 inline void prefetch(const void*) {}
-template <class V> inline float4 load4(const V* p) { return make_float4(widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])); }
+template <class V> inline float4 load4(const V* p) {
+    return make_float4(widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3]));
+}
 }  // namespace prefixkit
