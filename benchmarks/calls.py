@@ -5,12 +5,21 @@
 *calls*: 4 prompts of 64 tokens, 32 samples each; t(16) - 16 x (t(528) - t(16)) / 512, the steps with prompts and the
 first tokens (t(1)) apart.  *shrinking*: whole calls of 128 tokens whose samples end at different steps, eager, then
 compiled, everything after the first call counted, of other families too.  *beams*: a step of 8 beams (prompt
-2,048) and of 16 x 8 (prompts of 512) beside one of as many samples.
+2,048) and of 16 x 8 (prompts of 512) beside one of as many samples.  *first*: a process's first
+compiled call beside eager ones, importing Inductor apart; *processes*: the same in fresh processes, the first of which
+finds nothing in torch's cache on disk.
 """
 
+import importlib
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -90,13 +99,42 @@ def beams(model: Any, count: int, length: int, turns: int) -> Row:
     return {"beams": f"{count} x 8", "prompt": length, **took, "ratio": ratio}
 
 
+def first_call(model: Any) -> Row:
+    """Seconds of a process's first compiled call, after eager ones."""
+
+    def seconds(compiled: bool) -> list[float]:
+        with Session(model, kv_budget="2GiB", compiled=compiled) as session:
+            fixed: Row = {"n": 32, "max_new_tokens": 16, "stop_token_ids": ()}
+            return [round(wall(lambda: session.generate(prompts(4, 64), **fixed)), 3) for _ in range(2)]
+
+    eager = seconds(False)
+    imported = round(wall(lambda: importlib.import_module("torch._inductor.compile_fx")), 3)
+    return {"eager_s": eager, "import_s": imported, "compiled_s": seconds(True)}
+
+
+def processes(shape: str, turns: int) -> Row:
+    """The same in processes that share a cache on disk, which is empty for the first of them."""
+    rows = []
+    with TemporaryDirectory() as cache:
+        command = [sys.executable, "-m", "benchmarks.calls", "--shapes", shape, "--parts", "first"]
+        for turn in range(1 + turns):
+            out = Path(cache, f"{turn}.json")
+            environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+            subprocess.run([*command, "--out", str(out)], env=environment, check=True, stdout=subprocess.DEVNULL)
+            rows.append(json.loads(out.read_text())["first"][0])
+    first, *later = [row["compiled_s"][0] for row in rows]
+    return {"first_s": first, "later_s": later, "import_s": [row["import_s"] for row in rows]}
+
+
 def main() -> None:
-    names, parts = ["Llama-3.2-1B", "SmolLM2-135M", *FAMILIES], ["calls", "shrinking", "beams"]
+    names, parts = ["Llama-3.2-1B", "SmolLM2-135M", *FAMILIES], ["first", "calls", "shrinking", "beams", "processes"]
     options = arguments(__doc__, shapes=names, parts=parts, turns=5, eager=False)
     run = Run(options)
     for name in options.shapes:
         shape = SHAPES.get(name) or FAMILIES[name]
         model = prefixkit.patch(shape.build("cuda", torch.bfloat16))
+        if "first" in options.parts:
+            run.add("first", {"shape": name, **first_call(model)})
         if "calls" in options.parts and name in SHAPES:
             for compiled in (False,) if options.eager else (False, True):
                 run.add("calls", {"shape": name, **cost_of_a_call(model, compiled, options.turns)})
@@ -105,6 +143,8 @@ def main() -> None:
         if "beams" in options.parts and name in SHAPES:
             for count, length in ((1, 2048), (16, 512)):
                 run.add("beams", {"shape": name, **beams(model, count, length, options.turns)})
+        if "processes" in options.parts:
+            run.add("processes", {"shape": name, **processes(name, options.turns)})
         del model
     run.finish("seconds")
 
