@@ -36,6 +36,13 @@ def cache_dir(platform: str = sys.platform) -> Path:
     return folder
 
 
+def as_path(path: object) -> Path:
+    """A path that a user gave; TypeError if it is none."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a string or a path, got {type(path).__name__} {path!r}")
+    return Path(path)
+
+
 def _check_private(folder: Path) -> None:
     """Raise SharedCache where others may put files that this user's processes would load.
 

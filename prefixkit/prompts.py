@@ -18,6 +18,10 @@ _ROLES = ("bos_token_id", "eos_token_id", "unk_token_id", "sep_token_id", "cls_t
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
+class Unpadded(list[int]):
+    """Token ids that are meant as they are, whatever they begin and end with."""
+
+
 def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_size: int) -> list[NDArray[np.int32]]:
     """Token ids of each prompt.
 
@@ -45,7 +49,7 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
     if not encoded:
         raise ValueError("prompts is empty; pass at least one prompt")
     several = len(given) > 1 or getattr(prompts, "ndim", 1) == 2  # a tensor or an array is a batch, even of one row
-    if several and not any(isinstance(prompt, str) or _is_chat(prompt) for prompt in given):
+    if several and not any(isinstance(prompt, str | Unpadded) or _is_chat(prompt) for prompt in given):
         refuse_padding(encoded, tokenizer)
     check_ids(encoded, vocab_size)
     return [tokens.astype(np.int32) for tokens in encoded]
@@ -82,6 +86,8 @@ def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:
     elif _is_chat(prompt):
         encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
         tokens = encoded["input_ids"]
+    elif hasattr(prompt, "new_tokens"):
+        raise TypeError(f"prompt {index} is a {type(prompt).__name__}; pass its token ids: node.tokens")
     else:
         tokens = prompt
     array = np.asarray(tokens)

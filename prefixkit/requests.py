@@ -102,7 +102,8 @@ def scored_tokens(
         if id(own) not in known:
             if not len(own):
                 raise ValueError(f"prompt {index} has no continuations; pass at least one")
-            known[id(own)] = [_continuation(tokenizer, tokens, i, vocab) for i, tokens in enumerate(own)]
+            named = [(f"continuation {i}", tokens) for i, tokens in enumerate(own)]
+            known[id(own)] = [_continuation(tokenizer, tokens, where, vocab) for where, tokens in named]
             if len(own) > 1 and not any(isinstance(tokens, str) for tokens in own):
                 refuse_padding(known[id(own)], tokenizer, "continuation")
         found.append(known[id(own)])
@@ -120,7 +121,7 @@ def continuation_tokens(model: Any, tokenizer: Any, given: str | Sequence[int]) 
     Raises:
         ValueError, TypeError: see :meth:`prefixkit.SearchNode.extend`.
     """
-    return _continuation(tokenizer, given, 0, text_config(model).vocab_size)
+    return _continuation(tokenizer, given, "tokens", text_config(model).vocab_size)
 
 
 def _is_list_of_continuations(one: Any) -> bool:
@@ -130,18 +131,19 @@ def _is_list_of_continuations(one: Any) -> bool:
     return all(isinstance(inner, str | Iterable) and getattr(inner, "ndim", 1) for inner in one)
 
 
-def _continuation(tokenizer: Any, one: Any, index: int, vocab: int) -> NDArray[np.int32]:
-    """Token ids of a continuation: those of its text alone, without special tokens."""
-    where = f"continuation {index}"
+def _continuation(tokenizer: Any, one: Any, where: str, vocab: int) -> NDArray[np.int32]:
+    """Token ids of a continuation: those of its text alone, without special tokens; ``where`` names it in messages."""
     if isinstance(one, str):
         if tokenizer is None:
             raise ValueError(f"{where}: {one!r} is text, but tokenizer is None; pass token ids")
         one = tokenizer(one, add_special_tokens=False)["input_ids"]
     tokens = np.asarray(one)
-    if tokens.ndim != 1 or tokens.size == 0:
-        raise ValueError(f"{where}: pass at least one token, got shape {list(tokens.shape)}")
+    if tokens.ndim != 1:
+        raise ValueError(f"{where}: pass token ids of one dimension, got shape {list(tokens.shape)}")
+    if tokens.size == 0:
+        raise ValueError(f"{where}: pass at least one token, got none")
     if not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(f"{where}: tokens must be integers, got {tokens.dtype}; pass the text itself, or encode it")
+        raise TypeError(f"{where}: token ids must be integers, got {tokens.dtype}; pass the text itself, or encode it")
     if tokens.min() < 0 or tokens.max() >= vocab:
         raise ValueError(
             f"{where}: token {int(tokens.min() if tokens.min() < 0 else tokens.max())} is outside the model's "

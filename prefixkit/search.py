@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.request import BeamParams, Request, Sample
+from prefixkit.prompts import Unpadded
 from prefixkit.requests import checked_requests, continuation_tokens, is_one_prompt, with_configured_penalty
 from prefixkit.sampling.params import (
     SamplingFields,
@@ -79,7 +81,7 @@ class _Run:
 class SearchNode:
     """A prompt and the tokens after it, which a search goes on with; :meth:`prefixkit.Session.prompt` makes the first.
 
-    A node holds tokens; their KV is in the session's prefix cache.  KV that had to make room for other work is computed
+    A node holds tokens; their KV is in the session's prefix cache.  KV that was evicted for other work is computed
     again when the node goes on, so memory pressure slows a search down and never breaks it, and a node outlives
     ``release_memory()``.  Nodes share the tokens that they have in common: a fork costs the same at any length.
 
@@ -99,6 +101,7 @@ class SearchNode:
         self.parent: SearchNode | None = None
         self.finish_reason: Literal["stop", "until", "length"] | None = None
         self._last: _Run | None = _Run(None, tokens, None, len(tokens))  # None: released
+        self._in_step = False
         self._children = 0
 
     def __repr__(self) -> str:
@@ -179,9 +182,10 @@ class SearchNode:
 
         Raises:
             NodeReleased: the node has been released.
-            ValueError, TypeError: no token, one outside the vocabulary, or text without a tokenizer.
+            ValueError, TypeError: no token, one outside the vocabulary, or text without a tokenizer; or a step of the
+                node is under way, and this is one of its callbacks or another thread.
         """
-        self._held()
+        self._check_idle("extend")
         own = continuation_tokens(self.session.model, self.session.tokenizer, tokens)
         self._append(own, None, None)
         return self
@@ -191,8 +195,9 @@ class SearchNode:
 
         Raises:
             NodeReleased: it was released before.
+            ValueError: a step of the node is under way.
         """
-        self._held()
+        self._check_idle("release")
         self._last = None
 
     def _forked(self, last: _Run, seed: int) -> SearchNode:
@@ -208,6 +213,11 @@ class SearchNode:
     ) -> None:
         last = self._held()
         self._last, self.finish_reason = _Run(last, tokens, logprobs, last.end + len(tokens)), reason
+
+    def _check_idle(self, what: str) -> None:
+        self._held()
+        if self._in_step:
+            raise ValueError(f"cannot {what} {self!r} while it is in a step; do so once session.step() has returned")
 
     def _held(self) -> _Run:
         if self._last is None:
@@ -233,6 +243,18 @@ def check_nodes(session: object, nodes: Iterable[SearchNode]) -> list[SearchNode
     return found
 
 
+@contextmanager
+def in_step(nodes: list[SearchNode]) -> Iterator[None]:
+    """Nodes are not to change meanwhile: what is sampled follows the tokens that they have now."""
+    for node in nodes:
+        node._in_step = True
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node._in_step = False
+
+
 def with_tokens(session: object, name: str, prompts: Any) -> tuple[Any, bool]:
     """A list of prompts, with tokens in the place of nodes, and whether it is of a single prompt that was given."""
     one = isinstance(prompts, SearchNode) or is_one_prompt(prompts)
@@ -240,7 +262,7 @@ def with_tokens(session: object, name: str, prompts: Any) -> tuple[Any, bool]:
         return prompts, one
     given = [prompts] if one else as_list(name, prompts, "prompts or search nodes")
     check_nodes(session, [node for node in given if isinstance(node, SearchNode)])
-    return [node.tokens if isinstance(node, SearchNode) else node for node in given], one
+    return [Unpadded(node.tokens) if isinstance(node, SearchNode) else node for node in given], one
 
 
 def step_requests(

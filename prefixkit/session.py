@@ -18,7 +18,7 @@ from prefixkit.requests import (
     scored_tokens,
 )
 from prefixkit.sampling.params import SamplingFields, SamplingParams
-from prefixkit.search import SearchNode, Until, check_nodes, step_requests, take, with_tokens
+from prefixkit.search import SearchNode, Until, check_nodes, in_step, step_requests, take, with_tokens
 from prefixkit.session_memory import (
     MemoryReleased,
     Pin,
@@ -202,7 +202,9 @@ class Session(SessionMemory):
         with self._busy():
             own = check_nodes(self, [nodes] if isinstance(nodes, SearchNode) else nodes)
             requests = step_requests(self, own, params, until, fields)
-            return take(own, requests, self._run(requests, True))
+            with in_step(own):
+                result = self._run(requests, True)
+            return take(own, requests, result)
 
     def score(self, prompts: Any, continuations: Any) -> list[Any]:
         """How likely given continuations are; tokens that prompts and continuations share are computed once.

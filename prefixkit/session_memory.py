@@ -67,7 +67,11 @@ class Pin:
             tree = self.sequence.tree
             if not isinstance(tree, PrefixTree):
                 raise ValueError(f"the pin of {len(self.tokens)} tokens was released before; pin the prompt again")
-            tree.keep(self.sequence)
+            engine = self.session._engine
+            if engine is not None and tree is engine.tree:
+                tree.keep(self.sequence)
+            else:
+                self.sequence.tree = None  # it ended with its tree
 
 
 @dataclass(frozen=True)
@@ -221,6 +225,8 @@ class SessionMemory:
         with self._busy():
             check_place(path)
             own, _ = with_tokens(self, "prefixes", prefixes)
+            if isinstance(own, list) and not own:
+                raise ValueError("prefixes is empty; pass at least one prompt or search node")
             requests = sampling_requests(self.model, self.tokenizer, own, None, {"max_new_tokens": 1})
             pins = list[TreeSequence]()
             try:
@@ -268,8 +274,8 @@ class SessionMemory:
         if version != self._version:
             if self._version is not None:
                 log.info("session: the model's weights or adapters have changed: the prefix cache is emptied")
-            self._version = version
             self._engine.forget()
+            self._version = version  # last: an interrupt before leaves it to the next call
         return self._engine
 
     @contextmanager
@@ -280,6 +286,10 @@ class SessionMemory:
             )
         try:
             yield
+        except KeyboardInterrupt:
+            if self._engine is not None:
+                self._engine.restart()
+            raise
         finally:
             self._lock.release()
 

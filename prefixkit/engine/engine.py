@@ -63,7 +63,7 @@ class Engine:
         self.keep_samples, self.policy = keep_samples, MemoryPolicy() if policy is None else policy
         self.report = Report()
         self.listen()
-        self._plant(tree, Detokenizer() if detokenizer is None else detokenizer)
+        self._begin_with(tree, Detokenizer() if detokenizer is None else detokenizer)
 
     def listen(
         self,
@@ -80,8 +80,11 @@ class Engine:
                 raise TypeError(f"{name} must be a function, got {type(listener).__name__} {listener!r}")
         self.keep, self.on_sample, self.on_token, self.on_step = keep, on_sample, on_token, on_step
 
-    def _plant(self, tree: PrefixTree, detokenizer: Detokenizer) -> None:
-        """Begin with an empty tree, and nothing that runs."""
+    def restart(self) -> None:
+        """Begin with a new tree: an interrupt may have left this one half changed, and what ran is dropped."""
+        self._begin_with(PrefixTree(self.tree.allocator.num_pages, self.tree.page_size), self.runs.detokenizer)
+
+    def _begin_with(self, tree: PrefixTree, detokenizer: Detokenizer) -> None:
         self.tree = tree
         self._running: RunningBatch | None = None
         self._ended: RunningBatch | None = None  # not yet reported
@@ -101,9 +104,11 @@ class Engine:
     @property
     def pinned_pages(self) -> int:
         """Pages that pinned tokens hold."""
-        return distinct_pages(self._pins(), self.tree.page_size)
+        return distinct_pages(self.pins, self.tree.page_size)
 
-    def _pins(self) -> list[Sequence]:
+    @property
+    def pins(self) -> list[Sequence]:
+        """The pinned sequences that were not released."""
         self._pinned = [sequence for sequence in self._pinned if sequence.tree is not None]
         return self._pinned
 
@@ -114,7 +119,7 @@ class Engine:
 
     def check_fits(self, requests: Iterable[Request]) -> None:
         """Raise KVBudgetTooSmall if some request cannot run to its end even alone."""
-        check_fits(requests, self.tree, self.pool.spec.bytes_per_token, self._pins())
+        check_fits(requests, self.tree, self.pool.spec.bytes_per_token, self.pins)
 
     def score(
         self, prompts: Ordered[NDArray[np.int32]], continuations: Ordered[Ordered[NDArray[np.int32]]], vocab: int
@@ -126,7 +131,7 @@ class Engine:
         try:
             return score(*given, prefill_chunk=self.prefill_chunk, vocab=vocab, report=self.report)
         except KeyboardInterrupt:
-            self._plant(PrefixTree(self.tree.allocator.num_pages, self.tree.page_size), self.runs.detokenizer)
+            self.restart()
             raise
         finally:
             self.report.seconds += time.perf_counter() - began
@@ -149,21 +154,20 @@ class Engine:
         """
         requests = list(requests)
         self.check_fits(requests)
-        self.runner.begin()
-        self.report.begin(self.runner, self.runs)
-        self.scheduler.submit(requests)
-        self.report.prompts += len(requests)
         try:
-            yield from self._steps()
+            yield from self._steps(requests)
         except KeyboardInterrupt:
-            # It comes anywhere, in the midst of a change of the tree too: what the cache kept is computed again.
-            self._plant(PrefixTree(self.tree.allocator.num_pages, self.tree.page_size), self.runs.detokenizer)
+            self.restart()
             raise
 
-    def _steps(self) -> Iterator[Sample]:
+    def _steps(self, requests: list[Request]) -> Iterator[Sample]:
         """Step until nothing is left, and give every page back, whatever happens."""
         interrupted = False
         try:
+            self.runner.begin()
+            self.report.begin(self.runner, self.runs)
+            self.scheduler.submit(requests)
+            self.report.prompts += len(requests)
             while not self.scheduler.idle:
                 began = time.perf_counter()
                 try:

@@ -21,15 +21,17 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_size(size: float | str, name: str = "kv_budget") -> int:
+def parse_size(size: float | str, name: str = "kv_budget", least: int = 1) -> int:
     """Bytes from ``"2GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"1048576"``, or from a number of them.
 
     Args:
         size: What a user gave.
         name: The parameter or option it was given as, for messages.
+        least: Bytes that a string has to say at least.
 
     Raises:
-        ValueError: A string that is no number with one of these units or below a byte, or a number that is not finite.
+        ValueError: A string that is no number with one of these units or below ``least``, or a number that is not
+            finite.
         TypeError: Neither a string nor a number.
     """
     looks = 'a size must look like "2GiB", "512MiB" or "1.5GB", or be a number of bytes'
@@ -40,8 +42,9 @@ def parse_size(size: float | str, name: str = "kv_budget") -> int:
             raise ValueError(f"{name}: {looks}, got {size}")
         return int(size)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-    number = 0 if found is None else int(Fraction(found[1]) * _UNITS.get(found[2].upper(), 0))
-    if number < 1:
+    unit = None if found is None else _UNITS.get(found[2].upper())
+    number = -1 if found is None or unit is None else int(Fraction(found[1]) * unit)
+    if number < least:
         raise ValueError(f'{name}: {looks}, got "{size}"')
     return number
 
@@ -95,5 +98,5 @@ class MemoryPolicy:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
         for name in ("headroom", "patience"):
             object.__setattr__(self, name, as_integer(name, getattr(self, name), 0, "use 0 for none"))
-        size = as_integer("swap_space", parse_size(self.swap_space, "swap_space"), 0, "use 0 for none")
+        size = as_integer("swap_space", parse_size(self.swap_space, "swap_space", least=0), 0, "use 0 for none")
         object.__setattr__(self, "swap_space", size)

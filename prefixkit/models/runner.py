@@ -119,14 +119,14 @@ class ModelRunner:
                 f"ModelRunner: the model is in training mode, where {dropout} is random; call model.eval() first"
             )
         with self._turn, torch.inference_mode():
-            self.cache.begin(step)
             try:
+                self.cache.begin(step)
                 kept = {"logits_to_keep": step.logit_rows} if self._keeps_logits else {}
                 logits = logits_of(self.call(**self.cache.inputs(), **kept))
+                self.cache.end()
             except BaseException:
-                self.cache.abandon()
+                self.cache.abandon(step)
                 raise
-            self.cache.end()
             assert logits is not None, "the model can generate"
             return logits[0] if kept else logits[0][step.logit_rows]
 

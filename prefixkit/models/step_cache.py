@@ -109,9 +109,10 @@ class StepCache(LayeredCache):
                 "layers: patch the model again after whatever wrapped it"
             )
 
-    def abandon(self) -> None:
-        """Drop the step without a check, after an error."""
-        self._step = self.position_ids = None
+    def abandon(self, step: Step | None = None) -> None:
+        """Drop the step in progress without a check, after an error; or only this one, if it has begun."""
+        if step is None or self._step is step:
+            self._step = self.position_ids = None
 
     def __repr__(self) -> str:
         spec = self.pool.spec

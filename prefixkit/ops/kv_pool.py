@@ -51,6 +51,10 @@ class KVSpec:
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
+class KVPoolTooLarge(ValueError):
+    """The memory for a pool's pages cannot be had."""
+
+
 class KVPool:
     """Pages of keys and values for all layers, addressed by slot: ``slot = page * page_size + offset``.
 
@@ -64,6 +68,7 @@ class KVPool:
 
     Raises:
         ValueError: no pages, or a page size outside 1 to 128.
+        KVPoolTooLarge: the device has not that much memory.
     """
 
     def __init__(self, spec: KVSpec, num_pages: int, page_size: int = 16) -> None:
@@ -74,7 +79,14 @@ class KVPool:
         self.spec = spec
         self.num_pages = num_pages
         self.page_size = page_size
-        self._layers = self._pages(), self._pages()
+        try:
+            self._layers = self._pages(), self._pages()
+        except RuntimeError as error:  # torch's OutOfMemoryError is one too
+            free = free_memory(spec.device) / 2**30
+            raise KVPoolTooLarge(
+                f"KV for {num_pages * page_size} tokens takes {self.bytes / 2**30:.1f} GiB, which {spec.device} cannot "
+                f"give ({free:.1f} GiB are free); lower kv_budget"
+            ) from error
         self._k: tuple[Tensor, ...] = tuple(self._layers[0])
         self._v: tuple[Tensor, ...] = tuple(self._layers[1])
 

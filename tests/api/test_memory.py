@@ -40,6 +40,11 @@ def test_a_budget_that_holds_no_page(model, budget):
         prefixkit.generate(model, TOKENIZER, [HEAD], kv_budget=budget)
 
 
+def test_a_budget_that_the_device_cannot_give(model):
+    with pytest.raises(ValueError, match=r"KV for \d+ tokens takes .* GiB, which cpu cannot give .*; lower kv_budget"):
+        prefixkit.Session(model, kv_budget="100000TiB")
+
+
 @pytest.mark.parametrize("page_size", [0, 129])
 def test_a_page_size_out_of_range(model, page_size):
     with pytest.raises(ValueError, match="page_size must be"):

@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -14,7 +15,10 @@ import torch
 import prefixkit
 from prefixkit import MemoryPolicy, Session
 from prefixkit.engine.prefixes.file import PrefixFileError
+from prefixkit.engine.prefixes.trie import trie_of
 from prefixkit.engine.scheduler import KVBudgetTooSmall
+from prefixkit.models import kv_spec
+from prefixkit.tree.pages import pages_for
 from tests.tiny import ByteTokenizer, tiny_llama
 from tests.tree.integrity import check_tree
 
@@ -222,6 +226,13 @@ class TestFiles:
             session.save(tmp_path / "none.safetensors", wrong)
         assert not list(tmp_path.iterdir())
 
+    def test_a_path_and_prefixes_that_are_none_are_named(self, session: Session, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="prefixes is empty; pass at least one prompt or search node"):
+            session.save(tmp_path / "none.safetensors", [])
+        for call in (lambda: session.save(5, ["a"]), lambda: session.load(5)):  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="path must be a string or a path, got int 5"):
+                call()
+
     def test_a_place_where_no_file_can_be_is_refused_before_anything_is_computed(
         self, session: Session, tmp_path: Path
     ) -> None:
@@ -245,6 +256,42 @@ class TestFiles:
             assert later.load(path) == count
             assert later.load(path) == 0
             assert later.generate(prompts, max_new_tokens=1).report.prompt_tokens_found == count
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_a_pool_of_just_the_pages_that_prefixes_take_is_enough(
+        self, model: Any, session: Session, tmp_path: Path, seed: int
+    ) -> None:
+        """Whatever was in the cache before; where some of them are pinned, what follows may begin a page of its own."""
+        path, rng, page_size = tmp_path / "prefixes.safetensors", np.random.default_rng(seed), 4
+        letters = rng.choice(list("abcdefgh"), (6, 70))
+        prompts = ["".join(letters[0, :30]) + "".join(own[: rng.integers(1, 40)]) for own in letters]
+        count = session.save(path, prompts)
+        trie, _ = trie_of([np.frombuffer(prompt.encode(), np.uint8).astype(np.int32) for prompt in prompts])
+        pages = sum(pages_for(length, page_size) for length in trie.lengths.tolist())
+        size = kv_spec(model).bytes_per_token * page_size
+        with Session(model, ByteTokenizer(), kv_budget=(pages + seed % 2) * size, page_size=page_size) as exact:
+            exact.generate([prompts[0][:17] + "x", prompts[2][:33] + "yy", "z" * 9], n=2, max_new_tokens=6)
+            if seed % 2:
+                exact.pin(prompts[1][: rng.integers(1, 30)])
+            exact.load(path)
+            assert exact.load(path) == 0
+            assert exact.generate(prompts, max_new_tokens=1).report.prompt_tokens_found == sum(map(len, prompts))
+        with (
+            Session(model, ByteTokenizer(), kv_budget=(pages - 1) * size, page_size=page_size) as small,
+            pytest.raises(
+                KVBudgetTooSmall, match=f"take {pages} pages of 4 tokens, but the KV budget holds {pages - 1};"
+            ),
+        ):
+            small.load(path)
+        assert count == len(trie.tokens)
+
+    def test_a_search_node_may_end_with_the_padding_token(self, session: Session, tmp_path: Path) -> None:
+        """Which it has sampled: no tokenizer has padded it."""
+        pad = session.tokenizer.pad_token_id
+        one, other = session.prompt("abc").fork(2)
+        one.extend([7, pad]), other.extend([8, 9])
+        assert session.save(tmp_path / "nodes.safetensors", [one, other]) == 7
+        assert len(session.score([one, other], ["!"])) == 2
 
     def test_a_file_of_another_model_is_refused(self, session: Session, tmp_path: Path) -> None:
         path = tmp_path / "prefixes.safetensors"

@@ -113,7 +113,7 @@ def test_a_session_without_a_tokenizer_has_nodes_of_token_ids(model: Any) -> Non
         assert node.tokens[:4] == [1, 2, 3, 4] and len(node) == 12 and node.text == ""
         for call, what in (
             (lambda: session.prompt("text"), "prompt 0 is text, but tokenizer is None"),
-            (lambda: node.extend("text"), "continuation 0: 'text' is text, but tokenizer is None"),
+            (lambda: node.extend("text"), "tokens: 'text' is text, but tokenizer is None"),
             (lambda: session.step(node, until="x"), "stop strings .* tokenizer is None"),
         ):
             with pytest.raises(ValueError, match=what):

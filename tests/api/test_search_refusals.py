@@ -114,6 +114,21 @@ def test_a_step_that_fails_midway_changes_no_node(session: Session) -> None:
     assert_empty(session)
 
 
+@pytest.mark.parametrize("change", ["extend", "release"])
+def test_a_callback_cannot_change_a_node_of_its_own_step(session: Session, change: str) -> None:
+    first, second = session.prompt(PROMPT).fork(2)
+
+    def until(tokens: list[int], text: str) -> bool:
+        second.extend([5, 6]) if change == "extend" else second.release()
+        return False
+
+    with pytest.raises(ValueError, match=f"cannot {change} SearchNode.* while it is in a step; do so once"):
+        session.step([first, second], SAMPLED, until=until)
+    assert [len(node) for node in (first, second)] == [len(PROMPT)] * 2
+    session.step(second.extend([5, 6]), SAMPLED)
+    second.release()
+
+
 CALLS: dict[str, tuple[Callable[[Session, SearchNode], object], type[Exception], str]] = {
     "no prompt": (lambda session, node: session.prompt(""), ValueError, "empty string"),
     "two prompts": (lambda session, node: session.prompt(["a", "b"]), TypeError, "must be a string"),
@@ -144,17 +159,27 @@ CALLS: dict[str, tuple[Callable[[Session, SearchNode], object], type[Exception],
     "extending by nothing": (
         lambda session, node: node.extend([]),
         ValueError,
-        "continuation 0: pass at least one token",
+        "tokens: pass at least one token, got none",
+    ),
+    "extending by a table": (
+        lambda session, node: node.extend([[1, 2]]),
+        ValueError,
+        r"tokens: pass token ids of one dimension, got shape \[1, 2\]",
+    ),
+    "a node as a prompt": (
+        lambda session, node: session.generate([node]),
+        TypeError,
+        "prompt 0 is a SearchNode; pass its token ids: node.tokens",
     ),
     "extending by numbers": (
         lambda session, node: node.extend([0.5]),
         TypeError,
-        "continuation 0: tokens must be integers",
+        "tokens: token ids must be integers",
     ),
     "extending by a token": (
         lambda session, node: node.extend([VOCAB]),
         ValueError,
-        "continuation 0: token 260 is out",
+        "tokens: token 260 is out",
     ),
 }
 

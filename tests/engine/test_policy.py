@@ -52,6 +52,11 @@ def test_a_size_is_a_number_and_a_unit(text, size):
     assert parse_size(text) == size
 
 
+@pytest.mark.parametrize("size", [0, "0", "0 GiB"])
+def test_no_swap_space_may_be_written_as_people_do(size):
+    assert MemoryPolicy(swap_space=size).swap_space == 0
+
+
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 gigs", "0", "1e9", "2GiB!", "1,5GB", "0.4B", "0.0001 KiB"])
 def test_any_other_text_is_no_size(text):
     with pytest.raises(ValueError, match="a size must look like"):

@@ -37,6 +37,7 @@ from prefixkit.engine.prefixes.layout import (
 )
 from prefixkit.engine.prefixes.trie import PrefixTrie
 from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.paths import as_path
 
 
 class PrefixFileError(ValueError):
@@ -136,7 +137,7 @@ def open_prefixes(path: str | Path, spec: KVSpec, fingerprint: str, vocab_size: 
         PrefixFileMismatch: it is of another model, dtype, layout or vocabulary, or of a newer version.
         OSError: it cannot be read.
     """
-    path = Path(path)
+    path = as_path(path)
     with path.open("rb") as opened:
         head = opened.read(4096)
     try:

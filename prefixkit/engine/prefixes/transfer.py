@@ -15,8 +15,9 @@ from prefixkit.engine.prefixes.file import PrefixFile, open_prefixes
 from prefixkit.engine.prefixes.trie import trie_of
 from prefixkit.engine.prefixes.write import write_prefixes
 from prefixkit.engine.scheduler import KVBudgetTooSmall
-from prefixkit.tree.pages import pages_for
+from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.radix import Sequence as TreeSequence
+from prefixkit.tree.tokens import common_prefix
 
 Ints = NDArray[np.int32]
 
@@ -43,22 +44,40 @@ def load_prefixes(engine: Engine, path: str | Path, fingerprint: str, vocab: int
         PrefixFileError: the file is torn or of something else; nothing of it stays in the tree.
         KVBudgetTooSmall: the pool does not hold them all; nothing was read.
     """
-    page_size, have = engine.tree.page_size, engine.tree.allocator.num_pages - engine.pinned_pages
     with open_prefixes(path, engine.pool.spec, fingerprint, vocab) as file:
-        need = sum(pages_for(length, page_size) + 1 for length in file.trie.lengths.tolist())
-        if need > have:
-            raise KVBudgetTooSmall(
-                f"the prefixes in {path} take up to {need} pages of {page_size} tokens, but the KV budget holds "
-                f"{have}; raise kv_budget, or save fewer prefixes"
-            )
-        held = list[TreeSequence]()  # until all are there, or one would be evicted for the next
-        leave = engine.tree.release
+        _check_fits(engine, file)
         try:
-            read = sum(_load(engine, file, leaf, held) for leaf in file.trie.leaves().tolist())
-            leave = engine.cache.keep
-        finally:
-            for sequence in held:
-                leave(sequence)
+            return _load_all(engine, file)
+        except OutOfPages:  # what was found of them may lie on more pages than they need
+            engine.cache.clear()
+            return _load_all(engine, file)
+
+
+def _check_fits(engine: Engine, file: PrefixFile) -> None:
+    """Raise KVBudgetTooSmall unless all prefixes fit beside what is pinned, or begin as that does."""
+    trie, page_size, pins = file.trie, engine.tree.page_size, [pin.tokens() for pin in engine.pins]
+    need, have = 0, engine.tree.allocator.num_pages - engine.pinned_pages
+    for node, (start, length) in enumerate(zip(trie.starts.tolist(), trie.lengths.tolist(), strict=True)):
+        pinned = max((common_prefix(pin, trie.prefix(node)) for pin in pins), default=0)
+        need += pages_for(min(length, max(0, start + length - pinned)), page_size)
+    if need > have:
+        raise KVBudgetTooSmall(
+            f"the prefixes in {file.path} take {need} pages of {page_size} tokens, but the KV budget holds {have}"
+            + (" beside pinned prefixes" if pins else "")
+            + "; raise kv_budget, or save fewer prefixes"
+        )
+
+
+def _load_all(engine: Engine, file: PrefixFile) -> int:
+    """Read all prefixes, or none: returns how many tokens had no KV."""
+    held = list[TreeSequence]()  # until all are there, or one would be evicted for the next
+    leave = engine.tree.release
+    try:
+        read = sum(_load(engine, file, leaf, held) for leaf in file.trie.leaves().tolist())
+        leave = engine.cache.keep
+    finally:
+        for sequence in held:
+            leave(sequence)
     return read
 
 

@@ -22,7 +22,7 @@ from prefixkit.engine.prefixes.layout import (
 )
 from prefixkit.engine.prefixes.trie import PrefixTrie
 from prefixkit.ops.kv_pool import KVSpec
-from prefixkit.paths import replacing
+from prefixkit.paths import as_path, replacing
 
 # K and V of the tokens ``[begin, end)`` of a trie, ``[layers, end - begin, kv_heads, head_dim]`` each, on any device.
 ReadKV = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -30,7 +30,7 @@ ReadKV = Callable[[int, int], tuple[Tensor, Tensor]]
 
 def check_place(path: str | Path) -> Path:
     """Where a file is to be written: the one that a link leads to is replaced, not the link; OSError if none can be."""
-    path = Path(path).resolve()
+    path = as_path(path).resolve()
     if path.is_dir():
         raise IsADirectoryError(f"{path} cannot be written: it is a folder; name a file in it")
     if not path.parent.is_dir():

@@ -1,0 +1,116 @@
+"""Ctrl-C at any line leaves a session that works: nothing queued, no page lost, the samples of every other session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixkit import MemoryPolicy, Session
+from tests.tiny import ByteTokenizer
+from tests.tree.integrity import check_tree
+
+PROMPTS = ["the quick brown fox jumps", "the quick brown dog", "the quick brown"]
+POINTS = 25
+# Between the two bytecodes that take and remember a lock a signal does not arrive, but a tracer does.
+APART = {"_busy", "locked", "__enter__", "__exit__"}
+CALLS: dict[str, Callable[[Session, Path], object]] = {
+    "generate": lambda session, path: session.generate(PROMPTS, n=5, max_new_tokens=20, stop_token_ids=(), seed=1),
+    "score": lambda session, path: session.score(PROMPTS, [" over", " a"]),
+    "pin": lambda session, path: session.pin(PROMPTS[0]),
+    "load": lambda session, path: session.load(path),
+    "weights_changed": lambda session, path: session.weights_changed(),
+}
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line of prefixkit that runs; counts them."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.lines = at, 0
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
+        name = frame.f_code.co_filename
+        if "/prefixkit/" not in name or name.endswith("weights_memory.py") or frame.f_code.co_name in APART:
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def traced(call: Callable[[], object], at: int) -> int:
+    """Lines that ran."""
+    interrupt, before = Interrupt(at), sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return interrupt.lines
+
+
+def used(model: Any) -> Session:
+    """A small session, with prompts in its cache."""
+    session = Session(model, ByteTokenizer(), kv_budget="64KiB", page_size=4, memory=MemoryPolicy("lru", "swap", 4))
+    session.generate(PROMPTS[1:], n=2, max_new_tokens=6, stop_token_ids=())
+    return session
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_anywhere_leaves_the_session_as_new(model: Any, tmp_path: Path, name: str) -> None:
+    path, greedy = tmp_path / "prefixes.safetensors", {"temperature": 0.0, "max_new_tokens": 6, "stop_token_ids": ()}
+    with used(model) as session:
+        session.save(path, PROMPTS)
+        expected = session.generate(PROMPTS[0], **greedy)[0].tokens
+    with used(model) as session:
+        lines = traced(lambda: CALLS[name](session, path), -1)
+    for at in np.random.default_rng(0).choice(np.arange(1, lines), min(POINTS, lines - 1), replace=False).tolist():
+        with used(model) as session:
+            with pytest.raises(KeyboardInterrupt):
+                traced(lambda at=at: CALLS[name](session, path), at)
+            after = session.generate(PROMPTS[0], **greedy)
+            assert [sample.tokens for sample in after] == [expected]
+            engine = session._engine
+            assert engine is not None
+            check_tree(engine.tree)
+            for pin in engine.pins:  # made, but never returned
+                engine.tree.keep(pin)
+            engine.cache.clear()
+            assert engine.tree.allocator.free == engine.tree.allocator.num_pages
+
+
+def test_nothing_of_an_interrupted_call_stays_queued(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Session(model, ByteTokenizer(), kv_budget="4MiB") as session:
+        engine = session._engine
+        assert engine is not None
+        submit = engine.scheduler.submit
+
+        def half(requests: Any) -> None:
+            submit(requests[: len(requests) // 2])
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine.scheduler, "submit", half)
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(PROMPTS * 4, n=2, max_new_tokens=4)
+        assert len(session.generate(PROMPTS[0], max_new_tokens=4)) == 1
+
+
+def test_a_pin_of_before_an_interrupt_can_be_released(model: Any) -> None:
+    def interrupt(count: int) -> None:
+        raise KeyboardInterrupt
+
+    with Session(model, ByteTokenizer(), kv_budget="4MiB") as session:
+        pin = session.pin(PROMPTS[0])
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(PROMPTS, max_new_tokens=4, on_step=interrupt)
+        pin.release()
+        with pytest.raises(ValueError, match="was released before"):
+            pin.release()
