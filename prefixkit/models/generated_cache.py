@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from prefixkit.models.errors import UnsupportedModel
+from prefixkit.models.shape import kv_spec
 from prefixkit.models.tree_cache import TreeCache
 
 
@@ -34,6 +36,13 @@ class GeneratedCache(TreeCache):
             self.reset()
             self.left = True
         return self.instead
+
+    def of_another_kind(self) -> bool:
+        """Whether the model now computes KV that the pool does not take."""
+        try:
+            return self._steps is not None and self._steps.memory.spec != kv_spec(self.model)
+        except UnsupportedModel:
+            return True
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.instead.get_seq_length(layer_idx) if self.left else super().get_seq_length()
@@ -68,9 +77,15 @@ class GeneratedCache(TreeCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
         if not self.left and self.get_seq_length():
             return super().__deepcopy__(memo)
-        other = GeneratedCache(self.model, copy.deepcopy(self.instead, memo), self.always)
+        other = self._empty(memo)
         other.left = self.left
         return other
+
+    def _empty(self, memo: dict[int, Any]) -> GeneratedCache:
+        return GeneratedCache(self.model, copy.deepcopy(self.instead, memo), self.always)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (copy.copy, (self.instead,)) if self.left else super().__reduce__()
 
     def activate_past_recording(self) -> None:
         self.instead.activate_past_recording()  # type: ignore[no-untyped-call]

@@ -23,6 +23,7 @@ from prefixkit.models.probe.passes import random_part
 from prefixkit.models.shape import counts_from_zero
 from prefixkit.models.tree_cache import TreeCache
 from prefixkit.models.tree_memory import DoesNotFit, forget_idle, idle_of, replays
+from prefixkit.models.weights_version import adapters_by_row
 from prefixkit.tree.rows import distinct_tokens
 
 log = logging.getLogger("prefixkit")
@@ -87,6 +88,9 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
                 log.info("generate() keeps transformers' own cache: the model's forward was replaced after the patch")
         if isinstance(made, TreeCache):
             made.settle()  # what is given for the first step is checked
+            if isinstance(made, GeneratedCache) and not made.left and made.of_another_kind():
+                log.info("generate() keeps transformers' own cache: the model's KV has another dtype or device now")
+                made.leave()
             made.fork, made.final_length = beams > 1, max_cache_length
         return done
 
@@ -181,7 +185,14 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         own = own.astype(np.int32)
         if isinstance(cache, GeneratedCache) and not cache.always:
             _check_it_pays(cache, own, pad)
-        return cache.start(own, pad, count).compute(count)
+        if adapters_by_row(model):
+            raise NotOnTree("PEFT's adapter_names gives rows adapters of their own, and rows share their tokens")
+        steps = cache.start(own, pad, count)
+        try:
+            return steps.compute(count)
+        except BaseException:
+            cache.reset()
+            raise
     if len(tokens) != cache.batch_size:
         raise NotOnTree(f"input_ids has {len(tokens)} rows, and the cache {cache.batch_size}")
     if mask is not None and tuple(mask.shape) != (len(tokens), until):
@@ -245,7 +256,7 @@ def _padding(mask: Any, tokens: Tensor) -> NDArray[np.int64]:
     if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != rows or mask.shape[1] < tokens.shape[1]:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise NotOnTree(f"the attention mask is {shape}, not [rows, length] beside ids of {tuple(tokens.shape)}")
-    there = mask.cpu().numpy() != 0
+    there = (mask != 0).cpu().numpy()
     pad: NDArray[np.int64] = there.argmax(1).astype(np.int64)
     if not there[:, -1].all() or (there.sum(1) != there.shape[1] - pad).any():
         raise NotOnTree("the attention mask has holes, or padding on the right; pad on the left")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,7 +20,7 @@ from prefixkit.models.families import pretrained_model
 from prefixkit.models.row_steps import RowSteps
 from prefixkit.models.tree_memory import idle_of
 from prefixkit.runners.batch import Runner
-from prefixkit.tree.pages import check_page_size
+from prefixkit.tree.pages import OutOfPages, check_page_size
 from prefixkit.tree.rows import Rows, pages_of_rows
 
 Ints = NDArray[np.int32]
@@ -78,9 +81,11 @@ class TreeCache(DynamicCache):
         return self._steps is not None and self._steps.repeats
 
     def settle(self) -> None:
-        """Bring the tokens of repeated steps into the tree."""
+        """Bring the tokens of repeated steps into the tree, before another call goes on with it."""
         if self._steps is not None:
             self._steps.settled()
+            if not self._steps.memory.is_current:
+                self._steps.memory.mix()
 
     @property
     def kv_tokens(self) -> int:
@@ -125,11 +130,11 @@ class TreeCache(DynamicCache):
         """Forget all tokens and give the pool back."""
         steps, self._steps = self._steps, None
         if steps is not None and steps.leave():
-            idle_of(self.model).give(steps.memory)
+            steps.memory.idle.give(steps.memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
         """A cache with KV of its own, of the same model: for scripts that copy a prompt's cache for each use."""
-        other = TreeCache(self.model, page_size=self.page_size)
+        other = self._empty(memo)
         other.fork, other.final_length = self.fork, self.final_length
         if self._steps is not None:
             rows = self._steps.settled()
@@ -141,8 +146,18 @@ class TreeCache(DynamicCache):
             steps.memory.tree.mark_computed(nodes, [node.length for node in nodes])
         return other
 
+    def _empty(self, memo: dict[int, Any]) -> TreeCache:
+        """An empty one of the same model."""
+        return TreeCache(self.model, page_size=self.page_size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, it is the cache of transformers with the same KV: a tree belongs to a model of this process."""
+        cache = DynamicCache()
+        self.copy_to(cache)
+        return copy.copy, (cache,)
+
     def __del__(self) -> None:
-        if "_steps" in self.__dict__:
+        if "_steps" in self.__dict__ and not sys.is_finalizing():
             self.reset()
 
     def activate_past_recording(self) -> None:
@@ -170,7 +185,12 @@ class TreeCache(DynamicCache):
         found = memory.tree.match(tokens[0, pad[0] :]) if pad[0] < tokens.shape[1] else None
         with memory.cache.protected(memory.tree.root if found is None else found.node):
             memory.cache.free_pages(pages)
-        self._steps = RowSteps(memory, Rows(memory.tree, tokens, pad, fork=self.fork))
+        try:
+            rows = Rows(memory.tree, tokens, pad, fork=self.fork)
+        except OutOfPages:  # what was found lies on more pages than it needs
+            memory.cache.clear()
+            rows = Rows(memory.tree, tokens, pad, fork=self.fork)
+        self._steps = RowSteps(memory, rows)
         return self._steps
 
     def go_on(self, tokens: Tensor, count: int) -> Tensor:
@@ -180,10 +200,16 @@ class TreeCache(DynamicCache):
             ``[rows, count, vocab]`` the logits after the last ``count`` of them.
         """
         assert self._steps is not None, "started before"
-        if tokens.shape[1] == 1:
-            return self._steps.decode(tokens[:, 0], self.final_length, self.fork)[:, None]
-        self._steps.extend(tokens)
-        return self._steps.compute(count)
+        steps, before = self._steps, self.get_seq_length()
+        try:
+            if tokens.shape[1] == 1:
+                return steps.decode(tokens[:, 0], self.final_length, self.fork)[:, None]
+            steps.extend(tokens)
+            return steps.compute(count)
+        except BaseException:
+            with suppress(RuntimeError, OutOfPages):  # where the device has failed
+                steps.settled().trim(min(before, self.get_seq_length()))
+            raise
 
     def copy_to(self, cache: Cache) -> None:
         """Put the KV of all rows into an empty cache of transformers, anything in place of padding."""
@@ -211,6 +237,10 @@ class TreeCache(DynamicCache):
             f"layer {layer_idx} was given a TreeCache of {type(self.model).__name__}, but the model that it belongs to "
             "does not take one: call prefixkit.patch(model), and pass the cache to the model itself"
         )
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """As :meth:`update`: a model that is not patched asks for it first."""
+        self.update(torch.empty(0), torch.empty(0), 0)
 
     def __len__(self) -> int:
         return 0 if self._steps is None else self._steps.memory.spec.num_layers
@@ -253,6 +283,10 @@ class LayerView:
 
     cache: TreeCache
     index: int
+
+    def get_seq_length(self) -> int:
+        """Tokens of each row, padding included."""
+        return self.cache.get_seq_length()
 
     @property
     def keys(self) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class TreeMemory:
         model: A patched model.
         call: Its ``forward`` without the part of it that takes a tree cache.
         num_pages, page_size: Of the pool.
+        idle: Where it goes when it is no longer needed.
 
     Attributes:
         tree, pool, runner: These.
@@ -50,11 +51,11 @@ class TreeMemory:
         DoesNotFit: so many pages take more than their share of the memory that is free.
     """
 
-    def __init__(self, model: Any, call: Callable[..., Any], num_pages: int, page_size: int) -> None:
-        self.model, self.call, self.spec = model, call, kv_spec(model)
+    def __init__(self, model: Any, call: Callable[..., Any], num_pages: int, page_size: int, idle: Idle) -> None:
+        self.model, self.call, self.spec, self.idle = model, call, kv_spec(model), idle
         self._check(num_pages * page_size)
         self._plant(num_pages, page_size)
-        self._version = weights_version(model)
+        self._version: Hashable = weights_version(model)
         self._take(KVPool(self.spec, num_pages, page_size))
         self.chunk = prefill_chunk_for(self.spec.device)
 
@@ -75,6 +76,15 @@ class TreeMemory:
         if (version := weights_version(self.model)) != self._version:
             self._version = version
             self._plant(self.pool.num_pages, self.pool.page_size)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model computes what it computed when these rows came."""
+        return bool(weights_version(self.model) == self._version)
+
+    def mix(self) -> None:
+        """Some KV is of other weights from now on: none of it is kept for other rows."""
+        self._version = None
 
     def _plant(self, num_pages: int, page_size: int) -> None:
         self.tree = PrefixTree(num_pages, page_size)
@@ -147,7 +157,7 @@ class Idle:
             memory.begin()
             return memory
         del memory  # before the new one is made
-        return TreeMemory(model, call, num_pages, page_size)
+        return TreeMemory(model, call, num_pages, page_size, self)
 
     def known(self, tokens: NDArray[np.int32]) -> int:
         """How many of a prompt's tokens, from the first, are there already."""
@@ -155,9 +165,12 @@ class Idle:
 
     def give(self, memory: TreeMemory) -> None:
         """Keep what a cache no longer needs, while the model is patched and not trained, which needs memory; on a CPU
-        only what is small beside the memory that is free.
+        only what is small beside the memory that is free.  KV of other weights, and what was taken before
+        :func:`forget_idle`, is dropped.
         """
         model, spec = memory.model, memory.spec
+        if model.__dict__.get(_IDLE) is not self or not memory.is_current:
+            return
         small = spec.device.type == "cuda" or memory.pool.bytes <= CPU_IDLE_SHARE * free_memory(spec.device)
         if small and takes_trees(model) and not model.training and not self._memory:
             self._memory.append(memory)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from prefixkit.models.weights_memory import memory_of, parts_of, watch_optimizers
@@ -22,18 +23,18 @@ class WeightsVersion:
     """What :func:`weights_version` returns: it is compared, hashed and kept, not read."""
 
     facts: tuple[Hashable, ...]
-    tensors: tuple[weakref.ref[Tensor], ...]
+    objects: tuple[weakref.ref[Any], ...]
 
     def __eq__(self, other: object) -> bool:
         if (
             not isinstance(other, WeightsVersion)
             or self.facts != other.facts
-            or len(self.tensors) != len(other.tensors)
+            or len(self.objects) != len(other.objects)
         ):
             return False
-        # Ids would not do: a tensor in the place of one that is gone may have its id, and as many writes.
-        pairs = zip(self.tensors, other.tensors, strict=True)
-        return all(one is two or ((tensor := one()) is not None and tensor is two()) for one, two in pairs)
+        # Ids would not do: what is in the place of something that is gone may have its id.
+        pairs = zip(self.objects, other.objects, strict=True)
+        return all(one is two or ((known := one()) is not None and known is two()) for one, two in pairs)
 
     def __hash__(self) -> int:
         return hash(self.facts)
@@ -44,14 +45,15 @@ def weights_version(model: nn.Module) -> Hashable:
 
     From the first question on it sees tensors that were written to in place, replaced, moved, or given another shape or
     dtype; steps of any optimizer, fused ones included; adapters of PEFT that were added, removed, switched on or off,
-    merged or scaled; and modules put into training or evaluation mode.  Weights that prefixkit packs have the version
-    that they had before.  Adapters of before have the version of before again, except after merging, which does not
-    leave the weights bit by bit as they were.
+    merged or scaled; modules put into training or evaluation mode, or replaced by others; hooks, a ``forward`` that a
+    module was given, and autocast.  Weights that prefixkit packs have the version that they had before.  Adapters of
+    before have the version of before again, except after merging, which does not leave the weights bit by bit as they
+    were.
 
-    It cannot see writes through ``tensor.data`` or a raw pointer, in-place writes to inference tensors (those made
-    under ``torch.inference_mode``), merging that is undone before the next question, or numbers that a module keeps as
-    plain attributes.  A model whose weights are loaded anew for each step, as accelerate's offloading does, has a new
-    version after each.
+    It cannot see writes through ``tensor.data`` or a raw pointer, as collectives of ``torch.distributed`` make them,
+    in-place writes to inference tensors (those made under ``torch.inference_mode``), changes that are undone before the
+    next question, or numbers that a module keeps as plain attributes.  A model whose weights are loaded anew for each
+    step, as accelerate's offloading does, has a new version after each.
 
     Args:
         model: Any module, patched or not.  It is not kept alive.
@@ -61,11 +63,11 @@ def weights_version(model: nn.Module) -> Hashable:
         nothing is read from the device.
     """
     watch_optimizers()
-    tensors, modes = _state(model)
-    facts = modes
+    tensors, modes, forwards = _state(model)
+    facts = [*modes, *_autocast()]
     for tensor in tensors:
         facts += _facts(tensor)
-    return WeightsVersion(tuple(facts), (*map(weakref.ref, tensors),))
+    return WeightsVersion(tuple(facts), (*map(weakref.ref, tensors), *map(weakref.ref, forwards)))
 
 
 def weights_places(model: nn.Module) -> Hashable:
@@ -73,7 +75,7 @@ def weights_places(model: nn.Module) -> Hashable:
 
     Unlike the version, it differs where weights were packed, and not where they were written to in place.
     """
-    tensors, modes = _state(model)
+    tensors, modes, _ = _state(model)
     try:
         return *modes, *[tensor.data_ptr() for tensor in tensors]
     except RuntimeError:
@@ -87,10 +89,11 @@ def adapter_states(model: nn.Module) -> dict[str, Hashable]:
     return {name: (*_adapter_state(module),) for name, module in found}
 
 
-def _state(model: nn.Module) -> tuple[list[Tensor], list[Hashable]]:
-    """Parameters and buffers in a fixed order; and, for each module, the modes in which it runs."""
+def _state(model: nn.Module) -> tuple[list[Tensor], list[Hashable], list[Callable[..., Any]]]:
+    """Parameters and buffers in a fixed order; for each module, how it runs; and functions that run in its place."""
     found: list[Tensor | None] = []
     modes: list[Hashable] = []
+    forwards: list[Callable[..., Any]] = []
     left: list[nn.Module | None] = [model]
     while left:  # five times as fast as model.parameters(), and nothing is cached
         if (module := left.pop()) is not None:
@@ -99,10 +102,25 @@ def _state(model: nn.Module) -> tuple[list[Tensor], list[Hashable]]:
             found += parts["_buffers"].values()
             left += parts["_modules"].values()
             modes.append(parts["training"])
+            modes.append(type(module).__qualname__)
+            if parts["_forward_hooks"] or parts["_forward_pre_hooks"]:
+                modes.append((*parts["_forward_hooks"], None, *parts["_forward_pre_hooks"]))  # numbers, never reused
+            if "forward" in parts:
+                forwards.append(getattr(parts["forward"], "__func__", parts["forward"]))
             if _is_adapter(type(module)):  # type: ignore[arg-type]  # classes hash
                 modes += _adapter_state(module)
                 modes.append(_times_merged(module))
-    return [tensor for tensor in found if tensor is not None], modes
+    return [tensor for tensor in found if tensor is not None], modes, forwards
+
+
+def _autocast() -> list[Hashable]:
+    """What autocast computes in, on any device; nothing where it is off."""
+    return [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+
+def adapters_by_row(model: nn.Module) -> bool:
+    """Whether PEFT has been told which adapter each row of a batch takes, which it says to its layers by hooks."""
+    return any(module._forward_pre_hooks for module in model.modules() if _is_adapter(type(module)))  # type: ignore[arg-type]
 
 
 def _facts(tensor: Tensor) -> Sequence[Hashable]:

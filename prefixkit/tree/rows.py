@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.tree.node import Node, Sequence
-from prefixkit.tree.pages import pages_for
+from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.tokens import common_prefix
 
@@ -34,7 +34,7 @@ class Rows:
         length: Tokens of each row, padding included.
 
     Raises:
-        OutOfPages: the tree has too few; see :func:`pages_of_rows`.
+        OutOfPages: the tree has too few, and is as before; see :func:`pages_of_rows`.
     """
 
     def __init__(self, tree: PrefixTree, tokens: Ints, pad: Longs, *, fork: bool) -> None:
@@ -42,12 +42,17 @@ class Rows:
         self.length: int = tokens.shape[1]
         self.sequences: list[Sequence] = []
         first: dict[bytes, Sequence] = {}
-        for row, skipped in zip(tokens, pad.tolist(), strict=True):
-            own = row[skipped:]
-            found = first.get(own.tobytes())
-            sequence = tree.insert(own) if found is None else tree.fork(found)[0]
-            first.setdefault(own.tobytes(), sequence)
-            self.sequences.append(sequence)
+        try:
+            for row, skipped in zip(tokens, pad.tolist(), strict=True):
+                own = row[skipped:]
+                found = first.get(own.tobytes())
+                sequence = tree.insert(own) if found is None else tree.fork(found)[0]
+                first.setdefault(own.tobytes(), sequence)
+                self.sequences.append(sequence)
+        except OutOfPages:
+            for sequence in self.sequences:
+                tree.release(sequence)
+            raise
         self._fork, self._kept = fork, list[Sequence]()
         self._keep()
 

@@ -154,9 +154,10 @@ def test_generate_finds_the_tokens_of_an_earlier_call() -> None:
     (first, second, *_) = prompts(17)
     options = {"max_new_tokens": 30, "pad_token_id": 0, "eos_token_id": None}
     counts: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: counts.append(args[0].numel()))
     ids = torch.tensor([first], device="cuda")
     model.generate(ids, attention_mask=torch.ones_like(ids), num_return_sequences=4, do_sample=True, **options)
-    model.get_input_embeddings().register_forward_hook(lambda module, args, out: counts.append(args[0].numel()))
+    counts.clear()
     ids = torch.tensor([second], device="cuda")
     scores = {"output_logits": True, "return_dict_in_generate": True}
     mask = torch.ones_like(ids)

@@ -88,8 +88,9 @@ def random_part(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return str(name)
-        if isinstance(rate := getattr(module, "attention_dropout", 0.0), float) and rate > 0:
-            return f"{name}.attention_dropout"
+        for what, rate in vars(module).items():  # for functional dropout, and layers that are left out
+            if "drop" in what and isinstance(rate, float) and rate > 0:
+                return f"{name}.{what}"
     return None
 
 
