@@ -11,7 +11,7 @@ ones known; then ``--calls`` calls in a pool that holds ``--few-shot`` + 2,048 t
 *copies*: KV of so many tokens to host memory and back, microseconds a token, by page size, beside computing it again.
 *swap*: 8 prompts, 8 samples each, in a pool of all prompts and half of what the samples come to hold, preempting by
 swap, by recomputing, by what costs less; a session's first call, which captures graphs and allocates pinned memory, and
-its second, of other prompts.
+``--turns`` more, of other prompts; counts are those of the last.
 *pressure*: samples of 100 to 300 tokens with ``max_new_tokens`` of 1,024, in a pool in which ``--reserved`` samples
 could reserve all of them: as admission is now, and with so many running at most.  ``function`` ends samples by a stop
 function, at lengths spread evenly, step by step; ``ids`` by one in 200 of all tokens, in pipelined steps.
@@ -187,10 +187,10 @@ def copies(on: Measured, lengths: list[int], turns: int) -> Iterator[Row]:
             yield {"page_size": page_size, "tokens": length, **row, "GBps_out_and_back": rate}
 
 
-def swap(on: Measured, lengths: list[int], new: int, prompts: int = 8, samples: int = 8) -> Iterator[Row]:
-    """Two calls in the same pool by each choice, and with a pool that holds all of them."""
+def swap(on: Measured, lengths: list[int], new: int, calls: int, prompts: int = 8, samples: int = 8) -> Iterator[Row]:
+    """Calls in the same pool by each choice, and with a pool that holds all of them."""
     for length in lengths:
-        asked = [[on.tokens(length) for _ in range(prompts)] for _ in range(2)]
+        asked = [[on.tokens(length) for _ in range(prompts)] for _ in range(calls)]
         all_prompts, all_samples = prompts * (length + PAGE), prompts * samples * (new + PAGE)
         row: Row = {"prompt": length, "samples": f"{prompts} x {samples}", "new": new}
         for name in ("roomy", "swap", "recompute", "auto"):
@@ -203,7 +203,7 @@ def swap(on: Measured, lengths: list[int], new: int, prompts: int = 8, samples: 
                 report = session.report
             row[name] = {
                 "first_s": round(took[0], 3),
-                "s": round(took[1], 3),
+                "later_s": [round(seconds, 3) for seconds in took[1:]],
                 "preempted_swapped": report.preempted_swapped,
                 "preempted_recomputed": report.preempted_recomputed,
                 "swapped_mib": round(report.kv_bytes_swapped / 2**20, 1),
@@ -311,7 +311,7 @@ def rows_of(part: str, on: Measured, options: Any) -> Iterator[Row]:
     elif part == "copies":
         yield from copies(on, options.lengths, options.turns)
     elif part == "swap":
-        yield from swap(on, options.swap_prompts, options.swap_new)
+        yield from swap(on, options.swap_prompts, options.swap_new, options.turns + 1)
     elif part == "pressure":
         for ends in options.ends:
             yield pressure(on, ends, options.reserved, options.prompts, options.samples, options.max_new)
