@@ -107,7 +107,7 @@ class Session(SessionMemory):
 
         def samples() -> Generator[Sample, None, None]:
             with self._busy():
-                engine = self._ready()
+                engine = self._ready([request.tokens for request in requests])
                 engine.listen(on_token=on_token)
                 prepare(engine, self.model, self.tokenizer, requests)
                 yield from engine.stream(requests)
@@ -224,7 +224,7 @@ class Session(SessionMemory):
             given, one = with_tokens(self, "prompts", prompts)
             asked = scored_tokens(self.model, self.tokenizer, given, continuations, one)
             warn_of_length(self.model, longest_scored(*asked))
-            engine = self._ready()
+            engine = self._ready(asked[0])
             engine.report = Report()
             scores = engine.score(*asked, vocab=text_config(self.model).vocab_size)
             return scores[0] if one else scores

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Generator, Hashable, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from prefixkit.assembly import engine_of
 from prefixkit.engine.engine import Engine
@@ -23,7 +27,8 @@ from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.runs.detokenizer import detokenizer_of
 from prefixkit.models import kv_spec, text_config
 from prefixkit.models.fingerprint import kv_fingerprint
-from prefixkit.models.weights_version import weights_version
+from prefixkit.models.shape import layer_shapes
+from prefixkit.models.weights_content import KVVersion, kv_version
 from prefixkit.prompts import Prompt
 from prefixkit.requests import check_patched, sampling_requests
 from prefixkit.sampling.params import SamplingParams
@@ -117,7 +122,7 @@ class SessionMemory:
         self._kv_budget, self._page_size = kv_budget, page_size
         self._prefill_chunk, self._compiled, self._most_running = prefill_chunk, compiled, most_running
         self._memory = memory
-        self._version: Hashable = None  # of the weights that the prefix cache's KV is of
+        self._version: KVVersion | None = None  # of the weights that the prefix cache's KV is of
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Generator[Sample, None, None]] = weakref.WeakSet()
         self._engine: Engine | None = None
@@ -129,21 +134,7 @@ class SessionMemory:
         """Take memory for pool and graphs again after :meth:`release_memory`; nothing where it was not released."""
         with self._busy():
             if self._engine is None:
-                spec = kv_spec(self.model)
-                pages = session_pages(spec, self._kv_budget, self._page_size)
-                self._engine = engine_of(
-                    self.model,
-                    pages,
-                    page_size=self._page_size,
-                    prefill_chunk=self._prefill_chunk,
-                    compiled=self._compiled,
-                    most_running=self._most_running,
-                    keep_samples=True,
-                    policy=self._memory,
-                )
-                tokens = pages * self._page_size
-                size = tokens * spec.bytes_per_token / 2**30
-                log.info("session: KV for %d tokens (%.2f GiB) on %s", tokens, size, spec.device)
+                self._engine = self._make_engine()
 
     def release_memory(self) -> None:
         """Give back the pool and the graphs, for a backward pass, say; :meth:`resume` takes them again."""
@@ -263,17 +254,40 @@ class SessionMemory:
     # -- a call --------------------------------------------------------------------------------------------------------
 
     def _run(self, requests: list[Request], *listeners: Any) -> Result:
-        engine = self._ready()
+        engine = self._ready([request.tokens for request in requests])
         engine.listen(*listeners)
         return run(engine, self.model, self.tokenizer, requests)
 
-    def _ready(self) -> Engine:
+    def _make_engine(self) -> Engine:
+        self._layers, spec = layer_shapes(self.model), kv_spec(self.model)
+        pages = session_pages(spec, self._kv_budget, self._page_size)
+        tokens = pages * self._page_size
+        log.info(
+            "session: KV for %d tokens (%.2f GiB) on %s", tokens, tokens * spec.bytes_per_token / 2**30, spec.device
+        )
+        return engine_of(
+            self.model,
+            pages,
+            page_size=self._page_size,
+            prefill_chunk=self._prefill_chunk,
+            compiled=self._compiled,
+            most_running=self._most_running,
+            keep_samples=True,
+            policy=self._memory,
+        )
+
+    def _ready(self, prompts: Sequence[NDArray[np.int32]] = ()) -> Engine:
+        """The engine, without KV of other weights than the model has now; these prompts are about to use its KV."""
         if self._engine is None:
             raise MemoryReleased("the session has given its memory back; call resume() first, or open another session")
-        version = weights_version(self.model)
+        version = kv_version(self.model, partial(self._engine.tree.longest_match, prompts))
         if version != self._version:
             if self._version is not None:
-                log.info("session: the model's weights or adapters have changed: the prefix cache is emptied")
+                log.info("session: the model's weights, adapters or numbers changed: the prefix cache is emptied")
+            if layer_shapes(self.model) != self._layers:
+                log.info("session: the model's attention layers have changed: its pool and graphs are made anew")
+                self._engine = None  # first, for the memory
+                self._engine = self._make_engine()
             self._engine.forget()
             self._version = version  # last: an interrupt before leaves it to the next call
         return self._engine

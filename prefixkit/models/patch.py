@@ -13,11 +13,12 @@ from prefixkit.models.compile.made import drop
 from prefixkit.models.compile.packed_weights import unpack
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.generation import MODES, Mode, forget_mode, generates, generating_class, set_mode, wrap_forward
+from prefixkit.models.weights_content import COMPARE, SETTING, Compare
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def patch(model: Model, *, tree_cache: Mode = "auto") -> Model:
+def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare = "auto") -> Model:
     """Let ``model`` attend over prefix trees: for prefixkit's calls, and for its own ``generate``.
 
     Only the classes of the model and of its attention modules change, to subclasses of themselves.  Parameters, state
@@ -26,11 +27,15 @@ def patch(model: Model, *, tree_cache: Mode = "auto") -> Model:
 
     Args:
         model: A transformers model whose attention layers follow transformers' attention interface, or a wrapper
-            around one.  Patching it again changes ``tree_cache``, and drops the KV that ``generate`` keeps from call to
-            call, as writes through ``tensor.data`` ask for: torch does not count them.
+            around one.  Patching it again changes ``tree_cache`` and ``compare_weights``, and drops the KV that
+            ``generate`` keeps from call to call.
         tree_cache: When ``model.generate`` keeps its KV in a :class:`TreeCache`: ``"auto"`` where rows share prompt
             tokens, as with ``num_return_sequences`` and ``num_beams``, and on a GPU where its steps can replay CUDA
             graphs; ``"always"`` wherever it can; ``"never"`` unless it is given one as ``past_key_values``.
+        compare_weights: What is compared before sessions and ``generate`` use KV of an earlier call, because torch
+            does not count writes through ``tensor.data`` or a raw pointer: ``"auto"`` a sample of every tensor, and
+            all weights where that costs little beside what the KV saves; ``"always"`` all weights, so that a write to
+            a single element is seen too.
 
     Returns:
         The same model.
@@ -38,10 +43,12 @@ def patch(model: Model, *, tree_cache: Mode = "auto") -> Model:
     Raises:
         UnsupportedModel: its layers do not follow that interface; nothing was changed.  What else must hold is
             measured at the first call, see :func:`kv_spec`.
-        ValueError: ``tree_cache`` is none of these.
+        ValueError: ``tree_cache`` or ``compare_weights`` is none of these.
     """
     if tree_cache not in MODES:
         raise ValueError(f"tree_cache must be one of {', '.join(map(repr, MODES))}, got {tree_cache!r}")
+    if compare_weights not in COMPARE:
+        raise ValueError(f"compare_weights must be one of {', '.join(map(repr, COMPARE))}, got {compare_weights!r}")
     modules = [module for module in attention_layers(model).values() if not is_tree_class(type(module))]
     whole = pretrained_model(model)
     try:
@@ -53,6 +60,7 @@ def patch(model: Model, *, tree_cache: Mode = "auto") -> Model:
                 become(whole, generating_class(type(whole)))  # type: ignore[arg-type]
             wrap_forward(whole)
             set_mode(whole, tree_cache)
+        whole.__dict__[SETTING] = compare_weights
     except BaseException:
         _restore([module for module in modules if is_tree_class(type(module))])
         raise
@@ -75,6 +83,8 @@ def unpatch(model: Model) -> Model:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: expected a model, got {type(model).__name__}")
+    for module in model.modules():
+        module.__dict__.pop(SETTING, None)
     _restore(patched_modules(model))
     unpack(model.parameters())  # also those that an earlier call could not unpack for want of memory
     return model

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from prefixkit.models.attention import original_class
 from prefixkit.models.errors import UnsupportedModel
-from prefixkit.models.families import attention_layers, pretrained_model
+from prefixkit.models.families import attention_layers, pretrained_model, text_config
 from prefixkit.models.probe.cache import LayerShape
 from prefixkit.models.probe.passes import probe
+from prefixkit.models.weights_version import plain_numbers
 from prefixkit.ops.checks import FLOATS
 from prefixkit.ops.kv_pool import KVSpec
 
@@ -32,7 +33,7 @@ def kv_spec(model: nn.Module) -> KVSpec:
     Raises:
         UnsupportedModel: see :func:`attention_layers` and :func:`probe`; or the layers differ in shape, type or device.
     """
-    layers = _layers(model)
+    layers = layer_shapes(model)
     return KVSpec(len(layers), layers[0].kv_heads, layers[0].head_dim, layers[0].dtype, layers[0].device)
 
 
@@ -42,7 +43,7 @@ def query_heads(model: nn.Module) -> int:
     Raises:
         UnsupportedModel: see :func:`kv_spec`.
     """
-    return _layers(model)[0].heads
+    return layer_shapes(model)[0].heads
 
 
 def windows(model: nn.Module) -> list[int | None]:
@@ -53,7 +54,7 @@ def windows(model: nn.Module) -> list[int | None]:
     Raises:
         UnsupportedModel: see :func:`kv_spec`.
     """
-    return [layer.window for layer in _layers(model)]
+    return [layer.window for layer in layer_shapes(model)]
 
 
 def counts_from_zero(model: nn.Module) -> bool:
@@ -62,11 +63,15 @@ def counts_from_zero(model: nn.Module) -> bool:
     Raises:
         UnsupportedModel: see :func:`kv_spec`.
     """
-    return all(layer.counts_from_zero for layer in _layers(model))
+    return all(layer.counts_from_zero for layer in layer_shapes(model))
 
 
-def _layers(model: nn.Module) -> list[LayerShape]:
-    """What the attention layers of a model are like: all alike, but for their windows."""
+def layer_shapes(model: nn.Module) -> list[LayerShape]:
+    """What the attention layers of a model are like, as a step over a tree takes them: alike, but for their windows.
+
+    Raises:
+        UnsupportedModel: see :func:`kv_spec`.
+    """
     inner, layers = pretrained_model(model), attention_layers(model)
     key = _changeable(inner, list(layers.values()))
     known = _probed.setdefault(inner, {})
@@ -95,9 +100,10 @@ def _check_alike(model: nn.Module, layers: list[LayerShape]) -> None:
 
 
 def _changeable(model: PreTrainedModel, layers: list[nn.Module]) -> object:
-    """What a model's KV may depend on: modules and tensors of attention, autocast, a forward of its own."""
-    found: list[object] = []
+    """What a model's KV may depend on: modules, tensors and numbers of attention, autocast, a forward of its own."""
+    found: list[object] = [*plain_numbers(text_config(model))]
     for layer in layers:
+        found += plain_numbers(layer)
         for module in layer.modules():
             parts = module.__dict__
             found.append(original_class(module))

@@ -179,8 +179,10 @@ class TreeCache(DynamicCache):
         self.reset()
         new = max(self.final_length - tokens.shape[1], 0)
         pages = pages_of_rows(tokens, pad, new, self.page_size, fork=self.fork)
-        memory = idle_of(self.model).take(self.model, forward_below(self.model), pages, self.page_size)
-        if count > 1:  # KV of before has no logits
+        # KV of before has no logits: more than the last ones are computed anew.
+        prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)] if count == 1 else []
+        memory = idle_of(self.model).take(self.model, forward_below(self.model), pages, self.page_size, prompts)
+        if count > 1:
             memory.cache.clear()
         found = memory.tree.match(tokens[0, pad[0] :]) if pad[0] < tokens.shape[1] else None
         with memory.cache.protected(memory.tree.root if found is None else found.node):

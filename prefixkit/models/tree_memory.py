@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from numpy.typing import NDArray
 from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.models.attention import takes_trees
 from prefixkit.models.runner import planner_of, runner_of
-from prefixkit.models.shape import kv_spec
-from prefixkit.models.weights_version import weights_version
+from prefixkit.models.shape import kv_spec, layer_shapes
+from prefixkit.models.weights_content import KVVersion, kv_version
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, free_memory
 from prefixkit.runners.batch import Runner
@@ -53,15 +54,16 @@ class TreeMemory:
 
     def __init__(self, model: Any, call: Callable[..., Any], num_pages: int, page_size: int, idle: Idle) -> None:
         self.model, self.call, self.spec, self.idle = model, call, kv_spec(model), idle
+        self._layers = layer_shapes(model)
         self._check(num_pages * page_size)
         self._plant(num_pages, page_size)
-        self._version: Hashable = weights_version(model)
+        self._version: KVVersion | None = kv_version(model)
         self._take(KVPool(self.spec, num_pages, page_size))
         self.chunk = prefill_chunk_for(self.spec.device)
 
     def fits(self, num_pages: int, page_size: int) -> bool:
         """Whether it holds so many pages of the model as it is now, if need be in a larger pool, with all it knows."""
-        if self.pool.page_size != page_size or self.spec != kv_spec(self.model):
+        if self.pool.page_size != page_size or self._layers != layer_shapes(self.model):
             return False
         try:
             if (more := num_pages - self.pool.num_pages) > 0:
@@ -70,17 +72,17 @@ class TreeMemory:
             return False
         return True
 
-    def begin(self) -> None:
+    def begin(self, prompts: Sequence[NDArray[np.int32]]) -> None:
         """Other rows come: what is known of old weights is forgotten."""
         self.runner.begin()
-        if (version := weights_version(self.model)) != self._version:
+        if (version := kv_version(self.model, partial(self.tree.longest_match, prompts))) != self._version:
             self._version = version
             self._plant(self.pool.num_pages, self.pool.page_size)
 
     @property
     def is_current(self) -> bool:
         """Whether the model computes what it computed when these rows came."""
-        return bool(weights_version(self.model) == self._version)
+        return kv_version(self.model) == self._version
 
     def mix(self) -> None:
         """Some KV is of other weights from now on: none of it is kept for other rows."""
@@ -146,15 +148,22 @@ class Idle:
     def __len__(self) -> int:
         return len(self._memory)
 
-    def take(self, model: Any, call: Callable[..., Any], num_pages: int, page_size: int) -> TreeMemory:
-        """Memory for so many pages, of which this keeps nothing.
+    def take(
+        self,
+        model: Any,
+        call: Callable[..., Any],
+        num_pages: int,
+        page_size: int,
+        prompts: Sequence[NDArray[np.int32]],
+    ) -> TreeMemory:
+        """Memory for so many pages, of which this keeps nothing, for rows that begin with these prompts.
 
         Raises:
             DoesNotFit: see :class:`TreeMemory`.
         """
         memory = self._memory.pop() if self._memory else None
         if memory is not None and memory.fits(num_pages, page_size):
-            memory.begin()
+            memory.begin(prompts)
             return memory
         del memory  # before the new one is made
         return TreeMemory(model, call, num_pages, page_size, self)

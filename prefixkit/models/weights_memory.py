@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -53,6 +55,15 @@ def memory_of(storage: UntypedStorage) -> Memory:
 def carry(memory: Memory, storage: UntypedStorage, shift: int = 0) -> None:
     """Let ``storage`` have the number of the memory that its values were copied from, from ``shift`` bytes on."""
     setattr(storage, _MEMORY, replace(memory, shift=memory.shift + shift, address=storage.data_ptr()))
+
+
+def borrowed(
+    begin: int, device: torch.device, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """A tensor over memory that others hold: contiguous rows from an address on, valid for as long as they hold it."""
+    size = (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * dtype.itemsize
+    memory = torch._C._construct_storage_from_data_pointer(begin, device, size)
+    return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, tuple(shape), tuple(stride))
 
 
 def watch_optimizers() -> None:

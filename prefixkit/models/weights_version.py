@@ -6,16 +6,45 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from prefixkit.models.weights_memory import memory_of, parts_of, watch_optimizers
 
 # Of a tuner layer of PEFT that was seen merged: what was merged into it when last seen, and how often that changed.
 _merges: WeakKeyDictionary[nn.Module, tuple[Hashable, int]] = WeakKeyDictionary()
+
+
+# Types of plain attributes that a module may compute with.
+_NUMBERS = frozenset({bool, int, float, complex, np.float32, np.float64, np.int32, np.int64})
+_CONTAINERS = frozenset({list, tuple, dict})
+# What every module has.
+_COMMON = frozenset(nn.Module().__dict__)
+# What reads the other attributes of modules, by class and number of attributes.
+_getters: dict[tuple[type[nn.Module], int], Callable[[dict[str, Any]], tuple[Any, ...]]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """What a model computes with, in a fixed order.
+
+    Attributes:
+        tensors: Parameters and buffers.
+        modes: How each module runs: its class, mode, hooks and adapters, and its numbers and those of its config.
+        forwards: Functions that run in the place of modules' own ``forward``.
+        plain: Tensors that modules keep as plain attributes.
+    """
+
+    tensors: list[Tensor]
+    modes: list[Hashable]
+    forwards: list[Callable[..., Any]]
+    plain: list[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +79,11 @@ def weights_version(model: nn.Module) -> Hashable:
     before have the version of before again, except after merging, which does not leave the weights bit by bit as they
     were.
 
-    It cannot see writes through ``tensor.data`` or a raw pointer, as collectives of ``torch.distributed`` make them,
-    in-place writes to inference tensors (those made under ``torch.inference_mode``), changes that are undone before the
-    next question, or numbers that a module keeps as plain attributes.  A model whose weights are loaded anew for each
-    step, as accelerate's offloading does, has a new version after each.
+    Numbers that modules and their configs keep as plain attributes are part of it.  It cannot see what torch does not
+    count: writes through ``tensor.data`` or a raw pointer, and in-place writes to inference tensors (those made under
+    ``torch.inference_mode``); :func:`prefixkit.models.weights_content.kv_version` does.  Neither sees changes that are
+    undone before the next question.  A model whose weights are loaded anew for each step, as accelerate's offloading
+    does, has a new version after each.
 
     Args:
         model: Any module, patched or not.  It is not kept alive.
@@ -62,12 +92,16 @@ def weights_version(model: nn.Module) -> Hashable:
         A hashable value that equals only values of the same model.  About 1 us for each parameter, buffer and module;
         nothing is read from the device.
     """
+    return version_of(state_of(model))
+
+
+def version_of(state: ModelState) -> WeightsVersion:
+    """The version of a model in this state."""
     watch_optimizers()
-    tensors, modes, forwards = _state(model)
-    facts = [*modes, *_autocast()]
-    for tensor in tensors:
+    facts = [*state.modes, *_autocast()]
+    for tensor in state.tensors:
         facts += _facts(tensor)
-    return WeightsVersion(tuple(facts), (*map(weakref.ref, tensors), *map(weakref.ref, forwards)))
+    return WeightsVersion(tuple(facts), (*map(weakref.ref, state.tensors), *map(weakref.ref, state.forwards)))
 
 
 def weights_places(model: nn.Module) -> Hashable:
@@ -75,11 +109,11 @@ def weights_places(model: nn.Module) -> Hashable:
 
     Unlike the version, it differs where weights were packed, and not where they were written to in place.
     """
-    tensors, modes, _ = _state(model)
+    state = state_of(model)
     try:
-        return *modes, *[tensor.data_ptr() for tensor in tensors]
+        return *state.modes, *[tensor.data_ptr() for tensor in state.tensors]
     except RuntimeError:
-        return *modes, *[_address(tensor) for tensor in tensors]
+        return *state.modes, *[_address(tensor) for tensor in state.tensors]
 
 
 def adapter_states(model: nn.Module) -> dict[str, Hashable]:
@@ -89,11 +123,13 @@ def adapter_states(model: nn.Module) -> dict[str, Hashable]:
     return {name: (*_adapter_state(module),) for name, module in found}
 
 
-def _state(model: nn.Module) -> tuple[list[Tensor], list[Hashable], list[Callable[..., Any]]]:
-    """Parameters and buffers in a fixed order; for each module, how it runs; and functions that run in its place."""
+def state_of(model: nn.Module) -> ModelState:
+    """What a model computes with; nothing of it is kept from an earlier question."""
     found: list[Tensor | None] = []
     modes: list[Hashable] = []
     forwards: list[Callable[..., Any]] = []
+    plain: list[Tensor] = []
+    configs: dict[int, Any] = {}
     left: list[nn.Module | None] = [model]
     while left:  # five times as fast as model.parameters(), and nothing is cached
         if (module := left.pop()) is not None:
@@ -101,8 +137,16 @@ def _state(model: nn.Module) -> tuple[list[Tensor], list[Hashable], list[Callabl
             found += parts["_parameters"].values()
             found += parts["_buffers"].values()
             left += parts["_modules"].values()
-            modes.append(parts["training"])
             modes.append(type(module).__qualname__)
+            for value in _own_attributes(type(module), parts):
+                if (kind := type(value)) in _NUMBERS:  # whether it is in training mode, too
+                    modes.append(value)
+                elif kind is Tensor:
+                    plain.append(value)
+                elif kind in _CONTAINERS:
+                    modes += _numbers_in(value)
+                elif isinstance(value, PretrainedConfig):
+                    configs[id(value)] = value
             if parts["_forward_hooks"] or parts["_forward_pre_hooks"]:
                 modes.append((*parts["_forward_hooks"], None, *parts["_forward_pre_hooks"]))  # numbers, never reused
             if "forward" in parts:
@@ -110,7 +154,36 @@ def _state(model: nn.Module) -> tuple[list[Tensor], list[Hashable], list[Callabl
             if _is_adapter(type(module)):  # type: ignore[arg-type]  # classes hash
                 modes += _adapter_state(module)
                 modes.append(_times_merged(module))
-    return [tensor for tensor in found if tensor is not None], modes, forwards
+    for config in configs.values():
+        modes += plain_numbers(config)
+    return ModelState([tensor for tensor in found if tensor is not None], modes, forwards, plain)
+
+
+def plain_numbers(owner: Any) -> list[Hashable]:
+    """The numbers that a module or a config keeps as plain attributes, in lists, tuples and dicts too."""
+    found: list[Hashable] = []
+    for value in vars(owner).values():
+        if (kind := type(value)) in _NUMBERS:
+            found.append(value)
+        elif kind in _CONTAINERS:
+            found += _numbers_in(value)
+    return found
+
+
+def _numbers_in(values: Any) -> list[Hashable]:
+    """The numbers of a list or tuple, or among the values of a dict, and their places."""
+    pairs = values.items() if type(values) is dict else enumerate(values)
+    return [pair for pair in pairs if type(pair[1]) in _NUMBERS]
+
+
+def _own_attributes(kind: type[nn.Module], parts: dict[str, Any]) -> tuple[Any, ...]:
+    """Whether a module is in training mode, and the values of the attributes that not every module has."""
+    try:
+        return _getters[kind, len(parts)](parts)  # modules of one class mostly have the same attributes
+    except KeyError:
+        getter: Any = itemgetter("training", "training", *[name for name in parts if name not in _COMMON])
+        _getters[kind, len(parts)] = getter
+        return tuple(getter(parts))
 
 
 def _autocast() -> list[Hashable]:

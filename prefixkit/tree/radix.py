@@ -341,6 +341,10 @@ class PrefixTree(TreeEdits):
             node.computed = value
         self._touched.update(nodes)
 
+    def longest_match(self, prompts: Iterable[NDArray[np.int32]]) -> int:
+        """The most tokens that :meth:`match` finds of one of these."""
+        return max((self.match(tokens).length for tokens in prompts), default=0)
+
     def forget(self) -> None:
         """Declare that no token has KV any more: nothing is kept, and what sequences need is computed again."""
         nodes = [self.root]

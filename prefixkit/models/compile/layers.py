@@ -36,6 +36,7 @@ from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.layer import TracedStep
 from prefixkit.models.step_cache import CacheLayer, StepCache
+from prefixkit.models.weights_version import plain_numbers
 from prefixkit.ops import library
 from prefixkit.ops.kv_pool import KVSpec
 
@@ -243,12 +244,12 @@ class _LayerCopy:
         self._current = layer
 
     def current(self) -> nn.Module:
-        """The copy, made anew if parts of the layer were exchanged."""
+        """The copy, made anew if parts of the layer were exchanged, or numbers of it or of its attention."""
         layer = self.layer
-        parts = (layer.training, *layer._modules.values())
+        attention = layer._modules[self.child]
+        assert attention is not None
+        parts = (*layer._modules.values(), *plain_numbers(layer), *plain_numbers(attention))
         if parts != self._parts:
-            attention = layer._modules[self.child]
-            assert attention is not None
             inner = shallow_copy(attention, original_class(attention), self.traced)
             inner.__dict__["layer_idx"] = 0  # or each layer would be compiled for its number
             made: nn.Module = object.__new__(original_class(layer))

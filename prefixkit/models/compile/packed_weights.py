@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.weights_memory import carry, memory_of
+from prefixkit.models.weights_memory import borrowed, carry, memory_of
 
 # Kernels load vectors of so many bytes: each weight must begin at a multiple.
 ALIGN = 16
@@ -36,10 +36,7 @@ def packed_view(weights: Sequence[Tensor]) -> Tensor | None:
         return None
     first = weights[0]
     shape = (sum(len(weight) for weight in weights), *first.shape[1:])
-    memory = torch._C._construct_storage_from_data_pointer(
-        first.data_ptr(), first.device, sum(weight.nbytes for weight in weights)
-    )
-    return torch.empty(0, dtype=first.dtype, device=first.device).set_(memory, 0, shape, first.stride())
+    return borrowed(first.data_ptr(), first.device, shape, first.stride(), first.dtype)
 
 
 def movable(weights: Sequence[Tensor]) -> bool:
