@@ -27,7 +27,7 @@ from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.runs.detokenizer import detokenizer_of
 from prefixkit.models import kv_spec, text_config
 from prefixkit.models.fingerprint import kv_fingerprint
-from prefixkit.models.shape import layer_shapes
+from prefixkit.models.shape import attention_shape
 from prefixkit.models.weights_content import KVVersion, kv_version
 from prefixkit.prompts import Prompt
 from prefixkit.requests import check_patched, sampling_requests
@@ -259,7 +259,7 @@ class SessionMemory:
         return run(engine, self.model, self.tokenizer, requests)
 
     def _make_engine(self) -> Engine:
-        self._layers, spec = layer_shapes(self.model), kv_spec(self.model)
+        self._shape, spec = attention_shape(self.model), kv_spec(self.model)
         pages = session_pages(spec, self._kv_budget, self._page_size)
         tokens = pages * self._page_size
         log.info(
@@ -284,7 +284,7 @@ class SessionMemory:
         if version != self._version:
             if self._version is not None:
                 log.info("session: the model's weights, adapters or numbers changed: the prefix cache is emptied")
-            if layer_shapes(self.model) != self._layers:
+            if attention_shape(self.model) != self._shape:
                 log.info("session: the model's attention layers have changed: its pool and graphs are made anew")
                 self._engine = None  # first, for the memory
                 self._engine = self._make_engine()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +34,7 @@ def kv_spec(model: nn.Module) -> KVSpec:
     Raises:
         UnsupportedModel: see :func:`attention_layers` and :func:`probe`; or the layers differ in shape, type or device.
     """
-    layers = layer_shapes(model)
+    layers = _layers(model)
     return KVSpec(len(layers), layers[0].kv_heads, layers[0].head_dim, layers[0].dtype, layers[0].device)
 
 
@@ -43,7 +44,7 @@ def query_heads(model: nn.Module) -> int:
     Raises:
         UnsupportedModel: see :func:`kv_spec`.
     """
-    return layer_shapes(model)[0].heads
+    return _layers(model)[0].heads
 
 
 def windows(model: nn.Module) -> list[int | None]:
@@ -54,7 +55,7 @@ def windows(model: nn.Module) -> list[int | None]:
     Raises:
         UnsupportedModel: see :func:`kv_spec`.
     """
-    return [layer.window for layer in layer_shapes(model)]
+    return [layer.window for layer in _layers(model)]
 
 
 def counts_from_zero(model: nn.Module) -> bool:
@@ -63,15 +64,20 @@ def counts_from_zero(model: nn.Module) -> bool:
     Raises:
         UnsupportedModel: see :func:`kv_spec`.
     """
-    return all(layer.counts_from_zero for layer in layer_shapes(model))
+    return all(layer.counts_from_zero for layer in _layers(model))
 
 
-def layer_shapes(model: nn.Module) -> list[LayerShape]:
-    """What the attention layers of a model are like, as a step over a tree takes them: alike, but for their windows.
+def attention_shape(model: nn.Module) -> Hashable:
+    """All that pools, plans and layers' variants are made by: while it is equal they serve the model.
 
     Raises:
         UnsupportedModel: see :func:`kv_spec`.
     """
+    return tuple((layer, layer.window) for layer in _layers(model))
+
+
+def _layers(model: nn.Module) -> list[LayerShape]:
+    """What the attention layers of a model are like: all alike, but for their windows."""
     inner, layers = pretrained_model(model), attention_layers(model)
     key = _changeable(inner, list(layers.values()))
     known = _probed.setdefault(inner, {})

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.models.attention import takes_trees
 from prefixkit.models.runner import planner_of, runner_of
-from prefixkit.models.shape import kv_spec, layer_shapes
+from prefixkit.models.shape import attention_shape, kv_spec
 from prefixkit.models.weights_content import KVVersion, kv_version
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, free_memory
@@ -54,7 +54,7 @@ class TreeMemory:
 
     def __init__(self, model: Any, call: Callable[..., Any], num_pages: int, page_size: int, idle: Idle) -> None:
         self.model, self.call, self.spec, self.idle = model, call, kv_spec(model), idle
-        self._layers = layer_shapes(model)
+        self._shape = attention_shape(model)
         self._check(num_pages * page_size)
         self._plant(num_pages, page_size)
         self._version: KVVersion | None = kv_version(model)
@@ -63,7 +63,7 @@ class TreeMemory:
 
     def fits(self, num_pages: int, page_size: int) -> bool:
         """Whether it holds so many pages of the model as it is now, if need be in a larger pool, with all it knows."""
-        if self.pool.page_size != page_size or self._layers != layer_shapes(self.model):
+        if self.pool.page_size != page_size or self._shape != attention_shape(self.model):
             return False
         try:
             if (more := num_pages - self.pool.num_pages) > 0:
