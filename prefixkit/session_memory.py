@@ -166,10 +166,11 @@ class SessionMemory:
     # -- prefixes ---------------------------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """Say that weights were written to in a way that torch does not count, through ``.data`` or a raw pointer.
+        """Say that weights have changed: the prefix cache is emptied, and the next call captures its graphs again.
 
-        The prefix cache is emptied, and the next call captures its graphs again: a number that a layer read from its
-        weights on the host is part of them.
+        Calls notice changed weights by themselves, but for a few elements written through ``.data`` or a raw pointer,
+        which ``patch(model, compare_weights="always")`` notices too.  CUDA graphs read such weights where they are;
+        only a number that a layer read from its weights on the host is part of a graph.
         """
         with self._busy():
             if self._engine is not None:
