@@ -14,8 +14,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.weights_memory import borrowed, parts_of
-from prefixkit.models.weights_version import WeightsVersion, state_of, version_of
+from prefixkit.models.weights_version import ModelState, WeightsVersion, counters_of, state_of, version_of
 
 Compare = Literal["auto", "always"]
 COMPARE = ("auto", "always")
@@ -33,7 +34,7 @@ SETTING = "_prefixkit_compare_weights"  # the attribute of a patched model that 
 # 64-bit words of a sample of a tensor; models of so few words are compared whole at each call.
 _SAMPLE, _SMALL = 64, 1 << 17
 # Words of the accumulator of a digest of all memory: it stays in the cache while memory streams by.
-_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 21}
+_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}
 _WITH_MEMORY = frozenset({Tensor, nn.Parameter})  # classes whose tensors do not consist of others
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 # To compare all memory reads each weight once, and a token of a prompt multiplies by it once: so many tokens take as
@@ -82,11 +83,10 @@ class _Content:
         self._digests: dict[WeightsVersion, tuple[int, int | None, int]] = {}  # of the sample, of all; which content
         self._contents = 0  # that were seen
         self._allowance = _Allowance()
+        self._last: tuple[list[Hashable] | None, WeightsVersion] | None = None  # counters, and what they stand for
 
     def version(self, model: nn.Module, found: Callable[[], int], compare: Compare) -> KVVersion:
-        state = state_of(model)
-        version = version_of(state)
-        self._words.update([*state.tensors, *state.plain])
+        version = self._weights(state_of(model))
         sample = self._words.sample()
         known = self._digests.pop(version, None)
         if known is not None and sample == known[0] and self._agrees(known[1], found, compare):
@@ -98,6 +98,20 @@ class _Content:
             while len(self._digests) > _VERSIONS_KNOWN:
                 del self._digests[next(iter(self._digests))]
         return KVVersion(version, self._digests[version][2])
+
+    def _weights(self, state: ModelState) -> WeightsVersion:
+        """The version by torch's counters; words are those of the state."""
+        counters, last = counters_of(state), self._last
+        if last is not None and counters is not None and counters == last[0]:
+            objects = [*state.tensors, *state.forwards]
+            if len(objects) == len(last[1].objects) and all(map(is_, objects, [one() for one in last[1].objects])):
+                if state.plain:
+                    self._words.update([*state.tensors, *state.plain])
+                return last[1]
+        version = version_of(state)
+        self._last = counters, version
+        self._words.update([*state.tensors, *state.plain])
+        return version
 
     def _agrees(self, before: int | None, found: Callable[[], int], compare: Compare) -> bool:
         """Whether all memory holds what it held, if it is worth the time to compare it."""
@@ -113,26 +127,24 @@ class _Content:
 
 
 class _Allowance:
-    """Time that comparisons may take: a share of all time, of which as much is saved up as some of them take."""
+    """How many comparisons of all memory may run: some at once, and as many as take a share of the time."""
 
     def __init__(self) -> None:
-        self._left, self._cost, self._at = 0.0, 0.0, 0.0
+        self._left, self._seconds, self._at = float(_BURST), float("inf"), 0.0
 
     def has_some(self) -> bool:
         """Whether another comparison may run now."""
         now = time.perf_counter()
-        self._left, self._at = min(_BURST * self._cost, self._left + _SHARE * (now - self._at)), now
-        return self._left >= self._cost
+        self._left, self._at = min(_BURST, self._left + _SHARE * (now - self._at) / self._seconds), now
+        return self._left >= 1
 
     def spend(self, seconds: float) -> None:
-        """One has taken so long."""
-        first, self._cost = not self._cost, seconds
-        self._left = _BURST * seconds if first else self._left
-        self._left -= seconds
+        """One has taken so long; the fastest counts, because others were held up."""
+        self._left, self._seconds = self._left - 1, min(self._seconds, seconds)
 
     def restore(self) -> None:
         """As if none had run: weights do change here in ways that torch does not count."""
-        self._left = _BURST * self._cost
+        self._left = float(_BURST)
 
 
 class _Words:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 _MEMORY = "_prefixkit_memory"
 _numbers = itertools.count(1)
 _lock = threading.Lock()
-_watching = False
+_steps: int | None = None  # None: nothing counts them yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +66,17 @@ def borrowed(
     return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, tuple(shape), tuple(stride))
 
 
-def watch_optimizers() -> None:
-    """Count the steps of all optimizers from now on, by torch's hook for it.
+def optimizer_steps() -> int:
+    """Steps of all optimizers since the first question, by torch's hook for it.
 
     Fused optimizers write to parameters and leave torch's version counters as they are.
     """
-    global _watching
+    global _steps
     with _lock:
-        if not _watching:
+        if _steps is None:
             register_optimizer_step_post_hook(_count_step)
-            _watching = True
+            _steps = 0
+        return _steps
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
@@ -88,6 +89,8 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def _count_step(optimizer: Optimizer, *_: Any) -> None:
+    global _steps
+    _steps = (_steps or 0) + 1
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             for part in parts_of(tensor):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from prefixkit.models.weights_memory import memory_of, parts_of, watch_optimizers
+from prefixkit.models.weights_memory import memory_of, optimizer_steps, parts_of
 
 # Of a tuner layer of PEFT that was seen merged: what was merged into it when last seen, and how often that changed.
 _merges: WeakKeyDictionary[nn.Module, tuple[Hashable, int]] = WeakKeyDictionary()
@@ -24,10 +24,12 @@ _merges: WeakKeyDictionary[nn.Module, tuple[Hashable, int]] = WeakKeyDictionary(
 # Types of plain attributes that a module may compute with.
 _NUMBERS = frozenset({bool, int, float, complex, np.float32, np.float64, np.int32, np.int64})
 _CONTAINERS = frozenset({list, tuple, dict})
-# What every module has.
+# What every module has, and what of it is read.
 _COMMON = frozenset(nn.Module().__dict__)
-# What reads the other attributes of modules, by class and number of attributes.
-_getters: dict[tuple[type[nn.Module], int], Callable[[dict[str, Any]], tuple[Any, ...]]] = {}
+_READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "training")
+# What reads a module's attributes, its class's name and whether that is an adapter's, by class and number of
+# attributes: modules of one class mostly have the same.
+_readers: dict[tuple[type[nn.Module], int], tuple[Callable[[dict[str, Any]], Any], str, bool]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def weights_version(model: nn.Module) -> Hashable:
 
 def version_of(state: ModelState) -> WeightsVersion:
     """The version of a model in this state."""
-    watch_optimizers()
+    optimizer_steps()  # are counted from now on
     facts = [*state.modes, *_autocast()]
     for tensor in state.tensors:
         facts += _facts(tensor)
@@ -114,6 +116,19 @@ def weights_places(model: nn.Module) -> Hashable:
         return *state.modes, *[tensor.data_ptr() for tensor in state.tensors]
     except RuntimeError:
         return *state.modes, *[_address(tensor) for tensor in state.tensors]
+
+
+def counters_of(state: ModelState) -> list[Hashable] | None:
+    """What is fast to read of a model in this state: while it, tensors and forwards are the same, so is the version.
+
+    None where tensors consist of others, or were made in inference mode.
+    """
+    try:
+        writes = [tensor._version for tensor in state.tensors]
+        places = [tensor.data_ptr() for tensor in state.tensors]
+    except RuntimeError:
+        return None
+    return [optimizer_steps(), *_autocast(), *state.modes, *writes, *places]
 
 
 def adapter_states(model: nn.Module) -> dict[str, Hashable]:
@@ -133,12 +148,17 @@ def state_of(model: nn.Module) -> ModelState:
     left: list[nn.Module | None] = [model]
     while left:  # five times as fast as model.parameters(), and nothing is cached
         if (module := left.pop()) is not None:
-            parts = module.__dict__
-            found += parts["_parameters"].values()
-            found += parts["_buffers"].values()
-            left += parts["_modules"].values()
-            modes.append(type(module).__qualname__)
-            for value in _own_attributes(type(module), parts):
+            (parameters, buffers, children, hooks, pre_hooks, *values), name, adapts = _read(module)
+            modes.append(name)
+            if parameters:
+                found += parameters.values()
+            if buffers:
+                found += buffers.values()
+            if children:
+                left += children.values()
+            if hooks or pre_hooks:
+                modes.append((*hooks, None, *pre_hooks))  # numbers, never reused
+            for value in values:
                 if (kind := type(value)) in _NUMBERS:  # whether it is in training mode, too
                     modes.append(value)
                 elif kind is Tensor:
@@ -147,11 +167,9 @@ def state_of(model: nn.Module) -> ModelState:
                     modes += _numbers_in(value)
                 elif isinstance(value, PretrainedConfig):
                     configs[id(value)] = value
-            if parts["_forward_hooks"] or parts["_forward_pre_hooks"]:
-                modes.append((*parts["_forward_hooks"], None, *parts["_forward_pre_hooks"]))  # numbers, never reused
-            if "forward" in parts:
-                forwards.append(getattr(parts["forward"], "__func__", parts["forward"]))
-            if _is_adapter(type(module)):  # type: ignore[arg-type]  # classes hash
+            if (forward := module.__dict__.get("forward")) is not None:
+                forwards.append(getattr(forward, "__func__", forward))
+            if adapts:
                 modes += _adapter_state(module)
                 modes.append(_times_merged(module))
     for config in configs.values():
@@ -176,14 +194,18 @@ def _numbers_in(values: Any) -> list[Hashable]:
     return [pair for pair in pairs if type(pair[1]) in _NUMBERS]
 
 
-def _own_attributes(kind: type[nn.Module], parts: dict[str, Any]) -> tuple[Any, ...]:
-    """Whether a module is in training mode, and the values of the attributes that not every module has."""
+def _read(module: nn.Module) -> tuple[tuple[Any, ...], str, bool]:
+    """The values of the attributes ``_READ`` and of those that not every module has, its class's name, and whether it
+    is an adapter.
+    """
+    kind, parts = type(module), module.__dict__
     try:
-        return _getters[kind, len(parts)](parts)  # modules of one class mostly have the same attributes
+        getter, name, adapts = _readers[kind, len(parts)]
+        return getter(parts), name, adapts
     except KeyError:
-        getter: Any = itemgetter("training", "training", *[name for name in parts if name not in _COMMON])
-        _getters[kind, len(parts)] = getter
-        return tuple(getter(parts))
+        getter = itemgetter(*_READ, *[name for name in parts if name not in _COMMON])
+        _readers[kind, len(parts)] = getter, kind.__qualname__, _is_adapter(kind)  # type: ignore[arg-type]  # classes hash
+        return getter(parts), *_readers[kind, len(parts)][1:]
 
 
 def _autocast() -> list[Hashable]:
