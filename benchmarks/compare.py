@@ -65,6 +65,14 @@ def cases(kind: str, small: bool) -> list[Row]:
         return [{"name": f"{c['heads'][0]}/{c['heads'][1]} {c['workload']}", "unit": "us", **c} for c in every]
     if kind == "engine":
         return [{"name": f"{rows} rows", "unit": "ms", "rows": rows} for rows in (64, 256, 1024)]
+    if kind in ("generate", "session"):
+        sized = {"generate": ({"prompt": 256, "rows": 4, "new": 16}, {"prompt": 16, "rows": 1, "new": 1})}
+        sized["session"] = ({"known": 16, "new": 1}, {"known": 512, "new": 1}, {"known": 512, "new": 16})
+        shape = "words" if small else "SmolLM2-135M"
+        return [
+            {"name": ", ".join(f"{count} {what}" for what, count in size.items()), "unit": "ms", "shape": shape, **size}
+            for size in sized[kind]
+        ]
     sizes: dict[str, tuple[str, Row]] = {
         "sampling": ("us a token", {"prompt": 256, "rows": 4 if small else 32, "new": 4 if small else 32}),
         "tree": ("ms", {"sequences": 64 if small else 1024, "tokens": 16_384}),
@@ -106,7 +114,7 @@ def summary(rows: list[Row]) -> dict[str, Row]:
 def main(given: list[str] | None = None) -> dict[str, Row]:
     of: Row = {"old": {"type": Path, "required": True}, "new": {"type": Path, "default": ROOT}}
     on_gpu = ("attention", "engine") if torch.cuda.is_available() else ()
-    of |= {"cases": [*on_gpu, "sampling", "tree", "admission"], "only": ""}
+    of |= {"cases": [*on_gpu, "sampling", "tree", "admission", "generate", "session"], "only": ""}
     options = arguments(__doc__, given, **of, turns=5, small=False, seconds=540.0, resume=True)
     run = Run(options)
     there = run.taken_up("cases", NAMES)

@@ -60,6 +60,11 @@ def model(name: str) -> Any:
     return prefixkit.patch(shapes.SHAPES[name].build(*where))
 
 
+def prompt_of(length: int) -> list[int]:
+    """Another one at each call."""
+    return np.random.default_rng().integers(5, 300, length).tolist()
+
+
 def attention(case: runner.Row) -> Time:
     """Microseconds of one layer's attention."""
     from benchmarks.tree_attention.inputs import make, ours
@@ -122,7 +127,32 @@ def admission(case: runner.Row) -> Time:
     return lambda: 1e3 * cpu_seconds(admit)
 
 
+def generate(case: runner.Row) -> Time:
+    """Milliseconds of a whole ``model.generate()``: ``rows`` samples of a prompt that was not seen before."""
+    asked = {"max_new_tokens": case["new"], "min_new_tokens": case["new"], "do_sample": True}
+    asked |= {"num_return_sequences": case["rows"], "pad_token_id": 0}
+
+    def call() -> None:
+        model(case["shape"]).generate(torch.tensor([prompt_of(case["prompt"])]), **asked)
+
+    return lambda: 1e3 * cpu_seconds(call)
+
+
+def session(case: runner.Row) -> Time:
+    """Milliseconds of a whole call of a session for ``new`` tokens after ``known`` ones whose KV it has."""
+    import prefixkit
+
+    made, known = prefixkit.Session(model(case["shape"]), kv_budget="64MiB"), prompt_of(case["known"])
+
+    def call() -> None:
+        for _ in range(5):
+            made.generate([known + prompt_of(4)], n=1, max_new_tokens=case["new"], stop_token_ids=())
+
+    return lambda: 1e3 * cpu_seconds(call) / 5
+
+
 CASES = {"attention": attention, "engine": engine, "sampling": sampling, "tree": tree, "admission": admission}
+CASES |= {"generate": generate, "session": session}
 
 
 def main() -> None:

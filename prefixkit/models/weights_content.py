@@ -6,7 +6,7 @@ digests in integer arithmetic: each 64-bit word is multiplied by an odd number t
 so a change of one word always changes the sum, and words that change places do.
 
 A sample of every tensor is compared at each call; all of the memory where that costs less than the KV saves, and at
-most for 1/50 of the time, as long as it finds nothing.
+most for 1/100 of the time, as long as it finds nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 # long on one core at 60 GFLOP/s and 6 GB/s, and on an H200 at 600 TFLOP/s and 2 TB/s.
 _TOKENS_WORTH = {"cpu": 32, "cuda": 512}
 # All memory is compared for at most this share of the time; and so often at once.
-_SHARE, _BURST = 1 / 50, 4
+_SHARE, _BURST = 1 / 100, 3
 _VERSIONS_KNOWN = 4
 
 
@@ -58,7 +58,7 @@ def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0) -> KVVers
 
     It sees what :func:`weights_version` sees, and writes that torch does not count.  What the sample can miss is a
     write to some elements alone, such as one row of a matrix, where the KV found is short or all memory was compared
-    four times in short succession; ``prefixkit.patch(model, compare_weights="always")`` compares all memory.
+    three times in short succession; ``prefixkit.patch(model, compare_weights="always")`` compares all memory.
 
     Args:
         model: A transformers model, patched or not, or a wrapper around one.  It is not kept alive.
