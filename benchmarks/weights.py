@@ -2,8 +2,8 @@
 
     python -m benchmarks.weights [--device cpu] [--shapes SmolLM2-135M] [--out FILE]
 
-*counters*: ``weights_version``, torch's counters and what modules are.  *sample*: ``kv_version``, these and a sample of
-every tensor, what each call pays.  *all*: with all memory compared.  *call*: a whole call of a session that samples one
+*state*: what modules are and hold.  *sample*: ``kv_version``, which each call pays: this, counters and a sample of
+every tensor.  *all*: with all memory compared.  *call*: a whole call of a session that samples one
 token of a prompt whose KV it has; ``share`` is what *sample* takes of it.  Milliseconds, medians.
 """
 
@@ -18,8 +18,8 @@ import prefixkit
 from benchmarks.runner import Row, Run, arguments
 from benchmarks.shapes import SHAPES
 from prefixkit import Session
+from prefixkit.models.model_state import state_of
 from prefixkit.models.weights_content import kv_version
-from prefixkit.models.weights_version import weights_version
 
 
 def milliseconds(call: Callable[[], Any], turns: int) -> float:
@@ -34,7 +34,7 @@ def milliseconds(call: Callable[[], Any], turns: int) -> float:
 def measure(model: Any, prompt: int, turns: int) -> Row:
     row: Row = {"weights_GB": round(sum(one.nbytes for one in model.parameters()) / 1e9, 2)}
     kv_version(model)
-    row["counters"] = milliseconds(lambda: weights_version(model), turns)
+    row["state"] = milliseconds(lambda: state_of(model), turns)
     row["sample"] = milliseconds(lambda: kv_version(model), turns)
     prefixkit.patch(model, compare_weights="always")
     row["all"] = milliseconds(lambda: kv_version(model, lambda: 1 << 30), max(3, turns // 10))

@@ -28,7 +28,7 @@ from prefixkit.engine.runs.detokenizer import detokenizer_of
 from prefixkit.models import kv_spec, text_config
 from prefixkit.models.fingerprint import kv_fingerprint
 from prefixkit.models.shape import attention_shape
-from prefixkit.models.weights_content import KVVersion, kv_version
+from prefixkit.models.weights_content import kv_version
 from prefixkit.prompts import Prompt
 from prefixkit.requests import check_patched, sampling_requests
 from prefixkit.sampling.params import SamplingParams
@@ -122,7 +122,7 @@ class SessionMemory:
         self._kv_budget, self._page_size = kv_budget, page_size
         self._prefill_chunk, self._compiled, self._most_running = prefill_chunk, compiled, most_running
         self._memory = memory
-        self._version: KVVersion | None = None  # of the weights that the prefix cache's KV is of
+        self._version: int | None = None  # of the weights that the prefix cache's KV is of
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Generator[Sample, None, None]] = weakref.WeakSet()
         self._engine: Engine | None = None

@@ -19,11 +19,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from prefixkit.models.attention import WRAPPED, forward_below, original_class, subclass
 from prefixkit.models.errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.generated_cache import GeneratedCache
+from prefixkit.models.model_state import adapters_by_row
 from prefixkit.models.probe.passes import random_part
 from prefixkit.models.shape import counts_from_zero
 from prefixkit.models.tree_cache import TreeCache
 from prefixkit.models.tree_memory import DoesNotFit, forget_idle, idle_of, replays
-from prefixkit.models.weights_version import adapters_by_row
 from prefixkit.tree.rows import distinct_tokens
 
 log = logging.getLogger("prefixkit")

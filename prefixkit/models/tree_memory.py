@@ -14,7 +14,7 @@ from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.models.attention import takes_trees
 from prefixkit.models.runner import planner_of, runner_of
 from prefixkit.models.shape import attention_shape, kv_spec
-from prefixkit.models.weights_content import KVVersion, kv_version
+from prefixkit.models.weights_content import kv_version
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, free_memory
 from prefixkit.runners.batch import Runner
@@ -57,7 +57,7 @@ class TreeMemory:
         self._shape = attention_shape(model)
         self._check(num_pages * page_size)
         self._plant(num_pages, page_size)
-        self._version: KVVersion | None = kv_version(model)
+        self._version: int | None = kv_version(model)
         self._take(KVPool(self.spec, num_pages, page_size))
         self.chunk = prefill_chunk_for(self.spec.device)
 

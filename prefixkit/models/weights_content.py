@@ -1,6 +1,6 @@
 """Whether KV of earlier calls may be used: the version of the weights, and a comparison of what their memory holds.
 
-torch counts most writes to a tensor, and ``weights_version`` reads these counters.  It does not count a write through
+torch counts most writes to a tensor, and these counters are read.  It does not count a write through
 ``tensor.data``, another tensor over the same memory, a numpy view or a raw pointer.  So memory is compared too, by
 digests in integer arithmetic: each 64-bit word is multiplied by an odd number that depends on its place, modulo 2**64,
 so a change of one word always changes the sum, and words that change places do.
@@ -11,21 +11,22 @@ most for 1/100 of the time, as long as it finds nothing.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.families import pretrained_model
-from prefixkit.models.weights_memory import borrowed, parts_of
-from prefixkit.models.weights_version import ModelState, WeightsVersion, counters_of, state_of, version_of
+from prefixkit.models.model_state import state_of
+from prefixkit.models.weights_memory import borrowed, optimizer_steps, parts_of
 
 Compare = Literal["auto", "always"]
 COMPARE = ("auto", "always")
@@ -45,85 +46,120 @@ _SHARE, _BURST = 1 / 100, 3
 _VERSIONS_KNOWN = 4
 
 
-@dataclass(frozen=True, slots=True)
-class KVVersion:
-    """What :func:`kv_version` returns: the version of the weights, and a number for what their memory holds."""
+def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0) -> int:
+    """A number that differs from an earlier one whenever what the model computes may have changed in between.
 
-    weights: WeightsVersion
-    content: int
+    It sees tensors that were written to, replaced, moved, or given another dtype or layout; adapters of PEFT that were
+    added, removed, switched on or off, merged or scaled; numbers that modules and configs keep as plain attributes;
+    modules put into training or evaluation mode, or replaced by others; hooks, a ``forward`` that a module was given,
+    and autocast.  Weights that lie elsewhere with the same values, as packed ones, have the version of before, and so
+    have adapters that are switched back.
 
-
-def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0) -> KVVersion:
-    """A value that differs from an earlier one whenever what the model computes may have changed in between.
-
-    It sees what :func:`weights_version` sees, and writes that torch does not count.  What the sample can miss is a
-    write to some elements alone, such as one row of a matrix, where the KV found is short or all memory was compared
-    three times in short succession; ``prefixkit.patch(model, compare_weights="always")`` compares all memory.
+    What the sample can miss is a write to some elements alone, such as one row of a matrix, that torch does not count,
+    where the KV found is short or all memory was compared three times in short succession;
+    ``prefixkit.patch(model, compare_weights="always")`` compares all memory.  Changes that are undone before the next
+    question are not seen.  A model whose weights are loaded anew for each step, as accelerate's offloading does, has a
+    new version after each.
 
     Args:
-        model: A transformers model, patched or not, or a wrapper around one.  It is not kept alive.
+        model: A model, patched or not.  It is not kept alive.
         found: How many tokens' KV of earlier calls this call would use; asked for where it matters.
+
+    Returns:
+        A number that no other model has.
     """
     with _lock:
         content = _contents.setdefault(model, _Content())
     with content.lock:
-        return content.version(model, found, pretrained_model(model).__dict__.get(SETTING, "auto"))
+        return content.version(model, found)
 
 
 _contents: WeakKeyDictionary[nn.Module, _Content] = WeakKeyDictionary()
 _lock = threading.Lock()
+_numbers = itertools.count(1)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A version that a model had.
+
+    Attributes:
+        facts: What is compared at once: how modules run, torch's counters of writes, dtypes and strides.
+        forwards: Functions that ran in the place of modules' own ``forward``.
+        places, steps: Where the weights lay, and steps of optimizers: where these differ, all memory is compared.
+        sample, whole: Digests of the memory; None where the sample is all of it.
+        number: What :func:`kv_version` has returned.
+    """
+
+    facts: list[Hashable]
+    forwards: list[weakref.ref[Any]]
+    places: list[tuple[int, int]]
+    steps: int
+    sample: int
+    whole: int | None
+    number: int
+
+    def is_of(self, facts: list[Hashable], forwards: Sequence[Any]) -> bool:
+        same = len(forwards) == len(self.forwards) and facts == self.facts
+        return same and all(map(is_, forwards, [known() for known in self.forwards]))
 
 
 class _Content:
-    """What the memory of a model's weights held when it was last looked at."""
+    """The versions that a model had lately, and what reads its memory."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._words = _Words()
-        self._digests: dict[WeightsVersion, tuple[int, int | None, int]] = {}  # of the sample, of all; which content
-        self._contents = 0  # that were seen
-        self._allowance = _Allowance()
-        self._last: tuple[list[Hashable] | None, WeightsVersion] | None = None  # counters, and what they stand for
+        self._words, self._allowance = _Words(), _Allowance()
+        self._known: list[_Known] = []  # the latest last
 
-    def version(self, model: nn.Module, found: Callable[[], int], compare: Compare) -> KVVersion:
-        version = self._weights(state_of(model))
-        sample = self._words.sample()
-        known = self._digests.pop(version, None)
-        if known is not None and sample == known[0] and self._agrees(known[1], found, compare):
-            self._digests[version] = known
-        else:
-            self._contents += 1
-            self._digests[version] = sample, None if self._words.small else self._words.all(), self._contents
+    def version(self, model: nn.Module, found: Callable[[], int]) -> int:
+        state, steps = state_of(model), optimizer_steps()
+        tensors = _with_memory([*state.tensors, *state.plain])
+        facts = [*state.modes, *_writes(state.tensors)]
+        facts += [tensor.dtype for tensor in tensors]
+        facts += [tensor.stride() for tensor in tensors]
+        self._words.update(tensors)
+        places, sample = self._words.places, self._words.sample()
+        known = next((one for one in reversed(self._known) if one.is_of(facts, state.forwards)), None)
+        moved = known is not None and (known.places != places or known.steps != steps)
+        if known is None or sample != known.sample or not self._agrees(model, known, moved, found):
+            whole = None if self._words.small else self._words.all()
+            refs = [weakref.ref(forward) for forward in state.forwards]
+            known = _Known(facts, refs, places, steps, sample, whole, next(_numbers))
+            self._known = [*self._known[1 - _VERSIONS_KNOWN :], known]
             self._allowance.restore()
-            while len(self._digests) > _VERSIONS_KNOWN:
-                del self._digests[next(iter(self._digests))]
-        return KVVersion(version, self._digests[version][2])
+        known.places, known.steps = places, steps
+        return known.number
 
-    def _weights(self, state: ModelState) -> WeightsVersion:
-        """The version by torch's counters; words are those of the state."""
-        counters, last = counters_of(state), self._last
-        if last is not None and counters is not None and counters == last[0]:
-            objects = [*state.tensors, *state.forwards]
-            if len(objects) == len(last[1].objects) and all(map(is_, objects, [one() for one in last[1].objects])):
-                if state.plain:
-                    self._words.update([*state.tensors, *state.plain])
-                return last[1]
-        version = version_of(state)
-        self._last = counters, version
-        self._words.update([*state.tensors, *state.plain])
-        return version
-
-    def _agrees(self, before: int | None, found: Callable[[], int], compare: Compare) -> bool:
+    def _agrees(self, model: nn.Module, known: _Known, moved: bool, found: Callable[[], int]) -> bool:
         """Whether all memory holds what it held, if it is worth the time to compare it."""
-        if before is None:
+        if known.whole is None:
             return True
-        wanted = 1 if compare == "always" else self._words.tokens_worth
-        if found() < wanted or (compare == "auto" and not self._allowance.has_some()):
+        if moved:
+            return self._words.all() == known.whole
+        settings = (module.__dict__[SETTING] for module in model.modules() if SETTING in module.__dict__)
+        always = next(settings, "auto") == "always"
+        if found() < (1 if always else self._words.tokens_worth) or not (always or self._allowance.has_some()):
             return True
         began = time.perf_counter()
-        same = self._words.all() == before
+        same = self._words.all() == known.whole
         self._allowance.spend(time.perf_counter() - began)
         return same
+
+
+def _with_memory(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors with memory of their own that these are or consist of; none of sparse ones."""
+    if not _WITH_MEMORY.issuperset(map(type, tensors)):
+        tensors = [part for tensor in tensors for part in parts_of(tensor)]
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+
+
+def _writes(tensors: list[Tensor]) -> list[int]:
+    """torch's counters; none where some tensors were made in inference mode, in which it counts no writes."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return []
 
 
 class _Allowance:
@@ -151,29 +187,23 @@ class _Words:
     """The memory of tensors as words, without a hold on it: what is read is read while the tensors live.
 
     Attributes:
+        places: Where each tensor begins, and how long it is.
         small: Whether a sample is all there is.
         tokens_worth: Tokens of a prompt that are computed in the time that :meth:`all` takes.
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[int, int]] = []
+        self.places: list[tuple[int, int]] = []
         self._words: list[Tensor] = []
         self._samples: list[tuple[Sequence[Tensor], Tensor]] = []
         self.small, self.tokens_worth = True, 0
 
-    def update(self, tensors: Iterable[Tensor]) -> None:
+    def update(self, tensors: Sequence[Tensor]) -> None:
         """Take the tensors that the next digests are of; their memory is looked up again where it is elsewhere."""
-        flat = list[Tensor]()
-        for tensor in tensors:
-            flat += (tensor,) if type(tensor) in _WITH_MEMORY else parts_of(tensor)
-        try:
-            places = [(tensor.data_ptr(), tensor.nbytes) for tensor in flat]
-        except RuntimeError:  # some are of layouts without one memory
-            flat = [tensor for tensor in flat if tensor.layout == torch.strided]
-            places = [(tensor.data_ptr(), tensor.nbytes) for tensor in flat]
-        if places == self._places:
+        places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        if places == self.places:
             return
-        held = {place: tensor for place, tensor in zip(places, flat, strict=True) if place[0]}  # tied weights once
+        held = {place: tensor for place, tensor in zip(places, tensors, strict=True) if place[0]}  # tied weights once
         self._words = [words for tensor in held.values() for words in _words_of(tensor)]
         self.small = sum(map(len, self._words)) <= _SMALL
         self.tokens_worth = max((_TOKENS_WORTH[words.device.type] for words in self._words), default=0)
@@ -181,7 +211,7 @@ class _Words:
         for words in self._words:
             groups[words.device, words.dtype].append(words if self.small else _spread(words))
         self._samples = [(group, _weights(sum(map(len, group)), device)) for (device, _), group in groups.items()]
-        self._places = places
+        self.places = places
 
     def sample(self) -> int:
         """The digest of some words of each tensor."""

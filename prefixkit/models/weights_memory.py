@@ -1,60 +1,17 @@
-"""Which memory the values of a weight are in: a number for each storage, which packing carries along.
-
-An address does not identify memory: memory that is freed is given out again.  So each storage gets a number when it is
-first asked about, an attribute of the storage itself.  Packed weights (``compile/packed_weights.py``) lie elsewhere but
-have the same values, and keep the number of the memory that they came from.
-"""
+"""The memory of weights: tensors over memory that others hold, and writes that torch counts nowhere else."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# The attribute of a storage that has its Memory.
-_MEMORY = "_prefixkit_memory"
-_numbers = itertools.count(1)
 _lock = threading.Lock()
 _steps: int | None = None  # None: nothing counts them yet
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What is known of the memory under a storage.
-
-    Attributes:
-        number: Of this memory alone, in this process.
-        shift: Bytes that a packed weight's storage began after the beginning of the memory with this number.
-        writes: Steps of optimizers over it.
-        address: Of the storage when the number was given: a storage that has been resized has other memory.
-    """
-
-    number: int
-    shift: int
-    writes: int
-    address: int
-
-
-def memory_of(storage: UntypedStorage) -> Memory:
-    """What is known of a storage's memory; the first question, or the first after a resize, gives it a new number."""
-    known: Memory | None = getattr(storage, _MEMORY, None)
-    address = storage.data_ptr()
-    if known is None or known.address != address:
-        known = Memory(next(_numbers), 0, 0, address)
-        setattr(storage, _MEMORY, known)
-    return known
-
-
-def carry(memory: Memory, storage: UntypedStorage, shift: int = 0) -> None:
-    """Let ``storage`` have the number of the memory that its values were copied from, from ``shift`` bytes on."""
-    setattr(storage, _MEMORY, replace(memory, shift=memory.shift + shift, address=storage.data_ptr()))
 
 
 def borrowed(
@@ -79,6 +36,11 @@ def optimizer_steps() -> int:
         return _steps
 
 
+def _count_step(*_: Any) -> None:
+    global _steps
+    _steps = (_steps or 0) + 1
+
+
 def parts_of(tensor: Tensor) -> list[Tensor]:
     """The tensors with memory that a tensor consists of: itself, or the inner ones of a quantised or sharded weight."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -86,18 +48,3 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     inner = [getattr(tensor, name) for name in flatten()[0]]  # a sharded weight's mesh may be among them
     return [part for one in inner if isinstance(one, Tensor) for part in parts_of(one)]
-
-
-def _count_step(optimizer: Optimizer, *_: Any) -> None:
-    global _steps
-    _steps = (_steps or 0) + 1
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            for part in parts_of(tensor):
-                try:
-                    storage = part.untyped_storage()
-                except (RuntimeError, NotImplementedError):  # of another layout: torch counts what is written to it
-                    continue
-                known: Memory | None = getattr(storage, _MEMORY, None)
-                if known is not None:  # else no version was taken of it
-                    setattr(storage, _MEMORY, replace(known, writes=known.writes + 1))

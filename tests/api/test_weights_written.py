@@ -175,6 +175,7 @@ WAYS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     # -- tensors exchanged
     "data assigned": (large, lambda m: each(m, lambda p, v: setattr(p, "data", v))),
     "data of two swapped": (large, lambda m: swap(k(m), attention(m).v_proj.weight)),
+    "swap_tensors": (large, lambda m: torch.utils.swap_tensors(k(m), nn.Parameter(-k(m).detach()))),
     "parameter replaced": (large, lambda m: setattr(attention(m).k_proj, "weight", nn.Parameter(-k(m).detach()))),
     "load_state_dict": (large, lambda m: m.load_state_dict(state())),
     "load_state_dict(assign)": (large, lambda m: m.load_state_dict(state(), assign=True)),

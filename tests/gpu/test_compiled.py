@@ -20,7 +20,7 @@ from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlan
 from prefixkit.engine.request import Request
 from prefixkit.models import ModelRunner, kv_spec, query_heads
 from prefixkit.models.compile.packed_weights import packed_view
-from prefixkit.models.weights_version import weights_places
+from prefixkit.models.model_state import weights_places
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.weights_memory import borrowed, carry, memory_of
+from prefixkit.models.weights_memory import borrowed
 
 # Kernels load vectors of so many bytes: each weight must begin at a multiple.
 ALIGN = 16
@@ -64,17 +64,14 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
     # Parameters that are no inference tensors must not become some.
     with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
         whole = torch.cat([weight.detach() for weight in weights])
-        begins = [int(weight.storage_offset()) * weight.itemsize for weight in weights]
-        memories = [memory_of(weight.untyped_storage()) for weight in weights]
         if whole.is_cuda:  # another stream may still read the memory that is freed
             torch.cuda.synchronize(whole.device)
         for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
             weight.data = torch.from_dlpack(part)  # type: ignore[attr-defined]  # its storage keeps the whole alive
     global _moves
     _moves += 1
-    for weight, memory, begin in zip(weights, memories, begins, strict=True):
+    for weight in weights:
         setattr(weight.untyped_storage(), _PACK, _moves)
-        carry(memory, weight.untyped_storage(), begin)
     return whole
 
 
@@ -99,8 +96,6 @@ def unpack(weights: Iterable[Tensor]) -> None:
             # One copy for each storage: parameters that were tied while they were packed stay tied.
             storages = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in members}
             copies = {handle: storage.clone() for handle, storage in storages.items()}  # type: ignore[no-untyped-call]
-            for handle, copy in copies.items():
-                carry(memory_of(storages[handle]), copy)
             if members[0].is_cuda:  # another stream may still read the memory that is freed
                 torch.cuda.synchronize(members[0].device)
             for weight in members:

@@ -1,25 +1,17 @@
-"""The version of a model's weights: equal as long as the model computes the same function, as far as torch can tell."""
+"""What a model computes with: its tensors, how its modules run, and the numbers that they keep."""
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-
-from prefixkit.models.weights_memory import memory_of, optimizer_steps, parts_of
-
-# Of a tuner layer of PEFT that was seen merged: what was merged into it when last seen, and how often that changed.
-_merges: WeakKeyDictionary[nn.Module, tuple[Hashable, int]] = WeakKeyDictionary()
-
 
 # Types of plain attributes that a module may compute with.
 _NUMBERS = frozenset({bool, int, float, complex, np.float32, np.float64, np.int32, np.int64})
@@ -38,7 +30,7 @@ class ModelState:
 
     Attributes:
         tensors: Parameters and buffers.
-        modes: How each module runs: its class, mode, hooks and adapters, and its numbers and those of its config.
+        modes: How each module runs: its class, mode, hooks and adapters, its numbers and those of its config; autocast.
         forwards: Functions that run in the place of modules' own ``forward``.
         plain: Tensors that modules keep as plain attributes.
     """
@@ -47,63 +39,6 @@ class ModelState:
     modes: list[Hashable]
     forwards: list[Callable[..., Any]]
     plain: list[Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class WeightsVersion:
-    """What :func:`weights_version` returns: it is compared, hashed and kept, not read."""
-
-    facts: tuple[Hashable, ...]
-    objects: tuple[weakref.ref[Any], ...]
-
-    def __eq__(self, other: object) -> bool:
-        if (
-            not isinstance(other, WeightsVersion)
-            or self.facts != other.facts
-            or len(self.objects) != len(other.objects)
-        ):
-            return False
-        # Ids would not do: what is in the place of something that is gone may have its id.
-        pairs = zip(self.objects, other.objects, strict=True)
-        return all(one is two or ((known := one()) is not None and known is two()) for one, two in pairs)
-
-    def __hash__(self) -> int:
-        return hash(self.facts)
-
-
-def weights_version(model: nn.Module) -> Hashable:
-    """A value that differs from an earlier one whenever what the model computes may have changed in between.
-
-    From the first question on it sees tensors that were written to in place, replaced, moved, or given another shape or
-    dtype; steps of any optimizer, fused ones included; adapters of PEFT that were added, removed, switched on or off,
-    merged or scaled; modules put into training or evaluation mode, or replaced by others; hooks, a ``forward`` that a
-    module was given, and autocast.  Weights that prefixkit packs have the version that they had before.  Adapters of
-    before have the version of before again, except after merging, which does not leave the weights bit by bit as they
-    were.
-
-    Numbers that modules and their configs keep as plain attributes are part of it.  It cannot see what torch does not
-    count: writes through ``tensor.data`` or a raw pointer, and in-place writes to inference tensors (those made under
-    ``torch.inference_mode``); :func:`prefixkit.models.weights_content.kv_version` does.  Neither sees changes that are
-    undone before the next question.  A model whose weights are loaded anew for each step, as accelerate's offloading
-    does, has a new version after each.
-
-    Args:
-        model: Any module, patched or not.  It is not kept alive.
-
-    Returns:
-        A hashable value that equals only values of the same model.  About 1 us for each parameter, buffer and module;
-        nothing is read from the device.
-    """
-    return version_of(state_of(model))
-
-
-def version_of(state: ModelState) -> WeightsVersion:
-    """The version of a model in this state."""
-    optimizer_steps()  # are counted from now on
-    facts = [*state.modes, *_autocast()]
-    for tensor in state.tensors:
-        facts += _facts(tensor)
-    return WeightsVersion(tuple(facts), (*map(weakref.ref, state.tensors), *map(weakref.ref, state.forwards)))
 
 
 def weights_places(model: nn.Module) -> Hashable:
@@ -116,19 +51,6 @@ def weights_places(model: nn.Module) -> Hashable:
         return *state.modes, *[tensor.data_ptr() for tensor in state.tensors]
     except RuntimeError:
         return *state.modes, *[_address(tensor) for tensor in state.tensors]
-
-
-def counters_of(state: ModelState) -> list[Hashable] | None:
-    """What is fast to read of a model in this state: while it, tensors and forwards are the same, so is the version.
-
-    None where tensors consist of others, or were made in inference mode.
-    """
-    try:
-        writes = [tensor._version for tensor in state.tensors]
-        places = [tensor.data_ptr() for tensor in state.tensors]
-    except RuntimeError:
-        return None
-    return [optimizer_steps(), *_autocast(), *state.modes, *writes, *places]
 
 
 def adapter_states(model: nn.Module) -> dict[str, Hashable]:
@@ -171,9 +93,9 @@ def state_of(model: nn.Module) -> ModelState:
                 forwards.append(getattr(forward, "__func__", forward))
             if adapts:
                 modes += _adapter_state(module)
-                modes.append(_times_merged(module))
     for config in configs.values():
         modes += plain_numbers(config)
+    modes += [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return ModelState([tensor for tensor in found if tensor is not None], modes, forwards, plain)
 
 
@@ -208,34 +130,9 @@ def _read(module: nn.Module) -> tuple[tuple[Any, ...], str, bool]:
         return getter(parts), *_readers[kind, len(parts)][1:]
 
 
-def _autocast() -> list[Hashable]:
-    """What autocast computes in, on any device; nothing where it is off."""
-    return [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-
-
 def adapters_by_row(model: nn.Module) -> bool:
     """Whether PEFT has been told which adapter each row of a batch takes, which it says to its layers by hooks."""
     return any(module._forward_pre_hooks for module in model.modules() if _is_adapter(type(module)))  # type: ignore[arg-type]
-
-
-def _facts(tensor: Tensor) -> Sequence[Hashable]:
-    """What tells a tensor's values from others; its device is that of its memory."""
-    try:
-        storage = tensor.untyped_storage()
-        memory = memory_of(storage)
-        begin = memory.shift + tensor.storage_offset() * tensor.itemsize
-        return memory.number, memory.writes, begin, _writes(tensor), tensor.dtype, *tensor.shape, *tensor.stride()
-    except (RuntimeError, NotImplementedError):  # it consists of other tensors, or is of another layout
-        parts = [part for part in parts_of(tensor) if part is not tensor]
-        inner = [fact for part in parts for fact in _facts(part)]
-        return id(tensor), _writes(tensor), tensor.dtype, *tensor.shape, *inner
-
-
-def _writes(tensor: Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # made in inference mode, where torch counts no writes
-        return -1
 
 
 def _address(tensor: Tensor) -> int:
@@ -264,18 +161,6 @@ def _adapter_state(module: nn.Module) -> list[Hashable]:
     return state
 
 
-def _times_merged(module: nn.Module) -> int:
-    """How often this module was seen with other adapters merged than before: merging writes through ``.data``."""
-    merged = getattr(module, "merged_adapters", None)
-    if not merged and (not _merges or module not in _merges):
-        return 0
-    before, times = _merges.get(module, ((), 0))
-    if (now := _frozen(merged or ())) != before:
-        times += 1
-        _merges[module] = now, times
-    return times
-
-
 def _frozen(value: Any) -> Hashable:
     kind = type(value)
     if kind is bool or kind is str or kind is float or kind is int or value is None:
@@ -284,4 +169,4 @@ def _frozen(value: Any) -> Hashable:
         return tuple([(key, _frozen(entry)) for key, entry in value.items()])
     if isinstance(value, (list, tuple)):
         return tuple([_frozen(entry) for entry in value])
-    return (*_facts(value),) if isinstance(value, Tensor) else repr(value)
+    return repr(value)
