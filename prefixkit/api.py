@@ -50,8 +50,8 @@ def generate(
     common, and most longer samples differ from some token on: only an equal call gives equal samples there.
 
     Of the model's ``generation_config`` the end-of-sequence tokens are used and, where neither ``params`` nor a field
-    for it is given, the repetition penalty.  Temperature and filters are those given here; what else it sets, such as
-    ``no_repeat_ngram_size``, is refused by name.
+    for it is given, the repetition penalty and the stop strings.  Temperature, filters and lengths are those given
+    here; what else changes samples, such as ``no_repeat_ngram_size`` or ``num_beams``, is refused by name.
 
     Args:
         model: A model that :func:`prefixkit.patch` has patched.
@@ -108,7 +108,8 @@ def beam_search(
 ) -> Result:
     """Search for the likeliest continuations of each prompt; beams fork and go on the tree.
 
-    The sequences and scores are those of transformers' ``generate(num_beams=..., do_sample=False)``.
+    The sequences and scores are those of transformers' ``generate(num_beams=..., do_sample=False)``.  Where neither
+    ``params`` nor a field for it is given, length penalty and early stopping are those of the ``generation_config``.
 
     Args:
         model, tokenizer, prompts, kv_budget, page_size, prefill_chunk: As for :func:`generate`.

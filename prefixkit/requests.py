@@ -15,20 +15,47 @@ from prefixkit.prompts import Prompt, check_ids, encode_prompts, occurrences, re
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
 
 Prompts = Prompt | Iterable[Prompt]
-# Fields of a generation config that change what is sampled, by the value at which they do nothing.
-_OFF_AT_0 = (
-    *(
-        "no_repeat_ngram_size",
-        "min_length",
-        "min_new_tokens",
-        "bad_words_ids",
-        "suppress_tokens",
-        "begin_suppress_tokens",
+# What becomes of each field of transformers' GenerationConfig, with the number, if any, at which it does nothing.
+GENERATION_FIELDS: dict[str, dict[str, float | None]] = {
+    # Applied: end-of-sequence tokens where none are given, the others where neither params nor a field for it are.
+    "applied": {
+        **dict.fromkeys(("eos_token_id", "stop_strings", "early_stopping", "length_penalty")),
+        "repetition_penalty": 1,
+    },
+    # Said by the parameters of a call, whatever the model's are.
+    "parameters": dict.fromkeys(
+        ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_length", "max_new_tokens", "num_return_sequences")
     ),
-    *("forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty"),
-    *("epsilon_cutoff", "eta_cutoff", "watermarking_config", "diversity_penalty"),
-)
-_OFF_AT_1 = "typical_p", "guidance_scale"
+    # Refused, unless logits processors are given: who passes these says what is to be done with logits.
+    "logits": {
+        **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+        **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "remove_invalid_values"), 0),
+        **dict.fromkeys(("typical_p", "guidance_scale", "encoder_repetition_penalty"), 1),
+        **dict.fromkeys(("top_h", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id")),
+        **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty")),
+        "watermarking_config": None,
+    },
+    # Refused: other ways of searching, of ending and of reading the prompt.
+    "call": {
+        **{"num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0, "penalty_alpha": 0, "dola_layers": None},
+        **{"constraints": None, "force_words_ids": None, "max_time": None, "token_healing": 0},
+        **{"is_assistant": 0, "assistant_ensemble_weight": None},
+    },
+    # Harmless: caches, compiling, drafts that the model verifies, outputs, tokens of encoders and of padding, and
+    # renormalising what is softmaxed next.
+    "harmless": dict.fromkeys(
+        (
+            *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size"),
+            *("compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits", "use_mtp"),
+            *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+            *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind"),
+            *("target_lookbehind", "speculation_type", "output_attentions", "output_hidden_states", "output_scores"),
+            *("output_logits", "return_dict_in_generate", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
+            *("transformers_version", "_from_model_config", "_commit_hash"),
+        )
+    ),
+}
+_NEUTRAL = {name: number for fields in GENERATION_FIELDS.values() for name, number in fields.items()}
 
 Params = TypeVar("Params", bound=SamplingParams | BeamParams)
 
@@ -42,13 +69,19 @@ def sampling_requests(
 ) -> list[Request]:
     """A request for each prompt, with the parameters of :func:`prefixkit.generate`; everything is checked."""
     encoded = _encoded(model, tokenizer, prompts)
-    fields = with_configured_penalty(model, params, fields)
+    fields = with_configured(model, params, fields)
     each = _per_prompt(SamplingParams, params, fields, len(encoded), ("n", "seed"))
     each = _with_stop_ids(model, tokenizer, each)
     _check_generation_config(model, each)
     _check_text(tokenizer, each)
     rows = zip(encoded, each, occurrences(encoded), strict=True)
     return [Request(index, tokens, own, before) for index, (tokens, own, before) in enumerate(rows)]
+
+
+def prompt_requests(model: Any, tokenizer: Any, prompts: Prompts) -> list[Request]:
+    """A request for each prompt that computes its KV; its one token is for nobody."""
+    params = SamplingParams(temperature=0, max_new_tokens=1, stop_token_ids=())
+    return [Request(index, tokens, params) for index, tokens in enumerate(_encoded(model, tokenizer, prompts))]
 
 
 def beam_requests(
@@ -60,6 +93,8 @@ def beam_requests(
 ) -> list[Request]:
     """A request for each prompt, with the parameters of :func:`prefixkit.beam_search`; everything is checked."""
     encoded = _encoded(model, tokenizer, prompts)
+    if params is None:
+        fields = {**_configured(model, "length_penalty", "early_stopping"), **fields}  # type: ignore[typeddict-item]
     each = _with_stop_ids(model, tokenizer, _per_prompt(BeamParams, params, fields, len(encoded)))
     _check_generation_config(model, each)
     return [Request(index, tokens, own) for index, (tokens, own) in enumerate(zip(encoded, each, strict=True))]
@@ -167,10 +202,13 @@ def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) ->
     return [replace(one, params=_with_stop_ids(model, tokenizer, [one.params])[0]) for one in asked]
 
 
-def with_configured_penalty(model: Any, params: object, fields: SamplingFields) -> SamplingFields:
-    """Fields with the repetition penalty of the generation config, where neither one nor ``params`` are given."""
-    penalty = _configured(model, "repetition_penalty")
-    return fields if params is not None or penalty is None else {"repetition_penalty": penalty, **fields}
+def with_configured(model: Any, params: object, fields: SamplingFields) -> SamplingFields:
+    """Fields with penalty and stop strings of the generation config, where neither one nor ``params`` are given."""
+    if params is not None:
+        return fields
+    found = _configured(model, "repetition_penalty", "stop_strings")
+    names = {"stop_strings": "stop"}
+    return {**{names.get(name, name): value for name, value in found.items()}, **fields}  # type: ignore[typeddict-item]
 
 
 def check_patched(model: Any) -> None:
@@ -184,27 +222,30 @@ def _generation_config(model: Any) -> Any:
     return getattr(model, "generation_config", None) or getattr(pretrained_model(model), "generation_config", None)
 
 
-def _configured(model: Any, name: str) -> Any:
-    """A field of the model's generation config; None where it changes nothing."""
-    value = getattr(_generation_config(model), name, None)
-    return None if value in (None, False, [], 0 if name in _OFF_AT_0 else 1) else value
+def _configured(model: Any, *names: str) -> dict[str, Any]:
+    """Fields of the model's generation config, without those that change nothing."""
+    values = {name: getattr(_generation_config(model), name, None) for name in names}
+    return {
+        name: value
+        for name, value in values.items()
+        if (value != _NEUTRAL[name] if isinstance(value, int | float) else value)
+    }
 
 
 def _check_generation_config(model: Any, each: Sequence[SamplingParams | BeamParams]) -> None:
     """Raise ValueError where the model's generation config asks for what would be left out."""
-    further = ["repetition_penalty"] if any(isinstance(own, BeamParams) for own in each) else []
-    if all(isinstance(own, SamplingParams) and own.logits_processors is not None for own in each):
-        return  # who passes these says what is to be done with logits
-    asked = {
-        name: value for name in (*_OFF_AT_0, *_OFF_AT_1, *further) if (value := _configured(model, name)) is not None
-    }
+    samples = [own for own in each if isinstance(own, SamplingParams)]
+    beams = len(samples) < len(each)
+    names = [name for name in GENERATION_FIELDS["call"] if samples or name != "num_beams"]
+    if beams or any(own.logits_processors is None for own in samples):
+        names += GENERATION_FIELDS["logits"]
+    asked = _configured(model, *names, *(("repetition_penalty", "stop_strings") if beams else ()))
     if asked:
         given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        processors = "" if beams or asked.keys() - GENERATION_FIELDS["logits"] else "pass logits_processors for it, "
         raise ValueError(
             f"the model's generation_config sets {given}, which is not applied here; call model.generate(), which "
-            "runs on "
-            f"the tree too, pass logits_processors that apply it, or set model.generation_config.{next(iter(asked))} "
-            "= None"
+            f"runs on the tree too, {processors}or set model.generation_config.{next(iter(asked))} = None"
         )
 
 
@@ -214,7 +255,7 @@ def _check_text(tokenizer: Any, each: Iterable[SamplingParams | BeamParams]) -> 
         if tokenizer is None and isinstance(own, SamplingParams) and own.stop_strings:
             raise ValueError(
                 f"stop strings {own.stop_strings!r} are looked for in text, but tokenizer is None; "
-                "pass the model's tokenizer, or use stop_token_ids"
+                "pass the model's tokenizer, or use stop_token_ids and stop=()"
             )
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.prompts import Unpadded
-from prefixkit.requests import checked_requests, continuation_tokens, is_one_prompt, with_configured_penalty
+from prefixkit.requests import checked_requests, continuation_tokens, is_one_prompt, with_configured
 from prefixkit.sampling.params import (
     SamplingFields,
     SamplingParams,
@@ -306,7 +306,7 @@ def _params_of_each(
     session: SearchSession, params: Params | Sequence[Params] | None, fields: SamplingFields, count: int
 ) -> list[Params]:
     """The parameters of each node: its own or those of all, with ``fields`` in their place."""
-    fields = with_configured_penalty(session.model, params, fields)
+    fields = with_configured(session.model, params, fields)
     params = SamplingParams() if params is None else params
     of = "SamplingParams or BeamParams, or one of them for all nodes"
     each = [params] * count if isinstance(params, Params) else as_list("params", params, of)

@@ -14,10 +14,11 @@ from prefixkit.requests import (
     beam_requests,
     checked_requests,
     longest_scored,
+    prompt_requests,
     sampling_requests,
     scored_tokens,
 )
-from prefixkit.sampling.params import SamplingFields, SamplingParams
+from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
 from prefixkit.search import SearchNode, Until, check_nodes, in_step, step_requests, take, with_tokens
 from prefixkit.session_memory import (
     MemoryReleased,
@@ -166,8 +167,8 @@ class Session(SessionMemory):
         Raises:
             ValueError, TypeError: as :meth:`generate`.
         """
-        requests = sampling_requests(self.model, self.tokenizer, [prompt], SamplingParams(seed=seed), {})
-        return SearchNode(self, requests[0].tokens, requests[0].params.seed)  # type: ignore[union-attr]
+        (request,) = prompt_requests(self.model, self.tokenizer, [prompt])
+        return SearchNode(self, request.tokens, as_seed(seed))
 
     def step(
         self,

@@ -30,7 +30,7 @@ from prefixkit.models.fingerprint import kv_fingerprint
 from prefixkit.models.shape import attention_shape
 from prefixkit.models.weights_content import kv_version
 from prefixkit.prompts import Prompt
-from prefixkit.requests import check_patched, sampling_requests
+from prefixkit.requests import check_patched, prompt_requests
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.search import SearchNode, with_tokens
 from prefixkit.tree.radix import PrefixTree
@@ -190,7 +190,7 @@ class SessionMemory:
             KVBudgetTooSmall: the pool does not hold it beside what is pinned already.
         """
         with self._busy():
-            requests = sampling_requests(self.model, self.tokenizer, [prompt], None, {"max_new_tokens": 1})
+            requests = prompt_requests(self.model, self.tokenizer, [prompt])
             self._run(requests, False, lambda sample: None)
             return Pin(requests[0].tokens.tolist(), self._ready().pin(requests[0].tokens), self)
 
@@ -219,7 +219,7 @@ class SessionMemory:
             own, _ = with_tokens(self, "prefixes", prefixes)
             if isinstance(own, list) and not own:
                 raise ValueError("prefixes is empty; pass at least one prompt or search node")
-            requests = sampling_requests(self.model, self.tokenizer, own, None, {"max_new_tokens": 1})
+            requests = prompt_requests(self.model, self.tokenizer, own)
             pins = list[TreeSequence]()
             try:
                 for request in requests:

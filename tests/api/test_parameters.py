@@ -5,12 +5,48 @@ from functools import partial
 
 import numpy as np
 import pytest
+from transformers import GenerationConfig, WatermarkingConfig
 
 import prefixkit
 from prefixkit import BeamParams, Request, SamplingParams, Session
 from prefixkit.models import NotPatched
-from tests.api.cases import TOKENIZER
+from prefixkit.requests import GENERATION_FIELDS
+from tests.api.cases import TOKENIZER, tokens_of
 from tests.tiny import tiny_llama
+
+# A value at which each refused field of a generation config changes what is sampled: token 0 is a token.
+REFUSED = {
+    **{"no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2, "min_length": 9, "min_new_tokens": 3},
+    **{"epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4, "remove_invalid_values": True, "typical_p": 0.9, "top_h": 0.5},
+    **{"guidance_scale": 0.0, "encoder_repetition_penalty": 1.5, "bad_words_ids": [[7]], "suppress_tokens": [7]},
+    **{"begin_suppress_tokens": [0], "forced_bos_token_id": 0, "forced_eos_token_id": 0, "sequence_bias": {(7,): 1.0}},
+    **{"exponential_decay_length_penalty": (2, 1.5), "watermarking_config": WatermarkingConfig(), "num_beams": 4},
+    **{"num_beam_groups": 2, "diversity_penalty": 0.5, "penalty_alpha": 0.6, "dola_layers": "high", "constraints": [1]},
+    **{"force_words_ids": [[7]], "max_time": 0.0, "token_healing": True, "is_assistant": True},
+    **{"assistant_ensemble_weight": 0.5},
+}
+# As the generation_config.json of released models have them, and all else that is harmless.
+RELEASED = [
+    {"temperature": 0.6, "do_sample": True, "top_p": 0.9, "eos_token_id": [258, 259], "bos_token_id": 1},
+    {"top_k": 20, "repetition_penalty": 1.0, "pad_token_id": 3, "max_length": 4096, "max_new_tokens": 2, "min_p": 0.1},
+    {"cache_implementation": "hybrid", "do_sample": True, "num_return_sequences": 3, "cache_config": {"nbits": 4}},
+    {
+        **{"num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "no_repeat_ngram_size": 0, "typical_p": 1.0},
+        **{"encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0, "top_k": 50},
+        **{
+            "remove_invalid_values": False,
+            "min_length": 0,
+            "bad_words_ids": [],
+            "guidance_scale": 1,
+            "temperature": 1.0,
+        },
+    },
+    {
+        **{"prompt_lookup_num_tokens": 3, "num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4},
+        **{"renormalize_logits": True, "output_scores": True, "return_dict_in_generate": True, "use_mtp": True},
+        **{"low_memory": True, "prefill_chunk_size": 8, "disable_compile": True, "decoder_start_token_id": 2},
+    },
+]
 
 
 def test_a_model_that_is_not_patched():
@@ -86,17 +122,71 @@ class TestTheModelsGenerationConfig:
         own = prefixkit.generate(configured, None, [[5, 6, 7]], repetition_penalty=1.0, **asked)
         assert [one.tokens for one in own] == [one.tokens for one in plain]
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [("no_repeat_ngram_size", 2), ("suppress_tokens", [7]), ("min_new_tokens", 3), ("typical_p", 0.9)],
-    )
-    def test_what_would_be_left_out_is_named(self, name, value, configured):
+    def test_each_field_that_transformers_has_is_applied_refused_or_harmless(self):
+        classes = [name for fields in GENERATION_FIELDS.values() for name in fields]
+        assert len(set(classes)) == len(classes), "one answer for each"
+        assert vars(GenerationConfig()).keys() - set(classes) == set(), "a field that no class says anything about"
+
+    @pytest.mark.parametrize("name", list(REFUSED))
+    def test_what_would_be_left_out_is_named(self, name, configured):
+        value = REFUSED[name]
         setattr(configured.generation_config, name, value)
-        for call in (prefixkit.generate, partial(prefixkit.beam_search, num_beams=2)):
-            with pytest.raises(ValueError, match=rf"generation_config sets {name}=.*call model\.generate\(\)"):
+        beams = partial(prefixkit.beam_search, num_beams=2)
+        for call in (prefixkit.generate, beams) if name != "num_beams" else (prefixkit.generate,):
+            with pytest.raises(ValueError, match=rf"generation_config sets {name}=.*call model\.generate\(\).*or set "):
                 call(configured, None, [[5, 6, 7]], max_new_tokens=3)
         processors = SamplingParams(max_new_tokens=3, logits_processors=lambda: lambda ids, scores: scores)
-        assert len(prefixkit.generate(configured, None, [[5, 6, 7]], processors)) == 1
+        if name in GENERATION_FIELDS["logits"]:
+            assert len(prefixkit.generate(configured, None, [[5, 6, 7]], processors)) == 1
+        else:
+            with pytest.raises(ValueError, match=f"generation_config sets {name}="):
+                prefixkit.generate(configured, None, [[5, 6, 7]], processors)
+
+    def test_the_refused_are_those_of_the_table(self):
+        assert REFUSED.keys() == GENERATION_FIELDS["logits"].keys() | GENERATION_FIELDS["call"].keys()
+
+    @pytest.mark.parametrize("released", RELEASED, ids=lambda released: next(iter(released)))
+    def test_what_released_models_set_changes_no_sample(self, released, configured):
+        """Temperature, filters, lengths and beams are the call's own; caches, drafts and outputs change nothing."""
+        asked = {"n": 2, "max_new_tokens": 6, "stop_token_ids": ()}
+        plain = prefixkit.generate(configured, None, [[5, 6, 7]], **asked)
+        configured.generation_config.update(**released)
+        assert tokens_of(prefixkit.generate(configured, None, [[5, 6, 7]], **asked)) == tokens_of(plain)
+        prefixkit.beam_search(configured, None, [[5, 6, 7]], num_beams=2, max_new_tokens=3)
+
+    def test_its_stop_strings_are_applied_where_none_are_given(self, configured):
+        asked = {"max_new_tokens": 12, "seed": 3, "stop_token_ids": ()}
+        (plain,) = prefixkit.generate(configured, TOKENIZER, ["ab"], **asked)
+        configured.generation_config.stop_strings = [plain.text[3]]
+        (stopped,) = prefixkit.generate(configured, TOKENIZER, ["ab"], **asked)
+        assert (stopped.text, stopped.finish_reason) == (plain.text.split(plain.text[3])[0], "stop")
+        for own in ({"stop": ()}, {"params": SamplingParams(**asked)}):
+            assert prefixkit.generate(configured, TOKENIZER, ["ab"], **{**own, **asked})[0].tokens == plain.tokens
+        with pytest.raises(ValueError, match=r"tokenizer is None.*stop=\(\)"):
+            prefixkit.generate(configured, None, [[5, 6]])
+        with pytest.raises(ValueError, match="generation_config sets stop_strings="):
+            prefixkit.beam_search(configured, TOKENIZER, ["ab"], num_beams=2)
+
+    def test_its_length_penalty_and_early_stopping_are_those_of_beams_where_none_are_given(self, configured):
+        asked = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 6, "stop_token_ids": range(128)}
+        scores = [
+            [sample.score for sample in prefixkit.beam_search(configured, None, [[5, 6, 7]], **asked, **own)]
+            for own in ({}, {"length_penalty": 0.0, "early_stopping": True})
+        ]
+        configured.generation_config.update(length_penalty=0.0, early_stopping=True)
+        got = [sample.score for sample in prefixkit.beam_search(configured, None, [[5, 6, 7]], **asked)]
+        assert got == scores[1] != scores[0]
+        own = prefixkit.beam_search(configured, None, [[5, 6, 7]], BeamParams(**asked))
+        assert [sample.score for sample in own] == scores[0]
+
+    def test_a_prompt_is_kept_whatever_is_sampled_after_it(self, configured):
+        configured.generation_config.num_beams = 4
+        with Session(configured, kv_budget="1MiB") as session:
+            session.pin([5, 6, 7])
+            nodes = session.step(session.prompt([5, 6, 7]), BeamParams(4, max_new_tokens=2))
+            assert [len(node) for node in nodes] == [5]
+            with pytest.raises(ValueError, match="generation_config sets num_beams=4"):
+                session.step(session.prompt([5, 6, 7]), max_new_tokens=2)
 
     def test_beams_have_no_penalty(self, configured):
         configured.generation_config.repetition_penalty = 1.2
