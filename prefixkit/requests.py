@@ -15,47 +15,34 @@ from prefixkit.prompts import Prompt, check_ids, encode_prompts, occurrences, re
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
 
 Prompts = Prompt | Iterable[Prompt]
-# What becomes of each field of transformers' GenerationConfig, with the number, if any, at which it does nothing.
-GENERATION_FIELDS: dict[str, dict[str, float | None]] = {
-    # Applied: end-of-sequence tokens where none are given, the others where neither params nor a field for it are.
-    "applied": {
-        **dict.fromkeys(("eos_token_id", "stop_strings", "early_stopping", "length_penalty")),
-        "repetition_penalty": 1,
-    },
-    # Said by the parameters of a call, whatever the model's are.
-    "parameters": dict.fromkeys(
-        ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_length", "max_new_tokens", "num_return_sequences")
-    ),
+# What becomes of each field of transformers' GenerationConfig.
+GENERATION_FIELDS = {
+    # End-of-sequence tokens where none are given, the others where neither params nor a field for them are.
+    "applied": "eos_token_id stop_strings repetition_penalty length_penalty early_stopping",
+    # Whatever the model's are, a call's parameters say it.
+    "parameters": "do_sample temperature top_k top_p min_p max_length max_new_tokens num_return_sequences",
     # Refused, unless logits processors are given: who passes these says what is to be done with logits.
-    "logits": {
-        **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
-        **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "remove_invalid_values"), 0),
-        **dict.fromkeys(("typical_p", "guidance_scale", "encoder_repetition_penalty"), 1),
-        **dict.fromkeys(("top_h", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id")),
-        **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty")),
-        "watermarking_config": None,
-    },
+    "logits": "no_repeat_ngram_size encoder_no_repeat_ngram_size min_length min_new_tokens epsilon_cutoff eta_cutoff "
+    "remove_invalid_values typical_p guidance_scale encoder_repetition_penalty top_h bad_words_ids suppress_tokens "
+    "begin_suppress_tokens forced_bos_token_id forced_eos_token_id sequence_bias exponential_decay_length_penalty "
+    "watermarking_config",
     # Refused: other ways of searching, of ending and of reading the prompt.
-    "call": {
-        **{"num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0, "penalty_alpha": 0, "dola_layers": None},
-        **{"constraints": None, "force_words_ids": None, "max_time": None, "token_healing": 0},
-        **{"is_assistant": 0, "assistant_ensemble_weight": None},
-    },
-    # Harmless: caches, compiling, drafts that the model verifies, outputs, tokens of encoders and of padding, and
-    # renormalising what is softmaxed next.
-    "harmless": dict.fromkeys(
-        (
-            *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size"),
-            *("compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits", "use_mtp"),
-            *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-            *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind"),
-            *("target_lookbehind", "speculation_type", "output_attentions", "output_hidden_states", "output_scores"),
-            *("output_logits", "return_dict_in_generate", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
-            *("transformers_version", "_from_model_config", "_commit_hash"),
-        )
-    ),
+    "calls": "num_beams num_beam_groups diversity_penalty penalty_alpha dola_layers constraints force_words_ids "
+    "max_time token_healing is_assistant assistant_ensemble_weight",
+    # Caches, compiling, drafts that the model verifies, outputs, tokens that are not sampled, and a softmax done twice.
+    "harmless": "use_cache cache_implementation cache_config max_cache_len low_memory prefill_chunk_size "
+    "compile_config disable_compile continuous_batching_config use_mtp num_assistant_tokens "
+    "num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size "
+    "assistant_early_exit assistant_lookbehind target_lookbehind speculation_type output_attentions "
+    "output_hidden_states output_scores output_logits return_dict_in_generate pad_token_id bos_token_id "
+    "decoder_start_token_id renormalize_logits transformers_version _from_model_config _commit_hash",
 }
-_NEUTRAL = {name: number for fields in GENERATION_FIELDS.values() for name, number in fields.items()}
+# The number at which a field does nothing, as None and what is empty do: 0 for those that are not here.
+_NEUTRAL = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p", "guidance_scale"), 1),
+    **{"num_beams": 1, "num_beam_groups": 1},
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "top_h", "max_time", "length_penalty")),
+}
 
 Params = TypeVar("Params", bound=SamplingParams | BeamParams)
 
@@ -93,8 +80,8 @@ def beam_requests(
 ) -> list[Request]:
     """A request for each prompt, with the parameters of :func:`prefixkit.beam_search`; everything is checked."""
     encoded = _encoded(model, tokenizer, prompts)
-    if params is None:
-        fields = {**_configured(model, "length_penalty", "early_stopping"), **fields}  # type: ignore[typeddict-item]
+    own = _configured(model, ["length_penalty", "early_stopping"] if params is None else [])
+    fields = {**own, **fields}  # type: ignore[typeddict-item]
     each = _with_stop_ids(model, tokenizer, _per_prompt(BeamParams, params, fields, len(encoded)))
     _check_generation_config(model, each)
     return [Request(index, tokens, own) for index, (tokens, own) in enumerate(zip(encoded, each, strict=True))]
@@ -204,11 +191,10 @@ def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) ->
 
 def with_configured(model: Any, params: object, fields: SamplingFields) -> SamplingFields:
     """Fields with penalty and stop strings of the generation config, where neither one nor ``params`` are given."""
-    if params is not None:
-        return fields
-    found = _configured(model, "repetition_penalty", "stop_strings")
-    names = {"stop_strings": "stop"}
-    return {**{names.get(name, name): value for name, value in found.items()}, **fields}  # type: ignore[typeddict-item]
+    found = _configured(model, ["repetition_penalty", "stop_strings"] if params is None else [])
+    if "stop_strings" in found:
+        found["stop"] = found.pop("stop_strings")
+    return {**found, **fields}  # type: ignore[typeddict-item]
 
 
 def check_patched(model: Any) -> None:
@@ -222,27 +208,27 @@ def _generation_config(model: Any) -> Any:
     return getattr(model, "generation_config", None) or getattr(pretrained_model(model), "generation_config", None)
 
 
-def _configured(model: Any, *names: str) -> dict[str, Any]:
+def _configured(model: Any, names: Iterable[str]) -> dict[str, Any]:
     """Fields of the model's generation config, without those that change nothing."""
-    values = {name: getattr(_generation_config(model), name, None) for name in names}
+    fields = {name: getattr(_generation_config(model), name, None) for name in names}
     return {
         name: value
-        for name, value in values.items()
-        if (value != _NEUTRAL[name] if isinstance(value, int | float) else value)
+        for name, value in fields.items()
+        if (value != _NEUTRAL.get(name, 0) if isinstance(value, int | float) else value)
     }
 
 
 def _check_generation_config(model: Any, each: Sequence[SamplingParams | BeamParams]) -> None:
     """Raise ValueError where the model's generation config asks for what would be left out."""
-    samples = [own for own in each if isinstance(own, SamplingParams)]
-    beams = len(samples) < len(each)
-    names = [name for name in GENERATION_FIELDS["call"] if samples or name != "num_beams"]
+    samples, logits = [own for own in each if isinstance(own, SamplingParams)], GENERATION_FIELDS["logits"].split()
+    names = set(GENERATION_FIELDS["calls"].split()) - (set() if samples else {"num_beams"})
+    if beams := len(samples) < len(each):
+        names |= {"repetition_penalty", "stop_strings"}
     if beams or any(own.logits_processors is None for own in samples):
-        names += GENERATION_FIELDS["logits"]
-    asked = _configured(model, *names, *(("repetition_penalty", "stop_strings") if beams else ()))
-    if asked:
+        names.update(logits)
+    if asked := _configured(model, sorted(names)):
         given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-        processors = "" if beams or asked.keys() - GENERATION_FIELDS["logits"] else "pass logits_processors for it, "
+        processors = "" if beams or asked.keys() - set(logits) else "pass logits_processors for it, "
         raise ValueError(
             f"the model's generation_config sets {given}, which is not applied here; call model.generate(), which "
             f"runs on the tree too, {processors}or set model.generation_config.{next(iter(asked))} = None"

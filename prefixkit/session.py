@@ -26,6 +26,7 @@ from prefixkit.session_memory import (
     Result,
     SessionBusy,
     SessionMemory,
+    Stream,
     prepare,
     run,
     warn_of_length,
@@ -94,27 +95,28 @@ class Session(SessionMemory):
         *,
         on_token: Callable[[TokenEvent], None] | None = None,
         **fields: Unpack[SamplingFields],
-    ) -> Generator[Sample, None, None]:
+    ) -> Stream:
         """As :meth:`generate`, but gives each sample as it finishes and keeps none.
 
         Everything is checked before this returns.  The session is busy from the first sample that is asked for until
         the iterator ends or is closed, as it is when the last reference to it goes; samples that have not finished then
-        are dropped.
+        are dropped.  Where the session is busy or has no memory when the first is asked for, the iterator raises that,
+        and begins once it is asked again.  One that an error or the session's end cut short raises ValueError then.
         """
         with self._busy():
             requests = sampling_requests(self.model, self.tokenizer, prompts, params, fields)
             engine = self._ready()
             engine.check_fits(requests)
 
-        def samples() -> Generator[Sample, None, None]:
+        def samples() -> Generator[Any, None, None]:
             with self._busy():
                 engine = self._ready([request.tokens for request in requests])
                 engine.listen(on_token=on_token)
                 prepare(engine, self.model, self.tokenizer, requests)
+                yield  # it has begun
                 yield from engine.stream(requests)
 
-        stream = samples()
-        self._streams.add(stream)
+        self._streams.add(stream := Stream(samples))
         return stream
 
     def beam_search(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +100,39 @@ class Result:
         return [sample for sample in self.samples if sample.prompt_index == prompt_index]
 
 
+class Stream(Iterator[Sample]):
+    """The samples of a call as they finish; :meth:`prefixkit.Session.stream` says how it begins and ends."""
+
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        self._begin, self._cut = begin, ""
+        self._samples: Any = None  # a generator, once it has begun
+
+    def __next__(self) -> Sample:
+        if self._cut:
+            raise ValueError(f"the stream was cut short by {self._cut}; call session.stream() again for its samples")
+        if self._samples is None:
+            next(begun := self._begin())
+            self._samples = begun
+        try:
+            return next(self._samples)  # type: ignore[no-any-return]
+        except BaseException as error:
+            # Unless it has given all, or goes on because it was asked by a callback of its own.
+            if not isinstance(error, StopIteration) and self._samples.gi_frame is None:
+                self._cut = f"{type(error).__name__}: {error}"
+            raise
+
+    def close(self) -> None:
+        """End it: samples that have not finished are dropped, and none follow."""
+        self._samples = self._samples or (one for one in list[Sample]())
+        self._samples.close()
+
+    def cut(self, why: str) -> None:
+        """End it where it is under way, between two samples; who asks for more is told why."""
+        if self._samples is not None and self._samples.gi_suspended:
+            self._samples.close()
+            self._cut = why
+
+
 class SessionMemory:
     """The part of a :class:`prefixkit.Session` that outlives its calls; see there for the arguments."""
 
@@ -124,7 +157,7 @@ class SessionMemory:
         self._memory = memory
         self._version: int | None = None  # of the weights that the prefix cache's KV is of
         self._lock = threading.Lock()
-        self._streams: weakref.WeakSet[Generator[Sample, None, None]] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._engine: Engine | None = None
         self.resume()
 
@@ -142,14 +175,13 @@ class SessionMemory:
             self._engine = None
 
     def close(self) -> None:
-        """End the session and its streams: what the end of a ``with`` block does.
+        """End the session and the streams under way: what the end of a ``with`` block does.
 
         Raises:
             SessionBusy: a call of this session is under way, as in a callback; only streams between samples can end.
         """
         for stream in list(self._streams):
-            if not stream.gi_running:  # type: ignore[attr-defined]
-                stream.close()
+            stream.cut("the end of its session")
         self.release_memory()
 
     def __enter__(self) -> Self:

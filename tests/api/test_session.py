@@ -100,7 +100,64 @@ def test_an_error_beside_a_stream_is_not_hidden_by_the_end_of_the_session(model:
         others = [session.stream(PROMPTS) for _ in range(later)]
         for _ in stream:
             raise KeyError("mine")
-    assert [list(one) for one in others] == [[]] * later, "they have ended too"
+    with pytest.raises(ValueError, match="cut short by the end of its session"):
+        list(stream)
+    for one in others:
+        with pytest.raises(MemoryReleased):
+            list(one)
+
+
+def test_a_stream_that_finds_the_session_busy_or_without_memory_begins_when_it_is_asked_again(
+    model: Any, session: Session
+) -> None:
+    expected = told(session.generate(PROMPTS, **OPTIONS))
+    first, second = session.stream(PROMPTS, **OPTIONS), session.stream(PROMPTS, **OPTIONS)
+    found = [next(first)]
+    for _ in range(2):
+        with pytest.raises(SessionBusy):
+            next(second)
+    assert told([*found, *first]) == expected, "which is as it would be without the other"
+    session.release_memory()
+    for _ in range(2):
+        with pytest.raises(MemoryReleased):
+            list(second)
+    session.resume()
+    assert told(second) == expected
+    assert list(second) == [], "it has given all"
+
+
+def test_a_stream_that_an_error_cut_short_says_so_when_it_is_asked_again(session: Session) -> None:
+    def fail(event: Any) -> None:
+        if event.finish_reason:
+            raise KeyError("mine")
+
+    stream = session.stream(PROMPTS, **OPTIONS, on_token=fail)
+    with pytest.raises(KeyError, match="mine"):
+        list(stream)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"cut short by KeyError: 'mine'; call session\.stream\(\) again"):
+            list(stream)
+    assert_empty(session)
+
+
+def test_a_stream_that_is_asked_by_its_own_callback_goes_on(session: Session) -> None:
+    def ask(_: object) -> None:
+        with pytest.raises(ValueError, match="already executing"):
+            next(stream)
+
+    stream = session.stream(PROMPTS, **OPTIONS, on_token=ask)
+    assert told(stream) == told(session.generate(PROMPTS, **OPTIONS))
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_a_stream_that_was_closed_has_ended(session: Session, given: int) -> None:
+    stream = session.stream(PROMPTS, **OPTIONS)
+    for _ in range(given):
+        next(stream)
+    stream.close()
+    stream.close()
+    assert list(stream) == []
+    assert len(session.generate(PROMPTS, **OPTIONS)) == 12
 
 
 def test_a_stream_checks_everything_at_once(session: Session) -> None:
