@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -109,7 +109,9 @@ def scored_tokens(
         ValueError, TypeError: see :meth:`prefixkit.Session.score`.
     """
     encoded = _encoded(model, tokenizer, prompts)
-    given = as_list("continuations", continuations, "strings or of lists of token ids")
+    of = "strings or of lists of token ids"
+    given = as_list("continuations", continuations, of)
+    given = [as_list("continuations", own, of) if isinstance(own, Iterator) else own for own in given]
     several = not one and bool(given) and all(_is_list_of_continuations(own) for own in given)
     each = given if several else [given] * len(encoded)
     if len(each) != len(encoded):
@@ -288,7 +290,7 @@ def _values(name: str, value: Any, count: int) -> list[Any]:
         return [value] * count
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be one integer or one per prompt, got {type(value).__name__} {value!r}")
-    values = value.tolist() if hasattr(value, "tolist") else list(value)
+    values = value.tolist() if hasattr(value, "tolist") else as_list(name, value, "integers")
     if len(values) != count:
         raise ValueError(f"{name} must be one integer or one per prompt, got {len(values)} for {count} prompts")
     return list(values)

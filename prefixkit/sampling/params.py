@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict
 
 import numpy as np
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
+MOST_ITEMS = 2**22  # of an argument that is a list: more come of an iterator without an end
 StopFunction = Callable[[list[int], str], bool]
 
 
@@ -153,7 +155,10 @@ def as_list(name: str, value: Any, of: str) -> list[Any]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         got = f"{type(value).__name__} {value!r}"
         raise TypeError(f"{name} must be a list of {of}, got {got}; put a single one into a list")
-    return list(value)
+    items = list(islice(value, MOST_ITEMS + 1))
+    if len(items) > MOST_ITEMS:
+        raise ValueError(f"{name} must be at most {MOST_ITEMS:,} {of}, got more: pass an iterable that ends")
+    return items
 
 
 def as_token_ids(name: str, value: object) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Parameters that are refused."""
 
 import copy
+import itertools
 from functools import partial
 
 import numpy as np
@@ -103,6 +104,65 @@ def test_parameters_of_another_type(model, option, message):
 def test_numbers_of_a_session_of_another_type(model, option):
     with pytest.raises(TypeError, match=rf"{next(iter(option))} must be an integer, got str '8'"):
         prefixkit.Session(model, kv_budget="1MiB", **option)
+
+
+def without_end(one):
+    """An iterator that gives the same again and again."""
+    return itertools.repeat(one)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("prompts", lambda session: session.generate(without_end("a"))),
+        ("prompts", lambda session: session.beam_search(without_end([5]), num_beams=2)),
+        ("params", lambda session: session.generate(["a"], without_end(SamplingParams()))),
+        ("n", lambda session: session.generate(["a"], n=without_end(1))),
+        ("seed", lambda session: session.generate(["a"], seed=itertools.count())),
+        ("stop", lambda session: session.generate(["a"], stop=without_end("x"))),
+        ("stop_token_ids", lambda session: session.generate(["a"], stop_token_ids=itertools.count())),
+        ("requests", lambda session: session.run(without_end(Request(0, [5], SamplingParams())))),
+        ("indices", lambda session: Request(0, [5], SamplingParams(), indices=itertools.count())),
+        ("prompts", lambda session: session.score(without_end("a"), ["b"])),
+        ("continuations", lambda session: session.score("a", without_end("b"))),
+        ("continuations", lambda session: session.score("a", [itertools.count()])),
+        ("continuations", lambda session: session.score(["a"], [without_end("b")])),
+        ("seeds", lambda session: session.prompt("a").fork(2, seeds=itertools.count())),
+        ("nodes", lambda session: session.step(without_end(session.prompt("a")))),
+        ("params", lambda session: session.step(session.prompt("a"), without_end(SamplingParams()))),
+        ("until", lambda session: session.step(session.prompt("a"), until=without_end("x"))),
+        ("prefixes", lambda session: session.save("nowhere.safetensors", without_end("a"))),
+    ],
+)
+def test_an_iterator_without_an_end_is_refused(model, name, call):
+    with Session(model, TOKENIZER, kv_budget="1MiB") as session:
+        with pytest.raises(ValueError, match=rf"{name} must be at most 4,194,304 .*: pass an iterable that ends"):
+            call(session)
+        assert len(session.generate(["a"], max_new_tokens=1)) == 1
+
+
+def scored(scores):
+    """The tokens that were scored."""
+    return [scored(one) if isinstance(one, list) else one.tokens.tolist() for one in scores]
+
+
+def test_what_can_be_read_once_is_read_once(model):
+    """An iterator says what a list of the same says, for all arguments that are lists."""
+    asked = {"max_new_tokens": 4, "stop_token_ids": ()}
+    with Session(model, TOKENIZER, kv_budget="1MiB") as session:
+        texts, params = ["ab", "ac"], [SamplingParams(n=2, stop=("x",), **asked)] * 2
+        expected = tokens_of(session.generate(texts, params, seed=[3, 4]))
+        got = session.generate(iter(texts), iter(params), n=iter([2, 2]), seed=iter([3, 4]), stop=iter("x"))
+        assert tokens_of(got) == expected
+        for prompts, continuations in (("ab", ["c", "de"]), (texts, ["c", "de"]), (texts, [["c"], ["d", "e"]])):
+            read_once = iter([iter(own) if isinstance(own, list) else own for own in continuations])
+            given = prompts if isinstance(prompts, str) else iter(prompts)
+            assert scored(session.score(given, read_once)) == scored(session.score(prompts, continuations))
+        assert scored(session.score("ab", [iter([5, 6])])) == [[5, 6]]
+        nodes = session.prompt("ab").fork(2, seeds=iter([8, 9]))
+        stepped = session.step(iter(nodes), iter([SamplingParams(**asked)] * 2), until=iter("x"))
+        again = session.step(session.prompt("ab").fork(2, [8, 9]), [SamplingParams(**asked)] * 2, until=["x"])
+        assert [node.tokens for node in stepped] == [node.tokens for node in again]
 
 
 class TestTheModelsGenerationConfig:
