@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,13 +20,13 @@ Prompts = Prompt | Iterable[Prompt]
 GENERATION_FIELDS = {
     # End-of-sequence tokens where none are given, the others where neither params nor a field for them are.
     "applied": "eos_token_id stop_strings repetition_penalty length_penalty early_stopping",
-    # Whatever the model's are, a call's parameters say it.
+    # Whatever the model's are, the parameters of a call say it.
     "parameters": "do_sample temperature top_k top_p min_p max_length max_new_tokens num_return_sequences",
     # Refused, unless logits processors are given: who passes these says what is to be done with logits.
     "logits": "no_repeat_ngram_size encoder_no_repeat_ngram_size min_length min_new_tokens epsilon_cutoff eta_cutoff "
     "remove_invalid_values typical_p guidance_scale encoder_repetition_penalty top_h bad_words_ids suppress_tokens "
-    "begin_suppress_tokens forced_bos_token_id forced_eos_token_id sequence_bias exponential_decay_length_penalty "
-    "watermarking_config",
+    "begin_suppress_tokens forced_bos_token_id forced_eos_token_id sequence_bias watermarking_config "
+    "exponential_decay_length_penalty",
     # Refused: other ways of searching, of ending and of reading the prompt.
     "calls": "num_beams num_beam_groups diversity_penalty penalty_alpha dola_layers constraints force_words_ids "
     "max_time token_healing is_assistant assistant_ensemble_weight",
@@ -37,11 +38,11 @@ GENERATION_FIELDS = {
     "output_hidden_states output_scores output_logits return_dict_in_generate pad_token_id bos_token_id "
     "decoder_start_token_id renormalize_logits transformers_version _from_model_config _commit_hash",
 }
-# The number at which a field does nothing, as None and what is empty do: 0 for those that are not here.
-_NEUTRAL = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p", "guidance_scale"), 1),
-    **{"num_beams": 1, "num_beam_groups": 1},
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "top_h", "max_time", "length_penalty")),
+# The number at which a field does nothing, as None and what is empty do; it is 0 for the others.
+_NEUTRAL: dict[str, float | None] = {
+    **{"repetition_penalty": 1, "encoder_repetition_penalty": 1, "typical_p": 1, "guidance_scale": 1, "num_beams": 1},
+    **{"num_beam_groups": 1, "forced_bos_token_id": None, "forced_eos_token_id": None, "top_h": None},
+    **{"max_time": None, "length_penalty": None},
 }
 
 Params = TypeVar("Params", bound=SamplingParams | BeamParams)
@@ -109,9 +110,8 @@ def scored_tokens(
         ValueError, TypeError: see :meth:`prefixkit.Session.score`.
     """
     encoded = _encoded(model, tokenizer, prompts)
-    of = "strings or of lists of token ids"
-    given = as_list("continuations", continuations, of)
-    given = [as_list("continuations", own, of) if isinstance(own, Iterator) else own for own in given]
+    as_own = partial(as_list, "continuations", of="strings or of lists of token ids")
+    given = [as_own(own) if isinstance(own, Iterator) else own for own in as_own(continuations)]
     several = not one and bool(given) and all(_is_list_of_continuations(own) for own in given)
     each = given if several else [given] * len(encoded)
     if len(each) != len(encoded):
@@ -212,12 +212,8 @@ def _generation_config(model: Any) -> Any:
 
 def _configured(model: Any, names: Iterable[str]) -> dict[str, Any]:
     """Fields of the model's generation config, without those that change nothing."""
-    fields = {name: getattr(_generation_config(model), name, None) for name in names}
-    return {
-        name: value
-        for name, value in fields.items()
-        if (value != _NEUTRAL.get(name, 0) if isinstance(value, int | float) else value)
-    }
+    fields = [(name, getattr(_generation_config(model), name, None)) for name in names]
+    return {name: of for name, of in fields if (of != _NEUTRAL.get(name, 0) if isinstance(of, int | float) else of)}
 
 
 def _check_generation_config(model: Any, each: Sequence[SamplingParams | BeamParams]) -> None:

@@ -116,8 +116,7 @@ class Stream(Iterator[Sample]):
         try:
             return next(self._samples)  # type: ignore[no-any-return]
         except BaseException as error:
-            # Unless it has given all, or goes on because it was asked by a callback of its own.
-            if not isinstance(error, StopIteration) and self._samples.gi_frame is None:
+            if not isinstance(error, StopIteration) and self._samples.gi_frame is None:  # else its own callback asked
                 self._cut = f"{type(error).__name__}: {error}"
             raise
 

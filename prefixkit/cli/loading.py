@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -84,6 +85,8 @@ def _loading(location: str, what: str) -> Iterator[None]:
                 "model in Python with from_pretrained(..., trust_remote_code=True) and call prefixkit.patch and "
                 "prefixkit.generate"
             ) from error
+        if not Path(location).is_dir() and (isinstance(error, OSError) or "Repo id must" in str(error)):
+            raise OSError(f"there is no folder {location}, and the hub gave no {what} of that name: {error}") from error
         # The errors of safetensors and tokenizers derive from Exception itself.
         known = isinstance(error, ValueError | TypeError | OSError | ImportError | MemoryError | RuntimeError)
         if known and not isinstance(error, json.JSONDecodeError):

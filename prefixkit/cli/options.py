@@ -94,8 +94,13 @@ def read_config(ctx: Any, parameter: Any, path: Path | None) -> Path | None:
         name = key.replace("_", "-")
         if name not in known:
             raise typer.BadParameter(f"{path}: {key} is no option of {ctx.command_path}")
-        if isinstance(value, dict) or (isinstance(value, list) and not known[name].multiple):
+        option = known[name]
+        if isinstance(value, dict) or (isinstance(value, list) and not option.multiple):
             raise typer.BadParameter(f"{path}: {key} must be one value, as on the command line")
-        defaults[known[name].name or name] = value
+        items = value if isinstance(value, list) else [value]
+        if option.multiple and not all(isinstance(one, str) for one in items):
+            raise typer.BadParameter(f"{path}: {key} must be a string in quotes or a list of them, got {value!r}")
+        text = str(value).lower() if isinstance(value, bool) else str(value)  # as a user would type it: true is no 1
+        defaults[option.name or name] = items if option.multiple else text
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
     return path

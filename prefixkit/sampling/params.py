@@ -63,7 +63,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # Normalised fields (1 -> 1.0, list -> tuple) keep equal requests equal and hashable.
         fields: dict[str, object] = {
-            "n": as_integer("n", self.n, 1, "ask for at least one sample"),
+            "n": as_integer("n", self.n, 1, "ask for 1 sample to 2**31 - 1", 2**31 - 1),
             "temperature": as_number("temperature", self.temperature),
             "top_k": as_integer("top_k", self.top_k, 0, "use 0 to keep every token"),
             "top_p": as_number("top_p", self.top_p),
@@ -87,8 +87,8 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; use 1.0 to keep every token")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"min_p must be in [0, 1), got {self.min_p}; use 0.0 to keep every token")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; use 1.0 for none")
+        if not self.repetition_penalty >= 1e-6:  # below, logits leave float32
+            raise ValueError(f"repetition_penalty must be at least 1e-6, got {self.repetition_penalty}; 1.0 is none")
         if self.logits_processors is not None and not callable(self.logits_processors):
             raise TypeError(
                 f"logits_processors must be a function that makes one for each sample, got "
@@ -124,23 +124,21 @@ class SamplingFields(TypedDict, total=False):
     logits_processors: Callable[[], LogitsProcessor] | None
 
 
-def as_integer(name: str, value: object, least: int, remedy: str) -> int:
+def as_integer(name: str, value: object, least: int, remedy: str, most: float = math.inf) -> int:
     try:
         if isinstance(value, bool | np.bool_) or not isinstance(value, SupportsIndex):
             raise TypeError
         number = operator.index(value)  # arrays and tensors have it too, and refuse what is no single integer
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}; {remedy}")
+    if not least <= number <= most:
+        bound = f"at least {least}" if number < least else f"at most {most}"
+        raise ValueError(f"{name} must be {bound}, got {number}; {remedy}")
     return number
 
 
 def as_seed(value: object) -> int:
-    seed = as_integer("seed", value, 0, "use a seed from 0 to 2**64 - 1")
-    if seed >= 2**64:
-        raise ValueError(f"seed must be below 2**64, got {seed}; use a seed from 0 to 2**64 - 1")
-    return seed
+    return as_integer("seed", value, 0, "use a seed from 0 to 2**64 - 1", 2**64 - 1)
 
 
 def as_number(name: str, value: object) -> float:

@@ -82,7 +82,7 @@ def load(source: Source, prompting: Prompting = _PLAIN) -> tuple[Problem, ...]:
         problems = tuple(problems)
         shown = tuple(map(solved, choose_examples(problems, prompting.few_shot)))
     asked = (problem for problem in problems if not any(shows(example, problem) for example in shown))
-    found = tuple(islice(asked, source.limit))
+    found = tuple(islice(asked, source.limit and min(source.limit, 2**62)))
     if not found:
         raise ValueError(f"{_name(source)}: every problem is among the examples, so none is left to ask")
     return ask(found, prompting, shown)

@@ -41,7 +41,7 @@ NAN, INF = float("nan"), float("inf")
         ("max_new_tokens", 0, ValueError, "at least one token"),
         ("max_new_tokens", False, TypeError, "got bool"),
         ("seed", -1, ValueError, "0 to 2"),
-        ("seed", 2**64, ValueError, "below 2"),
+        ("seed", 2**64, ValueError, "at most 18446744073709551615"),
         ("stop_token_ids", 5, TypeError, "must be a list of token ids, got int 5; put a single one into a list"),
         ("stop_token_ids", (-1,), ValueError, "stop_token_ids must be at least 0"),
         ("stop_token_ids", (True,), TypeError, "got bool"),

@@ -88,6 +88,8 @@ def run_sample(source: Source, params: SamplingParams, settings: Settings, conso
     _check(settings)
     problems = load(source, settings.prompting)
     device, why = choose_device(settings.device)
+    if settings.compiled and device == "cpu":
+        raise ValueError("--compiled is for GPUs, and the device is the CPU; leave it out, or give --device cuda")
     if settings.revision is not None and (settings.model == DEMO or Path(settings.model).is_dir()):
         raise ValueError(f"--revision {settings.revision}: {settings.model} is no model of the hub's; leave it out")
     with at_work():
@@ -154,6 +156,7 @@ def sample_on_devices(devices: str, source: Source, settings: Settings, console:
     _check(settings)
     for wrong, why in (
         (settings.run is None, "processes share a run folder; give --run FOLDER"),
+        (settings.compiled and "cpu" in devices, "--compiled is for GPUs; leave it out"),
         (settings.part.of > 1, "--shard divides the samples already; give one of the two"),
         (settings.device != "auto", f"--device {settings.device} names another; give one of the two"),
         (str(source.input) == "-", "processes cannot share standard input; give --input a file"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 
+import huggingface_hub
 import pytest
 
 from prefixkit.judge.sandbox import bubblewrap
@@ -20,6 +21,7 @@ LINE = '{"id": "a", "prompt": "x"}\n'
 OPTIONS = {
     "-n 0": "n must be at least 1",
     "-n -3": "n must be at least 1",
+    "-n 99999999999999999999": "n must be at most 2147483647, got 99999999999999999999; ask for 1 sample to",
     "-n many": "Invalid value for '-n' / '--samples'",
     "--top-p 0": "top_p must be in (0, 1]",
     "--top-p 1.5": "top_p must be in (0, 1]",
@@ -29,15 +31,22 @@ OPTIONS = {
     "--temperature -1": "temperature must be 0",
     "--temperature inf": "temperature must be a finite number",
     "--temperature hot": "Invalid value for '--temperature'",
-    "--repetition-penalty 0": "repetition_penalty must be above 0",
+    "--repetition-penalty 0": "repetition_penalty must be at least 1e-6",
+    "--repetition-penalty 1e-60": "repetition_penalty must be at least 1e-6, got 1e-60; 1.0 is none",
+    "--repetition-penalty inf": "repetition_penalty must be a finite number",
+    "--min-p nan": "min_p must be a finite number",
     "--max-new-tokens 0": "max_new_tokens must be at least 1",
     "--seed -1": "seed must be at least 0",
-    "--seed 18446744073709551616": "seed must be below 2**64",
+    "--seed 18446744073709551616": "seed must be at most 18446744073709551615",
     "--page-size 0": "page_size must be an integer from 1 to 128",
+    "--page-size 99999999999999999999": "page_size must be an integer from 1 to 128",
     "--page-size 1000": "page_size must be an integer from 1 to 128",
     "--kv-budget lots": "a size must look like",
     "--kv-budget 0": "a size must look like",
     "--dtype int3": "--dtype must be one of auto, float32, bfloat16, float16, got int3",
+    "--compiled": "--compiled is for GPUs, and the device is the CPU; leave it out, or give --device cuda",
+    "--compiled --device cpu": "--compiled is for GPUs, and the device is the CPU",
+    "--compiled --devices cpu,cpu --run R": "--devices cpu,cpu: --compiled is for GPUs; leave it out",
     "--device toaster": "--device must be a torch device",
     "--device cuda:127": "--device cuda:127: torch",
     "--device mps": "--device must be a torch device",
@@ -73,9 +82,31 @@ OPTIONS = {
     "--config strange.toml": "strange.toml: colour is no option of",
     "--config nested.toml": "nested.toml: top-k must be one value",
     "--config negated.toml": "negated.toml: no-chat is no option of",
-    "--config wrong.toml": "Invalid value for '--temperature'",
     "--run a-file": "a-file is no run folder, and is a file",
     "--run thesis": "thesis is no run folder, and holds chapter.tex",
+}
+
+# What a parameter file holds, and what the line says.
+CONFIGS = {
+    "stop = 5": "stop must be a string in quotes or a list of them, got 5",
+    "stop = [5]": "stop must be a string in quotes or a list of them, got [5]",
+    "stop = true": "stop must be a string in quotes or a list of them, got True",
+    "temperature = true": "Invalid value for '--temperature'",
+    'temperature = "much"': "Invalid value for '--temperature'",
+    "temperature = nan": "temperature must be a finite number, got nan",
+    "temperature = -inf": "temperature must be a finite number, got -inf",
+    "top-p = 1979-05-27": "Invalid value for '--top-p'",
+    "samples = true": "Invalid value for '-n' / '--samples'",
+    "samples = 2.5": "Invalid value for '-n' / '--samples'",
+    "samples = 99999999999999999999": "n must be at most 2147483647",
+    "seed = false": "Invalid value for '--seed'",
+    "seed = -1": "seed must be at least 0",
+    "in-flight = true": "Invalid value for '--in-flight'",
+    "quiet = 5": "Invalid value for '--quiet'",
+    "kv-budget = true": "a size must look like",
+    "stop-token-ids = true": "--stop-token-ids must be token ids with commas",
+    "dtype = true": "--dtype must be one of",
+    "compiled = true": "--compiled is for GPUs",
 }
 
 # What the input holds, and what the line says.
@@ -121,7 +152,6 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "strange.toml").write_text("colour = 1")
     (tmp_path / "nested.toml").write_text("[top-k]\nx = 1")
     (tmp_path / "negated.toml").write_text("no-chat = true")
-    (tmp_path / "wrong.toml").write_text('temperature = "much"')
     (tmp_path / "a-file").write_text("mine")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("mine")
@@ -156,8 +186,27 @@ def test_prompts_of_sample(place, folders, kind, packed):
     refused(place, says, "sample", "--model", folders["weightless"], "--input", path)
 
 
-def test_a_model_that_is_not_there(place, prompts):
-    refused(place, "nothing-here", "sample", "--model", "./nothing-here", "--input", prompts, "--run", "R")
+@pytest.mark.parametrize("text", CONFIGS)
+def test_values_of_a_parameter_file(place, folders, prompts, text):
+    (place / "c.toml").write_text(text)
+    refused(
+        place,
+        CONFIGS[text],
+        *("sample", "--model", folders["weightless"], "--input", prompts, "--config", "c.toml"),
+    )
+
+
+@pytest.mark.parametrize("command", ["sample", "inspect"])
+@pytest.mark.parametrize("name", ["./nothing-here", "{place}/nothing-here", "~/nothing-here"])
+def test_a_folder_that_is_not_there(place, prompts, command, name):
+    name = name.format(place=place)
+    refused(place, f"there is no folder {name}", command, "--model", name, "--input", prompts)
+
+
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub(place, prompts, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    says = "there is no folder nothing-here, and the hub gave no tokenizer of that name: "
+    refused(place, says, "sample", "--model", "nothing-here", "--input", prompts, "--run", "R")
 
 
 def test_a_folder_without_a_model(place, prompts):

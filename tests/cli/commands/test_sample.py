@@ -53,6 +53,15 @@ def test_options_may_come_from_a_file(folders: Folders, prompts: Path, tmp_path:
     found = [json.loads(line) for line in run(*common).stdout.splitlines()]
     assert len(found) == 6 and all(len(one["tokens"]) <= 3 and "logprobs" in one for one in found)
     assert len(run(*common, "-n", 1).stdout.splitlines()) == 3, "the command line goes before the file"
+    config.write_text('n = 1\nmax_new_tokens = 40\ntemperature = 1\nstop = "1f"\nlogprobs = false\nchat = false\n')
+    texts = [json.loads(line)["text"] for line in run(*common).stdout.splitlines()]
+    config.write_text('n = 1\nmax_new_tokens = 40\nstop = ["1f"]\n')
+    assert texts == [json.loads(line)["text"] for line in run(*common).stdout.splitlines()], "one string is one stop"
+
+
+def test_a_limit_beyond_all_is_all(folders: Folders, prompts: Path) -> None:
+    common = ["sample", "--model", folders["plain"], "--input", prompts, "--max-new-tokens", 1]
+    assert len(run(*common, "--limit", 10**20).stdout.splitlines()) == 3
 
 
 def test_quiet_says_nothing(folders: Folders, prompts: Path, tmp_path: Path) -> None:
