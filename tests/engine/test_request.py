@@ -36,7 +36,7 @@ NAN, INF = float("nan"), float("inf")
         ("top_p", NAN, ValueError, "finite"),
         ("min_p", 1.0, ValueError, r"\[0, 1\)"),
         ("min_p", -0.1, ValueError, r"\[0, 1\)"),
-        ("repetition_penalty", 0.0, ValueError, "above 0, got 0.0; use 1.0 for none"),
+        ("repetition_penalty", 0.0, ValueError, "at least 1e-6, got 0.0; 1.0 is none"),
         ("repetition_penalty", NAN, ValueError, "finite"),
         ("max_new_tokens", 0, ValueError, "at least one token"),
         ("max_new_tokens", False, TypeError, "got bool"),

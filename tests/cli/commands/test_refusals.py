@@ -44,8 +44,7 @@ OPTIONS = {
     "--kv-budget lots": "a size must look like",
     "--kv-budget 0": "a size must look like",
     "--dtype int3": "--dtype must be one of auto, float32, bfloat16, float16, got int3",
-    "--compiled": "--compiled is for GPUs, and the device is the CPU; leave it out, or give --device cuda",
-    "--compiled --device cpu": "--compiled is for GPUs, and the device is the CPU",
+    "--compiled --device cpu": "--compiled is for GPUs, and the device is the CPU; leave it out, or give --device cuda",
     "--compiled --devices cpu,cpu --run R": "--devices cpu,cpu: --compiled is for GPUs; leave it out",
     "--device toaster": "--device must be a torch device",
     "--device cuda:127": "--device cuda:127: torch",
@@ -106,7 +105,7 @@ CONFIGS = {
     "kv-budget = true": "a size must look like",
     "stop-token-ids = true": "--stop-token-ids must be token ids with commas",
     "dtype = true": "--dtype must be one of",
-    "compiled = true": "--compiled is for GPUs",
+    'compiled = true\ndevice = "cpu"': "--compiled is for GPUs",
 }
 
 # What the input holds, and what the line says.
