@@ -46,8 +46,8 @@ def generate(
     that one in ``prompts`` (its occurrence, so that equal prompts get different samples), its seed, and its index.
     They do not depend on the other prompts, ``kv_budget``, ``page_size`` or ``prefill_chunk``.  Its logits do, by
     rounding: matrix products of other shapes add in another order.  In float32 a token changes only if its random
-    number lies within that rounding, about 1e-6, of the boundary between two tokens.  In bfloat16 and float16 that is
-    common, and most longer samples differ from some token on: only an equal call gives equal samples there.
+    number lies within that rounding of the boundary between two tokens, which is rarest under a filter.  In bfloat16
+    and float16 it is common, and most longer samples differ from some token on: only an equal call gives equal samples.
 
     Of the model's ``generation_config`` the end-of-sequence tokens are used and, where neither ``params`` nor a field
     for it is given, the repetition penalty and the stop strings.  Temperature, filters and lengths are those given

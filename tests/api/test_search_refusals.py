@@ -136,7 +136,7 @@ CALLS: dict[str, tuple[Callable[[Session, SearchNode], object], type[Exception],
     "a prompt's seed": (
         lambda session, node: session.prompt("a", seed=2**64),
         ValueError,
-        r"seed must be below 2\*\*64",
+        "seed must be at most 18446744073709551615",
     ),
     "no forks": (lambda session, node: node.fork(0), ValueError, "count must be at least 1, got 0"),
     "too few seeds": (
