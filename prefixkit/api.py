@@ -19,7 +19,7 @@ from prefixkit.requests import (
 )
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 from prefixkit.session import Result, run
-from prefixkit.session_memory import warn_of_length
+from prefixkit.session_memory import check_length
 
 
 def generate(
@@ -167,7 +167,7 @@ def score(
     """
     one = is_one_prompt(prompts)
     asked = scored_tokens(model, tokenizer, [prompts] if one else prompts, continuations, one)
-    warn_of_length(model, longest_scored(*asked))
+    check_length(model, longest_scored(*asked))
     engine = make_scorer(model, *asked, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
     scores = engine.score(*asked, vocab=text_config(model).vocab_size)
     return scores[0] if one else scores

@@ -27,9 +27,9 @@ from prefixkit.session_memory import (
     SessionBusy,
     SessionMemory,
     Stream,
+    check_length,
     prepare,
     run,
-    warn_of_length,
 )
 
 __all__ = ["MemoryReleased", "Pin", "Result", "Session", "SessionBusy", "run"]
@@ -226,7 +226,7 @@ class Session(SessionMemory):
         with self._busy():
             given, one = with_tokens(self, "prompts", prompts)
             asked = scored_tokens(self.model, self.tokenizer, given, continuations, one)
-            warn_of_length(self.model, longest_scored(*asked))
+            check_length(self.model, longest_scored(*asked))
             engine = self._ready(asked[0])
             engine.report = Report()
             scores = engine.score(*asked, vocab=text_config(self.model).vocab_size)

@@ -25,7 +25,7 @@ from prefixkit.engine.prefixes.write import check_place
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.runs.detokenizer import detokenizer_of
-from prefixkit.models import kv_spec, text_config
+from prefixkit.models import kv_spec, longest_text, text_config
 from prefixkit.models.fingerprint import kv_fingerprint
 from prefixkit.models.shape import attention_shape
 from prefixkit.models.weights_content import kv_version
@@ -348,14 +348,16 @@ def run(engine: Engine, model: Any, tokenizer: Any, requests: list[Request]) -> 
 
 def prepare(engine: Engine, model: Any, tokenizer: Any, requests: list[Request]) -> None:
     """A new report, and how tokens become text."""
-    warn_of_length(model, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
+    check_length(model, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
     engine.report = Report()
     special = any(isinstance(one.params, SamplingParams) and one.params.stop_strings for one in requests)
     engine.runs.detokenizer = detokenizer_of(tokenizer, special)
 
 
-def warn_of_length(model: Any, longest: int) -> None:
-    """Warn of sequences of so many tokens, where the model was made for fewer."""
+def check_length(model: Any, longest: int) -> None:
+    """Refuse sequences of so many tokens that chunks of attention show; warn where the model was made for fewer."""
+    if (most := longest_text(model)) is not None and longest > most:
+        raise ValueError(f"sequences may reach {longest} tokens, and chunks of attention have {most}; ask for fewer")
     limit = getattr(text_config(model), "max_position_embeddings", None)
     if limit is not None and longest > limit:
         log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)

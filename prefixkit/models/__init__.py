@@ -13,7 +13,7 @@ from prefixkit.models.errors import IncompleteStep, NotPatched, UnsupportedModel
 from prefixkit.models.families import pretrained_model, text_config
 from prefixkit.models.patch import patch, patched, unpatch
 from prefixkit.models.runner import ModelRunner
-from prefixkit.models.shape import kv_spec, query_heads
+from prefixkit.models.shape import kv_spec, longest_text, query_heads
 from prefixkit.models.step_cache import StepCache
 from prefixkit.models.tree_cache import TreeCache
 
@@ -27,6 +27,7 @@ __all__ = [
     "UnsupportedTransformers",
     "is_patched",
     "kv_spec",
+    "longest_text",
     "patch",
     "patched",
     "pretrained_model",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -22,6 +23,7 @@ from prefixkit.models.layer import LayerCache, LayeredCache
 NAME = "prefixkit"
 _ORIGINAL = "_prefixkit_original"
 _LAYER = "_prefixkit_layer"
+SCALES = "attn_temperature_tuning"  # scales queries from a position on, Llama 4's; no text of a tree gets there
 WRAPPED = "_prefixkit_wrapped_forward"  # a model's own ``forward`` attribute, while a patch stands before it
 
 # Keywords that do not change the result, and values that ask for what attention over a tree does anyway.  Any other
@@ -54,11 +56,16 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
         cache = cache_among(args, kwargs)
         if cache is None:
             return original.forward(self, *args, **kwargs)
+        return (not_traced if torch.compiler.is_compiling() else on_tree)(self, cache, args, kwargs)
+
+    def on_tree(self: nn.Module, cache: LayeredCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = cache.layer(self, kwargs.get("position_ids"))
         args = tuple(layer if value is cache else value for value in args)
         kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
         return original.forward(shallow_copy(self, original, layer), *args, **kwargs)
 
+    # A layer that its user has compiled would be compiled anew for what a cache holds at each step.
+    not_traced = torch.compiler.disable(on_tree)  # type: ignore[no-untyped-call]
     return subclass(original, _blank, {"forward": forward})
 
 
@@ -138,6 +145,8 @@ def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache
     copy.__dict__.update(module.__dict__)
     copy.__dict__["config"] = _TreeConfig(module.__dict__["config"])
     copy.__dict__[_LAYER] = layer
+    if SCALES in copy.__dict__:
+        copy.__dict__[SCALES] = False
     return copy
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from functools import partialmethod
+from typing import Any, cast
 
-from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from prefixkit.models.errors import UnsupportedModel
+from prefixkit.models.families import text_config
 from prefixkit.models.shape import kv_spec
 from prefixkit.models.tree_cache import TreeCache
 
@@ -29,6 +30,15 @@ class GeneratedCache(TreeCache):
         super().__init__(model)
         self.instead, self.always, self.left = instead, always, False
 
+    @classmethod
+    def of(cls, cache: TreeCache) -> GeneratedCache:
+        """``cache`` itself, which from now on can become one of transformers."""
+        made: Any = cache
+        if not isinstance(cache, cls):
+            made.__class__, made.instead = cls, DynamicCache(config=text_config(cache.model))
+            made.always, made.left = True, False
+        return cast(GeneratedCache, made)
+
     def leave(self) -> Cache:
         """Become the cache of transformers, with the KV that there is."""
         if not self.left:
@@ -44,25 +54,6 @@ class GeneratedCache(TreeCache):
         except UnsupportedModel:
             return True
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.instead.get_seq_length(layer_idx) if self.left else super().get_seq_length()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        of: Any = self.instead if self.left else super()
-        of.reorder_cache(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        of: Any = self.instead if self.left else super()
-        of.batch_select_indices(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        of: Any = self.instead if self.left else super()
-        of.batch_repeat_interleave(repeats)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        of: Any = self.instead if self.left else super()
-        of.crop(tokens_to_remove)
-
     @property
     def layers(self) -> list[Any]:
         return self.instead.layers if self.left else super().layers
@@ -70,9 +61,6 @@ class GeneratedCache(TreeCache):
     @layers.setter
     def layers(self, none: list[Any]) -> None:
         """What the base class would keep."""
-
-    def __len__(self) -> int:
-        return len(self.instead) if self.left else super().__len__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
         if not self.left and self.get_seq_length():
@@ -89,3 +77,12 @@ class GeneratedCache(TreeCache):
 
     def activate_past_recording(self) -> None:
         self.instead.activate_past_recording()  # type: ignore[no-untyped-call]
+
+
+def _where_it_is(cache: GeneratedCache, *args: Any, method: str, **kwargs: Any) -> Any:
+    return getattr(cache.instead if cache.left else super(GeneratedCache, cache), method)(*args, **kwargs)
+
+
+_MOVING = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave", "crop")
+for _method in ("get_seq_length", "__len__", *_MOVING):
+    setattr(GeneratedCache, _method, partialmethod(_where_it_is, method=_method))

@@ -36,12 +36,20 @@ _MODE = "_prefixkit_tree_cache"
 _FEWEST_SHARED, _SHARE, _FEWEST_REPLAYED = 32, 0.25, 32
 # Arguments of a forward pass that attention over a tree understands, and those that change nothing it does.
 _UNDERSTOOD = {"self", "input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
-_UNDERSTOOD |= {"cache_position", "return_dict"}
+_UNDERSTOOD |= {"cache_position", "return_dict", "num_items_in_batch"}
+# What generate() needs for itself, and passes on to models that do not ask for it.
+_OF_GENERATE = {"tokenizer", "assistant_tokenizer"}
+# The kind of each token, which processors give: of text it is 0.
+_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _REQUESTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class NotOnTree(ValueError):
     """A call of a model cannot run on a tree."""
+
+
+class FedAgain(NotOnTree):
+    """Tokens do not go on from those in the cache, as those of a prompt that is given with its own cache."""
 
 
 @functools.cache
@@ -152,7 +160,9 @@ def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], wh
     try:
         logits = _logits(model, cache, given)
     except (NotOnTree, DoesNotFit, UnsupportedModel, IncompleteStep) as error:
-        if not isinstance(cache, GeneratedCache) or (isinstance(error, IncompleteStep) and not began):
+        if isinstance(error, FedAgain):
+            cache = GeneratedCache.of(cache)
+        elif not isinstance(cache, GeneratedCache) or (isinstance(error, IncompleteStep) and not began):
             raise
         log.info("generate() keeps transformers' own cache: %s", error)
         if began:
@@ -189,6 +199,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
             raise NotOnTree("PEFT's adapter_names gives rows adapters of their own, and rows share their tokens")
         steps = cache.start(own, pad, count)
         try:
+            _check_model(cache, given, until)
             return steps.compute(count)
         except BaseException:
             cache.reset()
@@ -196,7 +207,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
     if len(tokens) != cache.batch_size:
         raise NotOnTree(f"input_ids has {len(tokens)} rows, and the cache {cache.batch_size}")
     if mask is not None and tuple(mask.shape) != (len(tokens), until):
-        raise NotOnTree(
+        raise FedAgain(
             f"the attention mask has shape {tuple(mask.shape)}, but {length} tokens of {len(tokens)} rows are in the "
             f"cache and {tokens.shape[1]} are to come"
         )
@@ -211,7 +222,8 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         )
     if (pad != cache.padding).any():
         raise NotOnTree("the attention mask hides other tokens than those that were hidden when the cache was filled")
-    _check_positions(model, positions, cache.padding, length, until)
+    _check_positions(model, positions, pad, length, until)
+    _check_model(cache, given, until)
     return cache.go_on(tokens, count)
 
 
@@ -233,8 +245,7 @@ def _checked(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
         if wanted or (wanted is None and getattr(model.config, name, False)):
             raise NotOnTree(f"{name} is asked for, which there are none of for rows whose tokens are computed once")
     for name, value in given.items():
-        empty = value is None or value is False or (isinstance(value, (dict, list, tuple)) and not value)
-        if not empty and name not in _UNDERSTOOD:
+        if name not in _UNDERSTOOD and not _changes_nothing(model, name, value, tokens):
             raise NotOnTree(f"attention over a tree would ignore {name}")
     if given.get("use_cache") is False:
         raise NotOnTree("use_cache is False")
@@ -246,6 +257,28 @@ def _checked(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
         if (dropout := random_part(model)) is not None:
             raise NotOnTree(f"the model is in training mode, where {dropout} is random; call model.eval() first")
     return tokens
+
+
+def _changes_nothing(model: PreTrainedModel, name: str, value: Any, tokens: Tensor) -> bool:
+    """Whether an argument asks for nothing that a tree does not do, or is of kinds for :func:`_check_model`."""
+    if value is None or value is False or (isinstance(value, (dict, list, tuple)) and not value):
+        return True
+    if name in _KINDS:
+        return isinstance(value, Tensor) and value.ndim == 2 and len(value) == len(tokens) and not bool(value.any())
+    unasked = name in _OF_GENERATE and name not in inspect.signature(original_class(model).forward).parameters
+    return unasked or (name == "is_causal" and value is True)
+
+
+def _check_model(cache: TreeCache, given: dict[str, Any], until: int) -> None:
+    """Raise NotOnTree where the model mixes rows of so many tokens otherwise, or computes by kinds that are all 0."""
+    memory = cache.memory
+    if memory.longest is not None and (own := until - int(cache.padding.min())) > memory.longest:
+        raise NotOnTree(f"a row comes to {own} tokens, and attention in chunks is causal for {memory.longest}")
+    for name in _KINDS:
+        kinds = given.get(name)  # of all tokens, or of the new ones
+        whole = None if kinds is None else {until: True, given["input_ids"].shape[1]: False}.get(kinds.shape[1])
+        if kinds is not None and (whole is None or not memory.ignores_zeros(name, whole)):
+            raise NotOnTree(f"attention over a tree would ignore {name}, and zeros change what the model computes")
 
 
 def _padding(mask: Any, tokens: Tensor) -> NDArray[np.int64]:
@@ -271,12 +304,13 @@ def _check_positions(model: PreTrainedModel, position_ids: Any, pad: NDArray[np.
         if not counts_from_zero(model):
             raise NotOnTree("there are no position_ids, and without them the model counts from elsewhere than 0")
         return
+    wrong = FedAgain if begin else NotOnTree
     given = position_ids.cpu().numpy() if isinstance(position_ids, Tensor) else np.empty((0, 0))
     expected = np.arange(begin, end) - pad[:, None]
     if given.ndim not in (2, 3) or given.shape[-1] != end - begin or given.shape[-2] not in (1, len(pad)):
-        raise NotOnTree(f"position_ids has shape {given.shape}, not {expected.shape}")
+        raise wrong(f"position_ids has shape {given.shape}, not {expected.shape}")
     if (np.where(expected < 0, 0, given - expected) != 0).any():
-        raise NotOnTree("position_ids do not count the tokens of each row from its first")
+        raise wrong("position_ids do not count the tokens of each row from its first")
 
 
 def _check_it_pays(cache: TreeCache, tokens: NDArray[np.int32], pad: NDArray[np.int64]) -> None:

@@ -18,7 +18,7 @@ _NUMBERS = frozenset({bool, int, float, complex, np.float32, np.float64, np.int3
 _CONTAINERS = frozenset({list, tuple, dict})
 # What every module has, and what of it is read.
 _COMMON = frozenset(nn.Module().__dict__)
-_READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "training")
+_READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 # What reads a module's attributes, its class's name and whether that is an adapter's, by class and number of
 # attributes: modules of one class mostly have the same.
 _readers: dict[tuple[type[nn.Module], int], tuple[Callable[[dict[str, Any]], Any], str, bool]] = {}
@@ -117,15 +117,16 @@ def _numbers_in(values: Any) -> list[Hashable]:
 
 
 def _read(module: nn.Module) -> tuple[tuple[Any, ...], str, bool]:
-    """The values of the attributes ``_READ`` and of those that not every module has, its class's name, and whether it
-    is an adapter.
+    """The values of the attributes ``_READ``, of its mode and of what not every module has; its class's name, and whether
+    it is an adapter.
     """
     kind, parts = type(module), module.__dict__
     try:
         getter, name, adapts = _readers[kind, len(parts)]
         return getter(parts), name, adapts
     except KeyError:
-        getter = itemgetter(*_READ, *[name for name in parts if name not in _COMMON])
+        # A module that torch.compile has made keeps no mode of its own.
+        getter = itemgetter(*_READ, *[name for name in parts if name not in _COMMON or name == "training"])
         _readers[kind, len(parts)] = getter, kind.__qualname__, _is_adapter(kind)  # type: ignore[arg-type]  # classes hash
         return getter(parts), *_readers[kind, len(parts)][1:]
 

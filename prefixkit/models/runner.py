@@ -18,11 +18,12 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.models.attention import is_patched
 from prefixkit.models.compile.packed_weights import moves
+from prefixkit.models.compile.packing import capturing
 from prefixkit.models.errors import NotPatched, UnsupportedModel
 from prefixkit.models.families import logits_of, pretrained_model, text_config
 from prefixkit.models.model_state import weights_places
 from prefixkit.models.probe.passes import random_part
-from prefixkit.models.shape import kv_spec, query_heads, windows
+from prefixkit.models.shape import kv_spec, longest_text, query_heads, windows
 from prefixkit.models.step_cache import StepCache
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
@@ -50,6 +51,7 @@ class ModelRunner:
     Attributes:
         model: The patched model.
         cache: The cache that carries ``pool`` to its layers.
+        longest: See :func:`longest_text`.
         vocab_size: Columns of the logits.
         compiled: The compiled layers, or None.
 
@@ -88,6 +90,7 @@ class ModelRunner:
         self._keeps_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self.model, self.call = model, model if call is None else call
         self.cache = StepCache(pool, windows(model))
+        self.longest = longest_text(model)
         self.vocab_size = int(text_config(inner).vocab_size)
         _warn_of_moving_rotary(inner)
         self.compiled: CompiledLayers | None = None
@@ -106,7 +109,7 @@ class ModelRunner:
             ``torch.inference_mode``.
 
         Raises:
-            ValueError: the model is in training mode, and drops something at random.
+            ValueError: the model is in training mode, and drops something at random; or a text exceeds ``longest``.
             IncompleteStep: a layer was not reached exactly once.
         """
         with torch.inference_mode():
@@ -118,6 +121,8 @@ class ModelRunner:
             raise ValueError(
                 f"ModelRunner: the model is in training mode, where {dropout} is random; call model.eval() first"
             )
+        if self.longest is not None and not capturing() and (last := int(step.positions.max())) >= self.longest:
+            raise ValueError(f"ModelRunner: a text has {last + 1} tokens, and chunks of attention have {self.longest}")
         with self._turn, torch.inference_mode():
             try:
                 self.cache.begin(step)

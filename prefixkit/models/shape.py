@@ -73,7 +73,12 @@ def attention_shape(model: nn.Module) -> Hashable:
     Raises:
         UnsupportedModel: see :func:`kv_spec`.
     """
-    return tuple((layer, layer.window) for layer in _layers(model))
+    return tuple((layer, layer.window, layer.longest) for layer in _layers(model))
+
+
+def longest_text(model: nn.Module) -> int | None:
+    """Tokens of a text up to which attention in chunks is causal; None for any number.  Raises as :func:`kv_spec`."""
+    return min((layer.longest for layer in _layers(model) if layer.longest is not None), default=None)
 
 
 def _layers(model: nn.Module) -> list[LayerShape]:

@@ -18,7 +18,7 @@ from prefixkit.models.attention import forward_below, takes_trees
 from prefixkit.models.errors import NotPatched
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.row_steps import RowSteps
-from prefixkit.models.tree_memory import idle_of
+from prefixkit.models.tree_memory import TreeMemory, idle_of
 from prefixkit.runners.batch import Runner
 from prefixkit.tree.pages import OutOfPages, check_page_size
 from prefixkit.tree.rows import Rows, pages_of_rows
@@ -91,6 +91,12 @@ class TreeCache(DynamicCache):
     def kv_tokens(self) -> int:
         """Tokens whose KV is held: those that rows share once."""
         return 0 if self._steps is None else int(self._steps.settled().tree.snapshot().length.sum())
+
+    @property
+    def memory(self) -> TreeMemory:
+        """Pool, tree and runner of its rows, once they were started."""
+        assert self._steps is not None
+        return self._steps.memory
 
     @property
     def runner(self) -> Runner | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.models.attention import takes_trees
+from prefixkit.models.probe.passes import ignores_zeros
 from prefixkit.models.runner import planner_of, runner_of
-from prefixkit.models.shape import attention_shape, kv_spec
+from prefixkit.models.shape import attention_shape, kv_spec, longest_text
 from prefixkit.models.weights_content import kv_version
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, free_memory
@@ -47,6 +49,8 @@ class TreeMemory:
         tree, pool, runner: These.
         cache: KV of earlier rows, until its pages are needed.
         chunk: Prompt tokens of a step.
+        longest: Tokens that a row may have, see :func:`longest_text`.
+        ignores_zeros: Whether the model, with its present weights, ignores an argument that is zero for each token.
 
     Raises:
         DoesNotFit: so many pages take more than their share of the memory that is free.
@@ -54,10 +58,12 @@ class TreeMemory:
 
     def __init__(self, model: Any, call: Callable[..., Any], num_pages: int, page_size: int, idle: Idle) -> None:
         self.model, self.call, self.spec, self.idle = model, call, kv_spec(model), idle
+        self.longest = longest_text(model)
         self._shape = attention_shape(model)
         self._check(num_pages * page_size)
         self._plant(num_pages, page_size)
         self._version: int | None = kv_version(model)
+        self.ignores_zeros = functools.cache(partial(ignores_zeros, model))
         self._take(KVPool(self.spec, num_pages, page_size))
         self.chunk = prefill_chunk_for(self.spec.device)
 
@@ -77,6 +83,7 @@ class TreeMemory:
         self.runner.begin()
         if (version := kv_version(self.model, partial(self.tree.longest_match, prompts))) != self._version:
             self._version = version
+            self.ignores_zeros.cache_clear()
             self._plant(self.pool.num_pages, self.pool.page_size)
 
     @property

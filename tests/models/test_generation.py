@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessorList, MinLengthLogitsProcessor, StoppingCriteriaList
+from transformers import (
+    AutoModelForImageTextToText,
+    DynamicCache,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from prefixkit import TreeCache, patch, unpatch
 from prefixkit.models import NotPatched
 from prefixkit.models.generation import NotOnTree
 from tests.models.tiny_families import PECULIAR, VOCAB, make_model
+from tests.tiny import byte_tokenizer, tiny_llama
 
 NEW = 14
 ENDS = {"pad_token_id": 0, "eos_token_id": 2}
 SAMPLED = {"do_sample": True, "num_return_sequences": 4}
 BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2}
+
+
+IMAGES = {"gemma3": "token_type_ids", "qwen2_vl": "mm_token_type_ids", "molmo2": "mm_token_type_ids"}
+
+
+def image_model(model_type):
+    """A tiny model of images and text, and the argument by which its processor tells them apart."""
+    from scripts.tiny_models import tiny_config, tiny_model
+
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"image_model({model_type!r}): seed {seed}")
+    torch.manual_seed(seed)
+    return tiny_model(tiny_config(model_type), "", AutoModelForImageTextToText), IMAGES[model_type]
 
 
 @pytest.fixture
@@ -278,6 +299,125 @@ class TestWhatCannotBeOnATree:
         assert "a tree cache takes at most 50% of" in said()[0]
 
 
+class TestArgumentsThatChangeNothing:
+    @pytest.mark.parametrize("options", [{"do_sample": True, "num_return_sequences": 4}, {"num_beams": 3}])
+    def test_a_tokenizer_that_finds_stop_strings(self, options, rng):
+        model, tokenizer = tiny_llama(seed=int(rng.integers(1000))), byte_tokenizer()
+        inputs = {"input_ids": torch.from_numpy(rng.integers(5, 200, (1, 20)))}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        options = {"eos_token_id": None, "max_new_tokens": 40, **options}
+        stop = [tokenizer.decode([token]) for token in range(70)]
+        for given in ({"stop_strings": stop}, {"stop_strings": stop, "assistant_tokenizer": tokenizer}):
+            want, got, cache = compared(model, inputs, **options, **given, tokenizer=tokenizer)
+            assert isinstance(cache, TreeCache)
+            assert not cache.left
+            assert torch.equal(got, want)
+            assert 20 < want.shape[1] < 60
+
+    @pytest.mark.parametrize("given", [{"is_causal": True}, {"num_items_in_batch": 7}])
+    def test_what_asks_for_what_a_tree_does(self, given, padded):
+        want, got, cache = compared(make_model(), padded, **SAMPLED, **given)
+        assert not cache.left
+        assert torch.equal(got, want)
+
+    def test_what_a_model_asks_for_itself_is_not_ignored(self, padded, said):
+        model = make_model()
+
+        class Asking(type(model)):
+            def forward(self, *args, tokenizer=None, **kwargs):
+                return super().forward(*args, **kwargs)
+
+        model.__class__ = Asking
+        generate(patch(model, tree_cache="always"), padded, **SAMPLED, tokenizer=byte_tokenizer())
+        assert "attention over a tree would ignore tokenizer" in said()[0]
+
+    @pytest.mark.parametrize("model_type", IMAGES)
+    @pytest.mark.parametrize("options", [SAMPLED, BEAMS, {"do_sample": False, "prefill_chunk_size": 13}])
+    def test_kinds_of_tokens_that_say_that_all_is_text(self, model_type, options, padded):
+        model, name = image_model(model_type)
+        given = {**padded, name: torch.zeros_like(padded["input_ids"])}
+        want, got, cache = compared(model, given, **options)
+        assert not cache.left
+        assert torch.equal(got, want)
+
+    @pytest.mark.parametrize("model_type", IMAGES)
+    def test_kinds_of_tokens_of_images_are_not_ignored(self, model_type, padded, said):
+        model, name = image_model(model_type)
+        given = {**padded, name: torch.zeros_like(padded["input_ids"])}
+        given[name][:, 13:16] = 1
+        want, got, cache = compared(model, given, do_sample=False)
+        assert torch.equal(got, want)
+        assert type(cache) is DynamicCache
+        assert f"would ignore {name}" in said()[0]
+
+    @pytest.mark.parametrize(("model_type", "taken"), [("bert", True), ("gpt2", False)])
+    def test_kinds_of_tokens_that_a_model_embeds(self, model_type, taken, padded, said):
+        model = make_model(model_type, is_decoder=True)
+        for kind in (0, 1):
+            given = {**padded, "token_type_ids": torch.full_like(padded["input_ids"], kind)}
+            want, got, cache = compared(model, given, do_sample=False)
+            assert torch.equal(got, want)
+            assert isinstance(cache, TreeCache) == (taken and kind == 0)
+        assert "attention over a tree would ignore token_type_ids" in said()[-1]
+
+    def test_kinds_are_looked_at_again_once_weights_have_changed(self, padded):
+        model = patch(make_model("gpt2"), tree_cache="always")
+        rows, found = model.transformer.wte.weight, []
+        with torch.no_grad():
+            kept, zeros = rows[0].clone(), torch.zeros_like(padded["input_ids"])
+            padded["attention_mask"][:], padded["input_ids"][:, :9] = 1, 9
+            for row in (torch.zeros_like(kept), kept):
+                rows[0] = row
+                want = generate(unpatch(copy.deepcopy(model)), padded, token_type_ids=zeros, do_sample=False)
+                got = generate(model, padded, token_type_ids=zeros, do_sample=False, return_dict_in_generate=True)
+                assert torch.equal(got.sequences, want)
+                found.append(isinstance(got.past_key_values, TreeCache))
+        assert found == [True, False]
+
+
+class TestChunkedAttention:
+    @staticmethod
+    def model(**overrides):
+        experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "no_rope_layers": [1, 0]}
+        return make_model("llama4_text", head_dim=16, **experts, **overrides)
+
+    @pytest.mark.parametrize("options", [SAMPLED, BEAMS, {"do_sample": False}])
+    @pytest.mark.parametrize("limits", [(40, 8192), (24, 8192), (8192, 30)])
+    def test_a_text_that_grows_past_its_chunk_goes_on_with_the_kv_of_before(self, options, limits, padded, said):
+        """The second layer has no rotary embedding, and scales queries from ``floor_scale`` on."""
+        model = self.model(attention_chunk_size=limits[0], floor_scale=limits[1])
+        options = {**options, "eos_token_id": None}
+        want, got, cache = compared(model, padded, **options)
+        assert torch.equal(got, want)
+        assert bool(said()) == (min(limits) < 20 + NEW - 1)
+        assert all("a row comes to" in one for one in said())
+        assert isinstance(cache, TreeCache) != bool(said())
+
+    def test_a_prompt_that_is_longer_than_a_chunk(self, padded, said):
+        want, got, cache = compared(self.model(attention_chunk_size=15), padded, **SAMPLED)
+        assert torch.equal(got, want)
+        assert type(cache) is DynamicCache
+        assert "a row comes to 20 tokens, and attention in chunks is causal for 15" in said()[0]
+
+    def test_padding_is_no_part_of_a_chunk(self, padded):
+        model = self.model(attention_chunk_size=17)
+        short = {name: given[1:] for name, given in padded.items()}
+        want, got, cache = compared(model, short, do_sample=False, max_new_tokens=2)
+        assert isinstance(cache, TreeCache)
+        assert torch.equal(got, want)
+
+    def test_a_cache_of_ones_own_is_refused_and_stays_as_it_was(self, rng):
+        model = patch(self.model(attention_chunk_size=12))
+        ids, cache = torch.from_numpy(rng.integers(3, VOCAB, (2, 13))), TreeCache(model)
+        with torch.no_grad():
+            model(ids[:, :11], past_key_values=cache)
+            with pytest.raises(NotOnTree, match="a row comes to 13 tokens, and attention in chunks is causal for 12"):
+                model(ids[:, 11:], past_key_values=cache)
+            got = model(ids[:, 11:12], past_key_values=cache).logits
+            want = unpatch(model)(ids[:, :12]).logits[:, 11:]
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
 class TestModelsThatOthersHaveChanged:
     @pytest.mark.parametrize("patched_first", [True, False])
     def test_mixed_precision_of_accelerate(self, patched_first, padded):
@@ -421,6 +561,51 @@ class TestWhereAGenerationLeavesTheTree:
 
 
 class TestACacheOfOnesOwn:
+    @pytest.mark.parametrize("more", [-4, -1, 0, 1, 3])
+    @pytest.mark.parametrize("family", ["llama", "gemma2"])
+    def test_a_prompt_beside_a_cache_of_any_length_is_taken_as_transformers_takes_it(self, more, family, padded):
+        """Also as many tokens as there are in the cache, or fewer, which transformers appends to them."""
+        model, outs = make_model(family), []
+        ids, there = (torch.cat([given, given[:, :5].clamp(min=1)], 1) for given in padded.values())
+        for prepare in (unpatch, patch):
+            prepare(model)
+            for prompt in (padded, {"input_ids": padded["input_ids"][:, 9:]}):
+                cache = TreeCache(model) if prepare is patch else DynamicCache(config=model.config)
+                begin, end = 20 - prompt["input_ids"].shape[1], 20 + more
+                mask = there[:, begin:end] if "attention_mask" in prompt else torch.ones_like(there[:, begin:end])
+                positions = (mask.cumsum(1) - 1).clamp(min=0)
+                with torch.no_grad():
+                    held = {"input_ids": ids[:, begin:end], "attention_mask": mask, "position_ids": positions}
+                    model(**held, past_key_values=cache)
+                outs.append((generate(model, prompt, do_sample=True, past_key_values=cache), cache.get_seq_length()))
+        for want, got in zip(outs[:2], outs[2:], strict=True):
+            assert torch.equal(got[0], want[0])
+            assert got[1] == want[1]
+
+    @pytest.mark.parametrize("new", [5, 9, 12])
+    @pytest.mark.parametrize("given", ["nothing", "positions", "masks"])
+    def test_tokens_go_on_from_those_it_holds_or_are_fed_again_as_with_transformers(self, new, given, rng, said):
+        model, caches = make_model(), []
+        held, ids, last = (torch.from_numpy(rng.integers(3, VOCAB, (2, count))) for count in (9, new, 1))
+        more = {
+            "nothing": {},
+            "positions": {"position_ids": torch.arange(new)[None]},
+            "masks": {"position_ids": torch.arange(new)[None], "attention_mask": torch.ones(2, new, dtype=torch.int64)},
+        }[given]
+        logits = []
+        for prepare in (unpatch, patch):
+            prepare(model)
+            caches.append(TreeCache(model) if prepare is patch else DynamicCache())
+            with torch.no_grad():
+                model(held, past_key_values=caches[-1])
+                logits.append(model(ids, past_key_values=caches[-1], **more).logits)
+                caches[-1].batch_select_indices(torch.tensor([1, 0]))
+                logits.append(model(last, past_key_values=caches[-1]).logits)
+        torch.testing.assert_close(logits[2], logits[0], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(logits[3], logits[1], rtol=2e-5, atol=2e-5)
+        assert len(said()) == (given != "nothing")
+        assert [one.get_seq_length() for one in caches] == [10 + new] * 2
+
     def test_goes_on_where_it_was(self, padded):
         model = patch(make_model())
         cache = TreeCache(model, page_size=4)
@@ -503,8 +688,6 @@ class TestACacheOfOnesOwn:
             model(padded["input_ids"], past_key_values=cache)
             with pytest.raises(ValueError, match="has 2 rows, and the cache 3"):
                 model(padded["input_ids"][:2], past_key_values=cache)
-            with pytest.raises(ValueError, match="20 tokens of 3 rows are in the cache and 1 are to come"):
-                model(padded["input_ids"][:, :1], attention_mask=torch.ones(3, 4), past_key_values=cache)
         with pytest.raises(ValueError, match=r"crop: got 3 for 20 tokens; use a negative number"):
             cache.crop(3)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.attention import original_class
+from prefixkit.models.attention import SCALES, original_class
 from prefixkit.models.errors import UnsupportedModel
 from prefixkit.models.layer import LayeredCache
-from prefixkit.models.probe.mask import UnknownMask, window_of
+from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
 
 ROWS = 4  # tokens of a pass; the last is the first once more, at its position
 
@@ -28,6 +29,7 @@ class LayerShape:
         dtype: Of the keys and values.
         device: Where they are made.
         window: Tokens that a query sees, itself included; None for all.  Layers may differ in it and be alike.
+        longest: Tokens that a text may have: of one chunk of attention, and before queries are scaled; None for any.
         counts_from_zero: Keys are the same without position_ids as with those that count from 0.
     """
 
@@ -37,6 +39,7 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     window: int | None = field(default=None, compare=False)
+    longest: int | None = field(default=None, compare=False)
     counts_from_zero: bool = field(default=True, compare=False)
 
     def __str__(self) -> str:
@@ -60,6 +63,7 @@ class ProbeCache(LayeredCache):
     def __init__(self, layers: dict[str, nn.Module], length: int | None, shapes_only: bool = False) -> None:
         super().__init__(len(layers))
         self.length, self.shapes_only = length, shapes_only
+        self.is_initialized = length != 0
         self.names = list(layers)
         self.shapes: list[LayerShape] = []
         self.rows: list[Tensor] = []  # of each layer: [ROWS, what a row's query, keys and values are]
@@ -112,12 +116,17 @@ class ProbedLayer:
         self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
     ) -> Tensor:
         k, v = self._kv
-        if self._cache.length is not None:
+        scales = self._module.__dict__.get(SCALES) and not self._module.__dict__.get("use_rope")
+        longest = math.ceil(self._module.__dict__["floor_scale"]) - 1 if scales else None
+        if (length := self._cache.length) is not None:
             try:
-                window = window_of(self._mask, self._cache.length, ROWS, window)
+                if chunk := chunk_of(self._mask, length, ROWS):
+                    window, longest = None, min(chunk, longest or chunk)
+                else:
+                    window = window_of(self._mask, length, ROWS, window)
             except UnknownMask as error:
                 self._refuse(str(error))
-        shape = LayerShape(query.shape[1], k.shape[1], k.shape[3], _smaller(k, v), k.device, window)
+        shape = LayerShape(query.shape[1], k.shape[1], k.shape[3], _smaller(k, v), k.device, window, longest)
         self._cache.shapes.append(shape)
         if self._cache.shapes_only:
             raise Enough

@@ -41,6 +41,18 @@ def window_of(mask: Any, length: int, rows: int, told: int | None) -> int | None
     )
 
 
+def chunk_of(mask: Any, length: int, rows: int) -> int | None:
+    """The size of the chunks in which a mask lets queries see, if a chunk begins among them; None if it shows none."""
+    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+        return None
+    shown = _shown(mask, length, rows)
+    first = shown.reshape(-1, rows, length + rows)[0].int().argmax(1)
+    size = int(first[-1] - first[0])
+    query, key = torch.arange(length, length + rows)[:, None], torch.arange(length + rows)
+    chunked = size > 0 and bool((shown == ((key <= query) & (key // size == query // size))).all())
+    return size if chunked else None
+
+
 def _shown(mask: Any, length: int, rows: int) -> Tensor:
     """``[..., rows, length + rows]`` bool: what a mask shows, on the CPU."""
     if (mask_mod := getattr(mask, "mask_mod", None)) is not None:

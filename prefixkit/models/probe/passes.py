@@ -27,7 +27,7 @@ from prefixkit.models.families import attention_layers, logits_of, pretrained_mo
 from prefixkit.models.probe.cache import ROWS, Enough, LayerShape, ProbeCache
 from prefixkit.models.step_cache import empty_mask
 
-_LONGEST = 1 << 17  # tokens that the cache claims to hold, at most
+_LONGEST = 1 << 17  # tokens that the cache claims to hold, about
 _ATTEMPTS = 3
 
 
@@ -70,7 +70,7 @@ def _look(
     if "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
         given["logits_to_keep"] = torch.tensor([0, ROWS - 1], device=order.device)
     logits = _run(model, step, text, **given)
-    _run(model, long, text, position_ids=length + torch.arange(ROWS, device=order.device)[None])
+    _run(model, long, text, position_ids=_positions(model, length))
     if random_part(model) is not None:
         return None, long.shapes
     if not any(hasattr(module, "rope_deltas") for module in model.modules()):  # kept of a pass, for the next
@@ -79,6 +79,29 @@ def _look(
         replace(shape, counts_from_zero=not plain.rows or _close(rows[:-1], plain.rows[layer][:-1], shape.dtype))
         for layer, (shape, rows) in enumerate(zip(long.shapes, step.rows, strict=True))
     ]
+
+
+def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
+    """Whether an argument of ``forward`` that is zero for each token, of the whole text or the new ones, changes nothing
+    that a model computes, bit by bit, nor the masks that its layers get.
+    """
+    inner, layers = pretrained_model(model), attention_layers(model)
+
+    def seen(length: int, *names: str) -> tuple[list[dict[str, Any]], list[Any]]:
+        cache, count = ProbeCache(layers, length), ROWS + length * whole
+        given = {name: torch.zeros(1, count, dtype=torch.int64, device=_device(inner)) for name in names}
+        logits = _run(inner, cache, _tokens(inner, 0), position_ids=_positions(inner, length), **given)
+        return list(map(vars, cache.shapes)), [*cache.rows, logits]
+
+    def same(length: int) -> bool:
+        (shapes, rows), (others, other_rows) = seen(length), seen(length, name)
+        return shapes == others and all(map(torch.equal, rows, other_rows))
+
+    try:
+        with torch.no_grad(), _taking_trees(layers.values()):
+            return all(any(same(length) for _ in range(_ATTEMPTS)) for length in (0, _length(inner)))
+    except UnsupportedModel:
+        return False
 
 
 def random_part(model: nn.Module) -> str | None:
@@ -164,9 +187,18 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 
 def _length(model: PreTrainedModel) -> int:
-    """Tokens that the cache claims to hold: so many that windows and chunks show, and positions are known."""
+    """Tokens that the cache claims to hold: so many that windows show, and that a chunk begins among the next four."""
+    config = text_config(model)
+    chunk, window = (getattr(config, name, None) or 0 for name in ("attention_chunk_size", "sliding_window"))
+    most = max(_LONGEST, 2 * chunk, window + 2 * ROWS)
+    return most - most % max(chunk, 1) - ROWS // 2
+
+
+def _positions(model: PreTrainedModel, length: int) -> Tensor:
+    """``[1, 4]`` positions after so many tokens, or the last that the model surely knows."""
     most = getattr(text_config(model), "max_position_embeddings", None) or 2048
-    return max(0, min(int(most), _LONGEST) - 4 * ROWS)  # some models count positions from a padding token's
+    first = min(length, max(0, int(most) - 4 * ROWS))  # some models count positions from a padding token's
+    return first + torch.arange(ROWS, device=_device(model))[None]
 
 
 def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:
@@ -182,12 +214,13 @@ def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:
 
 @contextmanager
 def _taking_trees(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let attention modules that are not patched take our caches."""
+    """Let attention modules that are not patched take our caches, and layers that were compiled run as they are."""
     changed = [module for module in modules if not is_tree_class(type(module))]
     try:
         for module in changed:
             become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for module in changed:
             become(module, original_class(module))

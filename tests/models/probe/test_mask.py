@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefixkit.models.probe.mask import UnknownMask, window_of
+from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
 
 
 def mask_of(window=None):
@@ -43,6 +43,15 @@ def test_chunks_are_no_window():
     for size in (3, 4, 8):
         with pytest.raises(UnknownMask, match=r"gets a mask that (hides|shows) the token"):
             window_of(((key <= query) & (key // size == query // size))[None, None], 7, 3, None)
+
+
+def test_a_chunk_shows_where_it_begins_among_the_queries():
+    query, key = torch.arange(7, 10)[:, None], torch.arange(10)
+    for size in (2, 3, 4, 8, 9):
+        assert chunk_of(((key <= query) & (key // size == query // size))[None, None], 7, 3) == size
+    begins_before = ((key <= query) & (key // 7 == query // 7))[None, None]
+    for mask in (begins_before, mask_of(), mask_of(1), mask_of(3), None, torch.ones(1, 10)):
+        assert chunk_of(mask, 7, 3) is None
 
 
 def test_a_hole_is_no_window():

@@ -9,8 +9,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prefixkit.models import UnsupportedModel, is_patched, kv_spec, patch
 from prefixkit.models.probe.cache import LayerShape
-from prefixkit.models.probe.passes import probe
-from prefixkit.models.shape import counts_from_zero, windows
+from prefixkit.models.probe.passes import ignores_zeros, probe
+from prefixkit.models.shape import counts_from_zero, longest_text, windows
 from tests.models.tiny_families import WINDOW
 
 CPU = torch.device("cpu")
@@ -19,7 +19,6 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32
 WRONG = {
     "jetmoe": (EXPERTS | {"kv_channels": 16}, "attends over other keys or values"),
     "diffllama": ({}, "attends over other keys or values"),
-    "llama4_text": (EXPERTS | {"attention_chunk_size": 8, "head_dim": 16}, "gets a mask that hides the token . before"),
     "doge": ({}, "DogeAttention: RuntimeError"),
     "deepseek_v3": ({"first_k_dense_replace": 2}, "one shape .1, kv_heads, tokens, head_dim., no latents"),
 }
@@ -51,6 +50,49 @@ def test_a_window_is_the_masks_whether_the_attention_function_is_told_or_not(tin
         run.tree.insert(tokens)
         run.run()
         assert (run.logits_of(tokens) - dense_logits(model, tokens)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("size", [7, 8, 300, 200_000])
+def test_a_chunk_of_attention_is_how_long_a_text_may_be(size, implementation, tiny):
+    """Also a chunk that is longer than the 256 positions of the model."""
+    model = tiny("llama4_text", **EXPERTS, attention_chunk_size=size, head_dim=16, floor_scale=10**6)
+    model.set_attn_implementation(implementation)
+    assert longest_text(model) == size
+    assert windows(model) == [None, None]
+
+
+def test_a_text_may_be_as_long_as_queries_stay_as_they_are(tiny):
+    rotary = {"attention_chunk_size": 40, "head_dim": 16, "no_rope_layers": [1, 0]}
+    assert longest_text(tiny("llama4_text", **EXPERTS, **rotary, floor_scale=30)) == 29
+    assert longest_text(tiny("llama4_text", **EXPERTS, **rotary, floor_scale=50)) == 40
+    assert longest_text(tiny("llama4_text", **EXPERTS, **rotary, attn_temperature_tuning=False, floor_scale=30)) == 40
+    assert longest_text(tiny("llama")) is None
+
+
+def test_a_window_that_only_the_mask_shows_may_be_longer_than_the_models_positions(tiny):
+    assert windows(tiny("phimoe", **EXPERTS, sliding_window=300)) == [300, 300]
+    assert windows(tiny("phimoe", **EXPERTS, sliding_window=150_000)) == [150_000, 150_000]
+
+
+@pytest.mark.parametrize("size", [7, 300])
+def test_a_step_over_a_text_that_is_longer_than_a_chunk_is_refused(size, tiny, drive, dense_logits, rng):
+    model = tiny("llama4_text", **EXPERTS, attention_chunk_size=size, head_dim=16, floor_scale=10**6)
+    run, tokens = drive(model, num_pages=100), rng.integers(3, 128, size).tolist()
+    run.tree.insert(tokens)
+    run.run()
+    assert (run.logits_of(tokens) - dense_logits(model, tokens)).abs().max() <= 1e-4
+    run.tree.insert([*tokens, 5])
+    with pytest.raises(ValueError, match=rf"a text has {size + 1} tokens, and chunks of attention have {size}"):
+        run.run()
+
+
+@pytest.mark.parametrize(("model_type", "ignored"), [("bert", True), ("gpt2", False), ("gpt_bigcode", False)])
+def test_kinds_of_tokens_are_ignored_where_zeros_are_what_the_model_takes_for_none(model_type, ignored, tiny):
+    model = tiny(model_type, is_decoder=True)
+    assert ignores_zeros(model, "token_type_ids", whole=False) is ignored
+    assert not ignores_zeros(model, "token_type_ids", whole=True), "which it does not take"
+    assert not ignores_zeros(model, "labels_of_mine", whole=False), "which nobody takes"
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
