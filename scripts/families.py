@@ -4,12 +4,14 @@
     python scripts/families.py --only llama,gemma2
 
 Each is generated with before and after ``patch(model, tree_cache="always")``: greedily from a padded batch, with beams,
-and with samples; with short windows or chunks of attention and without, where the config knows them.
+with samples, and as its processor passes text; with short windows or chunks of attention and without, where the config
+knows them.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 import multiprocessing
 import os
@@ -26,10 +28,11 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_models import FIRST_WORD, VARIANTS, VOCAB, tiny_config, tiny_model
+from tiny_models import FIRST_WORD, LONG_CHUNKS, VARIANTS, VOCAB, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 import prefixkit
 from prefixkit.models import UnsupportedModel
@@ -39,7 +42,7 @@ LISTS = {
     "Text": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", AutoModelForCausalLM),
     "Images and text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", AutoModelForImageTextToText),
 }
-VERDICTS = ["untried", "tree", "refused", "error", "wrong"]  # from the best to the worst
+VERDICTS = ["untried", "tree", "partly", "refused", "error", "wrong"]  # from the best to the worst
 # What cannot generate from text, where the exception would not say so.
 NEEDS = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "the KV of the model that it drafts for"),
@@ -55,19 +58,27 @@ LENGTH, NEW, TOLERANCE = 26, 8, 1e-4
 INTRODUCTION = """\
 `python scripts/families.py --write docs/families.md` wrote this page. For each `model_type` it makes a tiny model with
 random weights, generates with it, patches it by `patch(model, tree_cache="always")`, generates again, and compares
-tokens and logits: greedily from a left-padded batch of three texts that share their head, with three beams, and with
-three samples. Configs with windows or chunks are tried with short ones and without; the verdict is the worst of these,
-where transformers can build both. Logits may differ by 0.0001 of their spread.
+tokens and logits: greedily from a left-padded batch of three texts that share their head, with three beams, with three
+samples of a text without padding, and once more with the `token_type_ids` or `mm_token_type_ids` of zeros that its
+processor or tokenizer makes of text. Configs with windows or chunks are tried with short ones and without; the verdict
+is the worst of these, where transformers can build both. Logits may differ by 0.0001 of their spread.
 
 *Tree*: on the tree, with the same tokens and logits. *Refused*: prefixkit says what is in the way, and transformers
-goes on with its own cache and the same result. *Wrong*: other tokens or logits. *Error*: an exception that the model
+goes on with its own cache and the same result. *Partly*: so it is for the calls that are named, and others are on the
+tree. *Wrong*: other tokens or logits. *Error*: an exception that the model
 without the patch does not raise. *Untried*: transformers cannot build it tiny, or not generate from text alone."""
 SECONDS, GIBIBYTES = 180, 12  # that one model_type may take
-CALLS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "samples": {"do_sample": True, "num_return_sequences": 3},
+PADDED, KINDS = "with padding on the left", "as its processor passes text"
+SAMPLES: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3}
+# Each call, what is special about it, and its options.
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": (PADDED, {}),
+    "beams": (PADDED, {"num_beams": 3}),
+    "samples": ("without padding", SAMPLES),
+    "samples of a processor's text": (KINDS, SAMPLES),
 }
+# Which tokens are text: 0 for each of them.
+KIND_NAMES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 @dataclass
@@ -96,6 +107,24 @@ def texts() -> dict[str, Tensor]:
         ids[row, pad : LENGTH - 5] = ids[0, : LENGTH - 5 - pad].clone()
         ids[row, :pad], mask[row, :pad] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def kinds(model: PreTrainedModel) -> list[str]:
+    """The arguments of a model by which its processor, or its tokenizer, says that tokens are text."""
+    takes = inspect.signature(type(model).forward).parameters
+    made = set(KIND_NAMES)
+    if "image" not in model.input_modalities:
+        name = TOKENIZER_MAPPING_NAMES.get(model.config.model_type)
+        made = set(getattr(getattr(transformers, name or "", None), "model_input_names", ()))
+    return [name for name in KIND_NAMES if name in takes and name in made]
+
+
+def inputs_of(model: PreTrainedModel, case: str) -> dict[str, Tensor]:
+    """What a model is called with in one of the cases."""
+    if case == PADDED:
+        return texts()
+    one = {name: value[:1] for name, value in texts().items()}
+    return one | {name: torch.zeros_like(one["input_ids"]) for name in (kinds(model) if case == KINDS else ())}
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> Output:
@@ -140,12 +169,12 @@ def doubts(model: PreTrainedModel, greedy: Output, inputs: dict[str, Tensor]) ->
 def check(model: PreTrainedModel) -> Found:
     """Compare a model's calls before and after the patch; what the unpatched model raises is raised."""
     inputs = texts()
-    one = {name: value[:1] for name, value in inputs.items()}
-    given = {call: one if call == "samples" else inputs for call in CALLS}
+    calls = {call: options for call, (case, options) in CALLS.items() if case != KINDS or kinds(model)}
+    given = {call: inputs_of(model, CALLS[call][0]) for call in calls}
     want, notes = {"greedy": generate(model, inputs)}, []
-    for call in list(CALLS)[1:]:
+    for call in list(calls)[1:]:
         try:
-            want[call] = generate(model, given[call], **CALLS[call])
+            want[call] = generate(model, given[call], **calls[call])
         except Exception as error:
             notes.append(f"cannot do {call}: {line(error)}")
     if not all(output.logits.isfinite().any() and not output.logits.isnan().any() for output in want.values()):
@@ -161,22 +190,28 @@ def check(model: PreTrainedModel) -> Found:
     except Exception as error:
         found.verdict, found.reason = "error", f"patch: {line(error)}"
         return found
-    results = [attempt(model, call, given[call], want[call], said) for call in want]
-    found.verdict = max((verdict for verdict, _ in results), key=VERDICTS.index)
-    found.reason = "; ".join(dict.fromkeys(reason for verdict, reason in results if verdict == found.verdict))
+    results = {call: attempt(model, call, given[call], want[call], said) for call in want}
+    verdicts = [verdict for verdict, _ in results.values()]
+    found.verdict = max(verdicts, key=VERDICTS.index)
+    reasons = {call: reason for call, (verdict, reason) in results.items() if verdict == found.verdict}
+    if found.verdict == "refused" and "tree" in verdicts:
+        found.verdict = "partly"
+        reasons = {call: f"{CALLS[call][0]}: {reason}" for call, reason in reasons.items()}
+    found.reason = "; ".join(dict.fromkeys(reasons.values()))
     return found
 
 
 def attempt(model: PreTrainedModel, call: str, inputs: dict[str, Tensor], want: Output, said: Said) -> tuple[str, str]:
     """The verdict on one call of the patched model, and why."""
     said.lines.clear()
+    options = CALLS[call][1]
     try:
-        got = generate(model, inputs, **CALLS[call])
+        got = generate(model, inputs, **options)
     except Exception as error:
         return "error", f"{call}: {line(error)}"
     on_tree = isinstance(got.cache, GeneratedCache) and not got.cache.left
     if changed := difference(want, got):
-        if not difference(generate(model, inputs, **CALLS[call], use_cache=False), got):
+        if not difference(generate(model, inputs, **options, use_cache=False), got):
             return ("tree" if on_tree else "refused"), f"{call}: as transformers without a cache, not as with one"
         return "wrong", f"{call}{'' if on_tree else ', not on the tree'}: {changed}"
     if on_tree:
@@ -225,6 +260,8 @@ def survey(kind: str, model_type: str) -> Found:
         except Exception as error:
             found[name] = Found("untried", line(error))
     worst = max(found, key=lambda name: VERDICTS.index(found[name].verdict))
+    if found[worst].verdict == "refused" and LONG_CHUNKS in found and found[LONG_CHUNKS].verdict == "tree":
+        found[worst].verdict = "partly"
     same = {(one.verdict, one.reason) for one in found.values()} == {(found[worst].verdict, found[worst].reason)}
     result = found[worst]
     if not same:
@@ -299,7 +336,9 @@ def cell(text: str) -> str:
 def counts(found: dict[tuple[str, str], Found], kind: str) -> str:
     """How many entries of a list have each verdict."""
     number = Counter(one.verdict for (its_kind, _), one in found.items() if its_kind == kind)
-    return ", ".join(f"{number[verdict]} {verdict}" for verdict in ("tree", "refused", "wrong", "error", "untried"))
+    return ", ".join(
+        f"{number[verdict]} {verdict}" for verdict in ("tree", "partly", "refused", "wrong", "error", "untried")
+    )
 
 
 def main() -> None:

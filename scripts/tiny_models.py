@@ -148,9 +148,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 8},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"]},
 }
+LONG_CHUNKS = "chunks longer than the texts"  # which are shorter than a chunk: nothing to refuse
 # More variants than windows or none: arguments of tiny_config.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "falcon": {"alibi": {"alibi": True}, "the new decoder": {"new_decoder_architecture": True}},
+    "llama4": {LONG_CHUNKS: {"text_config": {"attention_chunk_size": 64}}},
+    "llama4_text": {LONG_CHUNKS: {"attention_chunk_size": 64}},
     "olmoe": {"a window that the config was given": {"sliding_window": WINDOW}},
 }
 PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}  # the part of the config that the class takes

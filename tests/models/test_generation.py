@@ -494,6 +494,33 @@ class TestModelsThatOthersHaveChanged:
         model.forward = torch.compile(model.forward, backend="eager")
         assert torch.equal(generate(model, padded, **SAMPLED), want)
 
+    @pytest.mark.parametrize(("how", "when"), [("in place", "before"), ("wrapped", "after")])
+    def test_layers_that_were_compiled_one_by_one(self, how, when, rng, dynamo):
+        """Graphs serve any length, step and layer: no call makes one for what a cache holds."""
+        plain, graphs, made = make_model(num_hidden_layers=5), [], []
+
+        def count(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        model = copy.deepcopy(plain) if when == "before" else patch(copy.deepcopy(plain), tree_cache="always")
+        for index, layer in enumerate(model.model.layers):
+            if how == "in place":
+                layer.compile(backend=count)
+            else:
+                model.model.layers[index] = torch.compile(layer, backend=count)
+        patch(model, tree_cache="always")
+        for length in (7, 20, 33):
+            inputs = {"input_ids": torch.from_numpy(rng.integers(3, VOCAB, (1, length)))}
+            for options in (SAMPLED, BEAMS):
+                options = {**options, "eos_token_id": None, "max_new_tokens": 5}
+                got = generate(model, inputs, **options, return_dict_in_generate=True)
+                assert not got.past_key_values.left
+                assert torch.equal(got.sequences, generate(plain, inputs, **options))
+            made.append(len(graphs))
+        assert 0 < made[0] <= 8
+        assert set(made) == set(made[:1])
+
     def test_hooks_of_the_model_run_once_a_call(self, padded):
         model, seen = patch(make_model()), []
         model.register_forward_hook(lambda module, args, out: seen.append(out.logits.shape[0]))

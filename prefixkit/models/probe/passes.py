@@ -82,8 +82,8 @@ def _look(
 
 
 def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
-    """Whether an argument of ``forward`` that is zero for each token, of the whole text or the new ones, changes nothing
-    that a model computes, bit by bit, nor the masks that its layers get.
+    """Whether an argument of ``forward`` that is zero for each token, of all or the new ones, changes nothing that a
+    model computes, bit by bit, nor the masks that its layers get.
     """
     inner, layers = pretrained_model(model), attention_layers(model)
 
