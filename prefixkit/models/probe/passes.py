@@ -196,9 +196,9 @@ def _length(model: PreTrainedModel) -> int:
 
 def _positions(model: PreTrainedModel, length: int) -> Tensor:
     """``[1, 4]`` positions after so many tokens, or the last that the model surely knows."""
-    most = getattr(text_config(model), "max_position_embeddings", None) or 2048
-    first = min(length, max(0, int(most) - 4 * ROWS))  # some models count positions from a padding token's
-    return first + torch.arange(ROWS, device=_device(model))[None]
+    most = int(getattr(text_config(model), "max_position_embeddings", None) or 2048)
+    # Some models count positions from a padding token's.
+    return min(length, max(0, most - 4 * ROWS)) + torch.arange(ROWS, device=_device(model))[None]
 
 
 def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:
