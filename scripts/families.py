@@ -112,11 +112,11 @@ def texts() -> dict[str, Tensor]:
 def kinds(model: PreTrainedModel) -> list[str]:
     """The arguments of a model by which its processor, or its tokenizer, says that tokens are text."""
     takes = inspect.signature(type(model).forward).parameters
-    made = set(KIND_NAMES)
-    if "image" not in model.input_modalities:
-        name = TOKENIZER_MAPPING_NAMES.get(model.config.model_type)
-        made = set(getattr(getattr(transformers, name or "", None), "model_input_names", ()))
-    return [name for name in KIND_NAMES if name in takes and name in made]
+    names = [name for name in KIND_NAMES if name in takes]
+    if not names or "image" in model.input_modalities:
+        return names
+    tokenizer = getattr(transformers, TOKENIZER_MAPPING_NAMES.get(model.config.model_type) or "", None)
+    return [name for name in names if name in getattr(tokenizer, "model_input_names", ())]
 
 
 def inputs_of(model: PreTrainedModel, case: str) -> dict[str, Tensor]:
