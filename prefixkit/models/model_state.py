@@ -117,8 +117,8 @@ def _numbers_in(values: Any) -> list[Hashable]:
 
 
 def _read(module: nn.Module) -> tuple[tuple[Any, ...], str, bool]:
-    """The values of the attributes ``_READ``, of its mode and of what not every module has; its class's name, and whether
-    it is an adapter.
+    """What is read of a module's attributes: those of ``_READ``, its mode and what not every module has; its class's
+    name, and whether it is an adapter.
     """
     kind, parts = type(module), module.__dict__
     try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -63,7 +62,7 @@ class TreeMemory:
         self._check(num_pages * page_size)
         self._plant(num_pages, page_size)
         self._version: int | None = kv_version(model)
-        self.ignores_zeros = functools.cache(partial(ignores_zeros, model))
+        self.ignores_zeros = cache(partial(ignores_zeros, model))
         self._take(KVPool(self.spec, num_pages, page_size))
         self.chunk = prefill_chunk_for(self.spec.device)
 
