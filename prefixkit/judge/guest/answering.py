@@ -30,10 +30,11 @@ class Answering:
         self.module = type(sys)("candidate")
         sys.modules["candidate"] = self.module
 
-    def load(self, source: str, names: "tuple[str, ...]") -> None:
+    def load(self, source: str, path: str, names: "tuple[str, ...]") -> None:
         """Run the candidate's module, and tell what its names are."""
+        self.module.__file__ = path
         try:
-            code = compile(source, "candidate.py", "exec")
+            code = compile(source, path, "exec")
         except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:
             self._say("invalid", f"{type(error).__name__}: {error}")
             return
@@ -129,9 +130,9 @@ def _described(error: BaseException) -> "list[Any]":
 def main(spec: "dict[str, Any]") -> None:
     """Load the program, then answer until there is no more to come."""
     channel = Channel()
-    begin(spec)
+    path = begin(spec)
     answering = Answering(channel)
-    answering.load(spec["program"], spec["names"])
+    answering.load(spec["program"], path, spec["names"])
     while True:
         message = channel.receive()
         try:

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 def main(spec: "dict[str, Any]") -> None:
     """Become the command, or run the Python program as ``__main__``."""
-    begin(spec)
+    path = begin(spec)
     if spec["command"]:
         os.execv(spec["command"][0], spec["command"])
-    sys.argv = ["program.py", *spec["arguments"]]
+    sys.argv += spec["arguments"]
     module = type(sys)("__main__")
+    module.__file__ = path
     sys.modules["__main__"] = module
-    exec(compile(spec["program"], "program.py", "exec"), module.__dict__)
+    exec(compile(spec["program"], path, "exec"), module.__dict__)

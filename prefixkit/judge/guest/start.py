@@ -12,11 +12,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+READY = 3  # the descriptor over which a program says that it starts, and its parent how it ended
 
-def begin(spec: "dict[str, Any]") -> None:
-    """Tell the judge that the program starts, from where its clock runs, then set the limits."""
-    os.write(spec["ready"], b"!")
-    os.close(spec["ready"])
+
+def begin(spec: "dict[str, Any]") -> str:
+    """Tell the judge that the program starts, from where its clock runs, then set the limits; the program's file."""
+    os.write(READY, b"!")
+    os.close(READY)
     for kind, soft, hard in spec["limits"]:
         most = resource.getrlimit(kind)[1]
         bound = hard if most == resource.RLIM_INFINITY else min(hard, most)
@@ -24,7 +26,9 @@ def begin(spec: "dict[str, Any]") -> None:
     # Python runs without `site`, which would define these two.
     for name in ("exit", "quit"):
         setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
-    sys.argv = ["program.py"]
+    path = f"{spec['folder']}/{spec['file']}"
+    sys.argv = [path]
+    return path
 
 
 class Channel:

@@ -1,6 +1,8 @@
 """Beside the tests, in a sandbox of their own: runs them with functions that ask the candidate, through the judge."""
 
 import builtins
+import os
+import threading
 
 from prefixkit.judge.guest.start import Channel, begin
 from prefixkit.judge.wire import Opaque, Reader, WireError, write
@@ -20,7 +22,7 @@ class Candidate:
     """
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+        self._channel, self._turn = channel, threading.Lock()
         self.raised: BaseException | None = None
         asked = self
 
@@ -47,21 +49,30 @@ class Candidate:
         return candidate
 
     def ask(self, question: "list[Any]") -> "Any":
-        """What the candidate returns; what it changed in place is changed here too.
+        """What the candidate returns; what it changed in place is changed here too.  Threads take turns.
 
         Raises:
             Exception: what the candidate raised, as the nearest builtin type.
         """
         arguments, options = question[2:]
-        self._channel.send(b"?" + write(question))
-        kind, *rest, changed = Reader(self._channel.receive(), opaque=self.remote).value()
+        message = b"?" + write(question)
+        with self._turn:
+            self._channel.send(message)
+            answer = self._channel.receive()
+        kind, *rest, changed = Reader(answer, opaque=self.remote).value()
         for place, new in changed:
             _change(arguments[place] if isinstance(place, int) else options[place], new)
         if kind == "returned":
             return rest[0]
         name, given, _ = rest
-        self.raised = _exception(name, given)
-        raise self.raised
+        self.raised = raised = _exception(name, given)
+        raise raised
+
+
+    def tell(self, verdict: "list[str]") -> None:
+        """Send the verdict, while no thread waits for an answer."""
+        with self._turn:
+            self._channel.send(b"." + write(verdict))
 
 
 def _exception(name: str, arguments: "list[Any]") -> Exception:
@@ -121,10 +132,10 @@ def _line(error: BaseException, file: str) -> str:
 def main(spec: "dict[str, Any]") -> None:
     """Run the tests' setup, wait for the candidate to be loaded, run the tests, tell how they went."""
     channel = Channel()
-    begin(spec)
-    scope: dict[str, Any] = {"__name__": "tests"}
+    path = begin(spec)
+    scope: dict[str, Any] = {"__name__": "tests", "__file__": path}
     try:
-        code = compile(spec["code"], "tests.py", "exec")
+        code = compile(spec["program"], path, "exec")
         exec(compile(spec["setup"], "setup.py", "exec"), scope)
     except BaseException as error:
         channel.send(b"." + write(["broken", _line(error, "setup.py")]))
@@ -138,7 +149,8 @@ def main(spec: "dict[str, Any]") -> None:
     except WireError as error:
         verdict = ["failed", f"the candidate's answer cannot be read: {error}"]
     except BaseException as error:
-        verdict = ["error" if error is candidate.raised else "failed", _line(error, "tests.py")]
+        verdict = ["error" if error is candidate.raised else "failed", _line(error, path)]
     else:
         verdict = ["passed", ""]
-    channel.send(b"." + write(verdict))
+    candidate.tell(verdict)
+    os._exit(0)  # without the interpreter's end, which takes longer than its start

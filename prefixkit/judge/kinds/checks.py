@@ -21,7 +21,7 @@ def judge_checks(sandbox: Sandbox, program: str, tests: Checks, limits: Limits) 
     Raises:
         BadTests: the tests do not parse, or what comes before them raises an exception.
     """
-    told = {"code": tests.code, "setup": tests.setup, "names": tests.names}
+    told = {"program": tests.code, "setup": tests.setup, "names": tests.names}
     with (
         sandbox.start("answering", {"program": program, "names": tests.names}, limits) as candidate,
         sandbox.start("testing", told, limits) as checker,

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -15,11 +14,15 @@ from prefixkit.judge.sandbox.ground import Ground
 from prefixkit.judge.sandbox.protections import DISK_MIB, Protections
 
 INSIDE = "/judge"  # where files of the judge's are found inside
-ENVIRONMENT = {"LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
+ENVIRONMENT = {"LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "MALLOC_ARENA_MAX": "1"}
+_NEW_MOUNTS, _NEW_HOST, _NEW_IPC, _NEW_USER = 0x20000, 0x4000000, 0x8000000, 0x10000000  # of unshare
+_NEW_PIDS, _NEW_NETWORK = 0x20000000, 0x40000000
+_READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_EXEC, _REMOUNT, _BIND = 1, 2, 4, 8, 32, 4096  # of mount
+SEALING = _REMOUNT | _BIND | _READ_ONLY | _NO_SETUID | _NO_DEVICES
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LIBRARIES = ("/lib", "/lib32", "/lib64", "/libx32")
 _USR = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/share/zoneinfo")
-_NEEDED = ("--size", "--perms", "--ro-bind-data", "--seccomp", "--remount-ro", "--args")
+_NEEDED = ("--size", "--perms", "--remount-ro", "--args")
 _INSTALL = "install bubblewrap 0.6 or later, for instance by `apt-get install bubblewrap`"
 
 
@@ -56,32 +59,45 @@ def options() -> frozenset[str]:
     return found
 
 
-def arguments(protections: Protections, ground: Ground, files: Mapping[str, int], tools: bool) -> list[str]:
+def arguments(protections: Protections, ground: Ground, tools: bool) -> list[str]:
     """Bubblewrap's arguments, but for the command.
 
     Args:
         protections: What to protect from.
         ground: Where bubblewrap is started.
-        files: Names of files in ``INSIDE``, and descriptors with their contents.
         tools: Whether the compiler and its headers are there too.
     """
-    made = ["--unshare-user", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session"]
-    made += ["--cap-drop", "ALL", "--hostname", "sandbox"]
+    made = ["--unshare-user", "--unshare-uts", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
     made += ["--unshare-net"] if protections.network else []
-    made += ["--unshare-pid"] if protections.pids else []
+    made += ["--unshare-pid", "--as-pid-1"] if protections.pids else []
     made += ["--unshare-ipc"] if protections.ipc else []
-    if protections.namespaces and "--disable-userns" in options():
-        made.append("--disable-userns")
     made += _root(ground, tools)
     for packages in _packages() if protections.files else ():
         made += ["--size", "4096", "--perms", "0555", "--tmpfs", packages, "--remount-ro", packages]
-    made += _proc(protections) + _devices()
-    size = ["--size", str(DISK_MIB << 20)] if protections.disk else []
-    made += [*size, "--perms", "1777", "--tmpfs", "/tmp"] if protections.files else _everything(ground)
-    for name, descriptor in files.items():
-        made += ["--perms", "0555", "--ro-bind-data", str(descriptor), f"{INSIDE}/{name}"]
-    made += ["--remount-ro", "/"]
-    return [*made, "--chdir", "/tmp"]
+    made += ["--proc", "/proc"] if protections.pids else ["--bind", "/proc", "/proc"]
+    made += _devices()
+    made += ["--dir", "/tmp"] if protections.files else _everything(ground)
+    return [*made, "--dir", INSIDE, "--remount-ro", "/"]
+
+
+def namespaces(protections: Protections) -> int:
+    """Flags of the namespaces that each program gets within the sandbox."""
+    groups = {_NEW_NETWORK: protections.network, _NEW_PIDS: protections.pids, _NEW_IPC: protections.ipc}
+    return _NEW_USER | _NEW_MOUNTS | _NEW_HOST | sum(flag for flag, wanted in groups.items() if wanted)
+
+
+def mounts(protections: Protections) -> list[tuple[str, str, int, str]]:
+    """What is mounted for each program, as arguments of ``mount``: what only it can write, and its own /proc.
+
+    Nothing in that can be written, not even by a user that the kernel takes for root.
+    """
+    found = [("tmpfs", INSIDE, _NO_SETUID | _NO_DEVICES, "mode=755")]
+    if protections.files:
+        size = f",size={DISK_MIB << 20}" if protections.disk else ""
+        found.append(("tmpfs", "/tmp", _NO_SETUID | _NO_DEVICES, f"mode=1777{size}"))
+    if protections.pids:
+        found.append(("proc", "/proc", _READ_ONLY | _NO_SETUID | _NO_DEVICES | _NO_EXEC, ""))
+    return found
 
 
 def _root(ground: Ground, tools: bool) -> list[str]:
@@ -123,14 +139,6 @@ def _everything(ground: Ground) -> list[str]:
         if path.is_dir() and not path.is_symlink() and not taken:
             made += ["--bind-try", str(path), str(path)]
     return made
-
-
-def _proc(protections: Protections) -> list[str]:
-    """/proc of the sandbox' own processes; nothing in it can be written, not even by a user that the kernel takes for
-    root."""
-    if protections.pids:
-        return ["--proc", "/proc", "--remount-ro", "/proc"]
-    return ["--ro-bind", "/proc", "/proc"]
 
 
 def _devices() -> list[str]:

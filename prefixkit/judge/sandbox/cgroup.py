@@ -1,7 +1,7 @@
 """A cgroup for each program: limits on its memory and processes, those that its own limits do not see among them.
 
 RLIMIT_AS does not count files of a tmpfs, buffers of pipes and what the kernel keeps for a process; memory of a cgroup
-is all of it.  A program is in its cgroup before bubblewrap starts: a shell moves itself there and becomes bubblewrap.
+is all of it.  A program's process enters its cgroup before it has read anything of the program.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import re
-import shutil
 import signal
 import subprocess
 import threading
@@ -19,7 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from prefixkit.judge.sandbox.hierarchy import Hierarchy, NoHierarchy
@@ -73,11 +71,9 @@ class Cgroup:
             found.append((self.hierarchy.pids / self.name / pids, processes, True))
         return found
 
-    def entering(self) -> tuple[str, ...]:
-        """Put before a command: enters the cgroup, then becomes the command."""
-        files = [str(folder / _ENTRANCE[self.hierarchy.version]) for folder in self.folders]
-        enter = "".join(f'echo 0 > "${number}" && ' for number in range(1, len(files) + 1))
-        return (_shell(), "-c", f'{enter}shift {len(files)} && exec "$@"', "sh", *files)
+    def entrances(self) -> list[Path]:
+        """The files by which a process enters: it writes 0 to each."""
+        return [folder / _ENTRANCE[self.hierarchy.version] for folder in self.folders]
 
     def ran_out(self) -> bool:
         """Whether a process in it was killed since the cgroup had no memory left.
@@ -169,12 +165,14 @@ class Cgroups:
         """
         try:
             with self.made(_TRIAL, 8) as cgroup:
-                command = [*cgroup.entering(), _shell(), "-c", ":"]
-                done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+                program = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+                try:
+                    for entrance in cgroup.entrances():
+                        _write(entrance, program.pid)
+                finally:
+                    program.communicate(timeout=30)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NoHierarchy(str(error)) from None
-        if done.returncode:
-            raise NoHierarchy(done.stderr.decode("utf-8", "replace").strip() or f"exit status {done.returncode}")
 
     def _remove(self, *cgroups: Cgroup) -> bool:
         """Try to remove these, and those that were not removed before; whether any is left."""
@@ -213,11 +211,6 @@ def _started(pid: int) -> int | None:
             return int(file.read().rpartition(b")")[2].split()[19])
     except OSError:
         return None
-
-
-@cache
-def _shell() -> str:
-    return shutil.which("sh", path="/bin:/usr/bin") or "sh"
 
 
 def _write(file: Path, value: int) -> None:

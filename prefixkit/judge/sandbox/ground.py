@@ -22,11 +22,13 @@ class Ground:
     """Where a sandbox is started from.
 
     Attributes:
+        user: Who starts it; -1: whoever the judge runs as.
         prefix: Put before bubblewrap's command.
         places: Folders, and where bubblewrap finds them.
         held: Descriptors that keep the mounts alive.
     """
 
+    user: int = -1
     prefix: tuple[str, ...] = ()
     places: Mapping[str, str] = field(default_factory=dict)
     held: tuple[int, ...] = ()
@@ -54,14 +56,14 @@ def make_ground(prefix: str) -> Ground:
     tool = shutil.which("nsenter")
     setpriv = shutil.which("setpriv")
     if setpriv and all(_open_to_all(path) for path in (Path(prefix), *Path(prefix).parents)):
-        return Ground((setpriv, f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups"))
+        return Ground(nobody, (setpriv, f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups"))
     if not tool or not setpriv:
         raise NoSandbox(f"no sandbox for root without util-linux (nsenter, setpriv): {_REMEDY}")
     place = next(p for p in _PLACES if Path(p).is_dir() and not f"{prefix}/".startswith(f"{p}/"))
     namespace = _shown(prefix, place)
     enter = (tool, f"--mount=/proc/{os.getpid()}/fd/{namespace}", f"--wd={place}")
     become = (setpriv, f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups")
-    return Ground((*enter, "--", *become), {prefix: f"{place}/prefix"}, (namespace,))
+    return Ground(nobody, (*enter, "--", *become), {prefix: f"{place}/prefix"}, (namespace,))
 
 
 def _nobody() -> int:

@@ -9,39 +9,32 @@ from pathlib import Path
 from typing import Any
 
 _JUDGE = Path(__file__).parents[1]
-_PARTS = {
-    "answering": ("wire", "guest.start", "guest.answering"),
-    "testing": ("wire", "guest.start", "guest.testing"),
-    "program": ("wire", "guest.start", "guest.program"),
-}
+_PARTS = ("wire", "guest.start", "guest.answering", "guest.testing", "guest.program", "guest.zygote")
+FILES = {"answering": "candidate.py", "testing": "tests.py", "program": "program.py"}  # of each guest's program
 
-# Runs `python -c BOOT path`: makes the modules in a file, and calls the last one's `main`.
+# Runs `python -c BOOT descriptor`: makes the modules in a file, then becomes the process of each program.
 BOOT = """
 import marshal, sys
-with open(sys.argv[1], "rb") as file:
+with open(int(sys.argv[1]), "rb") as file:
     modules, spec = marshal.load(file)
 for name, code in modules:
     module = sys.modules[name] = type(sys)(name)
     exec(code, module.__dict__)
 del file, name, code, modules
-module.main(spec)
+spec = module.serve(spec)
+sys.modules["prefixkit.judge.guest." + spec["guest"]].main(spec)
 """
 
 
-def guest(name: str, spec: Mapping[str, Any]) -> bytes:
-    """A program and what it is told, as the file that ``BOOT`` reads.
-
-    Args:
-        name: ``answering``, ``testing`` or ``program``.
-        spec: Of values that ``marshal`` takes.
-    """
-    return marshal.dumps((_modules(name), dict(spec)))
+def zygote(spec: Mapping[str, Any]) -> bytes:
+    """The guests and what :func:`prefixkit.judge.guest.zygote.serve` is told, as the file that ``BOOT`` reads."""
+    return marshal.dumps((_modules(), dict(spec)))
 
 
 @cache
-def _modules(name: str) -> tuple[tuple[str, Any], ...]:
+def _modules() -> tuple[tuple[str, Any], ...]:
     found = []
-    for part in _PARTS[name]:
+    for part in _PARTS:
         path = _JUDGE.joinpath(*part.split(".")).with_suffix(".py")
         found.append((f"prefixkit.judge.{part}", compile(path.read_text(), f"{part}.py", "exec", dont_inherit=True)))
     return tuple(found)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import FileIO
 from typing import Literal
 
 from prefixkit.judge.sandbox.cgroup import Cgroup
@@ -18,7 +19,7 @@ Excess = Literal["", "timeout", "memory", "output"]
 MESSAGE = 16 << 20  # bytes of one message
 _CHUNK = 1 << 16
 _TAIL = 4096  # bytes of standard error that are kept
-_START = 60.0  # seconds until a sandbox must have started
+START = 60.0  # seconds until a sandbox must have started
 
 
 class NotStarted(OSError):
@@ -28,35 +29,42 @@ class NotStarted(OSError):
 class Process:
     """One sandbox and what is in it; closed, all of it is dead.
 
+    Args:
+        pidfd: Of the process that watches the program; where it ends, all in the sandbox end.
+        pipes: Our ends of its standard input, output and error, and of the pipe that says how it goes.
+        seconds: Of wall time, from when the program begins.
+        cap: Most bytes of output.
+        grouped: Whether that process leads a group of processes, which have no namespace to end with.
+        cgroup: In which it is.
+
     Attributes:
         excess: The limit that it went beyond; then it is dead.
         status: Its exit status once it has ended, negative where a signal ended it; None before.
         errors: The end of what it wrote to standard error.
         heard: What it wrote to standard output and was not taken yet.
         cpu: Seconds of CPU time that it and its descendants had used when it was killed; 0 where it ended by itself.
+        starved: Seconds that they had waited for a CPU; infinite where the kernel does not say.
     """
 
     def __init__(
         self,
-        popen: subprocess.Popen[bytes],
-        ready: int,
+        pidfd: int,
+        pipes: Sequence[FileIO],
         seconds: float,
         cap: int,
         grouped: bool,
         cgroup: Cgroup | None = None,
     ) -> None:
-        assert popen.stdin is not None and popen.stdout is not None and popen.stderr is not None
-        self._popen, self._ready, self._grouped, self._cgroup = popen, ready, grouped, cgroup
-        self._in, self._out, self._err = popen.stdin.fileno(), popen.stdout.fileno(), popen.stderr.fileno()
-        self._pidfd = os.pidfd_open(popen.pid)
-        for descriptor in (self._in, self._out, self._err, ready):
-            os.set_blocking(descriptor, False)
+        self._pidfd, self._stdin, self._grouped, self._cgroup = pidfd, pipes[0], grouped, cgroup
+        self._in, self._out, self._err, self._ready = (pipe.fileno() for pipe in pipes)
+        for pipe in pipes:
+            os.set_blocking(pipe.fileno(), False)
         self._seconds, self._cap, self._written = seconds, cap, 0
         self._begun, self._out_open, self._err_open = False, True, True
-        self._deadline = time.monotonic() + _START
+        self._deadline = time.monotonic() + START
         self._unsent: memoryview = memoryview(b"")
         self._close_in = False
-        self.cpu = 0.0
+        self.cpu, self.starved = 0.0, 0.0
         self.excess: Excess = ""
         self.status: int | None = None
         self.errors = b""
@@ -134,25 +142,24 @@ class Process:
         elif self.left() <= 0:
             if not self._begun:
                 self.close()
-                raise NotStarted(f"a sandbox has not started within {_START:.0f} s; give the judge fewer jobs")
+                raise NotStarted(f"a sandbox has not started within {START:.0f} s; give the judge fewer jobs")
             self._exceed("timeout")
 
     def close(self) -> None:
         """Kill everything in the sandbox, and take back what it holds here."""
-        if self._popen.poll() is None and not self.cpu:
-            self.cpu = cpu_seconds(self._popen.pid)
-        if self._grouped:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.kill()
-        self._popen.wait()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-        for file in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
-            if file is not None:
-                with suppress(OSError):
-                    file.close()
+        if self._pidfd < 0:
+            return
+        pid = _pid(self._pidfd)
+        if pid > 0 and self.status is None:
+            self.cpu, self.starved = times(pid)
+        with suppress(ProcessLookupError, PermissionError):
+            if self._grouped and pid > 0:
+                os.killpg(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        select.select([self._pidfd], [], [])
+        os.close(self._pidfd)
+        self._pidfd = -1
 
     def _hear_ready(self) -> None:
         if os.read(self._ready, 1):
@@ -167,8 +174,8 @@ class Process:
             return
         except OSError:  # it has closed its end
             self._unsent = memoryview(b"")
-        if self._close_in and self._popen.stdin is not None and not self._popen.stdin.closed:
-            self._popen.stdin.close()
+        if self._close_in:
+            self._stdin.close()
 
     def _read_errors(self) -> bool:
         more = _some(self._err, _CHUNK)
@@ -199,7 +206,7 @@ class Process:
         if not self.excess:
             self.excess = excess
             self.close()
-            self.status = self._popen.returncode
+            self.status = -signal.SIGKILL
 
     def _end(self, framed_output: bool) -> None:
         """It has ended: read what is left, which other processes of its may hold open only without a sandbox."""
@@ -211,12 +218,12 @@ class Process:
             return
         if not self._begun:
             self._hear_ready()
-        code = self._popen.wait()
-        self.status = 128 - code if 128 < code <= 192 else code  # bubblewrap tells of signals as a shell does
+        told = _some(self._ready, 2) or b"" if self._begun else b""
+        self.status = int.from_bytes(told, "big", signed=True) if told else -signal.SIGKILL
+        self.close()
         if not self._begun:
             errors = self.errors.decode("utf-8", "replace").strip()
-            self.close()
-            raise NotStarted(errors or f"the sandbox ended with status {code}")
+            raise NotStarted(errors or "the sandbox ended before the program began")
         if self._cgroup is not None and self._cgroup.ran_out():
             self.excess = "memory"
 
@@ -245,18 +252,39 @@ def wait(processes: Sequence[Process], until: Callable[[], bool], speaking: Proc
                 process.turn(happened, framed)
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time that a process and its living descendants have used."""
-    ticks, pending = 0, [pid]
+def times(pid: int) -> tuple[float, float]:
+    """Seconds that a process and its living descendants have computed, and that their threads have waited for a CPU.
+
+    The second is infinite where the kernel does not say.
+    """
+    ticks, waited, pending = 0, 0.0, [pid]
     while pending:
         one = pending.pop()
         with suppress(OSError, ValueError, IndexError):
             with open(f"/proc/{one}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
-            with open(f"/proc/{one}/task/{one}/children", "rb") as file:
-                pending += map(int, file.read().split())
-    return ticks / os.sysconf("SC_CLK_TCK")
+            for thread in os.listdir(f"/proc/{one}/task"):
+                waited += _waited(f"/proc/{one}/task/{thread}")
+                with open(f"/proc/{one}/task/{thread}/children", "rb") as file:
+                    pending += map(int, file.read().split())
+    return ticks / os.sysconf("SC_CLK_TCK"), waited
+
+
+def _waited(thread: str) -> float:
+    """Seconds in the run queue."""
+    try:
+        with open(f"{thread}/schedstat", "rb") as file:
+            ran, waited, _ = map(int, file.read().split())
+    except FileNotFoundError:
+        return 0.0 if not os.path.exists(thread) else math.inf
+    return waited / 1e9 if ran else math.inf  # a kernel that does not count says 0
+
+
+def _pid(pidfd: int) -> int:
+    """The number of a process; -1 where it has ended."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as file:
+        return next(int(line[4:]) for line in file if line.startswith("Pid:"))
 
 
 def _some(descriptor: int, size: int) -> bytes | None:

@@ -12,7 +12,10 @@ from prefixkit.tasks.problem import Limits
 
 MIB = 1 << 20
 _FILES = 256
+_PAGES = 1 << 16  # bytes, the largest page of any machine
 _STACK = 64  # MiB; a stack of C++ may be larger
+_SIGNALS = 1024  # that wait, and timers, which the kernel counts by user
+_THREAD_STACK = 8 * MIB  # as systems have it; what is reserved for a stack counts as memory of the program
 
 
 def rlimits(limits: Limits, protections: Protections, namespaced: bool, stack: int = _STACK) -> list[list[int]]:
@@ -30,6 +33,7 @@ def rlimits(limits: Limits, protections: Protections, namespaced: bool, stack: i
         [resource.RLIMIT_NOFILE, _FILES, _FILES],
         [resource.RLIMIT_CPU, seconds, seconds + 1],
         [resource.RLIMIT_STACK, stack * MIB, stack * MIB],
+        [resource.RLIMIT_SIGPENDING, _SIGNALS, _SIGNALS],
     ]
     if protections.disk:
         rows.append([resource.RLIMIT_FSIZE, DISK_MIB * MIB, DISK_MIB * MIB])
@@ -38,6 +42,11 @@ def rlimits(limits: Limits, protections: Protections, namespaced: bool, stack: i
     if protections.processes and namespaced and _counts_by_namespace():
         rows.append([resource.RLIMIT_NPROC, THREADS, THREADS])
     return rows
+
+
+def thread_stack(limits: Limits) -> int:
+    """Bytes of a thread's stack where a program does not choose them: all together take a quarter of its memory."""
+    return min(_THREAD_STACK, limits.memory * MIB // (4 * THREADS)) // _PAGES * _PAGES
 
 
 def _counts_by_namespace() -> bool:

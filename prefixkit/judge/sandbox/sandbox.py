@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
+import marshal
 import os
-import subprocess
+import socket
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,12 +21,13 @@ from prefixkit.judge.errors import NoSandbox
 from prefixkit.judge.sandbox import bubblewrap
 from prefixkit.judge.sandbox.cgroup import Cgroup, Cgroups
 from prefixkit.judge.sandbox.ground import Ground, make_ground
-from prefixkit.judge.sandbox.guests import BOOT, guest
+from prefixkit.judge.sandbox.guests import BOOT, FILES, zygote
 from prefixkit.judge.sandbox.hierarchy import find_hierarchy
 from prefixkit.judge.sandbox.process import NotStarted, Process, wait
 from prefixkit.judge.sandbox.protections import EVERY, FAR, THREADS, Protections
-from prefixkit.judge.sandbox.rlimits import MIB, rlimits
-from prefixkit.judge.sandbox.seccomp import seccomp_filter
+from prefixkit.judge.sandbox.rlimits import MIB, rlimits, thread_stack
+from prefixkit.judge.sandbox.seccomp import clone_number, seccomp_filter
+from prefixkit.judge.sandbox.zygote import Zygote
 from prefixkit.tasks.problem import Limits
 
 logger = logging.getLogger(__name__)
@@ -33,9 +36,9 @@ _REMEDY = (
     "`sysctl kernel.apparmor_restrict_unprivileged_userns=0`; in a container `--security-opt seccomp=unconfined "
     "--security-opt systempaths=unconfined`), or judge on another machine"
 )
-_BESIDE = 32  # MiB that a cgroup has beside a program's limit: for bubblewrap, and for what the kernel keeps
+_BESIDE = 32  # MiB that a cgroup has beside a program's limit: for what watches it, and for what the kernel keeps
 _TABLES = 256  # one part of as many of a limit is for page tables, which take 8 bytes for 4 KiB
-_BUBBLEWRAP = 8  # processes
+_BESIDE_PROCESSES = 8
 _made: Ground | None = None
 _making = threading.Lock()
 
@@ -78,7 +81,8 @@ class Sandbox:
 
     def __init__(self, protections: Protections = EVERY, plain: bool = False) -> None:
         self.protections, self.plain = protections, plain
-        self._filters: dict[Protections, bytes] = {}
+        self._zygotes: dict[tuple[Protections, bool], Zygote] = {}
+        self._lock = threading.Lock()
 
     def check(self) -> None:
         """Run an empty program.
@@ -97,7 +101,10 @@ class Sandbox:
             raise NoSandbox(f"no sandbox: {str(error)[-300:]}; {_REMEDY}") from None
 
     def close(self) -> None:
-        """Wait until nothing is left of programs that have ended."""
+        """Wait until nothing is left of programs that have ended; none may run."""
+        with self._lock:
+            while self._zygotes:
+                self._zygotes.popitem()[1].close()
         if made := self._cgroups():
             made.clean()
 
@@ -114,8 +121,9 @@ class Sandbox:
         """A program in a sandbox of its own, dead afterwards.
 
         Args:
-            name: Of a guest: see :func:`prefixkit.judge.sandbox.guests.guest`.
-            spec: What it is told.  In the lists ``command`` and ``arguments``, names of ``files`` become their paths.
+            name: Of a guest: ``answering``, ``testing`` or ``program``.
+            spec: What it is told, of values that ``marshal`` takes.  In the lists ``command`` and ``arguments``, names
+                of ``files`` become their paths; a ``program`` is there as a file too.
             limits: Of time, memory and output.
             files: Contents of files that it can read, by name.
             tools: Whether it can run the compiler, and other processes.
@@ -123,23 +131,31 @@ class Sandbox:
         """
         protections = replace(self.protections, processes=False) if tools else self.protections
         with ExitStack() as held:
-            reading, writing = _pipe(held)
-            ready = writing.fileno()
-            opened = {key: _memory(held, content) for key, content in (files or {}).items()}
-            told = dict(spec)
+            there = dict(files or {}) | {FILES[name]: spec.get("program", "").encode("utf-8", "surrogatepass")}
+            folder = bubblewrap.INSIDE
+            if self.plain:
+                folder = held.enter_context(tempfile.TemporaryDirectory(prefix="judge-"))
+            told = {**spec, "guest": name, "folder": folder, "file": FILES[name], "files": there}
             for key in {"command", "arguments"} & set(told):
-                told[key] = [self._path(word, opened) if word in opened else word for word in told[key]]
+                told[key] = [f"{folder}/{word}" if word in there else word for word in told[key]]
             told["limits"] = rlimits(limits, protections, not self.plain, stack)
-            told["ready"] = ready
-            content = guest(name, told)
-            opened["guest"] = _memory(held, content)
-            copied = len(content) + sum(map(len, (files or {}).values()))
-            cgroup = self._cgroup(limits.memory * MIB + copied, held)
-            popen = self._spawn(protections, opened, ready, tools, cgroup, held)
-            writing.close()
+            told["thread_stack"] = thread_stack(limits)
+            content = marshal.dumps(told)
+            cgroup = self._cgroup(limits.memory * MIB + len(content), held)
+            pipes = [_pipe(held) for _ in range(4)]
+            pipes[0] = pipes[0][::-1]  # ours, theirs
+            given = [theirs.fileno() for _, theirs in pipes] + [_memory(held, content)]
+            if not self.plain:
+                for descriptor in given[:3]:
+                    os.fchown(descriptor, _ground().user, -1)  # so that it can open /dev/stdin
+            for entrance in cgroup.entrances() if cgroup else ():
+                given.append(held.enter_context(FileIO(entrance, "w")).fileno())
+            pidfd = self._zygote(protections, tools).fork(given)
+            for _, theirs in pipes:
+                theirs.close()
             seconds = limits.seconds * (1 if protections.time else FAR)
             cap = limits.output * 1024 * (1 if protections.output else FAR)
-            process = Process(popen, reading.fileno(), seconds, cap, self.plain, cgroup)
+            process = Process(pidfd, [ours for ours, _ in pipes], seconds, cap, self.plain or not protections.pids, cgroup)
             try:
                 yield process
             finally:
@@ -162,51 +178,41 @@ class Sandbox:
             return held.enter_context(
                 made.made(
                     memory + memory // _TABLES + _BESIDE * MIB if self.protections.memory else None,
-                    THREADS + _BUBBLEWRAP if self.protections.processes else None,
+                    THREADS + _BESIDE_PROCESSES if self.protections.processes else None,
                 )
             )
         except OSError as error:
             raise NotStarted(f"a cgroup cannot be made: {error}") from None
 
-    def _spawn(
-        self,
-        protections: Protections,
-        opened: Mapping[str, int],
-        ready: int,
-        tools: bool,
-        cgroup: Cgroup | None,
-        held: ExitStack,
-    ) -> subprocess.Popen[bytes]:
-        python = [bubblewrap.interpreter()[0], "-S", "-s", "-P", "-B", "-c", BOOT, self._path("guest", opened)]
-        kept = [*opened.values(), ready]
-        if self.plain:
-            command = python
-        else:
-            ground = _ground()
-            if protections not in self._filters:
-                self._filters[protections] = seccomp_filter(protections)
-            seccomp = _memory(held, self._filters[protections])
-            told = bubblewrap.arguments(protections, ground, opened, tools)
-            options = _memory(held, b"\0".join(arg.encode() for arg in [*told, "--seccomp", str(seccomp)]) + b"\0")
-            kept += [seccomp, options]
-            entering = cgroup.entering() if cgroup else ()
-            command = [*entering, *ground.prefix, bubblewrap.executable(), "--args", str(options), "--", *python]
+    def _zygote(self, protections: Protections, tools: bool) -> Zygote:
+        """Made when first asked for, and again where it has ended."""
+        with self._lock:
+            found = self._zygotes.get((protections, tools))
+            if found is None or not found.alive:
+                found = self._zygotes[protections, tools] = self._made(protections, tools)
+                weakref.finalize(self, found.close)
+            return found
+
+    def _made(self, protections: Protections, tools: bool) -> Zygote:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        told: dict[str, Any] = {"control": theirs.fileno(), "clone": clone_number(), "namespaces": 0, "filter": b""}
         environment = dict(bubblewrap.ENVIRONMENT) | (dict(os.environ) if not protections.environment else {})
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            pass_fds=kept,
-            start_new_session=self.plain,
-            cwd=held.enter_context(tempfile.TemporaryDirectory(prefix="judge-")) if self.plain else "/",
-            bufsize=0,
-        )
-
-    def _path(self, name: str, opened: Mapping[str, int]) -> str:
-        return f"/dev/fd/{opened[name]}" if self.plain else f"{bubblewrap.INSIDE}/{name}"
-
+        with ExitStack() as held:
+            command, kept = [bubblewrap.interpreter()[0], "-S", "-s", "-P", "-B", "-c", BOOT], []
+            if not self.plain:
+                ground = _ground()
+                options = [arg.encode() for arg in bubblewrap.arguments(protections, ground, tools)]
+                kept.append(_memory(held, b"\0".join(options) + b"\0"))
+                command = [*ground.prefix, bubblewrap.executable(), "--args", str(kept[0]), "--", *command]
+                told |= {
+                    "namespaces": bubblewrap.namespaces(protections),
+                    "mounts": bubblewrap.mounts(protections),
+                    "sealing": bubblewrap.SEALING,
+                    "nesting": not protections.namespaces,
+                    "filter": seccomp_filter(protections),
+                }
+            kept.append(_memory(held, zygote(told)))
+            return Zygote([*command, str(kept[-1])], (ours, theirs), kept, environment)
 
 def _memory(held: ExitStack, content: bytes) -> int:
     """A file in memory, closed with ``held``."""

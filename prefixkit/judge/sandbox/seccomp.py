@@ -36,13 +36,10 @@ def seccomp_filter(protections: Protections, machine: str = "") -> bytes:
     Raises:
         NoSandbox: no numbers are known for this architecture.
     """
-    machine = machine or platform.machine()
-    if machine not in ARCHITECTURES:
-        raise NoSandbox(f"the sandbox knows the system calls of {', '.join(ARCHITECTURES)}, not of {machine!r}")
-    column, arch, own = ARCHITECTURES[machine]
+    column, arch, own = _architecture(machine or platform.machine())
     program: list[Instruction] = [(_LOAD, 0, 0, _ARCH), (_JUMP_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL)]
     program.append((_LOAD, 0, 0, _NUMBER))
-    if machine == "x86_64":
+    if arch == ARCHITECTURES["x86_64"][1]:
         program += [(_JUMP_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
     for group, calls in REFUSED.items():
         if getattr(protections, group):
@@ -54,6 +51,21 @@ def seccomp_filter(protections: Protections, machine: str = "") -> bytes:
     program += _ioctl(own["ioctl"])
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+
+
+def clone_number() -> int:
+    """Of the call that makes a process in new namespaces.
+
+    Raises:
+        NoSandbox: as :func:`seccomp_filter`.
+    """
+    return _architecture(platform.machine())[2]["clone"]
+
+
+def _architecture(machine: str) -> tuple[int, int, dict[str, int]]:
+    if machine not in ARCHITECTURES:
+        raise NoSandbox(f"the sandbox knows the system calls of {', '.join(ARCHITECTURES)}, not of {machine!r}")
+    return ARCHITECTURES[machine]
 
 
 def _refuse(number: int | None, error: int) -> list[Instruction]:
