@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from prefixkit.judge.sandbox.process import Process
 from prefixkit.judge.verdict import Verdict
 from prefixkit.tasks.problem import Limits
 
 DETAIL = 300  # characters
+_BUSY = 0.9  # of its time: a program that computed for so long, or was free to, was not kept from it by others
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,11 @@ class Judged:
 
     Attributes:
         verdict: What the candidate came to.
-        cpu: Seconds of CPU time that it had used when it was killed for its time; 0 where it was not.
+        delayed: Whether it went beyond its time, and others than the program may have kept it from ending.
     """
 
     verdict: Verdict
-    cpu: float = 0.0
+    delayed: bool = False
 
 
 def line(text: str) -> str:
@@ -32,10 +33,12 @@ def line(text: str) -> str:
     return " ".join(shown.split())[:DETAIL]
 
 
-def ended(process: Process, limits: Limits, case: int | None = None) -> Judged:
+def ended(process: Process, limits: Limits, case: int | None = None, beside: Sequence[Process] = ()) -> Judged:
     """The verdict about a program that has ended, or went beyond a limit, where more was to come."""
     if process.excess == "timeout":
-        return Judged(Verdict("timeout", case, f"more than {limits.seconds:g} s"), process.cpu)
+        busy = sum(one.cpu for one in (process, *beside)) >= _BUSY * limits.seconds
+        starved = max(one.starved for one in (process, *beside)) > (1 - _BUSY) * limits.seconds
+        return Judged(Verdict("timeout", case, f"more than {limits.seconds:g} s"), starved and not busy)
     if process.excess == "output":
         return Judged(Verdict("output", case, f"more than {limits.output} KiB written, or an answer too large"))
     if process.excess == "memory":
@@ -45,7 +48,7 @@ def ended(process: Process, limits: Limits, case: int | None = None) -> Judged:
     memory = Verdict("memory", case, f"more than {limits.memory} MiB: {line(last)}")
     if status < 0:
         if -status == signal.SIGXCPU:
-            return Judged(Verdict("timeout", case, f"more than {limits.seconds:g} s of CPU time"), limits.seconds)
+            return Judged(Verdict("timeout", case, f"more than {limits.seconds:g} s of CPU time"))
         if "bad_alloc" in last or "bad_array_new_length" in last:
             return Judged(memory)
         return Judged(Verdict("crashed", case, f"{_signal(-status)}{': ' if last else ''}{line(last)}"[:DETAIL]))
@@ -59,11 +62,12 @@ def ended(process: Process, limits: Limits, case: int | None = None) -> Judged:
 def ended_together(processes: Sequence[Process], limits: Limits, case: int | None = None) -> Judged:
     """The verdict where one of several programs that wait for each other has ended, or went beyond a limit."""
     over = next((one for one in processes if one.excess), None) or next(one for one in processes if one.ended)
+    beside = [process for process in processes if process is not over]
+    for process in beside:
+        process.measure()
     for process in processes:
         process.close()
-    judged = ended(over, limits, case)
-    used = sum(process.cpu for process in processes)
-    return replace(judged, cpu=max(judged.cpu, used)) if judged.verdict.outcome == "timeout" else judged
+    return ended(over, limits, case, beside)
 
 
 def last_line(process: Process) -> str:

@@ -28,7 +28,6 @@ from prefixkit.tasks.problem import Calls, Checks, Oracle, Problem, Streams
 logger = logging.getLogger(__name__)
 Key = TypeVar("Key")
 _AHEAD = 4  # programs that wait, for each that runs
-_BUSY = 0.9  # of its time: a program that computed for so long was not kept from it by others
 
 
 def available() -> None:
@@ -43,9 +42,9 @@ def available() -> None:
 class Judge:
     """Runs candidate programs and gives verdicts that they cannot forge.
 
-    A program that goes beyond its time, without having computed all along, runs once more, alone: load on the machine
-    makes no verdicts.  Equal programs of equal tests run once.  A judge may be used by several threads, and must be
-    made in a process that does not fork while it judges.
+    A program that goes beyond its time, and had to wait for a CPU or for the judge, runs once more, alone: load on the
+    machine makes no verdicts.  Equal programs of equal tests run once.  A judge may be used by several threads, and
+    must be made in a process that does not fork while it judges.
 
     Args:
         jobs: Programs that run at once; by default one for each CPU.
@@ -162,7 +161,7 @@ class Judge:
     def _judged(self, program: str, problem: Problem) -> Verdict:
         with self._turns.together():
             judged, seconds = self._timed(program, problem)
-        if judged.verdict.outcome == "timeout" and judged.cpu < _BUSY * problem.limits.seconds:
+        if judged.delayed:
             with self._turns.alone():
                 judged, seconds = self._timed(program, problem)
         return replace(judged.verdict, seconds=round(seconds, 4))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from prefixkit.judge import Judge, NoSandbox, Verdict, available
+from prefixkit.judge.sandbox.cgroup import Cgroup
 from prefixkit.judge.sandbox.protections import Protections
 from prefixkit.judge.sandbox.sandbox import Sandbox, cgroups
 from prefixkit.tasks.problem import Calls, Checks, Limits, Problem, Streams, Tests
@@ -67,3 +68,10 @@ def naive(program: str, tests: Checks) -> bool:
     source = f"{tests.setup}\n{textwrap.dedent(program)}\n{tests.code}\n"
     command = [sys.executable, "-I", "-S", "-c", "import sys; exec(sys.stdin.read())"]
     return subprocess.run(command, input=source.encode(), capture_output=True, timeout=120).returncode == 0
+
+
+def inside(cgroup: Cgroup, script: str) -> list[str]:
+    """A command that enters a cgroup, then runs a script."""
+    files = [str(file) for file in cgroup.entrances()]
+    enter = "".join(f'echo 0 > "${number}" && ' for number in range(1, len(files) + 1))
+    return ["sh", "-c", f"{enter}{script}", "sh", *files]

@@ -65,12 +65,12 @@ def test_items_are_taken_as_they_are_needed_and_equal_ones_run_once() -> None:
     assert other.ran == 1
 
 
-def test_a_timeout_counts_if_the_program_computed_or_is_slow_alone_too() -> None:
-    late, busy = Judged(Verdict("timeout"), cpu=1.0), Judged(Verdict("timeout"), cpu=9.9)
+def test_a_timeout_counts_unless_others_delayed_the_program_and_it_ends_in_time_alone() -> None:
+    own, late = Judged(Verdict("timeout")), Judged(Verdict("timeout"), delayed=True)
     for verdicts, outcome, ran in (
         ((late, Judged(Verdict("passed"))), "passed", 2),
         ((late, late), "timeout", 2),
-        ((busy,), "timeout", 1),
+        ((own,), "timeout", 1),
     ):
         judge = Counting(*verdicts)
         assert judge.verdict(GOOD, ADD).outcome == outcome

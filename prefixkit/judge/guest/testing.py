@@ -68,7 +68,6 @@ class Candidate:
         self.raised = raised = _exception(name, given)
         raise raised
 
-
     def tell(self, verdict: "list[str]") -> None:
         """Send the verdict, while no thread waits for an answer."""
         with self._turn:

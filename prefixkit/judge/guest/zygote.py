@@ -71,20 +71,38 @@ def _fork(clone: int, namespaces: int) -> int:
 
 
 def _program(spec: "dict[str, Any]", descriptors: "list[int]") -> "dict[str, Any]":
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for place, descriptor in enumerate(descriptors[:3]):
-        os.dup2(descriptor, place)
+    """Return in the program's process; its parent, whose memory and descriptors it cannot reach, tells how it ended."""
     ready, content, *entrances = descriptors[3:]
     for entrance in entrances:
         os.write(entrance, b"0")  # enters a cgroup
     os.setsid()
-    with open(content, "rb", closefd=False) as file:
-        told: dict[str, Any] = marshal.load(file)
-    folder, made = told["folder"], bool(spec["namespaces"])
-    if made:
+    for place, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, place)
+    os.dup2(content, READY + 1)
+    os.dup2(ready, READY)
+    os.closerange(READY + 2, os.sysconf("SC_OPEN_MAX"))
+    if spec["namespaces"]:
         user, group = spec["ids"]
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             _write(f"/proc/self/{name}", text)
+    _prctl(_DUMPABLE, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if not (program := os.fork()):
+        return _prepared(spec)
+    _confine(spec)
+    os.closerange(0, READY)
+    while (ended := os.wait())[0] != program:
+        pass
+    os.write(READY, os.waitstatus_to_exitcode(ended[1]).to_bytes(2, "big", signed=True))
+    os._exit(0)
+
+
+def _prepared(spec: "dict[str, Any]") -> "dict[str, Any]":
+    """What a program is told, in its process, once all is there that belongs to it."""
+    with open(READY + 1, "rb") as file:
+        told: dict[str, Any] = marshal.load(file)
+    folder = told["folder"]
+    if spec["namespaces"]:
         if not spec["nesting"]:
             _write("/proc/sys/user/max_user_namespaces", "0")
         _call("unshare", _NEW_CGROUP)
@@ -93,38 +111,25 @@ def _program(spec: "dict[str, Any]", descriptors: "list[int]") -> "dict[str, Any
     for name, text in told["files"].items():
         with open(f"{folder}/{name}", "wb", opener=lambda path, flags: os.open(path, flags, 0o555)) as file:
             file.write(text)
-    if made:
+    if spec["namespaces"]:
         _mount("", folder, spec["sealing"], "")
-    os.chdir("/tmp" if made else folder)
-    os.dup2(ready, READY)
-    os.closerange(READY + 1, os.sysconf("SC_OPEN_MAX"))
-    if made:
-        _drop_capabilities()
+        folder = "/tmp"
+    os.chdir(folder)
     _default_stack(told["thread_stack"])
-    return _under_watch(spec["filter"], told)
+    _confine(spec)
+    _prctl(_DUMPABLE, 1)
+    return told
 
 
-def _under_watch(content: bytes, told: "dict[str, Any]") -> "dict[str, Any]":
-    """Return in the program's process; its parent, whose memory and descriptors it cannot reach, tells how it ended."""
-    _prctl(_DUMPABLE, 0)
-    program = os.fork()
-    if content:
+def _confine(spec: "dict[str, Any]") -> None:
+    """Give up all capabilities, and the system calls that the filter refuses."""
+    if spec["namespaces"]:
+        capability = 0
+        while _libc.prctl(_DROP_BOUND, capability, 0, 0, 0) == 0:
+            capability += 1
+        _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)())
+        content = spec["filter"]
         _prctl(_SECCOMP, 2, ctypes.byref(_Filter(len(content) // 8, content)))
-    if not program:
-        _prctl(_DUMPABLE, 1)
-        return told
-    os.closerange(0, READY)
-    while (ended := os.wait())[0] != program:
-        pass
-    os.write(READY, os.waitstatus_to_exitcode(ended[1]).to_bytes(2, "big", signed=True))
-    os._exit(0)
-
-
-def _drop_capabilities() -> None:
-    capability = 0
-    while _libc.prctl(_DROP_BOUND, capability, 0, 0, 0) == 0:
-        capability += 1
-    _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)())
 
 
 def _default_stack(size: int) -> None:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
-from prefixkit.judge.ends import Judged, line
+from prefixkit.judge.ends import Judged, ended, line
 from prefixkit.judge.errors import NoCompiler
 from prefixkit.judge.sandbox.process import wait
+from prefixkit.judge.sandbox.rlimits import thread_stack
 from prefixkit.judge.sandbox.sandbox import Sandbox
 from prefixkit.judge.verdict import Verdict
 from prefixkit.tasks.problem import Limits
 
 COMPILING = Limits(seconds=30.0, memory=2048, output=32 * 1024)
+# A thread would get a stack as large as the program's; it gets what Python's threads get.
+_STACKS = """
+#include <pthread.h>
+__attribute__((constructor)) static void stacks(void) {
+    pthread_attr_t made;
+    pthread_attr_init(&made);
+    pthread_attr_setstacksize(&made, %d);
+    pthread_setattr_default_np(&made);
+}
+"""
 _FLAGS = "-std=c++17 -O2 -w -fmax-errors=1"
 # The program comes out on standard output: nothing on the machine is written.
-_SCRIPT = f'PATH=/usr/bin:/bin; LC_ALL=C; export PATH LC_ALL; "$1" {_FLAGS} -o /tmp/made "$2" && cat /tmp/made'
+_SCRIPT = f'PATH=/usr/bin:/bin; LC_ALL=C; export PATH LC_ALL; "$1" {_FLAGS} -o /tmp/made "$2" "$3" && cat /tmp/made'
 
 
-def compiled(sandbox: Sandbox, source: str) -> bytes | Judged:
-    """The program that a source makes, or the verdict that it makes none.
+def compiled(sandbox: Sandbox, source: str, limits: Limits) -> bytes | Judged:
+    """The program that a source makes, which will run within limits, or the verdict that it makes none.
 
     Raises:
         NoCompiler: there is no g++ here.
@@ -26,13 +38,15 @@ def compiled(sandbox: Sandbox, source: str) -> bytes | Judged:
     compiler = shutil.which("g++")
     if compiler is None:
         raise NoCompiler("C++ programs cannot be judged without g++ on the PATH; `apt-get install g++`")
-    spec = {"command": ["/bin/sh", "-c", _SCRIPT, "sh", compiler, "program.cpp"]}
-    files = {"program.cpp": source.encode("utf-8", "replace")}
+    spec = {"command": ["/bin/sh", "-c", _SCRIPT, "sh", compiler, "program.cpp", "stacks.cpp"]}
+    stacks = _STACKS % thread_stack(limits)
+    files = {"program.cpp": source.encode("utf-8", "replace"), "stacks.cpp": stacks.encode()}
     with sandbox.start("program", spec, COMPILING, files, tools=True) as process:
         process.feed(b"")
         wait([process], lambda: False, process, framed=False)
         if process.excess == "timeout":
-            return Judged(Verdict("timeout", None, f"compiling took more than {COMPILING.seconds:g} s"), process.cpu)
+            late = Verdict("timeout", None, f"compiling took more than {COMPILING.seconds:g} s")
+            return replace(ended(process, COMPILING), verdict=late)
         if process.excess or process.status != 0:
             errors = process.errors.decode("utf-8", "replace").splitlines()
             found = next(

@@ -25,7 +25,7 @@ def judge_streams(sandbox: Sandbox, program: str, language: Language, tests: Str
     files: dict[str, bytes] = {}
     spec: Mapping[str, Any] = {"program": program, "arguments": [], "command": []}
     if language == "cpp":
-        made = compiled(sandbox, program)
+        made = compiled(sandbox, program, limits)
         if isinstance(made, Judged):
             return made
         files, spec = {"program": made}, {"command": ["program"]}

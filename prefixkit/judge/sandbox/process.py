@@ -42,8 +42,9 @@ class Process:
         status: Its exit status once it has ended, negative where a signal ended it; None before.
         errors: The end of what it wrote to standard error.
         heard: What it wrote to standard output and was not taken yet.
-        cpu: Seconds of CPU time that it and its descendants had used when it was killed; 0 where it ended by itself.
-        starved: Seconds that they had waited for a CPU; infinite where the kernel does not say.
+        cpu: Seconds of CPU time that it and its descendants had used when it was measured.
+        starved: Seconds that they may have waited for a CPU or for the judge by then: in the run queue, and until the
+            judge last read or wrote something; infinite where the kernel does not say.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Process:
         grouped: bool,
         cgroup: Cgroup | None = None,
     ) -> None:
-        self._pidfd, self._stdin, self._grouped, self._cgroup = pidfd, pipes[0], grouped, cgroup
+        self._pidfd, self._stdin, self._cgroup = pidfd, pipes[0], cgroup
+        self._group = max(_pid(pidfd), 0) if grouped else 0
         self._in, self._out, self._err, self._ready = (pipe.fileno() for pipe in pipes)
         for pipe in pipes:
             os.set_blocking(pipe.fileno(), False)
@@ -64,7 +66,7 @@ class Process:
         self._deadline = time.monotonic() + START
         self._unsent: memoryview = memoryview(b"")
         self._close_in = False
-        self.cpu, self.starved = 0.0, 0.0
+        self._moved = self.cpu = self.starved = 0.0
         self.excess: Excess = ""
         self.status: int | None = None
         self.errors = b""
@@ -129,12 +131,15 @@ class Process:
         """Act on what :func:`select.poll` found, and on the deadline."""
         if self._ready in happened and not self._begun:
             self._hear_ready()
+        if happened.keys() & {self._in, self._out, self._err}:
+            self._moved = time.monotonic()
         if self._in in happened:
             self._write()
         if self._err in happened:
             self._read_errors()
         if self._out in happened and not self.excess:
-            self._read_output(framed_output)
+            while self._read_output(framed_output) and framed_output and not self.complete:
+                pass
         if self.excess:
             return
         if self._pidfd in happened:
@@ -145,26 +150,32 @@ class Process:
                 raise NotStarted(f"a sandbox has not started within {START:.0f} s; give the judge fewer jobs")
             self._exceed("timeout")
 
+    def measure(self) -> None:
+        """Find out what it has used so far, unless it has ended."""
+        if self._pidfd >= 0 and (pid := _pid(self._pidfd)) > 0:
+            self.cpu, waited = times(pid)
+            self.starved = waited + max(0.0, self._moved - self._deadline + self._seconds - self.cpu)
+
     def close(self) -> None:
         """Kill everything in the sandbox, and take back what it holds here."""
         if self._pidfd < 0:
             return
-        pid = _pid(self._pidfd)
-        if pid > 0 and self.status is None:
-            self.cpu, self.starved = times(pid)
         with suppress(ProcessLookupError, PermissionError):
-            if self._grouped and pid > 0:
-                os.killpg(pid, signal.SIGKILL)
+            if self._group:
+                os.killpg(self._group, signal.SIGKILL)
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        select.select([self._pidfd], [], [])
+        dead = select.poll()
+        dead.register(self._pidfd, select.POLLIN)
+        dead.poll()
         os.close(self._pidfd)
         self._pidfd = -1
 
     def _hear_ready(self) -> None:
         if os.read(self._ready, 1):
             self._begun = True
-            self._deadline = time.monotonic() + self._seconds
+            self._moved = time.monotonic()
+            self._deadline = self._moved + self._seconds
 
     def _write(self) -> None:
         try:
@@ -205,6 +216,7 @@ class Process:
     def _exceed(self, excess: Excess) -> None:
         if not self.excess:
             self.excess = excess
+            self.measure()
             self.close()
             self.status = -signal.SIGKILL
 

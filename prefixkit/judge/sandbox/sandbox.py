@@ -155,7 +155,9 @@ class Sandbox:
                 theirs.close()
             seconds = limits.seconds * (1 if protections.time else FAR)
             cap = limits.output * 1024 * (1 if protections.output else FAR)
-            process = Process(pidfd, [ours for ours, _ in pipes], seconds, cap, self.plain or not protections.pids, cgroup)
+            process = Process(
+                pidfd, [ours for ours, _ in pipes], seconds, cap, self.plain or not protections.pids, cgroup
+            )
             try:
                 yield process
             finally:
@@ -213,6 +215,7 @@ class Sandbox:
                 }
             kept.append(_memory(held, zygote(told)))
             return Zygote([*command, str(kept[-1])], (ours, theirs), kept, environment)
+
 
 def _memory(held: ExitStack, content: bytes) -> int:
     """A file in memory, closed with ``held``."""

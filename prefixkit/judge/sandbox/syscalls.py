@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _TABLE = """
-network: socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242
+network: socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242,
+         setsockopt 54 208, sendmsg 46 211, sendmmsg 307 269
 
 processes: fork 57 -, vfork 58 -
 
@@ -34,6 +35,8 @@ kernel: bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, io_uring_setu
         syslog 103 116, fanotify_init 300 262, fanotify_mark 301 263, lookup_dcookie 212 18, iopl 172 -,
         ioperm 173 -, modify_ldt 154 -, uselib 134 -, nfsservctl 180 42, vhangup 153 58, sysfs 139 -, _sysctl 156 -,
         ustat 136 -, create_module 174 -, get_kernel_syms 177 -, query_module 178 -, migrate_pages 256 238,
+        io_setup 206 0, io_destroy 207 1, io_submit 209 2, io_cancel 210 3, io_getevents 208 4, io_pgetevents 333 292,
+        inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27, inotify_rm_watch 255 28,
         move_pages 279 239, mbind 237 235, set_mempolicy 238 237, set_mempolicy_home_node 450 450
 """
 

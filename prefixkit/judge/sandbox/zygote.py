@@ -58,7 +58,7 @@ class Zygote:
         Raises:
             NotStarted: there is none.
         """
-        message, found = b"", []
+        message, found = b"", list[int]()
         with self._lock, suppress(OSError):
             socket.send_fds(self._control, [b"!"], descriptors)
             message, found, _, _ = socket.recv_fds(self._control, 1000, 1)

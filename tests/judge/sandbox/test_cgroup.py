@@ -14,7 +14,7 @@ import pytest
 from prefixkit.judge import Judge
 from prefixkit.judge.sandbox.cgroup import Cgroup, Cgroups
 from prefixkit.judge.sandbox.hierarchy import Hierarchy, NoHierarchy, find_hierarchy
-from tests.judge.judging import calls, needs_cgroups, problem
+from tests.judge.judging import calls, inside, needs_cgroups, problem
 
 ROOT = Path(__file__).parents[3]
 
@@ -67,7 +67,7 @@ def test_what_is_written_in_version_2(tmp_path: Path) -> None:
         ("x/pids.max", 72, True),
     ]
     assert cgroup.settings(None, None) == []
-    assert cgroup.entering()[-2:] == ("sh", str(tmp_path / "x/cgroup.procs"))
+    assert cgroup.entrances() == [tmp_path / "x/cgroup.procs"]
 
 
 def test_what_is_written_in_version_1(tmp_path: Path) -> None:
@@ -78,18 +78,7 @@ def test_what_is_written_in_version_1(tmp_path: Path) -> None:
         ("memory/x/memory.memsw.limit_in_bytes", 1 << 20, False),
         ("pids/x/pids.max", 72, True),
     ]
-    assert cgroup.entering()[-3:] == ("sh", str(tmp_path / "memory/x/tasks"), str(tmp_path / "pids/x/tasks"))
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_entering_comes_before_the_command(tmp_path: Path, version: int) -> None:
-    cgroup = Cgroup(plain_folders(tmp_path, version), "x")
-    command = [*cgroup.entering(), "sh", "-c", 'echo "$1"; cat "$2"', "sh", "two  words", cgroup.entering()[-1]]
-    failed = subprocess.run(command, capture_output=True, text=True)
-    assert failed.returncode != 0 and failed.stdout == ""  # there is none, so the command does not run
-    for folder in cgroup.folders:
-        folder.mkdir()
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "two  words\n0\n"
+    assert cgroup.entrances() == [tmp_path / "memory/x/tasks", tmp_path / "pids/x/tasks"]
 
 
 FULL = {"memory.limit_in_bytes": f"{64 << 20}\n", "memory.max_usage_in_bytes": f"{64 << 20}\n"}
@@ -143,12 +132,12 @@ def test_cgroups_of_dead_judges_are_removed_and_no_others(tmp_path: Path, versio
 def test_what_is_left_is_killed_and_the_cgroup_gone_after_an_error(hierarchy: Hierarchy) -> None:
     cgroups = Cgroups(hierarchy)
     with pytest.raises(RuntimeError, match="in between"), cgroups.made(None, None) as cgroup:
-        command = [*cgroup.entering(), "sh", "-c", "sleep 300 & echo $!; wait"]
+        command = inside(cgroup, "{ sleep 300 & echo $!; wait; }")
         left = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         assert left.stdout is not None
-        inside = {int(left.stdout.readline()), left.pid}
+        entered = {int(left.stdout.readline()), left.pid}
         for folder in cgroup.folders:
-            assert set(map(int, (folder / "cgroup.procs").read_text().split())) == inside
+            assert set(map(int, (folder / "cgroup.procs").read_text().split())) == entered
         raise RuntimeError("in between")
     cgroups.clean()
     assert left.wait() == -signal.SIGKILL
@@ -159,12 +148,13 @@ def test_what_is_left_is_killed_and_the_cgroup_gone_after_an_error(hierarchy: Hi
 @each_kernel
 def test_what_a_killed_judge_left_is_killed_and_removed(hierarchy: Hierarchy) -> None:
     script = (
-        "import subprocess, sys, time\nfrom pathlib import Path\nfrom prefixkit.judge.sandbox.cgroup import Cgroups\n"
+        "import subprocess, sys\nfrom pathlib import Path\nfrom prefixkit.judge.sandbox.cgroup import Cgroups\n"
         "from prefixkit.judge.sandbox.hierarchy import Hierarchy\n"
         f"made = Cgroups(Hierarchy({hierarchy.version}, *map(Path, sys.argv[1:]))).made(None, None)\n"
         "cgroup = made.__enter__()\n"
         "print(cgroup.name, flush=True)\n"
-        "subprocess.run([*cgroup.entering(), 'sh', '-c', 'echo $$; exec sleep 300'])\n"
+        "from tests.judge.judging import inside\n"
+        "subprocess.run(inside(cgroup, '{ echo $$; exec sleep 300; }'))\n"
     )
     command = [sys.executable, "-c", script, str(hierarchy.memory), str(hierarchy.pids)]
     judge = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
