@@ -1,6 +1,7 @@
 """A whole program between standard input and standard output: its limits are set, then it runs."""
 
 import atexit
+import builtins
 import gc
 import os
 import sys
@@ -35,7 +36,7 @@ def main(spec: "dict[str, Any]") -> None:
 def _run(program: str, path: str) -> int:
     """The exit status."""
     module = sys.modules["__main__"] = type(sys)("__main__")
-    module.__file__ = path
+    module.__file__, module.__builtins__ = path, builtins
     try:
         exec(compile(program, path, "exec"), module.__dict__)
     except SystemExit as end:

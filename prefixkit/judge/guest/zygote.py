@@ -89,8 +89,8 @@ def _program(spec: "dict[str, Any]", descriptors: "list[int]") -> "dict[str, Any
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if not (program := os.fork()):
         return _prepared(spec)
-    _confine(spec)
     os.closerange(0, READY)
+    _confine(spec)
     while (ended := os.wait())[0] != program:
         pass
     os.write(READY, os.waitstatus_to_exitcode(ended[1]).to_bytes(2, "big", signed=True))

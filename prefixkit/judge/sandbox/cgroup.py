@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from prefixkit.judge.sandbox.hierarchy import Hierarchy, NoHierarchy
@@ -49,7 +50,7 @@ class Cgroup:
     hierarchy: Hierarchy
     name: str
 
-    @property
+    @cached_property
     def folders(self) -> tuple[Path, ...]:
         return tuple(folder / self.name for folder in self.hierarchy.folders)
 

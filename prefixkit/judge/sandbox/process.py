@@ -82,14 +82,15 @@ class Process:
         return len(self.heard) >= 4 and len(self.heard) >= 4 + int.from_bytes(self.heard[:4], "big")
 
     def send(self, content: bytes) -> None:
-        """Queue a message; it is written while the judge waits for something."""
+        """Send a message; what does not fit into the pipe now is written while the judge waits for something."""
         self._unsent = memoryview(bytes(self._unsent) + framed(content))
+        self._moved = time.monotonic()
+        self._write()
 
     def feed(self, content: bytes) -> None:
-        """Queue all of standard input."""
+        """Send all of standard input, likewise."""
         self._unsent, self._close_in = memoryview(content), True
-        if not content:
-            self._write()
+        self._write()
 
     def message(self) -> bytes | None:
         """The next message, where all of it has been heard."""
