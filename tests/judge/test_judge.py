@@ -6,8 +6,10 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from prefixkit.tasks.problem import Limits
 from tests.judge.judging import calls, checks, needs_sandbox, problem, streams
 
 ADD = problem(calls("add", ((1, 2), 3)))
+LIMITS = Limits(seconds=1)
 GOOD, BAD = "def add(a, b): return a + b", "def add(a, b): return 0"
 
 
@@ -75,6 +78,48 @@ def test_a_timeout_counts_unless_others_delayed_the_program_and_it_ends_in_time_
         judge = Counting(*verdicts)
         assert judge.verdict(GOOD, ADD).outcome == outcome
         assert judge.ran == ran
+
+
+class Recording(Judge):
+    """A judge that knows how often each program ran."""
+
+    def __init__(self, jobs: int) -> None:
+        super().__init__(jobs)
+        self.runs: list[str] = []
+
+    def _run(self, program: str, problem: Any) -> Judged:
+        self.runs.append(program)
+        return super()._run(program, problem)
+
+
+@needs_sandbox()
+def test_programs_that_sleep_past_their_limit_run_once() -> None:
+    sleepers = [f"import time\ntime.sleep(60 + {n})" for n in range(4)]
+    with Recording(jobs=4) as judge:
+        limited = [(one, one, problem(streams(("", "x")), seconds=1)) for one in sleepers]
+        found = dict(judge.verdicts(limited))
+        found |= dict(
+            judge.verdicts([("f", "import time\ndef add(a, b): time.sleep(60)", replace(ADD, limits=LIMITS))])
+        )
+    assert {one.outcome for one in found.values()} == {"timeout"}
+    assert len(judge.runs) == 5
+
+
+@needs_sandbox()
+def test_a_program_that_was_kept_from_a_cpu_runs_again_alone() -> None:
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(everywhere)})
+    spin = "while True: pass"
+    others = [subprocess.Popen([sys.executable, "-I", "-S", "-c", spin]) for _ in range(3)]
+    try:
+        with Recording(jobs=1) as judge:
+            found = judge.verdict(spin, problem(streams(("", "x")), seconds=0.8))
+    finally:
+        os.sched_setaffinity(0, everywhere)
+        for one in others:
+            one.kill()
+            one.wait()
+    assert (found.outcome, len(judge.runs)) == ("timeout", 2)
 
 
 def test_alone_is_alone() -> None:

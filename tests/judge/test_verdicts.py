@@ -237,3 +237,76 @@ def test_what_cannot_be_judged_is_refused() -> None:
 
 def test_a_limit_too_low_for_python_is_the_programs() -> None:
     assert verdict("x = 1", DOUBLE, memory=8).outcome in ("memory", "error", "crashed")
+
+
+# Programs, each of which prints "yes" to the input "hello" as a process without a sandbox.
+ORDINARY = {
+    "open /dev/stdin": "print('yes' if open('/dev/stdin').read() == 'hello' else 'no')",
+    "open /dev/fd/0": "print('yes' if open('/dev/fd/0').read() == 'hello' else 'no')",
+    "open /dev/stdout": "open('/dev/stdout', 'w').write('yes')",
+    "write to /dev/fd/1 and /dev/stderr": "open('/dev/stderr', 'w').write('no')\nopen('/dev/fd/1', 'w').write('yes')",
+    "read its own file": "import sys\nassert sys.argv == [__file__]\n"
+    "print('yes' if 'own file' in open(__file__).read() else 'no')  # own file",
+    "read its own source": "import inspect\ndef f():\n    return 1  # one\nclass A:\n    x = 2  # two\n"
+    "assert '# one' in inspect.getsource(f) and '# two' in inspect.getsource(A)\nprint('yes')",
+    "show lines of a traceback": "import traceback\ntry:\n    1 / 0  # here\nexcept ZeroDivisionError:\n"
+    "    print('yes' if '# here' in traceback.format_exc() else 'no')",
+    "change builtins": "__builtins__.say = print\nsay('yes')",
+    "a pool of threads": "import time\nfrom concurrent.futures import ThreadPoolExecutor\n"
+    "with ThreadPoolExecutor(32) as pool:\n"
+    "    print('yes' if sum(pool.map(lambda n: time.sleep(0.01) or n, range(64))) == 2016 else 'no')",
+    "a thread with a large stack": "import sys, threading\nthreading.stack_size(64 << 20)\n"
+    "sys.setrecursionlimit(10**6)\n"
+    "def f(n): return f(n - 1) if n else print('yes')\nthreading.Thread(target=f, args=(50000,)).start()",
+    "asyncio": "import asyncio\nasync def main():\n    return await asyncio.to_thread(lambda: 'yes')\n"
+    "print(asyncio.run(main()))",
+    "signals": "import signal, time\ndef alarm(*_): raise TimeoutError\nsignal.signal(signal.SIGALRM, alarm)\n"
+    "assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\n"
+    "try: time.sleep(60)\nexcept TimeoutError: print('yes')",
+    "temporary files": "import tempfile\nwith tempfile.NamedTemporaryFile('w') as file:\n"
+    "    with tempfile.TemporaryDirectory():\n        file.write('x')\nprint('yes')",
+    "deep recursion": "import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return f(n - 1) if n else 'yes'\n"
+    "print(f(100000))",
+    "what is done at the end": "import atexit, threading, time\natexit.register(print, 's')\nclass A:\n"
+    "    def __del__(self): print(END, end='')\nEND = ''\na = A()\na.a = a\n"
+    "threading.Thread(target=lambda: time.sleep(0.05) or print('e', end='')).start()\nprint('y', end='')",
+    "an exit with True": "import sys\nprint('yes')\nsys.exit(False)",
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_a_program_finds_what_it_would_find_without_a_sandbox(name: str) -> None:
+    assert verdict(ORDINARY[name], streams(("hello", "yes")), memory=256, seconds=60).passed
+
+
+def test_a_candidate_has_a_file_and_its_functions_have_sources() -> None:
+    program = "import inspect\ndef f():  # one\n    return inspect.getsource(f), open(__file__).read()[:6]"
+    source = "def f():  # one\n    return inspect.getsource(f), open(__file__).read()[:6]\n"
+    assert verdict(program, calls("f", ((), (source, "import")))).passed
+    assert verdict("def f(): return 1", checks("assert 'open' in open(__file__).read()", "f")).passed
+
+
+def test_tests_call_the_candidate_from_threads() -> None:
+    code = """
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(square, range(100))) == [n * n for n in range(100)]
+            assert isinstance(pool.submit(square, 'x').exception(), TypeError)
+    """
+    assert verdict("def square(n): return n * n", checks(code, "square"), seconds=60).passed
+    wrong = verdict("def square(n): return n * n if n < 77 else 0", checks(code, "square"), seconds=60)
+    assert outcome(wrong) == ("failed", None)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("import sys\nsys.exit('no')", "exit status 1: no"),
+        ("import sys\nsys.excepthook = lambda *_: sys.stderr.write('mine')\n1 / 0", "exit status 1: mine"),
+        ("raise KeyError('x')", "exit status 1: KeyError: 'x'"),
+        ("import sys\nsys.exit(-1)", "exit status 255"),
+        ("import os\nos._exit(130)", "exit status 130"),
+    ],
+)
+def test_an_exit_is_told_as_the_interpreter_tells_it(program: str, expected: str) -> None:
+    assert verdict(program, streams(("", "x"))).detail == expected

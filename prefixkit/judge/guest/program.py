@@ -36,7 +36,7 @@ def main(spec: "dict[str, Any]") -> None:
 def _run(program: str, path: str) -> int:
     """The exit status."""
     module = sys.modules["__main__"] = type(sys)("__main__")
-    module.__file__, module.__builtins__ = path, builtins
+    module.__dict__.update(__file__=path, __builtins__=builtins)
     try:
         exec(compile(program, path, "exec"), module.__dict__)
     except SystemExit as end:

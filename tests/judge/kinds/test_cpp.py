@@ -35,6 +35,27 @@ def test_programs(program: str, expected: str) -> None:
     assert verdict(program, DOUBLE, language="cpp", seconds=seconds, memory=256).outcome == expected
 
 
+def test_many_threads_have_the_memory_for_their_stacks_and_a_program_a_large_one() -> None:
+    program = """
+        #include <thread>
+        #include <vector>
+        #include <fstream>
+        #include <iostream>
+        int deep(int n) { volatile char kept[1024]; kept[n % 1024] = 1; return n ? 1 + deep(n - 1) + kept[0] * 0 : 0; }
+        int main() {
+            int n;
+            std::ifstream("/dev/stdin") >> n;
+            std::vector<std::thread> threads;
+            std::vector<int> found(32);
+            for (int i = 0; i < 32; ++i) threads.emplace_back([i, n, &found] { found[i] = n * i; });
+            for (auto& one : threads) one.join();
+            std::ofstream("/dev/stdout") << found[31] + (deep(100000) == 100000);
+        }
+    """
+    for memory in (256, 1024):
+        assert verdict(program, streams(("2", "63")), language="cpp", memory=memory).passed
+
+
 ATTACKS = {
     "fork": 'std::cout << (fork() < 0 ? "contained" : "escaped");',
     "run a shell": 'std::cout << (system("true") == 0 ? "escaped" : "contained");',

@@ -26,6 +26,14 @@ WASTE = {
         "for n in range(50):\n    end = os.pipe()[1]\n    size = fcntl.fcntl(end, 1031, 1 << 20)\n"
         "    os.write(end, bytes(size))\n",
     ),
+    "a full /tmp, and sockets": (
+        "",
+        "import socket\n"
+        "with open('/tmp/full', 'wb') as file:\n    for n in range(60): file.write(bytes(1 << 20))\n"
+        "kept = [one for n in range(115) for one in socket.socketpair()]\n"
+        "for one in kept:\n    one.setblocking(False)\n"
+        "    try:\n        while one.send(bytes(1 << 12)): pass\n    except BlockingIOError: pass\n",
+    ),
     "memory, and a full /tmp": (
         "",
         "kept = bytes(range(256)) * (100 << 12)\n"
@@ -41,7 +49,7 @@ WASTE = {
         "    for m in range(50): os.write(end, bytes(1 << 20))\n",
     ),
 }
-LIMIT = {"a full /tmp, and pipes": 64, "memory, and a full /tmp": 128}
+LIMIT = {"a full /tmp, and pipes": 64, "a full /tmp, and sockets": 64, "memory, and a full /tmp": 128}
 
 
 def waste(name: str) -> str:

@@ -33,9 +33,11 @@ def number(name):
     return {"x86_64": X86, "aarch64": ARM}[here][name]
 
 X86 = dict(ptrace=101, process_vm_readv=310, unshare=272, mount=165, chroot=161, memfd_create=319, shmget=29, msgget=68,
-           semget=64, io_uring_setup=425, keyctl=250, add_key=248, personality=135, userns=56, tkill=200, clone3=435)
+           semget=64, io_uring_setup=425, keyctl=250, add_key=248, personality=135, userns=56, tkill=200, clone3=435,
+           io_setup=206, inotify_init1=294)
 ARM = dict(ptrace=117, process_vm_readv=270, unshare=97, mount=40, chroot=51, memfd_create=279, shmget=194, msgget=186,
-           semget=190, io_uring_setup=425, keyctl=219, add_key=217, personality=92, userns=220, tkill=130, clone3=435)
+           semget=190, io_uring_setup=425, keyctl=219, add_key=217, personality=92, userns=220, tkill=130, clone3=435,
+           io_setup=0, inotify_init1=26)
 
 def call(name, *arguments):
     ctypes.set_errno(0)
@@ -107,6 +109,15 @@ ATTACKS = {
         "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect('\\0' + ABSTRACT)\nreturn True",
     ),
     "raw socket": ("network", "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)\nreturn True"),
+    "larger buffers of sockets": (
+        "network",
+        "import socket\na, b = socket.socketpair()\na.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)\n"
+        "return True",
+    ),
+    "descriptors in flight": (
+        "network",
+        "import socket\na, b = socket.socketpair()\nreturn socket.send_fds(a, [b'x'], [0]) == 1",
+    ),
     "kill another process": ("pids", "os.kill(VICTIM, 15)\nreturn True"),
     "look at other processes": ("pids", "return os.path.exists(f'/proc/{VICTIM}/status')"),
     "ptrace": ("ptrace", "return call('ptrace', 0, 0, 0, 0) == 0"),
@@ -134,6 +145,8 @@ ATTACKS = {
     "io_uring": ("kernel", "return not refused('io_uring_setup', 0, None)"),
     "keys": ("kernel", "return not refused('keyctl', 0, -3, 0)"),
     "a key": ("kernel", "return not refused('add_key', b'user', b'x', b'x', 1, -3)"),
+    "slots of asynchronous io": ("kernel", "return call('io_setup', 1, ctypes.byref(ctypes.c_ulong())) == 0"),
+    "instances of inotify": ("kernel", "return call('inotify_init1', 0) >= 0"),
     "set user id": ("kernel", "os.setuid(os.getuid())\nreturn True"),
     "personality": ("kernel", "return call('personality', 0x0040000) >= 0"),
     "environment": ("environment", "return 'PREFIXKIT_TEST_SECRET' in os.environ"),
@@ -208,6 +221,10 @@ ALSO_REFUSED = {
     "have capabilities": "lines = open('/proc/self/status').read().splitlines()\n"
     "return any(int(line.split()[1], 16) for line in lines if line.startswith('Cap'))",
     "run without a filter": "return 'Seccomp:\\t2' not in open('/proc/self/status').read()",
+    "signals and timers of the user": "timer = ctypes.c_void_p()\n"
+    "return all(libc.timer_create(1, None, ctypes.byref(timer)) == 0 for n in range(5000))",
+    "reach what watches the program": "return os.access('/proc/1/mem', os.W_OK) or bool(os.listdir('/proc/1/fd'))",
+    "leave something for the next program": "open('/judge/x', 'w')\nreturn True",
     "be root outside": "return open('/proc/self/uid_map').read().split()[1] == '0'",
 }
 
@@ -215,6 +232,25 @@ ALSO_REFUSED = {
 @pytest.mark.parametrize("name", ALSO_REFUSED)
 def test_an_attack_is_refused(name: str, surroundings: str) -> None:
     assert verdict(program(ALSO_REFUSED[name], surroundings), streams(("", "contained"))).passed
+
+
+def test_programs_share_nothing_that_can_be_written() -> None:
+    source = """
+        import os
+        def places(folder):
+            for path in (f"{folder}/{name}" for name in os.listdir(folder)):
+                if os.path.isdir(path) and not os.path.islink(path):
+                    yield from places(path)
+                if not os.path.islink(path) and os.access(path, os.W_OK):
+                    yield path
+        devices = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")}
+        found = {path for folder in set(os.listdir("/")) - {"proc"} for path in places(f"/{folder}")}
+        found |= {path for path in ("/", "/proc", "/tmp") if os.access(path, os.W_OK)}
+        print(sorted(found - devices), os.listdir("/tmp"))
+        open("/tmp/mine", "w").close()
+    """
+    for _ in range(2):
+        assert verdict(source, streams(("", "['/tmp'] []"))).passed
 
 
 WASTE = {
