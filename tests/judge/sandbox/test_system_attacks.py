@@ -237,20 +237,17 @@ def test_an_attack_is_refused(name: str, surroundings: str) -> None:
 def test_programs_share_nothing_that_can_be_written() -> None:
     source = """
         import os
-        def places(folder):
-            for path in (f"{folder}/{name}" for name in os.listdir(folder)):
-                if os.path.isdir(path) and not os.path.islink(path):
-                    yield from places(path)
-                if not os.path.islink(path) and os.access(path, os.W_OK):
-                    yield path
-        devices = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")}
-        found = {path for folder in set(os.listdir("/")) - {"proc"} for path in places(f"/{folder}")}
-        found |= {path for path in ("/", "/proc", "/tmp") if os.access(path, os.W_OK)}
-        print(sorted(found - devices), os.listdir("/tmp"))
+        rows = [line.split() for line in open("/proc/self/mountinfo")]
+        writable = {row[4] for row in rows if "ro" not in row[5].split(",")} - {"/proc"}
+        writable -= {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")}
+        top = {row[4]: row for row in rows}  # of mounts in one place the last one counts
+        assert "ro" in top["/proc"][5].split(",")
+        print(sorted(writable), os.listdir("/tmp"))
         open("/tmp/mine", "w").close()
     """
     for _ in range(2):
-        assert verdict(source, streams(("", "['/tmp'] []"))).passed
+        found = verdict(source, streams(("", "['/tmp'] []")))
+        assert found.passed, found
 
 
 WASTE = {
