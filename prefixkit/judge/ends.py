@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ class Judged:
 
     Attributes:
         verdict: What the candidate came to.
-        delayed: Whether it went beyond its time, and others than the program may have kept it from ending.
+        delayed: Whether others than the program may be the reason that it went beyond its time, or was killed.
     """
 
     verdict: Verdict
@@ -51,7 +52,8 @@ def ended(process: Process, limits: Limits, case: int | None = None, beside: Seq
             return Judged(Verdict("timeout", case, f"more than {limits.seconds:g} s of CPU time"))
         if "bad_alloc" in last or "bad_array_new_length" in last:
             return Judged(memory)
-        return Judged(Verdict("crashed", case, f"{_signal(-status)}{': ' if last else ''}{line(last)}"[:DETAIL]))
+        detail = f"{_signal(-status)}{': ' if last else ''}{line(last)}"[:DETAIL]
+        return Judged(Verdict("crashed", case, detail), process.starved == math.inf)
     if last.startswith("MemoryError"):
         return Judged(memory)
     if last.split(":")[0] in ("SyntaxError", "IndentationError", "TabError"):

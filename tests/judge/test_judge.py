@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -120,6 +121,26 @@ def test_a_program_that_was_kept_from_a_cpu_runs_again_alone() -> None:
             one.kill()
             one.wait()
     assert (found.outcome, len(judge.runs)) == ("timeout", 2)
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(child) for path in Path(f"/proc/{pid}/task").iterdir() for child in (path / "children").read_text().split()
+    ]
+
+
+@needs_sandbox()
+def test_a_program_whose_sandbox_was_killed_runs_again() -> None:
+    with Recording(jobs=1) as judge:
+        before = set(children(os.getpid()))
+        judge.verdict(BAD, ADD)
+        (outer,) = set(children(os.getpid())) - before or {max(before)}
+        thread = threading.Timer(0.5, lambda: os.kill(children(outer)[0], signal.SIGKILL))
+        thread.start()
+        found = judge.verdict("import time\ntime.sleep(1)\nprint('x')", problem(streams(("", "x")), seconds=60))
+        thread.join()
+    assert found.passed, found
+    assert len(judge.runs) == 3
 
 
 def test_alone_is_alone() -> None:

@@ -233,6 +233,7 @@ class Process:
             self._hear_ready()
         told = _some(self._ready, 2) or b"" if self._begun else b""
         self.status = int.from_bytes(told, "big", signed=True) if told else -signal.SIGKILL
+        self.starved = 0.0 if told else math.inf  # what watches it was killed, which no program can do
         self.close()
         if not self._begun:
             errors = self.errors.decode("utf-8", "replace").strip()

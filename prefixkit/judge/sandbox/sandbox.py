@@ -150,7 +150,13 @@ class Sandbox:
                     os.fchown(descriptor, _ground().user, -1)  # so that it can open /dev/stdin
             for entrance in cgroup.entrances() if cgroup else ():
                 given.append(held.enter_context(FileIO(entrance, "w")).fileno())
-            pidfd = self._zygote(protections, tools).fork(given)
+            warm = self._zygote(protections, tools)
+            try:
+                pidfd = warm.fork(given)
+            except NotStarted:
+                if warm.alive:
+                    raise
+                pidfd = self._zygote(protections, tools).fork(given)  # the first was killed
             for _, theirs in pipes:
                 theirs.close()
             seconds = limits.seconds * (1 if protections.time else FAR)
