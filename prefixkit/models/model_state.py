@@ -80,10 +80,10 @@ def state_of(model: nn.Module) -> ModelState:
                 left += children.values()
             if hooks or pre_hooks:
                 modes.append((*hooks, None, *pre_hooks))  # numbers, never reused
-            for value in values:
-                if (kind := type(value)) in _NUMBERS:  # whether it is in training mode, too
-                    modes.append(value)
-                elif kind is Tensor:
+            numbers = [value for value in values if type(value) in _NUMBERS]  # whether it is in training mode, too
+            modes += numbers
+            for value in values if len(numbers) < len(values) else ():
+                if (kind := type(value)) is Tensor:
                     plain.append(value)
                 elif kind in _CONTAINERS:
                     modes += _numbers_in(value)

@@ -137,9 +137,11 @@ class _Content:
             return True
         if moved:
             return self._words.all() == known.whole
+        if not (tokens := found()):
+            return True
         settings = (module.__dict__[SETTING] for module in model.modules() if SETTING in module.__dict__)
         always = next(settings, "auto") == "always"
-        if found() < (1 if always else self._words.tokens_worth) or not (always or self._allowance.has_some()):
+        if not always and (tokens < self._words.tokens_worth or not self._allowance.has_some()):
             return True
         began = time.perf_counter()
         same = self._words.all() == known.whole
