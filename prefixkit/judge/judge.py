@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from itertools import islice
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -73,8 +74,7 @@ class Judge:
         self._sandbox.check()
         self._known: dict[str, Verdict] = {}
         self._turns = Turns()
-        self._running: dict[str, threading.Event] = {}
-        self._lock = threading.Lock()
+        self._running: dict[str, threading.Lock] = {}  # held while the verdict of a key is found
 
     def __enter__(self) -> Self:
         return self
@@ -92,26 +92,14 @@ class Judge:
             NoCompiler: it is in C++, and there is no compiler here.
             NoSandbox: a sandbox could not be made.
         """
-        check(problem)
         key = key_of(program, problem)
-        while True:
-            with self._lock:
-                if key in self._known:
-                    return self._known[key]
-                other = self._running.get(key)
-                if other is None:
-                    mine = self._running[key] = threading.Event()
-                    break
-            other.wait()
-        try:
-            verdict = self._judged(program, problem)
-            with self._lock:
-                self._known[key] = verdict
-            return verdict
-        finally:
-            with self._lock:
-                del self._running[key]
-            mine.set()
+        if problem.language == "cpp" and not isinstance(problem.tests, Streams):
+            kind = type(problem.tests).__name__.lower()
+            raise ValueError(f"{problem.where}: programs in C++ are judged by streams, not by {kind}")
+        with self._running.setdefault(key, threading.Lock()):
+            if key not in self._known:
+                self._known[key] = self._judged(program, problem)
+        return self._known[key]
 
     def verdicts(
         self,
@@ -131,19 +119,14 @@ class Judge:
         Raises:
             As :meth:`verdict`.
         """
-        source = iter(items)
-        pending: dict[Future[Verdict], Key] = {}
         pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="judge")
-        more = True
+        source = ((pool.submit(self.verdict, program, problem), key) for key, program, problem in items)
+        pending: dict[Future[Verdict], Key] = {}
         try:
-            while more or pending:
-                while more and len(pending) < _AHEAD * self.jobs:
-                    item = next(source, None)
-                    if item is None:
-                        more = False
-                        break
-                    key, program, problem = item
-                    pending[pool.submit(self.verdict, program, problem)] = key
+            while True:
+                pending.update(islice(source, _AHEAD * self.jobs - len(pending)))
+                if not pending:
+                    return
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
                     key = pending.pop(future)
@@ -186,16 +169,3 @@ class Judge:
         if isinstance(tests, Calls):
             return judge_calls(self._sandbox, program, tests, problem.limits)
         return judge_streams(self._sandbox, program, problem.language, tests, problem.limits)
-
-
-def check(problem: Problem) -> None:
-    """Refuse a problem that cannot be judged, whatever the program.
-
-    Raises:
-        ValueError: it has no tests, or tests that its language cannot have.
-    """
-    if problem.tests is None:
-        raise ValueError(f"{problem.where}: problem {problem.id!r} has no tests to judge by")
-    if problem.language == "cpp" and not isinstance(problem.tests, Streams):
-        kind = type(problem.tests).__name__.lower()
-        raise ValueError(f"{problem.where}: programs in C++ are judged by streams, not by {kind}")

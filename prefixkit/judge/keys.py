@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from prefixkit.tasks.problem import Problem
 
-VERSION = 1  # of the judge: raised where verdicts may come to differ
+VERSION = 2  # of the judge: raised where verdicts may come to differ
 
 
 def digest_of(problem: Problem) -> bytes:

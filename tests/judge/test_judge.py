@@ -183,7 +183,6 @@ def test_a_key_is_of_all_that_decides_and_of_nothing_else() -> None:
 
 def test_no_bubblewrap_is_an_error_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     bubblewrap.executable.cache_clear()
-    bubblewrap.options.cache_clear()
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(NoSandbox, match="apt-get install bubblewrap") as raised:
         available()

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def main(spec: "dict[str, Any]") -> None:
     """Become the command, or run the Python program as ``__main__``."""
     path = begin(spec)
-    if spec["command"]:
-        os.execv(spec["command"][0], spec["command"])
-    sys.argv += spec["arguments"]
+    if command := spec.get("command"):
+        os.execv(command[0], command)
+    sys.argv += spec.get("arguments", [])
     status = _run(spec["program"], path)
     # Then as the interpreter ends, but for taking its own modules apart, which takes longer than all the rest.
     if "threading" in sys.modules:

@@ -35,7 +35,7 @@ def serve(spec: "dict[str, Any]") -> "dict[str, Any]":
         spec: ``control``: the socket over which the descriptors of each program come; ``namespaces``: flags of those
             that it gets, 0 for none; ``mounts``: what is mounted in them, as arguments of ``mount``; ``sealing``:
             flags that make the program's folder read-only; ``nesting``: whether it may make more namespaces;
-            ``filter``: of seccomp, or empty.
+            ``filter``: of seccomp.  All but the first two are for namespaces.
     """
     control = socket.socket(fileno=spec["control"])
     spec["ids"] = os.getuid(), os.getgid()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from prefixkit.judge import wire
-from prefixkit.judge.ends import Judged, ended_together, line
+from prefixkit.judge.ends import Judged, line
 from prefixkit.judge.errors import BadTests
-from prefixkit.judge.kinds.dialogue import Answers, Over
-from prefixkit.judge.sandbox.process import Process, wait
+from prefixkit.judge.kinds.dialogue import Answers, Over, heard
+from prefixkit.judge.sandbox.process import Process
 from prefixkit.judge.sandbox.sandbox import Sandbox
 from prefixkit.judge.verdict import Verdict
 from prefixkit.tasks.problem import Checks, Limits
@@ -38,22 +38,12 @@ def _relay(candidate: Process, checker: Process, limits: Limits) -> Judged:
     answers.load()
     checker.send(answers.last)
     for _ in range(MESSAGES):
-        kind, content = _told(checker, candidate, limits)
-        if kind == QUESTION:
-            answers.ask(content, None)
-            checker.send(answers.last)
-        else:
-            return _verdict(wire.read(content))
+        told = heard(checker, [candidate, checker], limits)
+        if not told.startswith(QUESTION):
+            return _verdict(wire.read(told[1:]))
+        answers.ask(told[1:], None)
+        checker.send(answers.last)
     return Judged(Verdict("output", None, f"more than {MESSAGES} calls"))
-
-
-def _told(checker: Process, candidate: Process, limits: Limits) -> tuple[bytes, bytes]:
-    """The next message of the tests: its kind, and the rest."""
-    wait([checker, candidate], lambda: checker.complete, checker, framed=True)
-    message = None if checker.excess or candidate.excess else checker.message()
-    if message is None:
-        raise Over(ended_together([candidate, checker], limits))
-    return message[:1], message[1:]
 
 
 def _verdict(told: list[str]) -> Judged:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from prefixkit.judge.ends import Judged, ended, line
 from prefixkit.judge.errors import NoCompiler
-from prefixkit.judge.sandbox.process import wait
 from prefixkit.judge.sandbox.rlimits import thread_stack
 from prefixkit.judge.sandbox.sandbox import Sandbox
 from prefixkit.judge.verdict import Verdict
@@ -42,8 +41,7 @@ def compiled(sandbox: Sandbox, source: str, limits: Limits) -> bytes | Judged:
     stacks = _STACKS % thread_stack(limits)
     files = {"program.cpp": source.encode("utf-8", "replace"), "stacks.cpp": stacks.encode()}
     with sandbox.start("program", spec, COMPILING, files, tools=True) as process:
-        process.feed(b"")
-        wait([process], lambda: False, process, framed=False)
+        process.run()
         if process.excess == "timeout":
             late = Verdict("timeout", None, f"compiling took more than {COMPILING.seconds:g} s")
             return replace(ended(process, COMPILING), verdict=late)

@@ -37,7 +37,7 @@ class Answers:
     """
 
     def __init__(self, process: Process, limits: Limits, beside: Sequence[Process] = ()) -> None:
-        self._process, self._limits, self._beside = process, limits, beside
+        self._process, self._limits, self._together = process, limits, [process, *beside]
         self.last = b""
 
     def load(self) -> None:
@@ -46,7 +46,7 @@ class Answers:
         Raises:
             Over: it does not run, or lacks a name.
         """
-        found = self._next(None, ())
+        found = self._next([self._process], None)
         if not (isinstance(found, list) and len(found) == 2 and found[0] == "loaded"):
             raise Over(Judged(refused(found, None)))
         names = found[1]
@@ -61,20 +61,28 @@ class Answers:
             Over: the candidate ends, goes beyond a limit, or answers what cannot be read.
         """
         self._process.send(content)
-        return self._next(case, self._beside)
+        return self._next(self._together, case)
 
-    def _next(self, case: int | None, beside: Sequence[Process]) -> Any:
-        process = self._process
-        wait([process, *beside], lambda: process.complete, process, framed=True)
-        message = None if process.excess else process.message()
-        if message is None:
-            raise Over(ended_together([process, *beside], self._limits, case))
+    def _next(self, together: Sequence[Process], case: int | None) -> Any:
+        message = heard(self._process, together, self._limits, case)
         try:
             found = wire.read(message, hashed=False)
         except wire.WireError as error:
             raise Over(Judged(Verdict("error", case, f"its answer cannot be read: {error}"))) from None
         self.last = message
         return found
+
+
+def heard(speaking: Process, together: Sequence[Process], limits: Limits, case: int | None = None) -> bytes:
+    """The next message of one of several programs that wait for each other.
+
+    Raises:
+        Over: one of them has ended, or went beyond a limit.
+    """
+    wait(together, speaking)
+    if not speaking.complete or any(process.excess for process in together):
+        raise Over(ended_together(together, limits, case))
+    return speaking.message()
 
 
 def refused(answer: Any, case: int | None) -> Verdict:

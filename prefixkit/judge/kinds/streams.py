@@ -8,7 +8,6 @@ from typing import Any
 from prefixkit.judge.ends import Judged, ended, line
 from prefixkit.judge.kinds.cpp import compiled
 from prefixkit.judge.kinds.texts import accepts
-from prefixkit.judge.sandbox.process import wait
 from prefixkit.judge.sandbox.sandbox import Sandbox
 from prefixkit.judge.verdict import Verdict
 from prefixkit.tasks.problem import Language, Limits, Streams
@@ -23,7 +22,7 @@ def judge_streams(sandbox: Sandbox, program: str, language: Language, tests: Str
         NoCompiler: the program is in C++, and there is no compiler here.
     """
     files: dict[str, bytes] = {}
-    spec: Mapping[str, Any] = {"program": program, "arguments": [], "command": []}
+    spec: Mapping[str, Any] = {"program": program}
     if language == "cpp":
         made = compiled(sandbox, program, limits)
         if isinstance(made, Judged):
@@ -32,8 +31,7 @@ def judge_streams(sandbox: Sandbox, program: str, language: Language, tests: Str
     stack = min(_CPP_STACK, limits.memory // 2) if language == "cpp" else 64
     for number, (given, expected) in enumerate(tests.cases):
         with sandbox.start("program", spec, limits, files, stack=stack) as process:
-            process.feed(given.encode("utf-8", "surrogatepass"))
-            wait([process], lambda: False, process, framed=False)
+            process.run(given.encode("utf-8", "surrogatepass"))
             output = bytes(process.heard)
             if process.excess or process.status != 0:
                 return ended(process, limits, number)
@@ -54,10 +52,8 @@ def _checked(sandbox: Sandbox, checker: str, texts: tuple[str, str, bytes], limi
         "expected": expected.encode("utf-8", "surrogatepass"),
         "output": output,
     }
-    spec = {"program": checker, "arguments": list(files), "command": []}
-    with sandbox.start("program", spec, limits, files) as process:
-        process.feed(b"")
-        wait([process], lambda: False, process, framed=False)
+    with sandbox.start("program", {"program": checker, "arguments": list(files)}, limits, files) as process:
+        process.run()
         if process.excess:
             return f"its checker went beyond a limit: {process.excess}"
         return "" if process.status == 0 else f"its checker refused: exit status {process.status}"

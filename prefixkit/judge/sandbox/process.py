@@ -7,13 +7,13 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from io import FileIO
 from typing import Literal
 
+from prefixkit.judge import wire
 from prefixkit.judge.sandbox.cgroup import Cgroup
-from prefixkit.judge.wire import framed
 
 Excess = Literal["", "timeout", "memory", "output"]
 MESSAGE = 16 << 20  # bytes of one message
@@ -34,6 +34,7 @@ class Process:
         pipes: Our ends of its standard input, output and error, and of the pipe that says how it goes.
         seconds: Of wall time, from when the program begins.
         cap: Most bytes of output.
+        framed: Whether its standard output is messages, of which one is read at a time and the cap counts none.
         grouped: Whether that process leads a group of processes, which have no namespace to end with.
         cgroup: In which it is.
 
@@ -41,7 +42,7 @@ class Process:
         excess: The limit that it went beyond; then it is dead.
         status: Its exit status once it has ended, negative where a signal ended it; None before.
         errors: The end of what it wrote to standard error.
-        heard: What it wrote to standard output and was not taken yet.
+        heard: What it wrote to standard output and was not taken yet, at most one message.
         cpu: Seconds of CPU time that it and its descendants had used when it was measured.
         starved: Seconds that they may have waited for a CPU or for the judge by then: in the run queue, and until the
             judge last read or wrote something; infinite where the kernel does not say.
@@ -53,6 +54,7 @@ class Process:
         pipes: Sequence[FileIO],
         seconds: float,
         cap: int,
+        framed: bool,
         grouped: bool,
         cgroup: Cgroup | None = None,
     ) -> None:
@@ -61,7 +63,7 @@ class Process:
         self._in, self._out, self._err, self._ready = (pipe.fileno() for pipe in pipes)
         for pipe in pipes:
             os.set_blocking(pipe.fileno(), False)
-        self._seconds, self._cap, self._written = seconds, cap, 0
+        self._seconds, self._cap, self._written, self._framed = seconds, cap, 0, framed
         self._begun, self._out_open, self._err_open = False, True, True
         self._deadline = time.monotonic() + START
         self._unsent: memoryview = memoryview(b"")
@@ -79,37 +81,25 @@ class Process:
     @property
     def complete(self) -> bool:
         """Whether all of a message has been heard."""
-        return len(self.heard) >= 4 and len(self.heard) >= 4 + int.from_bytes(self.heard[:4], "big")
+        return self._framed and not self._missing()
 
     def send(self, content: bytes) -> None:
         """Send a message; what does not fit into the pipe now is written while the judge waits for something."""
-        self._unsent = memoryview(bytes(self._unsent) + framed(content))
+        self._unsent = memoryview(bytes(self._unsent) + wire.framed(content))
         self._moved = time.monotonic()
         self._write()
 
-    def feed(self, content: bytes) -> None:
-        """Send all of standard input, likewise."""
-        self._unsent, self._close_in = memoryview(content), True
+    def run(self, given: bytes = b"") -> None:
+        """Send all of standard input, and wait until it has ended or gone beyond a limit."""
+        self._unsent, self._close_in = memoryview(given), True
         self._write()
+        wait([self], self)
 
-    def message(self) -> bytes | None:
-        """The next message, where all of it has been heard."""
-        if not self.complete:
-            return None
-        size = int.from_bytes(self.heard[:4], "big")
-        content = bytes(self.heard[4 : 4 + size])
-        del self.heard[: 4 + size]
+    def message(self) -> bytes:
+        """Take the message, all of which has been heard."""
+        content = bytes(self.heard[4:])
+        self.heard.clear()
         return content
-
-    def wanted(self) -> int:
-        """How many bytes are missing from the next message."""
-        if len(self.heard) < 4:
-            return 4 - len(self.heard)
-        size = int.from_bytes(self.heard[:4], "big")
-        if size > MESSAGE:
-            self._exceed("output")
-            return 0
-        return 4 + size - len(self.heard)
 
     def interests(self, listen: bool) -> list[tuple[int, int]]:
         """What to poll for, as descriptors and events; of standard output only if ``listen``."""
@@ -128,7 +118,7 @@ class Process:
         """Seconds until the deadline."""
         return self._deadline - time.monotonic()
 
-    def turn(self, happened: dict[int, int], framed_output: bool) -> None:
+    def turn(self, happened: dict[int, int]) -> None:
         """Act on what :func:`select.poll` found, and on the deadline."""
         if self._ready in happened and not self._begun:
             self._hear_ready()
@@ -139,12 +129,12 @@ class Process:
         if self._err in happened:
             self._read_errors()
         if self._out in happened and not self.excess:
-            while self._read_output(framed_output) and framed_output and not self.complete:
+            while self._read_output() and self._framed:
                 pass
         if self.excess:
             return
         if self._pidfd in happened:
-            self._end(framed_output)
+            self._end()
         elif self.left() <= 0:
             if not self._begun:
                 self.close()
@@ -198,12 +188,20 @@ class Process:
             self._err_open = False
         return bool(more)
 
-    def _read_output(self, framed_output: bool) -> bool:
-        size = min(_CHUNK, self.wanted()) if framed_output else _CHUNK
-        more = _some(self._out, size) if size else None
+    def _missing(self) -> int:
+        """How many bytes the message lacks, as far as its length is known."""
+        size = int.from_bytes(self.heard[:4], "big") if len(self.heard) >= 4 else 0
+        return 4 + size - len(self.heard)
+
+    def _read_output(self) -> bool:
+        size = self._missing() if self._framed else _CHUNK
+        if size > MESSAGE:
+            self._exceed("output")
+            return False
+        more = _some(self._out, min(size, _CHUNK)) if size else None
         if more:
             self.heard += more
-            if not framed_output:
+            if not self._framed:
                 self._count(len(more))
         elif more is not None:
             self._out_open = False
@@ -221,12 +219,11 @@ class Process:
             self.close()
             self.status = -signal.SIGKILL
 
-    def _end(self, framed_output: bool) -> None:
+    def _end(self) -> None:
         """It has ended: read what is left, which other processes of its may hold open only without a sandbox."""
-        for read in (self._read_errors, lambda: self._read_output(framed_output)):
+        for read in (self._read_errors, self._read_output):
             while not self.excess and read():
-                if framed_output and self.complete:
-                    break
+                pass
         if self.excess:
             return
         if not self._begun:
@@ -242,19 +239,17 @@ class Process:
             self.excess = "memory"
 
 
-def wait(processes: Sequence[Process], until: Callable[[], bool], speaking: Process | None, framed: bool) -> None:
-    """Let processes run until something holds, or one of them has ended or gone beyond a limit.
+def wait(processes: Sequence[Process], speaking: Process) -> None:
+    """Let processes run until a message is complete, or one of them has ended or gone beyond a limit.
 
     Args:
         processes: All that run; what they write to standard error is read all along.
-        until: Asked after each turn.
         speaking: Whose standard output is read.
-        framed: Whether that is messages, of which one is read at a time.
 
     Raises:
         NotStarted: a sandbox could not be made.
     """
-    while not until() and not any(process.ended or process.excess for process in processes):
+    while not speaking.complete and not any(process.ended for process in processes):
         poll = select.poll()
         for process in processes:
             for descriptor, events in process.interests(process is speaking):
@@ -263,7 +258,7 @@ def wait(processes: Sequence[Process], until: Callable[[], bool], speaking: Proc
         happened = dict(poll.poll(timeout * 1000 + 1))
         for process in processes:
             if not process.ended:
-                process.turn(happened, framed)
+                process.turn(happened)
 
 
 def times(pid: int) -> tuple[float, float]:

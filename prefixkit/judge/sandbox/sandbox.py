@@ -6,11 +6,10 @@ import atexit
 import logging
 import marshal
 import os
-import socket
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -20,36 +19,29 @@ from typing import Any
 from prefixkit.judge.errors import NoSandbox
 from prefixkit.judge.sandbox import bubblewrap
 from prefixkit.judge.sandbox.cgroup import Cgroup, Cgroups
-from prefixkit.judge.sandbox.ground import Ground, make_ground
-from prefixkit.judge.sandbox.guests import BOOT, FILES, zygote
+from prefixkit.judge.sandbox.ground import Ground, ground_of
 from prefixkit.judge.sandbox.hierarchy import find_hierarchy
-from prefixkit.judge.sandbox.process import NotStarted, Process, wait
+from prefixkit.judge.sandbox.process import NotStarted, Process
 from prefixkit.judge.sandbox.protections import EVERY, FAR, THREADS, Protections
 from prefixkit.judge.sandbox.rlimits import MIB, rlimits, thread_stack
 from prefixkit.judge.sandbox.seccomp import clone_number, seccomp_filter
-from prefixkit.judge.sandbox.zygote import Zygote
+from prefixkit.judge.sandbox.zygote import FILES, Zygote, in_memory
 from prefixkit.tasks.problem import Limits
 
 logger = logging.getLogger(__name__)
 _REMEDY = (
     "allow user namespaces (`sysctl kernel.unprivileged_userns_clone=1`, or where AppArmor restricts them "
     "`sysctl kernel.apparmor_restrict_unprivileged_userns=0`; in a container `--security-opt seccomp=unconfined "
-    "--security-opt systempaths=unconfined`), or judge on another machine"
+    "--security-opt systempaths=unconfined`), have bubblewrap 0.6 or later, or judge on another machine"
 )
 _BESIDE = 32  # MiB that a cgroup has beside a program's limit: for what watches it, and for what the kernel keeps
 _TABLES = 256  # one part of as many of a limit is for page tables, which take 8 bytes for 4 KiB
 _BESIDE_PROCESSES = 8
-_made: Ground | None = None
-_making = threading.Lock()
+_looking = threading.Lock()
 
 
 def _ground() -> Ground:
-    """Made once, and held for as long as the process lives."""
-    global _made
-    with _making:
-        if _made is None:
-            _made = make_ground(bubblewrap.interpreter()[1])
-        return _made
+    return ground_of(bubblewrap.interpreter()[1])
 
 
 @cache
@@ -67,7 +59,7 @@ def _looked() -> Cgroups | None:
 
 def cgroups() -> Cgroups | None:
     """What makes this process' cgroups; None where it may make none.  Looked for once, and said in the log."""
-    with _making:
+    with _looking:
         return _looked()
 
 
@@ -93,8 +85,8 @@ class Sandbox:
         if not self.plain:
             bubblewrap.executable()  # what is missing most often is said first
         try:
-            with self.start("program", {"program": "", "arguments": [], "command": []}, Limits()) as process:
-                wait([process], lambda: False, process, framed=False)
+            with self.start("program", {"program": ""}, Limits()) as process:
+                process.run()
                 if process.status != 0:
                     raise NotStarted(process.errors.decode("utf-8", "replace").strip())
         except NotStarted as error:
@@ -143,27 +135,19 @@ class Sandbox:
             content = marshal.dumps(told)
             cgroup = self._cgroup(limits.memory * MIB + len(content), held)
             pipes = [_pipe(held) for _ in range(4)]
-            pipes[0] = pipes[0][::-1]  # ours, theirs
-            given = [theirs.fileno() for _, theirs in pipes] + [_memory(held, content)]
+            ours, theirs = zip(pipes[0][::-1], *pipes[1:], strict=True)  # we write to the first
             if not self.plain:
-                for descriptor in given[:3]:
-                    os.fchown(descriptor, _ground().user, -1)  # so that it can open /dev/stdin
-            for entrance in cgroup.entrances() if cgroup else ():
-                given.append(held.enter_context(FileIO(entrance, "w")).fileno())
-            warm = self._zygote(protections, tools)
-            try:
-                pidfd = warm.fork(given)
-            except NotStarted:
-                if warm.alive:
-                    raise
-                pidfd = self._zygote(protections, tools).fork(given)  # the first was killed
-            for _, theirs in pipes:
-                theirs.close()
+                for pipe in theirs[:3]:
+                    os.fchown(pipe.fileno(), _ground().user, -1)  # so that it can open /dev/stdin
+            given = [*theirs, held.enter_context(in_memory(content))]
+            given += [held.enter_context(FileIO(entrance, "w")) for entrance in (cgroup.entrances() if cgroup else ())]
+            pidfd = self._forked(protections, tools, [file.fileno() for file in given])
+            for pipe in theirs:
+                pipe.close()
             seconds = limits.seconds * (1 if protections.time else FAR)
             cap = limits.output * 1024 * (1 if protections.output else FAR)
-            process = Process(
-                pidfd, [ours for ours, _ in pipes], seconds, cap, self.plain or not protections.pids, cgroup
-            )
+            grouped = self.plain or not protections.pids
+            process = Process(pidfd, ours, seconds, cap, name != "program", grouped, cgroup)
             try:
                 yield process
             finally:
@@ -192,6 +176,15 @@ class Sandbox:
         except OSError as error:
             raise NotStarted(f"a cgroup cannot be made: {error}") from None
 
+    def _forked(self, protections: Protections, tools: bool, given: Sequence[int]) -> int:
+        warm = self._zygote(protections, tools)
+        try:
+            return warm.fork(given)
+        except NotStarted:
+            if warm.alive:
+                raise
+            return self._zygote(protections, tools).fork(given)  # the first was killed
+
     def _zygote(self, protections: Protections, tools: bool) -> Zygote:
         """Made when first asked for, and again where it has ended."""
         with self._lock:
@@ -202,35 +195,20 @@ class Sandbox:
             return found
 
     def _made(self, protections: Protections, tools: bool) -> Zygote:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        told: dict[str, Any] = {"control": theirs.fileno(), "clone": clone_number(), "namespaces": 0, "filter": b""}
         environment = dict(bubblewrap.ENVIRONMENT) | (dict(os.environ) if not protections.environment else {})
-        with ExitStack() as held:
-            command, kept = [bubblewrap.interpreter()[0], "-S", "-s", "-P", "-B", "-c", BOOT], []
-            if not self.plain:
-                ground = _ground()
-                options = [arg.encode() for arg in bubblewrap.arguments(protections, ground, tools)]
-                kept.append(_memory(held, b"\0".join(options) + b"\0"))
-                command = [*ground.prefix, bubblewrap.executable(), "--args", str(kept[0]), "--", *command]
-                told |= {
-                    "namespaces": bubblewrap.namespaces(protections),
-                    "mounts": bubblewrap.mounts(protections),
-                    "sealing": bubblewrap.SEALING,
-                    "nesting": not protections.namespaces,
-                    "filter": seccomp_filter(protections),
-                }
-            kept.append(_memory(held, zygote(told)))
-            return Zygote([*command, str(kept[-1])], (ours, theirs), kept, environment)
-
-
-def _memory(held: ExitStack, content: bytes) -> int:
-    """A file in memory, closed with ``held``."""
-    descriptor = os.memfd_create("judge")
-    held.callback(os.close, descriptor)
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
+        if self.plain:
+            return Zygote((), {"clone": clone_number(), "namespaces": 0}, environment)
+        told = {
+            "clone": clone_number(),
+            "namespaces": bubblewrap.namespaces(protections),
+            "mounts": bubblewrap.mounts(protections),
+            "sealing": bubblewrap.SEALING,
+            "nesting": not protections.namespaces,
+            "filter": seccomp_filter(protections),
+        }
+        ground = _ground()
+        command = [*ground.prefix, bubblewrap.executable(), *bubblewrap.arguments(protections, ground, tools), "--"]
+        return Zygote(command, told, environment)
 
 
 def _pipe(held: ExitStack) -> tuple[FileIO, FileIO]:

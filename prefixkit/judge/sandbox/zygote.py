@@ -1,45 +1,64 @@
-"""The judge's side of a warm interpreter, which forks the process of each program."""
+"""The judge's side of a warm interpreter, which forks the process of each program.
+
+The programs that run inside are compiled here, so that nothing of prefixkit needs to be readable there.
+"""
 
 from __future__ import annotations
 
+import marshal
 import os
 import socket
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from io import FileIO
+from pathlib import Path
+from typing import Any
 
+from prefixkit.judge.sandbox.bubblewrap import interpreter
 from prefixkit.judge.sandbox.process import START, NotStarted
+
+_JUDGE = Path(__file__).parents[1]
+_PARTS = ("wire", "guest.start", "guest.answering", "guest.testing", "guest.program", "guest.zygote")
+FILES = {"answering": "candidate.py", "testing": "tests.py", "program": "program.py"}  # of each guest's program
+
+# Runs as `python -c BOOT descriptor`: makes the modules in a file, then becomes the process of each program.
+BOOT = """
+import marshal, sys
+with open(int(sys.argv[1]), "rb") as file:
+    modules, spec = marshal.load(file)
+for name, code in modules:
+    module = sys.modules[name] = type(sys)(name)
+    exec(code, module.__dict__)
+del file, name, code, modules
+spec = module.serve(spec)
+sys.modules["prefixkit.judge.guest." + spec["guest"]].main(spec)
+"""
 
 
 class Zygote:
     """A process that forks those of programs; all of them end with it, and it ends where its socket is closed.
 
     Args:
-        command: Its command.
-        control: The two ends of its socket, of which it inherits the second.
-        kept: Other descriptors that it inherits.
+        before: What comes before the interpreter in its command.
+        told: What :func:`prefixkit.judge.guest.zygote.serve` is told, but for the socket.
         environment: All of it.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        control: tuple[socket.socket, socket.socket],
-        kept: Sequence[int],
-        environment: Mapping[str, str],
-    ) -> None:
-        self._control, theirs = control
+    def __init__(self, before: Sequence[str], told: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START)
         self._lock = threading.Lock()
-        with theirs:
+        with theirs, in_memory(marshal.dumps((_modules(), {**told, "control": theirs.fileno()}))) as file:
             self._popen = subprocess.Popen(
-                command,
+                [*before, interpreter()[0], "-S", "-s", "-P", "-B", "-c", BOOT, str(file.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment,
-                pass_fds=[theirs.fileno(), *kept],
+                pass_fds=[theirs.fileno(), file.fileno()],
                 start_new_session=True,
                 cwd="/",
             )
@@ -75,3 +94,20 @@ class Zygote:
         with suppress(subprocess.TimeoutExpired, ValueError):
             return self._popen.communicate(timeout=START)[1]
         return b""
+
+
+def in_memory(content: bytes) -> FileIO:
+    """A file in memory, to be read from its beginning."""
+    file = FileIO(os.memfd_create("judge"), "r+")
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+@cache
+def _modules() -> tuple[tuple[str, Any], ...]:
+    found = []
+    for part in _PARTS:
+        path = _JUDGE.joinpath(*part.split(".")).with_suffix(".py")
+        found.append((f"prefixkit.judge.{part}", compile(path.read_text(), f"{part}.py", "exec", dont_inherit=True)))
+    return tuple(found)

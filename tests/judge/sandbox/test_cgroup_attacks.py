@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from prefixkit.judge.sandbox.process import Process, wait
+from prefixkit.judge.sandbox.process import Process
 from prefixkit.judge.sandbox.protections import Protections
 from prefixkit.judge.sandbox.sandbox import Sandbox
 from prefixkit.tasks.problem import Limits, Tests
@@ -94,8 +94,7 @@ def ran(source: str, *without: str, memory: int) -> Process:
     sandbox = Sandbox(Protections(**dict.fromkeys(without, False)))
     spec = {"program": source, "arguments": [], "command": []}
     with sandbox.start("program", spec, Limits(seconds=20, memory=memory), tools=True) as process:
-        process.feed(b"")
-        wait([process], lambda: False, process, framed=False)
+        process.run()
     return process
 
 
@@ -167,8 +166,7 @@ def test_a_daemon_dies_with_its_cgroup_too() -> None:
     sandbox = Sandbox(Protections(processes=False, pids=False))
     spec = {"program": source, "arguments": [], "command": []}
     with sandbox.start("program", spec, Limits()) as process:
-        process.feed(b"")
-        wait([process], lambda: False, process, framed=False)
+        process.run()
         assert bytes(process.heard) == b"done\n"
         (daemon,) = map(os.pidfd_open, named(f"cg-{os.getpid()}"))
         assert not select.select([daemon], [], [], 0)[0]
