@@ -142,10 +142,10 @@ class Judge:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _judged(self, program: str, problem: Problem) -> Verdict:
-        with self._turns.together():
+        with self._turns.turn(alone=False):
             judged, seconds = self._timed(program, problem)
         if judged.delayed:
-            with self._turns.alone():
+            with self._turns.turn(alone=True):
                 judged, seconds = self._timed(program, problem)
         return replace(judged.verdict, seconds=round(seconds, 4))
 

@@ -15,27 +15,17 @@ class Turns:
         self._running, self._waiting, self._alone = 0, 0, False
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def turn(self, alone: bool) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone and not self._waiting)
+            self._waiting += alone
+            self._changed.wait_for(lambda: not self._alone and not (self._running if alone else self._waiting))
+            self._waiting -= alone
             self._running += 1
+            self._alone = alone
         try:
             yield
         finally:
             with self._changed:
                 self._running -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._changed:
-            self._waiting += 1
-            self._changed.wait_for(lambda: not self._alone and not self._running)
-            self._waiting -= 1
-            self._alone = True
-        try:
-            yield
-        finally:
-            with self._changed:
                 self._alone = False
                 self._changed.notify_all()

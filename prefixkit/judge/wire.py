@@ -235,15 +235,13 @@ class Reader:
             content = self._sized()
             return self._opaque(int.from_bytes(content[:8], "little"), content[8:].decode("utf-8"))
         if tag == b"m":
-            return self._dict([(self._read(depth + 1), self._read(depth + 1)) for _ in range(self._length())])
+            pairs = [(self._read(depth + 1), self._read(depth + 1)) for _ in range(self._length())]
+            return dict(pairs) if self._hashed else Unhashed(dict, pairs)
         items = [self._read(depth + 1) for _ in range(self._length())]
         if tag in b"SZ":
             kind = set if tag == b"S" else frozenset
             return kind(items) if self._hashed else Unhashed(kind, items)
         return self._iterable(tag, items)
-
-    def _dict(self, pairs: "list[tuple[Any, Any]]") -> "Any":
-        return dict(pairs) if self._hashed else Unhashed(dict, pairs)
 
     def _iterable(self, tag: bytes, items: "list[Any]") -> "Any":
         if tag == b"j":

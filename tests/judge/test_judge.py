@@ -148,7 +148,7 @@ def test_alone_is_alone() -> None:
     lock = threading.Lock()
 
     def run(alone: bool) -> None:
-        with turns.alone() if alone else turns.together():
+        with turns.turn(alone):
             with lock:
                 inside[0] += 100 if alone else 1
                 most[0] = max(most[0], inside[0])

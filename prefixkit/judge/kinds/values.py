@@ -27,7 +27,9 @@ def equal(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
     if isinstance(expected, dict):
         return isinstance(found, Unhashed) and found.kind is dict and _equal_dicts(found.items, expected, tolerance)
     if isinstance(expected, (set, frozenset)):
-        return isinstance(found, Unhashed) and found.kind is not dict and _equal_sets(found.items, expected)
+        if not isinstance(found, Unhashed) or found.kind is dict:
+            return False
+        return _equal_dicts([(item, None) for item in found.items], dict.fromkeys(expected), 0.0)
     if isinstance(found, (Unhashed, Opaque)):
         return False
     if isinstance(expected, (int, float)) and isinstance(found, (int, float)):
@@ -59,21 +61,6 @@ def _equal_dicts(items: list[tuple[Any, Any]], expected: dict[Any, Any], toleran
                 return False
         except TypeError:  # a key that cannot be hashed
             return False
-    return True
-
-
-def _equal_sets(items: list[Any], expected: set[Any] | frozenset[Any]) -> bool:
-    if len(items) != len(expected):
-        return False
-    missing = set(expected)
-    for item in items:
-        try:
-            item = _hashed(item)
-            if item not in missing:
-                return False
-        except TypeError:
-            return False
-        missing.discard(item)
     return True
 
 

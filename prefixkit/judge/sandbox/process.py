@@ -64,7 +64,7 @@ class Process:
         for pipe in pipes:
             os.set_blocking(pipe.fileno(), False)
         self._seconds, self._cap, self._written, self._framed = seconds, cap, 0, framed
-        self._begun, self._out_open, self._err_open = False, True, True
+        self._begun, self._open = False, {self._out, self._err}
         self._deadline = time.monotonic() + START
         self._unsent: memoryview = memoryview(b"")
         self._close_in = False
@@ -106,9 +106,9 @@ class Process:
         found = [(self._pidfd, select.POLLIN)]
         if not self._begun:
             found.append((self._ready, select.POLLIN))
-        if self._err_open:
+        if self._err in self._open:
             found.append((self._err, select.POLLIN))
-        if listen and self._out_open:
+        if listen and self._out in self._open:
             found.append((self._out, select.POLLIN))
         if self._unsent:
             found.append((self._in, select.POLLOUT))
@@ -180,12 +180,9 @@ class Process:
             self._stdin.close()
 
     def _read_errors(self) -> bool:
-        more = _some(self._err, _CHUNK)
-        if more:
-            self.errors = (self.errors + more)[-_TAIL:]
-            self._count(len(more))
-        elif more is not None:
-            self._err_open = False
+        more = self._some(self._err, _CHUNK)
+        self.errors = (self.errors + more)[-_TAIL:]
+        self._count(len(more))
         return bool(more)
 
     def _missing(self) -> int:
@@ -198,14 +195,19 @@ class Process:
         if size > MESSAGE:
             self._exceed("output")
             return False
-        more = _some(self._out, min(size, _CHUNK)) if size else None
-        if more:
-            self.heard += more
-            if not self._framed:
-                self._count(len(more))
-        elif more is not None:
-            self._out_open = False
+        more = self._some(self._out, min(size, _CHUNK)) if size else b""
+        self.heard += more
+        if not self._framed:
+            self._count(len(more))
         return bool(more)
+
+    def _some(self, descriptor: int, size: int) -> bytes:
+        """What can be read now."""
+        with suppress(BlockingIOError):
+            if more := os.read(descriptor, size):
+                return more
+            self._open.discard(descriptor)
+        return b""
 
     def _count(self, size: int) -> None:
         self._written += size
@@ -213,11 +215,10 @@ class Process:
             self._exceed("output")
 
     def _exceed(self, excess: Excess) -> None:
-        if not self.excess:
-            self.excess = excess
-            self.measure()
-            self.close()
-            self.status = -signal.SIGKILL
+        self.excess = excess
+        self.measure()
+        self.close()
+        self.status = -signal.SIGKILL
 
     def _end(self) -> None:
         """It has ended: read what is left, which other processes of its may hold open only without a sandbox."""
@@ -228,7 +229,7 @@ class Process:
             return
         if not self._begun:
             self._hear_ready()
-        told = _some(self._ready, 2) or b"" if self._begun else b""
+        told = self._some(self._ready, 2) if self._begun else b""
         self.status = int.from_bytes(told, "big", signed=True) if told else -signal.SIGKILL
         self.starved = 0.0 if told else math.inf  # what watches it was killed, which no program can do
         self.close()
@@ -294,11 +295,3 @@ def _pid(pidfd: int) -> int:
     """The number of a process; -1 where it has ended."""
     with open(f"/proc/self/fdinfo/{pidfd}") as file:
         return next(int(line[4:]) for line in file if line.startswith("Pid:"))
-
-
-def _some(descriptor: int, size: int) -> bytes | None:
-    """What can be read now; b"" at the end, None where there is nothing yet."""
-    try:
-        return os.read(descriptor, size)
-    except BlockingIOError:
-        return None
