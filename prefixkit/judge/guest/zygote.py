@@ -47,12 +47,14 @@ def serve(spec: "dict[str, Any]") -> "dict[str, Any]":
         if not descriptors:
             os._exit(0)
         try:
-            if not (child := _fork(spec["clone"], spec["namespaces"])):
-                control.detach()
-                return _program(spec, descriptors)
-            socket.send_fds(control, [b"!"], [os.pidfd_open(child)])
+            if child := _fork(spec["clone"], spec["namespaces"]):
+                socket.send_fds(control, [b"!"], [os.pidfd_open(child)])
         except OSError as error:
             control.send(str(error).encode())
+        else:
+            if not child:
+                control.detach()
+                return _program(spec, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 

@@ -163,7 +163,7 @@ class Process:
         self._pidfd = -1
 
     def _hear_ready(self) -> None:
-        if os.read(self._ready, 1):
+        if os.read(self._ready, 1) == b"!":  # else it is the status of what could not begin
             self._begun = True
             self._moved = time.monotonic()
             self._deadline = self._moved + self._seconds
