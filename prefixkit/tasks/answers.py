@@ -11,6 +11,7 @@ from prefixkit.tasks.problem import Checks, Language, Problem
 from prefixkit.tasks.python_code import (
     CODE_LINE,
     defines,
+    first_lines,
     is_body,
     joined,
     lines_of,
@@ -113,10 +114,12 @@ def _bare(problem: Problem, text: str) -> str:
     if parse(text) is None:
         lines = lines_of(text)
         starts = [number for number, line in enumerate(lines) if CODE_LINE.match(line)]
+        seen = set[int]()
         for number in starts[:20]:
-            found = parsed_prefix("".join(lines[number:]))
+            found = "" if number in seen else parsed_prefix("".join(lines[number:]))
             if found.strip() and (not _outer(problem) or defines(found, _outer(problem))):
                 return _python(problem, found)
+            seen |= {number + line for line in first_lines(found)}  # from there on it parses to the same end
         text = _stopped("".join(lines[starts[0] :]) if starts else text, problem.text_stop)
     elif not _outer(problem):
         text = _stopped(text, problem.text_stop)

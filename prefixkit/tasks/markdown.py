@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 # A fence opens at any indentation, or behind prose on its line where it names its language.
-_FENCE = re.compile(r"^(?P<indent>[ \t>]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[^`\n]*)$")
+_FENCE = re.compile(r"^(?P<indent>[ \t>]*)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<tag>[^`\n]*)$")
 _INLINE = re.compile(r"(?<!`)(?P<fence>`{3,}+)(?P<tag>[A-Za-z+]+\d?)[ \t]*$")
 _THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")
 

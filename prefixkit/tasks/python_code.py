@@ -9,13 +9,15 @@ import symtable
 import textwrap
 import warnings
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 # Lines that Python code begins with, where prose may stand before.
 CODE_LINE = re.compile(
-    r"(?:async def|def|class|from|import|@)\s*\w|\w+ *(?:, *\w+)* *=[^=]|print\(|(?:for|while|if) .*:$"
+    r"(?:async def|def|class|from|import|@)\s*\w|\w+ *+(?:, *\w+ *+)*=[^=]|print\(|(?:for|while|if) .*:$"
 )
-_SOURCE = "<answer>"
 _TRIES = 16  # errors that are found one by one
 _SCOPES = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
@@ -29,13 +31,24 @@ def lines_of(code: str) -> list[str]:
 
 
 def parse(code: str) -> ast.Module | None:
-    """The syntax tree; None where the code is not Python."""
+    """The syntax tree, not to be changed; None where the code is not Python."""
+    found = _parsed(code)
+    return found if isinstance(found, ast.Module) else None
+
+
+@lru_cache(maxsize=8)  # an answer is looked at several times in a row
+def _parsed(code: str) -> ast.Module | int:
+    """The syntax tree, or the line of the first syntax error, from 1."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in strings
         try:
             return ast.parse(code)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
+        except SyntaxError as error:
+            return max(error.lineno or 1, 1)
+        except ValueError:
+            return 1
+        except (RecursionError, MemoryError):  # too deep, at a line that is not said
+            return max(len(lines_of(code)), 1)
 
 
 def parsed_prefix(code: str) -> str:
@@ -43,8 +56,8 @@ def parsed_prefix(code: str) -> str:
     lines = lines_of(code)
     end = len(lines)
     for _ in range(_TRIES):
-        at = _error_line("".join(lines[:end]))
-        if at is None:
+        at = _parsed("".join(lines[:end]))
+        if isinstance(at, ast.Module):
             return "".join(lines[:end])
         # Before the statement that holds the error: the last line up to it that begins at the margin.
         end = min(at, end) - 1
@@ -52,21 +65,14 @@ def parsed_prefix(code: str) -> str:
             end -= 1
     # Errors in many statements: those before the first are found by halving.
     ends = [0, *(number for number in range(1, end + 1) if number == end or _begins(lines[number]))]
-    count = bisect_left(ends, True, key=lambda number: _error_line("".join(lines[:number])) is not None)
+    count = bisect_left(ends, True, key=lambda number: parse("".join(lines[:number])) is None)
     return "".join(lines[: ends[count - 1]])
 
 
-def _error_line(code: str) -> int | None:
-    """The line of the first syntax error, from 1; None where there is none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            ast.parse(code)
-        except SyntaxError as error:
-            return max(error.lineno or 1, 1)
-        except (ValueError, RecursionError, MemoryError):
-            return 1
-    return None
+def first_lines(code: str) -> list[int]:
+    """The first line of each statement of a module, from 0; none where it has errors."""
+    tree = parse(code)
+    return [_first_line(node) - 1 for node in tree.body] if tree else []
 
 
 def _begins(line: str) -> bool:
@@ -77,8 +83,14 @@ def bound_names(code: str) -> frozenset[str]:
     """The names that a module binds at its top level: imports, functions, classes, variables; none where it has
     errors.  A head, which ends in a docstring or a colon, may lack its body.
     """
-    tree = parse(with_body(code))
-    return frozenset(name for node in tree.body for name in _bound(node)) if tree else frozenset()
+    return frozenset[str]().union(*_bindings(with_body(code)))
+
+
+@lru_cache(maxsize=8)
+def _bindings(code: str) -> tuple[set[str], ...]:
+    """The names that each statement of a module binds; none where it has errors."""
+    tree = parse(code)
+    return tuple(map(_bound, tree.body)) if tree else ()
 
 
 def with_body(head: str) -> str:
@@ -97,9 +109,8 @@ def body_indent(head: str) -> str:
 
 def defines(code: str, name: str) -> bool:
     """Whether the code binds this name at the margin, even where it does not parse."""
-    tree = parse(code)
-    if tree is not None:
-        return any(name in _bound(node) for node in tree.body)
+    if parse(code) is not None:
+        return any(name in own for own in _bindings(code))
     return bool(re.search(rf"^(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*=", code, re.M))
 
 
@@ -114,11 +125,13 @@ def is_body(code: str) -> bool:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and those below it, but not what is inside of functions, classes and comprehensions."""
-    yield node
-    if not isinstance(node, _SCOPES):
-        for child in ast.iter_child_nodes(node):
-            yield from _own_nodes(child)
+    """The node and those below it, however deep, but not what is inside of functions, classes and comprehensions."""
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        if not isinstance(one, _SCOPES):
+            waiting += ast.iter_child_nodes(one)
 
 
 def joined(head: str, body: str) -> str | None:
@@ -138,13 +151,13 @@ def with_missing(head: str, code: str) -> str:
     above, program = parse(with_body(head)), parse(code)
     if above is None or program is None:
         return code
-    there = {name for node in program.body for name in _bound(node)}
-    same = {ast.dump(node) for node in program.body}
-    parts = []
+    there = bound_names(code)
+    stars = {ast.dump(node) for node in program.body if isinstance(node, ast.ImportFrom)}
+    parts, lines = [], lines_of(head)
     for node in above.body[:-1]:
         names = _bound(node)
-        if (names == {"*"} or not names <= there) and names and ast.dump(node) not in same:
-            parts.append(_segment(head, node))
+        if not names <= there or (names == {"*"} and ast.dump(node) not in stars):
+            parts.append(_segment(lines, node, node))
     if not parts:
         return code
     lines = lines_of(code)
@@ -174,42 +187,71 @@ def without_afterthoughts(code: str, names: Collection[str], margin: int = 0) ->
         return code
     ends = [
         index
-        for index, node in enumerate(tree.body)
-        if (_first_line(node) <= margin if margin else bool(_bound(node) & set(names)))
+        for index, (node, bound) in enumerate(zip(tree.body, _bindings(code), strict=True))
+        if (_first_line(node) <= margin if margin else not bound.isdisjoint(names))
     ]
     if not ends:
         return code
-    answer, tail = tree.body[: ends[-1] + 1], tree.body[ends[-1] + 1 :]
-    text = "".join(lines_of(code)[: answer[-1].end_lineno])
-    kept = _needed([_segment(code, node) for node in tail], tail, answer, text, set(names))
-    return "\n".join([text.rstrip(), *(f"\n{segment}" for segment in kept)]) + "\n"
+    lines = lines_of(code)
+    answer, tail = (_groups(lines, part) for part in (tree.body[: ends[-1] + 1], tree.body[ends[-1] + 1 :]))
+    text = "".join(lines[: tree.body[ends[-1]].end_lineno]).rstrip()
+    return "\n".join([text, *(f"\n{segment}" for segment in _needed(tail, answer, set(names)))]) + "\n"
 
 
-def _needed(
-    segments: Sequence[str], tail: Sequence[ast.stmt], answer: Sequence[ast.stmt], text: str, asked: set[str]
-) -> list[str]:
-    """Those of the segments, the statements of the tail, that bind what the answer or another that is kept uses and
-    does not bind, or that use its variables, and call nothing that was asked for.
+class _Group(NamedTuple):
+    """Statements of a module that share lines, as ``a = 1; b = 2``; most often one.
+
+    Attributes:
+        text: Their lines.
+        bound: The names that they bind.
+        variables: Those of them that they bind otherwise than by definition or import.
     """
-    binds, uses = _globals(text)
-    missing, state = uses - binds, uses & set[str]().union(*map(_variables, answer))
-    kept, found = set[int](), True
-    while found:
-        found = False
-        for index, node in enumerate(tail):
-            if index in kept or not (_bound(node) & missing or (state and _fills(segments[index], state, asked))):
-                continue
-            kept.add(index)
-            binds, uses = _globals(segments[index])
-            missing |= uses - binds
-            state |= _variables(node)
-            found = True
-    return [segments[index] for index in sorted(kept)]
+
+    text: str
+    bound: set[str]
+    variables: set[str]
 
 
-def _fills(segment: str, state: set[str], asked: set[str]) -> bool:
-    _, uses = _globals(segment)
-    return bool(uses & state) and not uses & asked
+def _groups(lines: Sequence[str], nodes: Sequence[ast.stmt]) -> list[_Group]:
+    alike: list[list[ast.stmt]] = []
+    for node in nodes:
+        if alike and _first_line(node) <= (alike[-1][-1].end_lineno or 0):
+            alike[-1].append(node)
+        else:
+            alike.append([node])
+    return [
+        _Group(_segment(lines, own[0], own[-1]), set().union(*map(_bound, own)), set().union(*map(_variables, own)))
+        for own in alike
+    ]
+
+
+def _needed(tail: Sequence[_Group], answer: Sequence[_Group], asked: set[str]) -> list[str]:
+    """Those of the tail, as text, that bind what the answer or another that is kept uses and does not bind, or that use
+    its variables, and call nothing that was asked for.
+    """
+    if not tail:
+        return []
+    groups, count = [*answer, *tail], len(answer)
+    known = asked.union(*(one.bound for one in groups))
+    names = [_globals(one.text, known) for one in groups]
+    binding, filling = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+    for index in range(count, len(groups)):
+        for name in groups[index].bound:
+            binding[name].append(index)
+        for name in names[index][1] if names[index][1].isdisjoint(asked) else ():
+            filling[name].append(index)
+    binds, uses = (set[str]().union(*(own[side] for own in names[:count])) for side in (0, 1))
+    state = uses & set[str]().union(*(one.variables for one in answer))
+    kept, waiting = set[int](), [(binding, name) for name in uses - binds] + [(filling, name) for name in state]
+    while waiting:
+        table, name = waiting.pop()
+        for index in table.pop(name, ()):  # each name is looked up once in each table
+            if index not in kept:
+                kept.add(index)
+                binds, uses = names[index]
+                waiting += [(binding, one) for one in uses - binds]
+                waiting += [(filling, one) for one in groups[index].variables]
+    return [groups[index].text for index in sorted(kept)]
 
 
 def _variables(node: ast.stmt) -> set[str]:
@@ -218,37 +260,38 @@ def _variables(node: ast.stmt) -> set[str]:
     return set() if isinstance(node, definitions) else _bound(node)
 
 
-def _globals(code: str) -> tuple[set[str], set[str]]:
-    """The names of the module that code binds and uses, inside functions too; no names where it cannot be compiled."""
-    try:
-        table = symtable.symtable(code, _SOURCE, "exec")
-    except (SyntaxError, ValueError, RecursionError):
-        return set(), set()
-    binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
-    uses = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
-    inner = list(table.get_children())
-    while inner:
-        scope = inner.pop()
-        uses |= {one.get_name() for one in scope.get_symbols() if one.is_global()}
+def _globals(code: str, known: set[str]) -> tuple[set[str], set[str]]:
+    """Which names of a module code binds and uses, inside functions too, of those known; none where it cannot be
+    compiled.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            inner = [symtable.symtable(code, "<answer>", "exec")]
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return set(), set()
+    binds, uses = set[str](), set[str]()
+    for scope in inner:  # which grows meanwhile
+        top = scope.get_type() == "module"
+        for one in map(scope.lookup, known & scope.get_identifiers()):
+            if top and (one.is_assigned() or one.is_imported()):
+                binds.add(one.get_name())
+            if one.is_referenced() if top else one.is_global():
+                uses.add(one.get_name())
         inner += scope.get_children()
     return binds, uses
 
 
 def _bound(node: ast.stmt) -> set[str]:
     """The names that a statement of a module binds."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {node.name}
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return {(alias.asname or alias.name).split(".")[0] for alias in node.names}
     names: set[str] = set()
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt):
-            names |= _bound(child)
-        elif isinstance(child, ast.ExceptHandler):
-            names = names.union(*map(_bound, child.body))
-        else:
-            stored = (one for one in _own_nodes(child) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
-            names |= {one.id for one in stored}
+    for one in _own_nodes(node):
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(one.name)
+        elif isinstance(one, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in one.names}
+        elif isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            names.add(one.id)
     return names
 
 
@@ -257,5 +300,5 @@ def _first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(int(one.lineno) for one in decorators)])
 
 
-def _segment(code: str, node: ast.stmt) -> str:
-    return "".join(lines_of(code)[_first_line(node) - 1 : node.end_lineno]).rstrip()
+def _segment(lines: Sequence[str], first: ast.stmt, last: ast.stmt) -> str:
+    return "".join(lines[_first_line(first) - 1 : last.end_lineno]).rstrip()

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ class Record:
     fields: Mapping[str, Any]
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Generator[Record]:
     """The objects of a file, one by one, by the end of its name: ``.json`` is a list, ``.parquet`` a table, all others
     have an object a line; ``.gz`` may follow either of the first two; ``-`` is standard input.
 
@@ -64,7 +64,7 @@ def _opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
         raise OSError(f"cannot read the prompts in {path}: {error.strerror or error}") from error
 
 
-def _lines(path: Path) -> Iterator[Record]:
+def _lines(path: Path) -> Generator[Record]:
     name = "standard input" if path == STANDARD_INPUT else str(path)
     with _opened(path) as file:
         for number, line in enumerate(file, start=1):
@@ -74,7 +74,7 @@ def _lines(path: Path) -> Iterator[Record]:
                 yield Record(where, f"line {number}", _object(_decoded(content.rstrip(b"\n"), where), where))
 
 
-def _items(path: Path) -> Iterator[Record]:
+def _items(path: Path) -> Generator[Record]:
     with _opened(path) as file:
         content = file.read().removeprefix(_BOM)
     found = _decoded(content, f"{path}:1", "a JSON list; a file with an object a line must be called .jsonl")
@@ -85,7 +85,7 @@ def _items(path: Path) -> Iterator[Record]:
         yield Record(where, f"item {number}", _object(item, where))
 
 
-def _rows(path: Path) -> Iterator[Record]:
+def _rows(path: Path) -> Generator[Record]:
     if importlib.util.find_spec("pyarrow") is None:
         raise MissingExtra(f"{path}: Parquet files need the package pyarrow; run: pip install pyarrow")
     import pyarrow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from prefixkit.tasks.formats import humaneval, own
 from prefixkit.tasks.formats.detect import AUTO, check_format, read_problem
 from prefixkit.tasks.problem import LANGUAGES, Example, Language, Problem
 from prefixkit.tasks.prompting import Prompting, ask, choose_examples, shows, solved
-from prefixkit.tasks.records import STANDARD_INPUT, Record, read_records
+from prefixkit.tasks.records import STANDARD_INPUT, read_records
 
 TASKS = ("humaneval",)
 # Tasks whose data no package brings: the file that has it, and its form.
@@ -95,15 +96,15 @@ def read_problems(source: Source) -> Iterator[Problem]:
         As :func:`load`.
     """
     places: dict[str | int, str] = {}
-    records: Iterator[Record] = humaneval.installed() if source.input is None else read_records(source.input)
     form = "humaneval" if source.input is None else source.format
-    for record in records:
-        problem = read_problem(record, form, source.language)
-        if problem.id in places:
-            raise ValueError(f"{record.where}: the id {problem.id!r} was used in {places[problem.id]} already")
-        places[problem.id] = record.place
-        _check_text(problem)
-        yield problem
+    with closing(humaneval.installed() if source.input is None else read_records(source.input)) as records:
+        for record in records:
+            problem = read_problem(record, form, source.language)
+            if problem.id in places:
+                raise ValueError(f"{record.where}: the id {problem.id!r} was used in {places[problem.id]} already")
+            places[problem.id] = record.place
+            _check_text(problem)
+            yield problem
     if not places:
         raise ValueError(f'{_name(source)} holds no prompts; expected lines like {{"id": "a", "prompt": "..."}}')
 
@@ -111,14 +112,15 @@ def read_problems(source: Source) -> Iterator[Problem]:
 def read_examples(path: Path, language: Language = "python") -> tuple[Example, ...]:
     """The examples of a file: lines with ``prompt`` and ``answer``, conversations, or solved problems of any form."""
     found = []
-    for record in read_records(path):
-        example = own.read_example(record)
-        if example is None:
-            problem = read_problem(record, AUTO, language)
-            if not problem.solution:
-                raise ValueError(f'{record.where}: an example needs an "answer" or a "solution"')
-            example = solved(problem)
-        found.append(example)
+    with closing(read_records(path)) as records:
+        for record in records:
+            example = own.read_example(record)
+            if example is None:
+                problem = read_problem(record, AUTO, language)
+                if not problem.solution:
+                    raise ValueError(f'{record.where}: an example needs an "answer" or a "solution"')
+                example = solved(problem)
+            found.append(example)
     if not found:
         raise ValueError(f'{path} holds no examples; expected lines like {{"prompt": "...", "answer": "..."}}')
     return tuple(found)

