@@ -113,15 +113,17 @@ class Judge:
 
         Args:
             items: Key, program and problem of each.
-            on_bad_tests: Called with the key of a program whose problem's tests do not run, which gets no verdict;
-                None: the error is raised.
+            on_bad_tests: Called with the key of a program whose problem's tests do not run, or are none that can be
+                judged by; it gets no verdict.  None: the error is raised.
 
         Raises:
             As :meth:`verdict`.
         """
         pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="judge")
-        source = ((pool.submit(self.verdict, program, problem), key) for key, program, problem in items)
-        pending: dict[Future[Verdict], Key] = {}
+        source = (
+            (pool.submit(self.verdict, program, problem), (key, problem.where)) for key, program, problem in items
+        )
+        pending: dict[Future[Verdict], tuple[Key, str]] = {}
         try:
             while True:
                 pending.update(islice(source, _AHEAD * self.jobs - len(pending)))
@@ -129,13 +131,15 @@ class Judge:
                     return
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
-                    key = pending.pop(future)
+                    key, where = pending.pop(future)
                     try:
                         verdict = future.result()
-                    except BadTests as error:
+                    except OSError:  # there is no sandbox or compiler, or the machine lacks something
+                        raise
+                    except Exception as error:  # whatever a problem's tests are, the others are judged
                         if on_bad_tests is None:
                             raise
-                        on_bad_tests(key, error)
+                        on_bad_tests(key, error if isinstance(error, BadTests) else _bad(where, error))
                     else:
                         yield key, verdict
         finally:
@@ -169,3 +173,8 @@ class Judge:
         if isinstance(tests, Calls):
             return judge_calls(self._sandbox, program, tests, problem.limits)
         return judge_streams(self._sandbox, program, problem.language, tests, problem.limits)
+
+
+def _bad(where: str, error: Exception) -> BadTests:
+    said = str(error).removeprefix(f"{where}: ")
+    return BadTests(f"{where}: cannot be judged by ({type(error).__name__}: {said})")

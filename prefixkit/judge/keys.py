@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from dataclasses import asdict
 
 from prefixkit.tasks.problem import Problem
 
@@ -24,7 +23,7 @@ def digest_of(problem: Problem) -> bytes:
     if problem.tests is None:
         raise ValueError(f"{problem.where}: problem {problem.id!r} has no tests to judge by")
     python = platform.python_version() if problem.language == "python" else ""
-    tests = [type(problem.tests).__name__, asdict(problem.tests), asdict(problem.limits)]
+    tests = [type(problem.tests).__name__, vars(problem.tests), vars(problem.limits)]
     parts = [VERSION, problem.language, python, *tests]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=_other).encode()).digest()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
+
+from prefixkit.tasks.typed import made
 
 Language = Literal["python", "cpp"]
 LANGUAGES = ("python", "cpp")
@@ -24,14 +26,23 @@ class Limits:
     """What one run of a candidate may use.
 
     Attributes:
-        seconds: Of wall time, and of CPU time.
-        memory: MiB.
-        output: KiB on standard output and standard error together.
+        seconds: Of wall time, and of CPU time; a day at most.
+        memory: MiB; 1 TiB at most.
+        output: KiB on standard output and standard error together; 1 GiB at most.
+
+    Raises:
+        ValueError: a limit is 0 or below, or beyond what is said above.
     """
 
     seconds: float = 10.0
     memory: int = 1024
     output: int = 4096
+
+    def __post_init__(self) -> None:
+        for name, most in (("seconds", 86_400), ("memory", 1 << 20), ("output", 1 << 20)):
+            value = getattr(self, name)
+            if not 0 < value <= most:
+                raise ValueError(f"limits: {name} must be above 0 and at most {most:,}, got {str(value)[:40]}")
 
 
 @dataclass(frozen=True)
@@ -164,11 +175,11 @@ class Problem:
     examples: tuple[Example, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The problem as values that JSON has."""
-        record = asdict(self)
+        """The problem as values that JSON has, or tuples for lists."""
+        record = {**vars(self), "limits": vars(self.limits), "examples": [vars(one) for one in self.examples]}
         if self.tests is not None:
             kind = next(name for name, cls in KINDS.items() if isinstance(self.tests, cls))
-            record["tests"] = {"kind": kind, **record["tests"]}
+            record["tests"] = {"kind": kind, **vars(self.tests)}
         return record
 
     @classmethod
@@ -176,30 +187,12 @@ class Problem:
         """The problem that :meth:`to_json` gave.
 
         Raises:
-            ValueError: a field is not of this version of prefixkit.
+            ValueError, TypeError, KeyError: a field is unknown, missing or of another type.
         """
-        known = {one.name for one in fields(cls)}
-        if unknown := set(record) - known:
-            raise ValueError(f"a problem has no field {sorted(unknown)[0]!r}; a later prefixkit may have written it")
-        own = dict(record)
-        own["messages"] = tuple(own["messages"])
-        own["limits"] = Limits(**own["limits"])
-        own["examples"] = tuple(Example(tuple(one["messages"]), one["text"]) for one in own.get("examples", ()))
-        for name in ("chat_stop", "text_stop"):
-            own[name] = tuple(own[name])
-        if own["tests"] is not None:
-            own["tests"] = _tests(dict(own["tests"]))
-        return cls(**own)
+        tests = record.get("tests")
+        return made(cls, {**record, "tests": None if tests is None else _tests(dict(tests))})
 
 
 def _tests(given: dict[str, Any]) -> Tests:
-    """Tests from values that JSON has, in which lists stand for tuples."""
-    kind = KINDS[given.pop("kind")]
-    if "cases" in given:
-        given["cases"] = tuple((tuple(a) if kind is Calls else a, b) for a, b in given["cases"])
-    if "inputs" in given:
-        given["inputs"] = tuple(tuple(arguments) for arguments in given["inputs"])
-    if "names" in given:
-        given["names"] = tuple(given["names"])
-    made: Tests = kind(**given)
-    return made
+    kind: type[Tests] = KINDS[given.pop("kind")]
+    return made(kind, given)

@@ -37,9 +37,15 @@ def _same(word: bytes, wanted: bytes, tolerance: float) -> bool:
     except ValueError:
         return False
     if _whole(word) and _whole(wanted) and (not tolerance or max(abs(a), abs(b)) == math.inf):
-        return int(word) == int(wanted)
+        return _integer(word) == _integer(wanted)
     return (a != a and b != b) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _whole(word: bytes) -> bool:
     return word.lstrip(b"+-").isdigit()
+
+
+def _integer(word: bytes) -> tuple[bool, bytes]:
+    """Sign and digits of a whole number, the same for equal ones: int() takes no more than 4,300 digits."""
+    digits = word.lstrip(b"+-0")
+    return bool(digits) and word.startswith(b"-"), digits

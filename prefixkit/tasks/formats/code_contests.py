@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from prefixkit.tasks.fields import identity, mapping, string
 from prefixkit.tasks.formats.contest import stream_problem
+from prefixkit.tasks.formats.tests import limits
 from prefixkit.tasks.problem import Language, Limits, Problem, Streams
 from prefixkit.tasks.records import Record
 
@@ -41,11 +43,12 @@ def _limits(record: Record) -> Limits:
     """The contest's limits; prefixkit's where the data set has none (null or 0)."""
     time, memory = mapping(record, "time_limit"), record.fields.get("memory_limit_bytes") or 0
     parts = [time.get(unit) or 0 for unit in ("seconds", "nanos")]
-    if any(isinstance(one, bool) or not isinstance(one, int | float) or one < 0 for one in (*parts, memory)):
+    given = (*parts, memory)
+    if any(isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one < math.inf for one in given):
         raise ValueError(f"{record.where}: time_limit and memory_limit_bytes must be numbers of at least 0")
     seconds = parts[0] + parts[1] / 1e9
-    usual = Limits()
-    return Limits(seconds or usual.seconds, -(-int(memory) // _MIB) or usual.memory)
+    found = {"seconds": seconds, "memory": -(-int(memory) // _MIB)}
+    return limits(record, **{name: value for name, value in found.items() if value})
 
 
 def _solution(record: Record, language: Language) -> str:

@@ -27,17 +27,23 @@ def read_tests(record: Record) -> Tests | None:
 
 def read_limits(record: Record) -> Limits:
     """The field ``limits``: seconds, memory in MiB, output in KiB; the usual ones for those that it leaves out."""
-    given, usual = mapping(record, "limits"), Limits()
+    given = mapping(record, "limits")
     where = f"{record.where}: limits"
     known_keys(where, given, tuple(Limits.__dataclass_fields__), "limits")
     for name, value in given.items():
         kinds = int | float if name == "seconds" else int
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
             what = "a number" if name == "seconds" else "an integer"
             raise ValueError(f"{where}: {name} must be {what} above 0, got {value!r}")
-    return Limits(
-        float(given.get("seconds", usual.seconds)), given.get("memory", usual.memory), given.get("output", usual.output)
-    )
+    return limits(record, **given)
+
+
+def limits(record: Record, **given: Any) -> Limits:
+    """The usual limits, but for those that a record gives."""
+    try:
+        return Limits(**given)
+    except ValueError as error:
+        raise ValueError(f"{record.where}: {error}") from error
 
 
 def _checks(record: Record) -> Checks:
