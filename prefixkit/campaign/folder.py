@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,24 +27,46 @@ from pathlib import Path
 from typing import Any
 
 from prefixkit.campaign.manifest import Manifest
-from prefixkit.campaign.shards import check_content, closed_shards, open_shards, read_samples, recover
+from prefixkit.campaign.shards import (
+    DamagedShard,
+    check_content,
+    closed_shards,
+    damaged,
+    lines_said,
+    open_shards,
+    read_samples,
+    recover,
+)
 from prefixkit.paths import put
 from prefixkit.tasks.problem import Problem
+from prefixkit.tasks.typed import typed
 
 if sys.platform != "win32":
     import fcntl
 
 log = logging.getLogger("prefixkit")
 
-_PROBLEMS, _TREE = "problems.jsonl.gz", "tree.json"
+_PROBLEMS, TREE = "problems.jsonl.gz", "tree.json"
+
+
+# What an event of the history may have, and the last second that a date can be made of.
+_FIELDS: dict[str, Any] = {
+    **{"event": str, "at": float, "part": str, "argv": str, "samples": int, "tokens": int},
+    "report": Mapping[str, float | Mapping[str, float]],
+}
+_LAST = 253_402_300_799
 
 
 class NotARun(ValueError):
     """A folder is no run folder, or cannot become one."""
 
 
+class DamagedRun(ValueError):
+    """Some of a run folder is damaged; all else was read."""
+
+
 class FolderBusy(OSError):
-    """Another process is sampling the same part of a campaign."""
+    """Another process is sampling the same part of a campaign, or judging it."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +77,12 @@ class Asked:
         problem: With its tests.
         begun: What of the program precedes each sample; "" where the answer starts with it, or brings it in a code
             block.
+        damaged: Its line cannot be read: nothing is known of the problem but its id.
     """
 
     problem: Problem
     begun: str
+    damaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,17 +104,23 @@ class Part:
 class RunFolder:
     """A run folder that is there.
 
+    Attributes:
+        damage: What of its samples and problems could not be read until now, each with file and line, as a set in
+            order; see :func:`check_whole`.
+
     Raises:
         NotARun: it is not there, or holds something else.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.damage: dict[str, None] = {}
+        self._warned: set[str] = set()
         place = path / "manifest.json"
         if not place.is_file():
             what = "holds no manifest.json" if path.is_dir() else "is a file" if path.exists() else "does not exist"
             raise NotARun(f"{path} is no run folder: it {what}; prefixkit sample --run FOLDER makes one")
-        self.manifest = Manifest.from_json(place.read_text(encoding="utf-8"), str(place))
+        self.manifest = Manifest.from_json(place.read_bytes(), str(place))
         self.places = {prompt.id: place for place, prompt in enumerate(self.manifest.prompts)}
 
     @property
@@ -98,31 +128,45 @@ class RunFolder:
         return self.path / "samples"
 
     def asked(self) -> list[Asked]:
-        """The problems as they were asked, in the order of the manifest."""
-        place = self.path / _PROBLEMS
+        """The problems as they were asked, in the order of the manifest; one that cannot be read is damage."""
+        place, prompts = self.path / _PROBLEMS, self.manifest.prompts
+        remedy = "give the command of prefixkit sample again, which writes it anew, or restore it"
         try:
-            records = [json.loads(line) for line in gzip.decompress(place.read_bytes()).splitlines()]
-            return [Asked(Problem.from_json(record["problem"]), record["begun"]) for record in records]
-        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-            raise NotARun(
-                f"{place} is missing or damaged ({type(error).__name__}); give the command of prefixkit sample again, "
-                "which writes it anew, or restore it"
-            ) from error
+            lines = gzip.decompress(place.read_bytes()).split(b"\n")[:-1]
+        except (OSError, EOFError, zlib.error) as error:
+            raise NotARun(f"{place} is missing or damaged ({type(error).__name__}); {remedy}") from error
+        if len(lines) != len(prompts):
+            raise NotARun(f"{place} is damaged: it has {len(lines)} lines for {len(prompts)} problems; {remedy}")
+        found = []
+        for number, (line, prompt) in enumerate(zip(lines, prompts, strict=True), start=1):
+            try:
+                record = json.loads(line)
+                found.append(Asked(Problem.from_json(record["problem"]), typed(record["begun"], str, "begun")))
+                if found[-1].problem.id != prompt.id:
+                    raise ValueError(f"the problem must be {prompt.id!r}")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                where = f"{place}:{number}"
+                self.damage.setdefault(f"{where}: no problem of this campaign ({error!r}); {remedy}")
+                found[number - 1 :] = [Asked(Problem(prompt.id, where, (), ""), "", damaged=True)]
+        return found
 
     def samples(self) -> Iterator[dict[str, Any]]:
-        """Every sample, each once; of shards that are open, what is whole.
+        """Every sample, each once; of shards that are open, what is whole; what is none of the campaign is damage."""
+        seen = [set[int]() for _ in self.manifest.prompts]
 
-        Raises:
-            DamagedShard: a closed shard is missing or of another length, or a line is no sample of the campaign.
-        """
-        closed_shards(self.shards)
-        seen = [bytearray() for _ in self.manifest.prompts]
-        for path in sorted(self.shards.glob("*.jsonl")):
-            for record in read_samples(path, self.places):
+        shards = {path.with_suffix(".jsonl") for path in self.shards.glob("*.json*")}
+        for path in sorted(shards):
+            for record in read_samples(path, self.places, self.damage.setdefault):
                 own, index = seen[self.places[record["id"]]], record["index"]
-                if index >= len(own) or not own[index]:
-                    mark(own, index, index)
+                if index not in own:
+                    own.add(index)
                     yield record
+
+    def warn(self, what: str) -> None:
+        """Say once what was passed over, and is not missed."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s", what)
 
     def have(self) -> list[bytearray]:
         """For each prompt of the manifest, which samples closed shards hold: a byte for each index, 1 where it is.
@@ -134,8 +178,10 @@ class RunFolder:
         with ThreadPoolExecutor(4) as threads:  # checksums leave Python's lock
             list(threads.map(check_content, shards, shards.values()))
         have = [bytearray() for _ in self.manifest.prompts]
-        for closed in shards.values():
+        for path, closed in shards.items():
             for place, ranges in closed.ranges.items():
+                if not 0 <= place < len(have):
+                    raise DamagedShard(damaged(path, f"{path.stem}.json has no prompts of this campaign"))
                 own = have[place]
                 for first, last in ranges:
                     mark(own, first, last)
@@ -143,27 +189,28 @@ class RunFolder:
 
     def keep_tree(self, branches: list[dict[str, Any]]) -> None:
         """Keep what the prompts share, for the report: nodes with ``tokens``, ``shared_by``, ``text``, ``children``."""
-        put(self.path / _TREE, json.dumps(branches).encode())
+        put(self.path / TREE, json.dumps(branches).encode())
 
-    def tree(self) -> list[dict[str, Any]]:
-        """What :meth:`keep_tree` has kept; nothing where there is none."""
-        try:
-            found: list[dict[str, Any]] = json.loads((self.path / _TREE).read_bytes())
-        except (OSError, ValueError):
-            return []  # it is a picture: a report does without
-        return found
+    def tree(self) -> Any:
+        """What :meth:`keep_tree` has kept, or what has become of it; nothing where there is none.
+
+        Raises:
+            ValueError, RecursionError: it is no JSON.
+        """
+        place = self.path / TREE
+        return json.loads(place.read_bytes()) if place.exists() else []
 
     def history(self) -> list[dict[str, Any]]:
-        """What happened, in order: the events of :meth:`note`."""
-        place = self.path / "history.jsonl"
-        events = []
-        for line in place.read_bytes().splitlines() if place.exists() else ():
+        """What happened, in order: the events of :meth:`note`; a line that is none is passed over, and said."""
+        place, events, bad = self.path / "history.jsonl", list[dict[str, Any]](), list[int]()
+        content = place.read_bytes() if place.exists() else b""
+        for number, line in enumerate(content.splitlines(keepends=True), start=1):
             try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # torn
-            if isinstance(event, dict) and isinstance(event.get("at"), int | float):
-                events.append(event)
+                events.append(_event(json.loads(line)))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                bad += [number] * line.endswith(b"\n")  # else torn
+        if bad:
+            self.warn(f"{place}: {lines_said(bad, 'event of a run')}; it is passed over")
         return events
 
     def note(self, **event: Any) -> None:
@@ -203,6 +250,18 @@ class RunFolder:
                     tag = path.stem.rpartition("-")[0]
                     if tag == part.tag or not _is_locked(locks / tag):
                         recover(path, self.places)
+            yield
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """Judge all of it alone.
+
+        Raises:
+            FolderBusy: another process does.
+        """
+        locks = self.path / "locks"
+        locks.mkdir(exist_ok=True)
+        with _lock(locks / "judging", f"another process is judging {self.path}"):
             yield
 
 
@@ -247,6 +306,14 @@ def create(path: Path, manifest: Manifest, asked: Sequence[Asked]) -> RunFolder:
     return folder
 
 
+def check_whole(folders: Sequence[RunFolder], done: str) -> None:
+    """Raise DamagedRun where some of the folders could not be read, after all else was ``done``."""
+    damage = [what for folder in folders for what in folder.damage]
+    if damage:
+        more = f"; and {len(damage) - 5:,} more" * (len(damage) > 5)
+        raise DamagedRun(f"all else was {done}, but {'; '.join(damage[:5])}{more}")
+
+
 def _problems_of(path: Path) -> bytes | None:
     """The lines of the problems; None where they are missing or damaged."""
     try:
@@ -257,6 +324,17 @@ def _problems_of(path: Path) -> bytes | None:
 
 def _put_problems(path: Path, asked: Sequence[Asked]) -> None:
     put(path / _PROBLEMS, gzip.compress(_problem_lines(asked), mtime=0))
+
+
+def _event(record: dict[str, Any]) -> dict[str, Any]:
+    """An event, of whose fields each is what it must be."""
+    for name in ("event", "at"):
+        typed(record[name], _FIELDS[name], name)
+    for name in _FIELDS.keys() & record.keys():
+        typed(record[name], _FIELDS[name], name)
+    if min(record["at"], *(record.get(name, 0) for name in ("samples", "tokens"))) < 0 or record["at"] > _LAST:
+        raise ValueError("a time or a count is none")
+    return record
 
 
 def _problem_lines(asked: Sequence[Asked]) -> bytes:

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.tasks.typed import made
+
 FORMAT = 1
+Value = str | float | bool | list[str] | None  # of a sampling parameter
 _SAID = {"fingerprint": "weights or tokens that end samples, of fingerprint"}
 
 
@@ -35,7 +38,7 @@ class Prompt:
     sha256: str
     tokens: int
     occurrence: int
-    params: Mapping[str, Any]
+    params: Mapping[str, Value]
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Manifest:
     fingerprint: str
     tokenizer: str
     chat: bool
-    params: Mapping[str, Any]
+    params: Mapping[str, Value]
     logprobs: bool
     prompts: tuple[Prompt, ...]
     versions: Mapping[str, str]
@@ -71,7 +74,7 @@ class Manifest:
         return f'{head[:-2]},\n "prompts": [\n  {prompts}\n ]\n}}\n'
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> Manifest:
+    def from_json(cls, text: str | bytes, where: str) -> Manifest:
         """The manifest that :meth:`to_json` wrote.
 
         Raises:
@@ -80,15 +83,18 @@ class Manifest:
         try:
             record = json.loads(text)
             written = record.pop("format")
-            if written != FORMAT:
-                raise ValueError(f"{where} has format {written}, and this prefixkit reads {FORMAT}; use the other one")
-            prompts = tuple(Prompt(**row) for row in record.pop("prompts"))
-            return cls(prompts=prompts, **record)
-        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            found = made(cls, record) if written == FORMAT else None
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{where} is no manifest of a campaign ({type(error).__name__}: {error}); restore it, or sample into "
                 "another folder"
             ) from error
+        if found is None:
+            said = str(written)[:20]
+            raise ValueError(f"{where} has format {said}, and this prefixkit reads {FORMAT}; use the other one")
+        if len({one.id for one in found.prompts}) < len(found.prompts):
+            raise ValueError(f"{where} has two prompts of one id; restore it, or sample into another folder")
+        return found
 
     def check_same(self, now: Manifest, where: str, known: Sequence[str] = ()) -> None:
         """Raise OtherCampaign, with the first difference, unless ``now`` gives the samples that this manifest gives.

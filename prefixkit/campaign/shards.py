@@ -12,17 +12,20 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefixkit.paths import put
+from prefixkit.tasks.typed import made, typed
 
 log = logging.getLogger("prefixkit")
 
 LINES, BYTES = 4096, 64 << 20  # a shard is closed at whichever comes first
+INDICES = 2**31  # of a prompt's samples, from 0
 SYNC_SECONDS = 5.0  # a machine that loses its power loses so much at most
+_CHANGED = "its content has changed since it was closed (SHA-256)"
 
 
 class DamagedShard(ValueError):
@@ -58,9 +61,17 @@ class Closed:
         """
         try:
             record = json.loads(index.read_bytes())
-            return cls(**{**record, "ranges": {int(place): own for place, own in record["ranges"]}})
-        except (ValueError, KeyError, TypeError) as error:
-            raise DamagedShard(_damaged(index.with_suffix(".jsonl"), f"{index.name} is not readable")) from error
+            pairs = typed(record["ranges"], list[tuple[int, list[list[int]]]], "ranges")
+            closed = made(cls, {**record, "ranges": dict(pairs)})
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedShard(damaged(index.with_suffix(".jsonl"), f"{index.name} is not readable")) from error
+        ranges = [own for _, runs in pairs for own in runs]
+        if any(len(own) != 2 or not 0 <= own[0] <= own[1] < INDICES for own in ranges) or closed.samples != sum(
+            last + 1 - first for first, last in ranges
+        ):
+            what = f"{index.name} has ranges that are not those of {closed.samples} samples"
+            raise DamagedShard(damaged(index.with_suffix(".jsonl"), what))
+        return closed
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> dict[int, list[list[int]]]:
@@ -162,7 +173,7 @@ def recover(path: Path, places: Mapping[str | int, int]) -> None:
         record = _sample_of(line, places)
         if record is None:
             if whole + len(line) < len(content):
-                raise DamagedShard(_damaged(path, f"line {number} is no sample of this campaign"))
+                raise DamagedShard(damaged(path, f"line {number} is no sample of this campaign"))
             log.warning("%s: cut off a line that was written in part", path.name)
             break
         whole += len(line)
@@ -190,7 +201,7 @@ def closed_shards(folder: Path) -> dict[Path, Closed]:
         size = path.stat().st_size if path.exists() else None
         if size != closed.size:
             there = "is missing" if size is None else f"has {size} bytes, not the {closed.size} that it was closed with"
-            raise DamagedShard(_damaged(path, there))
+            raise DamagedShard(damaged(path, there))
         found[path] = closed
     return found
 
@@ -199,32 +210,63 @@ def check_content(path: Path, closed: Closed) -> None:
     """Raise DamagedShard unless a closed shard has the checksum that it was closed with."""
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != closed.sha256:
-            raise DamagedShard(_damaged(path, "its content has changed since it was closed (SHA-256)"))
+            raise DamagedShard(damaged(path, _CHANGED))
 
 
-def read_samples(path: Path, places: Mapping[str | int, int]) -> Iterator[dict[str, Any]]:
+def read_samples(
+    path: Path, places: Mapping[str | int, int], damage: Callable[[str], object]
+) -> Iterator[dict[str, Any]]:
     """The samples of a shard, in the order in which they finished; of an open one, those whose lines are whole.
 
-    Raises:
-        DamagedShard: a line is no sample of the campaign.
+    Args:
+        path: The shard.
+        places: Of each prompt's id in the manifest.
+        damage: Told what a shard holds beside samples of the campaign, or that it is not what was closed.
     """
+    index, closed = path.with_suffix(".json"), None
+    try:
+        closed = Closed.read(index) if index.exists() else None
+    except DamagedShard as error:
+        damage(str(error))
+    digest, have, bad = hashlib.sha256(), list[tuple[int, int]](), list[int]()
+    if not path.exists():
+        damage(damaged(path, "is missing"))
+        return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n"):
-                record = _sample_of(line, places)
-                if record is None:
-                    raise DamagedShard(_damaged(path, f"line {number} is no sample of this campaign"))
+            digest.update(line)
+            record = _sample_of(line, places)
+            if record is not None:
+                have.append((places[record["id"]], record["index"]))
                 yield record
+            elif closed is not None or line.endswith(b"\n"):
+                bad.append(number)
+    if bad:
+        damage(damaged(path, lines_said(bad, "sample of this campaign")))
+    elif closed is not None and digest.hexdigest() != closed.sha256:
+        damage(damaged(path, _CHANGED))
+    elif closed is not None and ranges_of(have) != closed.ranges:
+        damage(damaged(path, f"{index.name} has the ranges of other samples"))
 
 
 def _sample_of(line: bytes, places: Mapping[str | int, int]) -> dict[str, Any] | None:
-    """The sample in a line; None where it is torn."""
+    """The sample in a line; None where it is torn, or something else."""
     try:
         record = json.loads(line)
-    except ValueError:
+        id, index, tokens, text = (record[name] for name in ("id", "index", "tokens", "text"))
+    except (ValueError, RecursionError, KeyError, TypeError):
         return None
-    whole = line.endswith(b"\n") and isinstance(record, dict) and {"id", "index", "tokens", "text"} <= record.keys()
-    return record if whole and isinstance(record["id"], str | int) and record["id"] in places else None
+    known = type(id) in (str, int) and id in places and type(index) is int and 0 <= index < INDICES
+    whole = known and type(text) is str and type(tokens) is list and set(map(type, tokens)) <= {int}
+    return record if whole and line.endswith(b"\n") else None
+
+
+def lines_said(numbers: Sequence[int], what: str) -> str:
+    """That lines of a file are no ``what``; of very many, the first."""
+    if len(numbers) == 1:
+        return f"line {numbers[0]} is no {what}"
+    more = f" and {len(numbers) - 9:,} more" * (len(numbers) > 9)
+    return f"each of the lines {', '.join(map(str, numbers[:9]))}{more} is no {what}"
 
 
 def _put_index(path: Path, closed: Closed) -> None:
@@ -235,7 +277,7 @@ def _put_index(path: Path, closed: Closed) -> None:
         raise OSError(said) from error
 
 
-def _damaged(path: Path, what: str) -> str:
+def damaged(path: Path, what: str) -> str:
     return (
         f"{path}: {what}; restore the file, or remove {path.name} and {path.with_suffix('.json').name}: "
         "its samples are then sampled again"

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from prefixkit.campaign.folder import Asked, RunFolder
+from prefixkit.campaign.shards import lines_said
 from prefixkit.judge import BadTests, Judge, digest_of, key_of
 from prefixkit.judge.verdict import Verdict
 from prefixkit.tasks.answers import program
+from prefixkit.tasks.problem import Problem
+from prefixkit.tasks.typed import made, typed
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,29 @@ class Verdicts:
         self.asked = folder.asked()
         self.known: dict[str, Verdict] = {}
         self.written: dict[tuple[int, int], str] = {}  # the key of the line that each sample has
-        self._digests = [None if one.problem.tests is None else digest_of(one.problem) for one in self.asked]
+        self._digests = [None if one.problem.tests is None else self._digest(folder, one.problem) for one in self.asked]
         for path in sorted((folder.path / "verdicts").glob("*.jsonl")):
-            for line in path.read_bytes().splitlines():
+            bad = []
+            for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
                 try:
                     record = json.loads(line)
-                    sample = folder.places[record.pop("id")], record.pop("index")
-                    key = record.pop("key")
-                    self.known[key] = Verdict(**record)
-                except (ValueError, KeyError, TypeError, AttributeError):
-                    continue  # torn or damaged: it is judged again
+                    sample = folder.places[record.pop("id")], typed(record.pop("index"), int, "index")
+                    key = typed(record.pop("key"), str, "key")
+                    self.known[key] = made(Verdict, record)
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                    bad += [number] * line.endswith(b"\n")  # else torn
+                    continue
                 self.written[sample] = key
+            if bad:
+                folder.warn(f"{path}: {lines_said(bad, 'verdict')}; prefixkit evaluate judges its sample again")
+
+    @staticmethod
+    def _digest(folder: RunFolder, problem: Problem) -> bytes | None:
+        try:
+            return digest_of(problem)
+        except RecursionError:
+            folder.damage.setdefault(f"{problem.where}: the tests are nested too deeply to be judged by")
+            return None
 
     def of(self, place: int, text: str) -> tuple[str, str | None, Verdict | None]:
         """The program in a sample's text, its key, and its verdict; no key where its problem has no tests."""
@@ -114,9 +129,8 @@ def judge_samples(
         for (place, index, key), verdict in judge.verdicts(unknown(), note):
             keep(Judged(place, index, key, verdict))
     if bad:
-        count, first = len(bad), next(iter(bad.values()))
-        total = len(verdicts.asked)
-        raise BadTests(f"the tests of {count} of {total} problems do not run, the others are judged: {first}")
+        said = f"the tests of {len(bad)} of {len(verdicts.asked)} problems do not run, the others are judged: "
+        raise BadTests(said + "; ".join(map(str, list(bad.values())[:5])) + "; ..." * (len(bad) > 5))
 
 
 def program_of(asked: Asked, text: str) -> str:
@@ -125,24 +139,24 @@ def program_of(asked: Asked, text: str) -> str:
 
 
 class _Lines:
-    """Appends records; a line that was torn before is ended first."""
+    """Appends records, each whole or not at all; a line that was torn before is cut off first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")
+        self._size = path.read_bytes().rfind(b"\n") + 1
+        os.ftruncate(self._file, self._size)
 
     def write(self, record: dict[str, Any]) -> None:
         line = (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         try:
             if os.write(self._file, line) < len(line):
-                os.write(self._file, b"\n")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
+            os.ftruncate(self._file, self._size)
             raise OSError(f"{self._path}: {error.strerror}; the verdicts before are kept") from error
+        self._size += len(line)
 
     def __enter__(self) -> _Lines:
         return self

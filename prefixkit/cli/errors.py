@@ -7,6 +7,7 @@ kept.  130: Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import threading
@@ -52,9 +53,14 @@ def at_work(*kinds: type[Exception]) -> Iterator[None]:
 def reported(console: Console | None = None) -> Iterator[None]:
     """Print an error a user can act on as one line (on standard error, where no console is given), and exit.
 
-    SIGTERM ends a command as Ctrl-C does.  ``PREFIXKIT_TRACEBACK=1`` lets errors through instead.
+    What the package logs is shown there too.  SIGTERM ends a command as Ctrl-C does.  ``PREFIXKIT_TRACEBACK=1`` lets
+    errors through instead.
     """
     console = console or terminal(stderr=True)
+    shown = logging.Handler()
+    shown.emit = lambda record: console.print(line(record.getMessage()), soft_wrap=True)  # type: ignore[method-assign]
+    log = logging.getLogger("prefixkit")
+    log.addHandler(shown)
     try:
         with _terminated_like_interrupted():
             yield
@@ -68,6 +74,8 @@ def reported(console: Console | None = None) -> Iterator[None]:
         code = FAILED if message or getattr(error, _AT_WORK, False) else REFUSED
         say(message or str(error) or type(error).__name__, console)
         raise SystemExit(code) from None
+    finally:
+        log.removeHandler(shown)
 
 
 def say(message: str, console: Console) -> None:

@@ -9,10 +9,11 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any
 
-from prefixkit.campaign.folder import RunFolder
+from prefixkit.campaign.folder import TREE, RunFolder
 from prefixkit.campaign.verdicts import Verdicts
 from prefixkit.engine.report import Report
 from prefixkit.report import Branch, Candidate, Facts, Group, Picture, Problem, Progress, Saved, SavedRow
+from prefixkit.tasks.typed import typed
 
 EXAMPLES = 3  # candidates of a problem that are shown: one that passed, and others
 _TEXT = 20_000  # characters of one that are kept
@@ -111,17 +112,19 @@ def _problem(id: str | int, tallies: Sequence[_Tally]) -> Problem:
 def _pictures(folder: RunFolder) -> tuple[Picture, ...]:
     """What the prompts share."""
 
-    def branch(node: dict[str, Any]) -> Branch:
-        return Branch(node["tokens"], node["shared_by"], node["text"], tuple(map(branch, node["children"])))
-
-    roots = tuple(map(branch, folder.tree()))
-    return (Picture(f"What the prompts share, of {len(folder.places):,} problems", roots),) if roots else ()
+    try:
+        roots = tuple(typed(folder.tree(), list[Branch], "tree"))
+        return (Picture(f"What the prompts share, of {len(folder.places):,} problems", roots),) if roots else ()
+    except (ValueError, TypeError, RecursionError) as error:
+        folder.warn(f"{folder.path / TREE} is no tree of prompts ({error}); the report has no picture of it")
+        return ()
 
 
 def _labels(folders: Sequence[RunFolder]) -> list[str]:
     """How the folders differ: by temperature where that tells them apart, else by name."""
-    if len({folder.manifest.params["temperature"] for folder in folders}) == len(folders):
-        return [f"T={folder.manifest.params['temperature']:g}" for folder in folders]
+    heats = [folder.manifest.params.get("temperature") for folder in folders]
+    if all(isinstance(heat, int | float) for heat in heats) and len(set(heats)) == len(folders):
+        return [f"T={heat:g}" for heat in heats]
     return [folder.path.resolve().name for folder in folders]
 
 

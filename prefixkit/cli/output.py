@@ -22,8 +22,13 @@ def standard_output() -> IO[bytes]:
     return raw
 
 
-def write_line(stream: IO[bytes], record: dict[str, Any]) -> None:
-    """Write one record.
+def write_line(
+    stream: IO[bytes],
+    record: dict[str, Any],
+    name: str = "standard output",
+    kept: str = "the lines before this are whole",
+) -> None:
+    """Write one record; where that fails, ``name`` says where, and ``kept`` what is left.
 
     Raises:
         OSError: the line could not be written whole.
@@ -36,4 +41,4 @@ def write_line(stream: IO[bytes], record: dict[str, Any]) -> None:
             written += stream.write(line[written:])
         stream.flush()
     except OSError as error:
-        raise OSError(f"standard output: {error.strerror}; the lines before this are whole") from error
+        raise OSError(f"{name}: {error.strerror}; {kept}") from error

@@ -115,7 +115,8 @@ class Report:
         """Add what another run has counted, as :meth:`counts` gives it; of peaks the higher is kept."""
         for name, before in self.counts().items():
             value = counts.get(name)
-            if isinstance(before, dict) and isinstance(value, Mapping):
+            if isinstance(before, dict):
+                value = value if isinstance(value, Mapping) else {}
                 setattr(self, name, {key: before.get(key, 0) + value.get(key, 0) for key in {**before, **value}})
             elif isinstance(value, int | float):
                 peak = name.endswith("_peak") or name == "graph_bytes"

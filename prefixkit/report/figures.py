@@ -19,6 +19,7 @@ LINE = 14.0  # between the labels of lines
 STYLES = 8  # of lines: colours, dashes and marks
 MOST_BANDS = 4  # that can be told apart where they lie on each other
 _MOST_POINTS = 240  # of a line over time
+_STEP = 10.0  # seconds of a step of the speed at least, where a run took so long
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,17 @@ def _thinned(moments: Sequence[Progress]) -> Sequence[Progress]:
 
 
 def _paced(moments: Sequence[Progress]) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """Tokens per second between two moments, as a step of a staircase."""
+    """Tokens per second between two moments, as a step of a staircase.
+
+    Tokens are counted when samples finish, often many at once: within less than ``_STEP`` they tell no speed.
+    """
+    ends = [moments[0]]
+    for moment in moments:
+        if moment.seconds - ends[-1].seconds >= _STEP:
+            ends.append(moment)
+    ends = [ends[0], *ends[1:-1], moments[-1]]
     stairs = []
-    for first, second in pairwise(moments):
+    for first, second in pairwise(ends):
         if second.seconds > first.seconds:
             pace = max(0, second.tokens - first.tokens) / (second.seconds - first.seconds)
             stairs.append(((first.seconds, pace), (second.seconds, pace)))

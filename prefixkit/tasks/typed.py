@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from functools import cache
@@ -18,7 +17,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def made(kind: type[Made], record: Any) -> Made:
-    """The dataclass that a JSON object describes: lists stand for tuples, integers have 64 bits, floats are finite.
+    """The dataclass that a JSON object describes: lists stand for tuples, and numbers are within 64 bits.
 
     Raises:
         ValueError: it is no object, or a field is unknown or of another type, or the dataclass refuses it.
@@ -64,6 +63,6 @@ def typed(value: Any, hint: Any, name: str) -> Any:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    if type(value) is int and kind in (int, float):
-        return -(2**63) <= value < 2**64
-    return type(value) is kind and (kind is not float or math.isfinite(value)) and kind in (str, bool, float, NoneType)
+    if kind in (int, float):
+        return type(value) in (int, kind) and -(2**63) <= value < 2**64
+    return type(value) is kind and kind in (str, bool, NoneType)

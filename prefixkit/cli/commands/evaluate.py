@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
-from prefixkit.campaign.folder import Part, RunFolder
+from prefixkit.campaign.folder import Part, RunFolder, check_whole
 from prefixkit.campaign.verdicts import Judged, judge_samples
 from prefixkit.cli.errors import Interrupted, at_work
 from prefixkit.cli.facts import facts_of
 from prefixkit.cli.progress import Count
 from prefixkit.cli.report_view import show
 from prefixkit.cli.terminal import line
-from prefixkit.judge import Judge
+from prefixkit.judge import BadTests, Judge
 
 
 def run_evaluate(run: Path, jobs: int | None, unsafe: bool, quiet: bool, console: Console) -> None:
@@ -26,29 +26,34 @@ def run_evaluate(run: Path, jobs: int | None, unsafe: bool, quiet: bool, console
     if jobs is not None and jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {jobs}")
     if not any(one.problem.tests for one in folder.asked()):
+        check_whole([folder], "read")
         raise ValueError(f"the problems of {run} have no tests; give prefixkit sample problems that bring some")
-    with open_judge(quiet, console, jobs=jobs, plain_subprocesses=unsafe) as judge:
-        judged = judge_with_bar(folder, judge, "all", quiet, console)
+    judged = 0
+    with folder.judging(), open_judge(quiet, jobs=jobs, plain_subprocesses=unsafe) as judge:
+        try:
+            judged = judge_with_bar(folder, judge, "all", quiet, console)
+        except BadTests as error:
+            folder.damage.setdefault(str(error))
     if not quiet:
         show(facts_of([folder]), console)
-        console.print(f"{judged:,} candidates judged in {run}; prefixkit report {run} makes a page", soft_wrap=True)
+    with at_work():
+        check_whole([folder], "judged")
+    if not quiet:
+        said = f"{judged:,} candidates judged in {run}; prefixkit report {run} makes a page"
+        console.print(line(said), soft_wrap=True)
 
 
 @contextmanager
-def open_judge(quiet: bool, console: Console, **options: Any) -> Iterator[Judge]:
+def open_judge(quiet: bool, **options: Any) -> Iterator[Judge]:
     """A judge, whose log is shown: whether programs have cgroups, or no sandbox at all."""
-    shown = logging.Handler()
-    shown.emit = lambda record: console.print(line(record.getMessage()), soft_wrap=True)  # type: ignore[method-assign]
     log = logging.getLogger("prefixkit.judge")
     level = log.level
-    log.addHandler(shown)
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     try:
         with Judge(**options) as judge:
             yield judge
     finally:
         log.setLevel(level)
-        log.removeHandler(shown)
 
 
 def judge_with_bar(

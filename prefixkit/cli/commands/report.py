@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from prefixkit.campaign.folder import RunFolder
+from prefixkit.campaign.folder import RunFolder, check_whole
 from prefixkit.cli.errors import at_work
 from prefixkit.cli.facts import facts_of
 from prefixkit.cli.report_view import show
@@ -17,7 +17,10 @@ from prefixkit.report import write_report
 
 def run_report(runs: Sequence[Path], out: Path | None, quiet: bool, console: Console) -> None:
     """Show what the folders hold, and write the page and its JSON."""
-    facts = facts_of([RunFolder(run) for run in runs])
+    if twice := [run for place, run in enumerate(runs) if run.resolve() in {one.resolve() for one in runs[:place]}]:
+        raise ValueError(f"{twice[0]} is given twice; give each run once")
+    folders = [RunFolder(run) for run in runs]
+    facts = facts_of(folders)
     place = out or runs[0] / "report.html"
     if place.suffix == ".json":
         raise ValueError(f"--out {place} is where the JSON would be written; give the page another ending, as .html")
@@ -32,5 +35,6 @@ def run_report(runs: Sequence[Path], out: Path | None, quiet: bool, console: Con
             page, beside = write_report(facts, place)
         except OSError as error:
             raise OSError(f"cannot write the report to {place}: {error.strerror or error}") from error
+        check_whole(folders, f"reported in {page}")
     if not quiet:
         console.print(line(f"written to {page} and {beside.name}"), soft_wrap=True)

@@ -141,7 +141,7 @@ def sample_prompted(
             folder.keep_tree(branches(tree, tokenizer.decode, max(one.params.n for one in asked)))
         _say(why, settings, console)
         with ExitStack() as stack:
-            judge = None if goal.round is None else stack.enter_context(open_judge(settings.quiet, console))
+            judge = None if goal.round is None else stack.enter_context(open_judge(settings.quiet))
             sample_into(folder, session, requests, goal, settings, console, judge)
     return folder
 
