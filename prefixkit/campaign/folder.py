@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from prefixkit.campaign.shards import (
     open_shards,
     read_samples,
     recover,
+    some,
 )
 from prefixkit.paths import put
 from prefixkit.tasks.problem import Problem
@@ -137,17 +139,18 @@ class RunFolder:
             raise NotARun(f"{place} is missing or damaged ({type(error).__name__}); {remedy}") from error
         if len(lines) != len(prompts):
             raise NotARun(f"{place} is damaged: it has {len(lines)} lines for {len(prompts)} problems; {remedy}")
-        found = []
+        found, bad = list[Asked](), list[int]()
         for number, (line, prompt) in enumerate(zip(lines, prompts, strict=True), start=1):
             try:
                 record = json.loads(line)
                 found.append(Asked(Problem.from_json(record["problem"]), typed(record["begun"], str, "begun")))
                 if found[-1].problem.id != prompt.id:
                     raise ValueError(f"the problem must be {prompt.id!r}")
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                where = f"{place}:{number}"
-                self.damage.setdefault(f"{where}: no problem of this campaign ({error!r}); {remedy}")
-                found[number - 1 :] = [Asked(Problem(prompt.id, where, (), ""), "", damaged=True)]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                bad.append(number)
+                found[number - 1 :] = [Asked(Problem(prompt.id, f"{place}:{number}", (), ""), "", damaged=True)]
+        if bad:
+            self.damage.setdefault(f"{place}: {lines_said(bad, 'problem of this campaign')}; {remedy}")
         return found
 
     def samples(self) -> Iterator[dict[str, Any]]:
@@ -204,7 +207,7 @@ class RunFolder:
         """What happened, in order: the events of :meth:`note`; a line that is none is passed over, and said."""
         place, events, bad = self.path / "history.jsonl", list[dict[str, Any]](), list[int]()
         content = place.read_bytes() if place.exists() else b""
-        for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        for number, line in enumerate(BytesIO(content), start=1):
             try:
                 events.append(_event(json.loads(line)))
             except (ValueError, TypeError, KeyError, RecursionError):
@@ -310,8 +313,7 @@ def check_whole(folders: Sequence[RunFolder], done: str) -> None:
     """Raise DamagedRun where some of the folders could not be read, after all else was ``done``."""
     damage = [what for folder in folders for what in folder.damage]
     if damage:
-        more = f"; and {len(damage) - 5:,} more" * (len(damage) > 5)
-        raise DamagedRun(f"all else was {done}, but {'; '.join(damage[:5])}{more}")
+        raise DamagedRun(f"all else was {done}, but {some(damage)}")
 
 
 def _problems_of(path: Path) -> bytes | None:

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def recover(path: Path, places: Mapping[str | int, int]) -> None:
     """
     content = path.read_bytes()
     whole, have, tokens = 0, list[tuple[int, int]](), 0
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+    for number, line in enumerate(BytesIO(content), start=1):
         record = _sample_of(line, places)
         if record is None:
             if whole + len(line) < len(content):
@@ -267,6 +268,11 @@ def lines_said(numbers: Sequence[int], what: str) -> str:
         return f"line {numbers[0]} is no {what}"
     more = f" and {len(numbers) - 9:,} more" * (len(numbers) > 9)
     return f"each of the lines {', '.join(map(str, numbers[:9]))}{more} is no {what}"
+
+
+def some(said: Sequence[str], most: int = 20) -> str:
+    """What is said, in one line; of very much, the first."""
+    return "; ".join(said[:most]) + f"; and {len(said) - most:,} more" * (len(said) > most)
 
 
 def _put_index(path: Path, closed: Closed) -> None:

@@ -7,11 +7,12 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from prefixkit.campaign.folder import Asked, RunFolder
-from prefixkit.campaign.shards import lines_said
+from prefixkit.campaign.shards import lines_said, some
 from prefixkit.judge import BadTests, Judge, digest_of, key_of
 from prefixkit.judge.verdict import Verdict
 from prefixkit.tasks.answers import program
@@ -50,7 +51,7 @@ class Verdicts:
         self._digests = [None if one.problem.tests is None else self._digest(folder, one.problem) for one in self.asked]
         for path in sorted((folder.path / "verdicts").glob("*.jsonl")):
             bad = []
-            for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+            for number, line in enumerate(BytesIO(path.read_bytes()), start=1):
                 try:
                     record = json.loads(line)
                     sample = folder.places[record.pop("id")], typed(record.pop("index"), int, "index")
@@ -130,7 +131,7 @@ def judge_samples(
             keep(Judged(place, index, key, verdict))
     if bad:
         said = f"the tests of {len(bad)} of {len(verdicts.asked)} problems do not run, the others are judged: "
-        raise BadTests(said + "; ".join(map(str, list(bad.values())[:5])) + "; ..." * (len(bad) > 5))
+        raise BadTests(said + some(list(map(str, bad.values()))))
 
 
 def program_of(asked: Asked, text: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 from prefixkit.tasks.markdown import Block, after_fence, before_fence, code_blocks, open_block, without_thinking
 from prefixkit.tasks.problem import Checks, Language, Problem
@@ -52,6 +55,18 @@ def program(problem: Problem, text: str, begun: str) -> str:
         begun: What precedes the sample in its program (see :func:`begun`); "": the answer starts fresh, in Markdown or
             as bare code.
     """
+    return _thread(os.getpid()).submit(_program, problem, text, begun).result()
+
+
+@cache
+def _thread(process: int) -> ThreadPoolExecutor:
+    """Where programs are taken from answers: how deep the code may be that Python parses depends on how deep its caller
+    is in calls, and here all are alike.  A process that was forked needs another.
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix="answers")
+
+
+def _program(problem: Problem, text: str, begun: str) -> str:
     if begun:
         return _continued(problem, text, begun)
     text = without_thinking(text)
@@ -86,7 +101,7 @@ def _continued(problem: Problem, text: str, begun: str) -> str:
     """A sample that goes on where the prompt ended, up to the end of its code block or of its function."""
     code = before_fence(text)
     if not code.strip() and (rest := after_fence(text)) and code_blocks(rest):
-        return program(problem, rest, "")  # the model closed the block at once, and started again
+        return _program(problem, rest, "")  # the model closed the block at once, and started again
     whole = begun + code
     if problem.language == "cpp":
         return whole

@@ -61,6 +61,16 @@ def test_stops_are_gaps():
     assert "stopped 1 time;" in rates.text and "20" in rates.text
 
 
+@pytest.mark.parametrize("last", [10.5, 14.9, 14.999])
+def test_samples_that_finish_at_once_make_no_spike_of_speed(last):
+    """A line of progress comes with the first sample of many that finish together, and the end a moment later."""
+    rates, _ = progress_figures([[Progress(0, 0, 0), Progress(last, 1, 100), Progress(15, 128, 12_800)]], WIDE)
+    assert "the highest value is 853" in rates.text  # 12,800 tokens in 15 s
+    waves = [Progress(second, second, 100 * second) for second in (0, 10, 20, 30)]
+    rates, _ = progress_figures([[*waves, Progress(30.001, 128, 12_800)]], WIDE)
+    assert "the highest value is 1.08k" in rates.text  # 10,800 tokens in the last 10 s
+
+
 def test_many_moments_are_thinned():
     (rates, _) = progress_figures([[Progress(s, s, s) for s in range(100_000)]], WIDE)
     assert len(rates.strokes[0].line) < 10_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -235,3 +236,52 @@ def test_a_long_answer_that_is_not_python_takes_no_long_time():
     text = "x = 1\n" * 2_000 + "prose that is no code\n" * 2_000
     assert program(SCRIPT, text, "").startswith("x = 1\n")
     assert program(PROBLEM, f"\n{BODY}" + "print(1)\n" * 2_000 + "(((\n" * 1_200, HEAD.rstrip()) == FUNCTION
+
+
+FRESH = Problem("a", "here", PROBLEM.messages, "", name="f")
+F = "def f(x):\n    return x + 1\n"
+
+
+def deep(levels, text):
+    """The program in a text, for a caller who is so deep in calls."""
+    return deep(levels - 1, text) if levels else program(FRESH, text, "")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "if x:\n    y = 0\n" + "".join(f"elif x == {i}:\n    y = {i}\n" for i in range(700)),
+        f"y = {' + '.join(['1'] * 987)}\n",
+        f"y = {' + '.join(['1'] * 2850)}\n",
+        f"y = {' + '.join(['1'] * 50_000)}\n",
+        f"y = {'-' * 50_000}1\n",
+        f"y = {'(' * 300}1{')' * 300}\n",
+        f"y = a{'.b()' * 900}\n",
+        f"y = {'9' * 5000}\n",
+    ],
+)
+def test_what_is_nested_deeply_behind_a_function_is_left_out_whoever_asks(more):
+    assert {deep(levels, F + more) for levels in (0, 100, 400)} == {F}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"def g{i}(): return g{i + 1}()\n" for i in range(10_000)) + F,
+        "def f(): return g0()\n" + "".join(f"def g{i}(): return g{i + 1}()\n" for i in reversed(range(10_000))),
+        "def f(): return t[0]\nt = {}\n" + "t[0] = 1\n" * 20_000,
+        "So:\n" + "x = 1\n" * 20_000 + "y z\n",
+        f"x{' ' * 100_000}\n```{' ' * 50_000}`\n{F}",
+        f"class A:\n{''.join(f'    def t{i}(self): return g{i}()' + chr(10) for i in range(10_000))}{F}print(f(1))\n",
+    ],
+    ids=["definitions", "needed", "filling", "prose", "spaces", "methods"],
+)
+def test_time_grows_with_the_text_and_not_with_its_square(text):
+    began = time.process_time()
+    program(FRESH, text, "")
+    assert time.process_time() - began < 4.0  # 0.1 to 1 s; with the square 6 to 30 s
+
+
+def test_statements_that_share_a_line_are_kept_once():
+    text = "def f(): return t[0]\n\nt = {}; t[0] = 1\n"
+    assert program(FRESH, f"{text}print(f())\n", "") == text

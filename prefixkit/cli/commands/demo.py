@@ -63,7 +63,7 @@ def run_demo(run: Path, samples: int, max_new_tokens: int, seed: int, console: C
 def _judge(folder: RunFolder, console: Console) -> None:
     """Judge the candidates where there is a sandbox, and write the report."""
     try:
-        with open_judge(False) as judge:
+        with folder.judging(), open_judge(False) as judge:
             judge_with_bar(folder, judge, "all", False, console)
     except NoSandbox as error:
         console.print(line(("nothing was judged: ", "yellow"), str(error)), soft_wrap=True)

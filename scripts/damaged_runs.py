@@ -1,0 +1,44 @@
+"""Run folders with hostile answers and problems, whose samples, problems, verdicts, events and manifests are damaged.
+
+>>> python scripts/damaged_runs.py --places 2000
+
+Each folder is judged, reported and exported by the command line, whole and damaged: no traceback, what is whole keeps
+its verdict and is reported and exported, what is not is named with file and line.  Prints what it found, or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.cli.commands.damage import Whole
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--places", type=int, default=2000, help="Damaged places in all.")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
+    given = parser.parse_args()
+    print(f"seed {given.seed}")
+    chance, folders, places, samples = random.Random(given.seed), 0, 0, 0
+    while places < given.places:
+        with tempfile.TemporaryDirectory() as work:
+            whole = Whole(Path(work, "whole"), chance, problems=24, samples=6)
+            for _ in range(5):
+                places += whole.check_damaged(Path(work, "damaged"), chance, most=9)
+                places += whole.check_manifest(Path(work, "manifest"), chance)
+        folders, samples = folders + 1, samples + len(whole.outcomes)
+        print(
+            f"{folders} folders, {samples} answers to hostile and ordinary problems; {places} damaged places",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
