@@ -330,9 +330,7 @@ def _put_problems(path: Path, asked: Sequence[Asked]) -> None:
 
 def _event(record: dict[str, Any]) -> dict[str, Any]:
     """An event, of whose fields each is what it must be."""
-    for name in ("event", "at"):
-        typed(record[name], _FIELDS[name], name)
-    for name in _FIELDS.keys() & record.keys():
+    for name in {"event", "at", *(_FIELDS.keys() & record.keys())}:
         typed(record[name], _FIELDS[name], name)
     if min(record["at"], *(record.get(name, 0) for name in ("samples", "tokens"))) < 0 or record["at"] > _LAST:
         raise ValueError("a time or a count is none")

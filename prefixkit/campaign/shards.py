@@ -64,15 +64,13 @@ class Closed:
             record = json.loads(index.read_bytes())
             pairs = typed(record["ranges"], list[tuple[int, list[list[int]]]], "ranges")
             closed = made(cls, {**record, "ranges": dict(pairs)})
+            runs = [run for _, own in pairs for run in own]
+            held = sum(last + 1 - first if 0 <= first <= last < INDICES else INDICES for first, last in runs)
+            if held > closed.samples:
+                raise ValueError("its ranges are of more samples")
+            return closed
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedShard(damaged(index.with_suffix(".jsonl"), f"{index.name} is not readable")) from error
-        ranges = [own for _, runs in pairs for own in runs]
-        if any(len(own) != 2 or not 0 <= own[0] <= own[1] < INDICES for own in ranges) or closed.samples != sum(
-            last + 1 - first for first, last in ranges
-        ):
-            what = f"{index.name} has ranges that are not those of {closed.samples} samples"
-            raise DamagedShard(damaged(index.with_suffix(".jsonl"), what))
-        return closed
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> dict[int, list[list[int]]]:
