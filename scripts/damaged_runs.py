@@ -29,7 +29,7 @@ def main() -> None:
     chance, folders, places, samples = random.Random(given.seed), 0, 0, 0
     while places < given.places:
         with tempfile.TemporaryDirectory() as work:
-            whole = Whole(Path(work, "whole"), chance, problems=24, samples=6)
+            whole = Whole(Path(work, "whole"), chance, problems=16, samples=5)
             for _ in range(5):
                 places += whole.check_damaged(Path(work, "damaged"), chance, most=9)
                 places += whole.check_manifest(Path(work, "manifest"), chance)

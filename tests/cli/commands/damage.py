@@ -61,7 +61,7 @@ def problem(chance: random.Random, number: int) -> Problem:
 
 def text(chance: random.Random) -> str:
     """An answer: a right one, a wrong one, or what a model writes that loops, and worse."""
-    count, size = chance.choice([90, 250, 1_000, 3_500]), chance.choice([5, 100, 250, 1_000, 7_000])
+    count, size = chance.choice([90, 250, 900]), chance.choice([5, 100, 250, 1_000, 3_000])
     ends = "\nprint(f(1))\n"
     good = "def f(x):\n    return x + 1\n" + chance.choice(["", ends, "print(int(input()) + 1)\n"])
     strange = [
