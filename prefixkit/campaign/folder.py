@@ -210,7 +210,7 @@ class RunFolder:
         for number, line in enumerate(BytesIO(content), start=1):
             try:
                 events.append(_event(json.loads(line)))
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 bad += [number] * line.endswith(b"\n")  # else torn
         if bad:
             self.warn(f"{place}: {lines_said(bad, 'event of a run')}; it is passed over")

@@ -206,9 +206,10 @@ def test_events_of_wrong_types_are_named_and_passed_over(tmp_path):
     with (folder.path / "history.jsonl").open("ab") as file:
         for change in ({"at": "soon"}, {"at": 1e300}, {"samples": [1]}, {"report": {"steps": "x"}}, {"tokens": -1}):
             file.write(json.dumps({"event": "ended", "at": 1e9 + 20, "part": "0of1"} | change).encode() + b"\n")
+        file.write(b"5\n[1]\n")
     folder.note(event="ended", at=1e9 + 15, part="0of1", samples=1, tokens=30, report={"unpipelined": 5})
     said = one_line(run("report", folder.path, "--quiet"))
-    assert "history.jsonl: each of the lines 2, 3, 4, 5, 6 is no event of a run" in said
+    assert "history.jsonl: each of the lines 2, 3, 4, 5, 6, 7, 8 is no event of a run" in said
     assert json.loads((folder.path / "report.json").read_text())["seconds"] == 15
 
 
