@@ -49,8 +49,6 @@ if sys.platform != "win32":
 log = logging.getLogger("prefixkit")
 
 _PROBLEMS, TREE = "problems.jsonl.gz", "tree.json"
-
-
 # What an event of the history may have, and the last second that a date can be made of.
 _FIELDS: dict[str, Any] = {
     **{"event": str, "at": float, "part": str, "argv": str, "samples": int, "tokens": int},
@@ -156,9 +154,8 @@ class RunFolder:
     def samples(self) -> Iterator[dict[str, Any]]:
         """Every sample, each once; of shards that are open, what is whole; what is none of the campaign is damage."""
         seen = [set[int]() for _ in self.manifest.prompts]
-
-        shards = {path.with_suffix(".jsonl") for path in self.shards.glob("*.json*")}
-        for path in sorted(shards):
+        found = {path.with_suffix(".jsonl") for kind in ("json", "jsonl") for path in self.shards.glob(f"*.{kind}")}
+        for path in sorted(found):
             for record in read_samples(path, self.places, self.damage.setdefault):
                 own, index = seen[self.places[record["id"]]], record["index"]
                 if index not in own:

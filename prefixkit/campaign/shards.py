@@ -229,7 +229,8 @@ def read_samples(
         damage(str(error))
     digest, have, bad = hashlib.sha256(), list[tuple[int, int]](), list[int]()
     if not path.exists():
-        damage(damaged(path, "is missing"))
+        if closed is not None:  # else its writer has removed it
+            damage(damaged(path, "is missing"))
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

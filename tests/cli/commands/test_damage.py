@@ -123,6 +123,15 @@ def test_a_closed_shard_whose_bytes_changed_at_equal_length_is_named(tmp_path):
     assert json.loads((folder.path / "report.json").read_text())["problems"][0]["counts"]
 
 
+def test_a_shard_that_is_missing_is_named_and_a_copy_of_one_is_nothing(tmp_path):
+    folder = folder_of(tmp_path / "run", [GOOD])
+    (shard,) = folder.shards.glob("*.jsonl")
+    shard.with_name(f"{shard.name}.bak").write_bytes(b"mine")
+    run("report", folder.path, "--quiet")
+    shard.unlink()
+    assert f"{shard}: is missing; restore the file" in one_line(run("report", folder.path, "--quiet", code=1))
+
+
 def test_a_damaged_line_of_a_shard_costs_that_sample_alone(tmp_path):
     folder = folder_of(tmp_path / "run", [GOOD] * 5)
     (shard,) = folder.shards.glob("*.jsonl")
