@@ -17,22 +17,16 @@ import pytest
 from prefixkit.campaign.folder import Asked, RunFolder, create
 from prefixkit.campaign.manifest import describe_prompts
 from prefixkit.campaign.shards import ShardWriter
-from prefixkit.judge import Judge, NoSandbox
 from prefixkit.tasks.problem import Calls, Problem, Streams
 from tests.campaign.cases import manifest_of, prompts_of
 from tests.cli.commands.damage import Whole, outcomes
 from tests.command_line import run
+from tests.judge.judging import needs_sandbox
+
+pytestmark = needs_sandbox()
 
 ROOT = Path(__file__).parents[3]
 GOOD = "def f(x):\n    return x + 1\n"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def sandbox():
-    try:
-        Judge()
-    except NoSandbox as error:
-        pytest.skip(str(error))
 
 
 ONE = Calls("f", (((1,), 2),))
