@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_NEW_CGROUP = 0x02000000
+_NEW_CGROUP, _PIDFD = 0x02000000, 0x00001000  # of clone
 _DUMPABLE, _SECCOMP, _DROP_BOUND, _SUBREAPER = 4, 22, 24, 36  # of prctl
 _CAPABILITIES_3 = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,29 +47,31 @@ def serve(spec: "dict[str, Any]") -> "dict[str, Any]":
         if not descriptors:
             os._exit(0)
         try:
-            if child := _fork(spec["clone"], spec["namespaces"]):
-                socket.send_fds(control, [b"!"], [os.pidfd_open(child)])
+            child, pidfd = _fork(spec["clone"], spec["namespaces"])
         except OSError as error:
             control.send(str(error).encode())
         else:
             if not child:
                 control.detach()
                 return _program(spec, descriptors)
+            socket.send_fds(control, [b"!"], [pidfd])
+            os.close(pidfd)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _fork(clone: int, namespaces: int) -> int:
-    """As ``os.fork``, into new namespaces."""
+def _fork(clone: int, namespaces: int) -> "tuple[int, int]":
+    """As ``os.fork``, into new namespaces, with a descriptor of the child, which may have ended by now."""
+    pidfd = ctypes.c_int(-1)
     _python.PyOS_BeforeFork()
-    child: int = _python.syscall(clone, namespaces | signal.SIGCHLD, 0, 0, 0, 0)
+    child: int = _python.syscall(clone, namespaces | signal.SIGCHLD | _PIDFD, 0, ctypes.byref(pidfd), 0, 0)
     if child:
         _python.PyOS_AfterFork_Parent()
     else:
         _python.PyOS_AfterFork_Child()
     if child < 0:
         raise OSError(ctypes.get_errno(), "clone: " + os.strerror(ctypes.get_errno()))
-    return child
+    return child, pidfd.value
 
 
 def _program(spec: "dict[str, Any]", descriptors: "list[int]") -> "dict[str, Any]":
