@@ -36,7 +36,7 @@ class Rig:
 
     @cached_property
     def model(self) -> Any:
-        return patch(self.shape.build(self.device, self.dtype))
+        return patch(self.shape.build(self.device, self.dtype), tree_cache="never")  # `generate` is stock here
 
     @cached_property
     def _compiled(self) -> "CompiledStep":
