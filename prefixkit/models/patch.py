@@ -49,7 +49,8 @@ def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare =
         raise ValueError(f"tree_cache must be one of {', '.join(map(repr, MODES))}, got {tree_cache!r}")
     if compare_weights not in COMPARE:
         raise ValueError(f"compare_weights must be one of {', '.join(map(repr, COMPARE))}, got {compare_weights!r}")
-    modules = [module for module in attention_layers(model).values() if not is_tree_class(type(module))]
+    layers = attention_layers(model).values()
+    modules = [module for module in layers if not is_tree_class(type(module))]
     whole = pretrained_model(model)
     try:
         for module in modules:
@@ -60,7 +61,8 @@ def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare =
                 become(whole, generating_class(type(whole)))  # type: ignore[arg-type]
             wrap_forward(whole)
             set_mode(whole, tree_cache)
-        whole.__dict__[SETTING] = compare_weights
+        for module in layers:
+            module.__dict__[SETTING] = compare_weights
     except BaseException:
         _restore([module for module in modules if is_tree_class(type(module))])
         raise
@@ -83,8 +85,6 @@ def unpatch(model: Model) -> Model:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: expected a model, got {type(model).__name__}")
-    for module in model.modules():
-        module.__dict__.pop(SETTING, None)
     _restore(patched_modules(model))
     unpack(model.parameters())  # also those that an earlier call could not unpack for want of memory
     return model
@@ -106,6 +106,7 @@ def _restore(modules: list[nn.Module]) -> None:
     drop(modules)
     for module in modules:
         become(module, original_class(module))
+        module.__dict__.pop(SETTING, None)
         forget_mode(module)
     for module in modules:
         unpack(module.parameters())

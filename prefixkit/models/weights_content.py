@@ -30,7 +30,7 @@ from prefixkit.models.weights_memory import borrowed, optimizer_steps, parts_of
 
 Compare = Literal["auto", "always"]
 COMPARE = ("auto", "always")
-SETTING = "_prefixkit_compare_weights"  # the attribute of a patched model that has its choice
+SETTING = "_prefixkit_compare_weights"  # the attribute of patched attention modules that has the choice
 
 # 64-bit words of a sample of a tensor; models of so few words are compared whole at each call.
 _SAMPLE, _SMALL = 64, 1 << 17
