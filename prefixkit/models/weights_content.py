@@ -85,23 +85,23 @@ class _Known:
 
     Attributes:
         facts: What is compared at once: how modules run, torch's counters of writes, dtypes and strides.
-        forwards: Functions that ran in the place of modules' own ``forward``.
+        objects: Functions that ran in the place of modules' own ``forward``, and tensors that had no memory to read.
         places, steps: Where the weights lay, and steps of optimizers: where these differ, all memory is compared.
         sample, whole: Digests of the memory; None where the sample is all of it.
         number: What :func:`kv_version` has returned.
     """
 
     facts: list[Hashable]
-    forwards: list[weakref.ref[Any]]
+    objects: list[weakref.ref[Any]]
     places: list[tuple[int, int]]
     steps: int
     sample: int
     whole: int | None
     number: int
 
-    def is_of(self, facts: list[Hashable], forwards: Sequence[Any]) -> bool:
-        same = len(forwards) == len(self.forwards) and facts == self.facts
-        return same and all(map(is_, forwards, [known() for known in self.forwards]))
+    def is_of(self, facts: list[Hashable], objects: Sequence[Any]) -> bool:
+        same = len(objects) == len(self.objects) and facts == self.facts
+        return same and all(map(is_, objects, [known() for known in self.objects]))
 
 
 class _Content:
@@ -120,12 +120,13 @@ class _Content:
         facts += [tensor.stride() for tensor in tensors]
         self._words.update(tensors)
         places, sample = self._words.places, self._words.sample()
-        known = next((one for one in reversed(self._known) if one.is_of(facts, state.forwards)), None)
+        # accelerate loads offloaded weights for each step into new tensors.
+        objects = [*state.forwards, *[one for one, place in zip(tensors, places, strict=True) if not place[0]]]
+        known = next((one for one in reversed(self._known) if one.is_of(facts, objects)), None)
         moved = known is not None and (known.places != places or known.steps != steps)
         if known is None or sample != known.sample or not self._agrees(model, known, moved, found):
             whole = None if self._words.small else self._words.all()
-            refs = [weakref.ref(forward) for forward in state.forwards]
-            known = _Known(facts, refs, places, steps, sample, whole, next(_numbers))
+            known = _Known(facts, [weakref.ref(one) for one in objects], places, steps, sample, whole, next(_numbers))
             self._known = [*self._known[1 - _VERSIONS_KNOWN :], known]
             self._allowance.restore()
         known.places, known.steps = places, steps

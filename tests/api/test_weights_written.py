@@ -12,6 +12,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
 from torch.nn.utils import parameters_to_vector, parametrize, prune, vector_to_parameters
 from transformers import MistralConfig, MistralForCausalLM
@@ -259,6 +260,16 @@ def test_all_weights_are_compared_at_each_call_where_that_is_wanted() -> None:
             result = session.generate([PROMPT[:3]], **OPTIONS)
             assert result.report.prompt_tokens_found == 0
         assert session.generate([PROMPT[:3]], **OPTIONS).report.prompt_tokens_found == 3
+
+
+def test_weights_that_are_loaded_for_each_step_are_new_at_each_call() -> None:
+    model = prefixkit.patch(tiny_llama())
+    cpu_offload(model, torch.device("cpu"))
+    with Session(model, None, kv_budget="1MiB") as session:
+        session.generate([PROMPT], **OPTIONS)
+        attention(model).k_proj._hf_hook.weights_map["weight"].data.mul_(-3)
+        result = session.generate([PROMPT], **OPTIONS)
+        assert sampled(result) == sampled(prefixkit.generate(model, None, [PROMPT], **OPTIONS))
 
 
 def test_a_choice_that_there_is_not_is_refused() -> None:
