@@ -20,25 +20,14 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from prefixkit.campaign.lines import NO_RECORD, line_of, lines_said, read_lines, some
 from prefixkit.campaign.manifest import Manifest
-from prefixkit.campaign.shards import (
-    DamagedShard,
-    check_content,
-    closed_shards,
-    damaged,
-    lines_said,
-    open_shards,
-    read_samples,
-    recover,
-    some,
-)
+from prefixkit.campaign.shards import held, open_shards, read_samples, recover
 from prefixkit.paths import put
 from prefixkit.tasks.problem import Problem
 from prefixkit.tasks.typed import typed
@@ -131,22 +120,19 @@ class RunFolder:
         """The problems as they were asked, in the order of the manifest; one that cannot be read is damage."""
         place, prompts = self.path / _PROBLEMS, self.manifest.prompts
         remedy = "give the command of prefixkit sample again, which writes it anew, or restore it"
-        try:
-            lines = gzip.decompress(place.read_bytes()).split(b"\n")[:-1]
-        except (OSError, EOFError, zlib.error) as error:
-            raise NotARun(f"{place} is missing or damaged ({type(error).__name__}); {remedy}") from error
+        content = _problems_of(self.path)
+        if content is None:
+            raise NotARun(f"{place} is missing or damaged; {remedy}")
+        lines = content.split(b"\n")[:-1]
         if len(lines) != len(prompts):
             raise NotARun(f"{place} is damaged: it has {len(lines)} lines for {len(prompts)} problems; {remedy}")
         found, bad = list[Asked](), list[int]()
         for number, (line, prompt) in enumerate(zip(lines, prompts, strict=True), start=1):
-            try:
-                record = json.loads(line)
-                found.append(Asked(Problem.from_json(record["problem"]), typed(record["begun"], str, "begun")))
-                if found[-1].problem.id != prompt.id:
-                    raise ValueError(f"the problem must be {prompt.id!r}")
-            except (ValueError, KeyError, TypeError, RecursionError):
+            one = _asked(line)
+            if one is None or one.problem.id != prompt.id:
                 bad.append(number)
-                found[number - 1 :] = [Asked(Problem(prompt.id, f"{place}:{number}", (), ""), "", damaged=True)]
+                one = Asked(Problem(prompt.id, f"{place}:{number}", (), ""), "", damaged=True)
+            found.append(one)
         if bad:
             self.damage.setdefault(f"{place}: {lines_said(bad, 'problem of this campaign')}; {remedy}")
         return found
@@ -169,59 +155,31 @@ class RunFolder:
             log.warning("%s", what)
 
     def have(self) -> list[bytearray]:
-        """For each prompt of the manifest, which samples closed shards hold: a byte for each index, 1 where it is.
-
-        Raises:
-            DamagedShard: a closed shard has changed since.
-        """
-        shards = closed_shards(self.shards)
-        with ThreadPoolExecutor(4) as threads:  # checksums leave Python's lock
-            list(threads.map(check_content, shards, shards.values()))
-        have = [bytearray() for _ in self.manifest.prompts]
-        for path, closed in shards.items():
-            for place, ranges in closed.ranges.items():
-                if not 0 <= place < len(have):
-                    raise DamagedShard(damaged(path, f"{path.stem}.json has no prompts of this campaign"))
-                own = have[place]
-                for first, last in ranges:
-                    mark(own, first, last)
-        return have
+        """Which samples closed shards hold, as :func:`~prefixkit.campaign.shards.held` says it."""
+        return held(self.shards, len(self.manifest.prompts))
 
     def keep_tree(self, branches: list[dict[str, Any]]) -> None:
         """Keep what the prompts share, for the report: nodes with ``tokens``, ``shared_by``, ``text``, ``children``."""
         put(self.path / TREE, json.dumps(branches).encode())
 
     def tree(self) -> Any:
-        """What :meth:`keep_tree` has kept, or what has become of it; nothing where there is none.
-
-        Raises:
-            ValueError, RecursionError: it is no JSON.
-        """
+        """What :meth:`keep_tree` has kept; ValueError or RecursionError where it is no JSON any more."""
         place = self.path / TREE
         return json.loads(place.read_bytes()) if place.exists() else []
 
     def history(self) -> list[dict[str, Any]]:
         """What happened, in order: the events of :meth:`note`; a line that is none is passed over, and said."""
-        place, events, bad = self.path / "history.jsonl", list[dict[str, Any]](), list[int]()
-        content = place.read_bytes() if place.exists() else b""
-        for number, line in enumerate(BytesIO(content), start=1):
-            try:
-                events.append(_event(json.loads(line)))
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                bad += [number] * line.endswith(b"\n")  # else torn
+        place = self.path / "history.jsonl"
+        events, bad = read_lines(place, _event) if place.exists() else ([], [])
         if bad:
             self.warn(f"{place}: {lines_said(bad, 'event of a run')}; it is passed over")
         return events
 
     def note(self, **event: Any) -> None:
         """Append an event to the history; where it cannot be written, samples are what matters."""
-        line = (json.dumps(event, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         try:
-            file = os.open(self.path / "history.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            try:
-                os.write(file, line)
-            finally:
-                os.close(file)
+            with (self.path / "history.jsonl").open("ab", buffering=0) as file:
+                file.write(line_of(event))
         except OSError as error:
             log.warning("%s: the history lacks the event %r: %s", self.path, event.get("event"), error.strerror)
 
@@ -235,16 +193,14 @@ class RunFolder:
             FolderBusy: another process is sampling the same.
             DamagedShard: an open shard cannot be closed.
         """
-        with ExitStack() as held:
-            locks = self.path / "locks"
-            locks.mkdir(exist_ok=True)
-            busy = f"another process is sampling {self.path}"
-            held.enter_context(_lock(locks / f"of{part.of}", busy, shared=True))
+        with ExitStack() as stack:
+            locks, busy = self.path / "locks", f"another process is sampling {self.path}"
+            stack.enter_context(_lock(locks / f"of{part.of}", busy, shared=True))
             for other in sorted(locks.glob("of*")):
                 if other.name != f"of{part.of}":
                     with _lock(other, f"{busy} in another division than {part.of}"):
                         pass
-            held.enter_context(_lock(locks / part.tag, f"{busy}, the same part of it"))
+            stack.enter_context(_lock(locks / part.tag, f"{busy}, the same part of it"))
             with _lock(locks / "closing", "", wait=True):
                 for path in open_shards(self.shards):
                     tag = path.stem.rpartition("-")[0]
@@ -254,14 +210,8 @@ class RunFolder:
 
     @contextmanager
     def judging(self) -> Iterator[None]:
-        """Judge all of it alone.
-
-        Raises:
-            FolderBusy: another process does.
-        """
-        locks = self.path / "locks"
-        locks.mkdir(exist_ok=True)
-        with _lock(locks / "judging", f"another process is judging {self.path}"):
+        """Judge all of it alone; FolderBusy where another process does."""
+        with _lock(self.path / "locks" / "judging", f"another process is judging {self.path}"):
             yield
 
 
@@ -290,18 +240,20 @@ def create(path: Path, manifest: Manifest, asked: Sequence[Asked]) -> RunFolder:
         NotARun: it holds files that are none of a run folder's.
         OSError: it cannot be written.
     """
+    rows = (json.dumps({"problem": one.problem.to_json(), "begun": one.begun}) for one in asked)
+    lines = "".join(f"{row}\n" for row in rows).encode()
+    problems = gzip.compress(lines, mtime=0)
     if check_place(path):
         (path / "samples").mkdir(parents=True, exist_ok=True)
-        _put_problems(path, asked)
+        put(path / _PROBLEMS, problems)
         put(path / "manifest.json", manifest.to_json().encode("utf-8", "backslashreplace"))
     folder = RunFolder(path)
     folder.manifest.check_same(manifest, str(path))
-    if _problems_of(path) != _problem_lines(asked):
+    if _problems_of(path) != lines:
         log.warning("%s: the tests of its problems have changed; the new ones take their place", path)
-        _put_problems(path, asked)
-    changed = {key: (was, manifest.versions.get(key)) for key, was in folder.manifest.versions.items()}
-    for key, (was, now) in changed.items():
-        if was != now:
+        put(path / _PROBLEMS, problems)
+    for key, was in folder.manifest.versions.items():
+        if was != (now := manifest.versions.get(key)):
             log.warning("%s was begun with %s %s, and goes on with %s", path, key, was, now)
     return folder
 
@@ -321,8 +273,12 @@ def _problems_of(path: Path) -> bytes | None:
         return None
 
 
-def _put_problems(path: Path, asked: Sequence[Asked]) -> None:
-    put(path / _PROBLEMS, gzip.compress(_problem_lines(asked), mtime=0))
+def _asked(line: bytes) -> Asked | None:
+    try:
+        record = json.loads(line)
+        return Asked(Problem.from_json(record["problem"]), typed(record["begun"], str, "begun"))
+    except NO_RECORD:
+        return None
 
 
 def _event(record: dict[str, Any]) -> dict[str, Any]:
@@ -334,20 +290,10 @@ def _event(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _problem_lines(asked: Sequence[Asked]) -> bytes:
-    lines = (json.dumps({"problem": one.problem.to_json(), "begun": one.begun}) + "\n" for one in asked)
-    return "".join(lines).encode()
-
-
-def mark(have: bytearray, first: int, last: int) -> None:
-    """Note that the samples from ``first`` to ``last`` are there."""
-    have.extend(bytes(max(0, last + 1 - len(have))))
-    have[first : last + 1] = b"\1" * (last + 1 - first)
-
-
 @contextmanager
 def _lock(place: Path, busy: str, *, shared: bool = False, wait: bool = False) -> Iterator[None]:
     """Hold a lock; FolderBusy where another process holds it.  File systems without locks have none."""
+    place.parent.mkdir(exist_ok=True)
     file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if sys.platform != "win32":

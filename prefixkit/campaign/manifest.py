@@ -134,6 +134,15 @@ def _difference_of_prompts(before: Sequence[Prompt], now: Sequence[Prompt]) -> s
     return f"the prompt of {one.id!r} has {one.tokens} tokens there, and now {now_has}"
 
 
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 of what a tokenizer does with text and messages, as far as its files say."""
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    whole = core.to_str() if core is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    template = getattr(tokenizer, "chat_template", None)
+    special = sorted((str(key), str(value)) for key, value in tokenizer.special_tokens_map.items())
+    return hashlib.sha256(json.dumps([whole, template, special], default=str).encode()).hexdigest()
+
+
 def describe_prompts(
     ids: Sequence[str | int], tokens: Sequence[NDArray[np.int32]], params: Sequence[Mapping[str, Any]]
 ) -> tuple[Prompt, ...]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.campaign.folder import Part, RunFolder, mark
-from prefixkit.campaign.shards import ShardWriter
+from prefixkit.campaign.folder import Part, RunFolder
+from prefixkit.campaign.shards import ShardWriter, mark
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
 from prefixkit.sampling.params import SamplingParams

@@ -12,12 +12,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from prefixkit.campaign.lines import NO_RECORD, append, line_of, lines_said
 from prefixkit.paths import put
 from prefixkit.tasks.typed import made, typed
 
@@ -69,8 +71,8 @@ class Closed:
             if held > closed.samples:
                 raise ValueError("its ranges are of more samples")
             return closed
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedShard(damaged(index.with_suffix(".jsonl"), f"{index.name} is not readable")) from error
+        except NO_RECORD as error:
+            raise DamagedShard(_damaged(index.with_suffix(".jsonl"), f"{index.name} is not readable")) from error
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> dict[int, list[list[int]]]:
@@ -108,17 +110,8 @@ class ShardWriter:
         Raises:
             OSError: it could not be written whole; what was written of it has been taken back.
         """
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-        if self._file is None:
-            self._open()
-        file, written = self._file, 0
-        assert file is not None
-        try:
-            while written < len(line):
-                written += os.write(file, line[written:])
-        except OSError as error:
-            os.ftruncate(file, self._size)
-            raise OSError(f"{self._path}: {error.strerror}; the samples before are whole") from error
+        line, file = line_of(record), self._open() if self._file is None else self._file
+        append(file, line, self._size, self._path, "the samples before are whole")
         self._digest.update(line)
         self._size += len(line)
         self._have.append((place, int(record["index"])))
@@ -141,14 +134,15 @@ class ShardWriter:
             closed = Closed(len(self._have), self._tokens, self._size, self._digest.hexdigest(), ranges_of(self._have))
             _put_index(self._path, closed)
 
-    def _open(self) -> None:
+    def _open(self) -> int:
         taken = [path.stem for path in self.folder.glob(f"{self.tag}-*.jsonl")]
         number = max((int(stem.rpartition("-")[2]) for stem in taken), default=-1) + 1
         self._path = self.folder / f"{self.tag}-{number:05}.jsonl"
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        self._file = file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
         self._size, self._tokens, self._digest = 0, 0, hashlib.sha256()
         self._have: list[tuple[int, int]] = []
         self._synced = time.monotonic()
+        return file
 
 
 def open_shards(folder: Path) -> list[Path]:
@@ -172,7 +166,7 @@ def recover(path: Path, places: Mapping[str | int, int]) -> None:
         record = _sample_of(line, places)
         if record is None:
             if whole + len(line) < len(content):
-                raise DamagedShard(damaged(path, f"line {number} is no sample of this campaign"))
+                raise DamagedShard(_damaged(path, f"line {number} is no sample of this campaign"))
             log.warning("%s: cut off a line that was written in part", path.name)
             break
         whole += len(line)
@@ -188,7 +182,7 @@ def recover(path: Path, places: Mapping[str | int, int]) -> None:
     _put_index(path, closed)
 
 
-def closed_shards(folder: Path) -> dict[Path, Closed]:
+def _closed_shards(folder: Path) -> dict[Path, Closed]:
     """What each closed shard holds, by its file; files are looked for, and not read.
 
     Raises:
@@ -200,16 +194,40 @@ def closed_shards(folder: Path) -> dict[Path, Closed]:
         size = path.stat().st_size if path.exists() else None
         if size != closed.size:
             there = "is missing" if size is None else f"has {size} bytes, not the {closed.size} that it was closed with"
-            raise DamagedShard(damaged(path, there))
+            raise DamagedShard(_damaged(path, there))
         found[path] = closed
     return found
 
 
-def check_content(path: Path, closed: Closed) -> None:
-    """Raise DamagedShard unless a closed shard has the checksum that it was closed with."""
+def held(folder: Path, prompts: int) -> list[bytearray]:
+    """For each prompt of the manifest, which samples closed shards hold: a byte for each index, 1 where it is.
+
+    Raises:
+        DamagedShard: a closed shard has changed since.
+    """
+    shards = _closed_shards(folder)
+    with ThreadPoolExecutor(4) as threads:  # checksums leave Python's lock
+        list(threads.map(_check_content, shards, shards.values()))
+    have = [bytearray() for _ in range(prompts)]
+    for path, closed in shards.items():
+        for place, ranges in closed.ranges.items():
+            if not 0 <= place < prompts:
+                raise DamagedShard(_damaged(path, f"{path.stem}.json has no prompts of this campaign"))
+            for first, last in ranges:
+                mark(have[place], first, last)
+    return have
+
+
+def mark(have: bytearray, first: int, last: int) -> None:
+    """Note that the samples from ``first`` to ``last`` are there."""
+    have.extend(bytes(max(0, last + 1 - len(have))))
+    have[first : last + 1] = b"\1" * (last + 1 - first)
+
+
+def _check_content(path: Path, closed: Closed) -> None:
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != closed.sha256:
-            raise DamagedShard(damaged(path, _CHANGED))
+            raise DamagedShard(_damaged(path, _CHANGED))
 
 
 def read_samples(
@@ -230,7 +248,7 @@ def read_samples(
     digest, have, bad = hashlib.sha256(), list[tuple[int, int]](), list[int]()
     if not path.exists():
         if closed is not None:  # else its writer has removed it
-            damage(damaged(path, "is missing"))
+            damage(_damaged(path, "is missing"))
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -242,11 +260,11 @@ def read_samples(
             elif closed is not None or line.endswith(b"\n"):
                 bad.append(number)
     if bad:
-        damage(damaged(path, lines_said(bad, "sample of this campaign")))
+        damage(_damaged(path, lines_said(bad, "sample of this campaign")))
     elif closed is not None and digest.hexdigest() != closed.sha256:
-        damage(damaged(path, _CHANGED))
+        damage(_damaged(path, _CHANGED))
     elif closed is not None and ranges_of(have) != closed.ranges:
-        damage(damaged(path, f"{index.name} has the ranges of other samples"))
+        damage(_damaged(path, f"{index.name} has the ranges of other samples"))
 
 
 def _sample_of(line: bytes, places: Mapping[str | int, int]) -> dict[str, Any] | None:
@@ -254,24 +272,11 @@ def _sample_of(line: bytes, places: Mapping[str | int, int]) -> dict[str, Any] |
     try:
         record = json.loads(line)
         id, index, tokens, text = (record[name] for name in ("id", "index", "tokens", "text"))
-    except (ValueError, RecursionError, KeyError, TypeError):
+    except NO_RECORD:
         return None
     known = type(id) in (str, int) and id in places and type(index) is int and 0 <= index < INDICES
     whole = known and type(text) is str and type(tokens) is list and set(map(type, tokens)) <= {int}
     return record if whole and line.endswith(b"\n") else None
-
-
-def lines_said(numbers: Sequence[int], what: str) -> str:
-    """That lines of a file are no ``what``; of very many, the first."""
-    if len(numbers) == 1:
-        return f"line {numbers[0]} is no {what}"
-    more = f" and {len(numbers) - 9:,} more" * (len(numbers) > 9)
-    return f"each of the lines {', '.join(map(str, numbers[:9]))}{more} is no {what}"
-
-
-def some(said: Sequence[str], most: int = 20) -> str:
-    """What is said, in one line; of very much, the first."""
-    return "; ".join(said[:most]) + f"; and {len(said) - most:,} more" * (len(said) > most)
 
 
 def _put_index(path: Path, closed: Closed) -> None:
@@ -282,7 +287,7 @@ def _put_index(path: Path, closed: Closed) -> None:
         raise OSError(said) from error
 
 
-def damaged(path: Path, what: str) -> str:
+def _damaged(path: Path, what: str) -> str:
     return (
         f"{path}: {what}; restore the file, or remove {path.name} and {path.with_suffix('.json').name}: "
         "its samples are then sampled again"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from io import BytesIO
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prefixkit.campaign.folder import Asked, RunFolder
-from prefixkit.campaign.shards import lines_said, some
+from prefixkit.campaign.lines import append, line_of, lines_said, read_lines, some
 from prefixkit.judge import BadTests, Judge, digest_of, key_of
 from prefixkit.judge.verdict import Verdict
 from prefixkit.tasks.answers import program
@@ -37,6 +35,11 @@ class Judged:
     verdict: Verdict
 
 
+def _judged(places: Mapping[str | int, int], record: dict[str, Any]) -> Judged:
+    place, index = places[record.pop("id")], typed(record.pop("index"), int, "index")
+    return Judged(place, index, typed(record.pop("key"), str, "key"), made(Verdict, record))
+
+
 class Verdicts:
     """What is known of a run folder's candidates: verdicts by what they depend on, so that others never count.
 
@@ -50,17 +53,10 @@ class Verdicts:
         self.written: dict[tuple[int, int], str] = {}  # the key of the line that each sample has
         self._digests = [None if one.problem.tests is None else self._digest(folder, one.problem) for one in self.asked]
         for path in sorted((folder.path / "verdicts").glob("*.jsonl")):
-            bad = []
-            for number, line in enumerate(BytesIO(path.read_bytes()), start=1):
-                try:
-                    record = json.loads(line)
-                    sample = folder.places[record.pop("id")], typed(record.pop("index"), int, "index")
-                    key = typed(record.pop("key"), str, "key")
-                    self.known[key] = made(Verdict, record)
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                    bad += [number] * line.endswith(b"\n")  # else torn
-                    continue
-                self.written[sample] = key
+            found, bad = read_lines(path, partial(_judged, folder.places))
+            for one in found:
+                self.known[one.key] = one.verdict
+                self.written[one.place, one.index] = one.key
             if bad:
                 folder.warn(f"{path}: {lines_said(bad, 'verdict')}; prefixkit evaluate judges its sample again")
 
@@ -150,13 +146,8 @@ class _Lines:
         os.ftruncate(self._file, self._size)
 
     def write(self, record: dict[str, Any]) -> None:
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-        try:
-            if os.write(self._file, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            os.ftruncate(self._file, self._size)
-            raise OSError(f"{self._path}: {error.strerror}; the verdicts before are kept") from error
+        line = line_of(record)
+        append(self._file, line, self._size, self._path, "the verdicts before are kept")
         self._size += len(line)
 
     def __enter__(self) -> _Lines:

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from prefixkit.campaign.fingerprint import tokenizer_fingerprint
 from prefixkit.campaign.folder import Asked
-from prefixkit.campaign.manifest import Manifest, describe_prompts
+from prefixkit.campaign.manifest import Manifest, describe_prompts, tokenizer_fingerprint
 from prefixkit.cli.commands.env import versions
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tasks.answers import begun
