@@ -100,7 +100,6 @@ class ShardWriter:
 
     def __init__(self, folder: Path, tag: str, lines: int = LINES, size: int = BYTES) -> None:
         self.folder, self.tag, self.lines, self.most = folder, tag, lines, size
-        self.samples = self.tokens = 0
         self._file: int | None = None
         self._synced = time.monotonic()
 
@@ -116,7 +115,6 @@ class ShardWriter:
         self._size += len(line)
         self._have.append((place, int(record["index"])))
         self._tokens += len(record["tokens"])
-        self.samples, self.tokens = self.samples + 1, self.tokens + len(record["tokens"])
         if time.monotonic() - self._synced > SYNC_SECONDS:
             os.fsync(file)
             self._synced = time.monotonic()
@@ -177,7 +175,8 @@ def recover(path: Path, places: Mapping[str | int, int]) -> None:
         return
     if whole < len(content):
         os.truncate(path, whole)
-    _sync(path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
     closed = Closed(len(have), tokens, whole, hashlib.sha256(content[:whole]).hexdigest(), ranges_of(have))
     _put_index(path, closed)
 
@@ -292,8 +291,3 @@ def _damaged(path: Path, what: str) -> str:
         f"{path}: {what}; restore the file, or remove {path.name} and {path.with_suffix('.json').name}: "
         "its samples are then sampled again"
     )
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefixkit.campaign.folder import Asked, RunFolder
+from prefixkit.campaign.folder import RunFolder
 from prefixkit.campaign.lines import append, line_of, lines_said, read_lines, some
 from prefixkit.judge import BadTests, Judge, digest_of, key_of
 from prefixkit.judge.verdict import Verdict
@@ -70,11 +70,12 @@ class Verdicts:
 
     def of(self, place: int, text: str) -> tuple[str, str | None, Verdict | None]:
         """The program in a sample's text, its key, and its verdict; no key where its problem has no tests."""
-        program, digest = program_of(self.asked[place], text), self._digests[place]
+        one, digest = self.asked[place], self._digests[place]
+        code = program(one.problem, text, one.begun)
         if digest is None:
-            return program, None, None
-        key = key_of(program, self.asked[place].problem, digest)
-        return program, key, self.known.get(key)
+            return code, None, None
+        key = key_of(code, one.problem, digest)
+        return code, key, self.known.get(key)
 
 
 def judge_samples(
@@ -114,11 +115,11 @@ def judge_samples(
                 place, index = folder.places[record["id"]], record["index"]
                 if place in bad or not wanted(place, index):
                     continue
-                program, key, verdict = verdicts.of(place, record["text"])
+                code, key, verdict = verdicts.of(place, record["text"])
                 if key is not None and verdict is not None:
                     keep(Judged(place, index, key, verdict))
                 elif key is not None:
-                    yield (place, index, key), program, verdicts.asked[place].problem
+                    yield (place, index, key), code, verdicts.asked[place].problem
 
         def note(key: tuple[int, int, str], error: BadTests) -> None:
             bad.setdefault(key[0], error)
@@ -128,11 +129,6 @@ def judge_samples(
     if bad:
         said = f"the tests of {len(bad)} of {len(verdicts.asked)} problems do not run, the others are judged: "
         raise BadTests(said + some(list(map(str, bad.values()))))
-
-
-def program_of(asked: Asked, text: str) -> str:
-    """The program in a sample's text."""
-    return program(asked.problem, text, asked.begun)
 
 
 class _Lines:

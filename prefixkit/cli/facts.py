@@ -31,10 +31,8 @@ class _Tally:
 
 
 def facts_of(folders: Sequence[RunFolder]) -> Facts:
-    """What the folders hold together; of several, each is a group with a curve of its own.
-
-    Raises:
-        ValueError: they hold samples of different problems.
+    """What the folders hold together; of several, each is a group with a curve of its own; ValueError where their
+    problems differ.
     """
     first = folders[0]
     for other in folders[1:]:
@@ -43,27 +41,27 @@ def facts_of(folders: Sequence[RunFolder]) -> Facts:
     tallies = [[_Tally() for _ in first.places] for _ in folders]
     for folder, own in zip(folders, tallies, strict=True):
         _count(folder, first, own)
-    labels = _labels(folders)
     groups = [
-        Group(label, tuple((sum(one.counts.values()) - one.counts["unjudged"], one.counts["passed"]) for one in own))
-        for label, own in zip(labels, tallies, strict=True)
+        Group(label, tuple((one.counts.total() - one.counts["unjudged"], one.counts["passed"]) for one in own))
+        for label, own in zip(_labels(folders), tallies, strict=True)
     ]
     problems = [
         _problem(prompt.id, [own[place] for own in tallies]) for place, prompt in enumerate(first.manifest.prompts)
     ]
-    reports = [_report(folder) for folder in folders]
+    began = [event for folder in folders for event in _events(folder, "began")]
+    first_at = min((event["at"] for event in began), default=0)
     return Facts(
         title=", ".join(folder.path.resolve().name for folder in folders),
         model=first.manifest.model,
-        when=_when(folders),
+        when=datetime.fromtimestamp(first_at, UTC).strftime("%Y-%m-%d %H:%M UTC") if began else "",
         parameters=_parameters(folders),
         versions=first.manifest.versions,
-        commands=tuple(dict.fromkeys(_commands(folders))),
+        commands=tuple(dict.fromkeys(f"prefixkit {event.get('argv', '')}" for event in began)),
         problems=tuple(problems),
         groups=tuple(groups) if len(folders) > 1 else (),
         new_tokens=sum(one.tokens for own in tallies for one in own),
         seconds=sum(map(_seconds, folders)),
-        saved=_saved(reports),
+        saved=_saved([_report(folder) for folder in folders]),
         progress=tuple(points for folder in folders for points in _progress(folder)),
         pictures=_pictures(first),
     )
@@ -111,7 +109,6 @@ def _problem(id: str | int, tallies: Sequence[_Tally]) -> Problem:
 
 def _pictures(folder: RunFolder) -> tuple[Picture, ...]:
     """What the prompts share."""
-
     try:
         roots = tuple(typed(folder.tree(), list[Branch], "tree"))
         return (Picture(f"What the prompts share, of {len(folder.places):,} problems", roots),) if roots else ()
@@ -130,32 +127,20 @@ def _labels(folders: Sequence[RunFolder]) -> list[str]:
 
 def _parameters(folders: Sequence[RunFolder]) -> dict[str, str]:
     """The parameters of all, those that differ with every value."""
-    found: dict[str, str] = {}
-    for name in folders[0].manifest.params:
-        values = dict.fromkeys(str(folder.manifest.params.get(name)) for folder in folders)
-        found[name] = ", ".join(values)
     first = folders[0].manifest
     return {
-        **found,
+        **{
+            name: ", ".join(dict.fromkeys(str(one.manifest.params.get(name)) for one in folders))
+            for name in first.params
+        },
         "dtype": first.dtype,
         "chat template": "yes" if first.chat else "no",
         "model": first.fingerprint[:16],
     }
 
 
-def _events(folder: RunFolder, kind: str) -> Iterator[dict[str, Any]]:
-    return (event for event in folder.history() if event.get("event") == kind)
-
-
-def _commands(folders: Sequence[RunFolder]) -> Iterator[str]:
-    for folder in folders:
-        for event in _events(folder, "began"):
-            yield f"prefixkit {event.get('argv', '')}"
-
-
-def _when(folders: Sequence[RunFolder]) -> str:
-    began = [event["at"] for folder in folders for event in _events(folder, "began")]
-    return datetime.fromtimestamp(min(began), UTC).strftime("%Y-%m-%d %H:%M UTC") if began else ""
+def _events(folder: RunFolder, *kinds: str) -> list[dict[str, Any]]:
+    return [event for event in folder.history() if event["event"] in kinds]
 
 
 def _report(folder: RunFolder) -> Report:
@@ -190,7 +175,7 @@ def _saved(reports: Sequence[Report]) -> Saved:
 
 def _progress(folder: RunFolder) -> Iterator[tuple[Progress, ...]]:
     """How far each process was, and when, since the first began."""
-    events = [event for event in folder.history() if event.get("event") in ("began", "progress", "ended")]
+    events = _events(folder, "began", "progress", "ended")
     if not events:
         return
     zero, done, tokens = events[0]["at"], 0, 0

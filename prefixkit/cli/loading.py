@@ -69,12 +69,7 @@ def empty_model(location: str, dtype: str) -> Any:
 
 @contextmanager
 def _loading(location: str, what: str) -> Iterator[None]:
-    """Name the folder and the remedy where transformers cannot load ``what``.
-
-    Raises:
-        NeedsRemoteCode: transformers says that it would have to run the folder's code.
-        OSError: A file is damaged.
-    """
+    """Name the folder and the remedy where transformers cannot load ``what``."""
     try:
         yield
     except Exception as error:
@@ -106,10 +101,8 @@ def check_dtype(dtype: str) -> None:
 
 
 def choose_device(device: str) -> tuple[str, str]:
-    """The device that was asked for, for ``auto`` the GPU with the most free memory, else the CPU; and a line about it.
-
-    Raises:
-        ValueError: torch does not see it.
+    """The device that was asked for, for ``auto`` the GPU with the most free memory, else the CPU; and a line about it;
+    ValueError where torch does not see it.
     """
     if device != "auto":
         check_device(device)

@@ -16,10 +16,8 @@ _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "'": "'", "0"
 
 
 def unescape(text: str, option: str) -> str:
-    r"""``text`` with ``\n``, ``\t``, ``\r``, ``\\``, ``\xNN`` and ``\uNNNN`` as the characters that they stand for.
-
-    Raises:
-        ValueError: a backslash before something else.
+    r"""``text`` with ``\n``, ``\t``, ``\r``, ``\\``, ``\xNN`` and ``\uNNNN`` as the characters that they stand for;
+    ValueError for a backslash before something else.
     """
 
     def letter(found: re.Match[str]) -> str:
@@ -36,11 +34,7 @@ def unescape(text: str, option: str) -> str:
 
 
 def parse_part(text: str) -> Part:
-    """``i/n`` with i from 0.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """``i/n`` with i from 0; ValueError for anything else."""
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
     if found is None or int(found[1]) >= int(found[2]):
         raise ValueError(f"--shard must be i/n with i from 0 to n - 1, such as 0/4; got {text}")
@@ -48,11 +42,7 @@ def parse_part(text: str) -> Part:
 
 
 def parse_token_ids(text: str | None) -> tuple[int, ...] | None:
-    """Numbers with commas between them; None where none were given.
-
-    Raises:
-        ValueError: something that is no token id.
-    """
+    """Numbers with commas between them, else ValueError; None where none were given."""
     if text is None:
         return None
     if not re.fullmatch(r"\s*\d{1,9}\s*(,\s*\d{1,9}\s*)*", text, re.ASCII):
@@ -61,11 +51,7 @@ def parse_token_ids(text: str | None) -> tuple[int, ...] | None:
 
 
 def parse_devices(text: str) -> list[str]:
-    """Devices with commas between them: ``0,1`` for the first two GPUs, or torch's names.
-
-    Raises:
-        ValueError: a device twice, or none.
-    """
+    """Devices with commas between them: ``0,1`` for the first two GPUs, or torch's names; ValueError for one twice."""
     found = [f"cuda:{one}" if one.isdigit() else one for one in (part.strip() for part in text.split(","))]
     if not all(found) or len({one for one in found if one != "cpu"}) < sum(one != "cpu" for one in found):
         raise ValueError(f"--devices must be different GPUs with commas between them, such as 0,1; got {text}")
@@ -86,9 +72,8 @@ def read_config(ctx: Any, parameter: Any, path: Path | None) -> Path | None:
         raise typer.BadParameter(f"cannot read the config {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path} is no TOML: {error}") from error
-    known: dict[str, Any] = {}
-    for one in ctx.command.params:
-        known |= {name.lstrip("-"): one for name in one.opts if one.name != parameter.name}
+    options = [one for one in ctx.command.params if one.name != parameter.name]
+    known: dict[str, Any] = {name.lstrip("-"): one for one in options for name in one.opts}
     defaults: dict[str, Any] = {}
     for key, value in given.items():
         name = key.replace("_", "-")

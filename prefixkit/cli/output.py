@@ -10,11 +10,7 @@ from prefixkit.cli.terminal import visible
 
 
 def standard_output() -> IO[bytes]:
-    """Standard output without a buffer: where it cannot be written, nothing is left for the interpreter to flush.
-
-    Raises:
-        OSError: it is closed.
-    """
+    """Standard output without a buffer, which leaves the interpreter nothing to flush; OSError if it is closed."""
     if sys.stdout is None:
         raise OSError("cannot write to standard output: it is closed; give --run FOLDER")
     sys.stdout.flush()
@@ -28,11 +24,7 @@ def write_line(
     name: str = "standard output",
     kept: str = "the lines before this are whole",
 ) -> None:
-    """Write one record; where that fails, ``name`` says where, and ``kept`` what is left.
-
-    Raises:
-        OSError: the line could not be written whole.
-    """
+    """Write one record; OSError where that fails, of which ``name`` says where, and ``kept`` what is left."""
     # Controls that JSON leaves as they are (C1, reading direction) become escapes: a terminal may show the line.
     line = memoryview((visible(json.dumps(record, ensure_ascii=False)) + "\n").encode())
     written = 0

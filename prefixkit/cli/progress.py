@@ -66,11 +66,9 @@ class Meter(Progress):
         if elapsed:
             speed = self._sampled / elapsed
             left = int(elapsed * (self.wanted * self._max_new_tokens / done - 1))
-            eta = (
-                f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
-                if left >= 3600
-                else f"{left // 60}:{left % 60:02}"
-            )
+            minutes, eta = left // 60, f"{left // 60}:{left % 60:02}"
+            if minutes >= 60:
+                eta = f"{minutes // 60}:{minutes % 60:02}:{left % 60:02}"
         total = f"{self.there + self.done:,}/{self.there + self.wanted:,} samples"
         more = self._condition()
         return f"{total}  {speed:,.0f} tokens/s  ETA {eta}" + (f"  {more}" if more else "")

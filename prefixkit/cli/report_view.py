@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prefixkit.cli.terminal import line
+from prefixkit.cli.views import saved_table
 from prefixkit.report import Curve, Facts, Problem, curves_of
 from prefixkit.report.numbers import count, duration, interval, percent, plural
 from prefixkit.report.verdicts import outcome_lines
@@ -28,7 +29,7 @@ def show(facts: Facts, console: Console) -> None:
     if facts.judged_problems:
         _show_problems(facts, console)
     if facts.saved.rows:
-        _show_saved(facts, console)
+        console.print(saved_table((row.what, row.ours, row.plain, row.ratio) for row in facts.saved.rows))
 
 
 def _sums(facts: Facts) -> str:
@@ -98,12 +99,3 @@ def _cells(problem: Problem) -> tuple[str, ...]:
     rate = "-" if problem.rate is None else percent(problem.rate)
     passed = f"{problem.passed:,} / {problem.judged:,}"
     return name, passed, rate, count(problem.first_solved), count(problem.distinct)
-
-
-def _show_saved(facts: Facts, console: Console) -> None:
-    table = Table("")
-    for name in ("prefixkit", "plain batch", "saved"):
-        table.add_column(name, justify="right")
-    for row in facts.saved.rows:
-        table.add_row(*map(line, (row.what, row.ours, row.plain, row.ratio)))
-    console.print(table)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,13 +103,18 @@ def _words(tokens: list[int], decode: Callable[[list[int]], str]) -> str:
 
 def show_report(report: Report, title: str, console: Console) -> None:
     """What was computed, held and read, beside what a plain batch would have."""
+    console.print(line((title, "bold")))
+    console.print(saved_table(report.rows()))
+
+
+def saved_table(rows: Iterable[Sequence[str]]) -> Table:
+    """Rows of what, prefixkit's number, a plain batch's, and their ratio."""
     table = Table("")
     for name in ("prefixkit", "plain batch", "saved"):
         table.add_column(name, justify="right")
-    for row in report.rows():
+    for row in rows:
         table.add_row(*map(line, row))
-    console.print(line((title, "bold")))
-    console.print(table)
+    return table
 
 
 def branches(

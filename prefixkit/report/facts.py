@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 # What a sample can come to, and what the report says of it.
 OUTCOMES: Mapping[str, str] = {
@@ -249,25 +248,8 @@ class Facts:
         """The problems, hardest first, as :func:`hardness` orders them."""
         return sorted(self.problems, key=hardness)
 
-    def to_json(self) -> dict[str, Any]:
-        """The facts as values that JSON has, lists for tuples."""
-        plain = _plain(self)
-        assert isinstance(plain, dict)
-        return plain
-
 
 def hardness(problem: Problem) -> tuple[bool, float, float]:
     """Sorts problems: the lower rate first, then the later first solution; those without verdicts last."""
     first = math.inf if problem.first_solved is None else problem.first_solved
     return problem.rate is None, problem.rate or 0.0, -first
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses and mappings become dictionaries, sequences lists."""
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from prefixkit.report.axes import Scale, Tick, log_ticks, nice_range, steps
 from prefixkit.report.facts import Progress
-from prefixkit.report.numbers import duration, percent, short, time_unit
+from prefixkit.report.numbers import duration, percent, plural, short, time_unit
 from prefixkit.report.pass_at_k import Curve
 
 WIDE, NARROW = 840, 340  # pixels
@@ -117,27 +117,22 @@ def _over_time(lines: Sequence[Sequence[tuple[float, float]]], title: str, label
     end = lines[-1][-1][0]
     unit, name = time_unit(end)
     _, _, every = nice_range(0.0, end / unit, 8 if width == WIDE else 5)
-    _, high, step = nice_range(0.0, max(value for line in lines for _, value in line), 4)
+    highest = max(value for line in lines for _, value in line)
+    _, high, step = nice_range(0.0, highest, 4)
     x, y = Scale(0.0, end, left, right), Scale(0.0, high, bottom, top)
     strokes = tuple(Stroke("", 0, _line([(x(second), y(value)) for second, value in line])) for line in lines)
     shades = tuple(
-        Shade(x(before[-1][0]), max(1.0, round(x(after[0][0]) - x(before[-1][0]), 1)), _stopped(before, after))
-        for before, after in pairwise(lines)
+        Shade(x(first), max(1.0, round(x(last) - x(first), 1)), f"stopped for {duration(last - first)}")
+        for first, last in ((before[-1][0], after[0][0]) for before, after in pairwise(lines))
     )
     x_ticks = tuple(
         Tick(x(index * every * unit), f"{index * every:.4g}") for index in range(int(end / unit / every + 1e-9) + 1)
     )
     y_ticks = tuple(Tick(y(value), short(value)) for value in steps(0.0, high, step))
-    stops = f"; stopped {len(shades)} time{'s' * (len(shades) != 1)}" if shades else ""
-    text = (
-        f"Over {duration(end)} of wall time{stops}; the highest value is {short(max(v for s in lines for _, v in s))}."
-    )
+    stops = f"; stopped {plural(len(shades), 'time')}" if shades else ""
+    text = f"Over {duration(end)} of wall time{stops}; the highest value is {short(highest)}."
     frame = (float(width), float(height), left, right, top, bottom)
     return Figure(title, text, *frame, x_ticks, y_ticks, f"wall time, {name}", label, strokes, shades)
-
-
-def _stopped(before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]]) -> str:
-    return f"stopped for {duration(after[0][0] - before[-1][0])}"
 
 
 def _thinned(moments: Sequence[Progress]) -> Sequence[Progress]:

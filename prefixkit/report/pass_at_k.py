@@ -135,10 +135,7 @@ def pass_at_k_curve(
 def _bounds(columns: Sequence[Floats], sets: Sequence[np.ndarray]) -> list[tuple[float, float]]:
     """Bootstrap bounds of each column; columns over the same problems share their draws, which is faster."""
     found = [(0.0, 1.0)] * len(columns)
-    for size in {len(chosen) for chosen in sets} - {
-        0,
-        1,
-    }:  # the problems with at least k samples: known by their number
+    for size in {len(chosen) for chosen in sets if len(chosen) > 1}:  # problems with k samples: known by their number
         alike = [index for index, chosen in enumerate(sets) if len(chosen) == size]
         low, high = bootstrap(np.stack([columns[index][sets[index]] for index in alike], axis=1))
         for place, index in enumerate(alike):

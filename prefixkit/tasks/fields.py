@@ -21,31 +21,27 @@ def string(record: Record, name: str, default: str | None = None) -> str:
 
 def strings(record: Record, name: str) -> tuple[str, ...]:
     """A field that is a list of strings; () for one that is absent or null."""
-    value = record.fields.get(name)
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+    value = _optional(record, name, (list, tuple), "a list of strings") or ()
+    if not all(isinstance(one, str) for one in value):
         raise wrong(record, name, "a list of strings", value)
     return tuple(value)
 
 
 def items(record: Record, name: str) -> Sequence[Any]:
     """A field that is a list; empty for one that is absent or null."""
-    value = record.fields.get(name)
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple):
-        raise wrong(record, name, "a list", value)
-    return value
+    return _optional(record, name, (list, tuple), "a list") or ()
 
 
 def mapping(record: Record, name: str) -> Mapping[str, Any]:
     """A field that is an object; empty for one that is absent or null."""
+    return _optional(record, name, (Mapping,), "an object") or {}
+
+
+def _optional(record: Record, name: str, kinds: tuple[type, ...], expected: str) -> Any:
+    """A field of one of these types, or None."""
     value = record.fields.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise wrong(record, name, "an object", value)
+    if value is not None and not isinstance(value, kinds):
+        raise wrong(record, name, expected, value)
     return value
 
 
@@ -57,6 +53,16 @@ def number(record: Record, name: str, default: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise wrong(record, name, "a number of at least 0", value)
     return float(value)
+
+
+def decoded(record: Record, name: str, kind: type[Any]) -> Any:
+    """A field of JSON in a string, or decoded already, a ``dict`` or a ``list``; empty where the data set has none."""
+    value = record.fields.get(name)
+    if isinstance(value, str):
+        value = inner_json(record, name, value) if value.strip() else None
+    if value is not None and not isinstance(value, Mapping if kind is dict else kind):
+        raise ValueError(f"{record.where}: {name} must hold a JSON {kind.__name__}, got {type(value).__name__}")
+    return kind() if value is None else value
 
 
 def inner_json(record: Record, name: str, text: str) -> Any:

@@ -190,9 +190,7 @@ class Problem:
             ValueError, TypeError, KeyError: a field is unknown, missing or of another type.
         """
         tests = record.get("tests")
-        return made(cls, {**record, "tests": None if tests is None else _tests(dict(tests))})
-
-
-def _tests(given: dict[str, Any]) -> Tests:
-    kind: type[Tests] = KINDS[given.pop("kind")]
-    return made(kind, given)
+        if tests is not None:
+            own = dict(tests)
+            tests = made(KINDS[own.pop("kind")], own)
+        return made(cls, {**record, "tests": tests})

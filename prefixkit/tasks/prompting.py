@@ -35,10 +35,8 @@ class Prompting:
 
 
 def choose_examples(problems: Sequence[Problem], count: int) -> tuple[Problem, ...]:
-    """The ``count`` solved problems that are shortest, in the data set's order: what costs least to show.
-
-    Raises:
-        ValueError: so many are not solved, or none would be left to ask.
+    """The ``count`` solved problems that are shortest, in the data set's order: what costs least to show; ValueError
+    where so many are not solved, or none would be left to ask.
     """
     if not 0 <= count < len(problems):
         raise ValueError(f"few-shot examples must be 0 to {len(problems) - 1} for this task, not {count}")
@@ -76,11 +74,11 @@ def ask(problems: Sequence[Problem], prompting: Prompting, examples: Sequence[Ex
     Raises:
         ValueError: a problem has instructions of its own beside those of ``prompting``.
     """
-    own = [_key(one) for problem in problems for one in problem.examples]
+    own = [repr(one) for problem in problems for one in problem.examples]
     uses, ranks = Counter(own), {key: rank for rank, key in enumerate(dict.fromkeys(own))}
 
     def place(one: Example) -> tuple[int, int]:
-        return -uses[_key(one)], ranks[_key(one)]
+        return -uses[repr(one)], ranks[repr(one)]
 
     return tuple(_asked(problem, prompting, (*examples, *sorted(problem.examples, key=place))) for problem in problems)
 
@@ -89,10 +87,6 @@ def shows(example: Example, problem: Problem) -> bool:
     """Whether the example is the answer to this problem."""
     question = tuple(one for one in _without_answer(problem.messages) if one["role"] != "system")
     return question == example.messages[:-1]
-
-
-def _key(example: Example) -> str:
-    return repr(example)
 
 
 def _asked(problem: Problem, prompting: Prompting, shown: Sequence[Example]) -> Problem:

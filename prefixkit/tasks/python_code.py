@@ -152,7 +152,8 @@ def with_missing(head: str, code: str) -> str:
     if above is None or program is None:
         return code
     there = bound_names(code)
-    stars = {ast.dump(node) for node in program.body if isinstance(node, ast.ImportFrom)}
+    imports = [node for node in program.body if isinstance(node, ast.ImportFrom)]
+    stars = {ast.dump(node) for node in imports}
     parts, lines = [], lines_of(head)
     for node in above.body[:-1]:
         names = _bound(node)
@@ -161,13 +162,9 @@ def with_missing(head: str, code: str) -> str:
     if not parts:
         return code
     lines = lines_of(code)
-    future = [node.end_lineno or 0 for node in program.body if _is_future(node)]
+    future = [node.end_lineno or 0 for node in imports if node.module == "__future__"]
     begin = future[-1] if future else 0  # nothing may stand before these imports
     return "".join(lines[:begin]) + "\n".join(parts) + "\n\n" + "".join(lines[begin:])
-
-
-def _is_future(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
 def without_afterthoughts(code: str, names: Collection[str], margin: int = 0) -> str:

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,24 +92,16 @@ def _rows(path: Path) -> Generator[Record]:
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(path) as file:
-            rows: Iterable[Mapping[str, Any]] = (
-                row for batch in file.iter_batches(batch_size=64) for row in batch.to_pylist()
-            )
+        with _opened(path) as content, parquet.ParquetFile(content) as file:
+            rows = (row for batch in file.iter_batches(batch_size=64) for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
                 yield Record(f"{path}: row {number}", f"row {number}", row)
     except pyarrow.ArrowInvalid as error:
         raise OSError(f"{path} is no whole Parquet file ({error}); copy or download it again") from error
-    except OSError as error:
-        raise OSError(f"cannot read the prompts in {path}: {error.strerror or error}") from error
 
 
 def decode_json(text: str, where: str, what: str = "a JSON object") -> Any:
-    """What JSON ``text`` holds.
-
-    Raises:
-        ValueError: it is not ``what``, or too deep, or holds an integer of thousands of digits.
-    """
+    """What JSON ``text`` holds; ValueError where it is not ``what``, too deep, or holds an integer of many digits."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -123,16 +115,13 @@ def _decoded(content: bytes, where: str, what: str = "a JSON object") -> Any:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file in UTF-8"
-        ) from error
+        said = f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file in UTF-8"
+        raise ValueError(said) from error
     return decode_json(text, where, what)
 
 
 def _object(found: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
-        kind = type(found).__name__
-        raise ValueError(
-            f'{where}: expected an object with "id" and "prompt", or with the fields of a data set, got {kind}'
-        )
+        wanted = 'an object with "id" and "prompt", or with the fields of a data set'
+        raise ValueError(f"{where}: expected {wanted}, got {type(found).__name__}")
     return found

@@ -21,8 +21,6 @@ _FILES = {
     "mbpp+": ("MbppPlus.jsonl.gz from github.com/evalplus/mbppplus_release", "evalplus"),
     "mbpp": ("mbpp.jsonl from github.com/google-research/google-research/tree/master/mbpp", "mbpp"),
 }
-
-
 _PLAIN = Prompting()
 
 
@@ -90,11 +88,7 @@ def load(source: Source, prompting: Prompting = _PLAIN) -> tuple[Problem, ...]:
 
 
 def read_problems(source: Source) -> Iterator[Problem]:
-    """The problems of ``source`` one by one, each checked, without examples before them.
-
-    Raises:
-        As :func:`load`.
-    """
+    """The problems of ``source`` one by one, each checked, without examples before them; raises as :func:`load`."""
     places: dict[str | int, str] = {}
     form = "humaneval" if source.input is None else source.format
     with closing(humaneval.installed() if source.input is None else read_records(source.input)) as records:

@@ -63,8 +63,8 @@ def test_json_has_every_fact_and_every_text_as_it_was():
     assert record["pass_at_k"][0]["label"] == "T=0.2"
     assert record["progress"][1][0]["seconds"] > record["progress"][0][-1]["seconds"]
     assert record["pictures"][0]["roots"][0]["children"][0]["text"] == "half"
-    del record["pass_at_k"]
-    assert record == facts.to_json()
+    assert record["problems"][3]["counts"] == dict(facts.problems[3].counts)
+    assert record.keys() == {*vars(facts), "pass_at_k"}
 
 
 def test_files_are_replaced_whole(tmp_path):

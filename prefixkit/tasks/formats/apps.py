@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from prefixkit.tasks.fields import identity, inner_json, string
+from prefixkit.tasks.fields import decoded, identity, string
 from prefixkit.tasks.formats.contest import call_problem, stream_problem
 from prefixkit.tasks.problem import Calls, Language, Problem, Streams
 from prefixkit.tasks.records import Record
@@ -15,7 +14,7 @@ FIELDS = ("question", "input_output")
 
 def read(record: Record, language: Language = "python") -> Problem:
     statement, starter = string(record, "question"), string(record, "starter_code", "")
-    data, solution = _decoded(record, "input_output", dict), _decoded(record, "solutions", list)
+    data, solution = decoded(record, "input_output", dict), decoded(record, "solutions", list)
     key, first = identity(record, "problem_id", "id", "task_id"), str(solution[0]) if solution else ""
     inputs, outputs = (data.get(name, []) for name in ("inputs", "outputs"))
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
@@ -27,16 +26,6 @@ def read(record: Record, language: Language = "python") -> Problem:
     cases = tuple((_stream(record, a), _stream(record, b)) for a, b in zip(inputs, outputs, strict=True))
     own = first if language == "python" else ""  # all of its solutions are Python
     return stream_problem(record, key, statement, language, Streams(cases) if cases else None, own)
-
-
-def _decoded(record: Record, name: str, kind: type[Any]) -> Any:
-    """A field of JSON in a string, or decoded already; empty where the data set has none."""
-    value = record.fields.get(name)
-    if isinstance(value, str):
-        value = inner_json(record, name, value) if value.strip() else None
-    if value is not None and not isinstance(value, Mapping if kind is dict else kind):
-        raise ValueError(f"{record.where}: {name} must hold a JSON {kind.__name__}, got {type(value).__name__}")
-    return kind() if value is None else value
 
 
 def _arguments(given: Any) -> tuple[Any, ...]:

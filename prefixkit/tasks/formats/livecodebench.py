@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prefixkit.tasks.fields import identity, inner_json, string
+from prefixkit.tasks.fields import decoded, identity, inner_json, string
 from prefixkit.tasks.formats.contest import call_problem, stream_problem
 from prefixkit.tasks.problem import Calls, Language, Problem, Streams
 from prefixkit.tasks.records import Record
@@ -36,12 +36,7 @@ def read(record: Record, language: Language = "python") -> Problem:
 
 def _function(record: Record) -> str:
     """The function to call, of ``metadata``; "" for a program over streams."""
-    metadata: Any = record.fields.get("metadata")
-    if isinstance(metadata, str):
-        metadata = inner_json(record, "metadata", metadata) if metadata.strip() else {}
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise ValueError(f"{record.where}: metadata must hold a JSON object, got {type(metadata).__name__}")
-    return str((metadata or {}).get("func_name") or "")
+    return str(decoded(record, "metadata", dict).get("func_name") or "")
 
 
 def _cases(record: Record, name: str) -> Sequence[Mapping[str, Any]]:
