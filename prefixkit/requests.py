@@ -67,7 +67,7 @@ def sampling_requests(
 
 
 def prompt_requests(model: Any, tokenizer: Any, prompts: Prompts) -> list[Request]:
-    """A request for each prompt that computes its KV; its one token is for nobody."""
+    """A request for each prompt that computes its KV; its one sampled token is not used."""
     params = SamplingParams(temperature=0, max_new_tokens=1, stop_token_ids=())
     return [Request(index, tokens, params) for index, tokens in enumerate(_encoded(model, tokenizer, prompts))]
 

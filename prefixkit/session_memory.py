@@ -126,7 +126,7 @@ class Stream(Iterator[Sample]):
         self._samples.close()
 
     def cut(self, why: str) -> None:
-        """End it where it is under way, between two samples; who asks for more is told why."""
+        """End it where it is under way, between two samples; a further ``next`` raises with the reason."""
         if self._samples is not None and self._samples.gi_suspended:
             self._samples.close()
             self._cut = why
@@ -355,7 +355,7 @@ def prepare(engine: Engine, model: Any, tokenizer: Any, requests: list[Request])
 
 
 def check_length(model: Any, longest: int) -> None:
-    """Refuse sequences of so many tokens that chunks of attention show; warn where the model was made for fewer."""
+    """Refuse sequences that are longer than a chunk of chunked attention; warn where the model was made for fewer."""
     if (most := longest_text(model)) is not None and longest > most:
         raise ValueError(f"sequences may reach {longest} tokens, and chunks of attention have {most}; ask for fewer")
     limit = getattr(text_config(model), "max_position_embeddings", None)

@@ -38,7 +38,7 @@ _SAMPLE, _SMALL = 64, 1 << 17
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}
 _WITH_MEMORY = frozenset({Tensor, nn.Parameter})  # classes whose tensors do not consist of others
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-# To compare all memory reads each weight once, and a token of a prompt multiplies by it once: so many tokens take as
+# To compare all memory reads each weight once, and a token of a prompt multiplies by it once: this many tokens take as
 # long on one core at 60 GFLOP/s and 6 GB/s, and on an H200 at 600 TFLOP/s and 1.2 TB/s.
 _TOKENS_WORTH = {"cpu": 32, "cuda": 512}
 # All memory is compared for at most this share of the time; and so often at once.
@@ -237,7 +237,7 @@ def _sum(sums: Iterable[Tensor]) -> int:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """An odd number for each of so many places."""
+    """``[count]`` odd numbers, one for each place."""
     return (torch.arange(count, dtype=torch.int64, device=device) * 2 + 1) * _ODD
 
 
