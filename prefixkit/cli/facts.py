@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any
@@ -91,10 +91,7 @@ def _problem(id: str | int, tallies: Sequence[_Tally]) -> Problem:
     programs: Counter[bytes] = sum((one.programs for one in tallies), Counter())
     examples = {outcome: found for one in reversed(tallies) for outcome, found in one.examples.items()}
     order = sorted(examples, key=lambda outcome: (outcome != "passed", -counts[outcome]))[:EXAMPLES]
-    shown = []
-    for outcome in order:
-        digest, one = examples[outcome]
-        shown.append(Candidate(one.text, one.outcome, one.detail, one.tokens, programs[digest]))
+    shown = (examples[outcome] for outcome in order)
     samples = counts.total()
     solved = [one.first_solved for one in tallies if one.first_solved is not None]
     return Problem(
@@ -103,7 +100,7 @@ def _problem(id: str | int, tallies: Sequence[_Tally]) -> Problem:
         distinct=len(programs) if samples else None,
         mean_tokens=sum(one.tokens for one in tallies) / samples if samples else None,
         first_solved=min(solved, default=None),
-        candidates=tuple(shown),
+        candidates=tuple(replace(one, count=programs[digest]) for digest, one in shown),
     )
 
 

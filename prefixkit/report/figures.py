@@ -74,24 +74,19 @@ def curve_figure(curves: Sequence[Curve], width: int) -> Figure:
     low, high, step = nice_range(min(p.low for p in points), min(1.0, max(p.high for p in points)), 6)
     x, y = Scale(ks[0], ks[-1], left + 8, right - 8, log=True), Scale(low, high, bottom, top)
     ends = _apart([y(curve.points[-1].estimate) for curve in curves], top, bottom)
-    strokes = tuple(
-        Stroke(
-            label=curve.label,
-            style=index % STYLES,
-            line=_line([(x(p.k), y(p.estimate)) for p in curve.points]),
-            band=_line(_around(curve, x, y)) if len(curves) <= MOST_BANDS else "",
-            marks=tuple((x(p.k), y(p.estimate)) for p in curve.points),
-            label_y=ends[index],
-        )
-        for index, curve in enumerate(curves)
-    )
+    strokes = []
+    for index, curve in enumerate(curves):
+        marks = tuple((x(p.k), y(p.estimate)) for p in curve.points)
+        around = [(x(p.k), y(p.high)) for p in curve.points] + [(x(p.k), y(p.low)) for p in reversed(curve.points)]
+        band = _line(around) if len(curves) <= MOST_BANDS else ""
+        strokes.append(Stroke(curve.label, index % STYLES, _line(marks), band, marks, ends[index]))
     y_ticks = tuple(Tick(y(value), f"{100 * value:.3g}%") for value in steps(low, high, step))
     first, last = points[0], points[len(curves[0].points) - 1]
     text = f"From {percent(first.estimate)} at k = {first.k:,} to {percent(last.estimate)} at k = {last.k:,}"
     text += f" in the first of {len(curves)} groups." if len(curves) > 1 else "."
     x_ticks = log_ticks(ks, x)
     frame = (float(width), float(height), left, right, top, bottom)
-    return Figure("pass@k over k", text, *frame, x_ticks, y_ticks, "k, samples per problem", "pass@k", strokes)
+    return Figure("pass@k over k", text, *frame, x_ticks, y_ticks, "k, samples per problem", "pass@k", tuple(strokes))
 
 
 def progress_figures(progress: Sequence[Sequence[Progress]], width: int) -> tuple[Figure, ...]:
@@ -103,12 +98,6 @@ def progress_figures(progress: Sequence[Sequence[Progress]], width: int) -> tupl
     samples = [[(moment.seconds, float(moment.samples)) for moment in _thinned(moments)] for moments in starts]
     both = ((rates, "Tokens per second", "tokens/s"), (samples, "Samples finished", "samples"))
     return tuple(_over_time(lines, title, label, width) for lines, title, label in both)
-
-
-def _around(curve: Curve, x: Scale, y: Scale) -> list[tuple[float, float]]:
-    """The corners of the band between the bounds."""
-    upper = [(x(point.k), y(point.high)) for point in curve.points]
-    return upper + [(x(point.k), y(point.low)) for point in reversed(curve.points)]
 
 
 def _over_time(lines: Sequence[Sequence[tuple[float, float]]], title: str, label: str, width: int) -> Figure:

@@ -75,11 +75,10 @@ def _headline(facts: Facts, found: tuple[Curve, ...]) -> list[tuple[str, str, st
             label, point = best
             at = f", best of {len(found)} groups: {label}" if len(found) > 1 else f", {label}" if label else ""
             items.append((f"pass@{k:,}", numbers.percent(point.estimate), f"95%: {numbers.interval(point)}{at}"))
-    problems = facts.judged_problems
-    if problems:
-        items.append(
-            ("problems solved", f"{facts.solved:,} of {problems:,}", "by at least one sample" + _unjudged(facts))
-        )
+    if problems := facts.judged_problems:
+        without = len(facts.problems) - problems
+        remark = "by at least one sample" + (f"; {without:,} without verdicts" if without else "")
+        items.append(("problems solved", f"{facts.solved:,} of {problems:,}", remark))
     unjudged = facts.counts["unjudged"]
     remark = f"{unjudged:,} not judged" if unjudged else "all judged"
     items.append(
@@ -89,11 +88,6 @@ def _headline(facts: Facts, found: tuple[Curve, ...]) -> list[tuple[str, str, st
         remark = f"{numbers.short(facts.new_tokens)} tokens in {numbers.duration(facts.seconds)}"
         items.append(("tokens/s", numbers.count(facts.tokens_per_second), remark))
     return items
-
-
-def _unjudged(facts: Facts) -> str:
-    without = len(facts.problems) - facts.judged_problems
-    return f"; {without:,} without verdicts" if without else ""
 
 
 def _notes(found: tuple[Curve, ...]) -> list[str]:

@@ -24,7 +24,7 @@ LONGEST = 300  # characters of an id, a detail or another text within a line
 
 def visible(text: str, longest: int = LONGEST) -> str:
     """One line of text, without hidden characters, at most about ``longest`` characters long."""
-    return _UNSAFE.sub(_written, cut(text, longest))
+    return _UNSAFE.sub(_escaped, cut(text, longest))
 
 
 def code(text: str, longest: int) -> Markup:
@@ -36,8 +36,7 @@ def code(text: str, longest: int) -> Markup:
     text = cut(text.replace("\r\n", "\n"), longest)
     parts, end = [], 0
     for found in _UNSAFE_IN_CODE.finditer(text):
-        hidden = "".join(map(_escaped, found[0]))
-        parts += [escape(text[end : found.start()]), Markup('<b class="hidden">{}</b>').format(hidden)]
+        parts += [escape(text[end : found.start()]), Markup('<b class="hidden">{}</b>').format(_escaped(found))]
         end = found.end()
     return Markup("").join([*parts, escape(text[end:])])
 
@@ -56,9 +55,5 @@ def cut_end(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def _written(found: re.Match[str]) -> str:
-    return _escaped(found[0])
-
-
-def _escaped(character: str) -> str:
-    return json.dumps(character)[1:-1] if character != "\x7f" else "\\u007f"
+def _escaped(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1]
