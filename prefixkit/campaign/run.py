@@ -142,14 +142,18 @@ def run_campaign(
     with folder.locked(goal.part):
         began = time.time()
         folder.note(event="began", at=began, part=goal.part.tag, first=goal.first, n=max(goal.until), **note)
-        have, progress = folder.have(), Progress()
+        have, progress, prompts = folder.have(), Progress(), folder.manifest.prompts
         progress.there = sum(map(sum, have))
-        writer = _Writer(folder, goal, have, progress, on_sample)
+        writer = _Writer(folder, goal.part.tag, have, progress, on_sample)
         try:
             for first, until in goal.rounds():
                 ours = [place for place in range(len(tokens)) if goal.is_ours(place, first)]
                 done = set() if solved is None or not first else solved(ours, first)
-                requests = _requests(folder, tokens, params, goal, have, (first, until), done)
+                requests = [
+                    Request(place, own, replace(each, n=len(indices)), prompt.occurrence, indices)
+                    for place, (prompt, own, each) in enumerate(zip(prompts, tokens, params, strict=True))
+                    if place not in done and (indices := goal.missing(place, have[place], first, until))
+                ]
                 progress.wanted += sum(len(one.sample_indices) for one in requests)
                 on_begin(progress)
                 if requests:
@@ -169,33 +173,32 @@ def run_campaign(
     return progress
 
 
+@dataclass
 class _Writer:
     """Writes samples to the folder, and now and then how far the run is."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        goal: Goal,
-        have: list[bytearray],
-        progress: Progress,
-        on_sample: Callable[[Sample], None],
-    ) -> None:
-        self.shards = ShardWriter(folder.shards, goal.part.tag)
-        self._folder, self._tag, self._have, self._progress = folder, goal.part.tag, have, progress
-        self._on_sample, self._noted = on_sample, time.monotonic()
+    folder: RunFolder
+    tag: str
+    have: list[bytearray]
+    progress: Progress
+    on_sample: Callable[[Sample], None]
+    noted: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.shards = ShardWriter(self.folder.shards, self.tag)
 
     def write(self, sample: Sample) -> None:
-        place, manifest = sample.prompt_index, self._folder.manifest
+        place, manifest = sample.prompt_index, self.folder.manifest
         record = record_of(sample, manifest.prompts[place].id, manifest.logprobs)
         self.shards.write(place, record)
-        mark(self._have[place], sample.index, sample.index)
-        self._progress.samples += 1
-        self._progress.tokens += len(record["tokens"])
-        if time.monotonic() - self._noted > NOTE_SECONDS:
-            self._noted = time.monotonic()
-            at, own = time.time(), self._progress
-            self._folder.note(event="progress", at=at, part=self._tag, samples=own.samples, tokens=own.tokens)
-        self._on_sample(sample)
+        mark(self.have[place], sample.index, sample.index)
+        self.progress.samples += 1
+        self.progress.tokens += len(record["tokens"])
+        if time.monotonic() - self.noted > NOTE_SECONDS:
+            self.noted = time.monotonic()
+            at, own = time.time(), self.progress
+            self.folder.note(event="progress", at=at, part=self.tag, samples=own.samples, tokens=own.tokens)
+        self.on_sample(sample)
 
 
 def record_of(sample: Sample, id: str | int, logprobs: bool) -> dict[str, Any]:
@@ -204,21 +207,3 @@ def record_of(sample: Sample, id: str | int, logprobs: bool) -> dict[str, Any]:
     if logprobs:
         record["logprobs"] = [round(value, LOGPROB_DIGITS) for value in sample.logprobs]
     return record | {"finish_reason": sample.finish_reason}
-
-
-def _requests(
-    folder: RunFolder,
-    tokens: Sequence[NDArray[np.int32]],
-    params: Sequence[SamplingParams],
-    goal: Goal,
-    have: list[bytearray],
-    span: tuple[int, int],
-    done: set[int],
-) -> list[Request]:
-    """What is missing of a round."""
-    requests = []
-    for place, (own, each) in enumerate(zip(tokens, params, strict=True)):
-        if place not in done and (indices := goal.missing(place, have[place], *span)):
-            occurrence = folder.manifest.prompts[place].occurrence
-            requests.append(Request(place, own, replace(each, n=len(indices)), occurrence, indices))
-    return requests

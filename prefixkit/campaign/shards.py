@@ -181,30 +181,13 @@ def recover(path: Path, places: Mapping[str | int, int]) -> None:
     _put_index(path, closed)
 
 
-def _closed_shards(folder: Path) -> dict[Path, Closed]:
-    """What each closed shard holds, by its file; files are looked for, and not read.
-
-    Raises:
-        DamagedShard: a file is missing, or of another length than when it was closed.
-    """
-    found = {}
-    for index in sorted(folder.glob("*.json")):
-        path, closed = index.with_suffix(".jsonl"), Closed.read(index)
-        size = path.stat().st_size if path.exists() else None
-        if size != closed.size:
-            there = "is missing" if size is None else f"has {size} bytes, not the {closed.size} that it was closed with"
-            raise DamagedShard(_damaged(path, there))
-        found[path] = closed
-    return found
-
-
 def held(folder: Path, prompts: int) -> list[bytearray]:
     """For each prompt of the manifest, which samples closed shards hold: a byte for each index, 1 where it is.
 
     Raises:
-        DamagedShard: a closed shard has changed since.
+        DamagedShard: a closed shard is missing, or has changed since.
     """
-    shards = _closed_shards(folder)
+    shards = {index.with_suffix(".jsonl"): Closed.read(index) for index in sorted(folder.glob("*.json"))}
     with ThreadPoolExecutor(4) as threads:  # checksums leave Python's lock
         list(threads.map(_check_content, shards, shards.values()))
     have = [bytearray() for _ in range(prompts)]
@@ -224,6 +207,10 @@ def mark(have: bytearray, first: int, last: int) -> None:
 
 
 def _check_content(path: Path, closed: Closed) -> None:
+    size = path.stat().st_size if path.exists() else None
+    if size != closed.size:
+        there = "is missing" if size is None else f"has {size} bytes, not the {closed.size} that it was closed with"
+        raise DamagedShard(_damaged(path, there))
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != closed.sha256:
             raise DamagedShard(_damaged(path, _CHANGED))
