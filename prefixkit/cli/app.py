@@ -176,8 +176,9 @@ def sample(
     config: Config = None,
 ) -> None:
     """Sample continuations of prompts; a run folder is gone on with, whatever stopped it."""
-    from prefixkit.cli.commands.sample import Settings, run_sample, sample_on_devices
+    from prefixkit.cli.commands.sample import run_sample, sample_on_devices
     from prefixkit.cli.options import parse_part, parse_token_ids, unescape
+    from prefixkit.cli.prompted import Settings
     from prefixkit.sampling.params import SamplingParams
     from prefixkit.tasks.prompting import Prompting
     from prefixkit.tasks.source import Source

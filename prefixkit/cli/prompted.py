@@ -1,14 +1,15 @@
-"""Problems as they are asked of one model, and the manifest that follows."""
+"""What ``prefixkit sample`` is asked for: settings, problems as they are asked of one model, and their manifest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from prefixkit.campaign.folder import Asked
+from prefixkit.campaign.folder import Asked, Part
 from prefixkit.campaign.manifest import Manifest, describe_prompts, tokenizer_fingerprint
 from prefixkit.cli.commands.env import versions
 from prefixkit.sampling.params import SamplingParams
@@ -16,6 +17,43 @@ from prefixkit.tasks.answers import begun
 from prefixkit.tasks.encode import encode_all
 from prefixkit.tasks.params import sampling_params
 from prefixkit.tasks.problem import Problem
+from prefixkit.tasks.prompting import Prompting
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``prefixkit sample`` was asked for, beside the problems and the sampling parameters.
+
+    Attributes:
+        model, revision, dtype, device: What to load, and where.
+        prompting: How problems are asked.
+        chat: Whether through the chat template; None: where there is one.
+        run: The run folder; None: standard output.
+        first_index: The first sample index of each prompt; ``n`` counts from 0 all the same.
+        part: The part of the samples that this process is for.
+        in_flight: Samples at once at most; None: by the device.
+        round: Sample indices after which candidates are judged, and solved problems left alone; None: never.
+        kv_budget, page_size, compiled: Of the session.
+        logprobs: Whether samples carry log-probabilities.
+        quiet: No progress and no report.
+    """
+
+    model: str
+    prompting: Prompting = Prompting()
+    chat: bool | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    run: Path | None = None
+    first_index: int = 0
+    part: Part = Part()
+    in_flight: int | None = None
+    round: int | None = None
+    kv_budget: str | None = None
+    page_size: int = 16
+    compiled: bool = False
+    logprobs: bool = False
+    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,29 +80,21 @@ def prompted(tokenizer: Any, problems: Sequence[Problem], params: SamplingParams
 
 
 def manifest_of(
-    asked: Sequence[Prompted],
-    params: SamplingParams,
-    tokenizer: Any,
-    *,
-    model: str,
-    dtype: str,
-    chat: bool,
-    logprobs: bool,
+    asked: Sequence[Prompted], params: SamplingParams, settings: Settings, tokenizer: Any, chat: bool
 ) -> Manifest:
     """What the samples depend on, as far as it is known before the model is loaded."""
     common = _as_json(params)
     own = [{key: value for key, value in _as_json(one.params).items() if value != common[key]} for one in asked]
     ids, tokens = [one.asked.problem.id for one in asked], [np.array(one.tokens, np.int32) for one in asked]
-    prompts = describe_prompts(ids, tokens, own)
     return Manifest(
-        model=model,
+        model=settings.model,
         fingerprint="",
         tokenizer=tokenizer_fingerprint(tokenizer),
-        dtype=dtype,
+        dtype=settings.dtype,
         chat=chat,
         params=common,
-        logprobs=logprobs,
-        prompts=prompts,
+        logprobs=settings.logprobs,
+        prompts=describe_prompts(ids, tokens, own),
         versions=versions(),
     )
 

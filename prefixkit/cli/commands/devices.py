@@ -59,12 +59,9 @@ def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Co
         with at_work(DeviceError):
             _wait(started, devices)
     except KeyboardInterrupt:
-        _stop(started)
         raise Interrupted("on all devices; the same command goes on") from None
-    except BaseException:
-        _stop(started)
-        raise
     finally:
+        _stop(started)
         for reader in readers:
             reader.join(timeout=5)
 

@@ -6,14 +6,13 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from prefixkit.campaign.folder import Part, RunFolder, check_place, create
-from prefixkit.campaign.manifest import Manifest
+from prefixkit.campaign.folder import RunFolder, check_place, create
 from prefixkit.campaign.run import Goal, Progress, record_of, run_campaign
 from prefixkit.cli.commands.devices import run_on_devices
 from prefixkit.cli.commands.env import versions
@@ -23,7 +22,7 @@ from prefixkit.cli.loading import DEMO, check_device, check_dtype, choose_device
 from prefixkit.cli.options import parse_devices
 from prefixkit.cli.output import standard_output, write_line
 from prefixkit.cli.progress import Meter
-from prefixkit.cli.prompted import Prompted, manifest_of, prompted
+from prefixkit.cli.prompted import Prompted, Settings, manifest_of, prompted
 from prefixkit.cli.terminal import line
 from prefixkit.cli.views import branches, plant, show_report
 from prefixkit.engine.memory import pages_needed, session_pages
@@ -38,49 +37,12 @@ from prefixkit.requests import sampling_requests
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session import Session
 from prefixkit.tasks.encode import uses_chat
-from prefixkit.tasks.prompting import Prompting
 from prefixkit.tasks.source import Source, load
 from prefixkit.tree.pages import check_page_size
 from prefixkit.tree.radix import PrefixTree
 
 # Samples at once, where --in-flight does not say: so many keep a device at work, and no more are lost with a process.
 IN_FLIGHT = {"cpu": 128, "cuda": 1024}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What ``prefixkit sample`` was asked for, beside the problems and the sampling parameters.
-
-    Attributes:
-        model, revision, dtype, device: What to load, and where.
-        prompting: How problems are asked.
-        chat: Whether through the chat template; None: where there is one.
-        run: The run folder; None: standard output.
-        first_index: The first sample index of each prompt; ``n`` counts from 0 all the same.
-        part: The part of the samples that this process is for.
-        in_flight: Samples at once at most; None: by the device.
-        round: Sample indices after which candidates are judged, and solved problems left alone; None: never.
-        kv_budget, page_size, compiled: Of the session.
-        logprobs: Whether samples carry log-probabilities.
-        quiet: No progress and no report.
-    """
-
-    model: str
-    prompting: Prompting = Prompting()
-    chat: bool | None = None
-    revision: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    run: Path | None = None
-    first_index: int = 0
-    part: Part = Part()
-    in_flight: int | None = None
-    round: int | None = None
-    kv_budget: str | None = None
-    page_size: int = 16
-    compiled: bool = False
-    logprobs: bool = False
-    quiet: bool = False
 
 
 def run_sample(source: Source, params: SamplingParams, settings: Settings, console: Console) -> None:
@@ -102,7 +64,7 @@ def run_sample(source: Source, params: SamplingParams, settings: Settings, conso
         available()
     if settings.run is not None and not check_place(settings.run):
         known = RunFolder(settings.run).manifest  # differences that need no weights are found before these are loaded
-        manifest = _manifest(asked, params, settings, tokenizer, chat)
+        manifest = manifest_of(asked, params, settings, tokenizer, chat)
         known.check_same(manifest, str(settings.run), ("tokenizer", "chat", "params", "logprobs", "prompts"))
     model = load_model(location, settings.dtype, device, settings.revision)
     sample_prompted(model, tokenizer, asked, params, settings, chat, console, why)
@@ -123,7 +85,7 @@ def sample_prompted(
     Args:
         why: A line about the device, to be said once nothing can be refused any more.
     """
-    manifest, goal = _manifest(asked, params, settings, tokenizer, chat), _goal(asked, settings)
+    manifest, goal = manifest_of(asked, params, settings, tokenizer, chat), _goal(asked, settings)
     _check_stops(model, params)
     requests = sampling_requests(model, tokenizer, [one.tokens for one in asked], [one.params for one in asked], {})
     with _open_session(model, tokenizer, requests, settings) as session:
@@ -253,13 +215,6 @@ def _condition(session: Session) -> str:
     if report.tokens_plain_batch > report.tokens_computed:
         said += f", {1 - report.tokens_computed / report.tokens_plain_batch:.0%} shared"
     return said
-
-
-def _manifest(
-    asked: Sequence[Prompted], params: SamplingParams, settings: Settings, tokenizer: Any, chat: bool
-) -> Manifest:
-    names = {"model": settings.model, "dtype": settings.dtype}
-    return manifest_of(asked, params, tokenizer, **names, chat=chat, logprobs=settings.logprobs)
 
 
 def _goal(asked: Sequence[Prompted], settings: Settings) -> Goal:
