@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from prefixkit.cli.errors import Commands, reported
+from prefixkit.cli.options import parse_part, parse_token_ids, read_config, unescape
 from prefixkit.cli.terminal import line, terminal
 
 app = typer.Typer(
@@ -31,14 +32,6 @@ def _version(wanted: bool) -> None:
 
         typer.echo(f"prefixkit {version('prefixkit')}")
         raise typer.Exit
-
-
-def _read_config(ctx: Any, parameter: Any, path: Path | None) -> Path | None:
-    if path is None:
-        return None
-    from prefixkit.cli.options import read_config
-
-    return read_config(ctx, parameter, path)
 
 
 @app.callback()
@@ -80,7 +73,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no r
 Config = Annotated[
     Path | None,
     typer.Option(
-        callback=_read_config, is_eager=True, help="TOML file of options: max-new-tokens = 512.", metavar="FILE"
+        callback=read_config, is_eager=True, help="TOML file of options: max-new-tokens = 512.", metavar="FILE"
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")]
@@ -177,7 +170,6 @@ def sample(
 ) -> None:
     """Sample continuations of prompts; a run folder is gone on with, whatever stopped it."""
     from prefixkit.cli.commands.sample import run_sample, sample_on_devices
-    from prefixkit.cli.options import parse_part, parse_token_ids, unescape
     from prefixkit.cli.prompted import Settings
     from prefixkit.sampling.params import SamplingParams
     from prefixkit.tasks.prompting import Prompting
@@ -291,7 +283,6 @@ def inspect(
 ) -> None:
     """Draw what prompts share and say what that would save; loads no weights, runs nothing."""
     from prefixkit.cli.commands.inspect import run_inspect
-    from prefixkit.cli.options import unescape
     from prefixkit.tasks.prompting import Prompting
     from prefixkit.tasks.source import Source
 

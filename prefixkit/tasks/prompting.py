@@ -53,14 +53,13 @@ def choose_examples(problems: Sequence[Problem], count: int) -> tuple[Problem, .
 def solved(problem: Problem) -> Example:
     """A problem and its solution, as its answers begin."""
     code = problem.solution if problem.solution.endswith("\n") else f"{problem.solution}\n"
-    question = tuple(one for one in _without_answer(problem.messages) if one["role"] != "system")
     answer: Message = {"role": "assistant", "content": fenced(code, problem.language)}
     head = problem.head.rstrip()
     if head and problem.text.endswith(head):
         text = problem.text.removesuffix(head)
     else:
         text = f"{problem.text}\n" if problem.text else ""
-    return Example((*question, answer), f"{text}{code}\n\n" if problem.text else "")
+    return Example((*_question(problem), answer), f"{text}{code}\n\n" if problem.text else "")
 
 
 def ask(problems: Sequence[Problem], prompting: Prompting, examples: Sequence[Example] = ()) -> tuple[Problem, ...]:
@@ -85,8 +84,7 @@ def ask(problems: Sequence[Problem], prompting: Prompting, examples: Sequence[Ex
 
 def shows(example: Example, problem: Problem) -> bool:
     """Whether the example is the answer to this problem."""
-    question = tuple(one for one in _without_answer(problem.messages) if one["role"] != "system")
-    return question == example.messages[:-1]
+    return _question(problem) == example.messages[:-1]
 
 
 def _asked(problem: Problem, prompting: Prompting, shown: Sequence[Example]) -> Problem:
@@ -107,6 +105,10 @@ def _asked(problem: Problem, prompting: Prompting, shown: Sequence[Example]) -> 
         chat_stop=problem.chat_stop if begun else tuple(one for one in problem.chat_stop if one not in FENCE_STOP),
         examples=(),
     )
+
+
+def _question(problem: Problem) -> tuple[Message, ...]:
+    return tuple(one for one in _without_answer(problem.messages) if one["role"] != "system")
 
 
 def _without_answer(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from prefixkit.tasks.fields import identity, mapping, string
+from prefixkit.tasks.fields import identity, mapping, number, string
 from prefixkit.tasks.formats.contest import stream_problem
 from prefixkit.tasks.formats.tests import limits
 from prefixkit.tasks.problem import Language, Limits, Problem, Streams
@@ -41,13 +41,9 @@ def _cases(record: Record, name: str) -> list[tuple[str, str]]:
 
 def _limits(record: Record) -> Limits:
     """The contest's limits; prefixkit's where the data set has none (null or 0)."""
-    time, memory = mapping(record, "time_limit"), record.fields.get("memory_limit_bytes") or 0
-    parts = [time.get(unit) or 0 for unit in ("seconds", "nanos")]
-    given = (*parts, memory)
-    if any(isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one < math.inf for one in given):
-        raise ValueError(f"{record.where}: time_limit and memory_limit_bytes must be numbers of at least 0")
-    seconds = parts[0] + parts[1] / 1e9
-    found = {"seconds": seconds, "memory": -(-int(memory) // _MIB)}
+    time = Record(f"{record.where}: time_limit", record.place, mapping(record, "time_limit"))
+    seconds = number(time, "seconds") + number(time, "nanos") / 1e9
+    found = {"seconds": seconds, "memory": math.ceil(number(record, "memory_limit_bytes") / _MIB)}
     return limits(record, **{name: value for name, value in found.items() if value})
 
 

@@ -57,7 +57,6 @@ def call_problem(
     tests: Calls | None,
     name: str,
     solution: str = "",
-    limits: Limits | None = None,
 ) -> Problem:
     """A function, or a method of a class, to write; ``starter``: how its code begins, "" where that is left open."""
     head = f"{_IMPORTS}\n{starter.strip()}\n" if starter.strip() else ""
@@ -72,7 +71,6 @@ def call_problem(
         head=head,
         name=name,
         tests=tests,
-        limits=limits or Limits(),
         chat_stop=FENCE_STOP if head else (),
         text_stop=CLASS_STOP if "." in name else FUNCTION_STOP if head else PROGRAM_STOP["python"],
         solution=f"{_IMPORTS}\n{own}" if head and own else own,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from prefixkit.tasks.fields import identity, items, language, mapping, string, wrong
+from prefixkit.tasks.fields import identity, items, language, mapping, string
 from prefixkit.tasks.formats.tests import read_limits, read_tests
 from prefixkit.tasks.params import check_params
 from prefixkit.tasks.problem import Calls, Checks, Example, Language, Message, Oracle, Problem, Tests
@@ -108,9 +108,7 @@ def _prompt(record: Record) -> str:
     """The text of a record; "" where it has a conversation alone."""
     if "prompt" not in record.fields and "messages" in record.fields:
         return ""
-    text = record.fields.get("prompt")
-    if not isinstance(text, str):
-        raise wrong(record, "prompt", "a string", text)
+    text = string(record, "prompt")
     if not text:
         raise ValueError(f"{record.where}: the prompt is empty; give the model at least one character to continue")
     return text

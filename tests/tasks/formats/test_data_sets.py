@@ -219,7 +219,7 @@ class TestCodeContests:
         [
             ({"public_tests": {"input": ["a"], "output": []}}, "public_tests must hold lists of texts"),
             ({"private_tests": []}, "private_tests must be an object, got list"),
-            ({"time_limit": {"seconds": "1"}}, "time_limit and memory_limit_bytes must be numbers"),
+            ({"time_limit": {"seconds": "1"}}, "time_limit: seconds must be a number of at least 0, got str"),
             ({"solutions": {"language": [1], "solution": []}}, "solutions must hold lists"),
         ],
     )
