@@ -31,7 +31,7 @@ class Limits:
         output: KiB on standard output and standard error together; 1 GiB at most.
 
     Raises:
-        ValueError: a limit is 0 or below, or beyond what is said above.
+        ValueError: a limit is of another type, 0 or below, or beyond what is said above.
     """
 
     seconds: float = 10.0
@@ -39,10 +39,11 @@ class Limits:
     output: int = 4096
 
     def __post_init__(self) -> None:
-        for name, most in (("seconds", 86_400), ("memory", 1 << 20), ("output", 1 << 20)):
+        for name, kind, most in (("seconds", int | float, 86_400), ("memory", int, 1 << 20), ("output", int, 1 << 20)):
             value = getattr(self, name)
-            if not 0 < value <= most:
-                raise ValueError(f"limits: {name} must be above 0 and at most {most:,}, got {str(value)[:40]}")
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= most:
+                what = "an integer" if kind is int else "a number"
+                raise ValueError(f"limits: {name} must be {what} above 0 and at most {most:,}, got {repr(value)[:40]}")
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,7 @@ def read_tests(record: Record) -> Tests | None:
 def read_limits(record: Record) -> Limits:
     """The field ``limits``: seconds, memory in MiB, output in KiB; the usual ones for those that it leaves out."""
     given = mapping(record, "limits")
-    where = f"{record.where}: limits"
-    known_keys(where, given, tuple(Limits.__dataclass_fields__), "limits")
-    for name, value in given.items():
-        kinds = int | float if name == "seconds" else int
-        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
-            what = "a number" if name == "seconds" else "an integer"
-            raise ValueError(f"{where}: {name} must be {what} above 0, got {value!r}")
+    known_keys(f"{record.where}: limits", given, tuple(Limits.__dataclass_fields__), "limits")
     return limits(record, **given)
 
 
@@ -54,11 +48,8 @@ def _checks(record: Record) -> Checks:
 
 
 def _calls(record: Record) -> Calls:
-    cases = tuple(
-        (tuple(arguments), expected)
-        for arguments, expected in _pairs(record, "[[argument, ...], expected]")
-        if _listed(record, arguments, "the arguments of a case")
-    )
+    pairs = _pairs(record, "[[argument, ...], expected]")
+    cases = tuple((_arguments(record, given, "the arguments of a case"), expected) for given, expected in pairs)
     return Calls(_filled(record, "name"), cases, number(record, "tolerance"))
 
 
@@ -74,15 +65,11 @@ def _streams(record: Record) -> Streams:
 
 
 def _oracle(record: Record) -> Oracle:
-    inputs = record.fields.get("inputs")
-    if not isinstance(inputs, list) or not inputs:
-        raise ValueError(f"{record.where}: inputs must be a list of argument lists, with at least one")
-    for arguments in inputs:
-        _listed(record, arguments, "each of inputs")
+    inputs = _several(record, "inputs", "argument lists")
     return Oracle(
         _filled(record, "name"),
         _filled(record, "solution"),
-        tuple(map(tuple, inputs)),
+        tuple(_arguments(record, one, "each of inputs") for one in inputs),
         number(record, "tolerance"),
         string(record, "adapt", ""),
         string(record, "accept", ""),
@@ -90,19 +77,24 @@ def _oracle(record: Record) -> Oracle:
 
 
 def _pairs(record: Record, form: str) -> Sequence[Sequence[Any]]:
-    cases = record.fields.get("cases")
-    if not isinstance(cases, list) or not cases:
-        raise ValueError(f"{record.where}: cases must be a list of pairs {form}, with at least one")
+    cases = _several(record, "cases", f"pairs {form}")
     for position, case in enumerate(cases, start=1):
         if not isinstance(case, list) or len(case) != 2:
             raise ValueError(f"{record.where}: case {position} must be a pair {form}")
     return cases
 
 
-def _listed(record: Record, value: Any, what: str) -> bool:
-    if not isinstance(value, list):
-        raise ValueError(f"{record.where}: {what} must be a list, got {type(value).__name__}")
-    return True
+def _several(record: Record, name: str, what: str) -> list[Any]:
+    found = record.fields.get(name)
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"{record.where}: {name} must be a list of {what}, with at least one")
+    return found
+
+
+def _arguments(record: Record, given: Any, what: str) -> tuple[Any, ...]:
+    if not isinstance(given, list):
+        raise ValueError(f"{record.where}: {what} must be a list, got {type(given).__name__}")
+    return tuple(given)
 
 
 def _filled(record: Record, name: str) -> str:

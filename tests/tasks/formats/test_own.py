@@ -114,11 +114,11 @@ def test_limits():
 @pytest.mark.parametrize(
     ("limits", "says"),
     [
-        ({"seconds": 0}, "seconds must be a number above 0, got 0"),
-        ({"memory": 1.5}, "memory must be an integer above 0, got 1.5"),
-        ({"output": True}, "output must be an integer above 0, got True"),
-        ({"seconds": 1e9}, "seconds must be above 0 and at most 86,400, got 1000000000.0"),
-        ({"memory": 2**40}, "memory must be above 0 and at most 1,048,576, got 1099511627776"),
+        ({"seconds": 0}, "seconds must be a number above 0 and at most 86,400, got 0"),
+        ({"memory": 1.5}, "memory must be an integer above 0 and at most 1,048,576, got 1.5"),
+        ({"output": True}, "output must be an integer above 0 and at most 1,048,576, got True"),
+        ({"seconds": 1e9}, "seconds must be a number above 0 and at most 86,400, got 1000000000.0"),
+        ({"memory": 2**40}, "memory must be an integer above 0 and at most 1,048,576, got 1099511627776"),
         ({"second": 1}, "limits has no field 'second'; its fields are seconds, memory, output"),
     ],
 )
