@@ -47,7 +47,7 @@ def code_blocks(text: str) -> list[Block]:
     blocks, lines = [], text.split("\n")
     start = 0
     while start < len(lines):
-        opened = _opening(lines[start])
+        opened = _FENCE.match(lines[start]) or _INLINE.search(lines[start])
         if opened is None:
             start += 1
             continue
@@ -78,16 +78,9 @@ def after_fence(text: str) -> str:
     lines = text.split("\n")
     for number, line in enumerate(lines):
         if line.lstrip().startswith(("```", "~~~")):
-            return "\n".join(lines[number + 1 :] if _tag(line) == "" else lines[number:])
+            opens = line.strip().strip("`~").strip()  # by a tag
+            return "\n".join(lines[number:] if opens else lines[number + 1 :])
     return ""
-
-
-def _tag(line: str) -> str:
-    return line.strip().strip("`~").strip()
-
-
-def _opening(line: str) -> re.Match[str] | None:
-    return _FENCE.match(line) or _INLINE.search(line)
 
 
 def _block(lines: list[str], start: int, opened: re.Match[str]) -> tuple[Block, int]:
@@ -95,7 +88,7 @@ def _block(lines: list[str], start: int, opened: re.Match[str]) -> tuple[Block, 
     groups = opened.groupdict()
     fence, indent = groups["fence"], len((groups.get("indent") or "").expandtabs(4))
     tag = (groups["tag"].split() or [""])[0].lower().strip("{}.")
-    code: list[str] = []
+    code, margin = list[str](), re.compile(f"^[ \\t>]{{0,{indent}}}")
     for number in range(start, len(lines)):
         line = lines[number]
         other = _FENCE.match(line)
@@ -104,15 +97,8 @@ def _block(lines: list[str], start: int, opened: re.Match[str]) -> tuple[Block, 
             return Block(tag, _text(code)), number if other["tag"].strip() else number + 1
         if fence[0] == "`" and line.rstrip().endswith(fence) and line.strip("` \t"):
             return Block(tag, _text([*code, line.rstrip()[: -len(fence)]])), number + 1
-        code.append(_dedented(line, indent))
+        code.append(margin.sub("", line, count=1))
     return Block(tag, _text(code), closed=False), len(lines)
-
-
-def _dedented(line: str, indent: int) -> str:
-    taken = 0
-    while taken < indent and line[taken : taken + 1] in (" ", "\t", ">"):
-        taken += 1
-    return line[taken:]
 
 
 def _text(lines: list[str]) -> str:
