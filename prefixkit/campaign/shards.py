@@ -173,9 +173,8 @@ def recover(path: Path, places: Mapping[str | int, int]) -> None:
     if not have:
         path.unlink()
         return
-    if whole < len(content):
-        os.truncate(path, whole)
-    with path.open("rb") as file:
+    with path.open("r+b") as file:
+        file.truncate(whole)
         os.fsync(file.fileno())
     closed = Closed(len(have), tokens, whole, hashlib.sha256(content[:whole]).hexdigest(), ranges_of(have))
     _put_index(path, closed)

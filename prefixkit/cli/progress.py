@@ -79,21 +79,20 @@ class Count(Progress):
 
     Args:
         total: How many there are.
-        what: Was done with each.
         console: Where it is drawn.
         quiet: It is not drawn.
     """
 
-    def __init__(self, total: int, what: str, console: Console, quiet: bool = False) -> None:
+    def __init__(self, total: int, console: Console, quiet: bool = False) -> None:
         text = TextColumn("{task.description}", markup=False)
         columns = SpinnerColumn(), BarColumn(bar_width=24), TimeElapsedColumn(), text
         super().__init__(*columns, console=console, disable=quiet)
-        self._total, self._what, self.done, self.passed = total, what, 0, 0
+        self._total, self.done, self.passed = total, 0, 0
         self._task = self.add_task("", total=total)
 
     def count(self, passed: bool) -> None:
         """One more, which passed or not."""
         self.done += 1
         self.passed += passed
-        said = f"{self.done:,}/{self._total:,} {self._what}, {self.passed:,} passed"
+        said = f"{self.done:,}/{self._total:,} judged, {self.passed:,} passed"
         self.update(self._task, completed=self.done, description=said)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefixkit.report.facts import OUTCOMES, Candidate, Facts, Problem, hardness
+from prefixkit.report.facts import OUTCOMES, Facts, Problem, hardness
 from prefixkit.report.numbers import count, percent
 
 BAR = 120  # pixels of a bar in the table
@@ -56,7 +56,6 @@ class ProblemRow:
     filled: float
     shade: int
     segments: tuple[Segment, ...]
-    candidates: tuple[Candidate, ...]
 
     @property
     def ratio(self) -> str:
@@ -95,7 +94,7 @@ def problem_rows(facts: Facts) -> tuple[ProblemRow, ...]:
 
 def longest_shown(rows: Sequence[ProblemRow]) -> int:
     """Characters of a candidate that are shown, so that a page with very many stays small."""
-    shown = [candidate for row in rows for candidate in row.candidates]
+    shown = [candidate for row in rows for candidate in row.problem.candidates]
     if sum(min(len(candidate.text), _LONGEST) for candidate in shown) <= _BUDGET:
         return _LONGEST
     return min(_LONGEST, max(_SHORTEST, _BUDGET // len(shown)))
@@ -109,4 +108,4 @@ def _row(number: int, problem: Problem) -> ProblemRow:
         text, shade = percent(rate), min(SHADES, 1 + int(rate * SHADES)) if rate else 0
     filled = round(max(1.5, rate * CELL), 1) if rate else 0.0
     bar = segments(problem.counts, BAR)
-    return ProblemRow(number, problem, text, -1.0 if rate is None else rate, filled, shade, bar, problem.candidates)
+    return ProblemRow(number, problem, text, -1.0 if rate is None else rate, filled, shade, bar)

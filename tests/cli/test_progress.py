@@ -90,7 +90,7 @@ def test_a_condition_is_said_and_quiet_draws_nothing(clock):
 
 def test_verdicts_are_counted():
     console = Console(file=io.StringIO(), width=120)
-    with Count(3, "judged", console) as bar:
+    with Count(3, console) as bar:
         bar.count(True)
         bar.count(False)
     assert "2/3 judged, 1 passed" in console.file.getvalue()

@@ -69,7 +69,7 @@ def judge_with_bar(
     tested = [one.problem.tests is not None for one in folder.asked()]
     found = ((folder.places[record["id"]], record["index"]) for record in folder.samples())
     total = sum(1 for place, index in found if tested[place] and wanted(place, index))
-    with at_work(), Count(total, "judged", console, quiet) as bar:
+    with at_work(), Count(total, console, quiet) as bar:
 
         def count(judged: Judged) -> None:
             bar.count(judged.verdict.passed)
