@@ -101,7 +101,5 @@ def manifest_of(
 
 def _as_json(params: SamplingParams) -> dict[str, Any]:
     """The fields that samples depend on, but for the tokens that end them, which are part of the fingerprint."""
-    fields = {name: getattr(params, name) for name in params.__dataclass_fields__}
-    for name in ("n", "logits_processors", "stop_token_ids"):
-        del fields[name]
-    return {**fields, "stop": list(params.stop)}
+    others = ("n", "logits_processors", "stop_token_ids")
+    return {**{name: value for name, value in vars(params).items() if name not in others}, "stop": list(params.stop)}

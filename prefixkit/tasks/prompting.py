@@ -55,10 +55,7 @@ def solved(problem: Problem) -> Example:
     code = problem.solution if problem.solution.endswith("\n") else f"{problem.solution}\n"
     answer: Message = {"role": "assistant", "content": fenced(code, problem.language)}
     head = problem.head.rstrip()
-    if head and problem.text.endswith(head):
-        text = problem.text.removesuffix(head)
-    else:
-        text = f"{problem.text}\n" if problem.text else ""
+    text = problem.text.removesuffix(head) if head and problem.text.endswith(head) else f"{problem.text}\n"
     return Example((*_question(problem), answer), f"{text}{code}\n\n" if problem.text else "")
 
 

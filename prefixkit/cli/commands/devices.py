@@ -94,8 +94,7 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], devices: Sequence[str]) ->
 def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
     """End what still runs, as Ctrl-C would, and wait."""
     for process in started:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # which does nothing where it has ended
     for process in started:
         try:
             process.wait(timeout=30)
