@@ -18,14 +18,14 @@ def line_of(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
-def append(file: int, line: bytes, size: int, path: Path, kept: str) -> None:
-    """Append a line to a file of ``size`` bytes that no one else writes to.
+def append(file: int, line: bytes, path: Path, kept: str) -> None:
+    """Append a line to a file that no one else writes to.
 
     Raises:
         OSError: it could not be written whole; what was written of it has been taken back, and ``kept`` says what is
             left.
     """
-    written = 0
+    size, written = os.fstat(file).st_size, 0
     try:
         while written < len(line):
             written += os.write(file, line[written:])

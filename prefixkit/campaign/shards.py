@@ -110,7 +110,7 @@ class ShardWriter:
             OSError: it could not be written whole; what was written of it has been taken back.
         """
         line, file = line_of(record), self._open() if self._file is None else self._file
-        append(file, line, self._size, self._path, "the samples before are whole")
+        append(file, line, self._path, "the samples before are whole")
         self._digest.update(line)
         self._size += len(line)
         self._have.append((place, int(record["index"])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -101,13 +102,15 @@ def judge_samples(
     """
     verdicts = Verdicts(folder)
     bad: dict[int, BadTests] = {}
-    with _Lines(folder.path / "verdicts" / f"{tag}.jsonl") as lines:
+    path = folder.path / "verdicts" / f"{tag}.jsonl"
+    with _opened(path) as file:
 
         def keep(judged: Judged) -> None:
             verdicts.known[judged.key] = judged.verdict
             if verdicts.written.get((judged.place, judged.index)) != judged.key:
                 name = folder.manifest.prompts[judged.place].id
-                lines.write({"id": name, "index": judged.index, "key": judged.key, **asdict(judged.verdict)})
+                line = line_of({"id": name, "index": judged.index, "key": judged.key, **asdict(judged.verdict)})
+                append(file, line, path, "the verdicts before are kept")
             on_verdict(judged)
 
         def unknown() -> Iterator[tuple[tuple[int, int, str], str, Any]]:
@@ -131,23 +134,13 @@ def judge_samples(
         raise BadTests(said + some(list(map(str, bad.values()))))
 
 
-class _Lines:
-    """Appends records, each whole or not at all; a line that was torn before is cut off first."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        path.parent.mkdir(exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._size = path.read_bytes().rfind(b"\n") + 1
-        os.ftruncate(self._file, self._size)
-
-    def write(self, record: dict[str, Any]) -> None:
-        line = line_of(record)
-        append(self._file, line, self._size, self._path, "the verdicts before are kept")
-        self._size += len(line)
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A file to append verdicts to; a line that was torn before is cut off first."""
+    path.parent.mkdir(exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        os.ftruncate(file, path.read_bytes().rfind(b"\n") + 1)
+        yield file
+    finally:
+        os.close(file)

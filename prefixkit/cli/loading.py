@@ -113,11 +113,9 @@ def choose_device(device: str) -> tuple[str, str]:
     best = max(range(len(free)), key=lambda i: free[i][0], default=None)
     if best is None or free[best][0] < free[best][1] / 2:
         why = "torch sees no GPU" if best is None else "more than half of each GPU's memory is taken"
-        chosen, said = "cpu", f"on the CPU: {why}"
-    else:
-        chosen = f"cuda:{best}"
-        said = f"on {chosen} ({torch.cuda.get_device_name(best)}, {free[best][0] / 2**30:.0f} GiB free)"
-    return chosen, said
+        return "cpu", f"on the CPU: {why}"
+    name, room = torch.cuda.get_device_name(best), f"{free[best][0] / 2**30:.0f} GiB free"
+    return f"cuda:{best}", f"on cuda:{best} ({name}, {room})"
 
 
 def check_device(device: str, gpus: int | None = None) -> None:

@@ -94,11 +94,9 @@ def _message(record: Record, number: int, given: Any) -> Message:
     where = f"{record.where}: message {number}"
     if not isinstance(given, dict) or not {"role", "content"} <= given.keys():
         raise ValueError(f'{where} must be an object with "role" and "content"')
-    role, content = given["role"], given["content"]
+    role, content = given["role"], string(Record(where, record.place, given), "content")
     if role not in ROLES:
         raise ValueError(f"{where}: role must be one of {', '.join(ROLES)}, got {role!r}")
-    if not isinstance(content, str):
-        raise ValueError(f"{where}: content must be a string, got {type(content).__name__}")
     if not content:
         raise ValueError(f"{where}: the content is empty; leave the message out")
     return {"role": role, "content": content}
