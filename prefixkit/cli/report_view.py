@@ -11,6 +11,7 @@ from prefixkit.cli.terminal import line
 from prefixkit.cli.views import saved_table
 from prefixkit.report import Curve, Facts, Problem, curves_of
 from prefixkit.report.numbers import count, duration, interval, percent, plural
+from prefixkit.report.shown import cut_end
 from prefixkit.report.verdicts import outcome_lines
 
 MOST = 5  # problems that are listed as hardest and as easiest
@@ -95,7 +96,6 @@ def _show_problems(facts: Facts, console: Console) -> None:
 
 
 def _cells(problem: Problem) -> tuple[str, ...]:
-    name = problem.id if len(problem.id) <= LONGEST_ID else f"{problem.id[: LONGEST_ID - 1]}…"
     rate = "-" if problem.rate is None else percent(problem.rate)
     passed = f"{problem.passed:,} / {problem.judged:,}"
-    return name, passed, rate, count(problem.first_solved), count(problem.distinct)
+    return cut_end(problem.id, LONGEST_ID), passed, rate, count(problem.first_solved), count(problem.distinct)

@@ -13,6 +13,7 @@ from prefixkit.report.axes import Scale, Tick, nice_range
 from prefixkit.report.facts import Branch, Picture
 from prefixkit.report.figures import WIDE
 from prefixkit.report.numbers import plural
+from prefixkit.report.shown import cut_end
 
 _LETTER = 6.2  # pixels of a character, about
 _LINE = 13.0
@@ -112,6 +113,6 @@ def _label(branch: Branch, width: float, height: float) -> str:
         tokens += f" x {branch.shared_by:,}"
     words = " ".join(branch.text[:300].split())
     whole = f"{tokens}  {words}" if words else tokens
-    if len(whole) <= room:
-        return whole
-    return whole[: room - 1] + "…" if len(tokens) + 4 < room else tokens if len(tokens) <= room else ""
+    if len(whole) <= room or len(tokens) + 4 < room:
+        return cut_end(whole, room)
+    return tokens if len(tokens) <= room else ""

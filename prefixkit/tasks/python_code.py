@@ -216,10 +216,12 @@ def _groups(lines: Sequence[str], nodes: Sequence[ast.stmt]) -> list[_Group]:
             alike[-1].append(node)
         else:
             alike.append([node])
-    return [
-        _Group(_segment(lines, own[0], own[-1]), set().union(*map(_bound, own)), set().union(*map(_variables, own)))
-        for own in alike
-    ]
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+    found = []
+    for own in alike:
+        variables = [_bound(node) for node in own if not isinstance(node, definitions)]
+        found.append(_Group(_segment(lines, own[0], own[-1]), set().union(*map(_bound, own)), set().union(*variables)))
+    return found
 
 
 def _needed(tail: Sequence[_Group], answer: Sequence[_Group], asked: set[str]) -> list[str]:
@@ -249,12 +251,6 @@ def _needed(tail: Sequence[_Group], answer: Sequence[_Group], asked: set[str]) -
                 waiting += [(binding, one) for one in uses - binds]
                 waiting += [(filling, one) for one in groups[index].variables]
     return [groups[index].text for index in sorted(kept)]
-
-
-def _variables(node: ast.stmt) -> set[str]:
-    """The names that a statement of a module binds otherwise than by definition or import."""
-    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
-    return set() if isinstance(node, definitions) else _bound(node)
 
 
 def _globals(code: str, known: set[str]) -> tuple[set[str], set[str]]:
