@@ -12,7 +12,7 @@ from prefixkit.judge.verdict import Verdict
 from prefixkit.tasks.problem import Limits
 
 DETAIL = 300  # characters
-_BUSY = 0.9  # of its time: a program that computed for so long, or was free to, was not kept from it by others
+_BUSY = 0.9  # a program that computed for this share of its time, or was free to, was not starved
 
 
 @dataclass(frozen=True)

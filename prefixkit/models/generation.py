@@ -270,7 +270,7 @@ def _changes_nothing(model: PreTrainedModel, name: str, value: Any, tokens: Tens
 
 
 def _check_model(cache: TreeCache, given: dict[str, Any], until: int) -> None:
-    """Raise NotOnTree where the model mixes rows of so many tokens otherwise, or computes by kinds that are all 0."""
+    """Raise NotOnTree where chunks of attention are not causal over the rows, or token kinds of 0 change results."""
     memory = cache.memory
     if memory.longest is not None and (own := until - int(cache.padding.min())) > memory.longest:
         raise NotOnTree(f"a row comes to {own} tokens, and attention in chunks is causal for {memory.longest}")

@@ -47,10 +47,7 @@ def weights_places(model: nn.Module) -> Hashable:
     Unlike the version, it differs where weights were packed, and not where they were written to in place.
     """
     state = state_of(model)
-    try:
-        return *state.modes, *[tensor.data_ptr() for tensor in state.tensors]
-    except RuntimeError:
-        return *state.modes, *[_address(tensor) for tensor in state.tensors]
+    return *state.modes, *map(_address, state.tensors)
 
 
 def adapter_states(model: nn.Module) -> dict[str, Hashable]:

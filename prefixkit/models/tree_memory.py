@@ -162,7 +162,7 @@ class Idle:
         page_size: int,
         prompts: Sequence[NDArray[np.int32]],
     ) -> TreeMemory:
-        """Memory for so many pages, of which this keeps nothing, for rows that begin with these prompts.
+        """Memory of at least ``num_pages`` pages, for rows that begin with these prompts; this no longer holds it.
 
         Raises:
             DoesNotFit: see :class:`TreeMemory`.

@@ -41,7 +41,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 # To compare all memory reads each weight once, and a token of a prompt multiplies by it once: this many tokens take as
 # long on one core at 60 GFLOP/s and 6 GB/s, and on an H200 at 600 TFLOP/s and 1.2 TB/s.
 _TOKENS_WORTH = {"cpu": 32, "cuda": 512}
-# All memory is compared for at most this share of the time; and so often at once.
+# All memory is compared for at most this share of the time; and at most ``_BURST`` times in a row.
 _SHARE, _BURST = 1 / 100, 3
 _VERSIONS_KNOWN = 4
 
@@ -178,7 +178,7 @@ class _Allowance:
         return self._left >= 1
 
     def spend(self, seconds: float) -> None:
-        """One has taken so long; the fastest counts, because others were held up."""
+        """Count a comparison that took ``seconds``; the fastest so far sets the rate, because others were held up."""
         self._left, self._seconds = self._left - 1, min(self._seconds, seconds)
 
     def restore(self) -> None:

@@ -19,7 +19,7 @@ LINE = 14.0  # between the labels of lines
 STYLES = 8  # of lines: colours, dashes and marks
 MOST_BANDS = 4  # that can be told apart where they lie on each other
 _MOST_POINTS = 240  # of a line over time
-_STEP = 10.0  # seconds of a step of the speed at least, where a run took so long
+_STEP = 10.0  # seconds: the shortest interval that the speed is averaged over, in runs longer than that
 
 
 @dataclass(frozen=True)

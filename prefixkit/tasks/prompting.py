@@ -36,7 +36,7 @@ class Prompting:
 
 def choose_examples(problems: Sequence[Problem], count: int) -> tuple[Problem, ...]:
     """The ``count`` solved problems that are shortest, in the data set's order: what costs least to show; ValueError
-    where so many are not solved, or none would be left to ask.
+    where fewer are solved, or none would be left to ask.
     """
     if not 0 <= count < len(problems):
         raise ValueError(f"few-shot examples must be 0 to {len(problems) - 1} for this task, not {count}")

@@ -187,7 +187,7 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 
 def _length(model: PreTrainedModel) -> int:
-    """Tokens that the cache claims to hold: so many that windows show, and that a chunk begins among the next four."""
+    """Tokens that the cache claims to hold: windows show after them, and a chunk begins among the next four."""
     config = text_config(model)
     chunk, window = (getattr(config, name, None) or 0 for name in ("attention_chunk_size", "sliding_window"))
     most = max(_LONGEST, 2 * chunk, window + 2 * ROWS)
@@ -195,7 +195,7 @@ def _length(model: PreTrainedModel) -> int:
 
 
 def _positions(model: PreTrainedModel, length: int) -> Tensor:
-    """``[1, 4]`` positions after so many tokens, or the last that the model surely knows."""
+    """``[1, 4]`` positions after ``length`` tokens, or the last that the model surely knows."""
     most = int(getattr(text_config(model), "max_position_embeddings", None) or 2048)
     # Some models count positions from a padding token's.
     return min(length, max(0, most - 4 * ROWS)) + torch.arange(ROWS, device=_device(model))[None]
