@@ -5,15 +5,13 @@ number of values, and by the length of the message.  This file also runs inside 
 """
 
 import struct
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import Any
 
 DEPTH = 200  # of nested containers
 VALUES = 1_000_000  # in one message
 ITEMS = 10_000  # of an iterator
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from typing import Any
 
 _LENGTH = struct.Struct(">I")
 _DOUBLE = struct.Struct("<d")
@@ -54,7 +52,7 @@ class Unhashed:
         items: Elements, or pairs of key and value; perhaps some twice.
     """
 
-    def __init__(self, kind: type, items: "list[Any]") -> None:
+    def __init__(self, kind: type, items: list[Any]) -> None:
         self.kind, self.items = kind, items
 
 
@@ -65,12 +63,12 @@ class Writer:
         keep: Gives a number for a value of another type, by which the other side may refer to it.
     """
 
-    def __init__(self, keep: "Callable[[Any], int] | None" = None) -> None:
+    def __init__(self, keep: Callable[[Any], int] | None = None) -> None:
         self._keep = keep
         self._parts: list[bytes] = []
         self._left = VALUES
 
-    def bytes_of(self, value: "Any") -> bytes:
+    def bytes_of(self, value: Any) -> bytes:
         """The message.
 
         Raises:
@@ -79,7 +77,7 @@ class Writer:
         self._write(value, 0)
         return b"".join(self._parts)
 
-    def _write(self, value: "Any", depth: int) -> None:
+    def _write(self, value: Any, depth: int) -> None:
         self._left -= 1
         if depth > DEPTH or self._left < 0:
             raise WireError(f"more than {DEPTH} levels or {VALUES} values")
@@ -98,7 +96,7 @@ class Writer:
         else:
             self._write_other(value, kind, depth)
 
-    def _write_other(self, value: "Any", kind: type, depth: int) -> None:
+    def _write_other(self, value: Any, kind: type, depth: int) -> None:
         if kind is complex:
             self._parts.append(b"c" + _DOUBLE.pack(value.real) + _DOUBLE.pack(value.imag))
         elif issubclass(kind, Opaque):
@@ -132,7 +130,7 @@ class Writer:
             handle = self._keep(value) if self._keep else 0
             self._sized(b"o", handle.to_bytes(8, "little") + str(kind.__name__)[:80].encode("utf-8", "replace"))
 
-    def _sequence(self, tag: bytes, values: "Iterable[Any]", depth: int) -> None:
+    def _sequence(self, tag: bytes, values: Iterable[Any], depth: int) -> None:
         values = tuple(values)
         kinds = set(map(type, values)) if len(values) > 8 else set()
         packed = _packed(tag, values, kinds)
@@ -151,7 +149,7 @@ class Writer:
         self._parts.append(tag + _LENGTH.pack(len(content)) + content)
 
 
-def _packed(tag: bytes, values: "tuple[Any, ...]", kinds: "set[type]") -> bytes:
+def _packed(tag: bytes, values: tuple[Any, ...], kinds: set[type]) -> bytes:
     """A long list or tuple of floats, or of ints of 64 bits, in one piece; b"" where it is something else."""
     if tag in (b"l", b"t") and len(kinds) == 1:
         code = {int: b"q", float: b"d"}.get(kinds.pop())
@@ -178,13 +176,13 @@ class Reader:
         self,
         content: bytes,
         hashed: bool = True,
-        find: "Callable[[int], Any] | None" = None,
+        find: Callable[[int], Any] | None = None,
         opaque: type[Opaque] = Opaque,
     ) -> None:
         self._content, self._at, self._left = content, 0, VALUES
         self._hashed, self._find, self._opaque = hashed, find, opaque
 
-    def value(self) -> "Any":
+    def value(self) -> Any:
         """The value.
 
         Raises:
@@ -200,7 +198,7 @@ class Reader:
             raise WireError("malformed message: something follows it")
         return found
 
-    def _read(self, depth: int) -> "Any":
+    def _read(self, depth: int) -> Any:
         self._left -= 1
         if depth > DEPTH or self._left < 0:
             raise WireError(f"more than {DEPTH} levels or {VALUES} values")
@@ -220,7 +218,7 @@ class Reader:
             return self._unpacked()
         return self._read_other(tag, depth)
 
-    def _read_other(self, tag: bytes, depth: int) -> "Any":
+    def _read_other(self, tag: bytes, depth: int) -> Any:
         if tag == b"c":
             return complex(*struct.unpack("<2d", self._take(16)))
         if tag == b"b":
@@ -243,7 +241,7 @@ class Reader:
             return kind(items) if self._hashed else Unhashed(kind, items)
         return self._iterable(tag, items)
 
-    def _iterable(self, tag: bytes, items: "list[Any]") -> "Any":
+    def _iterable(self, tag: bytes, items: list[Any]) -> Any:
         if tag == b"j":
             return iter(items)
         if tag == b"J":
@@ -260,7 +258,7 @@ class Reader:
             return dict.fromkeys(items).keys()
         return dict(enumerate(items)).values() if tag == b"V" else dict(items).items()
 
-    def _unpacked(self) -> "Any":
+    def _unpacked(self) -> Any:
         tag, code = self._take(1), self._take(1)
         count = self._length()
         if code not in b"qd" or tag not in b"lt":
@@ -287,17 +285,17 @@ class Reader:
         return self._take(self._length())
 
 
-def _cut(items: "list[Any]") -> "Iterator[Any]":
+def _cut(items: list[Any]) -> Iterator[Any]:
     yield from items
     raise WireError(f"only the first {ITEMS} items of an iterator are passed on")
 
 
-def write(value: "Any", keep: "Callable[[Any], int] | None" = None) -> bytes:
+def write(value: Any, keep: Callable[[Any], int] | None = None) -> bytes:
     """A value as a message; see :class:`Writer`."""
     return Writer(keep).bytes_of(value)
 
 
-def read(content: bytes, hashed: bool = True) -> "Any":
+def read(content: bytes, hashed: bool = True) -> Any:
     """The value in a message; see :class:`Reader`."""
     return Reader(content, hashed).value()
 

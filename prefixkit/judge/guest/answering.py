@@ -6,13 +6,10 @@ its own answers.
 
 import builtins
 import sys
+from typing import Any
 
 from prefixkit.judge.guest.start import Channel, begin
 from prefixkit.judge.wire import Reader, WireError, write
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 _BUILTIN = {
     kind: name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)
@@ -30,7 +27,7 @@ class Answering:
         self.module = type(sys)("candidate")
         sys.modules["candidate"] = self.module
 
-    def load(self, source: str, path: str, names: "tuple[str, ...]") -> None:
+    def load(self, source: str, path: str, names: tuple[str, ...]) -> None:
         """Run the candidate's module, and tell what its names are."""
         self.module.__file__ = path
         try:
@@ -46,7 +43,7 @@ class Answering:
         found = {name: self._kind(name) for name in names}
         self._say("loaded", found)
 
-    def _kind(self, name: str) -> "Any":
+    def _kind(self, name: str) -> Any:
         """("missing",), ("function",), or ("value", it)."""
         if name.partition(".")[0] not in self.module.__dict__:
             return ("missing",)
@@ -64,14 +61,14 @@ class Answering:
             function = self._named(target) if isinstance(target, str) else target
             self._call(function, arguments, options, changes=kind == "call")
 
-    def _named(self, name: str, make: bool = True) -> "Any":
+    def _named(self, name: str, make: bool = True) -> Any:
         head, _, method = name.partition(".")
         found = self.module.__dict__[head]
         if not method:
             return found
         return getattr(found() if make else found, method, None)
 
-    def _call(self, function: "Any", arguments: "list[Any]", options: "dict[str, Any]", changes: bool) -> None:
+    def _call(self, function: Any, arguments: list[Any], options: dict[str, Any], changes: bool) -> None:
         given: list[tuple[int | str, Any]] = [*enumerate(arguments), *options.items()] if changes else []
         given = [(place, value) for place, value in given if not isinstance(value, _SCALARS)]
         before = [_written(value) for _, value in given]
@@ -84,7 +81,7 @@ class Answering:
         changed = [(place, value) for (place, value), old in zip(given, before, strict=True) if old != _written(value)]
         self._say(*answer, changed)
 
-    def _say(self, *message: "Any") -> None:
+    def _say(self, *message: Any) -> None:
         try:
             content = write(list(message), self._keep)
         except (WireError, MemoryError, RecursionError) as error:
@@ -93,14 +90,14 @@ class Answering:
             content = write(["raised", *_described(error), []])
         self._channel.send(content)
 
-    def _keep(self, value: "Any") -> int:
+    def _keep(self, value: Any) -> int:
         if len(self._kept) >= _MOST_KEPT:
             raise WireError(f"more than {_MOST_KEPT} values of other types")
         self._kept.append(value)
         return len(self._kept) - 1
 
 
-def _written(value: "Any") -> bytes:
+def _written(value: Any) -> bytes:
     """What tells whether a value has changed; iterators, which reading would use up, count as unchanged."""
     if isinstance(value, (list, dict, set, bytearray, tuple)):
         try:
@@ -110,7 +107,7 @@ def _written(value: "Any") -> bytes:
     return b""
 
 
-def _described(error: BaseException) -> "list[Any]":
+def _described(error: BaseException) -> list[Any]:
     """Of an exception: its nearest builtin type, its arguments where they are scalars, and a line about it."""
     kind = type(error)
     builtin = next((_BUILTIN[base] for base in type.mro(kind) if base in _BUILTIN), "Exception")
@@ -127,7 +124,7 @@ def _described(error: BaseException) -> "list[Any]":
     return [builtin, arguments, f"{kind.__name__}: {text}"]
 
 
-def main(spec: "dict[str, Any]") -> None:
+def main(spec: dict[str, Any]) -> None:
     """Load the program, then answer until there is no more to come."""
     channel = Channel()
     path = begin(spec)

@@ -6,15 +6,12 @@ import gc
 import os
 import sys
 from contextlib import suppress
+from typing import Any
 
 from prefixkit.judge.guest.start import begin
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
-
-def main(spec: "dict[str, Any]") -> None:
+def main(spec: dict[str, Any]) -> None:
     """Become the command, or run the Python program as ``__main__``."""
     path = begin(spec)
     if command := spec.get("command"):

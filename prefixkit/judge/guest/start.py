@@ -5,17 +5,14 @@ import os
 import resource
 import sys
 from _sitebuiltins import Quitter
+from typing import Any
 
 from prefixkit.judge.wire import framed
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 READY = 3  # the descriptor over which a program says that it starts, and its parent how it ended
 
 
-def begin(spec: "dict[str, Any]") -> str:
+def begin(spec: dict[str, Any]) -> str:
     """Tell the judge that the program starts, from where its clock runs, then set the limits; the program's file."""
     os.write(READY, b"!")
     os.close(READY)

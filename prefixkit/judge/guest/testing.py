@@ -3,14 +3,11 @@
 import builtins
 import os
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from prefixkit.judge.guest.start import Channel, begin
 from prefixkit.judge.wire import Opaque, Reader, WireError, write
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 
 class Candidate:
@@ -29,26 +26,26 @@ class Candidate:
         class Remote(Opaque):
             """A value that stayed with the candidate: it can be passed back and called, and has attributes."""
 
-            def __getattr__(self, name: str) -> "Any":
+            def __getattr__(self, name: str) -> Any:
                 if name.startswith("__"):
                     raise AttributeError(name)
                 return asked.ask(["get", self, name, None])
 
-            def __call__(self, *arguments: "Any", **options: "Any") -> "Any":
+            def __call__(self, *arguments: Any, **options: Any) -> Any:
                 return asked.ask(["call", self, list(arguments), options])
 
         self.remote = Remote
 
-    def function(self, name: str) -> "Callable[..., Any]":
+    def function(self, name: str) -> Callable[..., Any]:
         """One of the candidate's functions."""
 
-        def candidate(*arguments: "Any", **options: "Any") -> "Any":
+        def candidate(*arguments: Any, **options: Any) -> Any:
             return self.ask(["call", name, list(arguments), options])
 
         candidate.__name__ = candidate.__qualname__ = name
         return candidate
 
-    def ask(self, question: "list[Any]") -> "Any":
+    def ask(self, question: list[Any]) -> Any:
         """What the candidate returns; what it changed in place is changed here too.  Threads take turns.
 
         Raises:
@@ -68,13 +65,13 @@ class Candidate:
         self.raised = raised = _exception(name, given)
         raise raised
 
-    def tell(self, verdict: "list[str]") -> None:
+    def tell(self, verdict: list[str]) -> None:
         """Send the verdict, while no thread waits for an answer."""
         with self._turn:
             self._channel.send(b"." + write(verdict))
 
 
-def _exception(name: str, arguments: "list[Any]") -> Exception:
+def _exception(name: str, arguments: list[Any]) -> Exception:
     kind = getattr(builtins, name, Exception)
     if kind is StopIteration:  # would end a loop of the tests as if nothing had happened
         kind = RuntimeError
@@ -86,7 +83,7 @@ def _exception(name: str, arguments: "list[Any]") -> Exception:
         return Exception(*arguments)
 
 
-def _change(old: "Any", new: "Any") -> None:
+def _change(old: Any, new: Any) -> None:
     """Make a value like another in place, down to the containers within it."""
     if type(old) is not type(new):
         return
@@ -107,7 +104,7 @@ def _change(old: "Any", new: "Any") -> None:
             _change(a, b)
 
 
-def _changed(old: "Any", new: "Any") -> "Any":
+def _changed(old: Any, new: Any) -> Any:
     if type(old) is type(new) and isinstance(old, (list, dict, set, bytearray)):
         _change(old, new)
         return old
@@ -128,7 +125,7 @@ def _line(error: BaseException, file: str) -> str:
     return f"{where}{type(error).__name__}{': ' if text else ''}{text}"
 
 
-def main(spec: "dict[str, Any]") -> None:
+def main(spec: dict[str, Any]) -> None:
     """Run the tests' setup, wait for the candidate to be loaded, run the tests, tell how they went."""
     channel = Channel()
     path = begin(spec)

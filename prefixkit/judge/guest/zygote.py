@@ -9,13 +9,9 @@ import marshal
 import os
 import signal
 import socket
-import typing  # noqa: F401  # most programs import it, which takes longer than the rest of their start
+from typing import Any  # most programs import it too, which takes longer than the rest of their start
 
 from prefixkit.judge.guest.start import READY
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 _NEW_CGROUP, _PIDFD = 0x02000000, 0x00001000  # of clone
 _DUMPABLE, _SECCOMP, _DROP_BOUND, _SUBREAPER = 4, 22, 24, 36  # of prctl
@@ -28,7 +24,7 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("program", ctypes.c_char_p))
 
 
-def serve(spec: "dict[str, Any]") -> "dict[str, Any]":
+def serve(spec: dict[str, Any]) -> dict[str, Any]:
     """Fork for each request until there are none to come; return in each program's process, with what that is told.
 
     Args:
@@ -60,7 +56,7 @@ def serve(spec: "dict[str, Any]") -> "dict[str, Any]":
             os.close(descriptor)
 
 
-def _fork(clone: int, namespaces: int) -> "tuple[int, int]":
+def _fork(clone: int, namespaces: int) -> tuple[int, int]:
     """As ``os.fork``, into new namespaces, with a descriptor of the child, which may have ended by now."""
     pidfd = ctypes.c_int(-1)
     _python.PyOS_BeforeFork()
@@ -74,7 +70,7 @@ def _fork(clone: int, namespaces: int) -> "tuple[int, int]":
     return child, pidfd.value
 
 
-def _program(spec: "dict[str, Any]", descriptors: "list[int]") -> "dict[str, Any]":
+def _program(spec: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
     """Return in the program's process; its parent, whose memory and descriptors it cannot reach, tells how it ended."""
     ready, content, *entrances = descriptors[3:]
     for entrance in entrances:
@@ -101,7 +97,7 @@ def _program(spec: "dict[str, Any]", descriptors: "list[int]") -> "dict[str, Any
     os._exit(0)
 
 
-def _prepared(spec: "dict[str, Any]") -> "dict[str, Any]":
+def _prepared(spec: dict[str, Any]) -> dict[str, Any]:
     """What a program is told, in its process, once all is there that belongs to it."""
     with open(READY + 1, "rb") as file:
         told: dict[str, Any] = marshal.load(file)
@@ -125,7 +121,7 @@ def _prepared(spec: "dict[str, Any]") -> "dict[str, Any]":
     return told
 
 
-def _confine(spec: "dict[str, Any]") -> None:
+def _confine(spec: dict[str, Any]) -> None:
     """Give up all capabilities, and the system calls that the filter refuses."""
     if spec["namespaces"]:
         capability = 0
@@ -153,11 +149,11 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _prctl(option: int, *arguments: "Any") -> None:
+def _prctl(option: int, *arguments: Any) -> None:
     _call("prctl", option, *arguments, *[0] * (4 - len(arguments)))
 
 
-def _call(name: str, *arguments: "Any") -> None:
+def _call(name: str, *arguments: Any) -> None:
     if getattr(_libc, name)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
