@@ -35,26 +35,21 @@ class Channel:
     """
 
     def __init__(self) -> None:
-        self._in, self._out = os.dup(0), os.dup(1)
-        nothing = os.open("/dev/null", os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
+        self._in, self._out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+        with open("/dev/null", "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
 
     def send(self, content: bytes) -> None:
-        rest = memoryview(framed(content))
-        while rest:
-            rest = rest[os.write(self._out, rest) :]
+        self._out.write(framed(content))
+        self._out.flush()
 
     def receive(self) -> bytes:
         """The next message; where there is none to come, the process ends."""
         return self._exactly(int.from_bytes(self._exactly(4), "big"))
 
     def _exactly(self, size: int) -> bytes:
-        found = bytearray()
-        while len(found) < size:
-            more = os.read(self._in, size - len(found))
-            if not more:
-                os._exit(0)
-            found += more
-        return bytes(found)
+        found = self._in.read(size)
+        if len(found) < size:
+            os._exit(0)
+        return found

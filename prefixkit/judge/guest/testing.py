@@ -58,7 +58,7 @@ class Candidate:
             answer = self._channel.receive()
         kind, *rest, changed = Reader(answer, opaque=self.remote).value()
         for place, new in changed:
-            _change(arguments[place] if isinstance(place, int) else options[place], new)
+            _changed(arguments[place] if isinstance(place, int) else options[place], new)
         if kind == "returned":
             return rest[0]
         name, given, _ = rest
@@ -83,13 +83,15 @@ def _exception(name: str, arguments: list[Any]) -> Exception:
         return Exception(*arguments)
 
 
-def _change(old: Any, new: Any) -> None:
-    """Make a value like another in place, down to the containers within it."""
+def _changed(old: Any, new: Any) -> Any:
+    """A value that is like the new one: the old one, changed in place, where it is a container of the same type."""
     if type(old) is not type(new):
-        return
-    if isinstance(old, list):
-        kept = min(len(old), len(new))
-        old[:] = [_changed(a, b) for a, b in zip(old, new, strict=False)] + new[kept:]
+        return new
+    if isinstance(old, (list, tuple)):
+        items = [_changed(a, b) for a, b in zip(old, new, strict=False)] + list(new[len(old) :])
+        if isinstance(old, tuple):
+            return tuple(items)
+        old[:] = items
     elif isinstance(old, dict):
         made = {key: _changed(old[key], item) if key in old else item for key, item in new.items()}
         old.clear()
@@ -99,16 +101,9 @@ def _change(old: Any, new: Any) -> None:
         old.update(new)
     elif isinstance(old, bytearray):
         old[:] = new
-    elif isinstance(old, tuple):
-        for a, b in zip(old, new, strict=False):
-            _change(a, b)
-
-
-def _changed(old: Any, new: Any) -> Any:
-    if type(old) is type(new) and isinstance(old, (list, dict, set, bytearray)):
-        _change(old, new)
-        return old
-    return new
+    else:
+        return new
+    return old
 
 
 def _line(error: BaseException, file: str) -> str:
