@@ -28,6 +28,18 @@ class Judged:
     delayed: bool = False
 
 
+class Over(Exception):
+    """The candidate's verdict is known before its tests are done.
+
+    Attributes:
+        judged: The verdict.
+    """
+
+    def __init__(self, judged: Judged) -> None:
+        super().__init__(judged.verdict.outcome)
+        self.judged = judged
+
+
 def line(text: str) -> str:
     """One line of printable characters, at most ``DETAIL``."""
     shown = "".join(char if char.isprintable() else " " for char in text[: 4 * DETAIL])
@@ -44,7 +56,7 @@ def ended(process: Process, limits: Limits, case: int | None = None, beside: Seq
         return Judged(Verdict("output", case, f"more than {limits.output} KiB written, or an answer too large"))
     if process.excess == "memory":
         return Judged(Verdict("memory", case, f"more than {limits.memory} MiB"))
-    last = last_line(process)
+    *_, last = "", *process.errors.splitlines()
     status = process.status or 0
     memory = Verdict("memory", case, f"more than {limits.memory} MiB: {line(last)}")
     if status < 0:
@@ -59,23 +71,6 @@ def ended(process: Process, limits: Limits, case: int | None = None, beside: Seq
     if last.split(":")[0] in ("SyntaxError", "IndentationError", "TabError"):
         return Judged(Verdict("invalid", case, line(last)))
     return Judged(Verdict("error", case, line(f"exit status {status}: {last}" if last else f"exit status {status}")))
-
-
-def ended_together(processes: Sequence[Process], limits: Limits, case: int | None = None) -> Judged:
-    """The verdict where one of several programs that wait for each other has ended, or went beyond a limit."""
-    over = next((one for one in processes if one.excess), None) or next(one for one in processes if one.ended)
-    beside = [process for process in processes if process is not over]
-    for process in beside:
-        process.measure()
-    for process in processes:
-        process.close()
-    return ended(over, limits, case, beside)
-
-
-def last_line(process: Process) -> str:
-    """The last line that it wrote to standard error."""
-    lines = process.errors.decode("utf-8", "replace").strip().splitlines()
-    return lines[-1] if lines else ""
 
 
 def _signal(number: int) -> str:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import islice
-from types import TracebackType
 from typing import Self, TypeVar
 
-from prefixkit.judge.ends import Judged
+from prefixkit.judge.ends import Judged, Over
 from prefixkit.judge.errors import BadTests, NoSandbox
 from prefixkit.judge.keys import key_of
 from prefixkit.judge.kinds.calls import judge_calls
@@ -79,9 +78,7 @@ class Judge:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._sandbox.close()
 
     def verdict(self, program: str, problem: Problem) -> Verdict:
@@ -146,33 +143,32 @@ class Judge:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _judged(self, program: str, problem: Problem) -> Verdict:
-        with self._turns.turn(alone=False):
-            judged, seconds = self._timed(program, problem)
-        if judged.delayed:
-            with self._turns.turn(alone=True):
-                judged, seconds = self._timed(program, problem)
+        for alone in (False, True):
+            with self._turns.turn(alone):
+                began = time.monotonic()
+                judged = self._run(program, problem)
+                seconds = time.monotonic() - began
+            if not judged.delayed:
+                break
         return replace(judged.verdict, seconds=round(seconds, 4))
-
-    def _timed(self, program: str, problem: Problem) -> tuple[Judged, float]:
-        began = time.monotonic()
-        try:
-            judged = self._run(program, problem)
-        except NotStarted as error:
-            raise NoSandbox(f"{problem.where}: a sandbox could not be made: {error}") from None
-        except BadTests as error:
-            raise BadTests(f"{problem.where}: {error}") from None
-        return judged, time.monotonic() - began
 
     def _run(self, program: str, problem: Problem) -> Judged:
         tests = problem.tests
         assert tests is not None
         if isinstance(tests, Oracle):
             tests = as_checks(tests)
-        if isinstance(tests, Checks):
-            return judge_checks(self._sandbox, program, tests, problem.limits)
-        if isinstance(tests, Calls):
-            return judge_calls(self._sandbox, program, tests, problem.limits)
-        return judge_streams(self._sandbox, program, problem.language, tests, problem.limits)
+        try:
+            if isinstance(tests, Checks):
+                return judge_checks(self._sandbox, program, tests, problem.limits)
+            if isinstance(tests, Calls):
+                return judge_calls(self._sandbox, program, tests, problem.limits)
+            return judge_streams(self._sandbox, program, problem.language, tests, problem.limits)
+        except Over as over:
+            return over.judged
+        except NotStarted as error:
+            raise NoSandbox(f"{problem.where}: a sandbox could not be made: {error}") from None
+        except BadTests as error:
+            raise BadTests(f"{problem.where}: {error}") from None
 
 
 def _bad(where: str, error: Exception) -> BadTests:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prefixkit.judge import wire
 from prefixkit.judge.ends import Judged, line
 from prefixkit.judge.errors import BadTests
-from prefixkit.judge.kinds.dialogue import Answers, Over, refused
+from prefixkit.judge.kinds.dialogue import Answers, refused
 from prefixkit.judge.kinds.values import equal, shown
 from prefixkit.judge.sandbox.sandbox import Sandbox
 from prefixkit.judge.verdict import Verdict
@@ -18,25 +16,20 @@ def judge_calls(sandbox: Sandbox, program: str, tests: Calls, limits: Limits) ->
     """The verdict about a program by :class:`Calls`, which all run in one process, one after another.
 
     Raises:
+        Over: the candidate comes to an end before it has answered.
         BadTests: arguments are nested too deeply, or too many.
     """
     with sandbox.start("answering", {"program": program, "names": (tests.name,)}, limits) as process:
         answers = Answers(process, limits)
-        try:
-            answers.load()
-            for number, (arguments, expected) in enumerate(tests.cases):
-                found = answers.ask(_question(tests.name, arguments, number), number)
-                if not (isinstance(found, list) and len(found) == 3 and found[0] == "returned"):
-                    return Judged(refused(found, number))
-                if not equal(found[1], expected, tests.tolerance):
-                    return Judged(Verdict("failed", number, line(f"returned {shown(found[1])}")))
-        except Over as over:
-            return over.judged
+        answers.load()
+        for number, (arguments, expected) in enumerate(tests.cases):
+            try:
+                question = wire.write(["plain", tests.name, list(arguments), {}])
+            except (wire.WireError, RecursionError) as error:
+                raise BadTests(f"the arguments of case {number} cannot be passed on: {error}") from None
+            found = answers.ask(question, number)
+            if not (isinstance(found, list) and len(found) == 3 and found[0] == "returned"):
+                return Judged(refused(found, number))
+            if not equal(found[1], expected, tests.tolerance):
+                return Judged(Verdict("failed", number, line(f"returned {shown(found[1])}")))
     return Judged(Verdict("passed"))
-
-
-def _question(name: str, arguments: tuple[Any, ...], number: int) -> bytes:
-    try:
-        return wire.write(["plain", name, list(arguments), {}])
-    except (wire.WireError, RecursionError) as error:
-        raise BadTests(f"the arguments of case {number} cannot be passed on: {error}") from None

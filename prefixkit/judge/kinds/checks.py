@@ -5,8 +5,7 @@ from __future__ import annotations
 from prefixkit.judge import wire
 from prefixkit.judge.ends import Judged, line
 from prefixkit.judge.errors import BadTests
-from prefixkit.judge.kinds.dialogue import Answers, Over, heard
-from prefixkit.judge.sandbox.process import Process
+from prefixkit.judge.kinds.dialogue import Answers, heard
 from prefixkit.judge.sandbox.sandbox import Sandbox
 from prefixkit.judge.verdict import Verdict
 from prefixkit.tasks.problem import Checks, Limits
@@ -19,30 +18,24 @@ def judge_checks(sandbox: Sandbox, program: str, tests: Checks, limits: Limits) 
     """The verdict about a program by :class:`Checks`.
 
     Raises:
+        Over: the candidate or the tests come to an end before there is a verdict.
         BadTests: the tests do not parse, or what comes before them raises an exception.
     """
-    told = {"program": tests.code, "setup": tests.setup, "names": tests.names}
+    testing = {"program": tests.code, "setup": tests.setup, "names": tests.names}
     with (
         sandbox.start("answering", {"program": program, "names": tests.names}, limits) as candidate,
-        sandbox.start("testing", told, limits) as checker,
+        sandbox.start("testing", testing, limits) as checker,
     ):
-        try:
-            return _relay(candidate, checker, limits)
-        except Over as over:
-            return over.judged
-
-
-def _relay(candidate: Process, checker: Process, limits: Limits) -> Judged:
-    """Pass questions and answers on until the tests are done; what the candidate sends is read here first."""
-    answers = Answers(candidate, limits, [checker])
-    answers.load()
-    checker.send(answers.last)
-    for _ in range(MESSAGES):
-        told = heard(checker, [candidate, checker], limits)
-        if not told.startswith(QUESTION):
-            return _verdict(wire.read(told[1:]))
-        answers.ask(told[1:], None)
+        # Questions and answers are passed on until the tests are done; what the candidate sends is read here first.
+        answers = Answers(candidate, limits, [checker])
+        answers.load()
         checker.send(answers.last)
+        for _ in range(MESSAGES):
+            told = heard(checker, [candidate, checker], limits)
+            if not told.startswith(QUESTION):
+                return _verdict(wire.read(told[1:]))
+            answers.ask(told[1:], None)
+            checker.send(answers.last)
     return Judged(Verdict("output", None, f"more than {MESSAGES} calls"))
 
 

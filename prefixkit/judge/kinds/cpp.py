@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 
-from prefixkit.judge.ends import Judged, ended, line
+from prefixkit.judge.ends import Judged, Over, ended, line
 from prefixkit.judge.errors import NoCompiler
 from prefixkit.judge.sandbox.rlimits import thread_stack
 from prefixkit.judge.sandbox.sandbox import Sandbox
@@ -28,10 +28,11 @@ _FLAGS = "-std=c++17 -O2 -w -fmax-errors=1"
 _SCRIPT = f'PATH=/usr/bin:/bin; LC_ALL=C; export PATH LC_ALL; "$1" {_FLAGS} -o /tmp/made "$2" "$3" && cat /tmp/made'
 
 
-def compiled(sandbox: Sandbox, source: str, limits: Limits) -> bytes | Judged:
-    """The program that a source makes, which will run within limits, or the verdict that it makes none.
+def compiled(sandbox: Sandbox, source: str, limits: Limits) -> bytes:
+    """The program that a source makes, which will run within limits.
 
     Raises:
+        Over: it makes none.
         NoCompiler: there is no g++ here.
     """
     compiler = shutil.which("g++")
@@ -44,11 +45,9 @@ def compiled(sandbox: Sandbox, source: str, limits: Limits) -> bytes | Judged:
         process.run()
         if process.excess == "timeout":
             late = Verdict("timeout", None, f"compiling took more than {COMPILING.seconds:g} s")
-            return replace(ended(process, COMPILING), verdict=late)
+            raise Over(replace(ended(process, COMPILING), verdict=late))
         if process.excess or process.status != 0:
-            errors = process.errors.decode("utf-8", "replace").splitlines()
-            found = next(
-                (entry for entry in errors if "error" in entry), errors[-1] if errors else "it does not compile"
-            )
-            return Judged(Verdict("invalid", None, line(found.rpartition("/judge/")[2])))
+            *_, last = "it does not compile", *process.errors.splitlines()
+            found = next((entry for entry in process.errors.splitlines() if "error" in entry), last)
+            raise Over(Judged(Verdict("invalid", None, line(found.rpartition("/judge/")[2]))))
         return bytes(process.heard)

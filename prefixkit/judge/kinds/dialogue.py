@@ -6,22 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from prefixkit.judge import wire
-from prefixkit.judge.ends import Judged, ended_together, line
+from prefixkit.judge.ends import Judged, Over, ended, line
 from prefixkit.judge.sandbox.process import Process, wait
 from prefixkit.judge.verdict import Verdict
 from prefixkit.tasks.problem import Limits
-
-
-class Over(Exception):
-    """The candidate's verdict is known before its tests are done.
-
-    Attributes:
-        judged: The verdict.
-    """
-
-    def __init__(self, judged: Judged) -> None:
-        super().__init__(judged.verdict.outcome)
-        self.judged = judged
 
 
 class Answers:
@@ -80,9 +68,16 @@ def heard(speaking: Process, together: Sequence[Process], limits: Limits, case: 
         Over: one of them has ended, or went beyond a limit.
     """
     wait(together, speaking)
-    if not speaking.complete or any(process.excess for process in together):
-        raise Over(ended_together(together, limits, case))
-    return speaking.message()
+    over = next((process for process in together if process.excess), None)
+    if over is None and speaking.complete:
+        return speaking.message()
+    over = over or next(process for process in together if process.ended)
+    beside = [process for process in together if process is not over]
+    for process in beside:
+        process.measure()
+    for process in together:
+        process.close()
+    raise Over(ended(over, limits, case, beside))
 
 
 def refused(answer: Any, case: int | None) -> Verdict:

@@ -19,15 +19,13 @@ def judge_streams(sandbox: Sandbox, program: str, language: Language, tests: Str
     """The verdict about a program by :class:`Streams`.
 
     Raises:
+        Over: the program does not compile.
         NoCompiler: the program is in C++, and there is no compiler here.
     """
     files: dict[str, bytes] = {}
     spec: Mapping[str, Any] = {"program": program}
     if language == "cpp":
-        made = compiled(sandbox, program, limits)
-        if isinstance(made, Judged):
-            return made
-        files, spec = {"program": made}, {"command": ["program"]}
+        files, spec = {"program": compiled(sandbox, program, limits)}, {"command": ["program"]}
     stack = min(_CPP_STACK, limits.memory // 2) if language == "cpp" else 64
     for number, (given, expected) in enumerate(tests.cases):
         with sandbox.start("program", spec, limits, files, stack=stack) as process:

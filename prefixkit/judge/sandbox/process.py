@@ -41,7 +41,6 @@ class Process:
     Attributes:
         excess: The limit that it went beyond; then it is dead.
         status: Its exit status once it has ended, negative where a signal ended it; None before.
-        errors: The end of what it wrote to standard error.
         heard: What it wrote to standard output and was not taken yet, at most one message.
         cpu: Seconds of CPU time that it and its descendants had used when it was measured.
         starved: Seconds that they may have waited for a CPU or for the judge by then: in the run queue, and until the
@@ -71,12 +70,17 @@ class Process:
         self._moved = self.cpu = self.starved = 0.0
         self.excess: Excess = ""
         self.status: int | None = None
-        self.errors = b""
+        self._errors = b""
         self.heard = bytearray()
 
     @property
     def ended(self) -> bool:
         return self.status is not None
+
+    @property
+    def errors(self) -> str:
+        """The end of what it wrote to standard error."""
+        return self._errors.decode("utf-8", "replace").strip()
 
     @property
     def complete(self) -> bool:
@@ -181,7 +185,7 @@ class Process:
 
     def _read_errors(self) -> bool:
         more = self._some(self._err, _CHUNK)
-        self.errors = (self.errors + more)[-_TAIL:]
+        self._errors = (self._errors + more)[-_TAIL:]
         self._count(len(more))
         return bool(more)
 
@@ -234,8 +238,7 @@ class Process:
         self.starved = 0.0 if told else math.inf  # what watches it was killed, which no program can do
         self.close()
         if not self._begun:
-            errors = self.errors.decode("utf-8", "replace").strip()
-            raise NotStarted(errors or "the sandbox ended before the program began")
+            raise NotStarted(self.errors or "the sandbox ended before the program began")
         if self._cgroup is not None and self._cgroup.ran_out():
             self.excess = "memory"
 

@@ -88,7 +88,7 @@ class Sandbox:
             with self.start("program", {"program": ""}, Limits()) as process:
                 process.run()
                 if process.status != 0:
-                    raise NotStarted(process.errors.decode("utf-8", "replace").strip())
+                    raise NotStarted(process.errors)
         except NotStarted as error:
             raise NoSandbox(f"no sandbox: {str(error)[-300:]}; {_REMEDY}") from None
 
