@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from functools import cache
 from pathlib import Path
 
 from prefixkit.judge.errors import NoSandbox
-from prefixkit.judge.sandbox.ground import Ground
+from prefixkit.judge.sandbox.ground import ground, interpreter
 from prefixkit.judge.sandbox.protections import DISK_MIB, Protections
 
 INSIDE = "/judge"  # where files of the judge's are found inside
@@ -22,12 +21,6 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LIBRARIES = ("/lib", "/lib32", "/lib64", "/libx32")
 _USR = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/share/zoneinfo")
 _INSTALL = "install bubblewrap 0.6 or later, for instance by `apt-get install bubblewrap`"
-
-
-def interpreter() -> tuple[str, str]:
-    """This interpreter's file and the folder that it needs; links of virtual environments are followed."""
-    base = getattr(sys, "_base_executable", "") or sys.executable
-    return os.path.realpath(base), os.path.realpath(sys.base_prefix)
 
 
 @cache
@@ -43,25 +36,25 @@ def executable() -> str:
     return found
 
 
-def arguments(protections: Protections, ground: Ground, tools: bool) -> list[str]:
-    """Bubblewrap's arguments, but for the command.
+def command(protections: Protections, tools: bool) -> list[str]:
+    """Bubblewrap's command, before that of a program.
 
     Args:
         protections: What to protect from.
-        ground: Where bubblewrap is started.
         tools: Whether the compiler and its headers are there too.
     """
-    made = ["--unshare-user", "--unshare-uts", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
+    made = [*ground().prefix, executable(), "--unshare-user", "--unshare-uts", "--new-session"]
+    made += ["--cap-drop", "ALL", "--hostname", "sandbox"]
     made += ["--unshare-net"] if protections.network else []
     made += ["--unshare-pid", "--as-pid-1"] if protections.pids else []
     made += ["--unshare-ipc"] if protections.ipc else []
-    made += _root(ground, tools)
+    made += _root(tools)
     for packages in _packages() if protections.files else ():
         made += ["--size", "4096", "--perms", "0555", "--tmpfs", packages, "--remount-ro", packages]
     made += ["--proc", "/proc"] if protections.pids else ["--bind", "/proc", "/proc"]
     made += _devices()
-    made += ["--dir", "/tmp"] if protections.files else _everything(ground)
-    return [*made, "--dir", INSIDE, "--remount-ro", "/"]
+    made += ["--dir", "/tmp"] if protections.files else _everything()
+    return [*made, "--dir", INSIDE, "--remount-ro", "/", "--"]
 
 
 def namespaces(protections: Protections) -> int:
@@ -84,7 +77,7 @@ def mounts(protections: Protections) -> list[tuple[str, str, int, str]]:
     return found
 
 
-def _root(ground: Ground, tools: bool) -> list[str]:
+def _root(tools: bool) -> list[str]:
     """A root with the interpreter and its libraries alone."""
     made: list[str] = []
     usr = ("/usr",) if tools else _USR
@@ -101,7 +94,7 @@ def _root(ground: Ground, tools: bool) -> list[str]:
         else:
             places.append(prefix)
     for place in places:
-        made += ["--ro-bind", ground.seen(place), place]
+        made += ["--ro-bind", ground().places.get(place, place), place]
     for place in ("/etc/ld.so.cache", "/etc/localtime", *(("/etc/alternatives",) if tools else ())):
         made += ["--ro-bind-try", place, place]
     return made
@@ -114,12 +107,12 @@ def _packages() -> list[str]:
     return sorted(str(folder) for folder in found if not folder.is_symlink())
 
 
-def _everything(ground: Ground) -> list[str]:
+def _everything() -> list[str]:
     """The machine's own folders, for a sandbox that does not protect files."""
     made: list[str] = []
     for path in sorted(Path("/").iterdir()):
         taken = path.name in ("proc", "dev", "sys", "usr") or str(path) in _LIBRARIES
-        taken = taken or any(Path(place).is_relative_to(path) for place in ground.places)
+        taken = taken or any(Path(place).is_relative_to(path) for place in ground().places)
         if path.is_dir() and not path.is_symlink() and not taken:
             made += ["--bind-try", str(path), str(path)]
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,20 +40,20 @@ class Ground:
     prefix: tuple[str, ...] = ()
     places: Mapping[str, str] = field(default_factory=dict)
 
-    def seen(self, place: str) -> str:
-        return self.places.get(place, place)
+
+def interpreter() -> tuple[str, str]:
+    """This interpreter's file and the folder that it needs; links of virtual environments are followed."""
+    base = getattr(sys, "_base_executable", "") or sys.executable
+    return os.path.realpath(base), os.path.realpath(sys.base_prefix)
 
 
 @cache
-def ground_of(prefix: str) -> Ground:
+def ground() -> Ground:
     """The ground of this process' sandboxes.
 
     Root in a user namespace of root's own is still root to some parts of the kernel (settings in /proc, limits on
     processes), whatever its capabilities.  So root becomes ``nobody`` before it starts bubblewrap; where ``nobody``
     cannot reach the interpreter, as in /root, a mount namespace shows it in another place.
-
-    Args:
-        prefix: The folder that the interpreter needs.
 
     Raises:
         NoSandbox: root cannot become ``nobody`` here, or cannot show it the interpreter.
@@ -62,22 +63,14 @@ def ground_of(prefix: str) -> Ground:
     setpriv, unshare = shutil.which("setpriv"), shutil.which("unshare")
     if not setpriv or not unshare:
         raise NoSandbox(f"no sandbox for root without util-linux (setpriv, unshare): {_REMEDY}")
-    nobody = _nobody()
+    try:
+        nobody = pwd.getpwnam("nobody").pw_uid
+    except KeyError:
+        nobody = _NOBODY
     become = (setpriv, f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups")
-    if all(_open_to_all(path) for path in (Path(prefix), *Path(prefix).parents)):
+    prefix = interpreter()[1]
+    if all(path.stat().st_mode & 0o005 == 0o005 for path in (Path(prefix), *Path(prefix).parents)):  # open to all
         return Ground(nobody, become)
     place = next(p for p in _PLACES if Path(p).is_dir() and not f"{prefix}/".startswith(f"{p}/"))
     show = (unshare, "--mount", "--propagation", "private", "sh", "-c", _SHOW, "sh", prefix, place)
     return Ground(nobody, (*show, *become), {prefix: f"{place}/prefix"})
-
-
-def _nobody() -> int:
-    try:
-        return pwd.getpwnam("nobody").pw_uid
-    except KeyError:
-        return _NOBODY
-
-
-def _open_to_all(path: Path) -> bool:
-    mode = path.stat().st_mode
-    return bool(mode & 0o005 == 0o005)

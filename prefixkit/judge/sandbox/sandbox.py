@@ -19,7 +19,7 @@ from typing import Any
 from prefixkit.judge.errors import NoSandbox
 from prefixkit.judge.sandbox import bubblewrap
 from prefixkit.judge.sandbox.cgroup import Cgroup, Cgroups
-from prefixkit.judge.sandbox.ground import Ground, ground_of
+from prefixkit.judge.sandbox.ground import ground
 from prefixkit.judge.sandbox.hierarchy import find_hierarchy
 from prefixkit.judge.sandbox.process import NotStarted, Process
 from prefixkit.judge.sandbox.protections import EVERY, FAR, THREADS, Protections
@@ -38,10 +38,6 @@ _BESIDE = 32  # MiB that a cgroup has beside a program's limit: for what watches
 _TABLES = 256  # one part of as many of a limit is for page tables, which take 8 bytes for 4 KiB
 _BESIDE_PROCESSES = 8
 _looking = threading.Lock()
-
-
-def _ground() -> Ground:
-    return ground_of(bubblewrap.interpreter()[1])
 
 
 @cache
@@ -138,7 +134,7 @@ class Sandbox:
             ours, theirs = zip(pipes[0][::-1], *pipes[1:], strict=True)  # we write to the first
             if not self.plain:
                 for pipe in theirs[:3]:
-                    os.fchown(pipe.fileno(), _ground().user, -1)  # so that it can open /dev/stdin
+                    os.fchown(pipe.fileno(), ground().user, -1)  # so that it can open /dev/stdin
             given = [*theirs, held.enter_context(in_memory(content))]
             given += [held.enter_context(FileIO(entrance, "w")) for entrance in (cgroup.entrances() if cgroup else ())]
             pidfd = self._forked(protections, tools, [file.fileno() for file in given])
@@ -206,9 +202,7 @@ class Sandbox:
             "nesting": not protections.namespaces,
             "filter": seccomp_filter(protections),
         }
-        ground = _ground()
-        command = [*ground.prefix, bubblewrap.executable(), *bubblewrap.arguments(protections, ground, tools), "--"]
-        return Zygote(command, told, environment)
+        return Zygote(bubblewrap.command(protections, tools), told, environment)
 
 
 def _pipe(held: ExitStack) -> tuple[FileIO, FileIO]:

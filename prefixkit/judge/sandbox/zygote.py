@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from prefixkit.judge.sandbox.bubblewrap import interpreter
+from prefixkit.judge.sandbox.ground import interpreter
 from prefixkit.judge.sandbox.process import START, NotStarted
 
 _JUDGE = Path(__file__).parents[1]
