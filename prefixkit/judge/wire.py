@@ -6,6 +6,7 @@ number of values, and by the length of the message.  This file also runs inside 
 
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -132,9 +133,7 @@ class Writer:
 
     def _sequence(self, tag: bytes, values: Iterable[Any], depth: int) -> None:
         values = tuple(values)
-        kinds = set(map(type, values)) if len(values) > 8 else set()
-        packed = _packed(tag, values, kinds)
-        if packed:
+        if packed := _packed(tag, values):
             self._left -= len(values)
             self._parts.append(packed)
             return
@@ -149,16 +148,14 @@ class Writer:
         self._parts.append(tag + _LENGTH.pack(len(content)) + content)
 
 
-def _packed(tag: bytes, values: tuple[Any, ...], kinds: set[type]) -> bytes:
+def _packed(tag: bytes, values: tuple[Any, ...]) -> bytes:
     """A long list or tuple of floats, or of ints of 64 bits, in one piece; b"" where it is something else."""
-    if tag in (b"l", b"t") and len(kinds) == 1:
-        code = {int: b"q", float: b"d"}.get(kinds.pop())
-        if code:
-            try:
-                content = struct.pack(f"<{len(values)}{code.decode()}", *values)
-            except struct.error:
-                return b""
-            return b"P" + tag + code + _LENGTH.pack(len(values)) + content
+    kinds = set(map(type, values)) if len(values) > 8 and tag in (b"l", b"t") else set()
+    code = "q" if kinds == {int} else "d" if kinds == {float} else ""
+    if code:
+        with suppress(struct.error):
+            content = struct.pack(f"<{len(values)}{code}", *values)
+            return b"P" + tag + code.encode() + _LENGTH.pack(len(values)) + content
     return b""
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 
 from prefixkit.judge.sandbox.hierarchy import Hierarchy, NoHierarchy
@@ -216,11 +217,8 @@ def _started(pid: int) -> int | None:
 
 def _write(file: Path, value: int) -> None:
     """Write to a file of the kernel's, which is there already."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(descriptor, str(value).encode())
-    finally:
-        os.close(descriptor)
+    with FileIO(os.open(file, os.O_WRONLY), "w") as there:
+        there.write(str(value).encode())
 
 
 def _number(file: Path) -> int:

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import cache
 from io import FileIO
@@ -143,11 +143,8 @@ class Sandbox:
             seconds = limits.seconds * (1 if protections.time else FAR)
             cap = limits.output * 1024 * (1 if protections.output else FAR)
             grouped = self.plain or not protections.pids
-            process = Process(pidfd, ours, seconds, cap, name != "program", grouped, cgroup)
-            try:
+            with closing(Process(pidfd, ours, seconds, cap, name != "program", grouped, cgroup)) as process:
                 yield process
-            finally:
-                process.close()
 
     def _cgroups(self) -> Cgroups | None:
         return cgroups() if self.protections.cgroups and not self.plain else None

@@ -24,7 +24,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def seccomp_filter(protections: Protections, machine: str = "") -> bytes:
-    """The filter as an array of ``struct sock_filter``, as bubblewrap's ``--seccomp`` takes it.
+    """The filter as an array of ``struct sock_filter``, as the kernel takes it.
 
     A refused call returns EPERM, ``clone3`` ENOSYS, so that libc falls back to ``clone``, whose flags can be seen; a
     call of a foreign architecture kills the process.
@@ -47,8 +47,14 @@ def seccomp_filter(protections: Protections, machine: str = "") -> bytes:
                 program += _refuse(numbers[column], errno.EPERM)
     if protections.processes or protections.namespaces:
         program += _refuse(own["clone3"], errno.ENOSYS)
-    program += _clone(own["clone"], protections)
-    program += _ioctl(own["ioctl"])
+    flags: list[Instruction] = []
+    if protections.namespaces:
+        flags += [(_JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
+    if protections.processes:  # threads alone
+        flags += [(_JUMP_ANY_BIT, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
+    program += _by_argument(own["clone"], 0, flags)
+    requests = [step for request in _TERMINAL_INPUT for step in _refuse(request, errno.EPERM)]
+    program += _by_argument(own["ioctl"], 1, requests)
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
@@ -72,21 +78,7 @@ def _refuse(number: int | None, error: int) -> list[Instruction]:
     return [] if number is None else [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | error)]
 
 
-def _clone(number: int, protections: Protections) -> list[Instruction]:
-    """Of ``clone``, whose flags come first: no new namespaces; and threads alone where processes are refused."""
-    body: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS)]
-    if protections.namespaces:
-        body += [(_JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
-    if protections.processes:
-        body += [(_JUMP_ANY_BIT, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
-    body.append((_RETURN, 0, 0, _ALLOW))
-    return [(_JUMP_EQUAL, 0, len(body), number), *body]
-
-
-def _ioctl(number: int) -> list[Instruction]:
-    """Of ``ioctl``, whose request comes second: nothing that types into a terminal."""
-    body: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS + 8)]
-    for request in _TERMINAL_INPUT:
-        body += _refuse(request, errno.EPERM)
-    body.append((_RETURN, 0, 0, _ALLOW))
+def _by_argument(number: int, place: int, steps: list[Instruction]) -> list[Instruction]:
+    """Of a call that is refused by one of its arguments: steps that look at it; what they do not refuse is allowed."""
+    body = [(_LOAD, 0, 0, _ARGUMENTS + 8 * place), *steps, (_RETURN, 0, 0, _ALLOW)]
     return [(_JUMP_EQUAL, 0, len(body), number), *body]
