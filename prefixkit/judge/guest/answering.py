@@ -6,6 +6,7 @@ its own answers.
 
 import builtins
 import sys
+from contextlib import suppress
 from typing import Any
 
 from prefixkit.judge.guest.start import Channel, begin
@@ -100,10 +101,8 @@ class Answering:
 def _written(value: Any) -> bytes:
     """What tells whether a value has changed; iterators, which reading would use up, count as unchanged."""
     if isinstance(value, (list, dict, set, bytearray, tuple)):
-        try:
+        with suppress(Exception):
             return write(value)
-        except Exception:
-            return b""
     return b""
 
 
@@ -111,25 +110,22 @@ def _described(error: BaseException) -> list[Any]:
     """Of an exception: its nearest builtin type, its arguments where they are scalars, and a line about it."""
     kind = type(error)
     builtin = next((_BUILTIN[base] for base in type.mro(kind) if base in _BUILTIN), "Exception")
-    try:
+    text = ""
+    with suppress(BaseException):
         text = str(error)[:1000]
-    except BaseException:
-        text = ""
     arguments = [text]
-    try:
+    with suppress(BaseException):
         if kind in _BUILTIN and all(type(item) in _SCALARS for item in error.args) and len(write(error.args)) < 1000:
             arguments = list(error.args)
-    except BaseException:
-        pass
     return [builtin, arguments, f"{kind.__name__}: {text}"]
 
 
 def main(spec: dict[str, Any]) -> None:
     """Load the program, then answer until there is no more to come."""
     channel = Channel()
-    path = begin(spec)
+    begin(spec)
     answering = Answering(channel)
-    answering.load(spec["program"], path, spec["names"])
+    answering.load(spec["program"], spec["path"], spec["names"])
     while True:
         message = channel.receive()
         try:

@@ -13,11 +13,11 @@ from prefixkit.judge.guest.start import begin
 
 def main(spec: dict[str, Any]) -> None:
     """Become the command, or run the Python program as ``__main__``."""
-    path = begin(spec)
+    begin(spec)
     if command := spec.get("command"):
         os.execv(command[0], command)
     sys.argv += spec.get("arguments", [])
-    status = _run(spec["program"], path)
+    status = _run(spec["program"], spec["path"])
     # Then as the interpreter ends, but for taking its own modules apart, which takes longer than all the rest.
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()

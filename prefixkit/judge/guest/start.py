@@ -12,8 +12,8 @@ from prefixkit.judge.wire import framed
 READY = 3  # the descriptor over which a program says that it starts, and its parent how it ended
 
 
-def begin(spec: dict[str, Any]) -> str:
-    """Tell the judge that the program starts, from where its clock runs, then set the limits; the program's file."""
+def begin(spec: dict[str, Any]) -> None:
+    """Tell the judge that the program starts, from where its clock runs, then set the limits."""
     os.write(READY, b"!")
     os.close(READY)
     for kind, soft, hard in spec["limits"]:
@@ -23,9 +23,7 @@ def begin(spec: dict[str, Any]) -> str:
     # Python runs without `site`, which would define these two.
     for name in ("exit", "quit"):
         setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
-    path = f"{spec['folder']}/{spec['file']}"
-    sys.argv = [path]
-    return path
+    sys.argv = [spec["path"]]
 
 
 class Channel:

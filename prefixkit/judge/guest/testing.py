@@ -4,6 +4,7 @@ import builtins
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from prefixkit.judge.guest.start import Channel, begin
@@ -113,17 +114,16 @@ def _line(error: BaseException, file: str) -> str:
             line = trace.tb_lineno
         trace = trace.tb_next
     where = f"line {line} of the tests: " if line else ""
-    try:
+    text = ""
+    with suppress(Exception):
         text = str(error)[:200]
-    except Exception:
-        text = ""
     return f"{where}{type(error).__name__}{': ' if text else ''}{text}"
 
 
 def main(spec: dict[str, Any]) -> None:
     """Run the tests' setup, wait for the candidate to be loaded, run the tests, tell how they went."""
-    channel = Channel()
-    path = begin(spec)
+    channel, path = Channel(), spec["path"]
+    begin(spec)
     scope: dict[str, Any] = {"__name__": "tests", "__file__": path}
     try:
         code = compile(spec["program"], path, "exec")

@@ -115,7 +115,10 @@ def _prepared(spec: dict[str, Any]) -> dict[str, Any]:
         _mount("", folder, spec["sealing"], "")
         folder = "/tmp"
     os.chdir(folder)
-    _default_stack(told["thread_stack"])
+    attributes = ctypes.create_string_buffer(256)  # of threads that do not ask for others
+    _libc.pthread_attr_init(attributes)
+    _libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(told["thread_stack"]))
+    _libc.pthread_setattr_default_np(attributes)
     _confine(spec)
     _prctl(_DUMPABLE, 1)
     return told
@@ -130,14 +133,6 @@ def _confine(spec: dict[str, Any]) -> None:
         _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)())
         content = spec["filter"]
         _prctl(_SECCOMP, 2, ctypes.byref(_Filter(len(content) // 8, content)))
-
-
-def _default_stack(size: int) -> None:
-    """Of threads that do not ask for another."""
-    attributes = ctypes.create_string_buffer(256)
-    _libc.pthread_attr_init(attributes)
-    _libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(size))
-    _libc.pthread_setattr_default_np(attributes)
 
 
 def _mount(kind: str, place: str, flags: int, options: str) -> None:

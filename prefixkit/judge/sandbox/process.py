@@ -63,7 +63,7 @@ class Process:
         for pipe in pipes:
             os.set_blocking(pipe.fileno(), False)
         self._seconds, self._cap, self._written, self._framed = seconds, cap, 0, framed
-        self._begun, self._open = False, {self._out, self._err}
+        self._begun, self._open = False, {self._out, self._err, self._ready}
         self._deadline = time.monotonic() + START
         self._unsent: memoryview = memoryview(b"")
         self._close_in = False
@@ -107,16 +107,8 @@ class Process:
 
     def interests(self, listen: bool) -> list[tuple[int, int]]:
         """What to poll for, as descriptors and events; of standard output only if ``listen``."""
-        found = [(self._pidfd, select.POLLIN)]
-        if not self._begun:
-            found.append((self._ready, select.POLLIN))
-        if self._err in self._open:
-            found.append((self._err, select.POLLIN))
-        if listen and self._out in self._open:
-            found.append((self._out, select.POLLIN))
-        if self._unsent:
-            found.append((self._in, select.POLLOUT))
-        return found
+        found = [(one, select.POLLIN) for one in (self._pidfd, *self._open) if listen or one != self._out]
+        return [*found, (self._in, select.POLLOUT)] if self._unsent else found
 
     def left(self) -> float:
         """Seconds until the deadline."""
@@ -124,7 +116,7 @@ class Process:
 
     def turn(self, happened: dict[int, int]) -> None:
         """Act on what :func:`select.poll` found, and on the deadline."""
-        if self._ready in happened and not self._begun:
+        if self._ready in happened:
             self._hear_ready()
         if happened.keys() & {self._in, self._out, self._err}:
             self._moved = time.monotonic()
@@ -167,6 +159,7 @@ class Process:
         self._pidfd = -1
 
     def _hear_ready(self) -> None:
+        self._open.discard(self._ready)
         if os.read(self._ready, 1) == b"!":  # else it is the status of what could not begin
             self._begun = True
             self._moved = time.monotonic()
@@ -184,9 +177,8 @@ class Process:
             self._stdin.close()
 
     def _read_errors(self) -> bool:
-        more = self._some(self._err, _CHUNK)
+        more = self._some(self._err, _CHUNK, counted=True)
         self._errors = (self._errors + more)[-_TAIL:]
-        self._count(len(more))
         return bool(more)
 
     def _missing(self) -> int:
@@ -199,24 +191,21 @@ class Process:
         if size > MESSAGE:
             self._exceed("output")
             return False
-        more = self._some(self._out, min(size, _CHUNK)) if size else b""
+        more = self._some(self._out, min(size, _CHUNK), counted=not self._framed) if size else b""
         self.heard += more
-        if not self._framed:
-            self._count(len(more))
         return bool(more)
 
-    def _some(self, descriptor: int, size: int) -> bytes:
-        """What can be read now."""
+    def _some(self, descriptor: int, size: int, counted: bool) -> bytes:
+        """What can be read now, and whether it counts as output."""
         with suppress(BlockingIOError):
-            if more := os.read(descriptor, size):
-                return more
-            self._open.discard(descriptor)
+            more = os.read(descriptor, size)
+            if not more:
+                self._open.discard(descriptor)
+            self._written += len(more) * counted
+            if self._written > self._cap:
+                self._exceed("output")
+            return more
         return b""
-
-    def _count(self, size: int) -> None:
-        self._written += size
-        if self._written > self._cap:
-            self._exceed("output")
 
     def _exceed(self, excess: Excess) -> None:
         self.excess = excess
@@ -233,7 +222,7 @@ class Process:
             return
         if not self._begun:
             self._hear_ready()
-        told = self._some(self._ready, 2) if self._begun else b""
+        told = self._some(self._ready, 2, counted=False) if self._begun else b""
         self.status = int.from_bytes(told, "big", signed=True) if told else -signal.SIGKILL
         self.starved = 0.0 if told else math.inf  # what watches it was killed, which no program can do
         self.close()

@@ -123,7 +123,7 @@ class Sandbox:
             folder = bubblewrap.INSIDE
             if self.plain:
                 folder = held.enter_context(tempfile.TemporaryDirectory(prefix="judge-"))
-            told = {**spec, "guest": name, "folder": folder, "file": FILES[name], "files": there}
+            told = {**spec, "guest": name, "folder": folder, "path": f"{folder}/{FILES[name]}", "files": there}
             for key in {"command", "arguments"} & set(told):
                 told[key] = [f"{folder}/{word}" if word in there else word for word in told[key]]
             told["limits"] = rlimits(limits, protections, not self.plain, stack)
