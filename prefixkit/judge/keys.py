@@ -39,8 +39,7 @@ def key_of(program: str, problem: Problem, digest: bytes | None = None) -> str:
     Raises:
         ValueError: the problem has no tests.
     """
-    found = digest_of(problem) if digest is None else digest
-    return hashlib.sha256(found + json.dumps(program).encode()).hexdigest()
+    return hashlib.sha256((digest or digest_of(problem)) + json.dumps(program).encode()).hexdigest()
 
 
 def _other(value: object) -> object:

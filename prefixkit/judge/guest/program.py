@@ -36,12 +36,11 @@ def _run(program: str, path: str) -> int:
     module.__dict__.update(__file__=path, __builtins__=builtins)
     try:
         exec(compile(program, path, "exec"), module.__dict__)
+        return 0
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
-        return 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
-        return 1
-    return 0
+    return 1

@@ -8,6 +8,7 @@ from typing import Any
 from prefixkit.judge.ends import Judged, ended, line
 from prefixkit.judge.kinds.cpp import compiled
 from prefixkit.judge.kinds.texts import accepts
+from prefixkit.judge.kinds.values import shown
 from prefixkit.judge.sandbox.sandbox import Sandbox
 from prefixkit.judge.verdict import Verdict
 from prefixkit.tasks.problem import Language, Limits, Streams
@@ -33,12 +34,13 @@ def judge_streams(sandbox: Sandbox, program: str, language: Language, tests: Str
             output = bytes(process.heard)
             if process.excess or process.status != 0:
                 return ended(process, limits, number)
+        wrong = ""
         if tests.checker:
-            verdict = _checked(sandbox, tests.checker, (given, expected, output), limits)
-        else:
-            verdict = "" if accepts(output, expected, tests.compare, tests.tolerance) else _difference(output)
-        if verdict:
-            return Judged(Verdict("failed", number, line(verdict)))
+            wrong = _checked(sandbox, tests.checker, (given, expected, output), limits)
+        elif not accepts(output, expected, tests.compare, tests.tolerance):
+            wrong = f"wrote {shown(output.decode('utf-8', 'replace'))}"
+        if wrong:
+            return Judged(Verdict("failed", number, line(wrong)))
     return Judged(Verdict("passed"))
 
 
@@ -55,7 +57,3 @@ def _checked(sandbox: Sandbox, checker: str, texts: tuple[str, str, bytes], limi
         if process.excess:
             return f"its checker went beyond a limit: {process.excess}"
         return "" if process.status == 0 else f"its checker refused: exit status {process.status}"
-
-
-def _difference(output: bytes) -> str:
-    return f"wrote {output[:100].decode('utf-8', 'replace')!r}{'...' if len(output) > 100 else ''}"

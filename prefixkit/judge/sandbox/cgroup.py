@@ -185,9 +185,8 @@ class Cgroups:
     def _stale(self) -> list[Cgroup]:
         """Those of judges that are dead."""
         names = {path.name for folder in self.hierarchy.folders for path in folder.iterdir()}
-        rows = [found for found in map(_NAME.fullmatch, sorted(names)) if found]
         # Whether judges of another namespace are alive cannot be seen from here.
-        rows = [found for found in rows if int(found[1]) == _namespace()]
+        rows = [found for found in map(_NAME.fullmatch, sorted(names)) if found and int(found[1]) == _namespace()]
         return [Cgroup(self.hierarchy, found[0]) for found in rows if _started(int(found[2])) != int(found[3])]
 
 

@@ -13,12 +13,11 @@ from prefixkit.tasks.problem import Limits
 MIB = 1 << 20
 _FILES = 256
 _PAGES = 1 << 16  # bytes, the largest page of any machine
-_STACK = 64  # MiB; a stack of C++ may be larger
 _SIGNALS = 1024  # that wait, and timers, which the kernel counts by user
 _THREAD_STACK = 8 * MIB  # as systems have it; what is reserved for a stack counts as memory of the program
 
 
-def rlimits(limits: Limits, protections: Protections, namespaced: bool, stack: int = _STACK) -> list[list[int]]:
+def rlimits(limits: Limits, protections: Protections, namespaced: bool, stack: int) -> list[list[int]]:
     """Rows of resource, soft limit, hard limit, as in ``resource.setrlimit``.
 
     Args:
@@ -39,7 +38,9 @@ def rlimits(limits: Limits, protections: Protections, namespaced: bool, stack: i
         rows.append([resource.RLIMIT_FSIZE, DISK_MIB * MIB, DISK_MIB * MIB])
     if protections.memory:
         rows.append([resource.RLIMIT_AS, limits.memory * MIB, limits.memory * MIB])
-    if protections.processes and namespaced and _counts_by_namespace():
+    kernel = [int(number) for number in re.findall(r"\d+", platform.release())[:2]]
+    # Older ones count a user's processes on the whole machine, not by user namespace.
+    if protections.processes and namespaced and kernel >= [5, 14]:
         rows.append([resource.RLIMIT_NPROC, THREADS, THREADS])
     return rows
 
@@ -47,9 +48,3 @@ def rlimits(limits: Limits, protections: Protections, namespaced: bool, stack: i
 def thread_stack(limits: Limits) -> int:
     """Bytes of a thread's stack where a program does not choose them: all together take a quarter of its memory."""
     return min(_THREAD_STACK, limits.memory * MIB // (4 * THREADS)) // _PAGES * _PAGES
-
-
-def _counts_by_namespace() -> bool:
-    """Whether the kernel (5.14 and later) counts a user's processes by user namespace, not on the whole machine."""
-    numbers = re.findall(r"\d+", platform.release())
-    return tuple(int(number) for number in numbers[:2]) >= (5, 14)
