@@ -58,16 +58,14 @@ def ended(process: Process, limits: Limits, case: int | None = None, beside: Seq
         return Judged(Verdict("memory", case, f"more than {limits.memory} MiB"))
     *_, last = "", *process.errors.splitlines()
     status = process.status or 0
-    memory = Verdict("memory", case, f"more than {limits.memory} MiB: {line(last)}")
+    if status == -signal.SIGXCPU:
+        return Judged(Verdict("timeout", case, f"more than {limits.seconds:g} s of CPU time"))
+    aborted = status < 0 and ("bad_alloc" in last or "bad_array_new_length" in last)
+    if aborted or (status >= 0 and last.startswith("MemoryError")):
+        return Judged(Verdict("memory", case, f"more than {limits.memory} MiB: {line(last)}"))
     if status < 0:
-        if -status == signal.SIGXCPU:
-            return Judged(Verdict("timeout", case, f"more than {limits.seconds:g} s of CPU time"))
-        if "bad_alloc" in last or "bad_array_new_length" in last:
-            return Judged(memory)
         detail = f"{_signal(-status)}{': ' if last else ''}{line(last)}"[:DETAIL]
         return Judged(Verdict("crashed", case, detail), process.starved == math.inf)
-    if last.startswith("MemoryError"):
-        return Judged(memory)
     if last.split(":")[0] in ("SyntaxError", "IndentationError", "TabError"):
         return Judged(Verdict("invalid", case, line(last)))
     return Judged(Verdict("error", case, line(f"exit status {status}: {last}" if last else f"exit status {status}")))

@@ -41,8 +41,7 @@ class Answering:
         except BaseException as error:
             self._say("raised", *_described(error))
             return
-        found = {name: self._kind(name) for name in names}
-        self._say("loaded", found)
+        self._say("loaded", {name: self._kind(name) for name in names})
 
     def _kind(self, name: str) -> Any:
         """("missing",), ("function",), or ("value", it)."""

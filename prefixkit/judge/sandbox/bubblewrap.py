@@ -81,7 +81,7 @@ def _root(tools: bool) -> list[str]:
     """A root with the interpreter and its libraries alone."""
     made: list[str] = []
     usr = ("/usr",) if tools else _USR
-    prefix = interpreter()[1]
+    file, prefix = interpreter()
     places = [place for place in usr if Path(place).is_dir()]
     for place in (*_LIBRARIES, "/bin") if tools else _LIBRARIES:
         if Path(place).is_symlink():
@@ -89,10 +89,7 @@ def _root(tools: bool) -> list[str]:
         elif Path(place).is_dir():
             places.append(place)
     if not any(prefix == place or prefix.startswith(f"{place}/") for place in places):
-        if prefix == "/usr":
-            places += [path for path in (interpreter()[0],) if path.startswith("/usr/")]
-        else:
-            places.append(prefix)
+        places.append(file if prefix == "/usr" else prefix)
     for place in places:
         made += ["--ro-bind", ground().places.get(place, place), place]
     for place in ("/etc/ld.so.cache", "/etc/localtime", *(("/etc/alternatives",) if tools else ())):
