@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, Literal
@@ -198,7 +198,7 @@ class _Words:
     def __init__(self) -> None:
         self.places: list[tuple[int, int]] = []
         self._words: list[Tensor] = []
-        self._samples: list[tuple[Sequence[Tensor], Tensor]] = []
+        self._samples: list[tuple[list[Tensor], Tensor]] = []
         self.small, self.tokens_worth = True, 0
 
     def update(self, tensors: Sequence[Tensor]) -> None:
@@ -218,7 +218,7 @@ class _Words:
 
     def sample(self) -> int:
         """The digest of some words of each tensor."""
-        return _sum((torch.cat(group) * weights).sum() for group, weights in self._samples)  # type: ignore[arg-type]
+        return sum(int((torch.cat(group) * weights).sum()) for group, weights in self._samples)
 
     def all(self) -> int:
         """The digest of all words."""
@@ -229,11 +229,7 @@ class _Words:
             for block in torch.split(words, len(sums[device])):
                 there = sums[device][: len(block)]
                 torch.add(block, there, alpha=_ODD, out=there)
-        return _sum((whole * _weights(len(whole), device)).sum() for device, whole in sums.items())
-
-
-def _sum(sums: Iterable[Tensor]) -> int:
-    return sum(int(one) for one in sums)
+        return sum(int((whole * _weights(len(whole), device)).sum()) for device, whole in sums.items())
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
