@@ -26,8 +26,8 @@ SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 
 def prompts_of(case: str, tokenizer: Any) -> tuple[list[list[int]], int]:
     """The case's prompts as token ids, and samples per prompt."""
-    from prefixkit.tasks.prompting import Prompting, ask, solved
-    from prefixkit.tasks.source import Source, load
+    from prefixkit.evaluation.tasks.prompting import Prompting, ask, solved
+    from prefixkit.evaluation.tasks.source import Source, load
 
     problems = load(Source(task="humaneval"))
     (first,) = ask(problems[:1], Prompting(), [solved(problem) for problem in problems[1:12]])
@@ -92,7 +92,7 @@ RUN = {"stock": run_stock, "prefill_once": run_prefill_once, "prefixkit": run_pr
 
 def measure(system: str, case: str, new: int) -> Row:
     """Load the model, warm up on a short prompt, run once; in this process."""
-    from prefixkit.demo.model import load_demo
+    from prefixkit.evaluation.demo.model import load_demo
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

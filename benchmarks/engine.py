@@ -22,7 +22,6 @@ from benchmarks.runner import Row, Run, arguments, captured, free_memory, replay
 from benchmarks.shapes import LLAMA_8B
 from benchmarks.tree_attention.inputs import planner_for
 from benchmarks.tree_attention.workloads import PAGE, workload
-from prefixkit.assembly import make_engine
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step, build_step
 from prefixkit.engine.engine import Engine
@@ -32,6 +31,7 @@ from prefixkit.ops import library
 from prefixkit.ops.backend import Backend, backend_for
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.session.assembly import make_engine
 from tests.tree.integrity import check_tree
 
 PREFIX, SUFFIX, REPLAYS, WARM = 2048, 64, 15, 3  # of --step: shared and own tokens, replays after those that warm up

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.runner import Run, arguments
-from prefixkit.judge import Judge
-from prefixkit.tasks.problem import Limits, Problem, Streams
+from prefixkit.evaluation.judge import Judge
+from prefixkit.evaluation.tasks.problem import Limits, Problem, Streams
 
 EXTRA = 0.015  # seconds that a program may take longer than a plain process
 LIMITS = Limits(seconds=1.0, output=64)

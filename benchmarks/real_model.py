@@ -18,11 +18,11 @@ import torch
 
 import prefixkit
 from benchmarks.runner import Row, Run, arguments
-from prefixkit.demo.model import load_demo
-from prefixkit.tasks.encode import encode
-from prefixkit.tasks.problem import Problem
-from prefixkit.tasks.source import Source, load
-from prefixkit.tasks.wording import FENCE_STOP
+from prefixkit.evaluation.demo.model import load_demo
+from prefixkit.evaluation.tasks.encode import encode
+from prefixkit.evaluation.tasks.problem import Problem
+from prefixkit.evaluation.tasks.source import Source, load
+from prefixkit.evaluation.tasks.wording import FENCE_STOP
 
 
 def passes(problem: Problem, completion: str) -> bool:

@@ -11,8 +11,8 @@ import torch
 
 import prefixkit
 from benchmarks.runner import Run, arguments
-from prefixkit.demo.model import load_demo
-from prefixkit.tasks.source import Source, load
+from prefixkit.evaluation.demo.model import load_demo
+from prefixkit.evaluation.tasks.source import Source, load
 
 FILTERS: dict[str, dict[str, float]] = {"none": {}, "top_p": {"top_p": 0.95}, "min_p": {"min_p": 0.05}}
 FILTERS["top_k"] = {"top_k": 50}

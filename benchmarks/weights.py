@@ -18,8 +18,8 @@ import prefixkit
 from benchmarks.runner import Row, Run, arguments
 from benchmarks.shapes import SHAPES
 from prefixkit import Session
-from prefixkit.models.model_state import state_of
-from prefixkit.models.weights_content import kv_version
+from prefixkit.models.weights.content import kv_version
+from prefixkit.models.weights.state import state_of
 
 
 def milliseconds(call: Callable[[], Any], turns: int) -> float:

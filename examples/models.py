@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as bpe
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from prefixkit.demo.model import load_demo
+from prefixkit.evaluation.demo.model import load_demo
 
 END = 256
 

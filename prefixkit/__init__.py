@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from prefixkit.engine.scheduler import KVBudgetTooSmall
     from prefixkit.engine.score import Score
     from prefixkit.models.errors import UnsupportedModel
+    from prefixkit.models.generate.tree_cache import TreeCache
     from prefixkit.models.patch import patch, patched, unpatch
-    from prefixkit.models.tree_cache import TreeCache
     from prefixkit.sampling.params import SamplingParams
-    from prefixkit.search import ForeignNode, NodeFinished, NodeReleased, SearchNode
-    from prefixkit.session import Session
-    from prefixkit.session_memory import MemoryReleased, Pin, Result, SessionBusy
+    from prefixkit.session.search import ForeignNode, NodeFinished, NodeReleased, SearchNode
+    from prefixkit.session.session import Session
+    from prefixkit.session.session_memory import MemoryReleased, Pin, Result, SessionBusy
 
 __version__ = "0.1.0"
 
@@ -37,9 +37,9 @@ _NAMES = {
     "prefixkit.engine.score": ("Score",),
     "prefixkit.models": ("TreeCache", "UnsupportedModel", "patch", "patched", "unpatch"),
     "prefixkit.sampling.params": ("SamplingParams",),
-    "prefixkit.search": ("ForeignNode", "NodeFinished", "NodeReleased", "SearchNode"),
-    "prefixkit.session": ("Session",),
-    "prefixkit.session_memory": ("MemoryReleased", "Pin", "Result", "SessionBusy"),
+    "prefixkit.session.search": ("ForeignNode", "NodeFinished", "NodeReleased", "SearchNode"),
+    "prefixkit.session.session": ("Session",),
+    "prefixkit.session.session_memory": ("MemoryReleased", "Pin", "Result", "SessionBusy"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

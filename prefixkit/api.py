@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-from prefixkit.assembly import make_engine, make_scorer
 from prefixkit.engine.request import BeamFields, BeamParams, Sample, TokenEvent
 from prefixkit.engine.score import Score
 from prefixkit.models import text_config
-from prefixkit.requests import (
+from prefixkit.sampling.params import SamplingFields, SamplingParams
+from prefixkit.session.assembly import make_engine, make_scorer
+from prefixkit.session.requests import (
     Prompts,
     beam_requests,
     is_one_prompt,
@@ -17,9 +18,8 @@ from prefixkit.requests import (
     sampling_requests,
     scored_tokens,
 )
-from prefixkit.sampling.params import SamplingFields, SamplingParams
-from prefixkit.session import Result, run
-from prefixkit.session_memory import check_length
+from prefixkit.session.session import Result, run
+from prefixkit.session.session_memory import check_length
 
 
 def generate(

@@ -25,13 +25,13 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from prefixkit.campaign.folder import Asked, Part, RunFolder, create  # noqa: E402
-from prefixkit.campaign.manifest import Manifest, describe_prompts  # noqa: E402
-from prefixkit.campaign.run import Goal, run_campaign  # noqa: E402
 from prefixkit.engine.report import Report  # noqa: E402
 from prefixkit.engine.request import Sample  # noqa: E402
+from prefixkit.evaluation.campaign.folder import Asked, Part, RunFolder, create  # noqa: E402
+from prefixkit.evaluation.campaign.manifest import Manifest, describe_prompts  # noqa: E402
+from prefixkit.evaluation.campaign.run import Goal, run_campaign  # noqa: E402
+from prefixkit.evaluation.tasks.problem import Problem  # noqa: E402
 from prefixkit.sampling.params import SamplingParams  # noqa: E402
-from prefixkit.tasks.problem import Problem  # noqa: E402
 
 SAMPLES = 24
 
@@ -46,7 +46,7 @@ def folder_of(path: Path, tokens: list[np.ndarray]) -> RunFolder:
 def real(path: Path, disturb: random.Random | None = None, part: Part | None = None, n: int = SAMPLES) -> None:
     """One process of a campaign of a tiny model, to its end."""
     import prefixkit
-    from prefixkit.campaign import shards
+    from prefixkit.evaluation.campaign import shards
     from tests.tiny import ByteTokenizer, tiny_llama
 
     shards.ShardWriter.__init__.__defaults__ = (16, 1 << 20)

@@ -36,7 +36,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 import prefixkit
 from prefixkit.models import UnsupportedModel
-from prefixkit.models.generated_cache import GeneratedCache
+from prefixkit.models.generate.generated_cache import GeneratedCache
 
 LISTS = {
     "Text": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", AutoModelForCausalLM),

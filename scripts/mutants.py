@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from prefixkit.judge import Judge, Verdict
-from prefixkit.tasks.problem import Checks, Limits, Problem
+from prefixkit.evaluation.judge import Judge, Verdict
+from prefixkit.evaluation.tasks.problem import Checks, Limits, Problem
 
 LIMITS = Limits(seconds=3.0, memory=1024)
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)

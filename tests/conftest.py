@@ -70,6 +70,6 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def smol() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct in float32 and its tokenizer, loaded once; leave it unpatched and unchanged."""
-    from prefixkit.demo.model import load_demo
+    from prefixkit.evaluation.demo.model import load_demo
 
     return load_demo()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixkit.campaign.folder import RunFolder
+from prefixkit.evaluation.campaign.folder import RunFolder
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

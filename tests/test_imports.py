@@ -22,21 +22,22 @@ MAY_IMPORT = {
     "backends": {"attention", "cuda", "ops", "sampling", "tree"},
     "engine": {"attention", "ops", "runners", "sampling", "tree"},
     "models": {"attention", "ops", "runners", "tree"},
-    "demo": set(),
-    "tasks": {"sampling"},
-    "judge": {"tasks"},
-    "campaign": {"engine", "judge", "sampling", "tasks"},
-    "report": set(),
+    "session": {"attention", "backends", "engine", "models", "ops", "sampling", "tree"},
+    "evaluation/demo": set(),
+    "evaluation/tasks": {"sampling"},
+    "evaluation/judge": {"evaluation/tasks"},
+    "evaluation/campaign": {"engine", "evaluation/judge", "evaluation/tasks", "sampling"},
+    "evaluation/report": set(),
 }
 # Libraries that only some may import.
 ONLY_IN = {
-    "transformers": {"models", "demo", "cli", "api"},
+    "transformers": {"models", "evaluation/demo", "cli", "api"},
     "accelerate": {"models"},
     "cuda": {"cuda", "backends"},
     "typer": {"cli"},
-    "rich": {"cli", "demo"},
-    "jinja2": {"report", "tasks"},
-    "markupsafe": {"report"},
+    "rich": {"cli"},
+    "jinja2": {"evaluation/report", "evaluation/tasks"},
+    "markupsafe": {"evaluation/report"},
 }
 
 
@@ -63,8 +64,17 @@ def imports(path):
     return frozenset(names)
 
 
+def package_of(parts):
+    """The package that a module of prefixkit lies in, by the parts of its name after ``prefixkit``."""
+    return "/".join(parts[:2]) if parts[0] == "evaluation" else parts[0]
+
+
 def packages_of(names):
-    return {name.split(".")[1] for name in names if name.startswith("prefixkit.")}
+    return {package_of(name.split(".")[1:]) for name in names if name.startswith("prefixkit.")}
+
+
+def home_of(path):
+    return package_of(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -83,22 +93,27 @@ def test_leaves_import_nothing_of_ours():
 
 def test_only_the_public_interface_and_the_command_line_import_backends():
     for path in sources():
-        package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if package not in {"assembly", "backends", "cli"}:
+        if home_of(path) not in {"session", "backends", "cli"}:
             assert "backends" not in packages_of(imports(path)), path
 
 
 def test_nothing_imports_the_command_line():
     for path in sources():
-        if path.relative_to(PACKAGE).parts[0] not in {"cli", "__main__.py"}:
+        if home_of(path) not in {"cli", "__main__"}:
             assert "cli" not in packages_of(imports(path)), path
+
+
+def test_the_library_does_not_import_the_application():
+    for path in sources():
+        if path.relative_to(PACKAGE).parts[0] not in {"evaluation", "cli"}:
+            assert not [name for name in imports(path) if name.startswith("prefixkit.evaluation")], path
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
 def test_a_library_is_imported_only_where_it_belongs(library):
     for path in sources():
         if any(name.split(".")[0] == library for name in imports(path)):
-            assert path.relative_to(PACKAGE).parts[0].removesuffix(".py") in ONLY_IN[library], path
+            assert home_of(path) in ONLY_IN[library], path
 
 
 def test_modules_import_each_other_in_no_cycle():
@@ -133,8 +148,8 @@ def test_no_file_is_called_utils():
 
 def test_the_design_names_these_packages_and_these_imports():
     """The table in docs/design.md: a row for each package, with what it imports."""
-    rows = re.findall(r"^\| `prefixkit/(\w+)/` \|([^|]*)\|", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
-    said = {package: set(re.findall(r"`(\w+)`", imported)) for package, imported in rows}
+    rows = re.findall(r"^\| `prefixkit/([\w/]+)/` \|([^|]*)\|", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    said = {package: set(re.findall(r"`([\w/]+)`", imported)) for package, imported in rows}
     assert {package: said.get(package) for package in MAY_IMPORT} == MAY_IMPORT
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert set(said) == folders
+    assert {package.split("/")[0] for package in said} == folders

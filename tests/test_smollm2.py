@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import prefixkit
-from prefixkit.tasks.source import Source, load
+from prefixkit.evaluation.tasks.source import Source, load
 
 pytestmark = pytest.mark.slow
 

@@ -13,10 +13,10 @@ from benchmarks.hydragen.report import SMALLER_FLASH
 from benchmarks.hydragen.step import Rig
 from benchmarks.runner import Row, input_sets, replay_us, wall_seconds
 from benchmarks.tree_attention.rivals import MOST_EXPANDED_BYTES
-from prefixkit.assembly import make_engine
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.session.assembly import make_engine
 
 FLOORS, SLACK = 1.35, 0.03  # what the aim allows beside the compiled ceiling: of attention's floor, and of all
 STOCK_STEPS, STOCK_WARM = 12, 2  # of stock transformers: those that are timed, after some that warm it up

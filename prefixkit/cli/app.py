@@ -171,9 +171,9 @@ def sample(
     """Sample continuations of prompts; a run folder is gone on with, whatever stopped it."""
     from prefixkit.cli.commands.sample import run_sample, sample_on_devices
     from prefixkit.cli.prompted import Settings
+    from prefixkit.evaluation.tasks.prompting import Prompting
+    from prefixkit.evaluation.tasks.source import Source
     from prefixkit.sampling.params import SamplingParams
-    from prefixkit.tasks.prompting import Prompting
-    from prefixkit.tasks.source import Source
 
     params = SamplingParams(
         n=n,
@@ -283,8 +283,8 @@ def inspect(
 ) -> None:
     """Draw what prompts share and say what that would save; loads no weights, runs nothing."""
     from prefixkit.cli.commands.inspect import run_inspect
-    from prefixkit.tasks.prompting import Prompting
-    from prefixkit.tasks.source import Source
+    from prefixkit.evaluation.tasks.prompting import Prompting
+    from prefixkit.evaluation.tasks.source import Source
 
     run_inspect(
         model,

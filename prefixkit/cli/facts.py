@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any
 
-from prefixkit.campaign.folder import TREE, RunFolder
-from prefixkit.campaign.verdicts import Verdicts
 from prefixkit.engine.report import Report
-from prefixkit.report import Branch, Candidate, Facts, Group, Picture, Problem, Progress, Saved, SavedRow
-from prefixkit.tasks.typed import typed
+from prefixkit.evaluation.campaign.folder import TREE, RunFolder
+from prefixkit.evaluation.campaign.verdicts import Verdicts
+from prefixkit.evaluation.report import Branch, Candidate, Facts, Group, Picture, Problem, Progress, Saved, SavedRow
+from prefixkit.evaluation.tasks.typed import typed
 
 EXAMPLES = 3  # candidates of a problem that are shown: one that passed, and others
 _TEXT = 20_000  # characters of one that are kept

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from prefixkit.cli.terminal import line
-from prefixkit.demo.model import demo_folder
+from prefixkit.evaluation.demo.model import demo_folder
 
 DEMO = "demo"
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from prefixkit.campaign.folder import Part
+    from prefixkit.evaluation.campaign.folder import Part
 
 _ESCAPE = re.compile(r"\\(?:([nrt\\\"'0])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|(.?))", re.DOTALL)
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "'": "'", "0": "\0"}
@@ -39,7 +39,7 @@ def parse_part(text: str) -> Part:
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
     if found is None or int(found[1]) >= int(found[2]):
         raise ValueError(f"--shard must be i/n with i from 0 to n - 1, such as 0/4; got {text}")
-    from prefixkit.campaign.folder import Part  # numpy with it, which ``--help`` does not wait for
+    from prefixkit.evaluation.campaign.folder import Part  # numpy with it, which ``--help`` does not wait for
 
     return Part(int(found[1]), int(found[2]))
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from prefixkit.campaign.folder import Asked, Part
-from prefixkit.campaign.manifest import Manifest, describe_prompts, tokenizer_fingerprint
 from prefixkit.cli.commands.env import versions
+from prefixkit.evaluation.campaign.folder import Asked, Part
+from prefixkit.evaluation.campaign.manifest import Manifest, describe_prompts, tokenizer_fingerprint
+from prefixkit.evaluation.tasks.answers import begun
+from prefixkit.evaluation.tasks.encode import encode_all
+from prefixkit.evaluation.tasks.params import sampling_params
+from prefixkit.evaluation.tasks.problem import Problem
+from prefixkit.evaluation.tasks.prompting import Prompting
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.tasks.answers import begun
-from prefixkit.tasks.encode import encode_all
-from prefixkit.tasks.params import sampling_params
-from prefixkit.tasks.problem import Problem
-from prefixkit.tasks.prompting import Prompting
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ check_transformers(transformers)
 from prefixkit.models.attention import is_patched
 from prefixkit.models.errors import IncompleteStep, NotPatched, UnsupportedModel
 from prefixkit.models.families import pretrained_model, text_config
+from prefixkit.models.generate.tree_cache import TreeCache
 from prefixkit.models.patch import patch, patched, unpatch
 from prefixkit.models.runner import ModelRunner
 from prefixkit.models.shape import kv_spec, longest_text, query_heads
 from prefixkit.models.step_cache import StepCache
-from prefixkit.models.tree_cache import TreeCache
 
 __all__ = [
     "IncompleteStep",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from prefixkit.models.families import text_config
-from prefixkit.models.model_state import adapter_states
+from prefixkit.models.weights.state import adapter_states
 
 ELEMENTS = 256  # of each tensor
 # Fields of a config that change nothing of what a layer computes.

@@ -12,8 +12,16 @@ from prefixkit.models.attention import become, is_tree_class, original_class, pa
 from prefixkit.models.compile.made import drop
 from prefixkit.models.compile.packed_weights import unpack
 from prefixkit.models.families import attention_layers, pretrained_model
-from prefixkit.models.generation import MODES, Mode, forget_mode, generates, generating_class, set_mode, wrap_forward
-from prefixkit.models.weights_content import COMPARE, SETTING, Compare
+from prefixkit.models.generate.forward import (
+    MODES,
+    Mode,
+    forget_mode,
+    generates,
+    generating_class,
+    set_mode,
+    wrap_forward,
+)
+from prefixkit.models.weights.content import COMPARE, SETTING, Compare
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -21,10 +21,10 @@ from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.compile.packing import capturing
 from prefixkit.models.errors import NotPatched, UnsupportedModel
 from prefixkit.models.families import logits_of, pretrained_model, text_config
-from prefixkit.models.model_state import weights_places
 from prefixkit.models.probe.passes import random_part
 from prefixkit.models.shape import kv_spec, longest_text, query_heads, windows
 from prefixkit.models.step_cache import StepCache
+from prefixkit.models.weights.state import weights_places
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.runners.eager import EagerRunner

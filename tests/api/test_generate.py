@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import prefixkit
-from prefixkit.assembly import make_engine
 from prefixkit.engine.request import Request
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.session.assembly import make_engine
 from tests.api.cases import HEAD, PROMPTS, TOKENIZER
 from tests.models.tiny_families import make_model
 from tests.tiny import EOS, tiny_llama

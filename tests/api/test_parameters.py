@@ -11,7 +11,7 @@ from transformers import GenerationConfig, WatermarkingConfig
 import prefixkit
 from prefixkit import BeamParams, Request, SamplingParams, Session
 from prefixkit.models import NotPatched
-from prefixkit.requests import GENERATION_FIELDS
+from prefixkit.session.requests import GENERATION_FIELDS
 from tests.api.cases import TOKENIZER, tokens_of
 from tests.tiny import tiny_llama
 

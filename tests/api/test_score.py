@@ -14,7 +14,7 @@ import prefixkit
 from prefixkit import Score, Session
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.models import NotPatched
-from prefixkit.session import MemoryReleased, SessionBusy
+from prefixkit.session.session import MemoryReleased, SessionBusy
 from tests.covering import pairwise_cover
 from tests.tiny import EOS, ByteTokenizer, tiny_llama
 from tests.tree.integrity import check_tree

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.judge import judged, list_schedule, plain, programs
-from tests.judge.judging import missing
+from tests.evaluation.judge.judging import missing
 
 EXPECTED = {
     "pass": "passed",

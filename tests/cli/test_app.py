@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 import prefixkit
-from prefixkit.campaign.folder import RunFolder
-from prefixkit.demo.model import FOLDER
-from prefixkit.judge.sandbox import bubblewrap
+from prefixkit.evaluation.campaign.folder import RunFolder
+from prefixkit.evaluation.demo.model import FOLDER
+from prefixkit.evaluation.judge.sandbox import bubblewrap
 from tests.command_line import run
 from tests.tiny import byte_tokenizer, tiny_llama
 
@@ -102,7 +102,7 @@ def test_a_traceback_is_there_for_those_who_ask(folders, prompts, monkeypatch):
 # The command line in a process that says when three samples are there, and waits for a signal before the fourth.
 INTERRUPTED = """
 import runpy, signal
-from prefixkit.campaign.shards import ShardWriter
+from prefixkit.evaluation.campaign.shards import ShardWriter
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit one that is ignored
 write, written = ShardWriter.write, []
 

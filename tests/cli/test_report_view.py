@@ -5,8 +5,8 @@ import io
 from rich.console import Console
 
 from prefixkit.cli.report_view import show
-from prefixkit.report import Facts
-from tests.report.runs import campaign, small
+from prefixkit.evaluation.report import Facts
+from tests.evaluation.report.runs import campaign, small
 
 
 def shown(facts, width=100):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import prefixkit
-from prefixkit.assembly import make_engine
 from prefixkit.attention.capacity import PlanCapacity, capacity_for
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
@@ -20,10 +19,11 @@ from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlan
 from prefixkit.engine.request import Request
 from prefixkit.models import ModelRunner, kv_spec, query_heads
 from prefixkit.models.compile.packed_weights import packed_view
-from prefixkit.models.model_state import weights_places
+from prefixkit.models.weights.state import weights_places
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.session.assembly import make_engine
 from prefixkit.tree import PrefixTree
 from tests.gpu.test_model import model_of, prompts
 

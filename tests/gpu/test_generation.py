@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import prefixkit
-from prefixkit.models.tree_memory import idle_of
+from prefixkit.models.generate.tree_memory import idle_of
 from tests.gpu.test_model import model_of, prompts
 
 NEW = 40

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import prefixkit
-from prefixkit.assembly import make_engine
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant, register
 from prefixkit.backends.cuda import attention as cuda_attention
@@ -18,6 +17,7 @@ from prefixkit.cuda.launch import Memo
 from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.runners import graph as graphs
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.session.assembly import make_engine
 from tests.gpu.test_model import model_of, prompts
 from tests.tree.integrity import check_tree
 

@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 import prefixkit
-from prefixkit.assembly import make_engine
 from prefixkit.engine.request import Request
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.session.assembly import make_engine
 from tests.tiny import VOCAB, ByteTokenizer, tiny_llama
 
 # The second and the last run on the portable kernel everywhere.

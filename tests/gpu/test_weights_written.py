@@ -11,7 +11,7 @@ import torch
 
 import prefixkit
 from prefixkit import Session
-from prefixkit.models.weights_content import kv_version
+from prefixkit.models.weights.content import kv_version
 from tests.gpu.test_model import model_of
 
 PROMPT = [3 + 7 * index % 250 for index in range(700)]

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 import prefixkit
-from prefixkit.campaign.folder import RunFolder, check_place
 from prefixkit.cli.commands.evaluate import judge_with_bar, open_judge
 from prefixkit.cli.commands.sample import sample_prompted
 from prefixkit.cli.errors import at_work
@@ -21,12 +20,13 @@ from prefixkit.cli.prompted import Prompted, Settings, prompted
 from prefixkit.cli.report_view import show
 from prefixkit.cli.terminal import line, visible
 from prefixkit.cli.views import plant, show_tree
-from prefixkit.judge import NoSandbox
-from prefixkit.report import write_report
+from prefixkit.evaluation.campaign.folder import RunFolder, check_place
+from prefixkit.evaluation.judge import NoSandbox
+from prefixkit.evaluation.report import write_report
+from prefixkit.evaluation.tasks.problem import Problem
+from prefixkit.evaluation.tasks.prompting import Prompting, ask, solved
+from prefixkit.evaluation.tasks.source import Source, read_problems
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.tasks.problem import Problem
-from prefixkit.tasks.prompting import Prompting, ask, solved
-from prefixkit.tasks.source import Source, read_problems
 
 ASKED = ("HumanEval/22", "HumanEval/23", "HumanEval/28", "HumanEval/35")  # easy: a model this small solves some
 SHOWN = ("HumanEval/13", "HumanEval/27", "HumanEval/42", "HumanEval/45", "HumanEval/60")  # the few-shot examples

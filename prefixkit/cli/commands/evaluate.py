@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
-from prefixkit.campaign.folder import Part, RunFolder, check_whole
-from prefixkit.campaign.verdicts import Judged, judge_samples
 from prefixkit.cli.errors import Interrupted, at_work
 from prefixkit.cli.facts import facts_of
 from prefixkit.cli.progress import Count
 from prefixkit.cli.report_view import show
 from prefixkit.cli.terminal import line
-from prefixkit.judge import BadTests, Judge
+from prefixkit.evaluation.campaign.folder import Part, RunFolder, check_whole
+from prefixkit.evaluation.campaign.verdicts import Judged, judge_samples
+from prefixkit.evaluation.judge import BadTests, Judge
 
 
 def run_evaluate(run: Path, jobs: int | None, unsafe: bool, quiet: bool, console: Console) -> None:
@@ -46,7 +46,7 @@ def run_evaluate(run: Path, jobs: int | None, unsafe: bool, quiet: bool, console
 @contextmanager
 def open_judge(quiet: bool, **options: Any) -> Iterator[Judge]:
     """A judge, whose log is shown: whether programs have cgroups, or no sandbox at all."""
-    log = logging.getLogger("prefixkit.judge")
+    log = logging.getLogger("prefixkit.evaluation.judge")
     level = log.level
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     try:

@@ -9,13 +9,13 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from prefixkit.campaign.folder import RunFolder, check_whole
-from prefixkit.campaign.verdicts import Verdicts
 from prefixkit.cli.errors import at_work
 from prefixkit.cli.output import standard_output, write_line
 from prefixkit.cli.terminal import line
+from prefixkit.evaluation.campaign.folder import RunFolder, check_whole
+from prefixkit.evaluation.campaign.verdicts import Verdicts
+from prefixkit.evaluation.tasks.export import evalplus_line, humaneval_line
 from prefixkit.paths import replacing
-from prefixkit.tasks.export import evalplus_line, humaneval_line
 
 FORMATS = ("human-eval", "evalplus", "programs")
 

@@ -8,9 +8,9 @@ from prefixkit.cli.loading import check_dtype, empty_model, load_tokenizer, reso
 from prefixkit.cli.terminal import line
 from prefixkit.cli.views import plant, show_report, show_tree
 from prefixkit.engine.report import Report
-from prefixkit.tasks.encode import encode_all, uses_chat
-from prefixkit.tasks.prompting import Prompting
-from prefixkit.tasks.source import Source, load
+from prefixkit.evaluation.tasks.encode import encode_all, uses_chat
+from prefixkit.evaluation.tasks.prompting import Prompting
+from prefixkit.evaluation.tasks.source import Source, load
 from prefixkit.tree import PrefixTree
 from prefixkit.tree.pages import pages_for
 

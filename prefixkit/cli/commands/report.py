@@ -7,12 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from prefixkit.campaign.folder import RunFolder, check_whole
 from prefixkit.cli.errors import at_work
 from prefixkit.cli.facts import facts_of
 from prefixkit.cli.report_view import show
 from prefixkit.cli.terminal import line
-from prefixkit.report import write_report
+from prefixkit.evaluation.campaign.folder import RunFolder, check_whole
+from prefixkit.evaluation.report import write_report
 
 
 def run_report(runs: Sequence[Path], out: Path | None, quiet: bool, console: Console) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 
 from rich.console import Console
 
-from prefixkit.campaign.folder import RunFolder, check_place, create
-from prefixkit.campaign.run import Goal, Progress, record_of, run_campaign
 from prefixkit.cli.commands.devices import run_on_devices
 from prefixkit.cli.commands.env import versions
 from prefixkit.cli.commands.evaluate import open_judge, solved_of
@@ -30,14 +28,16 @@ from prefixkit.engine.policy import parse_size
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import check_fits
-from prefixkit.judge import Judge, available
+from prefixkit.evaluation.campaign.folder import RunFolder, check_place, create
+from prefixkit.evaluation.campaign.run import Goal, Progress, record_of, run_campaign
+from prefixkit.evaluation.judge import Judge, available
+from prefixkit.evaluation.tasks.encode import uses_chat
+from prefixkit.evaluation.tasks.source import Source, load
 from prefixkit.models.families import text_config
 from prefixkit.models.fingerprint import model_fingerprint
-from prefixkit.requests import sampling_requests
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.session import Session
-from prefixkit.tasks.encode import uses_chat
-from prefixkit.tasks.source import Source, load
+from prefixkit.session.requests import sampling_requests
+from prefixkit.session.session import Session
 from prefixkit.tree.pages import check_page_size
 from prefixkit.tree.radix import PrefixTree
 

@@ -35,8 +35,8 @@ from prefixkit.models.compile.traced import TracedLayer
 from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.layer import TracedStep
-from prefixkit.models.model_state import plain_numbers
 from prefixkit.models.step_cache import CacheLayer, StepCache
+from prefixkit.models.weights.state import plain_numbers
 from prefixkit.ops import library
 from prefixkit.ops.kv_pool import KVSpec
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.weights_memory import borrowed
+from prefixkit.models.weights.borrowed import borrowed
 
 # Kernels load vectors of so many bytes: each weight must begin at a multiple.
 ALIGN = 16

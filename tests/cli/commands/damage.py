@@ -9,13 +9,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from prefixkit.campaign.folder import Asked, RunFolder, create
-from prefixkit.campaign.manifest import describe_prompts
-from prefixkit.campaign.shards import ShardWriter
-from prefixkit.campaign.verdicts import Verdicts
-from prefixkit.tasks.problem import Calls, Checks, Limits, Problem, Streams
-from tests.campaign.cases import manifest_of, prompts_of
+from prefixkit.evaluation.campaign.folder import Asked, RunFolder, create
+from prefixkit.evaluation.campaign.manifest import describe_prompts
+from prefixkit.evaluation.campaign.shards import ShardWriter
+from prefixkit.evaluation.campaign.verdicts import Verdicts
+from prefixkit.evaluation.tasks.problem import Calls, Checks, Limits, Problem, Streams
 from tests.command_line import run
+from tests.evaluation.campaign.cases import manifest_of, prompts_of
 
 STRANGE = {"strange": [None, 1.5]}  # of no field's type
 MOST = 9  # damaged lines of one file: so many are named

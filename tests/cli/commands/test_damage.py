@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from prefixkit.campaign.folder import Asked, RunFolder, create
-from prefixkit.campaign.manifest import describe_prompts
-from prefixkit.campaign.shards import ShardWriter
-from prefixkit.tasks.problem import Calls, Problem, Streams
-from tests.campaign.cases import manifest_of, prompts_of
+from prefixkit.evaluation.campaign.folder import Asked, RunFolder, create
+from prefixkit.evaluation.campaign.manifest import describe_prompts
+from prefixkit.evaluation.campaign.shards import ShardWriter
+from prefixkit.evaluation.tasks.problem import Calls, Problem, Streams
 from tests.cli.commands.damage import Whole, outcomes
 from tests.command_line import run
-from tests.judge.judging import needs_sandbox
+from tests.evaluation.campaign.cases import manifest_of, prompts_of
+from tests.evaluation.judge.judging import needs_sandbox
 
 pytestmark = needs_sandbox()
 

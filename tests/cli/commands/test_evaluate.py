@@ -8,21 +8,21 @@ import json
 import numpy as np
 import pytest
 
-from prefixkit.campaign.folder import Asked, Part, RunFolder, create
-from prefixkit.campaign.manifest import describe_prompts
-from prefixkit.campaign.run import Goal, run_campaign
-from prefixkit.campaign.verdicts import Verdicts
 from prefixkit.cli.commands.evaluate import solved_of
 from prefixkit.cli.terminal import terminal
 from prefixkit.engine.report import Report
 from prefixkit.engine.request import Sample
-from prefixkit.judge import Judge, NoSandbox
-from prefixkit.judge import judge as judging
-from prefixkit.judge.sandbox import bubblewrap
+from prefixkit.evaluation.campaign.folder import Asked, Part, RunFolder, create
+from prefixkit.evaluation.campaign.manifest import describe_prompts
+from prefixkit.evaluation.campaign.run import Goal, run_campaign
+from prefixkit.evaluation.campaign.verdicts import Verdicts
+from prefixkit.evaluation.judge import Judge, NoSandbox
+from prefixkit.evaluation.judge import judge as judging
+from prefixkit.evaluation.judge.sandbox import bubblewrap
+from prefixkit.evaluation.tasks.problem import Checks, Problem
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.tasks.problem import Checks, Problem
-from tests.campaign.cases import manifest_of, prompts_of
 from tests.command_line import lines, run
+from tests.evaluation.campaign.cases import manifest_of, prompts_of
 
 HEADS = {
     "double": 'def double(x):\n    """Twice x."""\n',

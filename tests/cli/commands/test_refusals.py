@@ -11,9 +11,9 @@ import json
 import huggingface_hub
 import pytest
 
-from prefixkit.judge.sandbox import bubblewrap
-from tests.campaign.cases import folder_of, sample
+from prefixkit.evaluation.judge.sandbox import bubblewrap
 from tests.command_line import run
+from tests.evaluation.campaign.cases import folder_of, sample
 
 LINE = '{"id": "a", "prompt": "x"}\n'
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixkit.campaign.folder import RunFolder
+from prefixkit.evaluation.campaign.folder import RunFolder
 from tests.command_line import run
 
 Folders = dict[str, Path]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from prefixkit.models import is_patched, patch, patched, unpatch
 from prefixkit.models.compile.packed_weights import movable, moves, pack, packed_view, unpack
-from prefixkit.models.model_state import weights_places
+from prefixkit.models.weights.state import weights_places
 from tests.models.compile.decode import Decode
 from tests.models.compile.weights import groups_of, storage_bytes
 from tests.models.driver import TreeDriver

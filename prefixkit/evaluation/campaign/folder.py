@@ -1,0 +1,317 @@
+"""A run folder: what a campaign has sampled, by whichever processes, and what it has come to.
+
+======================  ==============================================================================================
+``manifest.json``       what the samples depend on (:mod:`manifest`); written once
+``problems.jsonl.gz``   the problems, with their tests, and what of a program precedes each sample
+``samples/``            shards (:mod:`shards`)
+``verdicts/``           what candidates came to, a line each (:mod:`verdicts`)
+``tree.json``           what the prompts share, to be drawn
+``history.jsonl``       when it was sampled, by which command, how fast, and what was shared
+``locks/``              held by the processes that are sampling
+======================  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefixkit.evaluation.campaign.lines import NO_RECORD, line_of, lines_said, read_lines, some
+from prefixkit.evaluation.campaign.manifest import Manifest
+from prefixkit.evaluation.campaign.shards import held, open_shards, read_samples, recover
+from prefixkit.evaluation.tasks.problem import Problem
+from prefixkit.evaluation.tasks.typed import typed
+from prefixkit.paths import put
+
+if sys.platform != "win32":
+    import fcntl
+
+log = logging.getLogger("prefixkit")
+
+_PROBLEMS, TREE = "problems.jsonl.gz", "tree.json"
+# What an event of the history may have, and the last second that a date can be made of.
+_FIELDS: dict[str, Any] = {
+    **{"event": str, "at": float, "part": str, "argv": str, "samples": int, "tokens": int},
+    "report": Mapping[str, float | Mapping[str, float]],
+}
+_LAST = 253_402_300_799
+
+
+class NotARun(ValueError):
+    """A folder is no run folder, or cannot become one."""
+
+
+class DamagedRun(ValueError):
+    """Some of a run folder is damaged; all else was read."""
+
+
+class FolderBusy(OSError):
+    """Another process is sampling the same part of a campaign, or judging it."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A problem as it was asked.
+
+    Attributes:
+        problem: With its tests.
+        begun: What of the program precedes each sample; "" where the answer starts with it, or brings it in a code
+            block.
+        damaged: Its line cannot be read: nothing is known of the problem but its id.
+    """
+
+    problem: Problem
+    begun: str
+    damaged: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a campaign that one process samples: number ``index`` of ``of``, from 0."""
+
+    index: int = 0
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.of:
+            raise ValueError(f"shard {self.index} of {self.of}: count shards from 0, below their number")
+
+    @property
+    def tag(self) -> str:
+        return f"{self.index}of{self.of}"
+
+
+class RunFolder:
+    """A run folder that is there.
+
+    Attributes:
+        damage: What of its samples and problems could not be read until now, each with file and line, as a set in
+            order; see :func:`check_whole`.
+
+    Raises:
+        NotARun: it is not there, or holds something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damage: dict[str, None] = {}
+        self._warned: set[str] = set()
+        place = path / "manifest.json"
+        if not place.is_file():
+            what = "holds no manifest.json" if path.is_dir() else "is a file" if path.exists() else "does not exist"
+            raise NotARun(f"{path} is no run folder: it {what}; prefixkit sample --run FOLDER makes one")
+        self.manifest = Manifest.from_json(place.read_bytes(), str(place))
+        self.places = {prompt.id: place for place, prompt in enumerate(self.manifest.prompts)}
+
+    @property
+    def shards(self) -> Path:
+        return self.path / "samples"
+
+    def asked(self) -> list[Asked]:
+        """The problems as they were asked, in the order of the manifest; one that cannot be read is damage."""
+        place, prompts = self.path / _PROBLEMS, self.manifest.prompts
+        remedy = "give the command of prefixkit sample again, which writes it anew, or restore it"
+        content = _problems_of(self.path)
+        if content is None:
+            raise NotARun(f"{place} is missing or damaged; {remedy}")
+        lines = content.split(b"\n")[:-1]
+        if len(lines) != len(prompts):
+            raise NotARun(f"{place} is damaged: it has {len(lines)} lines for {len(prompts)} problems; {remedy}")
+        found, bad = list[Asked](), list[int]()
+        for number, (line, prompt) in enumerate(zip(lines, prompts, strict=True), start=1):
+            one = _asked(line)
+            if one is None or one.problem.id != prompt.id:
+                bad.append(number)
+                one = Asked(Problem(prompt.id, f"{place}:{number}", (), ""), "", damaged=True)
+            found.append(one)
+        if bad:
+            self.damage.setdefault(f"{place}: {lines_said(bad, 'problem of this campaign')}; {remedy}")
+        return found
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Every sample, each once; of shards that are open, what is whole; what is none of the campaign is damage."""
+        seen = [set[int]() for _ in self.manifest.prompts]
+        found = {path.with_suffix(".jsonl") for kind in ("json", "jsonl") for path in self.shards.glob(f"*.{kind}")}
+        for path in sorted(found):
+            for record in read_samples(path, self.places, self.damage.setdefault):
+                own, index = seen[self.places[record["id"]]], record["index"]
+                if index not in own:
+                    own.add(index)
+                    yield record
+
+    def warn(self, what: str) -> None:
+        """Say once what was passed over, and is not missed."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s", what)
+
+    def have(self) -> list[bytearray]:
+        """Which samples closed shards hold, as :func:`~prefixkit.evaluation.campaign.shards.held` says it."""
+        return held(self.shards, len(self.manifest.prompts))
+
+    def keep_tree(self, branches: list[dict[str, Any]]) -> None:
+        """Keep what the prompts share, for the report: nodes with ``tokens``, ``shared_by``, ``text``, ``children``."""
+        put(self.path / TREE, json.dumps(branches).encode())
+
+    def tree(self) -> Any:
+        """What :meth:`keep_tree` has kept; ValueError or RecursionError where it is no JSON any more."""
+        place = self.path / TREE
+        return json.loads(place.read_bytes()) if place.exists() else []
+
+    def history(self) -> list[dict[str, Any]]:
+        """What happened, in order: the events of :meth:`note`; a line that is none is passed over, and said."""
+        place = self.path / "history.jsonl"
+        events, bad = read_lines(place, _event) if place.exists() else ([], [])
+        if bad:
+            self.warn(f"{place}: {lines_said(bad, 'event of a run')}; it is passed over")
+        return events
+
+    def note(self, **event: Any) -> None:
+        """Append an event to the history; where it cannot be written, samples are what matters."""
+        try:
+            with (self.path / "history.jsonl").open("ab", buffering=0) as file:
+                file.write(line_of(event))
+        except OSError as error:
+            log.warning("%s: the history lacks the event %r: %s", self.path, event.get("event"), error.strerror)
+
+    @contextmanager
+    def locked(self, part: Part) -> Iterator[None]:
+        """Sample ``part`` alone: close what others have left open, and keep those out that would sample the same.
+
+        Parts of one division may be sampled at once; those of another division wait for them.
+
+        Raises:
+            FolderBusy: another process is sampling the same.
+            DamagedShard: an open shard cannot be closed.
+        """
+        with ExitStack() as stack:
+            locks, busy = self.path / "locks", f"another process is sampling {self.path}"
+            stack.enter_context(_lock(locks / f"of{part.of}", busy, shared=True))
+            for other in sorted(locks.glob("of*")):
+                if other.name != f"of{part.of}":
+                    with _lock(other, f"{busy} in another division than {part.of}"):
+                        pass
+            stack.enter_context(_lock(locks / part.tag, f"{busy}, the same part of it"))
+            with _lock(locks / "closing", "", wait=True):
+                for path in open_shards(self.shards):
+                    tag = path.stem.rpartition("-")[0]
+                    if tag == part.tag or not _is_locked(locks / tag):
+                        recover(path, self.places)
+            yield
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """Judge all of it alone; FolderBusy where another process does."""
+        with _lock(self.path / "locks" / "judging", f"another process is judging {self.path}"):
+            yield
+
+
+def check_place(path: Path) -> bool:
+    """Whether there is no run folder yet at ``path``, but can be one.
+
+    Raises:
+        NotARun: it is a file, or a folder with files that are none of a run folder's.
+    """
+    if (path / "manifest.json").exists():
+        return False
+    ours = {_PROBLEMS, "samples", "locks", "verdicts"}
+    names = sorted(one.name for one in path.iterdir()) if path.is_dir() else []
+    strange = [name for name in names if name not in ours and not name.startswith(".making-")]
+    if strange or (path.exists() and not path.is_dir()):
+        what = f"holds {strange[0]}" if strange else "is a file"
+        raise NotARun(f"{path} is no run folder, and {what}; choose a new or empty folder for --run")
+    return True
+
+
+def create(path: Path, manifest: Manifest, asked: Sequence[Asked]) -> RunFolder:
+    """The run folder of a campaign: made, or found with an equal manifest.
+
+    Raises:
+        OtherCampaign: it holds samples of another one.
+        NotARun: it holds files that are none of a run folder's.
+        OSError: it cannot be written.
+    """
+    rows = (json.dumps({"problem": one.problem.to_json(), "begun": one.begun}) for one in asked)
+    lines = "".join(f"{row}\n" for row in rows).encode()
+    problems = gzip.compress(lines, mtime=0)
+    if check_place(path):
+        (path / "samples").mkdir(parents=True, exist_ok=True)
+        put(path / _PROBLEMS, problems)
+        put(path / "manifest.json", manifest.to_json().encode("utf-8", "backslashreplace"))
+    folder = RunFolder(path)
+    folder.manifest.check_same(manifest, str(path))
+    if _problems_of(path) != lines:
+        log.warning("%s: the tests of its problems have changed; the new ones take their place", path)
+        put(path / _PROBLEMS, problems)
+    for key, was in folder.manifest.versions.items():
+        if was != (now := manifest.versions.get(key)):
+            log.warning("%s was begun with %s %s, and goes on with %s", path, key, was, now)
+    return folder
+
+
+def check_whole(folders: Sequence[RunFolder], done: str) -> None:
+    """Raise DamagedRun where some of the folders could not be read, after all else was ``done``."""
+    damage = [what for folder in folders for what in folder.damage]
+    if damage:
+        raise DamagedRun(f"all else was {done}, but {some(damage)}")
+
+
+def _problems_of(path: Path) -> bytes | None:
+    """The lines of the problems; None where they are missing or damaged."""
+    try:
+        return gzip.decompress((path / _PROBLEMS).read_bytes())
+    except (OSError, EOFError, zlib.error):
+        return None
+
+
+def _asked(line: bytes) -> Asked | None:
+    try:
+        record = json.loads(line)
+        return Asked(Problem.from_json(record["problem"]), typed(record["begun"], str, "begun"))
+    except NO_RECORD:
+        return None
+
+
+def _event(record: dict[str, Any]) -> dict[str, Any]:
+    """An event, of whose fields each is what it must be."""
+    for name in {"event", "at", *(_FIELDS.keys() & record.keys())}:
+        typed(record[name], _FIELDS[name], name)
+    if min(record["at"], *(record.get(name, 0) for name in ("samples", "tokens"))) < 0 or record["at"] > _LAST:
+        raise ValueError("a time or a count is none")
+    return record
+
+
+@contextmanager
+def _lock(place: Path, busy: str, *, shared: bool = False, wait: bool = False) -> Iterator[None]:
+    """Hold a lock; FolderBusy where another process holds it.  File systems without locks have none."""
+    place.parent.mkdir(exist_ok=True)
+    file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if sys.platform != "win32":
+            how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            try:
+                fcntl.flock(file, how | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError as error:
+                raise FolderBusy(f"{busy}; wait for its end, or stop it") from error
+            except OSError:
+                log.warning("%s: this file system has no locks; let one process at a time sample here", place.parent)
+        yield
+    finally:
+        os.close(file)
+
+
+def _is_locked(place: Path) -> bool:
+    try:
+        with _lock(place, ""):
+            return False
+    except FolderBusy:
+        return True

@@ -1,0 +1,147 @@
+"""Beside the tests, in a sandbox of their own: runs them with functions that ask the candidate, through the judge."""
+
+import builtins
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from prefixkit.evaluation.judge.guest.start import Channel, begin
+from prefixkit.evaluation.judge.wire import Opaque, Reader, WireError, write
+
+
+class Candidate:
+    """The candidate as the tests see it.
+
+    Attributes:
+        raised: The exception that the candidate raised last, as it was raised here.
+        remote: The class of values that stayed with it.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._turn = channel, threading.Lock()
+        self.raised: BaseException | None = None
+        asked = self
+
+        class Remote(Opaque):
+            """A value that stayed with the candidate: it can be passed back and called, and has attributes."""
+
+            def __getattr__(self, name: str) -> Any:
+                if name.startswith("__"):
+                    raise AttributeError(name)
+                return asked.ask(["get", self, name, None])
+
+            def __call__(self, *arguments: Any, **options: Any) -> Any:
+                return asked.ask(["call", self, list(arguments), options])
+
+        self.remote = Remote
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """One of the candidate's functions."""
+
+        def candidate(*arguments: Any, **options: Any) -> Any:
+            return self.ask(["call", name, list(arguments), options])
+
+        candidate.__name__ = candidate.__qualname__ = name
+        return candidate
+
+    def ask(self, question: list[Any]) -> Any:
+        """What the candidate returns; what it changed in place is changed here too.  Threads take turns.
+
+        Raises:
+            Exception: what the candidate raised, as the nearest builtin type.
+        """
+        arguments, options = question[2:]
+        message = b"?" + write(question)
+        with self._turn:
+            self._channel.send(message)
+            answer = self._channel.receive()
+        kind, *rest, changed = Reader(answer, opaque=self.remote).value()
+        for place, new in changed:
+            _changed(arguments[place] if isinstance(place, int) else options[place], new)
+        if kind == "returned":
+            return rest[0]
+        name, given, _ = rest
+        self.raised = raised = _exception(name, given)
+        raise raised
+
+    def tell(self, verdict: list[str]) -> None:
+        """Send the verdict, while no thread waits for an answer."""
+        with self._turn:
+            self._channel.send(b"." + write(verdict))
+
+
+def _exception(name: str, arguments: list[Any]) -> Exception:
+    kind = getattr(builtins, name, Exception)
+    if kind is StopIteration:  # would end a loop of the tests as if nothing had happened
+        kind = RuntimeError
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        kind = Exception
+    try:
+        return kind(*arguments)
+    except Exception:
+        return Exception(*arguments)
+
+
+def _changed(old: Any, new: Any) -> Any:
+    """A value that is like the new one: the old one, changed in place, where it is a container of the same type."""
+    if type(old) is not type(new):
+        return new
+    if isinstance(old, (list, tuple)):
+        items = [_changed(a, b) for a, b in zip(old, new, strict=False)] + list(new[len(old) :])
+        if isinstance(old, tuple):
+            return tuple(items)
+        old[:] = items
+    elif isinstance(old, dict):
+        made = {key: _changed(old[key], item) if key in old else item for key, item in new.items()}
+        old.clear()
+        old.update(made)
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, bytearray):
+        old[:] = new
+    else:
+        return new
+    return old
+
+
+def _line(error: BaseException, file: str) -> str:
+    line, trace = 0, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == file:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    where = f"line {line} of the tests: " if line else ""
+    text = ""
+    with suppress(Exception):
+        text = str(error)[:200]
+    return f"{where}{type(error).__name__}{': ' if text else ''}{text}"
+
+
+def main(spec: dict[str, Any]) -> None:
+    """Run the tests' setup, wait for the candidate to be loaded, run the tests, tell how they went."""
+    channel, path = Channel(), spec["path"]
+    begin(spec)
+    scope: dict[str, Any] = {"__name__": "tests", "__file__": path}
+    try:
+        code = compile(spec["program"], path, "exec")
+        exec(compile(spec["setup"], "setup.py", "exec"), scope)
+    except BaseException as error:
+        channel.send(b"." + write(["broken", _line(error, "setup.py")]))
+        return
+    candidate = Candidate(channel)
+    try:
+        _, names = Reader(channel.receive(), opaque=candidate.remote).value()
+        for name in spec["names"]:  # and no others, whatever the candidate says that it has
+            scope[name] = candidate.function(name) if names[name][0] == "function" else names[name][1]
+        exec(code, scope)
+    except WireError as error:
+        verdict = ["failed", f"the candidate's answer cannot be read: {error}"]
+    except BaseException as error:
+        verdict = ["error" if error is candidate.raised else "failed", _line(error, path)]
+    else:
+        verdict = ["passed", ""]
+    candidate.tell(verdict)
+    os._exit(0)  # without the interpreter's end, which takes longer than its start

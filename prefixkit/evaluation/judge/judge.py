@@ -1,0 +1,176 @@
+"""The judge: programs and problems in, verdicts out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from itertools import islice
+from typing import Self, TypeVar
+
+from prefixkit.evaluation.judge.ends import Judged, Over
+from prefixkit.evaluation.judge.errors import BadTests, NoSandbox
+from prefixkit.evaluation.judge.keys import key_of
+from prefixkit.evaluation.judge.kinds.calls import judge_calls
+from prefixkit.evaluation.judge.kinds.checks import judge_checks
+from prefixkit.evaluation.judge.kinds.oracle import as_checks
+from prefixkit.evaluation.judge.kinds.streams import judge_streams
+from prefixkit.evaluation.judge.sandbox.process import NotStarted
+from prefixkit.evaluation.judge.sandbox.sandbox import Sandbox
+from prefixkit.evaluation.judge.turns import Turns
+from prefixkit.evaluation.judge.verdict import Verdict
+from prefixkit.evaluation.tasks.problem import Calls, Checks, Oracle, Problem, Streams
+
+logger = logging.getLogger(__name__)
+Key = TypeVar("Key")
+_AHEAD = 4  # programs that wait, for each that runs
+
+
+def available() -> None:
+    """Try whether there can be sandboxes here.
+
+    Raises:
+        NoSandbox: there can be none; the message names the remedy.
+    """
+    Sandbox().check()
+
+
+class Judge:
+    """Runs candidate programs and gives verdicts that they cannot forge.
+
+    A program that goes beyond its time, and had to wait for a CPU or for the judge, runs once more, alone: load on the
+    machine makes no verdicts.  Equal programs of equal tests run once.  A judge may be used by several threads, and
+    must be made in a process that does not fork while it judges.
+
+    Args:
+        jobs: Programs that run at once; by default one for each CPU.
+        plain_subprocesses: Run programs without a sandbox, where there is none to be had: a program that wants to can
+            then read and delete files, and forge its verdict.
+        sandbox: Instead of the default; for tests.
+
+    Raises:
+        NoSandbox: there can be no sandbox here; the message names the remedy.
+        ValueError: no positive number of jobs.
+    """
+
+    def __init__(
+        self,
+        jobs: int | None = None,
+        *,
+        plain_subprocesses: bool = False,
+        sandbox: Sandbox | None = None,
+    ) -> None:
+        if jobs is not None and jobs < 1:
+            raise ValueError(f"jobs must be positive, not {jobs}")
+        self.jobs = jobs or len(os.sched_getaffinity(0))
+        self._sandbox = sandbox or Sandbox(plain=plain_subprocesses)
+        if self._sandbox.plain:
+            logger.warning("programs run without a sandbox: they can read and delete files, and forge their verdicts")
+        self._sandbox.check()
+        self._known: dict[str, Verdict] = {}
+        self._turns = Turns()
+        self._running: dict[str, threading.Lock] = {}  # held while the verdict of a key is found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._sandbox.close()
+
+    def verdict(self, program: str, problem: Problem) -> Verdict:
+        """What a program comes to.
+
+        Raises:
+            ValueError: the problem has no tests, tests that its language cannot have, or tests that do not run.
+            NoCompiler: it is in C++, and there is no compiler here.
+            NoSandbox: a sandbox could not be made.
+        """
+        key = key_of(program, problem)
+        if problem.language == "cpp" and not isinstance(problem.tests, Streams):
+            kind = type(problem.tests).__name__.lower()
+            raise ValueError(f"{problem.where}: programs in C++ are judged by streams, not by {kind}")
+        with self._running.setdefault(key, threading.Lock()):
+            if key not in self._known:
+                self._known[key] = self._judged(program, problem)
+        return self._known[key]
+
+    def verdicts(
+        self,
+        items: Iterable[tuple[Key, str, Problem]],
+        on_bad_tests: Callable[[Key, BadTests], None] | None = None,
+    ) -> Iterator[tuple[Key, Verdict]]:
+        """Verdicts about programs, each with the key that came with it, as they are done.
+
+        Items are taken as they are needed, at most ``4 * jobs`` ahead.  Where the caller stops early, programs that
+        run are still judged, and those that wait are not.
+
+        Args:
+            items: Key, program and problem of each.
+            on_bad_tests: Called with the key of a program whose problem's tests do not run, or are none that can be
+                judged by; it gets no verdict.  None: the error is raised.
+
+        Raises:
+            As :meth:`verdict`.
+        """
+        pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="judge")
+        source = (
+            (pool.submit(self.verdict, program, problem), (key, problem.where)) for key, program, problem in items
+        )
+        pending: dict[Future[Verdict], tuple[Key, str]] = {}
+        try:
+            while True:
+                pending.update(islice(source, _AHEAD * self.jobs - len(pending)))
+                if not pending:
+                    return
+                done, _ = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    key, where = pending.pop(future)
+                    try:
+                        verdict = future.result()
+                    except OSError:  # there is no sandbox or compiler, or the machine lacks something
+                        raise
+                    except Exception as error:  # whatever a problem's tests are, the others are judged
+                        if on_bad_tests is None:
+                            raise
+                        on_bad_tests(key, error if isinstance(error, BadTests) else _bad(where, error))
+                    else:
+                        yield key, verdict
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _judged(self, program: str, problem: Problem) -> Verdict:
+        for alone in (False, True):
+            with self._turns.turn(alone):
+                began = time.monotonic()
+                judged = self._run(program, problem)
+                seconds = time.monotonic() - began
+            if not judged.delayed:
+                break
+        return replace(judged.verdict, seconds=round(seconds, 4))
+
+    def _run(self, program: str, problem: Problem) -> Judged:
+        tests = problem.tests
+        assert tests is not None
+        if isinstance(tests, Oracle):
+            tests = as_checks(tests)
+        try:
+            if isinstance(tests, Checks):
+                return judge_checks(self._sandbox, program, tests, problem.limits)
+            if isinstance(tests, Calls):
+                return judge_calls(self._sandbox, program, tests, problem.limits)
+            return judge_streams(self._sandbox, program, problem.language, tests, problem.limits)
+        except Over as over:
+            return over.judged
+        except NotStarted as error:
+            raise NoSandbox(f"{problem.where}: a sandbox could not be made: {error}") from None
+        except BadTests as error:
+            raise BadTests(f"{problem.where}: {error}") from None
+
+
+def _bad(where: str, error: Exception) -> BadTests:
+    said = str(error).removeprefix(f"{where}: ")
+    return BadTests(f"{where}: cannot be judged by ({type(error).__name__}: {said})")

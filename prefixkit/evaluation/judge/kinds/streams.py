@@ -1,0 +1,59 @@
+"""Judges by standard input and output: a fresh sandbox for each case, whose output is compared here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefixkit.evaluation.judge.ends import Judged, ended, line
+from prefixkit.evaluation.judge.kinds.cpp import compiled
+from prefixkit.evaluation.judge.kinds.texts import accepts
+from prefixkit.evaluation.judge.kinds.values import shown
+from prefixkit.evaluation.judge.sandbox.sandbox import Sandbox
+from prefixkit.evaluation.judge.verdict import Verdict
+from prefixkit.evaluation.tasks.problem import Language, Limits, Streams
+
+_CPP_STACK = 256  # MiB
+
+
+def judge_streams(sandbox: Sandbox, program: str, language: Language, tests: Streams, limits: Limits) -> Judged:
+    """The verdict about a program by :class:`Streams`.
+
+    Raises:
+        Over: the program does not compile.
+        NoCompiler: the program is in C++, and there is no compiler here.
+    """
+    files: dict[str, bytes] = {}
+    spec: Mapping[str, Any] = {"program": program}
+    if language == "cpp":
+        files, spec = {"program": compiled(sandbox, program, limits)}, {"command": ["program"]}
+    stack = min(_CPP_STACK, limits.memory // 2) if language == "cpp" else 64
+    for number, (given, expected) in enumerate(tests.cases):
+        with sandbox.start("program", spec, limits, files, stack=stack) as process:
+            process.run(given.encode("utf-8", "surrogatepass"))
+            output = bytes(process.heard)
+            if process.excess or process.status != 0:
+                return ended(process, limits, number)
+        wrong = ""
+        if tests.checker:
+            wrong = _checked(sandbox, tests.checker, (given, expected, output), limits)
+        elif not accepts(output, expected, tests.compare, tests.tolerance):
+            wrong = f"wrote {shown(output.decode('utf-8', 'replace'))}"
+        if wrong:
+            return Judged(Verdict("failed", number, line(wrong)))
+    return Judged(Verdict("passed"))
+
+
+def _checked(sandbox: Sandbox, checker: str, texts: tuple[str, str, bytes], limits: Limits) -> str:
+    """Ask a checker, in a sandbox where the three texts are files; why it refuses, or ""."""
+    given, expected, output = texts
+    files = {
+        "input": given.encode("utf-8", "surrogatepass"),
+        "expected": expected.encode("utf-8", "surrogatepass"),
+        "output": output,
+    }
+    with sandbox.start("program", {"program": checker, "arguments": list(files)}, limits, files) as process:
+        process.run()
+        if process.excess:
+            return f"its checker went beyond a limit: {process.excess}"
+        return "" if process.status == 0 else f"its checker refused: exit status {process.status}"

@@ -1,0 +1,115 @@
+"""The judge's side of a warm interpreter, which forks the process of each program.
+
+The programs that run inside are compiled here, so that nothing of prefixkit needs to be readable there.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from prefixkit.evaluation.judge.sandbox.ground import interpreter
+from prefixkit.evaluation.judge.sandbox.process import START, NotStarted
+
+_JUDGE = Path(__file__).parents[1]
+_PARTS = ("wire", "guest.start", "guest.answering", "guest.testing", "guest.program", "guest.zygote")
+FILES = {"answering": "candidate.py", "testing": "tests.py", "program": "program.py"}  # of each guest's program
+
+# Runs as `python -c BOOT descriptor`: makes the modules in a file, then becomes the process of each program.
+BOOT = """
+import marshal, sys
+with open(int(sys.argv[1]), "rb") as file:
+    modules, spec = marshal.load(file)
+for name, code in modules:
+    module = sys.modules[name] = type(sys)(name)
+    exec(code, module.__dict__)
+del file, name, code, modules
+spec = module.serve(spec)
+sys.modules["prefixkit.evaluation.judge.guest." + spec["guest"]].main(spec)
+"""
+
+
+class Zygote:
+    """A process that forks those of programs; all of them end with it, and it ends where its socket is closed.
+
+    Args:
+        before: What comes before the interpreter in its command.
+        told: What :func:`prefixkit.evaluation.judge.guest.zygote.serve` is told, but for the socket.
+        environment: All of it.
+    """
+
+    def __init__(self, before: Sequence[str], told: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(START)
+        self._lock = threading.Lock()
+        with theirs, in_memory(marshal.dumps((_modules(), {**told, "control": theirs.fileno()}))) as file:
+            self._popen = subprocess.Popen(
+                [*before, interpreter()[0], "-S", "-s", "-P", "-B", "-c", BOOT, str(file.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                pass_fds=[theirs.fileno(), file.fileno()],
+                start_new_session=True,
+                cwd="/",
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def fork(self, descriptors: Sequence[int]) -> int:
+        """A process for a program, as a descriptor of it.
+
+        Args:
+            descriptors: Its standard input, output and error, the pipe that says how it goes, a file with what it is
+                told, and the files by which it enters cgroups.
+
+        Raises:
+            NotStarted: there is none.
+        """
+        message, found = b"", list[int]()
+        with self._lock, suppress(OSError):
+            socket.send_fds(self._control, [b"!"], descriptors)
+            message, found, _, _ = socket.recv_fds(self._control, 1000, 1)
+        if found:
+            os.set_inheritable(found[0], False)
+            return found[0]
+        if not message:
+            message = self.close()
+        raise NotStarted(message.decode("utf-8", "replace").strip())
+
+    def close(self) -> bytes:
+        """End it, and with it all that it has forked; what it wrote to standard error."""
+        self._control.close()
+        with suppress(subprocess.TimeoutExpired, ValueError):
+            return self._popen.communicate(timeout=START)[1]
+        return b""
+
+
+def in_memory(content: bytes) -> FileIO:
+    """A file in memory, to be read from its beginning."""
+    file = FileIO(os.memfd_create("judge"), "r+")
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+@cache
+def _modules() -> tuple[tuple[str, Any], ...]:
+    found = []
+    for part in _PARTS:
+        path = _JUDGE.joinpath(*part.split(".")).with_suffix(".py")
+        found.append(
+            (f"prefixkit.evaluation.judge.{part}", compile(path.read_text(), f"{part}.py", "exec", dont_inherit=True))
+        )
+    return tuple(found)

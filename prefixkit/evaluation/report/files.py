@@ -1,0 +1,35 @@
+"""The files of a report: the page, and its numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from prefixkit.evaluation.report.curves import curves_of
+from prefixkit.evaluation.report.facts import Facts
+from prefixkit.evaluation.report.page import render_page
+from prefixkit.paths import replacing
+
+
+def write_report(facts: Facts, path: Path) -> tuple[Path, Path]:
+    """Write the page to ``path`` and the JSON beside it, each whole or not at all; returns both paths.
+
+    Args:
+        path: Of the page, as ``report.html``; its folder exists.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    beside = path.with_suffix(".json")
+    if beside == path:
+        raise ValueError(f"{path} is where the JSON goes; give the page another ending")
+    for place, text in ((path, render_page(facts)), (beside, as_json(facts))):
+        with replacing(place) as file:
+            file.write(text.encode())
+    return path, beside
+
+
+def as_json(facts: Facts) -> str:
+    """The facts, and pass@k with intervals, as ASCII text."""
+    record = {**vars(facts), "pass_at_k": curves_of(facts)}
+    return json.dumps(record, indent=1, allow_nan=False, default=vars) + "\n"

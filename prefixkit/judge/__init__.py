@@ -1,8 +1,0 @@
-"""Runs candidate programs in a sandbox and says which of them solve their problems."""
-
-from prefixkit.judge.errors import BadTests, NoCompiler, NoSandbox
-from prefixkit.judge.judge import Judge, available
-from prefixkit.judge.keys import digest_of, key_of
-from prefixkit.judge.verdict import Outcome, Verdict
-
-__all__ = ["BadTests", "Judge", "NoCompiler", "NoSandbox", "Outcome", "Verdict", "available", "digest_of", "key_of"]

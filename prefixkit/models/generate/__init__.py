@@ -1,0 +1,1 @@
+"""A patched model's own ``generate()`` on the tree."""

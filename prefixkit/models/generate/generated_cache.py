@@ -1,0 +1,88 @@
+"""The cache that ``generate`` makes by itself: a tree, or what transformers would have taken."""
+
+from __future__ import annotations
+
+import copy
+from functools import partialmethod
+from typing import Any, cast
+
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from prefixkit.models.errors import UnsupportedModel
+from prefixkit.models.families import text_config
+from prefixkit.models.generate.tree_cache import TreeCache
+from prefixkit.models.shape import kv_spec
+
+
+class GeneratedCache(TreeCache):
+    """What ``generate`` makes by itself: it is a tree for as long as it can be, then the cache that it stands for.
+
+    Args:
+        model: The model that generates.
+        instead: The cache that transformers has made.
+        always: Whether the tree is used wherever it can be, not only where it pays.
+
+    Attributes:
+        left: Whether it has become that cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, instead: Cache, always: bool) -> None:
+        super().__init__(model)
+        self.instead, self.always, self.left = instead, always, False
+
+    @classmethod
+    def of(cls, cache: TreeCache) -> GeneratedCache:
+        """``cache`` itself, which from now on can become one of transformers."""
+        made: Any = cache
+        if not isinstance(cache, cls):
+            made.__class__, made.instead = cls, DynamicCache(config=text_config(cache.model))
+            made.always, made.left = True, False
+        return cast(GeneratedCache, made)
+
+    def leave(self) -> Cache:
+        """Become the cache of transformers, with the KV that there is."""
+        if not self.left:
+            self.copy_to(self.instead)
+            self.reset()
+            self.left = True
+        return self.instead
+
+    def of_another_kind(self) -> bool:
+        """Whether the model now computes KV that the pool does not take."""
+        try:
+            return self._steps is not None and self._steps.memory.spec != kv_spec(self.model)
+        except UnsupportedModel:
+            return True
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.instead.layers if self.left else super().layers
+
+    @layers.setter
+    def layers(self, none: list[Any]) -> None:
+        """What the base class would keep."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
+        if not self.left and self.get_seq_length():
+            return super().__deepcopy__(memo)
+        other = self._empty(memo)
+        other.left = self.left
+        return other
+
+    def _empty(self, memo: dict[int, Any]) -> GeneratedCache:
+        return GeneratedCache(self.model, copy.deepcopy(self.instead, memo), self.always)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (copy.copy, (self.instead,)) if self.left else super().__reduce__()
+
+    def activate_past_recording(self) -> None:
+        self.instead.activate_past_recording()  # type: ignore[no-untyped-call]
+
+
+def _where_it_is(cache: GeneratedCache, *args: Any, method: str, **kwargs: Any) -> Any:
+    return getattr(cache.instead if cache.left else super(GeneratedCache, cache), method)(*args, **kwargs)
+
+
+_MOVING = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave", "crop")
+for _method in ("get_seq_length", "__len__", *_MOVING):
+    setattr(GeneratedCache, _method, partialmethod(_where_it_is, method=_method))

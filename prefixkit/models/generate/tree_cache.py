@@ -1,0 +1,307 @@
+"""The KV of a padded batch as a prefix tree: what ``model.generate()`` takes as ``past_key_values``."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from prefixkit.models.attention import forward_below, takes_trees
+from prefixkit.models.errors import NotPatched
+from prefixkit.models.families import pretrained_model
+from prefixkit.models.generate.row_steps import RowSteps
+from prefixkit.models.generate.tree_memory import TreeMemory, idle_of
+from prefixkit.runners.batch import Runner
+from prefixkit.tree.pages import OutOfPages, check_page_size
+from prefixkit.tree.rows import Rows, pages_of_rows
+
+Ints = NDArray[np.int32]
+
+
+class TreeCache(DynamicCache):
+    """Keeps the KV of a batch as a prefix tree: what its rows share is computed, stored and read once.
+
+    ``model.generate(..., past_key_values=prefixkit.TreeCache(model))`` runs on the tree, and so does a call of the
+    model; :func:`prefixkit.patch` says when ``generate`` makes one by itself.  Rows are left-padded, as for any batch
+    that ``generate`` takes; tokens that rows share are found one by one.  Beams move by pointers: no KV is copied when
+    they are reordered, and none is when rows are repeated.  It can be cropped, continued and returned like another
+    cache.  There is no backward.
+
+    The pool is made by the first call: for ``generate``, of the length that it may reach; else it grows as tokens come,
+    each time by a copy.  It goes with the cache.
+
+    Args:
+        model: A model that :func:`prefixkit.patch` has patched, whose KV this is.
+        page_size: Tokens per KV page, 1 to 128.
+
+    Raises:
+        NotPatched: the model is not patched.
+        UnsupportedModel: there is no transformers model in ``model``.
+        ValueError: ``page_size`` is out of range.
+    """
+
+    def __init__(self, model: Any, *, page_size: int = 16) -> None:
+        super().__init__()
+        check_page_size(page_size)
+        self.model, self.page_size = pretrained_model(model), page_size
+        if not takes_trees(self.model):
+            raise NotPatched(
+                f"TreeCache: {type(self.model).__name__} is not patched; call prefixkit.patch(model) first"
+            )
+        self.fork = False  # whether rows part as beams do
+        self.final_length = 0  # that rows will reach, as far as is known
+        self._steps: RowSteps | None = None
+
+    # -- what generate() asks ------------------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of each row, padding included."""
+        return 0 if self._steps is None else self._steps.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1, as transformers writes "no maximum"."""
+        return -1
+
+    @property
+    def padding(self) -> NDArray[np.int64]:
+        """``[rows]`` padding before each row."""
+        return np.empty(0, np.int64) if self._steps is None else self._steps.rows.pad
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the next decode step is the last one repeated."""
+        return self._steps is not None and self._steps.repeats
+
+    def settle(self) -> None:
+        """Bring the tokens of repeated steps into the tree, before another call goes on with it."""
+        if self._steps is not None:
+            self._steps.settled()
+            if not self._steps.memory.is_current:
+                self._steps.memory.mix()
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV is held: those that rows share once."""
+        return 0 if self._steps is None else int(self._steps.settled().tree.snapshot().length.sum())
+
+    @property
+    def memory(self) -> TreeMemory:
+        """Pool, tree and runner of its rows, once they were started."""
+        assert self._steps is not None
+        return self._steps.memory
+
+    @property
+    def runner(self) -> Runner | None:
+        """What runs its steps, and counts them; None before the first."""
+        return None if self._steps is None else self._steps.memory.runner
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was; nothing is copied."""
+        order = [int(row) for row in beam_idx.tolist()]
+        if self._steps is not None and order != list(range(len(self.padding))):
+            self._steps.settled().select(order)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order."""
+        self.reorder_cache(torch.arange(len(self.padding))[indices.cpu()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row; nothing is copied."""
+        self.reorder_cache(torch.arange(len(self.padding)).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove so many tokens of each row, or all there are, written as a negative number.
+
+        Raises:
+            ValueError: a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"TreeCache.crop: got {tokens_to_remove} for {self.get_seq_length()} tokens; use a negative number, of "
+                "the tokens that are to be removed"
+            )
+        if tokens_to_remove and self._steps is not None:
+            length = self.get_seq_length() + int(tokens_to_remove)  # transformers gives a tensor in places
+            self._steps.settled().trim(max(0, length))
+
+    def reset(self) -> None:
+        """Forget all tokens and give the pool back."""
+        steps, self._steps = self._steps, None
+        if steps is not None and steps.leave():
+            steps.memory.idle.give(steps.memory)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
+        """A cache with KV of its own, of the same model: for scripts that copy a prompt's cache for each use."""
+        other = self._empty(memo)
+        other.fork, other.final_length = self.fork, self.final_length
+        if self._steps is not None:
+            rows = self._steps.settled()
+            steps = other.start(rows.tokens(), rows.pad)
+            there = np.arange(rows.length) >= rows.pad[:, None]
+            target, first = np.unique(steps.rows.slots()[there], return_index=True)
+            steps.memory.pool.copy(rows.slots()[there][first], target, self._steps.memory.pool)
+            nodes = steps.memory.tree.nodes()
+            steps.memory.tree.mark_computed(nodes, [node.length for node in nodes])
+        return other
+
+    def _empty(self, memo: dict[int, Any]) -> TreeCache:
+        """An empty one of the same model."""
+        return TreeCache(self.model, page_size=self.page_size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, it is the cache of transformers with the same KV: a tree belongs to a model of this process."""
+        cache = DynamicCache()
+        self.copy_to(cache)
+        return copy.copy, (cache,)
+
+    def __del__(self) -> None:
+        if "_steps" in self.__dict__ and not sys.is_finalizing():
+            self.reset()
+
+    def activate_past_recording(self) -> None:
+        """Nothing: all that was computed can be cropped."""
+
+    # -- what a forward pass does --------------------------------------------------------------------------------------
+
+    def start(self, tokens: Ints, pad: NDArray[np.int64], count: int = 1) -> RowSteps:
+        """Take the rows of a batch; nothing is computed yet.
+
+        Args:
+            tokens: ``[rows, length]`` token ids.
+            pad: ``[rows]`` how many of them, from the left, are padding.
+            count: Of how many tokens of each row, from the last, logits will be wanted.
+
+        Raises:
+            DoesNotFit: their KV does not fit the memory that is free; nothing has changed.
+        """
+        self.reset()
+        new = max(self.final_length - tokens.shape[1], 0)
+        pages = pages_of_rows(tokens, pad, new, self.page_size, fork=self.fork)
+        # KV of before has no logits: more than the last ones are computed anew.
+        prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)] if count == 1 else []
+        memory = idle_of(self.model).take(self.model, forward_below(self.model), pages, self.page_size, prompts)
+        if count > 1:
+            memory.cache.clear()
+        found = memory.tree.match(tokens[0, pad[0] :]) if pad[0] < tokens.shape[1] else None
+        with memory.cache.protected(memory.tree.root if found is None else found.node):
+            memory.cache.free_pages(pages)
+        try:
+            rows = Rows(memory.tree, tokens, pad, fork=self.fork)
+        except OutOfPages:  # what was found lies on more pages than it needs
+            memory.cache.clear()
+            rows = Rows(memory.tree, tokens, pad, fork=self.fork)
+        self._steps = RowSteps(memory, rows)
+        return self._steps
+
+    def go_on(self, tokens: Tensor, count: int) -> Tensor:
+        """Append ``[rows, new]`` tokens to rows that were started, and compute them.
+
+        Returns:
+            ``[rows, count, vocab]`` the logits after the last ``count`` of them.
+        """
+        assert self._steps is not None, "started before"
+        steps, before = self._steps, self.get_seq_length()
+        try:
+            if tokens.shape[1] == 1:
+                return steps.decode(tokens[:, 0], self.final_length, self.fork)[:, None]
+            steps.extend(tokens)
+            return steps.compute(count)
+        except BaseException:
+            with suppress(RuntimeError, OutOfPages):  # where the device has failed
+                steps.settled().trim(min(before, self.get_seq_length()))
+            raise
+
+    def copy_to(self, cache: Cache) -> None:
+        """Put the KV of all rows into an empty cache of transformers, anything in place of padding."""
+        for layer in range(len(self)):
+            cache.update(*self.kv(layer), layer)
+
+    def kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, anything in place of padding."""
+        if self._steps is None:
+            raise ValueError("TreeCache: it is empty, so no layer has keys or values")
+        pool, slots = self._steps.memory.pool, self._steps.settled().slots()
+        pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
+        k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in (pool.k(layer), pool.v(layer)))
+        return k, v
+
+    # -- what a cache says of itself -----------------------------------------------------------------------------------
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
+        """Only a model that is not patched gets here, or another than the cache is for.
+
+        Raises:
+            NotPatched: always.
+        """
+        raise NotPatched(
+            f"layer {layer_idx} was given a TreeCache of {type(self.model).__name__}, but the model that it belongs to "
+            "does not take one: call prefixkit.patch(model), and pass the cache to the model itself"
+        )
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """As :meth:`update`: a model that is not patched asks for it first."""
+        self.update(torch.empty(0), torch.empty(0), 0)
+
+    def __len__(self) -> int:
+        return 0 if self._steps is None else self._steps.memory.spec.num_layers
+
+    @property
+    def layers(self) -> list[Any]:
+        """Each layer's KV as other caches keep it, to look at."""
+        return [LayerView(self, layer) for layer in range(len(self))]
+
+    @layers.setter
+    def layers(self, none: list[Any]) -> None:
+        """What the base class would keep."""
+
+    def __repr__(self) -> str:
+        return f"TreeCache({len(self.padding)} rows of {self.get_seq_length()} tokens)"
+
+    is_initialized = is_croppable = True
+    is_compileable = False
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self._steps is None else len(self.padding)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Windows are the attention variants' business; every layer keeps all its KV."""
+        return [False] * len(self)
+
+    is_linear = is_dummy = is_sliding
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """A layer of a tree cache as other caches show theirs: copies, made when they are asked for.
+
+    Attributes:
+        cache: The tree cache.
+        index: The layer.
+    """
+
+    cache: TreeCache
+    index: int
+
+    def get_seq_length(self) -> int:
+        """Tokens of each row, padding included."""
+        return self.cache.get_seq_length()
+
+    @property
+    def keys(self) -> Tensor:
+        """``[rows, kv_heads, length, head_dim]``; what is before a row's first token is not defined."""
+        return self.cache.kv(self.index)[0]
+
+    @property
+    def values(self) -> Tensor:
+        """The same of the values."""
+        return self.cache.kv(self.index)[1]

@@ -1,0 +1,253 @@
+"""Whether KV of earlier calls may be used: the version of the weights, and a comparison of what their memory holds.
+
+torch counts most writes to a tensor, and these counters are read.  It does not count a write through
+``tensor.data``, another tensor over the same memory, a numpy view or a raw pointer.  So memory is compared too, by
+digests in integer arithmetic: each 64-bit word is multiplied by an odd number that depends on its place, modulo 2**64,
+so a change of one word always changes the sum, and words that change places do.
+
+A sample of every tensor is compared at each call; all of the memory where that costs less than the KV saves, and at
+most for 1/100 of the time, as long as it finds nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from prefixkit.models.weights.borrowed import borrowed, optimizer_steps, parts_of
+from prefixkit.models.weights.state import state_of
+
+Compare = Literal["auto", "always"]
+COMPARE = ("auto", "always")
+SETTING = "_prefixkit_compare_weights"  # the attribute of patched attention modules that has the choice
+
+# 64-bit words of a sample of a tensor; models of so few words are compared whole at each call.
+_SAMPLE, _SMALL = 64, 1 << 17
+# Words of the accumulator of a digest of all memory: it stays in the cache while memory streams by.
+_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}
+_WITH_MEMORY = frozenset({Tensor, nn.Parameter})  # classes whose tensors do not consist of others
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+# To compare all memory reads each weight once, and a token of a prompt multiplies by it once: this many tokens take as
+# long on one core at 60 GFLOP/s and 6 GB/s, and on an H200 at 600 TFLOP/s and 1.2 TB/s.
+_TOKENS_WORTH = {"cpu": 32, "cuda": 512}
+# All memory is compared for at most this share of the time; and at most ``_BURST`` times in a row.
+_SHARE, _BURST = 1 / 100, 3
+_VERSIONS_KNOWN = 4
+
+
+def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0) -> int:
+    """A number that differs from an earlier one whenever what the model computes may have changed in between.
+
+    It sees tensors that were written to, replaced, moved, or given another dtype or layout; adapters of PEFT that were
+    added, removed, switched on or off, merged or scaled; numbers that modules and configs keep as plain attributes;
+    modules put into training or evaluation mode, or replaced by others; hooks, a ``forward`` that a module was given,
+    and autocast.  Weights that lie elsewhere with the same values, as packed ones, have the version of before, and so
+    have adapters that are switched back.
+
+    What the sample can miss is a write to some elements alone, such as one row of a matrix, that torch does not count,
+    where the KV found is short or all memory was compared three times in short succession;
+    ``prefixkit.patch(model, compare_weights="always")`` compares all memory.  Changes that are undone before the next
+    question are not seen.  A model whose weights are loaded anew for each step, as accelerate's offloading does, has a
+    new version after each.
+
+    Args:
+        model: A model, patched or not.  It is not kept alive.
+        found: How many tokens' KV of earlier calls this call would use; asked for where it matters.
+
+    Returns:
+        A number that no other model has.
+    """
+    with _lock:
+        content = _contents.setdefault(model, _Content())
+    with content.lock:
+        return content.version(model, found)
+
+
+_contents: WeakKeyDictionary[nn.Module, _Content] = WeakKeyDictionary()
+_lock = threading.Lock()
+_numbers = itertools.count(1)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A version that a model had.
+
+    Attributes:
+        facts: What is compared at once: how modules run, torch's counters of writes, dtypes and strides.
+        objects: Functions that ran in the place of modules' own ``forward``, and tensors that had no memory to read.
+        places, steps: Where the weights lay, and steps of optimizers: where these differ, all memory is compared.
+        sample, whole: Digests of the memory; None where the sample is all of it.
+        number: What :func:`kv_version` has returned.
+    """
+
+    facts: list[Hashable]
+    objects: list[weakref.ref[Any]]
+    places: list[tuple[int, int]]
+    steps: int
+    sample: int
+    whole: int | None
+    number: int
+
+    def is_of(self, facts: list[Hashable], objects: Sequence[Any]) -> bool:
+        same = len(objects) == len(self.objects) and facts == self.facts
+        return same and all(map(is_, objects, [known() for known in self.objects]))
+
+
+class _Content:
+    """The versions that a model had lately, and what reads its memory."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._words, self._allowance = _Words(), _Allowance()
+        self._known: list[_Known] = []  # the latest last
+
+    def version(self, model: nn.Module, found: Callable[[], int]) -> int:
+        state, steps = state_of(model), optimizer_steps()
+        tensors = _with_memory([*state.tensors, *state.plain])
+        facts = [*state.modes, *_writes(state.tensors)]
+        facts += [tensor.dtype for tensor in tensors]
+        facts += [tensor.stride() for tensor in tensors]
+        self._words.update(tensors)
+        places, sample = self._words.places, self._words.sample()
+        # accelerate loads offloaded weights for each step into new tensors.
+        objects = [*state.forwards, *[one for one, place in zip(tensors, places, strict=True) if not place[0]]]
+        known = next((one for one in reversed(self._known) if one.is_of(facts, objects)), None)
+        moved = known is not None and (known.places != places or known.steps != steps)
+        if known is None or sample != known.sample or not self._agrees(model, known, moved, found):
+            whole = None if self._words.small else self._words.all()
+            known = _Known(facts, [weakref.ref(one) for one in objects], places, steps, sample, whole, next(_numbers))
+            self._known = [*self._known[1 - _VERSIONS_KNOWN :], known]
+            self._allowance.restore()
+        known.places, known.steps = places, steps
+        return known.number
+
+    def _agrees(self, model: nn.Module, known: _Known, moved: bool, found: Callable[[], int]) -> bool:
+        """Whether all memory holds what it held, if it is worth the time to compare it."""
+        if known.whole is None:
+            return True
+        if moved:
+            return self._words.all() == known.whole
+        if not (tokens := found()):
+            return True
+        settings = (module.__dict__[SETTING] for module in model.modules() if SETTING in module.__dict__)
+        always = next(settings, "auto") == "always"
+        if not always and (tokens < self._words.tokens_worth or not self._allowance.has_some()):
+            return True
+        began = time.perf_counter()
+        same = self._words.all() == known.whole
+        self._allowance.spend(time.perf_counter() - began)
+        return same
+
+
+def _with_memory(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors with memory of their own that these are or consist of; none of sparse ones."""
+    if not _WITH_MEMORY.issuperset(map(type, tensors)):
+        tensors = [part for tensor in tensors for part in parts_of(tensor)]
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+
+
+def _writes(tensors: list[Tensor]) -> list[int]:
+    """torch's counters; none where some tensors were made in inference mode, in which it counts no writes."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return []
+
+
+class _Allowance:
+    """How many comparisons of all memory may run: some at once, and as many as take a share of the time."""
+
+    def __init__(self) -> None:
+        self._left, self._seconds, self._at = float(_BURST), float("inf"), 0.0
+
+    def has_some(self) -> bool:
+        """Whether another comparison may run now."""
+        now = time.perf_counter()
+        self._left, self._at = min(_BURST, self._left + _SHARE * (now - self._at) / self._seconds), now
+        return self._left >= 1
+
+    def spend(self, seconds: float) -> None:
+        """Count a comparison that took ``seconds``; the fastest so far sets the rate, because others were held up."""
+        self._left, self._seconds = self._left - 1, min(self._seconds, seconds)
+
+    def restore(self) -> None:
+        """As if none had run: weights do change here in ways that torch does not count."""
+        self._left = float(_BURST)
+
+
+class _Words:
+    """The memory of tensors as words, without a hold on it: what is read is read while the tensors live.
+
+    Attributes:
+        places: Where each tensor begins, and how long it is.
+        small: Whether a sample is all there is.
+        tokens_worth: Tokens of a prompt that are computed in the time that :meth:`all` takes.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, int]] = []
+        self._words: list[Tensor] = []
+        self._samples: list[tuple[list[Tensor], Tensor]] = []
+        self.small, self.tokens_worth = True, 0
+
+    def update(self, tensors: Sequence[Tensor]) -> None:
+        """Take the tensors that the next digests are of; their memory is looked up again where it is elsewhere."""
+        places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        if places == self.places:
+            return
+        held = {place: tensor for place, tensor in zip(places, tensors, strict=True) if place[0]}  # tied weights once
+        self._words = [words for tensor in held.values() for words in _words_of(tensor)]
+        self.small = sum(map(len, self._words)) <= _SMALL
+        self.tokens_worth = max((_TOKENS_WORTH[words.device.type] for words in self._words), default=0)
+        groups = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
+        for words in self._words:
+            groups[words.device, words.dtype].append(words if self.small else _spread(words))
+        self._samples = [(group, _weights(sum(map(len, group)), device)) for (device, _), group in groups.items()]
+        self.places = places
+
+    def sample(self) -> int:
+        """The digest of some words of each tensor."""
+        return sum(int((torch.cat(group) * weights).sum()) for group, weights in self._samples)
+
+    def all(self) -> int:
+        """The digest of all words."""
+        sums: dict[torch.device, Tensor] = {}
+        for words in self._words:
+            if (device := words.device) not in sums:
+                sums[device] = torch.zeros(_BLOCK[device.type], dtype=torch.int64, device=device)
+            for block in torch.split(words, len(sums[device])):
+                there = sums[device][: len(block)]
+                torch.add(block, there, alpha=_ODD, out=there)
+        return sum(int((whole * _weights(len(whole), device)).sum()) for device, whole in sums.items())
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """``[count]`` odd numbers, one for each place."""
+    return (torch.arange(count, dtype=torch.int64, device=device) * 2 + 1) * _ODD
+
+
+def _spread(words: Tensor) -> Tensor:
+    """Some words from all over a tensor; an odd stride, so that they are not all of one column."""
+    stride = max(1, ((len(words) - 1) // (_SAMPLE - 1) - 1) | 1) if len(words) > _SAMPLE else 1
+    return words.as_strided((min(_SAMPLE, len(words)),), (stride,))
+
+
+def _words_of(tensor: Tensor) -> list[Tensor]:
+    """The memory from a tensor's first element to its last, as 64-bit words, or as bytes where it has none."""
+    if not tensor.numel() or tensor.device.type not in _BLOCK:
+        return []
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin, size = tensor.data_ptr(), elements * tensor.itemsize
+    kind = torch.uint8 if begin % 8 or size % 8 else torch.int64
+    return [borrowed(begin, tensor.device, (size // kind.itemsize,), (1,), kind)]

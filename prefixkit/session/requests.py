@@ -1,0 +1,302 @@
+"""From prompts and parameters as users give them to requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.engine.request import BeamFields, BeamParams, Request
+from prefixkit.models import NotPatched, is_patched, pretrained_model, text_config
+from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
+from prefixkit.session.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding
+
+Prompts = Prompt | Iterable[Prompt]
+# What becomes of each field of transformers' GenerationConfig.
+GENERATION_FIELDS = {
+    # End-of-sequence tokens where none are given, the others where neither params nor a field for them are.
+    "applied": "eos_token_id stop_strings repetition_penalty length_penalty early_stopping",
+    # Whatever the model's are, the parameters of a call say it.
+    "parameters": "do_sample temperature top_k top_p min_p max_length max_new_tokens num_return_sequences",
+    # Refused, unless logits processors are given: who passes these says what is to be done with logits.
+    "logits": "no_repeat_ngram_size encoder_no_repeat_ngram_size min_length min_new_tokens epsilon_cutoff eta_cutoff "
+    "remove_invalid_values typical_p guidance_scale encoder_repetition_penalty top_h bad_words_ids suppress_tokens "
+    "begin_suppress_tokens forced_bos_token_id forced_eos_token_id sequence_bias watermarking_config "
+    "exponential_decay_length_penalty",
+    # Refused: other ways of searching, of ending and of reading the prompt.
+    "calls": "num_beams num_beam_groups diversity_penalty penalty_alpha dola_layers constraints force_words_ids "
+    "max_time token_healing is_assistant assistant_ensemble_weight",
+    # Caches, compiling, drafts that the model verifies, outputs, tokens that are not sampled, and a softmax done twice.
+    "harmless": "use_cache cache_implementation cache_config max_cache_len low_memory prefill_chunk_size "
+    "compile_config disable_compile continuous_batching_config use_mtp num_assistant_tokens "
+    "num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size "
+    "assistant_early_exit assistant_lookbehind target_lookbehind speculation_type output_attentions "
+    "output_hidden_states output_scores output_logits return_dict_in_generate pad_token_id bos_token_id "
+    "decoder_start_token_id renormalize_logits transformers_version _from_model_config _commit_hash",
+}
+# The number at which a field does nothing, as None and what is empty do; it is 0 for the others.
+_NEUTRAL: dict[str, float | None] = {
+    **{"repetition_penalty": 1, "encoder_repetition_penalty": 1, "typical_p": 1, "guidance_scale": 1, "num_beams": 1},
+    **{"num_beam_groups": 1, "forced_bos_token_id": None, "forced_eos_token_id": None, "top_h": None},
+    **{"max_time": None, "length_penalty": None},
+}
+
+Params = TypeVar("Params", bound=SamplingParams | BeamParams)
+
+
+def sampling_requests(
+    model: Any,
+    tokenizer: Any,
+    prompts: Prompts,
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    fields: SamplingFields,
+) -> list[Request]:
+    """A request for each prompt, with the parameters of :func:`prefixkit.generate`; everything is checked."""
+    encoded = _encoded(model, tokenizer, prompts)
+    fields = with_configured(model, params, fields)
+    each = _per_prompt(SamplingParams, params, fields, len(encoded), ("n", "seed"))
+    each = _with_stop_ids(model, tokenizer, each)
+    _check_generation_config(model, each)
+    _check_text(tokenizer, each)
+    rows = zip(encoded, each, occurrences(encoded), strict=True)
+    return [Request(index, tokens, own, before) for index, (tokens, own, before) in enumerate(rows)]
+
+
+def prompt_requests(model: Any, tokenizer: Any, prompts: Prompts) -> list[Request]:
+    """A request for each prompt that computes its KV; its one sampled token is not used."""
+    params = SamplingParams(temperature=0, max_new_tokens=1, stop_token_ids=())
+    return [Request(index, tokens, params) for index, tokens in enumerate(_encoded(model, tokenizer, prompts))]
+
+
+def beam_requests(
+    model: Any,
+    tokenizer: Any,
+    prompts: Prompts,
+    params: BeamParams | Sequence[BeamParams] | None,
+    fields: BeamFields,
+) -> list[Request]:
+    """A request for each prompt, with the parameters of :func:`prefixkit.beam_search`; everything is checked."""
+    encoded = _encoded(model, tokenizer, prompts)
+    own = _configured(model, ["length_penalty", "early_stopping"] if params is None else [])
+    fields = {**own, **fields}  # type: ignore[typeddict-item]
+    each = _with_stop_ids(model, tokenizer, _per_prompt(BeamParams, params, fields, len(encoded)))
+    _check_generation_config(model, each)
+    return [Request(index, tokens, own) for index, (tokens, own) in enumerate(zip(encoded, each, strict=True))]
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether it is a string, a list of token ids or a list of chat messages, not a list of prompts."""
+    if getattr(prompts, "ndim", None) is not None:
+        return bool(prompts.ndim == 1)
+    first = next(iter(prompts), None) if isinstance(prompts, Sequence) else None
+    return isinstance(first, int | np.integer | Mapping) or isinstance(prompts, str)
+
+
+def scored_tokens(
+    model: Any, tokenizer: Any, prompts: Any, continuations: Any, one: bool
+) -> tuple[list[NDArray[np.int32]], list[list[NDArray[np.int32]]]]:
+    """Token ids of prompts, and of the continuations of each; everything is checked.
+
+    Args:
+        model, tokenizer, prompts: As of :func:`prefixkit.generate`.
+        continuations: A list for all prompts, or one for each: strings or lists of token ids.
+        one: Whether there is one prompt, whose list this is.
+
+    Raises:
+        ValueError, TypeError: see :meth:`prefixkit.Session.score`.
+    """
+    encoded = _encoded(model, tokenizer, prompts)
+    as_own = partial(as_list, "continuations", of="strings or of lists of token ids")
+    given = [as_own(own) if isinstance(own, Iterator) else own for own in as_own(continuations)]
+    several = not one and bool(given) and all(_is_list_of_continuations(own) for own in given)
+    each = given if several else [given] * len(encoded)
+    if len(each) != len(encoded):
+        raise ValueError(
+            f"continuations must be one list for all prompts or one for each, got {len(each)} lists for "
+            f"{len(encoded)} prompts"
+        )
+    vocab = text_config(model).vocab_size
+    known: dict[int, list[NDArray[np.int32]]] = {}  # one list for all prompts is encoded once
+    found = []
+    for index, own in enumerate(each):
+        if id(own) not in known:
+            if not len(own):
+                raise ValueError(f"prompt {index} has no continuations; pass at least one")
+            named = [(f"continuation {i}", tokens) for i, tokens in enumerate(own)]
+            known[id(own)] = [_continuation(tokenizer, tokens, where, vocab) for where, tokens in named]
+            if len(own) > 1 and not any(isinstance(tokens, str) for tokens in own):
+                refuse_padding(known[id(own)], tokenizer, "continuation")
+        found.append(known[id(own)])
+    return encoded, found
+
+
+def longest_scored(prompts: Sequence[NDArray[np.int32]], continuations: Sequence[Sequence[NDArray[np.int32]]]) -> int:
+    """Tokens of the longest prompt with a continuation of it."""
+    return max(len(prompt) + max(map(len, each)) for prompt, each in zip(prompts, continuations, strict=True))
+
+
+def continuation_tokens(model: Any, tokenizer: Any, given: str | Sequence[int]) -> NDArray[np.int32]:
+    """Token ids of a string alone, without special tokens, or the given ones, checked.
+
+    Raises:
+        ValueError, TypeError: see :meth:`prefixkit.SearchNode.extend`.
+    """
+    return _continuation(tokenizer, given, "tokens", text_config(model).vocab_size)
+
+
+def _is_list_of_continuations(one: Any) -> bool:
+    """Whether it is a list of strings or of lists, not a continuation itself."""
+    if isinstance(one, str | bytes) or not isinstance(one, Iterable):
+        return False
+    return all(isinstance(inner, str | Iterable) and getattr(inner, "ndim", 1) for inner in one)
+
+
+def _continuation(tokenizer: Any, one: Any, where: str, vocab: int) -> NDArray[np.int32]:
+    """Token ids of a continuation: those of its text alone, without special tokens; ``where`` names it in messages."""
+    if isinstance(one, str):
+        if tokenizer is None:
+            raise ValueError(f"{where}: {one!r} is text, but tokenizer is None; pass token ids")
+        one = tokenizer(one, add_special_tokens=False)["input_ids"]
+    tokens = np.asarray(one)
+    if tokens.ndim != 1:
+        raise ValueError(f"{where}: pass token ids of one dimension, got shape {list(tokens.shape)}")
+    if tokens.size == 0:
+        raise ValueError(f"{where}: pass at least one token, got none")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"{where}: token ids must be integers, got {tokens.dtype}; pass the text itself, or encode it")
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        raise ValueError(
+            f"{where}: token {int(tokens.min() if tokens.min() < 0 else tokens.max())} is outside the model's "
+            f"vocabulary of {vocab}; encode with the model's own tokenizer"
+        )
+    return tokens.astype(np.int32)
+
+
+def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) -> list[Request]:
+    """Requests with their stop tokens, after the checks that the others have passed."""
+    check_patched(model)
+    asked = as_list("requests", requests, "prefixkit.Request")
+    if not asked:
+        raise ValueError("requests is empty; pass at least one request")
+    for one in asked:
+        if not isinstance(one, Request):
+            raise TypeError(f"requests must be prefixkit.Request, got {type(one).__name__}; see generate() for prompts")
+    check_ids([one.tokens for one in asked], text_config(model).vocab_size)
+    _check_generation_config(model, [one.params for one in asked])
+    _check_text(tokenizer, [one.params for one in asked])
+    return [replace(one, params=_with_stop_ids(model, tokenizer, [one.params])[0]) for one in asked]
+
+
+def with_configured(model: Any, params: object, fields: SamplingFields) -> SamplingFields:
+    """Fields with penalty and stop strings of the generation config, where neither one nor ``params`` are given."""
+    found = _configured(model, ["repetition_penalty", "stop_strings"] if params is None else [])
+    if "stop_strings" in found:
+        found["stop"] = found.pop("stop_strings")
+    return {**found, **fields}  # type: ignore[typeddict-item]
+
+
+def check_patched(model: Any) -> None:
+    """Raise NotPatched unless the model is patched."""
+    if not is_patched(model):
+        raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
+
+
+def _generation_config(model: Any) -> Any:
+    """That of a model, or of the one in a wrapper without."""
+    return getattr(model, "generation_config", None) or getattr(pretrained_model(model), "generation_config", None)
+
+
+def _configured(model: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Fields of the model's generation config, without those that change nothing."""
+    fields = [(name, getattr(_generation_config(model), name, None)) for name in names]
+    return {name: of for name, of in fields if (of != _NEUTRAL.get(name, 0) if isinstance(of, int | float) else of)}
+
+
+def _check_generation_config(model: Any, each: Sequence[SamplingParams | BeamParams]) -> None:
+    """Raise ValueError where the model's generation config asks for what would be left out."""
+    samples, logits = [own for own in each if isinstance(own, SamplingParams)], GENERATION_FIELDS["logits"].split()
+    names = set(GENERATION_FIELDS["calls"].split()) - (set() if samples else {"num_beams"})
+    if beams := len(samples) < len(each):
+        names |= {"repetition_penalty", "stop_strings"}
+    if beams or any(own.logits_processors is None for own in samples):
+        names.update(logits)
+    if asked := _configured(model, sorted(names)):
+        given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        processors = "" if beams or asked.keys() - set(logits) else "pass logits_processors for it, "
+        raise ValueError(
+            f"the model's generation_config sets {given}, which is not applied here; call model.generate(), which "
+            f"runs on the tree too, {processors}or set model.generation_config.{next(iter(asked))} = None"
+        )
+
+
+def _check_text(tokenizer: Any, each: Iterable[SamplingParams | BeamParams]) -> None:
+    """Raise ValueError where stop strings are to be found without a tokenizer."""
+    for own in each:
+        if tokenizer is None and isinstance(own, SamplingParams) and own.stop_strings:
+            raise ValueError(
+                f"stop strings {own.stop_strings!r} are looked for in text, but tokenizer is None; "
+                "pass the model's tokenizer, or use stop_token_ids and stop=()"
+            )
+
+
+def _encoded(model: Any, tokenizer: Any, prompts: Prompts) -> list[NDArray[np.int32]]:
+    check_patched(model)
+    return encode_prompts(tokenizer, prompts, text_config(model).vocab_size)
+
+
+def _per_prompt(
+    kind: type[Params],
+    params: Params | Sequence[Params] | None,
+    fields: Mapping[str, Any],
+    count: int,
+    listed: Sequence[str] = (),
+) -> list[Params]:
+    """The parameters of each prompt: its own or those of all, with ``fields`` in their place, those ``listed`` as one
+    value or one per prompt.
+    """
+    names = kind.__dataclass_fields__
+    if unknown := [name for name in fields if name not in names]:
+        raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}")
+    lists = {name: _values(name, fields[name], count) for name in listed if name in fields}
+    common = {name: value for name, value in fields.items() if name not in lists}
+    if params is None:
+        params = kind(**{name: values[0] for name, values in lists.items() if values}, **common)
+    of = f"{kind.__name__}, or one of them for all prompts"
+    own = [params] * count if isinstance(params, SamplingParams | BeamParams) else as_list("params", params, of)
+    if len(own) != count or not all(isinstance(one, kind) for one in own):
+        kinds = ", ".join(sorted({type(one).__name__ for one in own})) or "none"
+        raise ValueError(
+            f"params must be {kind.__name__}, one for all or one per prompt, got {len(own)} ({kinds}) "
+            f"for {count} prompts"
+        )
+    own = [replace(one, **common) for one in own] if common else own
+    if not lists:
+        return own
+    changes = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return [replace(one, **change) for one, change in zip(own, changes, strict=True)]
+
+
+def _values(name: str, value: Any, count: int) -> list[Any]:
+    """The value for each prompt; what each of them is, the parameters check."""
+    if isinstance(value, int) or getattr(value, "ndim", None) == 0:  # arrays and tensors of no dimension are numbers
+        return [value] * count
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be one integer or one per prompt, got {type(value).__name__} {value!r}")
+    values = value.tolist() if hasattr(value, "tolist") else as_list(name, value, "integers")
+    if len(values) != count:
+        raise ValueError(f"{name} must be one integer or one per prompt, got {len(values)} for {count} prompts")
+    return list(values)
+
+
+def _with_stop_ids(model: Any, tokenizer: Any, each: list[Params]) -> list[Params]:
+    """Parameters that leave them out get the end-of-sequence tokens of the generation config, else the tokenizer's."""
+    if all(own.stop_token_ids is not None for own in each):
+        return each
+    ids = getattr(_generation_config(model), "eos_token_id", None)
+    ids = getattr(tokenizer, "eos_token_id", None) if ids is None else ids
+    found = () if ids is None else (int(ids),) if isinstance(ids, int) else tuple(int(token) for token in ids)
+    return [own if own.stop_token_ids is not None else replace(own, stop_token_ids=found) for own in each]

@@ -1,0 +1,353 @@
+"""Search programs over a session: nodes are forked, stepped, scored and dropped; what they share is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.engine.request import BeamParams, Request, Sample
+from prefixkit.sampling.params import (
+    SamplingFields,
+    SamplingParams,
+    StopFunction,
+    as_integer,
+    as_list,
+    as_seed,
+    as_stops,
+)
+from prefixkit.sampling.rng import sample_key
+from prefixkit.session.prompts import Unpadded
+from prefixkit.session.requests import checked_requests, continuation_tokens, is_one_prompt, with_configured
+
+Ints = NDArray[np.int32]
+Params = SamplingParams | BeamParams
+Until = str | StopFunction | Iterable[str | StopFunction]
+
+
+class NodeReleased(ValueError):
+    """A search node was used after its release."""
+
+
+class NodeFinished(ValueError):
+    """A search node was stepped after a stop token."""
+
+
+class ForeignNode(ValueError):
+    """A search node was given to another session than its own."""
+
+
+class SearchSession(Protocol):
+    """What nodes need of a session."""
+
+    model: Any
+    tokenizer: Any
+
+    def score(self, prompts: Any, continuations: Any) -> list[Any]: ...
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class _Run:
+    """Tokens that joined a node at once; all nodes that have them hold this one run, and those before it.
+
+    Attributes:
+        before: What came before; None for the prompt.
+        tokens: ``[length]`` token ids.
+        logprobs: ``[length]`` float32 of each; None where none were sampled, until they are asked for.
+        end: Tokens up to its end, the prompt's included.
+    """
+
+    before: _Run | None
+    tokens: Ints
+    logprobs: NDArray[np.float32] | None
+    end: int
+
+    def all(self) -> list[_Run]:
+        """Those from the prompt to this one."""
+        runs, run = [self], self
+        while run.before is not None:
+            runs.append(run := run.before)
+        return runs[::-1]
+
+    def ids(self) -> Ints:
+        """``[end]`` tokens from the first of the prompt to the last of this one."""
+        return np.concatenate([run.tokens for run in self.all()])
+
+
+class SearchNode:
+    """A prompt and the tokens after it, which a search goes on with; :meth:`prefixkit.Session.prompt` makes the first.
+
+    A node holds tokens; their KV is in the session's prefix cache.  KV that was evicted for other work is computed
+    again when the node goes on, so memory pressure slows a search down and never breaks it, and a node outlives
+    ``release_memory()``.  Nodes share the tokens that they have in common: a fork costs the same at any length.
+
+    Attributes:
+        session: The session that it belongs to.
+        seed: What its next tokens are sampled by, with the tokens before them and nothing else: nodes of equal tokens
+            and seeds sample the same.
+        parent: The node that it was forked from; None for a prompt's own.
+        finish_reason: Why its last step ended: ``"stop"`` by a stop token, after which it takes no more steps,
+            ``"until"`` by a string or function of ``until`` or ``SamplingParams.stop``, ``"length"`` after
+            ``max_new_tokens``.  A fork begins with that of its parent; None before the first step, and once given
+            tokens follow.
+    """
+
+    def __init__(self, session: SearchSession, tokens: Ints, seed: int) -> None:
+        self.session, self.seed = session, seed
+        self.parent: SearchNode | None = None
+        self.finish_reason: Literal["stop", "until", "length"] | None = None
+        self._last: _Run | None = _Run(None, tokens, None, len(tokens))  # None: released
+        self._in_step = False
+        self._children = 0
+
+    def __repr__(self) -> str:
+        if self._last is None:
+            return f"SearchNode(released, seed={self.seed})"
+        return f"SearchNode({self._last.end} tokens, seed={self.seed}, finish_reason={self.finish_reason!r})"
+
+    def __len__(self) -> int:
+        """Tokens, the prompt's included."""
+        return self._held().end
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids, the prompt's included."""
+        return list(self._held().ids().tolist())
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """Token ids after the prompt."""
+        return [token for run in self._held().all()[1:] for token in run.tokens.tolist()]
+
+    @property
+    def text(self) -> str:
+        """The text of the tokens after the prompt, without special tokens; empty where there is no tokenizer."""
+        tokens, tokenizer = self.new_tokens, self.session.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The model's own log-probability of each token after the prompt, before any penalty, temperature or filter.
+
+        Those of tokens that :meth:`extend` was given are computed when they are first asked for, by ``session.score``.
+        """
+        found: list[float] = []
+        for run in self._held().all()[1:]:
+            if run.logprobs is None:
+                assert run.before is not None, "the prompt's are left out"
+                (score,) = self.session.score(run.before.ids(), [run.tokens])
+                run.logprobs = np.asarray(score.logprobs, np.float32)
+            found += run.logprobs.tolist()
+        return found
+
+    @property
+    def released(self) -> bool:
+        """Whether :meth:`release` was called."""
+        return self._last is None
+
+    # -- changing ------------------------------------------------------------------------------------------------------
+
+    def fork(self, count: int, seeds: Iterable[int] | None = None) -> list[SearchNode]:
+        """Nodes with the tokens of this one, which go on apart.  Nothing is computed or copied.
+
+        Args:
+            count: How many, at least one.
+            seeds: Of each, 0 to 2**64 - 1; None: they follow from the node's own and from how many forks it has had, so
+                that all are different, and the same whenever the program runs.
+
+        Raises:
+            NodeReleased: the node has been released.
+            ValueError, TypeError: ``count`` or a seed is out of range or no integer, or the seeds are not ``count``.
+        """
+        last, number = self._held(), as_integer("count", count, 1, "fork at least one node")
+        if seeds is None:
+            own = [int(sample_key(self.seed, self._children + index, ())) for index in range(number)]
+        else:
+            own = [as_seed(seed) for seed in as_list("seeds", seeds, "integers")]
+        if len(own) != number:
+            raise ValueError(
+                f"fork({number}) needs a seed for each node, got {len(own)}; pass range({number}), or none"
+            )
+        self._children += number
+        return [self._forked(last, seed) for seed in own]
+
+    def extend(self, tokens: str | Sequence[int]) -> SearchNode:
+        """Append given tokens, or those of a string alone; a node that had ended goes on.  Returns the node.
+
+        Raises:
+            NodeReleased: the node has been released.
+            ValueError, TypeError: no token, one outside the vocabulary, or text without a tokenizer; or a step of the
+                node is under way, and this is one of its callbacks or another thread.
+        """
+        self._check_idle("extend")
+        own = continuation_tokens(self.session.model, self.session.tokenizer, tokens)
+        self._append(own, None, None)
+        return self
+
+    def release(self) -> None:
+        """Drop the node's tokens; other nodes keep theirs, and its KV is evicted in its turn.
+
+        Raises:
+            NodeReleased: it was released before.
+            ValueError: a step of the node is under way.
+        """
+        self._check_idle("release")
+        self._last = None
+
+    def _forked(self, last: _Run, seed: int) -> SearchNode:
+        node = SearchNode(self.session, last.tokens, seed)
+        node.parent, node.finish_reason, node._last = self, self.finish_reason, last
+        return node
+
+    def _append(
+        self,
+        tokens: Ints,
+        logprobs: NDArray[np.float32] | None,
+        reason: Literal["stop", "until", "length"] | None,
+    ) -> None:
+        last = self._held()
+        self._last, self.finish_reason = _Run(last, tokens, logprobs, last.end + len(tokens)), reason
+
+    def _check_idle(self, what: str) -> None:
+        self._held()
+        if self._in_step:
+            raise ValueError(f"cannot {what} {self!r} while it is in a step; do so once session.step() has returned")
+
+    def _held(self) -> _Run:
+        if self._last is None:
+            raise NodeReleased(f"{self!r} was released; fork the node that it came from, or release it later")
+        return self._last
+
+
+def check_nodes(session: object, nodes: Iterable[SearchNode]) -> list[SearchNode]:
+    """Nodes that a session may use.
+
+    Raises:
+        TypeError: something else than nodes.
+        ForeignNode: one belongs to another session.
+        NodeReleased: one has been released.
+    """
+    found = as_list("nodes", nodes, "search nodes")
+    for node in found:
+        if not isinstance(node, SearchNode):
+            raise TypeError(f"nodes must be search nodes, got {type(node).__name__}; make them by session.prompt()")
+        if node.session is not session:
+            raise ForeignNode(f"{node!r} belongs to another session; make one here: session.prompt(node.tokens)")
+        node._held()
+    return found
+
+
+@contextmanager
+def in_step(nodes: list[SearchNode]) -> Iterator[None]:
+    """Nodes are not to change meanwhile: what is sampled follows the tokens that they have now."""
+    for node in nodes:
+        node._in_step = True
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node._in_step = False
+
+
+def with_tokens(session: object, name: str, prompts: Any) -> tuple[Any, bool]:
+    """A list of prompts, with tokens in the place of nodes, and whether it is of a single prompt that was given."""
+    one = isinstance(prompts, SearchNode) or is_one_prompt(prompts)
+    if isinstance(prompts, Mapping) or (hasattr(prompts, "ndim") and not one):
+        return prompts, one
+    given = [prompts] if one else as_list(name, prompts, "prompts or search nodes")
+    check_nodes(session, [node for node in given if isinstance(node, SearchNode)])
+    return [Unpadded(node.tokens) if isinstance(node, SearchNode) else node for node in given], one
+
+
+def step_requests(
+    session: SearchSession,
+    nodes: list[SearchNode],
+    params: Params | Sequence[Params] | None,
+    until: Until | None,
+    fields: SamplingFields,
+) -> list[Request]:
+    """What :meth:`prefixkit.Session.step` runs: a request for each node, with its seed.
+
+    Raises:
+        ValueError, TypeError: see there.
+    """
+    if not nodes:
+        raise ValueError("nodes is empty; pass at least one search node")
+    if len({id(node) for node in nodes}) < len(nodes):
+        raise ValueError("a node is listed twice; fork it to go on in two ways")
+    for node in nodes:
+        if node.finish_reason == "stop":
+            raise NodeFinished(
+                f"{node!r} ended with the stop token {node.tokens[-1]}; extend it, fork its parent, or leave it out; "
+                "a string given as until= ends a step, not the node"
+            )
+    each = _params_of_each(session, params, fields, len(nodes))
+    stop = () if until is None else as_stops("until", until)
+    rows = enumerate(zip(nodes, each, strict=True))
+    requests = [Request(index, node._held().ids(), _of_node(node, own, stop)) for index, (node, own) in rows]
+    return checked_requests(session.model, session.tokenizer, requests)
+
+
+def take(nodes: list[SearchNode], requests: list[Request], samples: Iterable[Sample]) -> list[SearchNode]:
+    """Append what was sampled to the nodes; children take the place of a node that asked for several beams."""
+    found: list[list[Sample]] = [[] for _ in nodes]
+    for sample in samples:
+        found[sample.prompt_index].append(sample)
+    return [grown for row in zip(nodes, requests, found, strict=True) for grown in _grown(*row)]
+
+
+def _params_of_each(
+    session: SearchSession, params: Params | Sequence[Params] | None, fields: SamplingFields, count: int
+) -> list[Params]:
+    """The parameters of each node: its own or those of all, with ``fields`` in their place."""
+    fields = with_configured(session.model, params, fields)
+    params = SamplingParams() if params is None else params
+    of = "SamplingParams or BeamParams, or one of them for all nodes"
+    each = [params] * count if isinstance(params, Params) else as_list("params", params, of)
+    if len(each) != count or not all(isinstance(one, Params) for one in each):
+        kinds = ", ".join(sorted({type(one).__name__ for one in each})) or "none"
+        raise ValueError(
+            "params must be SamplingParams or BeamParams, one for all nodes or one for each, "
+            f"got {len(each)} ({kinds}) for {count} nodes"
+        )
+    for own in each:
+        names = own.__dataclass_fields__
+        if unknown := [name for name in fields if name not in names]:
+            kind = type(own).__name__
+            raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind} are {', '.join(names)}")
+    changes: dict[str, Any] = {**fields}
+    return [replace(own, **changes) for own in each]
+
+
+def _of_node(node: SearchNode, params: Params, until: tuple[str | StopFunction, ...]) -> Params:
+    """Parameters with the node's seed, and ``until`` among what stops a sample."""
+    if isinstance(params, BeamParams):
+        if until:
+            raise ValueError(
+                "until ends samples, and a beam search has none of its strings; give SamplingParams(stop=...) to the "
+                "nodes that sample, and stop_token_ids to the beams"
+            )
+        return params
+    if params.n != 1:
+        raise ValueError(f"a node goes on in one way, got n={params.n}; fork it {params.n} times and step the forks")
+    if params.seed != 0:
+        raise ValueError(f"a node samples by its own seed, got seed={params.seed}; fork(count, seeds=[...]) sets it")
+    return replace(params, seed=node.seed, stop=(*params.stop, *until))
+
+
+def _grown(node: SearchNode, request: Request, samples: list[Sample]) -> list[SearchNode]:
+    """The node with the tokens of its sample, or its children with those of the several beams that it asked for."""
+    params = request.params
+    several = isinstance(params, BeamParams) and params.num_return_sequences > 1
+    grown = node.fork(len(samples)) if several else [node]
+    for one, sample in zip(grown, samples, strict=True):
+        tokens, logprobs = np.array(sample.tokens, np.int32), np.array(sample.logprobs, np.float32)
+        stopped = sample.tokens[-1] in (params.stop_token_ids or ())
+        one._append(tokens, logprobs, "stop" if stopped else "until" if sample.finish_reason == "stop" else "length")
+    return grown

@@ -1,0 +1,233 @@
+"""A session: KV pool, tree, CUDA graphs and compiled layers of a patched model, kept from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, Unpack
+
+from prefixkit.engine.report import Report
+from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
+from prefixkit.models import text_config
+from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
+from prefixkit.session.prompts import Prompt
+from prefixkit.session.requests import (
+    Prompts,
+    beam_requests,
+    checked_requests,
+    longest_scored,
+    prompt_requests,
+    sampling_requests,
+    scored_tokens,
+)
+from prefixkit.session.search import SearchNode, Until, check_nodes, in_step, step_requests, take, with_tokens
+from prefixkit.session.session_memory import (
+    MemoryReleased,
+    Pin,
+    Result,
+    SessionBusy,
+    SessionMemory,
+    Stream,
+    check_length,
+    prepare,
+    run,
+)
+
+__all__ = ["MemoryReleased", "Pin", "Result", "Session", "SessionBusy", "run"]
+
+
+class Session(SessionMemory):
+    """What sampling from one model needs again and again, made once: the second call costs its steps.
+
+    A call at a time: a session that is busy raises :class:`SessionBusy`.  Two sessions may run in two threads, on one
+    model or on two.  A call that raises leaves the session usable.
+
+    The KV of prompts and samples stays in the pool when a call ends, until its pages are needed: a prompt that begins
+    as an earlier one did, or goes on where a sample ended, computes only its own tokens.  KV of other weights is never
+    used: what was written to between calls, or another adapter, is noticed (docs/memory.md says how).
+    Where steps cannot run in CUDA graphs, for lack of memory too, a call decodes step by step, with one log line.
+
+    Args:
+        model: A model that :func:`prefixkit.patch` has patched.
+        tokenizer: Its tokenizer; None where all prompts are token ids: samples have no text then, and stop strings are
+            refused.
+        kv_budget: KV that the pool holds, in bytes or as a size such as ``"40GiB"``; None: half of the memory that is
+            free.  The pool is made at once and does not grow; what does not fit at once waits, or is preempted.
+        page_size: Tokens per KV page, 1 to 128.
+        prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
+        compiled: On a GPU, decode through torch.compile, after some seconds of compiling: once for each model, whose
+            later sessions use the same, and less where torch finds it in its cache on disk.
+        most_running: Samples, or beam searches, that run at once at most; the rest wait.
+        memory: What is evicted first, and what becomes of requests that no longer fit; None: :class:`MemoryPolicy`'s
+            own choices.
+
+    Raises:
+        NotPatched: the model is not patched.
+        ValueError: a parameter is out of range, or the budget holds no page.
+    """
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        keep: bool = True,
+        on_sample: Callable[[Sample], None] | None = None,
+        on_token: Callable[[TokenEvent], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Result:
+        """Sample continuations of each prompt; see :func:`prefixkit.generate`.
+
+        Raises:
+            SessionBusy: a call of this session is under way.
+            MemoryReleased: the session has ended or has given its memory back.
+            KVBudgetTooSmall: one of the sequences does not fit the pool.
+            ValueError, TypeError: as :func:`prefixkit.generate`.
+        """
+        with self._busy():
+            requests = sampling_requests(self.model, self.tokenizer, prompts, params, fields)
+            return self._run(requests, keep, on_sample, on_token, on_step)
+
+    def stream(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_token: Callable[[TokenEvent], None] | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Stream:
+        """As :meth:`generate`, but gives each sample as it finishes and keeps none.
+
+        Everything is checked before this returns.  The session is busy from the first sample that is asked for until
+        the iterator ends or is closed, as it is when the last reference to it goes; samples that have not finished then
+        are dropped.  Where the session is busy or has no memory when the first is asked for, the iterator raises that,
+        and begins once it is asked again.  One that an error or the session's end cut short raises ValueError then.
+        """
+        with self._busy():
+            requests = sampling_requests(self.model, self.tokenizer, prompts, params, fields)
+            engine = self._ready()
+            engine.check_fits(requests)
+
+        def samples() -> Generator[Any, None, None]:
+            with self._busy():
+                engine = self._ready([request.tokens for request in requests])
+                engine.listen(on_token=on_token)
+                prepare(engine, self.model, self.tokenizer, requests)
+                yield  # it has begun
+                yield from engine.stream(requests)
+
+        self._streams.add(stream := Stream(samples))
+        return stream
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamParams | Sequence[BeamParams] | None = None,
+        *,
+        on_sample: Callable[[Sample], None] | None = None,
+        **fields: Unpack[BeamFields],
+    ) -> Result:
+        """Search for the likeliest continuations of each prompt; see :func:`prefixkit.beam_search`.
+
+        Raises:
+            SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
+        """
+        with self._busy():
+            requests = beam_requests(self.model, self.tokenizer, prompts, params, fields)
+            return self._run(requests, True, on_sample)
+
+    def run(
+        self,
+        requests: Iterable[Request],
+        *,
+        keep: bool = True,
+        on_sample: Callable[[Sample], None] | None = None,
+        on_token: Callable[[TokenEvent], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> Result:
+        """Run requests, samples and beam searches in one batch over one tree: what the other calls are made of.
+
+        Args:
+            requests: Token ids, each with how to sample from them or search.  Their occurrences are taken as they are:
+                equal prompts with equal seeds need different ones, or their samples are equal.
+            keep, on_sample, on_token, on_step: See :func:`prefixkit.generate`.
+
+        Raises:
+            SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
+        """
+        with self._busy():
+            checked = checked_requests(self.model, self.tokenizer, requests)
+            return self._run(checked, keep, on_sample, on_token, on_step)
+
+    def prompt(self, prompt: Prompt, seed: int = 0) -> SearchNode:
+        """The first node of a search: a prompt that is forked, stepped and scored; nothing is computed yet.
+
+        Args:
+            prompt: A string, a list of token ids, or a list of chat messages, as :func:`prefixkit.generate` takes them.
+            seed: What its tokens are sampled by.
+
+        Raises:
+            ValueError, TypeError: as :meth:`generate`.
+        """
+        (request,) = prompt_requests(self.model, self.tokenizer, [prompt])
+        return SearchNode(self, request.tokens, as_seed(seed))
+
+    def step(
+        self,
+        nodes: SearchNode | Iterable[SearchNode],
+        params: SamplingParams | BeamParams | Sequence[SamplingParams | BeamParams] | None = None,
+        *,
+        until: Until | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> list[SearchNode]:
+        """Let search nodes go on, all in one batch: each gets the tokens that are sampled after it, or its best beam's.
+
+        A node's tokens depend on its own tokens and seed, not on the nodes beside it.  Greedy, sampled and
+        beam-searched nodes may be mixed.  Only tokens after those that the session has seen are computed.  A call that
+        raises changes no node.
+
+        Args:
+            nodes: Search nodes of this session, each once.
+            params: How to go on: one for all nodes, or one for each; ``n`` has to be 1, and the seed is the node's.
+            until: A string, or several, or functions as in ``SamplingParams.stop``, that end the step of a node that
+                samples, not the node: what ends it stays among the node's tokens, and in its text.  They are looked for
+                in the text of this step.  ``SamplingParams.stop`` does the same for single nodes.
+            fields: Fields of the parameters, in place of those of ``params``.
+
+        Returns:
+            The nodes.  One whose ``BeamParams`` return several sequences stays as it was, and children of it stand in
+            its place, best first.
+
+        Raises:
+            NodeReleased, NodeFinished, ForeignNode: a node cannot go on.
+            SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
+        """
+        with self._busy():
+            own = check_nodes(self, [nodes] if isinstance(nodes, SearchNode) else nodes)
+            requests = step_requests(self, own, params, until, fields)
+            with in_step(own):
+                result = self._run(requests, True)
+            return take(own, requests, result)
+
+    def score(self, prompts: Any, continuations: Any) -> list[Any]:
+        """How likely given continuations are; tokens that prompts and continuations share are computed once.
+
+        See :func:`prefixkit.score`.  Tokens whose logits are wanted run again where the session has their KV.
+
+        Args:
+            prompts: One prompt, which may be a :class:`SearchNode`, or a list of prompts.
+            continuations: A list of strings or of lists of token ids; for a list of prompts also one list for each.
+
+        Raises:
+            SessionBusy, MemoryReleased: as :meth:`generate`.
+            KVBudgetTooSmall: a prompt with one of its continuations does not fit the pool; nothing was computed.
+            ValueError, TypeError: as :func:`prefixkit.score`.
+        """
+        with self._busy():
+            given, one = with_tokens(self, "prompts", prompts)
+            asked = scored_tokens(self.model, self.tokenizer, given, continuations, one)
+            check_length(self.model, longest_scored(*asked))
+            engine = self._ready(asked[0])
+            engine.report = Report()
+            scores = engine.score(*asked, vocab=text_config(self.model).vocab_size)
+            return scores[0] if one else scores

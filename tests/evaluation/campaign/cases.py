@@ -1,0 +1,77 @@
+"""A campaign over a model that is made up: samples follow from seed, index and prompt, as a real one's do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from prefixkit.engine.report import Report
+from prefixkit.engine.request import Sample
+from prefixkit.evaluation.campaign.folder import Asked, create
+from prefixkit.evaluation.campaign.manifest import Manifest, describe_prompts
+from prefixkit.evaluation.campaign.run import Goal, run_campaign
+from prefixkit.evaluation.tasks.problem import Problem
+from prefixkit.sampling.params import SamplingParams
+from prefixkit.sampling.rng import sample_key
+
+
+def prompts_of(count):
+    """Prompts, of which the third is the first once more."""
+    prompts = [np.arange(i, i + 5, dtype=np.int32) for i in range(count)]
+    if count > 2:
+        prompts[2] = prompts[0]
+    return prompts
+
+
+def problems_of(count):
+    return [Problem(f"p/{i}", f"case {i}", (), f"prompt {i}") for i in range(count)]
+
+
+def manifest_of(count=4, **changes):
+    prompts = describe_prompts([one.id for one in problems_of(count)], prompts_of(count), [{}] * count)
+    fields = {
+        "model": "made up",
+        "fingerprint": "f",
+        "tokenizer": "t",
+        "dtype": "float32",
+        "chat": False,
+        "params": {"temperature": 1.0, "seed": 7},
+        "logprobs": True,
+        "prompts": prompts,
+        "versions": {"prefixkit": "0"},
+    }
+    return Manifest(**{**fields, **changes})
+
+
+def folder_of(path: Path, count=4, **changes):
+    return create(path, manifest_of(count, **changes), [Asked(one, "") for one in problems_of(count)])
+
+
+def sample_of(request, index):
+    rng = np.random.default_rng(int(sample_key(request.params.seed, index, request.tokens, request.occurrence)))
+    tokens = rng.integers(0, 1000, rng.integers(1, 9)).tolist()
+    return Sample(request.prompt_index, index, tokens, [-0.5] * len(tokens), f"text\n“{tokens}”", "stop")
+
+
+def sampler(requests, give, order=None):
+    """Give the samples of requests, in any order."""
+    asked = [(request, index) for request in requests for index in request.sample_indices]
+    for i in range(len(asked)) if order is None else order.permutation(len(asked)):
+        give(sample_of(*asked[i]))
+    return Report(samples=len(asked))
+
+
+def sample(folder, n=8, count=4, first=0, run=sampler, **options):
+    """Run a campaign of the made-up model to its end."""
+    goal_options = {key: options.pop(key) for key in ("part", "round") if key in options}
+    goal = Goal(first, [n] * count, **goal_options)
+    params = [SamplingParams(seed=7)] * count
+    return run_campaign(folder, prompts_of(count), params, goal, run, **options)
+
+
+def set_of(folder):
+    """What a campaign has come to, whatever the order."""
+    found = [(one["id"], one["index"], tuple(one["tokens"]), one["text"]) for one in folder.samples()]
+    assert len(found) == len({one[:2] for one in found}), "a sample is there twice"
+    return set(found)

