@@ -1,8 +1,13 @@
 """What the README promises to newcomers is what CI runs, and what the project declares."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
+
+from prefixkit.__main__ import NEEDED, main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -32,14 +37,31 @@ def test_ci_runs_the_two_commands_of_the_readme():
 
 
 def test_the_extras_are_there():
-    assert set(PROJECT["optional-dependencies"]) == {"cuda", "demo", "test", "bench"}
+    assert set(PROJECT["optional-dependencies"]) == {"cuda", "campaign", "demo", "test", "bench"}
 
 
 def test_what_the_two_commands_install_is_pinned():
-    extras = PROJECT["optional-dependencies"]
-    wanted = {package(line) for line in [*PROJECT["dependencies"], *extras["demo"], *extras["test"]]}
+    extras = [PROJECT["optional-dependencies"][name] for name in ("campaign", "demo", "test")]
+    wanted = {package(line) for lines in (PROJECT["dependencies"], *extras) for line in lines}
     assert wanted - {"prefixkit", "pip"} <= pins().keys()
     assert pins()["torch"] == "2.13.0"  # plain: a local version would tie it to one index
+
+
+def test_what_the_command_line_needs_is_an_extra():
+    """Of the library's own dependencies none is of the command line; the extra lists what the script looks for."""
+    campaign = {package(line) for line in PROJECT["optional-dependencies"]["campaign"]}
+    assert campaign == set(NEEDED)
+    assert not campaign & {package(line) for line in PROJECT["dependencies"]}
+
+
+@pytest.mark.parametrize("missing", NEEDED)
+def test_the_script_names_the_extra_that_is_missing(missing, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert missing in said and 'pip install "prefixkit[campaign]"' in said and said.count("\n") == 1
 
 
 def test_links_and_files_named_in_the_readme_exist():

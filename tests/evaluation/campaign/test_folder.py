@@ -17,7 +17,7 @@ from prefixkit.evaluation.campaign.shards import DamagedShard, ShardWriter, rang
 from prefixkit.evaluation.tasks.problem import Calls, Checks, Problem, Streams
 from tests.evaluation.campaign.cases import folder_of, manifest_of, problems_of, sample, set_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_manifest_is_read_as_it_was_written():

@@ -16,7 +16,7 @@ from prefixkit.evaluation.campaign.folder import FolderBusy, Part, RunFolder
 from prefixkit.evaluation.campaign.run import Goal
 from tests.evaluation.campaign.cases import folder_of, sample, sampler, set_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ pytestmark = needs_sandbox()
 @pytest.fixture(scope="module")
 def mutants() -> ModuleType:
     """scripts/mutants.py"""
-    spec = importlib.util.spec_from_file_location("mutants", Path(__file__).parents[2] / "scripts" / "mutants.py")
+    spec = importlib.util.spec_from_file_location("mutants", Path(__file__).parents[3] / "scripts" / "mutants.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

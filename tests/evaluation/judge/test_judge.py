@@ -224,7 +224,7 @@ def test_plain_subprocesses_judge_the_same_after_a_warning(caplog: pytest.LogCap
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests have run as an ordinary user")
 @pytest.mark.skipif(not shutil.which("python3", path="/usr/bin"), reason="no Python that every user can read")
 def test_an_ordinary_user_can_judge() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     if any(not path.stat().st_mode & 0o001 for path in root.parents):
         pytest.skip("an ordinary user cannot read the repository")
     script = (

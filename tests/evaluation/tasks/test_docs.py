@@ -9,7 +9,7 @@ from prefixkit.evaluation.tasks.formats.tests import read_tests
 from prefixkit.evaluation.tasks.problem import KINDS
 from prefixkit.evaluation.tasks.records import Record
 
-TEXT = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
 
 
 def objects():

@@ -16,7 +16,7 @@ from prefixkit.evaluation.judge.sandbox.cgroup import Cgroup, Cgroups
 from prefixkit.evaluation.judge.sandbox.hierarchy import Hierarchy, NoHierarchy, find_hierarchy
 from tests.evaluation.judge.judging import calls, inside, needs_cgroups, problem
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def plain_folders(folder: Path, version: int) -> Hierarchy:

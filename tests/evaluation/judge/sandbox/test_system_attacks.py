@@ -339,7 +339,7 @@ def test_calls_of_another_numbering_kill_the_program() -> None:
 def test_a_judge_that_dies_takes_its_sandboxes_along() -> None:
     source = BEGIN + f"libc.prctl(15, b'orphan-{os.getpid()}', 0, 0, 0)\nimport time; time.sleep(30)"
     script = f"from tests.evaluation.judge.judging import *\nverdict({source!r}, streams(('', '')), seconds=30)\n"
-    holder = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
+    holder = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[4])
     until = time.monotonic() + 20
     while not named(f"orphan-{os.getpid()}") and time.monotonic() < until:
         time.sleep(0.05)
