@@ -34,8 +34,8 @@ from prefixkit.attention.step import build_step
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
 from prefixkit.backends.cuda.planner import CudaPlanner
 from prefixkit.ops.backend import backend_for
+from prefixkit.testing.named_trees import binary, leaf_queries, prompts, tree, tree_of
 from prefixkit.tree.snapshot import TreeSnapshot
-from tests.named_trees import binary, leaf_queries, prompts, tree, tree_of
 
 Case = tuple[TreeSnapshot, Queries]
 FIRST = """# A process of its own; it prints the seconds of its three parts.
@@ -51,7 +51,7 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
-from tests.named_trees import leaf_queries, tree_of
+from prefixkit.testing.named_trees import leaf_queries, tree_of
 gpu, bf16, snapshot = torch.device("cuda", 0), torch.bfloat16, tree_of("2L b8 p300 s1")
 tree = StepTree(snapshot, leaf_queries(snapshot))
 pool = KVPool(KVSpec(1, 8, 128, bf16, gpu), 64, 16)

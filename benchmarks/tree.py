@@ -16,9 +16,9 @@ from prefixkit.engine.memory import pages_needed
 from prefixkit.engine.request import Request
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.testing.integrity import check_tree
 from prefixkit.tree import PrefixTree, Sequence
 from prefixkit.tree.eviction import PrefixCache
-from tests.tree.integrity import check_tree
 
 VOCABULARY = 50_000
 

@@ -47,7 +47,7 @@ def real(path: Path, disturb: random.Random | None = None, part: Part | None = N
     """One process of a campaign of a tiny model, to its end."""
     import prefixkit
     from prefixkit.evaluation.campaign import shards
-    from tests.tiny import ByteTokenizer, tiny_llama
+    from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
 
     shards.ShardWriter.__init__.__defaults__ = (16, 1 << 20)
     tokens = [np.frombuffer(f"def f_{i % 7}(x): return".encode(), np.uint8).astype(np.int32) for i in range(8)]
@@ -129,7 +129,7 @@ def wait_for(path: Path, more: float, processes: list[int]) -> None:
 
 def kills(runs: int, times: int, seed: int, work: Path) -> None:
     import prefixkit  # noqa: F401 - once, before processes are forked
-    from tests.tiny import tiny_llama  # noqa: F401
+    from prefixkit.testing.tiny import tiny_llama  # noqa: F401
 
     assert os.waitpid(forked(work / "whole"), 0)[1] == 0
     whole, rng = told(work / "whole"), random.Random(seed)
@@ -164,7 +164,7 @@ def kills(runs: int, times: int, seed: int, work: Path) -> None:
 
 def devices(times: int, seed: int, work: Path) -> None:
     """Kills of a command that has started two processes: they end with it, and the same command goes on."""
-    from tests.command_line import save_model, write_prompts
+    from prefixkit.testing.command_line import save_model, write_prompts
 
     (work / "model").mkdir()
     save_model(work / "model", chat=False)

@@ -54,8 +54,8 @@ def prompts_of(seed: int, number: int, vocab: int) -> list[np.ndarray]:
 
 def beams(steps: int, seed: int) -> None:
     """Searches in few pages, whose trees are compacted, against replays over whole sequences; until so many steps."""
-    from tests.engine.expected import assert_all_given_back, beams_alone
-    from tests.engine.fake_model import VOCAB, make_engine
+    from prefixkit.testing.expected import assert_all_given_back, beams_alone
+    from prefixkit.testing.fake_model import VOCAB, make_engine
 
     searches = done = copied = swapped = recomputed = 0
     for at in count(seed):
@@ -125,7 +125,7 @@ def near_ties(name: str, seed: int, expected: list[Any], found: list[Any]) -> in
     import torch
 
     from prefixkit.sampling.rng import sample_key, uniforms
-    from tests.tiny import tiny_llama
+    from prefixkit.testing.tiny import tiny_llama
 
     differ = [(one, other) for one, other in zip(expected, found, strict=True) if one != other]
     assert not differ or name != "fake model", f"seed {seed}"
@@ -155,7 +155,7 @@ def tokens_of(samples: Any) -> list[tuple[int, int, list[int]]]:
 
 
 def fake(seed: int, budget: int | None, policy: MemoryPolicy) -> tuple[list[Any], Any]:
-    from tests.engine.fake_model import VOCAB, make_engine
+    from prefixkit.testing.fake_model import VOCAB, make_engine
 
     engine, _ = make_engine(8192 if budget is None else budget // (4 * 8), 4, policy=policy)
     return tokens_of(engine.run(asked(seed, VOCAB))), engine.report
@@ -163,7 +163,7 @@ def fake(seed: int, budget: int | None, policy: MemoryPolicy) -> tuple[list[Any]
 
 def llama(seed: int, budget: int | None, policy: MemoryPolicy) -> tuple[list[Any], Any]:
     import prefixkit
-    from tests.tiny import ByteTokenizer, tiny_llama
+    from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
 
     model = prefixkit.patch(tiny_llama())
     with prefixkit.Session(model, ByteTokenizer(), kv_budget=budget or "64MiB", page_size=4, memory=policy) as session:

@@ -37,8 +37,8 @@ def tree_attention() -> None:
 
     Then the same with rows that the plan does not have, as a captured graph pads its batch.
     """
-    from tests.attention.forests import SHARE_ALL, SHARE_NONE, make_snapshot
-    from tests.gpu.forests import attend, fill, step_of
+    from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, make_snapshot
+    from prefixkit.testing.gpu_forests import attend, fill, step_of
 
     multiprocessors = torch.cuda.get_device_properties(GPU).multi_processor_count
     for dtype, heads, page_size, cost, lengths in (
@@ -70,7 +70,7 @@ def plan_tree() -> None:
     """Trees with shared and folded nodes, chunks and single queries, in buffers of exactly their size."""
     from prefixkit.attention.capacity import capacity_for
     from prefixkit.backends.cuda.plan_launch import GraphPlanner
-    from tests.attention.planning import held_by, random_cost, random_shape, random_tree, specified
+    from prefixkit.testing.random_plans import held_by, random_cost, random_shape, random_tree, specified
 
     for seed in range(4):
         rng = np.random.default_rng(seed)
@@ -89,7 +89,7 @@ def sample() -> None:
     from prefixkit.runners.sampler import Sampler
     from prefixkit.sampling.rng import uniforms
     from prefixkit.sampling.specification import SamplingBatch, sample_tokens
-    from tests.engine.sampling_cases import random_params, rows_of
+    from prefixkit.testing.sampling_cases import random_params, rows_of
 
     for vocab, dtype in (
         (17, torch.float32),

@@ -13,6 +13,8 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+pytest.register_assert_rewrite("prefixkit.testing")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers that each use all cores starve each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,7 +49,7 @@ def num_forests(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Read-only folders of one tiny model: with a chat template ("chat"), without ("plain"), and without weights."""
-    from tests.command_line import save_model
+    from prefixkit.testing.command_line import save_model
 
     found = {name: tmp_path_factory.mktemp(name) for name in ("chat", "plain")}
     for name, folder in found.items():
@@ -62,7 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     """Three prompts as JSONL; two of them share four tokens."""
-    from tests.command_line import write_prompts
+    from prefixkit.testing.command_line import write_prompts
 
     return write_prompts(tmp_path / "prompts.jsonl")
 

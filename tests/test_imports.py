@@ -31,10 +31,10 @@ MAY_IMPORT = {
 }
 # Libraries that only some may import.
 ONLY_IN = {
-    "transformers": {"models", "evaluation/demo", "cli", "api"},
+    "transformers": {"models", "evaluation/demo", "cli", "api", "testing"},
     "accelerate": {"models"},
     "cuda": {"cuda", "backends"},
-    "typer": {"cli"},
+    "typer": {"cli", "testing"},
     "rich": {"cli"},
     "jinja2": {"evaluation/report", "evaluation/tasks"},
     "markupsafe": {"evaluation/report"},
@@ -93,20 +93,32 @@ def test_leaves_import_nothing_of_ours():
 
 def test_only_the_public_interface_and_the_command_line_import_backends():
     for path in sources():
-        if home_of(path) not in {"session", "backends", "cli"}:
+        if home_of(path) not in {"session", "backends", "cli", "testing"}:
             assert "backends" not in packages_of(imports(path)), path
 
 
 def test_nothing_imports_the_command_line():
     for path in sources():
-        if home_of(path) not in {"cli", "__main__"}:
+        if home_of(path) not in {"cli", "__main__", "testing"}:
             assert "cli" not in packages_of(imports(path)), path
 
 
 def test_the_library_does_not_import_the_application():
     for path in sources():
-        if path.relative_to(PACKAGE).parts[0] not in {"evaluation", "cli"}:
+        if path.relative_to(PACKAGE).parts[0] not in {"evaluation", "cli", "testing"}:
             assert not [name for name in imports(path) if name.startswith("prefixkit.evaluation")], path
+
+
+def test_only_tests_benchmarks_and_scripts_import_what_is_for_testing():
+    for path in sources():
+        if home_of(path) != "testing":
+            assert "testing" not in packages_of(imports(path)), path
+
+
+def test_benchmarks_scripts_and_examples_import_no_tests():
+    for folder in ("benchmarks", "scripts", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            assert not [name for name in imports(path) if name.split(".")[0] == "tests"], path
 
 
 @pytest.mark.parametrize("library", ONLY_IN)

@@ -10,7 +10,7 @@ from benchmarks.runner import Row, replay_us
 from benchmarks.tree_attention.inputs import Pool, ours, prepare
 from benchmarks.tree_attention.rivals import outcome
 from benchmarks.tree_attention.workloads import HEAD_DIM, MATMUL_TFLOPS, PAGE, Workload
-from tests import named_trees
+from prefixkit.testing import named_trees
 
 
 @dataclass(frozen=True)

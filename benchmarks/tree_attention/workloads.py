@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixkit.attention.queries import Queries
+from prefixkit.testing.named_trees import PAGE, leaf_queries, tree_of
 from prefixkit.tree.snapshot import TreeSnapshot
-from tests.named_trees import PAGE, leaf_queries, tree_of
 
 HEAD_DIM = 128
 HEADS = ((8, 1), (32, 8), (32, 32))
@@ -62,7 +62,7 @@ class Workload:
 
 
 def workload(name: str, heads: int, kv_heads: int) -> Workload:
-    """By name; see ``tests/named_trees.py``."""
+    """By name; see ``prefixkit/testing/named_trees.py``."""
     return Workload(name, heads, kv_heads, tree_of(name))
 
 

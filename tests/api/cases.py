@@ -1,6 +1,6 @@
 """Prompts that share a head, and what is compared of results."""
 
-from tests.tiny import ByteTokenizer
+from prefixkit.testing.tiny import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 HEAD = "def solve(numbers):\n    '''Return the answer.'''\n"

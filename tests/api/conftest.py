@@ -3,7 +3,7 @@
 import pytest
 
 import prefixkit
-from tests.tiny import tiny_llama
+from prefixkit.testing.tiny import tiny_llama
 
 
 @pytest.fixture(scope="package")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import prefixkit
+from prefixkit.testing.tiny import tiny_llama
 from tests.api.cases import PROMPTS, TOKENIZER, tokens_of
-from tests.tiny import tiny_llama
 
 
 @pytest.mark.parametrize("num_beams", [2, 3, 5, 8])

@@ -11,9 +11,9 @@ import prefixkit
 from prefixkit.engine.request import Request
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.assembly import make_engine
+from prefixkit.testing.tiny import EOS, tiny_llama
 from tests.api.cases import HEAD, PROMPTS, TOKENIZER
 from tests.models.tiny_families import make_model
-from tests.tiny import EOS, tiny_llama
 
 
 def stock_greedy(prompt, new=20):

@@ -12,8 +12,8 @@ import prefixkit
 from prefixkit import BeamParams, Request, SamplingParams, Session
 from prefixkit.models import NotPatched
 from prefixkit.session.requests import GENERATION_FIELDS
+from prefixkit.testing.tiny import tiny_llama
 from tests.api.cases import TOKENIZER, tokens_of
-from tests.tiny import tiny_llama
 
 # A value at which each refused field of a generation config changes what is sampled: token 0 is a token.
 REFUSED = {

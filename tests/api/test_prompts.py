@@ -6,8 +6,8 @@ import torch
 from transformers import BatchEncoding
 
 import prefixkit
+from prefixkit.testing.tiny import ByteTokenizer
 from tests.api.cases import TOKENIZER
-from tests.tiny import ByteTokenizer
 
 
 def test_text_tokens_and_chat_are_one(model):

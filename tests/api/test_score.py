@@ -15,9 +15,9 @@ from prefixkit import Score, Session
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.models import NotPatched
 from prefixkit.session.session import MemoryReleased, SessionBusy
+from prefixkit.testing.integrity import check_tree
+from prefixkit.testing.tiny import EOS, ByteTokenizer, tiny_llama
 from tests.covering import pairwise_cover
-from tests.tiny import EOS, ByteTokenizer, tiny_llama
-from tests.tree.integrity import check_tree
 
 HEAD = "Which of these is an animal? It has four legs and a tail, and it barks at strangers.\n"
 PROMPTS = [HEAD + "Answer:", HEAD + "Answer: a", HEAD + "The answer is", "Q", HEAD + "Answer:"]

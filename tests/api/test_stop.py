@@ -3,8 +3,8 @@
 import pytest
 
 import prefixkit
+from prefixkit.testing.tiny import EOS, byte_tokenizer
 from tests.api.cases import PROMPTS, TOKENIZER
-from tests.tiny import EOS, byte_tokenizer
 
 # Random weights sample the end token often enough; here it ends no sample by itself.
 OPTIONS = {"n": 20, "max_new_tokens": 60, "temperature": 1.3, "seed": 2, "stop_token_ids": ()}

@@ -9,9 +9,9 @@ import pytest
 from prefixkit.attention.bsr import OPEN, decompose
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, CostModel, HeadShape, decide_sharing
+from prefixkit.testing.forests import make_snapshot, random_parents
 from prefixkit.tree.radix import PrefixTree
 from tests.attention import slow_formats
-from tests.attention.forests import make_snapshot, random_parents
 from tests.attention.trees import expected_sight, random_queries, random_tree, row_segments
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=8, itemsize=4)

@@ -9,8 +9,8 @@ from prefixkit.attention.gpu_cost import H200, H200_COST
 from prefixkit.attention.plan import make_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
-from tests.attention.forests import make_snapshot, random_parents
-from tests.attention.planning import random_cost, random_shape, random_tree, size_of, specified
+from prefixkit.testing.forests import make_snapshot, random_parents
+from prefixkit.testing.random_plans import random_cost, random_shape, random_tree, size_of, specified
 
 
 def test_what_does_not_fit_is_named():

@@ -42,7 +42,7 @@ from prefixkit.attention.variants import (
 )
 from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.tuning import CPU, Tuning
-from tests.attention.forests import (
+from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,
     Case,

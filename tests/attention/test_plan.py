@@ -13,8 +13,8 @@ from prefixkit.attention.kv_split import CANDIDATES_OF_MANY, CHAIN, LEVELS, busi
 from prefixkit.attention.plan import make_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
+from prefixkit.testing.random_plans import tree
 from prefixkit.tree.radix import PrefixTree
-from tests.attention.planning import tree
 from tests.attention.trees import expected_sight, random_queries, random_tree, row_segments
 
 SHAPES = {"one head": (1, 1), "groups of 3": (6, 2), "groups of 8": (8, 1), "groups of 64": (64, 1)}

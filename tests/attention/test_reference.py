@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prefixkit.attention.variants import alibi, attention_sinks, sliding_window, soft_cap
-from tests.attention.forests import Case, random_case
+from prefixkit.testing.forests import Case, random_case
 from tests.attention.reference import reference_attention, visible_tokens
 
 

@@ -16,8 +16,8 @@ import prefixkit
 from prefixkit.evaluation.campaign.folder import RunFolder
 from prefixkit.evaluation.demo.model import FOLDER
 from prefixkit.evaluation.judge.sandbox import bubblewrap
-from tests.command_line import run
-from tests.tiny import byte_tokenizer, tiny_llama
+from prefixkit.testing.command_line import run
+from prefixkit.testing.tiny import byte_tokenizer, tiny_llama
 
 
 class TestSample:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from prefixkit.engine.engine import Engine
+from prefixkit.testing.fake_model import FakeModel, values_of
+from prefixkit.testing.integrity import check_tree
 from prefixkit.tree import Node
-from tests.engine.fake_model import FakeModel, values_of
-from tests.tree.integrity import check_tree
 from tests.tree.model import path
 
 

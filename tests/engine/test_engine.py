@@ -12,10 +12,10 @@ from prefixkit.engine.runs.detokenizer import Detokenizer
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.testing.expected import alone, assert_all_given_back, beams_alone, random_prompts, run
+from prefixkit.testing.fake_model import make_engine
 from prefixkit.tree.radix import PrefixTree
 from tests.covering import pairwise_cover
-from tests.engine.expected import alone, assert_all_given_back, beams_alone, random_prompts, run
-from tests.engine.fake_model import make_engine
 
 
 @pytest.mark.parametrize(("seed", "page_size", "chunk"), pairwise_cover(product(range(5), (1, 3, 16), (7, 1024))))

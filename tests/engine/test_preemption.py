@@ -9,8 +9,8 @@ from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.scheduler import KVBudgetTooSmall, pages_per_unit
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.sampling.params import SamplingParams
-from tests.engine.expected import alone, assert_all_given_back
-from tests.engine.fake_model import VOCAB, make_engine
+from prefixkit.testing.expected import alone, assert_all_given_back
+from prefixkit.testing.fake_model import VOCAB, make_engine
 
 AHEAD = Pace(2, 16, waited_for=8)
 

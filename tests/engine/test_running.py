@@ -10,9 +10,9 @@ from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.runs.detokenizer import Detokenizer
 from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.testing.expected import alone, assert_all_given_back, random_prompts, run
+from prefixkit.testing.fake_model import make_engine
 from tests.covering import pairwise_cover
-from tests.engine.expected import alone, assert_all_given_back, random_prompts, run
-from tests.engine.fake_model import make_engine
 
 AHEAD = (1, 2, 5)
 

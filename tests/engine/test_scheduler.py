@@ -16,10 +16,10 @@ from prefixkit.engine.scheduler import (
     pages_per_unit,
 )
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.testing.fake_model import make_engine
+from prefixkit.testing.integrity import check_tree
 from prefixkit.tree.eviction import PrefixCache
 from prefixkit.tree.radix import PrefixTree
-from tests.engine.fake_model import make_engine
-from tests.tree.integrity import check_tree
 
 
 def request(index, tokens, **params):

@@ -11,9 +11,9 @@ from prefixkit.engine.request import BeamParams
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.engine.score import MOST_LOGIT_BYTES
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.testing.expected import assert_all_given_back, run
+from prefixkit.testing.fake_model import VOCAB, logits_after, make_engine
 from tests.covering import pairwise_cover
-from tests.engine.expected import assert_all_given_back, run
-from tests.engine.fake_model import VOCAB, logits_after, make_engine
 
 
 def random_texts(seed, prompts=5, most=6):

@@ -36,9 +36,9 @@ from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.testing.expected import alone, beams_alone
+from prefixkit.testing.fake_model import VOCAB, logits_after, make_engine
 from prefixkit.tree.eviction import POLICIES
-from tests.engine.expected import alone, beams_alone
-from tests.engine.fake_model import VOCAB, logits_after, make_engine
 from tests.engine.integrity import check_engine, check_idle
 from tests.tree.model import assert_snapshot_is_fresh, fingerprint
 

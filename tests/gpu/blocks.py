@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.attention.forests import Case
-from tests.gpu.forests import path_slots
+from prefixkit.testing.forests import Case
+from prefixkit.testing.gpu_forests import path_slots
 
 # Scores of a block in float64: half a gigabyte.
 MOST_SCORES = 1 << 26

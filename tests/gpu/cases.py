@@ -17,7 +17,7 @@ from prefixkit.backends.cuda.planner import WORK_TENSORS
 from prefixkit.backends.torch.planner import bind
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.ops import backend
-from tests.attention.forests import Case, gpu_plan_of, int_tensors, node_tensors, plan_of
+from prefixkit.testing.forests import Case, gpu_plan_of, int_tensors, node_tensors, plan_of
 
 GPU = torch.device("cuda")
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefixkit.attention.variants import CAUSAL, Variant
-from tests.attention.forests import Case
+from prefixkit.testing.forests import Case
 from tests.attention.reference import visible_tokens
 from tests.gpu.cases import GPU
 

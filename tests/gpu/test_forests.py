@@ -20,11 +20,11 @@ from prefixkit.attention.gpu_cost import H200_COST
 from prefixkit.attention.queries import Queries
 from prefixkit.attention.step import Step
 from prefixkit.ops import backend
-from tests.attention.forests import Case, make_snapshot
+from prefixkit.testing.forests import Case, make_snapshot
+from prefixkit.testing.gpu_forests import Forest, attend, draw, nodes_of, step_of, work_of, write
 from tests.gpu.blocks import Measured, measure, sample
 from tests.gpu.cases import GPU
 from tests.gpu.cases import poison as poison_free_memory
-from tests.gpu.forests import Forest, attend, draw, nodes_of, step_of, work_of, write
 
 FORESTS = int(os.environ.get("PREFIXKIT_GPU_FORESTS", "300"))
 FIRST_SEED = int(os.environ.get("PREFIXKIT_GPU_SEED", "0"))

@@ -18,8 +18,8 @@ from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.runners import graph as graphs
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.assembly import make_engine
+from prefixkit.testing.integrity import check_tree
 from tests.gpu.test_model import model_of, prompts
-from tests.tree.integrity import check_tree
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import prefixkit
 from prefixkit.engine.request import Request
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.assembly import make_engine
-from tests.tiny import VOCAB, ByteTokenizer, tiny_llama
+from prefixkit.testing.tiny import VOCAB, ByteTokenizer, tiny_llama
 
 # The second and the last run on the portable kernel everywhere.
 HEAD_DIMS = (64, 80, 128, 256)

@@ -12,8 +12,8 @@ from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
 from prefixkit.backends.cuda.calibrate import calibrate
 from prefixkit.backends.cuda.plan_launch import GraphPlanner
 from prefixkit.backends.cuda.planner import planner_for
-from tests.attention.planning import held_by, random_cost, random_shape, random_tree, size_of, specified
-from tests.named_trees import leaf_queries, tree, tree_of
+from prefixkit.testing.named_trees import leaf_queries, tree, tree_of
+from prefixkit.testing.random_plans import held_by, random_cost, random_shape, random_tree, size_of, specified
 
 
 def planner_of(snapshot, queries, shape, cost, num_sms, spare=0):

@@ -13,7 +13,7 @@ from prefixkit.backends.cuda.kernels import HOPPER_HEAD_DIMS, KERNEL_VARIABLE
 from prefixkit.cuda.launch import Memo
 from prefixkit.ops import backend
 from prefixkit.ops.backend import NotCapturable
-from tests.attention.forests import (
+from prefixkit.testing.forests import (
     PAGE_SIZES,
     SHARE_ALL,
     Case,

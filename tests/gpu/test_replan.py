@@ -13,9 +13,9 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
 from prefixkit.backends.cuda.planner import CudaPlanner, planner_for
 from prefixkit.checking import checked
+from prefixkit.testing.named_trees import leaf_queries, tree_of
 from prefixkit.tree.radix import PrefixTree
 from tests.gpu.cases import poison
-from tests.named_trees import leaf_queries, tree_of
 
 GPU = torch.device("cuda", 0)
 

@@ -11,7 +11,7 @@ from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import SamplingBatch, sample_tokens
-from tests.engine.sampling_cases import NASTY, logprob_bound, random_params, rows_of
+from prefixkit.testing.sampling_cases import NASTY, logprob_bound, random_params, rows_of
 from tests.gpu.cases import GPU
 from tests.ops.test_sample import arguments
 

@@ -9,11 +9,11 @@ import torch
 from prefixkit.attention.gpu_cost import H200_COST
 from prefixkit.attention.queries import Queries
 from prefixkit.ops import backend
+from prefixkit.testing.gpu_forests import attend, fill, step_of
+from prefixkit.testing.named_trees import leaf_queries, prompts, tree_of
 from prefixkit.tree.snapshot import TreeSnapshot
 from tests.gpu.blocks import measure, sample
 from tests.gpu.cases import GPU
-from tests.gpu.forests import attend, fill, step_of
-from tests.named_trees import leaf_queries, prompts, tree_of
 
 HEAD_DIM = 128
 DECODE = [

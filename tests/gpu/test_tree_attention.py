@@ -25,7 +25,7 @@ from prefixkit.backends.torch.planner import NoSuchPlan
 from prefixkit.ops import backend
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
-from tests.attention.forests import (
+from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,
     Case,

@@ -8,7 +8,7 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CPU_COST
 from prefixkit.backends.torch.planner import bind
 from prefixkit.models.compile.rotary import with_rotary_append
-from tests.attention.forests import plan_of, random_case
+from prefixkit.testing.forests import plan_of, random_case
 
 ops = torch.ops.prefixkit
 APPEND, BOTH = "prefixkit.kv_append", "prefixkit.rotary_append"

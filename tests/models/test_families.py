@@ -14,9 +14,9 @@ from prefixkit.models import UnsupportedModel, is_patched, patch
 from prefixkit.models.attention import original_class
 from prefixkit.models.families import attention_layers
 from prefixkit.models.layer import register_variant
+from prefixkit.testing.integrity import check_tree
 from tests.models.driver import decided_by_rounding
 from tests.models.tiny_families import PECULIAR, SHAPE
-from tests.tree.integrity import check_tree
 
 LOGIT_TOLERANCE = 1e-4
 WINDOW = 7

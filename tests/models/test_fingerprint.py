@@ -9,7 +9,7 @@ from torch import nn
 
 from prefixkit.models import patch
 from prefixkit.models.fingerprint import kv_fingerprint, model_fingerprint
-from tests.tiny import tiny_llama
+from prefixkit.testing.tiny import tiny_llama
 
 
 def test_run_folders_that_exist_have_these():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import prefixkit.ops.library  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
-from tests.attention.forests import int_tensors, make_snapshot, random_parents
+from prefixkit.testing.forests import int_tensors, make_snapshot, random_parents
 from tests.ops.test_library import changed
 
 advance = torch.ops.prefixkit.advance

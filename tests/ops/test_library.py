@@ -18,7 +18,7 @@ from prefixkit.attention.variants import UnknownVariant, attention_sinks, lookup
 from prefixkit.backends.torch.planner import NoSuchPlan, bind
 from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
 from prefixkit.ops.library import NoBackward
-from tests.attention.forests import Case, plan_of, random_case
+from prefixkit.testing.forests import Case, plan_of, random_case
 from tests.covering import pairwise_cover
 
 ops = torch.ops.prefixkit

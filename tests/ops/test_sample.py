@@ -17,7 +17,7 @@ from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import SamplingBatch, sample_tokens
-from tests.engine.sampling_cases import NASTY, random_params, rows_of
+from prefixkit.testing.sampling_cases import NASTY, random_params, rows_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ops = torch.ops.prefixkit

@@ -7,7 +7,7 @@ import pytest
 from prefixkit.runners import graph_arrays
 from prefixkit.runners.batch import Pace
 from prefixkit.runners.graph import GraphRunner
-from tests.engine.fake_model import make_engine
+from prefixkit.testing.fake_model import make_engine
 from tests.runners.stand_ins import Capturing, Planning
 
 

@@ -10,8 +10,8 @@ from prefixkit.runners import graph as graphs
 from prefixkit.runners import graph_arrays
 from prefixkit.runners.graph_arrays import CannotCapture
 from prefixkit.sampling.params import SamplingParams
-from tests.engine.expected import alone, assert_all_given_back, random_prompts, run
-from tests.engine.fake_model import VOCAB, make_engine
+from prefixkit.testing.expected import alone, assert_all_given_back, random_prompts, run
+from prefixkit.testing.fake_model import VOCAB, make_engine
 from tests.runners.stand_ins import Capturing
 
 

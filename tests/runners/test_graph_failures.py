@@ -12,7 +12,7 @@ import torch
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays
 from prefixkit.sampling.params import SamplingParams
-from tests.engine.expected import alone, assert_all_given_back, run
+from prefixkit.testing.expected import alone, assert_all_given_back, run
 from tests.runners.stand_ins import Capturing
 
 PARAMS = SamplingParams(n=2, max_new_tokens=7, seed=1)

@@ -9,7 +9,7 @@ import pytest
 
 from prefixkit.runners.graph_arrays import CannotCapture
 from prefixkit.sampling.params import SamplingParams
-from tests.engine.expected import alone, assert_all_given_back, run
+from prefixkit.testing.expected import alone, assert_all_given_back, run
 from tests.runners.stand_ins import Capturing
 
 

@@ -12,8 +12,8 @@ from prefixkit.attention.queries import decode_tree
 from prefixkit.attention.uncomputed import choose_queries
 from prefixkit.runners.batch import Batch
 from prefixkit.sampling.params import SamplingParams
-from tests.engine.expected import alone, run
-from tests.engine.fake_model import VOCAB, logits_after
+from prefixkit.testing.expected import alone, run
+from prefixkit.testing.fake_model import VOCAB, logits_after
 
 NO_ROWS = np.empty(0, np.int64)
 

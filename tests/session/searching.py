@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from prefixkit import SamplingParams, SearchNode, Session
-from tests.tiny import tiny_llama
-from tests.tree.integrity import check_tree
+from prefixkit.testing.integrity import check_tree
+from prefixkit.testing.tiny import tiny_llama
 
 PROMPT = "the quick brown fox"
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, stop_token_ids=())

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from prefixkit import MemoryPolicy, Session
-from tests.tiny import ByteTokenizer
-from tests.tree.integrity import check_tree
+from prefixkit.testing.integrity import check_tree
+from prefixkit.testing.tiny import ByteTokenizer
 
 PROMPTS = ["the quick brown fox jumps", "the quick brown dog", "the quick brown"]
 POINTS = 25

@@ -18,9 +18,9 @@ from prefixkit.engine.prefixes.file import PrefixFileError
 from prefixkit.engine.prefixes.trie import trie_of
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.models import kv_spec
+from prefixkit.testing.integrity import check_tree
+from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
 from prefixkit.tree.pages import pages_for
-from tests.tiny import ByteTokenizer, tiny_llama
-from tests.tree.integrity import check_tree
 
 FEW_SHOT = "question: how many legs has a spider? answer: eight. " * 3
 OPTIONS: dict[str, Any] = {"n": 2, "max_new_tokens": 7, "temperature": 0.9, "seed": 7, "stop_token_ids": ()}

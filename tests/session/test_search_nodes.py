@@ -11,8 +11,8 @@ import pytest
 
 from prefixkit import Session
 from prefixkit.session.session import MemoryReleased
+from prefixkit.testing.tiny import ByteTokenizer
 from tests.session.searching import GREEDY, PROMPT
-from tests.tiny import ByteTokenizer
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from prefixkit import BeamParams, ForeignNode, NodeReleased, SearchNode, Session
 from prefixkit.engine.scheduler import KVBudgetTooSmall
+from prefixkit.testing.tiny import VOCAB, ByteTokenizer
 from tests.session.searching import GREEDY, PROMPT, SAMPLED, assert_empty, told
-from tests.tiny import VOCAB, ByteTokenizer
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 
 import prefixkit
 from prefixkit import BeamParams, NodeFinished, SamplingParams, SearchNode, Session
+from prefixkit.testing.tiny import EOS, ByteTokenizer, tiny_llama
 from tests.session.searching import GREEDY, PROMPT, SAMPLED, assert_empty, dense_logprobs, told
-from tests.tiny import EOS, ByteTokenizer, tiny_llama
 
 
 @pytest.fixture

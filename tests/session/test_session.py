@@ -14,8 +14,8 @@ from prefixkit import BeamParams, SamplingParams, Session, SessionBusy
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.models import NotPatched
 from prefixkit.session.session import MemoryReleased
-from tests.tiny import ByteTokenizer, tiny_llama
-from tests.tree.integrity import check_tree
+from prefixkit.testing.integrity import check_tree
+from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
 
 PROMPTS = ["the quick brown fox", "the quick brown dog", "another", "the quick brown fox"]
 OPTIONS: dict[str, Any] = {"n": 3, "max_new_tokens": 9, "temperature": 0.9, "seed": 7}

@@ -19,7 +19,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import prefixkit
 from prefixkit import Session
-from tests.tiny import tiny_llama
+from prefixkit.testing.tiny import tiny_llama
 
 PROMPT = [3 + 5 * index % 251 for index in range(48)]
 OPTIONS: dict[str, Any] = {"n": 1, "max_new_tokens": 6, "temperature": 0.0, "stop_token_ids": ()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from prefixkit.testing.integrity import check_tree
 from prefixkit.tree import PrefixTree, Sequence
-from tests.tree.integrity import check_tree
 from tests.tree.model import RememberingPool
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from prefixkit.testing.integrity import check_tree
 from prefixkit.tree import PrefixTree
 from prefixkit.tree.eviction import PrefixCache
-from tests.tree.integrity import check_tree
 
 
 def cache_of(*prompts: list[int], num_pages: int = 32, page_size: int = 1) -> PrefixCache:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from prefixkit.testing.integrity import check_tree
 from prefixkit.tree import PrefixTree, Sequence
-from tests.tree.integrity import check_tree
 
 
 def a_tree() -> tuple[PrefixTree, Sequence, Sequence]:

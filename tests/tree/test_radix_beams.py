@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from prefixkit.testing.integrity import check_tree
 from prefixkit.tree import PrefixTree, Sequence
-from tests.tree.integrity import check_tree
 
 
 def fork_all(tree: PrefixTree, parent: Sequence, count: int) -> list[Sequence]:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from prefixkit.testing.integrity import check_tree
 from prefixkit.tree import OutOfPages, PrefixTree, Sequence
-from tests.tree.integrity import check_tree
 from tests.tree.model import fingerprint
 
 

@@ -17,11 +17,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from prefixkit.testing.integrity import check_tree
 from prefixkit.tree import Node, OutOfPages, PrefixTree, Sequence
 from prefixkit.tree.eviction import POLICIES, PrefixCache
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.snapshot import TreeSnapshot
-from tests.tree.integrity import check_tree
 from tests.tree.model import RememberingPool, assert_snapshot_is_fresh, fingerprint
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prefixkit.backends.cuda.checks import BadPlan, check_packed_numbers
-from tests.attention.forests import SHARE_ALL, gpu_plan_of, int_tensors, node_tensors, random_case
+from prefixkit.testing.forests import SHARE_ALL, gpu_plan_of, int_tensors, node_tensors, random_case
 
 
 def change_pages(work, nodes):

@@ -22,8 +22,8 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION
-from tests.attention.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
-from tests.attention.planning import narrowed
+from prefixkit.testing.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
+from prefixkit.testing.random_plans import narrowed
 from tests.attention.reference import reference_attention, visible_tokens
 from tests.emulation.build import build
 

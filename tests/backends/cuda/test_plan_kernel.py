@@ -16,9 +16,9 @@ from prefixkit.attention.step import build_step
 from prefixkit.backends.cuda.kernels import PLAN
 from prefixkit.backends.cuda.layouts import PLAN_TREE
 from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
-from tests.attention.planning import random_cost, random_shape, random_tree, size_of, specified
+from prefixkit.testing.named_trees import tree, tree_of
+from prefixkit.testing.random_plans import random_cost, random_shape, random_tree, size_of, specified
 from tests.emulation.build import build
-from tests.named_trees import tree, tree_of
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)

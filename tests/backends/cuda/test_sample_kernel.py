@@ -17,8 +17,8 @@ from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import sample_tokens
 from prefixkit.sampling.weights import EXP2, rate, weigh
+from prefixkit.testing.sampling_cases import NASTY, logprob_bound, random_params, rows_of
 from tests.emulation.build import build
-from tests.engine.sampling_cases import NASTY, logprob_bound, random_params, rows_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

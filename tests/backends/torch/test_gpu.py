@@ -15,7 +15,7 @@ from prefixkit.backends.cuda.checks import check_packed_numbers
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.run import run_program
-from tests.attention.forests import (
+from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,
     Case,

@@ -26,7 +26,7 @@ from prefixkit.backends.torch.program import Program
 from prefixkit.backends.torch.run import Scratch
 from prefixkit.backends.torch.tiles import FULL, MASKED, TRIANGLE, Array, Tiles, make_tiles, split_keys
 from prefixkit.backends.torch.tuning import Heads
-from tests.attention.forests import (
+from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,
     Case,

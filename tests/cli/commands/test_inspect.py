@@ -10,8 +10,8 @@ import pytest
 import prefixkit
 from prefixkit.cli.commands.inspect import estimate
 from prefixkit.cli.views import plant
-from tests.command_line import run
-from tests.tiny import ByteTokenizer, tiny_llama
+from prefixkit.testing.command_line import run
+from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
 
 
 def test_prompts_that_each_extend_the_one_before(folders: dict[str, Path], tmp_path: Path) -> None:

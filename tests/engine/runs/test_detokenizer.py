@@ -3,7 +3,7 @@
 from tokenizers import AddedToken
 
 from prefixkit.engine.runs.detokenizer import detokenizer_of, special_tokens
-from tests.tiny import ByteTokenizer, byte_tokenizer
+from prefixkit.testing.tiny import ByteTokenizer, byte_tokenizer
 
 
 def test_special_tokens_are_those_that_a_tokenizer_lists_and_leaves_out():

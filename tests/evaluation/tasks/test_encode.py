@@ -4,7 +4,7 @@ import pytest
 
 from prefixkit.evaluation.tasks.encode import encode, encode_all, encode_messages, uses_chat
 from prefixkit.evaluation.tasks.problem import Problem
-from tests.tiny import byte_tokenizer
+from prefixkit.testing.tiny import byte_tokenizer
 
 CHAT, PLAIN = byte_tokenizer(chat=True), byte_tokenizer()
 USER, BEGUN = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}

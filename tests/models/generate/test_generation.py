@@ -23,8 +23,8 @@ from transformers.generation.streamers import BaseStreamer
 from prefixkit import TreeCache, patch, unpatch
 from prefixkit.models import NotPatched
 from prefixkit.models.generate.forward import NotOnTree
+from prefixkit.testing.tiny import byte_tokenizer, tiny_llama
 from tests.models.tiny_families import PECULIAR, VOCAB, make_model
-from tests.tiny import byte_tokenizer, tiny_llama
 
 NEW = 14
 ENDS = {"pad_token_id": 0, "eos_token_id": 2}

@@ -12,7 +12,7 @@ import torch
 
 from prefixkit.models import TreeCache, patch, unpatch
 from prefixkit.models.generate.tree_memory import idle_of
-from tests.tiny import tiny_llama
+from prefixkit.testing.tiny import tiny_llama
 
 FEW_SHOT = torch.arange(5, 85)
 

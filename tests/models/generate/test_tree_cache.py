@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 from prefixkit.models import TreeCache, patch
 from prefixkit.models.errors import NotPatched
+from prefixkit.testing.tiny import tiny_llama
 from tests.models.tiny_families import make_model
-from tests.tiny import tiny_llama
 
 IDS = torch.randint(5, 200, (2, 40), generator=torch.Generator().manual_seed(0))
 

@@ -12,7 +12,7 @@ import torch
 
 import prefixkit
 from prefixkit.models.weights.content import kv_version
-from tests.tiny import tiny_llama
+from prefixkit.testing.tiny import tiny_llama
 
 
 def many() -> int:

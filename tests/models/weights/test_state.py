@@ -17,7 +17,7 @@ import prefixkit
 from prefixkit.models.compile.packed_weights import movable, pack, unpack
 from prefixkit.models.weights.content import kv_version
 from prefixkit.models.weights.state import weights_places
-from tests.tiny import tiny_llama
+from prefixkit.testing.tiny import tiny_llama
 
 PROMPTS = [[1, 2, 3, 4], [1, 2, 5]]
 

@@ -14,9 +14,9 @@ from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
+from prefixkit.testing.forests import make_snapshot, random_parents
 from prefixkit.tree.ragged import ranges
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
-from tests.attention.forests import make_snapshot, random_parents
 
 HEADS = ((1, 1), (8, 1), (32, 8), (32, 32), (6, 2), (64, 1), (40, 2))
 

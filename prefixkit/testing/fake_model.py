@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.sharing import CostModel, HeadShape
@@ -28,14 +30,15 @@ from prefixkit.tree.radix import PrefixTree
 VOCAB = 50
 
 
-def logits_after(tokens) -> np.ndarray:
+def logits_after(tokens: Iterable[int]) -> NDArray[np.float32]:
     """``[VOCAB]`` the fake model's logits after a sequence of tokens: a function of all of them and their order."""
     # The length tells sequences of few tokens 0 apart: seeds are padded with zeros.
+    tokens = list(tokens)
     seed = np.frombuffer(np.array([len(tokens), *tokens], dtype=np.int64).tobytes(), dtype=np.uint32)
     return np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32) * 2
 
 
-def values_of(tokens, weights: int = 0) -> list[int]:
+def values_of(tokens: Iterable[int], weights: int = 0) -> list[int]:
     """For each token what stands for its V: a hash of all tokens up to it, and of the weights."""
     # float32 holds integers of 24 bits.
     return [
@@ -111,7 +114,7 @@ def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
 
 
 def make_engine(
-    num_pages: int = 4096, page_size: int = 4, pace: Pace = STEP_BY_STEP, **options
+    num_pages: int = 4096, page_size: int = 4, pace: Pace = STEP_BY_STEP, **options: Any
 ) -> tuple[Engine, FakeModel]:
     """An engine over a fake model, and the model; its cost model shares whatever can be shared."""
     pool = KVPool(KVSpec(num_layers=1, kv_heads=1, head_dim=1), num_pages, page_size)

@@ -9,7 +9,7 @@ from typing import Any
 from typer.testing import CliRunner, Result
 
 from prefixkit.cli.app import app
-from tests.tiny import byte_tokenizer, tiny_llama
+from prefixkit.testing.tiny import byte_tokenizer, tiny_llama
 
 
 def save_model(folder: Path, chat: bool) -> None:

@@ -75,4 +75,5 @@ def logprob_bound(exact: np.ndarray, vocab: int) -> np.ndarray:
     smallest cluster, one block, adds up V / 1,024 groups of four, and a warp its lanes (7 more).  The result rounds
     once.
     """
-    return 2**-24 * (3 * math.log(vocab) + 4 + vocab / 1024 + 1 + 7 + np.abs(exact))
+    bound: np.ndarray = 2**-24 * (3 * math.log(vocab) + 4 + vocab / 1024 + 1 + 7 + np.abs(exact))
+    return bound

@@ -1,18 +1,26 @@
 """Prompts for the engine over a fake model, its runs, and what each sample must be."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from prefixkit.engine.request import Request
+from prefixkit.engine.engine import Engine
+from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.engine.runs.beam import BeamSearch, advance, finished, num_candidates
 from prefixkit.runners.sampler import top_tokens
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import sample_key, uniforms
 from prefixkit.sampling.specification import sample_tokens
-from tests.engine.fake_model import VOCAB, logits_after
-from tests.tree.integrity import check_tree
+from prefixkit.testing.fake_model import VOCAB, logits_after
+from prefixkit.testing.integrity import check_tree
 
 
-def alone(prompt, params, index):
+def alone(prompt: Sequence[int], params: SamplingParams, index: int) -> list[int]:
     """What sample ``index`` must be, sampled token by token, alone."""
     tokens = list(prompt)
     for step in range(params.max_new_tokens):
@@ -24,7 +32,7 @@ def alone(prompt, params, index):
     return tokens[len(prompt) :]
 
 
-def beams_alone(prompt, params):
+def beams_alone(prompt: Sequence[int], params: BeamParams) -> Any:
     """What a search must find, best first, replayed over whole sequences."""
     search = BeamSearch(params)
     while not search.done:
@@ -34,7 +42,7 @@ def beams_alone(prompt, params):
     return finished(search)
 
 
-def random_prompts(seed, count=8):
+def random_prompts(seed: int, count: int = 8) -> list[NDArray[np.int64]]:
     """Prompts with shared heads, a duplicate, and one that is another's prefix."""
     print("seed", seed)
     rng = np.random.default_rng(seed)
@@ -43,11 +51,12 @@ def random_prompts(seed, count=8):
     return [*prompts, prompts[0], head[:10], rng.integers(0, VOCAB, 5)]
 
 
-def run(engine, prompts, params):
+def run(engine: Engine, prompts: Iterable[Any], params: SamplingParams | BeamParams) -> list[Sample]:
+    """The samples of these prompts, all with the same parameters."""
     return engine.run(Request(i, prompt, params) for i, prompt in enumerate(prompts))
 
 
-def assert_all_given_back(engine):
+def assert_all_given_back(engine: Engine) -> None:
     """No sequence is left, and every page is free but for those of the prefix cache."""
     check_tree(engine.tree)
     assert engine.tree.pages_held() == 0

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prefixkit.engine.report import Report
-from prefixkit.engine.request import Sample
-from prefixkit.evaluation.campaign.folder import Asked, create
+from prefixkit.engine.request import Request, Sample
+from prefixkit.evaluation.campaign.folder import Asked, RunFolder, create
 from prefixkit.evaluation.campaign.manifest import Manifest, describe_prompts
-from prefixkit.evaluation.campaign.run import Goal, run_campaign
+from prefixkit.evaluation.campaign.run import Goal, Progress, run_campaign
 from prefixkit.evaluation.tasks.problem import Problem
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import sample_key
 
 
-def prompts_of(count):
+def prompts_of(count: int) -> list[NDArray[np.int32]]:
     """Prompts, of which the third is the first once more."""
     prompts = [np.arange(i, i + 5, dtype=np.int32) for i in range(count)]
     if count > 2:
@@ -24,13 +27,15 @@ def prompts_of(count):
     return prompts
 
 
-def problems_of(count):
+def problems_of(count: int) -> list[Problem]:
+    """Problems without tests."""
     return [Problem(f"p/{i}", f"case {i}", (), f"prompt {i}") for i in range(count)]
 
 
-def manifest_of(count=4, **changes):
+def manifest_of(count: int = 4, **changes: Any) -> Manifest:
+    """A manifest of :func:`prompts_of`, but for ``changes``."""
     prompts = describe_prompts([one.id for one in problems_of(count)], prompts_of(count), [{}] * count)
-    fields = {
+    fields: dict[str, Any] = {
         "model": "made up",
         "fingerprint": "f",
         "tokenizer": "t",
@@ -44,25 +49,32 @@ def manifest_of(count=4, **changes):
     return Manifest(**{**fields, **changes})
 
 
-def folder_of(path: Path, count=4, **changes):
+def folder_of(path: Path, count: int = 4, **changes: Any) -> RunFolder:
+    """A new run folder."""
     return create(path, manifest_of(count, **changes), [Asked(one, "") for one in problems_of(count)])
 
 
-def sample_of(request, index):
+def sample_of(request: Request, index: int) -> Sample:
+    """Sample ``index`` of a request, as the made-up model gives it."""
+    assert isinstance(request.params, SamplingParams)
     rng = np.random.default_rng(int(sample_key(request.params.seed, index, request.tokens, request.occurrence)))
     tokens = rng.integers(0, 1000, rng.integers(1, 9)).tolist()
     return Sample(request.prompt_index, index, tokens, [-0.5] * len(tokens), f"text\n“{tokens}”", "stop")
 
 
-def sampler(requests, give, order=None):
+def sampler(
+    requests: Sequence[Request], give: Callable[[Sample], None], order: np.random.Generator | None = None
+) -> Report:
     """Give the samples of requests, in any order."""
     asked = [(request, index) for request in requests for index in request.sample_indices]
-    for i in range(len(asked)) if order is None else order.permutation(len(asked)):
+    for i in range(len(asked)) if order is None else order.permutation(len(asked)).tolist():
         give(sample_of(*asked[i]))
     return Report(samples=len(asked))
 
 
-def sample(folder, n=8, count=4, first=0, run=sampler, **options):
+def sample(
+    folder: RunFolder, n: int = 8, count: int = 4, first: int = 0, run: Any = sampler, **options: Any
+) -> Progress:
     """Run a campaign of the made-up model to its end."""
     goal_options = {key: options.pop(key) for key in ("part", "round") if key in options}
     goal = Goal(first, [n] * count, **goal_options)
@@ -70,7 +82,7 @@ def sample(folder, n=8, count=4, first=0, run=sampler, **options):
     return run_campaign(folder, prompts_of(count), params, goal, run, **options)
 
 
-def set_of(folder):
+def set_of(folder: RunFolder) -> set[tuple[Any, ...]]:
     """What a campaign has come to, whatever the order."""
     found = [(one["id"], one["index"], tuple(one["tokens"]), one["text"]) for one in folder.samples()]
     assert len(found) == len({one[:2] for one in found}), "a sample is there twice"

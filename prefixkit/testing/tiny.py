@@ -31,7 +31,9 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
         "pad_token_id": EOS + 1,
         **changes,
     }
-    return LlamaForCausalLM(LlamaConfig(**settings)).eval()
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model.train(False)
+    return model
 
 
 class ByteTokenizer:
@@ -57,6 +59,8 @@ def byte_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>")
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>"
+    )
     tokenizer.chat_template = CHAT if chat else None
     return tokenizer

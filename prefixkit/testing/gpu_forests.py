@@ -16,8 +16,8 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.step import Step, build_step
 from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
+from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, Case, make_snapshot
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
-from tests.attention.forests import SHARE_ALL, SHARE_NONE, Case, make_snapshot
 
 KINDS = ("forest", "chain", "star", "beams", "roots")
 MOST_LEAVES, LONGEST_SUFFIX, DEEPEST = 2048, 4096, 256
@@ -121,7 +121,8 @@ def _lengths(rng: np.random.Generator, kind: str, is_leaf: np.ndarray, most: int
     def ragged(count: int, longest: int, share: float) -> np.ndarray:
         mean = max(budget * share / max(count, 1), 1.0)
         power = max(float(rng.choice([0.3, 1.0, 3.0])), longest / mean - 1)  # the mean of u^p is 1 / (p + 1)
-        return np.floor((longest + 1) * rng.random(count) ** power).astype(np.int64).clip(0, longest)
+        drawn: np.ndarray = np.floor((longest + 1) * rng.random(count) ** power).astype(np.int64).clip(0, longest)
+        return drawn
 
     lengths = np.zeros(len(is_leaf), dtype=np.int64)
     leaves = int(is_leaf.sum())

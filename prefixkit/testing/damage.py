@@ -14,8 +14,8 @@ from prefixkit.evaluation.campaign.manifest import describe_prompts
 from prefixkit.evaluation.campaign.shards import ShardWriter
 from prefixkit.evaluation.campaign.verdicts import Verdicts
 from prefixkit.evaluation.tasks.problem import Calls, Checks, Limits, Problem, Streams
-from tests.command_line import run
-from tests.evaluation.campaign.cases import manifest_of, prompts_of
+from prefixkit.testing.command_line import run
+from prefixkit.testing.run_folders import manifest_of, prompts_of
 
 STRANGE = {"strange": [None, 1.5]}  # of no field's type
 MOST = 9  # damaged lines of one file: so many are named
@@ -153,16 +153,16 @@ def damage_lines(chance: random.Random, path: Path, names: tuple[str, ...], most
 
 def outcomes(folder: RunFolder) -> dict[tuple[Any, int], str | None]:
     """What every sample that can be read came to."""
-    verdicts, found = Verdicts(folder), {}
+    verdicts, found = Verdicts(folder), dict[tuple[Any, int], str | None]()
     for one in folder.samples():
         verdict = verdicts.of(folder.places[one["id"]], one["text"])[2]
-        found[one["id"], one["index"]] = verdict and verdict.outcome
+        found[one["id"], one["index"]] = None if verdict is None else verdict.outcome
     return found
 
 
 def commands(folder: RunFolder) -> tuple[str, list[dict[str, Any]], list[int]]:
     """Evaluate, report and export: what they said, the lines that were exported, and the exit statuses."""
-    said, lines, codes = "", list[dict[str, Any]](), []
+    said, lines, codes = "", list[dict[str, Any]](), list[int]()
     for name, *options in COMMANDS:
         done = run(name, folder.path, *options, code=None)
         assert done.exception is None or isinstance(done.exception, SystemExit), (name, done.exc_info)
@@ -237,8 +237,8 @@ class Whole:
             place.write_text(json.dumps(record))
         else:
             place.write_bytes(damaged(chance, place.read_bytes().replace(b"\n", b" "), names))
-        for name, *options in COMMANDS:
-            done = run(name, path, *options, code=2)
+        for command, *options in COMMANDS:
+            done = run(command, path, *options, code=2)
             assert place.name in done.stderr and done.stderr.count("\n") == 1, done.stderr
         shutil.rmtree(path)
         return 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -277,15 +277,16 @@ def gpu_program_of(case: Case, plan: Plan, variant: Variant = CAUSAL, costs: Tun
 
 
 def _program(case: Case, plan: Plan, variant: Variant, costs: Tuning, *, on_cpu: bool) -> Program:
-    heads = Heads(*astuple(case.shape), costs)
+    shape = case.shape
+    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim, shape.itemsize, costs)
     tree = StepTree(case.snapshot, case.queries)
     return compile_program(plan, tree, len(case.k_pages), heads, variant, case.q.dtype, on_cpu=on_cpu)
 
 
 def run_on(case: Case, program: Program, variant: Variant = CAUSAL) -> tuple[Tensor, Tensor]:
     """A program on the case's numbers, in pages laid out as its device has them."""
-    pages = (case.k_pages, case.v_pages) if program.on_cpu else map(head_major, (case.k_pages, case.v_pages))
-    return run_program(program, case.q, *pages, case.scale, variant, case.sinks_for(variant))
+    k, v = (of if program.on_cpu else head_major(of) for of in (case.k_pages, case.v_pages))
+    return run_program(program, case.q, k, v, case.scale, variant, case.sinks_for(variant))
 
 
 def head_major(pages: Tensor) -> Tensor:
