@@ -31,8 +31,8 @@ from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
+from prefixkit.backends.cuda.device_planner import CudaPlanner
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
-from prefixkit.backends.cuda.planner import CudaPlanner
 from prefixkit.ops.backend import backend_for
 from prefixkit.testing.named_trees import binary, leaf_queries, prompts, tree, tree_of
 from prefixkit.tree.snapshot import TreeSnapshot

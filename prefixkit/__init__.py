@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from prefixkit.api import beam_search, generate, score
     from prefixkit.engine.policy import MemoryPolicy
     from prefixkit.engine.prefixes.file import PrefixFileError
-    from prefixkit.engine.report import Report
     from prefixkit.engine.request import BeamParams, Request, Sample, TokenEvent
     from prefixkit.engine.scheduler import KVBudgetTooSmall
     from prefixkit.engine.score import Score
-    from prefixkit.models.errors import UnsupportedModel
+    from prefixkit.engine.sharing_report import Report
     from prefixkit.models.generate.tree_cache import TreeCache
+    from prefixkit.models.model_errors import UnsupportedModel
     from prefixkit.models.patch import patch, patched, unpatch
     from prefixkit.sampling.params import SamplingParams
     from prefixkit.session.search import ForeignNode, NodeFinished, NodeReleased, SearchNode
@@ -31,7 +31,7 @@ _NAMES = {
     "prefixkit.api": ("beam_search", "generate", "score"),
     "prefixkit.engine.policy": ("MemoryPolicy",),
     "prefixkit.engine.prefixes.file": ("PrefixFileError",),
-    "prefixkit.engine.report": ("Report",),
+    "prefixkit.engine.sharing_report": ("Report",),
     "prefixkit.engine.request": ("BeamParams", "Request", "Sample", "TokenEvent"),
     "prefixkit.engine.scheduler": ("KVBudgetTooSmall",),
     "prefixkit.engine.score": ("Score",),

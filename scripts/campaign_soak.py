@@ -25,8 +25,8 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from prefixkit.engine.report import Report  # noqa: E402
 from prefixkit.engine.request import Sample  # noqa: E402
+from prefixkit.engine.sharing_report import Report  # noqa: E402
 from prefixkit.evaluation.campaign.folder import Asked, Part, RunFolder, create  # noqa: E402
 from prefixkit.evaluation.campaign.manifest import Manifest, describe_prompts  # noqa: E402
 from prefixkit.evaluation.campaign.run import Goal, run_campaign  # noqa: E402

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -152,6 +153,13 @@ def test_modules_import_each_other_in_no_cycle():
 
     for module in sorted(graph):
         visit(module)
+
+
+def test_a_file_name_stands_once_in_the_package():
+    """A name says which file is meant; packages' own files and the commands, named as users type them, apart."""
+    files = Counter(path.name for path in sources() if path.parent != PACKAGE / "cli" / "commands")
+    del files["__init__.py"]
+    assert not [name for name, count in files.items() if count > 1]
 
 
 def test_no_file_is_called_utils():

@@ -13,7 +13,7 @@ from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.step import Step, build_step
-from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
+from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.testing.named_trees import tree
 from prefixkit.tree.snapshot import TreeSnapshot
 

@@ -13,8 +13,8 @@ from benchmarks.hydragen.report import SMALLER_FLASH
 from benchmarks.hydragen.step import Rig
 from benchmarks.runner import Row, input_sets, replay_us, wall_seconds
 from benchmarks.tree_attention.rivals import MOST_EXPANDED_BYTES
-from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request
+from prefixkit.engine.sharing_report import Report
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.assembly import make_engine
 

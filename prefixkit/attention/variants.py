@@ -22,7 +22,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from prefixkit.attention.fingerprint import fingerprint
+from prefixkit.attention.function_digest import fingerprint
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor], Tensor]

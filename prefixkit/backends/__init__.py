@@ -11,20 +11,26 @@ from prefixkit.ops.backend import Backend, Choice, register
 
 @cache
 def _torch() -> Backend:
-    from prefixkit.backends.torch import kv, plan_tree, planner, run, sampling
+    from prefixkit.backends.torch import host_planner, plain_kv, plain_sampling, plan_tree, run_program
 
-    appends = kv.kv_append, kv.rotary_append
+    appends = plain_kv.kv_append, plain_kv.rotary_append
     return Backend(
-        "torch", planner.planner_for, *appends, run.tree_attention, kv.advance, sampling.sample, plan_tree.plan_tree
+        "torch",
+        host_planner.planner_for,
+        *appends,
+        run_program.tree_attention,
+        plain_kv.advance,
+        plain_sampling.sample,
+        plan_tree.plan_tree,
     )
 
 
 @cache
 def _cuda() -> Backend:
-    from prefixkit.backends.cuda import attention, kv, plan_launch, planner, sampling
+    from prefixkit.backends.cuda import attention, device_planner, kv, plan_launch, sampling
 
     ops = kv.kv_append, kv.rotary_append, attention.tree_attention, kv.advance, sampling.sample, plan_launch.plan_tree
-    return Backend("cuda", planner.planner_for, *ops, planner.graph_planning)
+    return Backend("cuda", device_planner.planner_for, *ops, device_planner.graph_planning)
 
 
 def _probe_cuda(device: torch.device) -> Choice:

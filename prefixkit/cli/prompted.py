@@ -14,8 +14,8 @@ from prefixkit.evaluation.campaign.folder import Asked, Part
 from prefixkit.evaluation.campaign.manifest import Manifest, describe_prompts, tokenizer_fingerprint
 from prefixkit.evaluation.tasks.answers import begun
 from prefixkit.evaluation.tasks.encode import encode_all
-from prefixkit.evaluation.tasks.params import sampling_params
 from prefixkit.evaluation.tasks.problem import Problem
+from prefixkit.evaluation.tasks.problem_params import sampling_params
 from prefixkit.evaluation.tasks.prompting import Prompting
 from prefixkit.sampling.params import SamplingParams
 

@@ -12,7 +12,7 @@ from prefixkit.cli.views import saved_table
 from prefixkit.evaluation.report import Curve, Facts, Problem, curves_of
 from prefixkit.evaluation.report.numbers import count, duration, interval, percent, plural
 from prefixkit.evaluation.report.shown import cut_end
-from prefixkit.evaluation.report.verdicts import outcome_lines
+from prefixkit.evaluation.report.verdict_figures import outcome_lines
 
 MOST = 5  # problems that are listed as hardest and as easiest
 LONGEST_ID = 40

@@ -12,7 +12,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from prefixkit.cli.terminal import line
-from prefixkit.engine.report import Report
+from prefixkit.engine.sharing_report import Report
 from prefixkit.tree import Node, PrefixTree
 
 WORDS = 44  # characters of a node's text that are shown

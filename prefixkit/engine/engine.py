@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Preemption
-from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample, TokenEvent
 from prefixkit.engine.run_set import RunSet
 from prefixkit.engine.running import RunningBatch
@@ -21,6 +20,7 @@ from prefixkit.engine.runs.detokenizer import Detokenizer
 from prefixkit.engine.runs.sample_run import SampleRun
 from prefixkit.engine.scheduler import RequestState, Scheduler, check_fits, distinct_pages
 from prefixkit.engine.score import Score, score
+from prefixkit.engine.sharing_report import Report
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.runners.batch import Runner
 from prefixkit.sampling.params import as_integer

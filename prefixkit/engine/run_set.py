@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixkit.engine.batch import Row, Scheduled, first_tokens, next_step
+from prefixkit.engine.next_step import Row, Scheduled, first_tokens, next_step
 from prefixkit.engine.preemption import Preemption, Run
 from prefixkit.engine.runs.beam_run import BeamRun
 from prefixkit.engine.runs.detokenizer import Detokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.engine.batch import Scheduled
+from prefixkit.engine.next_step import Scheduled
 from prefixkit.engine.request import Sample, TokenEvent
 from prefixkit.engine.runs.beam_run import BeamRun, advance_beams
 from prefixkit.engine.runs.sample_run import SampleRun

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.contexts import context_of, lay_out
-from prefixkit.engine.report import Report
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.engine.score_run import Scoring
+from prefixkit.engine.sharing_report import Report
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.runners.batch import Runner
 from prefixkit.tree.eviction import PrefixCache

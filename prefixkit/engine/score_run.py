@@ -14,7 +14,7 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.staging import upload
 from prefixkit.attention.uncomputed import tokens_of
 from prefixkit.engine.contexts import Contexts
-from prefixkit.engine.report import Report
+from prefixkit.engine.sharing_report import Report
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.runners.batch import Batch, Runner
 from prefixkit.tree.eviction import PrefixCache

@@ -8,10 +8,10 @@ from prefixkit.models.requirements import UnsupportedTransformers, check_transfo
 check_transformers(transformers)
 
 # ruff: noqa: E402
-from prefixkit.models.attention import is_patched
-from prefixkit.models.errors import IncompleteStep, NotPatched, UnsupportedModel
+from prefixkit.models.attention_class import is_patched
 from prefixkit.models.families import pretrained_model, text_config
 from prefixkit.models.generate.tree_cache import TreeCache
+from prefixkit.models.model_errors import IncompleteStep, NotPatched, UnsupportedModel
 from prefixkit.models.patch import patch, patched, unpatch
 from prefixkit.models.runner import ModelRunner
 from prefixkit.models.shape import kv_spec, longest_text, query_heads

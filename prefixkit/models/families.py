@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from prefixkit.models.attention import is_own_forward, original_class
-from prefixkit.models.errors import UnsupportedModel
+from prefixkit.models.attention_class import is_own_forward, original_class
+from prefixkit.models.model_errors import UnsupportedModel
 
 # Names in the code of an attention class that follows the interface.
 _INTERFACE = {"update", "ALL_ATTENTION_FUNCTIONS", "get_interface"}

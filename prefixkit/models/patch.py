@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from prefixkit.models.attention import become, is_tree_class, original_class, patched_modules, tree_class
+from prefixkit.models.attention_class import become, is_tree_class, original_class, patched_modules, tree_class
 from prefixkit.models.compile.made import drop
 from prefixkit.models.compile.packed_weights import unpack
 from prefixkit.models.families import attention_layers, pretrained_model

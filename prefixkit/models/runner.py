@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step
-from prefixkit.models.attention import is_patched
+from prefixkit.models.attention_class import is_patched
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.compile.packing import capturing
-from prefixkit.models.errors import NotPatched, UnsupportedModel
 from prefixkit.models.families import logits_of, pretrained_model, text_config
+from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.models.probe.passes import random_part
 from prefixkit.models.shape import kv_spec, longest_text, query_heads, windows
 from prefixkit.models.step_cache import StepCache

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from prefixkit.models.attention import original_class
-from prefixkit.models.errors import UnsupportedModel
+from prefixkit.models.attention_class import original_class
 from prefixkit.models.families import attention_layers, pretrained_model, text_config
+from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.probe.cache import LayerShape
 from prefixkit.models.probe.passes import probe
 from prefixkit.models.weights.state import plain_numbers
-from prefixkit.ops.checks import FLOATS
+from prefixkit.ops.arguments import FLOATS
 from prefixkit.ops.kv_pool import KVSpec
 
 log = logging.getLogger("prefixkit")

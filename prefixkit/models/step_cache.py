@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
-from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.layer import Layer, LayeredCache
+from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.ops.kv_pool import KVPool
 
 

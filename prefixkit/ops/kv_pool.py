@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prefixkit.attention.staging import upload
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
-from prefixkit.ops.checks import FLOATS
+from prefixkit.ops.arguments import FLOATS
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from prefixkit.attention.capacity import scratch_ints
 from prefixkit.attention.gpu_cost import COST_NUMBERS, SHARING_NUMBERS
 from prefixkit.attention.variants import lookup
-from prefixkit.ops import checks
+from prefixkit.ops import arguments
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
 
@@ -45,7 +45,7 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
         BadShape, BadDtype, BadDevice: an argument does not fit the others.
         IndexError: a slot does not exist; see above for GPUs.
     """
-    checks.check_append(key, value, k_pages, v_pages, slots)
+    arguments.check_append(key, value, k_pages, v_pages, slots)
 
 
 def rotary_append(
@@ -66,7 +66,7 @@ def rotary_append(
         BadShape, BadDtype, BadDevice, IndexError: as ``kv_append``.
         NoBackward: a gradient is recorded.
     """
-    checks.check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
+    arguments.check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
     return q.new_empty(q.shape)
 
 
@@ -99,7 +99,7 @@ def tree_attention(
     Raises:
         BadShape, BadDtype, BadDevice, UnknownVariant: an argument does not fit the others.
     """
-    checks.check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks)
+    arguments.check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
@@ -132,12 +132,12 @@ def advance(
         BadShape, BadDtype, BadDevice: an argument does not fit the others.
     """
     op, step = "advance", {"sampled": sampled, "tokens": tokens, "positions": positions, "slots": slots}
-    checks.check_nodes(op, (start, length, page_indptr, pages, first_slot), leaf.device)
+    arguments.check_nodes(op, (start, length, page_indptr, pages, first_slot), leaf.device)
     for name, tensor in step.items():
-        checks.check_slots(op, name, tensor, leaf.device)
-    checks.expect(op, "leaf", leaf, dtypes=(torch.int32,))
+        arguments.check_slots(op, name, tensor, leaf.device)
+    arguments.expect(op, "leaf", leaf, dtypes=(torch.int32,))
     for name, tensor in (("leaf", leaf), *step.items()):
-        checks.expect(op, name, tensor, f"[at least {rows}]", tensor.ndim == 1 and tensor.shape[0] >= rows)
+        arguments.expect(op, name, tensor, f"[at least {rows}]", tensor.ndim == 1 and tensor.shape[0] >= rows)
 
 
 def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
@@ -161,11 +161,11 @@ def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logpro
     """
     op, device = "sample", logits.device
     fits = logits.ndim == 2 and 1 <= logits.shape[1] <= MOST_VOCAB
-    checks.expect(op, "logits", logits, f"[n, vocab] with 1 to {MOST_VOCAB} tokens", fits, checks.FLOATS)
+    arguments.expect(op, "logits", logits, f"[n, vocab] with 1 to {MOST_VOCAB} tokens", fits, arguments.FLOATS)
     rows, vocab = logits.shape
     if vocab > 1 and logits.stride(1) != 1:
         strides = list(logits.stride())
-        raise checks.BadShape(
+        raise arguments.BadShape(
             f"{op}: logits must have stride 1 over the vocabulary, got strides {strides}; use .contiguous()"
         )
     for name, tensor, dtype, width in (
@@ -178,7 +178,7 @@ def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logpro
         fits = len(shape) == 1 + len(width) and shape[0] >= rows and shape[1:] == width and tensor.is_contiguous()
         if not fits or tensor.dtype != dtype or tensor.device != device:  # names are for errors only
             expected = f"[at least {rows}{''.join(f', {n}' for n in width)}], contiguous"
-            checks.expect(op, name, tensor, expected, fits, (dtype,), device)
+            arguments.expect(op, name, tensor, expected, fits, (dtype,), device)
 
 
 def plan_tree(
@@ -221,18 +221,18 @@ def plan_tree(
     op, device, nodes = "plan_tree", parent.device, parent.shape[0]
     names, tree = ("num_nodes", "parent", "subtree_end", "length", "own"), (num_nodes, parent, subtree_end, length, own)
     work = counts, tile_items, decode_items, segments, merge_indptr, merge_indices
-    checks.check_ints(op, "tree", names, tree, device)
-    checks.check_ints(op, "scratch", ("scratch",), (scratch,), device)
-    checks.expect(op, "num_nodes", num_nodes, "[1]", num_nodes.shape == (1,))
+    arguments.check_ints(op, "tree", names, tree, device)
+    arguments.check_ints(op, "scratch", ("scratch",), (scratch,), device)
+    arguments.expect(op, "num_nodes", num_nodes, "[1]", num_nodes.shape == (1,))
     for name, tensor in zip(names[1:], tree[1:], strict=True):
         if tensor.shape != (nodes,) or not tensor.is_contiguous():
-            checks.expect(op, name, tensor, f"[{nodes}], contiguous", False)
-    checks.check_work(op, work, device)
+            arguments.expect(op, name, tensor, f"[{nodes}], contiguous", False)
+    arguments.check_work(op, work, device)
     if not all(tensor.is_contiguous() for tensor in (*work, scratch)):
-        raise checks.BadShape(f"{op}: the plan's tensors and scratch must be contiguous")
+        raise arguments.BadShape(f"{op}: the plan's tensors and scratch must be contiguous")
     need = scratch_ints(nodes, tile_items.shape[0], decode_items.shape[0], merge_indptr.shape[0] - 1)
     if scratch.ndim != 1 or scratch.shape[0] < need:
-        checks.expect(op, "scratch", scratch, f"[at least {need}]", False)
+        arguments.expect(op, "scratch", scratch, f"[at least {need}]", False)
     if len(heads) != 4 or min(heads) < 1 or heads[0] % heads[1]:
         raise ValueError(
             f"{op}: heads must be query heads, KV heads, head size, bytes of an element, got {list(heads)}"
@@ -277,7 +277,7 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object]]
     (tree_attention, (), _trust),
     (advance, ("length", "tokens", "positions", "slots"), advance),
     (sample, ("records", "seen", "tokens", "logprobs"), sample),
-    (plan_tree, (*checks.PACKED, "scratch"), plan_tree),
+    (plan_tree, (*arguments.PACKED, "scratch"), plan_tree),
 )
 SCHEMAS = tuple(op.__name__ + torch.library.infer_schema(op, mutates_args=writes) for op, writes, _ in _OPS)
 

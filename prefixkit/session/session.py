@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Unpack
 
-from prefixkit.engine.report import Report
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
+from prefixkit.engine.sharing_report import Report
 from prefixkit.models import text_config
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
 from prefixkit.session.prompts import Prompt

@@ -21,11 +21,11 @@ from prefixkit.engine.memory import MOST_RUNNING, session_pages
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.prefixes.transfer import load_prefixes, save_prefixes
 from prefixkit.engine.prefixes.write import check_place
-from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.runs.detokenizer import detokenizer_of
+from prefixkit.engine.sharing_report import Report
 from prefixkit.models import kv_spec, longest_text, text_config
-from prefixkit.models.fingerprint import kv_fingerprint
+from prefixkit.models.model_fingerprint import kv_fingerprint
 from prefixkit.models.shape import attention_shape
 from prefixkit.models.weights.content import kv_version
 from prefixkit.sampling.params import SamplingParams

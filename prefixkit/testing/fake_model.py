@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.step import Step
-from prefixkit.backends.torch.planner import TorchPlanner
+from prefixkit.backends.torch.host_planner import TorchPlanner
 from prefixkit.engine.engine import Engine
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.runners.batch import STEP_BY_STEP, Pace

@@ -15,9 +15,9 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant, lookup
 from prefixkit.backends.torch import tuning
-from prefixkit.backends.torch.planner import bind
-from prefixkit.backends.torch.program import Program, compile_program
-from prefixkit.backends.torch.run import run_program
+from prefixkit.backends.torch.host_planner import bind
+from prefixkit.backends.torch.layer_program import Program, compile_program
+from prefixkit.backends.torch.run_program import run_program
 from prefixkit.backends.torch.tuning import Heads, Tuning
 from prefixkit.ops import library as ops  # noqa: F401
 from prefixkit.tree.snapshot import Ints, TreeSnapshot

@@ -15,7 +15,7 @@ from prefixkit.attention.gpu_cost import H200, H200_COST
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.step import Step, build_step
-from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
+from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, Case, make_snapshot
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 

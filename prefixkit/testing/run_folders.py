@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
+from prefixkit.engine.sharing_report import Report
 from prefixkit.evaluation.campaign.folder import Asked, RunFolder, create
 from prefixkit.evaluation.campaign.manifest import Manifest, describe_prompts
 from prefixkit.evaluation.campaign.run import Goal, Progress, run_campaign

@@ -7,8 +7,8 @@ import numpy as np
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.queries import Queries
 from prefixkit.attention.sharing import CPU_COST, HeadShape
-from prefixkit.backends.cuda.planner import CudaPlanner
-from prefixkit.backends.torch.planner import TorchPlanner
+from prefixkit.backends.cuda.device_planner import CudaPlanner
+from prefixkit.backends.torch.host_planner import TorchPlanner
 from prefixkit.tree.node import Sequence
 from prefixkit.tree.radix import PrefixTree
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from prefixkit.attention.planner import Planner, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step, build_step
-from prefixkit.backends.torch.planner import NoSuchPlan, find_plan
+from prefixkit.backends.torch.host_planner import NoSuchPlan, find_plan
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
-from prefixkit.ops.checks import BadShape
+from prefixkit.ops.arguments import BadShape
 from prefixkit.tree.radix import PrefixTree
 from tests.attention.planners import PLANNERS, cpu_planner, grown_tree, runs
 

@@ -6,7 +6,7 @@ import torch
 
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import build_step
-from prefixkit.backends.torch.planner import find_plan
+from prefixkit.backends.torch.host_planner import find_plan
 from tests.attention.planners import PLANNERS, cpu_planner, grown_tree, runs
 
 

@@ -21,7 +21,7 @@ from prefixkit.attention.variants import (
     sliding_window,
     soft_cap,
 )
-from prefixkit.backends.cuda.variants import on_device
+from prefixkit.backends.cuda.variant_header import on_device
 
 HEADS, ROWS, LENGTH = 4, 5, 9
 

@@ -19,7 +19,7 @@ from benchmarks.shapes import LLAMA_8B, TINY
 from benchmarks.tree_attention.workloads import workload
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.backends.cuda.planner import CudaPlanner
+from prefixkit.backends.cuda.device_planner import CudaPlanner
 from prefixkit.models.step_cache import CacheLayer
 
 CPU = torch.device("cpu")

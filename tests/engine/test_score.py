@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.engine.report import Report
 from prefixkit.engine.request import BeamParams
 from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.engine.score import MOST_LOGIT_BYTES
+from prefixkit.engine.sharing_report import Report
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import assert_all_given_back, run
 from prefixkit.testing.fake_model import VOCAB, logits_after, make_engine

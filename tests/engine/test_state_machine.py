@@ -31,9 +31,9 @@ from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Rate
 from prefixkit.engine.prefixes.file import PrefixFileMismatch
 from prefixkit.engine.prefixes.transfer import load_prefixes, save_prefixes
-from prefixkit.engine.report import Report
 from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.engine.scheduler import KVBudgetTooSmall
+from prefixkit.engine.sharing_report import Report
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import alone, beams_alone

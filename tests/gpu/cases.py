@@ -12,9 +12,9 @@ from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.variants import lookup
+from prefixkit.backends.cuda.device_planner import WORK_TENSORS
 from prefixkit.backends.cuda.kernels import kernel_for
-from prefixkit.backends.cuda.planner import WORK_TENSORS
-from prefixkit.backends.torch.planner import bind
+from prefixkit.backends.torch.host_planner import bind
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.ops import backend
 from prefixkit.testing.forests import Case, gpu_plan_of, int_tensors, node_tensors, plan_of

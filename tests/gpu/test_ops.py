@@ -8,7 +8,7 @@ import torch
 
 from prefixkit.cuda.launch import CudaError
 from prefixkit.ops import library as ops
-from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
+from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape
 from prefixkit.ops.library import NoBackward
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from tests.attention.rotations import bits, check_bound, fresh_rng, nan_pages, random_rows, random_slots

@@ -10,8 +10,8 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
 from prefixkit.backends.cuda.calibrate import calibrate
+from prefixkit.backends.cuda.device_planner import planner_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner
-from prefixkit.backends.cuda.planner import planner_for
 from prefixkit.testing.named_trees import leaf_queries, tree, tree_of
 from prefixkit.testing.random_plans import held_by, random_cost, random_shape, random_tree, size_of, specified
 

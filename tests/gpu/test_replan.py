@@ -11,7 +11,7 @@ import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
-from prefixkit.backends.cuda.planner import CudaPlanner, planner_for
+from prefixkit.backends.cuda.device_planner import CudaPlanner, planner_for
 from prefixkit.checking import checked
 from prefixkit.testing.named_trees import leaf_queries, tree_of
 from prefixkit.tree.radix import PrefixTree

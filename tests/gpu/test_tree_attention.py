@@ -20,11 +20,11 @@ from prefixkit.attention.variants import (
     soft_cap,
 )
 from prefixkit.backends.cuda.attention import UnsupportedHeads
-from prefixkit.backends.cuda.checks import BadPlan
-from prefixkit.backends.torch.planner import NoSuchPlan
+from prefixkit.backends.cuda.checked_mode import BadPlan
+from prefixkit.backends.torch.host_planner import NoSuchPlan
 from prefixkit.ops import backend
+from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape
 from prefixkit.ops.backend import NotCapturable
-from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
 from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,

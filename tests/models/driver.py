@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.step import Step, build_step
-from prefixkit.backends.torch.planner import TorchPlanner
+from prefixkit.backends.torch.host_planner import TorchPlanner
 from prefixkit.models import ModelRunner, kv_spec, patch, query_heads
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree import Node, PrefixTree

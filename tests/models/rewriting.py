@@ -6,7 +6,7 @@ import torch
 
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CPU_COST
-from prefixkit.backends.torch.planner import bind
+from prefixkit.backends.torch.host_planner import bind
 from prefixkit.models.compile.rotary import with_rotary_append
 from prefixkit.testing.forests import plan_of, random_case
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from prefixkit.models import UnsupportedModel, is_patched, patch
-from prefixkit.models.attention import original_class
+from prefixkit.models.attention_class import original_class
 from prefixkit.models.families import attention_layers
 from prefixkit.models.layer import register_variant
 from prefixkit.testing.integrity import check_tree

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import prefixkit.ops.library  # noqa: F401  (declares torch.ops.prefixkit)
-from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
+from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape
 from prefixkit.testing.forests import int_tensors, make_snapshot, random_parents
 from tests.ops.test_library import changed
 

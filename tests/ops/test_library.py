@@ -15,8 +15,8 @@ from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CPU_COST
 from prefixkit.attention.variants import UnknownVariant, attention_sinks, lookup, register, sliding_window, soft_cap
-from prefixkit.backends.torch.planner import NoSuchPlan, bind
-from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
+from prefixkit.backends.torch.host_planner import NoSuchPlan, bind
+from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape
 from prefixkit.ops.library import NoBackward
 from prefixkit.testing.forests import Case, plan_of, random_case
 from tests.covering import pairwise_cover

@@ -14,7 +14,7 @@ from prefixkit.attention.capacity import PlanCapacity, capacity_for, scratch_int
 from prefixkit.attention.gpu_cost import GpuCost
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
+from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape
 from prefixkit.testing.random_plans import random_cost, random_shape, random_tree, size_of, specified
 from prefixkit.tree.snapshot import TreeSnapshot
 

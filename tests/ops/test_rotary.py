@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
+from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape
 from prefixkit.ops.library import NoBackward
 from tests.attention.rotations import (
     DTYPES,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import prefixkit.backends  # noqa: F401  (registers them)
-from prefixkit.ops.checks import BadDevice, BadDtype, BadShape
+from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape
 from prefixkit.ops.sampling_records import ACTIVE, RECORD, STEP, mask, params_of, records, tokens_of
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams

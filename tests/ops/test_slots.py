@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import prefixkit.ops.library  # noqa: F401  (declares torch.ops.prefixkit)
-from prefixkit.backends.torch.kv import append_on_gpu, rotate
+from prefixkit.backends.torch.plain_kv import append_on_gpu, rotate
 from prefixkit.checking import checked_mode
 from tests.attention.slots import OPS, SLOTS, WRONG, Append, Appended, rotations
 

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.variants import lookup
-from prefixkit.backends.cuda import variants as cuda_variants
-from prefixkit.backends.cuda.checks import check_packed_numbers
+from prefixkit.backends.cuda import variant_header
+from prefixkit.backends.cuda.checked_mode import check_packed_numbers
+from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS
 from prefixkit.backends.cuda.kernels import ATTENTION, attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
-from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS
-from prefixkit.backends.torch import run as plain_torch
+from prefixkit.backends.torch import run_program
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import CudaError, Memo, form, launch
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.cuda.tensor_maps import holds_groups, kept_maps
+from prefixkit.ops.arguments import BadDevice, BadShape, check_attention, check_packed, check_positions
 from prefixkit.ops.backend import NotCapturable
-from prefixkit.ops.checks import BadDevice, BadShape, check_attention, check_packed, check_positions
 
 log = logging.getLogger("prefixkit")
 
@@ -89,7 +89,7 @@ def tree_attention(
                 f"tree_attention: a plan in a CUDA graph's tensors is for the kernels only, which serve neither "
                 f"{q.dtype} nor a variant without a CUDA body; run eagerly"
             )
-        return plain_torch.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant, sinks)
+        return run_program.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant, sinks)
     work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS : WORK_TENSORS + TREE_TENSORS]
     if not q.is_contiguous() or q.data_ptr() & 15:
         q = q.clone(memory_format=torch.contiguous_format)
@@ -162,7 +162,7 @@ def _prepare(
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     shared = function.max_shared if kernel.shared is None else kernel.shared
     numbers = (page, head, slot, heads, k_pages.shape[2], k_pages.shape[1])
-    parameters = cuda_variants.on_device(key, heads, q.device).data_ptr()
+    parameters = variant_header.on_device(key, heads, q.device).data_ptr()
     return _Prepared(
         ATTENTION_LAYOUT[kernel.by_maps].check(function),
         blocks,

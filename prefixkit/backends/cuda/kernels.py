@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, compose, sliding_window, soft_cap
-from prefixkit.backends.cuda import layouts
-from prefixkit.backends.cuda import variants as cuda_variants
+from prefixkit.backends.cuda import layouts, variant_header
 from prefixkit.cuda.nvrtc import Unit
 
 VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # bytes: type
@@ -123,10 +122,10 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant) 
     if kernel.shared is not None:
         defines += (("PREFIXKIT_BLOCKS", str(kernel.blocks_per_sm)), ("PREFIXKIT_SHARED", str(kernel.shared)))
     layout = layouts.ATTENTION[kernel.by_maps].header
-    text = cuda_variants.header(variant)
+    text = variant_header.header(variant)
     if text is None:
         return Unit(kernel.file, (ATTENTION,), defines, (layout,))
-    name = cuda_variants.HEADER
+    name = variant_header.HEADER
     return Unit(kernel.file, (ATTENTION,), (*defines, ("PREFIXKIT_VARIANT", f'"{name}"')), (layout, (name, text)))
 
 

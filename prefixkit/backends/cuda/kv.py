@@ -17,11 +17,11 @@ from torch import Tensor
 
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.kernels import ADVANCE, APPEND, ROTARY, VECTORS, rotary_name
-from prefixkit.backends.torch.kv import rotate
+from prefixkit.backends.torch.plain_kv import rotate
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import Memo, form, launch
-from prefixkit.ops.checks import check_append, check_append_slots, check_rotary
+from prefixkit.ops.arguments import check_append, check_append_slots, check_rotary
 
 log = logging.getLogger("prefixkit")
 

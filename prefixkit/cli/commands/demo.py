@@ -14,10 +14,10 @@ import prefixkit
 from prefixkit.cli.commands.evaluate import judge_with_bar, open_judge
 from prefixkit.cli.commands.sample import sample_prompted
 from prefixkit.cli.errors import at_work
-from prefixkit.cli.facts import facts_of
 from prefixkit.cli.loading import DEMO, load_model, load_tokenizer, resolve
 from prefixkit.cli.prompted import Prompted, Settings, prompted
 from prefixkit.cli.report_view import show
+from prefixkit.cli.run_facts import facts_of
 from prefixkit.cli.terminal import line, visible
 from prefixkit.cli.views import plant, show_tree
 from prefixkit.evaluation.campaign.folder import RunFolder, check_place

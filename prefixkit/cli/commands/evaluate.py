@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from prefixkit.cli.errors import Interrupted, at_work
-from prefixkit.cli.facts import facts_of
 from prefixkit.cli.progress import Count
 from prefixkit.cli.report_view import show
+from prefixkit.cli.run_facts import facts_of
 from prefixkit.cli.terminal import line
 from prefixkit.evaluation.campaign.folder import Part, RunFolder, check_whole
 from prefixkit.evaluation.campaign.verdicts import Judged, judge_samples

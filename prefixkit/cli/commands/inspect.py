@@ -7,7 +7,7 @@ from rich.console import Console
 from prefixkit.cli.loading import check_dtype, empty_model, load_tokenizer, resolve
 from prefixkit.cli.terminal import line
 from prefixkit.cli.views import plant, show_report, show_tree
-from prefixkit.engine.report import Report
+from prefixkit.engine.sharing_report import Report
 from prefixkit.evaluation.tasks.encode import encode_all, uses_chat
 from prefixkit.evaluation.tasks.prompting import Prompting
 from prefixkit.evaluation.tasks.source import Source, load

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from prefixkit.cli.errors import at_work
-from prefixkit.cli.facts import facts_of
 from prefixkit.cli.report_view import show
+from prefixkit.cli.run_facts import facts_of
 from prefixkit.cli.terminal import line
 from prefixkit.evaluation.campaign.folder import RunFolder, check_whole
 from prefixkit.evaluation.report import write_report

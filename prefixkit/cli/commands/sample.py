@@ -25,16 +25,16 @@ from prefixkit.cli.terminal import line
 from prefixkit.cli.views import branches, plant, show_report
 from prefixkit.engine.memory import pages_needed, session_pages
 from prefixkit.engine.policy import parse_size
-from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import check_fits
+from prefixkit.engine.sharing_report import Report
 from prefixkit.evaluation.campaign.folder import RunFolder, check_place, create
 from prefixkit.evaluation.campaign.run import Goal, Progress, record_of, run_campaign
 from prefixkit.evaluation.judge import Judge, available
 from prefixkit.evaluation.tasks.encode import uses_chat
 from prefixkit.evaluation.tasks.source import Source, load
 from prefixkit.models.families import text_config
-from prefixkit.models.fingerprint import model_fingerprint
+from prefixkit.models.model_fingerprint import model_fingerprint
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.requests import sampling_requests
 from prefixkit.session.session import Session

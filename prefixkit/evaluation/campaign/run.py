@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request, Sample
+from prefixkit.engine.sharing_report import Report
 from prefixkit.evaluation.campaign.folder import Part, RunFolder
 from prefixkit.evaluation.campaign.shards import ShardWriter, mark
 from prefixkit.sampling.params import SamplingParams

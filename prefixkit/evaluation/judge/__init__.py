@@ -1,7 +1,7 @@
 """Runs candidate programs in a sandbox and says which of them solve their problems."""
 
-from prefixkit.evaluation.judge.errors import BadTests, NoCompiler, NoSandbox
 from prefixkit.evaluation.judge.judge import Judge, available
+from prefixkit.evaluation.judge.judge_errors import BadTests, NoCompiler, NoSandbox
 from prefixkit.evaluation.judge.keys import digest_of, key_of
 from prefixkit.evaluation.judge.verdict import Outcome, Verdict
 

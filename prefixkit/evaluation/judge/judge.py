@@ -13,10 +13,10 @@ from itertools import islice
 from typing import Self, TypeVar
 
 from prefixkit.evaluation.judge.ends import Judged, Over
-from prefixkit.evaluation.judge.errors import BadTests, NoSandbox
+from prefixkit.evaluation.judge.judge_errors import BadTests, NoSandbox
 from prefixkit.evaluation.judge.keys import key_of
+from prefixkit.evaluation.judge.kinds.by_tests import judge_checks
 from prefixkit.evaluation.judge.kinds.calls import judge_calls
-from prefixkit.evaluation.judge.kinds.checks import judge_checks
 from prefixkit.evaluation.judge.kinds.oracle import as_checks
 from prefixkit.evaluation.judge.kinds.streams import judge_streams
 from prefixkit.evaluation.judge.sandbox.process import NotStarted

@@ -22,7 +22,15 @@ from prefixkit.evaluation.report.figures import MOST_BANDS, NARROW, WIDE, curve_
 from prefixkit.evaluation.report.icicle import icicle, outline, said
 from prefixkit.evaluation.report.pass_at_k import Curve
 from prefixkit.evaluation.report.shown import code, cut_end, visible
-from prefixkit.evaluation.report.verdicts import CELL, FEW, MANY, longest_shown, outcome_lines, problem_rows, segments
+from prefixkit.evaluation.report.verdict_figures import (
+    CELL,
+    FEW,
+    MANY,
+    longest_shown,
+    outcome_lines,
+    problem_rows,
+    segments,
+)
 
 LONGEST_SETTING = 4000  # characters of a parameter or a command that are shown
 LONGEST_ID = 60  # characters of a problem's id that are shown

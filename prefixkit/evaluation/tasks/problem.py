@@ -154,7 +154,7 @@ class Problem:
         language: Of the candidates.
         tests: How they are judged; None: they are not.
         limits: Of one run.
-        params: The problem's own sampling parameters, checked: fields of ``SamplingParams`` by name (tasks/params.py).
+        params: The problem's own sampling parameters, checked: fields of ``SamplingParams`` (tasks/problem_params.py).
         chat_stop, text_stop: Strings that end an answer, in a chat and without one.
         solution: A program that solves it, where the data set has one: for few-shot examples, and to try the tests.
         examples: Those that are to be shown before this problem alone.

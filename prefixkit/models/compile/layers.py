@@ -1,11 +1,11 @@
 """Decoder layers through torch.compile, with prefixkit's ops as opaque calls in their graphs.
 
 Norms, rotary embedding, residual adds and activations become a few kernels.  The original decoder layer is compiled,
-on a shallow copy as in ``attention.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and the
-layer's pages are inputs of the graph, whose numbers of rows and pages are open: layers of a kind share one graph, and
-neither another step nor another pool needs a new one.  What is made belongs to the model (see ``made.py``).  The q, k
-and v projections become one product over packed weights (see ``packing.py``), rotary embedding and appending one op
-(see ``rotary.py``).
+on a shallow copy as in ``attention_class.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and
+the layer's pages are inputs of the graph, whose numbers of rows and pages are open: layers of a kind share one graph,
+and neither another step nor another pool needs a new one.  What is made belongs to the model (see ``made.py``).  The
+q, k and v projections become one product over packed weights (see ``packing.py``), rotary embedding and appending one
+op (see ``rotary.py``).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch.fx.experimental import _config as shapes_config
 from torch.utils._pytree import tree_leaves
 
 from prefixkit.attention.step import Step
-from prefixkit.models.attention import cache_among, original_class, shallow_copy, subclass
+from prefixkit.models.attention_class import cache_among, original_class, shallow_copy, subclass
 from prefixkit.models.compile.made import Made, made_of
 from prefixkit.models.compile.packing import Compiler, Function, capturing, compile_packed
 from prefixkit.models.compile.rotary import with_rotary_append
 from prefixkit.models.compile.traced import TracedLayer
-from prefixkit.models.errors import IncompleteStep
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.layer import TracedStep
+from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.step_cache import CacheLayer, StepCache
 from prefixkit.models.weights.state import plain_numbers
 from prefixkit.ops import library
@@ -276,7 +276,7 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cache = cache_among(args, kwargs)
         if cache is None or cache.compiled is None or not cache.compiled.active:
-            return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention.py
+            return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention_class.py
         return cache.compiled.run(cache, self, args, kwargs)
 
     return subclass(

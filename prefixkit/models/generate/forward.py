@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from prefixkit.models.attention import WRAPPED, forward_below, original_class, subclass
-from prefixkit.models.errors import IncompleteStep, UnsupportedModel
+from prefixkit.models.attention_class import WRAPPED, forward_below, original_class, subclass
 from prefixkit.models.generate.generated_cache import GeneratedCache
 from prefixkit.models.generate.tree_cache import TreeCache
 from prefixkit.models.generate.tree_memory import DoesNotFit, forget_idle, idle_of, replays
+from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.probe.passes import random_part
 from prefixkit.models.shape import counts_from_zero
 from prefixkit.models.weights.state import adapters_by_row

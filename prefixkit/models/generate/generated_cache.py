@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from prefixkit.models.errors import UnsupportedModel
 from prefixkit.models.families import text_config
 from prefixkit.models.generate.tree_cache import TreeCache
+from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.shape import kv_spec
 
 

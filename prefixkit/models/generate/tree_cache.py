@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from prefixkit.models.attention import forward_below, takes_trees
-from prefixkit.models.errors import NotPatched
+from prefixkit.models.attention_class import forward_below, takes_trees
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.generate.row_steps import RowSteps
 from prefixkit.models.generate.tree_memory import TreeMemory, idle_of
+from prefixkit.models.model_errors import NotPatched
 from prefixkit.runners.batch import Runner
 from prefixkit.tree.pages import OutOfPages, check_page_size
 from prefixkit.tree.rows import Rows, pages_of_rows

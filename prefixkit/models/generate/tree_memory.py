@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.uncomputed import prefill_chunk_for
-from prefixkit.models.attention import takes_trees
+from prefixkit.models.attention_class import takes_trees
 from prefixkit.models.probe.passes import ignores_zeros
 from prefixkit.models.runner import planner_of, runner_of
 from prefixkit.models.shape import attention_shape, kv_spec, longest_text

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.attention import SCALES, original_class
-from prefixkit.models.errors import UnsupportedModel
+from prefixkit.models.attention_class import SCALES, original_class
 from prefixkit.models.layer import LayeredCache
+from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
 
 ROWS = 4  # tokens of a pass; the last is the first once more, at its position

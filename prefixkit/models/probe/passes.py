@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from prefixkit.models.attention import become, forward_below, is_tree_class, original_class, tree_class
-from prefixkit.models.errors import UnsupportedModel
+from prefixkit.models.attention_class import become, forward_below, is_tree_class, original_class, tree_class
 from prefixkit.models.families import attention_layers, logits_of, pretrained_model, text_config
+from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.probe.cache import ROWS, Enough, LayerShape, ProbeCache
 from prefixkit.models.step_cache import empty_mask
 

@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings.driver")
 
 from prefixkit.backends.cuda import kv as by_kernel
 from prefixkit.backends.cuda.kernels import ADVANCE
-from prefixkit.backends.torch.kv import advance as by_torch
+from prefixkit.backends.torch.plain_kv import advance as by_torch
 from prefixkit.cuda.nvrtc import CSRC
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from tests.emulation.build import write_headers

@@ -13,9 +13,9 @@ from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
+from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.backends.cuda.kernels import PLAN
 from prefixkit.backends.cuda.layouts import PLAN_TREE
-from prefixkit.backends.cuda.planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.testing.named_trees import tree, tree_of
 from prefixkit.testing.random_plans import random_cost, random_shape, random_tree, size_of, specified
 from tests.emulation.build import build

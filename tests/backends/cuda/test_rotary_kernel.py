@@ -17,7 +17,7 @@ from prefixkit.backends.cuda import kv
 from prefixkit.backends.cuda.kernels import ROTARY, rotary_name
 from prefixkit.checking import checked_mode
 from prefixkit.cuda.launch import Memo
-from prefixkit.ops.checks import BadShape
+from prefixkit.ops.arguments import BadShape
 from tests.attention.rotations import DTYPES, bits, fresh_rng, nan_pages, random_rows, random_slots
 from tests.attention.slots import SLOTS, WRONG, Appended, rotations
 from tests.emulation.build import build

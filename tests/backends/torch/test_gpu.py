@@ -11,10 +11,10 @@ from torch import Tensor
 
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, sliding_window, soft_cap
-from prefixkit.backends.cuda.checks import check_packed_numbers
+from prefixkit.backends.cuda.checked_mode import check_packed_numbers
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.merge import State
-from prefixkit.backends.torch.run import run_program
+from prefixkit.backends.torch.run_program import run_program
 from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,

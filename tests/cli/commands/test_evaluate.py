@@ -10,8 +10,8 @@ import pytest
 
 from prefixkit.cli.commands.evaluate import solved_of
 from prefixkit.cli.terminal import terminal
-from prefixkit.engine.report import Report
 from prefixkit.engine.request import Sample
+from prefixkit.engine.sharing_report import Report
 from prefixkit.evaluation.campaign.folder import Asked, Part, RunFolder, create
 from prefixkit.evaluation.campaign.manifest import describe_prompts
 from prefixkit.evaluation.campaign.run import Goal, run_campaign

@@ -9,7 +9,7 @@ from prefixkit.evaluation.report.axes import Scale, log_ticks, nice_range, nice_
 from prefixkit.evaluation.report.figures import NARROW, WIDE, curve_figure, progress_figures
 from prefixkit.evaluation.report.icicle import icicle, outline
 from prefixkit.evaluation.report.numbers import bytes_of, count, duration, percent, plural, short
-from prefixkit.evaluation.report.verdicts import segments
+from prefixkit.evaluation.report.verdict_figures import segments
 
 
 def test_scales():

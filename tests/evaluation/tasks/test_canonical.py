@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from prefixkit.evaluation.tasks.answers import begun, program
-from prefixkit.evaluation.tasks.export import humaneval_line
+from prefixkit.evaluation.tasks.exported_lines import humaneval_line
 from prefixkit.evaluation.tasks.problem import Checks, Problem
 from prefixkit.evaluation.tasks.source import Source, load
 

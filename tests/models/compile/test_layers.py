@@ -20,7 +20,7 @@ from torch._inductor.utils import fresh_cache
 from transformers.models.llama import modeling_llama
 
 from prefixkit.models import IncompleteStep, is_patched, patch, unpatch
-from prefixkit.models.attention import original_class
+from prefixkit.models.attention_class import original_class
 from prefixkit.models.compile.layers import compile_layer
 from tests.models.compile.decode import Decode, functional, traced
 from tests.models.driver import TreeDriver

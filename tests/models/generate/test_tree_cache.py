@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from prefixkit.models import TreeCache, patch
-from prefixkit.models.errors import NotPatched
+from prefixkit.models.model_errors import NotPatched
 from prefixkit.testing.tiny import tiny_llama
 from tests.models.tiny_families import make_model
 

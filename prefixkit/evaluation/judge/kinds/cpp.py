@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 
 from prefixkit.evaluation.judge.ends import Judged, Over, ended, line
-from prefixkit.evaluation.judge.errors import NoCompiler
+from prefixkit.evaluation.judge.judge_errors import NoCompiler
 from prefixkit.evaluation.judge.sandbox.rlimits import thread_stack
 from prefixkit.evaluation.judge.sandbox.sandbox import Sandbox
 from prefixkit.evaluation.judge.verdict import Verdict

@@ -7,7 +7,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-from prefixkit.evaluation.judge.errors import NoSandbox
+from prefixkit.evaluation.judge.judge_errors import NoSandbox
 from prefixkit.evaluation.judge.sandbox.ground import ground, interpreter
 from prefixkit.evaluation.judge.sandbox.protections import DISK_MIB, Protections
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from prefixkit.evaluation.judge.errors import NoSandbox
+from prefixkit.evaluation.judge.judge_errors import NoSandbox
 
 _NOBODY = 65534
 _PLACES = ("/mnt", "/media", "/srv", "/opt")  # one of which is covered in a mount namespace of our own

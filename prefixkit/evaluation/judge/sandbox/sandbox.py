@@ -16,7 +16,7 @@ from functools import cache
 from io import FileIO
 from typing import Any
 
-from prefixkit.evaluation.judge.errors import NoSandbox
+from prefixkit.evaluation.judge.judge_errors import NoSandbox
 from prefixkit.evaluation.judge.sandbox import bubblewrap
 from prefixkit.evaluation.judge.sandbox.cgroup import Cgroup, Cgroups
 from prefixkit.evaluation.judge.sandbox.ground import ground
@@ -25,7 +25,7 @@ from prefixkit.evaluation.judge.sandbox.process import NotStarted, Process
 from prefixkit.evaluation.judge.sandbox.protections import EVERY, FAR, THREADS, Protections
 from prefixkit.evaluation.judge.sandbox.rlimits import MIB, rlimits, thread_stack
 from prefixkit.evaluation.judge.sandbox.seccomp import clone_number, seccomp_filter
-from prefixkit.evaluation.judge.sandbox.zygote import FILES, Zygote, in_memory
+from prefixkit.evaluation.judge.sandbox.warm_interpreter import FILES, Zygote, in_memory
 from prefixkit.evaluation.tasks.problem import Limits
 
 logger = logging.getLogger(__name__)

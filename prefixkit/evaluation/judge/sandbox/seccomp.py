@@ -6,7 +6,7 @@ import errno
 import platform
 import struct
 
-from prefixkit.evaluation.judge.errors import NoSandbox
+from prefixkit.evaluation.judge.judge_errors import NoSandbox
 from prefixkit.evaluation.judge.sandbox.protections import Protections
 from prefixkit.evaluation.judge.sandbox.syscalls import ARCHITECTURES, REFUSED
 

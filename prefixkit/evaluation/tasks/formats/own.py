@@ -6,8 +6,8 @@ from typing import Any, get_args
 
 from prefixkit.evaluation.tasks.fields import identity, items, language, mapping, string
 from prefixkit.evaluation.tasks.formats.tests import read_limits, read_tests
-from prefixkit.evaluation.tasks.params import check_params
 from prefixkit.evaluation.tasks.problem import Calls, Checks, Example, Language, Message, Oracle, Problem, Tests
+from prefixkit.evaluation.tasks.problem_params import check_params
 from prefixkit.evaluation.tasks.records import Record
 from prefixkit.evaluation.tasks.wording import FUNCTION_STOP, fenced
 

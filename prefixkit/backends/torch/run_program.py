@@ -10,13 +10,13 @@ from torch import Tensor
 
 from prefixkit.attention.variants import ScoreMod, Variant, lookup
 from prefixkit.backends.torch import tuning
-from prefixkit.backends.torch.calls import Call, Positions
+from prefixkit.backends.torch.attention_calls import Call, Positions
+from prefixkit.backends.torch.host_planner import find_plan
+from prefixkit.backends.torch.layer_program import Program
 from prefixkit.backends.torch.merge import State, pick, run_merge
-from prefixkit.backends.torch.planner import find_plan
-from prefixkit.backends.torch.program import Program
 from prefixkit.backends.torch.tuning import Heads
+from prefixkit.ops.arguments import BadShape, capturing, check_attention
 from prefixkit.ops.backend import NotCapturable
-from prefixkit.ops.checks import BadShape, capturing, check_attention
 
 # Returns the softmax's natural log-sum-exp besides the output, reads strided keys, and shares KV heads among query
 # heads.
@@ -33,7 +33,7 @@ def tree_attention(
     variant: str,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``tree_attention``; ``plan`` ends with the handle of a :class:`~prefixkit.backends.torch.planner.BoundPlan`."""
+    """``tree_attention``; ``plan`` ends with the handle of a ``BoundPlan`` (see ``host_planner``)."""
     check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks)
     if capturing(q):
         raise NotCapturable(

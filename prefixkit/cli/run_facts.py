@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any
 
-from prefixkit.engine.report import Report
+from prefixkit.engine.sharing_report import Report
 from prefixkit.evaluation.campaign.folder import TREE, RunFolder
 from prefixkit.evaluation.campaign.verdicts import Verdicts
 from prefixkit.evaluation.report import Branch, Candidate, Facts, Group, Picture, Problem, Progress, Saved, SavedRow

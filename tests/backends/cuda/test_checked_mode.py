@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.backends.cuda.checks import BadPlan, check_packed_numbers
+from prefixkit.backends.cuda.checked_mode import BadPlan, check_packed_numbers
 from prefixkit.testing.forests import SHARE_ALL, gpu_plan_of, int_tensors, node_tensors, random_case
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prefixkit.attention.bsr import OPEN
 from prefixkit.attention.capacity import OVERFLOW
-from prefixkit.ops.checks import capturing
+from prefixkit.ops.arguments import capturing
 from prefixkit.tree.ragged import ranges
 
 Array = NDArray[np.int64]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefixkit.evaluation.judge import wire
 from prefixkit.evaluation.judge.ends import Judged, line
-from prefixkit.evaluation.judge.errors import BadTests
+from prefixkit.evaluation.judge.judge_errors import BadTests
 from prefixkit.evaluation.judge.kinds.dialogue import Answers, heard
 from prefixkit.evaluation.judge.sandbox.sandbox import Sandbox
 from prefixkit.evaluation.judge.verdict import Verdict

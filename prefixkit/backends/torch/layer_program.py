@@ -12,7 +12,7 @@ from torch import Tensor
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.variants import Variant
-from prefixkit.backends.torch.calls import Call, batches, make_call
+from prefixkit.backends.torch.attention_calls import Call, batches, make_call
 from prefixkit.backends.torch.merge import Merge, plan_merge
 from prefixkit.backends.torch.tiles import Array, Tiles, make_tiles, split_keys
 from prefixkit.backends.torch.tuning import Heads

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.variants import Variant, lookup
-from prefixkit.ops.checks import BadShape
+from prefixkit.ops.arguments import BadShape
 
 HEADER = "variant_body.cuh"
 _ARGUMENTS = "int q_position, int kv_position, int head, const float* parameters"

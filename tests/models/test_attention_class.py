@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from prefixkit.models import NotPatched, patch, unpatch
-from prefixkit.models.attention import original_class, tree_class
+from prefixkit.models.attention_class import original_class, tree_class
 from tests.models.forwards import class_level_forward
 
 

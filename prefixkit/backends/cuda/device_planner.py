@@ -22,7 +22,7 @@ from prefixkit.attention.staging import upload
 from prefixkit.backends.cuda.cost_cache import gpu_cost
 from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
-from prefixkit.backends.torch.planner import BoundPlan, TorchPlanner
+from prefixkit.backends.torch.host_planner import BoundPlan, TorchPlanner
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.tree.snapshot import Ints
 

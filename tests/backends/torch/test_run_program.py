@@ -20,10 +20,10 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, CostModel
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, register, sliding_window, soft_cap
 from prefixkit.backends.torch import tuning
-from prefixkit.backends.torch.calls import batches
-from prefixkit.backends.torch.planner import bind, find_plan
-from prefixkit.backends.torch.program import Program
-from prefixkit.backends.torch.run import Scratch
+from prefixkit.backends.torch.attention_calls import batches
+from prefixkit.backends.torch.host_planner import bind, find_plan
+from prefixkit.backends.torch.layer_program import Program
+from prefixkit.backends.torch.run_program import Scratch
 from prefixkit.backends.torch.tiles import FULL, MASKED, TRIANGLE, Array, Tiles, make_tiles, split_keys
 from prefixkit.backends.torch.tuning import Heads
 from prefixkit.testing.forests import (

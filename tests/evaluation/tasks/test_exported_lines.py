@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefixkit.evaluation.tasks.export import evalplus_line, humaneval_line
+from prefixkit.evaluation.tasks.exported_lines import evalplus_line, humaneval_line
 from prefixkit.evaluation.tasks.problem import Problem
 from prefixkit.evaluation.tasks.wording import FUNCTION_STOP, completion
 

@@ -17,7 +17,7 @@ from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.staging import upload
 from prefixkit.attention.variants import lookup
 from prefixkit.backends.torch import tuning
-from prefixkit.backends.torch.program import Program, compile_program
+from prefixkit.backends.torch.layer_program import Program, compile_program
 from prefixkit.backends.torch.tuning import Heads
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.checking import checked
-from prefixkit.ops.checks import check_append, check_append_slots, check_rotary
+from prefixkit.ops.arguments import check_append, check_append_slots, check_rotary
 
 
 @torch.no_grad()

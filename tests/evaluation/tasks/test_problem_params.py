@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from prefixkit.evaluation.tasks.params import check_params, sampling_params
 from prefixkit.evaluation.tasks.problem import Problem
+from prefixkit.evaluation.tasks.problem_params import check_params, sampling_params
 from prefixkit.evaluation.tasks.source import Source, load
 from prefixkit.sampling.params import SamplingParams
 
