@@ -134,7 +134,7 @@ def hit_rate(policy: str, pages: int, prompts: list[Tokens], order: NDArray[np.i
         while node.parent is not None:
             tree.mark_computed([node], [node.length])
             node = node.parent
-        cache.keep(sequence)
+        cache.retain(sequence)
     asked = cache.tokens_asked
     return {
         "hit_rate": round(cache.tokens_found / asked, 4),

@@ -107,7 +107,7 @@ def sample() -> None:
         tokens, _ = sampler.sample(there)
         expected, _ = sample_tokens(logits.float(), params, uniforms(keys, steps), histories)
         assert tokens[:rows].tolist() == expected.tolist()
-        sampler.keep(torch.arange(rows - 1, -1, -1, device=GPU))
+        sampler.select_rows(torch.arange(rows - 1, -1, -1, device=GPU))
         there[3, 5] = torch.nan
         sampler.sample(there)
         assert int(sampler.tokens[3]) == -1

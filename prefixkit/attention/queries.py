@@ -100,8 +100,8 @@ class StepTree:
         computed[leaf] = np.minimum(computed[leaf] + steps, capacity)
         return decode_tree(replace(tree, length=length, computed=computed), leaf)
 
-    def keep(self, rows: NDArray[np.intp]) -> StepTree:
-        """The decode step without the leaves of all other rows; ``rows`` ascend.  It names no sequences."""
+    def select_rows(self, rows: NDArray[np.intp]) -> StepTree:
+        """The decode step of these rows, ascending, without the leaves of the others.  It names no sequences."""
         old, leaf = self.snapshot, self.queries.node
         stays = np.ones(old.num_nodes, dtype=bool)
         stays[leaf] = False

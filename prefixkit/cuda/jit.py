@@ -35,7 +35,7 @@ class Function:
     device: int
     parameter_bytes: int  # of its parameter, a struct
     max_shared: int  # bytes of dynamic shared memory that a block can have
-    keep: Any  # what must live as long as the handle
+    owners: Any  # what must live as long as the handle
 
 
 @cache
@@ -120,7 +120,7 @@ def _function(code: Any, name: str, device: int) -> Function:
         device=device,
         parameter_bytes=int(driver.cuFuncGetParamInfo(function, 0)[2]),
         max_shared=int(driver.cuDeviceGetAttribute(most, driver.CUdevice(device))[1]) - int(static),
-        keep=(code, kernel),
+        owners=(code, kernel),
     )
 
 

@@ -225,7 +225,7 @@ class Engine:
         if more := sample.tokens[known:-1]:
             self.tree.extend(sequence, more)
         self.tree.mark_computed([sequence.node], [sequence.node.length])
-        self.cache.keep(sequence)
+        self.cache.retain(sequence)
 
     def _finish(self, state: RequestState, samples: list[Sample]) -> None:
         """Count samples that have ended, retire their request after the last, and hand them out."""

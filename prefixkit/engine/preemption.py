@@ -115,7 +115,7 @@ class Preemption:
                 if swap:
                     self.cache.tree.release(sequence)
                 else:
-                    self.cache.keep(sequence)
+                    self.cache.retain(sequence)
 
     def _swaps(self, tokens: int) -> bool:
         """Whether the KV of so many tokens is to go to host memory."""

@@ -227,7 +227,7 @@ class RunningBatch:
         ended = len(alive) - int(alive.sum())
         if 0 < ended < len(alive) and ended * self.runner.pace.slack >= len(alive):
             rows = np.flatnonzero(alive)
-            self.runner.keep(rows)
+            self.runner.select_rows(rows)
             self._rows = self._rows[rows]
             self._query_rows, self._counted = len(rows), False
 

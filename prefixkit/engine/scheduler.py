@@ -255,7 +255,7 @@ class Scheduler:
         return min(late, key=lambda state: (state.waits_since, state.order)) if late else self.queue[0]
 
     def _keep(self, state: RequestState) -> None:
-        self.cache.keep(state.sequence)
+        self.cache.retain(state.sequence)
         state.prompt = state.first_logits = None
 
     def _insert(self, state: RequestState, growth: int) -> bool:

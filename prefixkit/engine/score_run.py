@@ -92,7 +92,7 @@ class Scoring:
                 end = self._admit(begin)
                 self._compute(self._rows(begin))
                 while self.held:
-                    self.cache.keep(self.held.pop())
+                    self.cache.retain(self.held.pop())
                 begin = end
         except KeyboardInterrupt:
             self.held.clear()  # what it left of the tree may not be fit for releasing

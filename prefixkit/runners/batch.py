@@ -141,7 +141,7 @@ class Runner(Protocol):
         """A call begins: what the model's steps read may lie elsewhere than in the call before."""
 
     def launch(self, batch: Batch) -> None:
-        """Start the first step of a batch, in place of the last batch, whose unread steps are forgotten."""
+        """Start the first step of a batch, in place of the last batch, whose unread steps are discarded."""
 
     def repeat(self, tokens: Tensor | None = None) -> None:
         """Start another step of a batch that :attr:`~Batch.decodes`: each row runs the token sampled before.
@@ -152,8 +152,8 @@ class Runner(Protocol):
             tokens: ``[R]`` int64, what the rows run where nothing is sampled.
         """
 
-    def keep(self, rows: NDArray[np.intp]) -> None:
-        """Go on with these rows of the batch, ascending."""
+    def select_rows(self, rows: NDArray[np.intp]) -> None:
+        """Compact the batch to these of its rows, ascending."""
 
     def read(self) -> Sampled:
         """What came of the oldest step that was not read, for the rows that it had."""

@@ -79,10 +79,10 @@ class EagerRunner:
         logits = self._run(self._last, np.arange(len(self._last)))
         self._unread.append(self._choose(logits, None))
 
-    def keep(self, rows: NDArray[np.intp]) -> None:
-        self._tree, self._last = self._tree.keep(rows), self._last[rows]
+    def select_rows(self, rows: NDArray[np.intp]) -> None:
+        self._tree, self._last = self._tree.select_rows(rows), self._last[rows]
         assert self._sampler is not None, "a batch with rows was launched"
-        self._sampler.keep(upload([rows.astype(np.int64)], self._sampler.device)[0])
+        self._sampler.select_rows(upload([rows.astype(np.int64)], self._sampler.device)[0])
 
     def read(self) -> Sampled:
         return self._unread.popleft()

@@ -142,7 +142,7 @@ class GraphRunner:
         if self._eagerly:
             return self.eager.repeat(tokens)
         if self._stale:  # some callback has moved the model's weights
-            self.keep(np.arange(self._rows))
+            self.select_rows(np.arange(self._rows))
         self._see_moves()
         if tokens is not None and self._arrays is not None:
             self._arrays.tree.sampled[: self._rows] = tokens
@@ -156,9 +156,9 @@ class GraphRunner:
         assert logits is not None, "nothing is sampled"
         return logits[: self._rows]
 
-    def keep(self, rows: NDArray[np.intp]) -> None:
+    def select_rows(self, rows: NDArray[np.intp]) -> None:
         if self._eagerly:
-            return self.eager.keep(rows)
+            return self.eager.select_rows(rows)
         arrays = self._arrays
         assert arrays is not None and arrays.sampler is not None, "launched before"
         with self._here():
@@ -173,8 +173,8 @@ class GraphRunner:
                 bucket = self._running
                 self._forget_moved()  # what failed may have moved them first
                 self._graph(arrays, bucket)
-            arrays.sampler.keep(upload([rows.astype(np.int64)], self.device)[0])
-            tree = self._now().keep(rows)
+            arrays.sampler.select_rows(upload([rows.astype(np.int64)], self.device)[0])
+            tree = self._now().select_rows(rows)
             arrays.load(tree)
             self._take(arrays, tree, bucket)
 

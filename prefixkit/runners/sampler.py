@@ -79,7 +79,7 @@ class Sampler:
         if penalised:
             self.seen.index_copy_(0, there[2], there[3])
 
-    def keep(self, index: Tensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         """Move rows to the front: row ``i`` becomes what row ``index[i]`` was; those behind become inactive.
 
         Args:

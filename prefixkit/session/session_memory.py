@@ -74,7 +74,7 @@ class Pin:
                 raise ValueError(f"the pin of {len(self.tokens)} tokens was released before; pin the prompt again")
             engine = self.session._engine
             if engine is not None and tree is engine.tree:
-                tree.keep(self.sequence)
+                tree.retain(self.sequence)
             else:
                 self.sequence.tree = None  # it ended with its tree
 
@@ -261,7 +261,7 @@ class SessionMemory:
                 engine = self._ready()
                 for pin in pins:
                     if pin.tree is engine.tree:  # after an interrupt the engine has another
-                        engine.cache.keep(pin)
+                        engine.cache.retain(pin)
 
     def load(self, path: str | Path) -> int:
         """Read prefixes that :meth:`save` wrote into the prefix cache, as if their prompts had been computed here.

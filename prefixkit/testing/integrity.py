@@ -25,7 +25,7 @@ def check_tree(tree: PrefixTree) -> None:
             _check_node(node, tree.page_size)
     _require(len({node.id for node in nodes}) == len(nodes), "node ids are unique", nodes)
     _require(sum(node.reserved for node in nodes) == tree.reserved, "reserved pages are counted", tree.reserved)
-    _require(sum(node.kept for node in nodes) == tree.kept, "kept nodes are counted", tree.kept)
+    _require(sum(node.cached for node in nodes) == tree.num_cached, "cached nodes are counted", tree.num_cached)
     _check_pages(nodes, tree)
     _check_slots(nodes, tree.page_size)
 
@@ -70,9 +70,9 @@ def _check_node(node: Node, page_size: int) -> None:
     if node.follows is parent:
         _require(node.first_slot >= parent.end_slot % page_size, "a node that follows its parent lies behind it", node)
     _require(node.computed == 0 or parent.computed == parent.length, "computed tokens have computed ancestors", node)
-    _require(node.needed, "a node leads to a sequence, or is kept", node)
-    _require(not node.kept or node.computed == node.length, "what is kept has KV", node)
-    if not node.sequences and not node.kept and len(node.children) == 1:
+    _require(node.needed, "a node leads to a sequence, or is cached", node)
+    _require(not node.cached or node.computed == node.length, "what is cached has KV", node)
+    if not node.sequences and not node.cached and len(node.children) == 1:
         _require(not node.children[0].continues(node), "an only child that continues its parent is merged", node)
 
 

@@ -30,7 +30,7 @@ class TreeEdits:
         self.page_size = int(page_size)
         self.version = 0
         self.sequences_version = 0
-        self.reserved = self.kept = 0
+        self.reserved = self.num_cached = 0
         self._node_ids = count_up()
         self._sequence_ids = count_up()
         self.root = Node(next(self._node_ids), None, self.page_size, np.empty(0, np.int32), np.empty(0, np.int32))
@@ -40,7 +40,7 @@ class TreeEdits:
     @property
     def _partial(self) -> bool:
         """Whether snapshots leave something out."""
-        return bool(self.kept or self._resting)
+        return bool(self.num_cached or self._resting)
 
     def _new_sequence(self, node: Node) -> Sequence:
         sequence = Sequence(next(self._sequence_ids), node, self)
@@ -90,7 +90,7 @@ class TreeEdits:
         first_slot = 0
         if parent.reserved:
             self.reserved -= parent.reserved
-            pages = np.concatenate([parent.give_back(), pages])
+            pages = np.concatenate([parent.drop_reserved(), pages])
         if host is not None:
             last = host.last_page
             self.allocator.share_page(last)
@@ -138,8 +138,8 @@ class TreeEdits:
             self._move(sequence, by)
         for child in node.children:
             by.adopt(child)
-        self.kept -= node.kept and by.kept
-        by.kept |= node.kept
+        self.num_cached -= node.cached and by.cached
+        by.cached |= node.cached
         by.uses, by.used_at = max(by.uses, node.uses), max(by.used_at, node.used_at)
         self.allocator.release(node.pages)
         self.version += 1
@@ -158,7 +158,7 @@ class TreeEdits:
 
     def merge(self, node: Node) -> None:
         """Undo a split of ``node`` from its only child that serves no sequence."""
-        if node.parent is None or node.sequences or node.kept or node.pins or len(node.branches) != 1:
+        if node.parent is None or node.sequences or node.cached or node.pins or len(node.branches) != 1:
             return
         child, *siblings = node.children
         if not siblings and child.continues(node):

@@ -1,4 +1,4 @@
-"""The prefix cache: KV of finished requests stays in the tree, and is evicted, leaf by leaf, when pages are needed."""
+"""The prefix cache retains KV of finished requests in the tree, and evicts it, leaf by leaf, when pages are needed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _BATCH = 64  # at least one page in so many is evicted at once: finding what to 
 
 
 def least_recently_used(node: Node) -> tuple[float, ...]:
-    """When the node was found or kept last."""
+    """When the node was last hit or retained."""
     return (node.used_at,)
 
 
 def least_frequently_used(node: Node) -> tuple[float, ...]:
-    """How often it was found; of nodes found as often, the one that was not found for longer goes first."""
+    """How often it was hit; of nodes hit as often, the one that was not hit for longer goes first."""
     return node.uses, node.used_at
 
 
 def least_recompute_cost(node: Node) -> tuple[float, ...]:
-    """What computing a byte of its KV again costs, times how often it was found: late positions read more KV."""
+    """What computing a byte of its KV again costs, times how often it was hit: late positions read more KV."""
     return (1 + node.uses) * (1 + _PER_POSITION * (node.start + node.length / 2)), node.used_at
 
 
@@ -43,7 +43,7 @@ POLICIES: dict[str, Policy] = {
 
 @dataclass(eq=False)
 class PrefixCache:
-    """What a tree keeps beside its sequences, and what of it goes first.
+    """Retains KV in a tree beside its sequences, and evicts what is worth least.
 
     Attributes:
         tree: The tree.
@@ -62,9 +62,9 @@ class PrefixCache:
     _order: list[tuple[tuple[float, ...], int, int, Node]] = field(default_factory=list)  # value, used_at, id, node
     _evictions: int = 0  # since the order was made
 
-    def keep(self, sequence: Sequence) -> None:
-        """Drop the sequence, but keep those of its tokens that have KV until their pages are needed."""
-        node = self.tree.keep(sequence)
+    def retain(self, sequence: Sequence) -> None:
+        """Drop the sequence, and retain those of its tokens that have KV until their pages are needed."""
+        node = self.tree.retain(sequence)
         if node is not None:
             self._touch(node)
 
@@ -86,7 +86,7 @@ class PrefixCache:
         while most > 0 and (node := self._first()) is not None:
             parent, length = node.parent, node.length
             most -= tree.evict(node, most)
-            self.tokens_evicted += length - (node.length if node.kept else 0)
+            self.tokens_evicted += length - (node.length if node.cached else 0)
             for left in (node, parent):
                 if left is not None and left.evictable:
                     self._push(left)
@@ -110,7 +110,7 @@ class PrefixCache:
             self.tree.merge(node)
 
     def _touch(self, node: Node, uses: int = 0) -> None:
-        """The node, and all above it, were found or kept now."""
+        """Note that the node and its ancestors were hit or retained now."""
         self._now += 1
         above: Node | None = node
         while above is not None:
@@ -119,7 +119,7 @@ class PrefixCache:
 
     def _first(self) -> Node | None:
         """The evictable node of the least value, taken out of the order; None where there is none."""
-        if not self.tree.kept:
+        if not self.tree.num_cached:
             return None  # without a look at all nodes that sequences need
         while True:
             if not self._order or self._evictions * 4 > len(self._order):

@@ -31,7 +31,7 @@ def _alike(node: Node) -> tuple[Node, int] | None:
     assert node.parent is not None, "the root has no siblings"
     group = node.parent.branches[int(node.tokens[0])]
     for sibling in group if len(group) > 1 else ():
-        at_rest = sibling.kept or sibling.branches
+        at_rest = sibling.cached or sibling.branches
         if sibling is not node and at_rest and sibling.computed and node.computed:
             shared = common_prefix(sibling.tokens, node.tokens)
             return sibling, min(shared, sibling.computed, node.computed)

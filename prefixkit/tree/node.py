@@ -39,9 +39,9 @@ class Node:
             free.
         follows: the node whose ``continuation`` this is; None where no node holds slots before it in its first page.
         sequences: the sequences that end exactly at this node's end, by id.
-        kept: whether the node stays though no sequence may lead to it: the prefix cache keeps it.
+        cached: whether the prefix cache retains the node, though no sequence may lead to it.
         pins: how many users of the prefix cache forbid to evict it.
-        uses, used_at: how often the prefix cache found it, and when it was found or kept last.
+        uses, used_at: how often the prefix cache was hit at it, and when it was last hit or retained.
         start: position of the first token.
         length: number of tokens; 0 only for the root.
         computed: how many of them, from the first, have KV in the pool.
@@ -55,13 +55,13 @@ class Node:
         "_page_size",
         "_token_buffer",
         "branches",
+        "cached",
         "computed",
         "continuation",
         "first_slot",
         "follows",
         "id",
         "index",
-        "kept",
         "length",
         "page_buffer",
         "parent",
@@ -88,7 +88,7 @@ class Node:
         self.follows: Node | None = None
         self.first_slot = first_slot
         self.index = -1
-        self.kept = False
+        self.cached = False
         self.pins = self.uses = self.used_at = 0
         self._page_size = page_size
         self._token_buffer = tokens
@@ -147,13 +147,13 @@ class Node:
 
     @property
     def needed(self) -> bool:
-        """Whether anything holds the node in the tree."""
-        return bool(self.branches or self.sequences or self.kept)
+        """Whether children, sequences or the prefix cache hold the node in the tree."""
+        return bool(self.branches or self.sequences or self.cached)
 
     @property
     def evictable(self) -> bool:
         """Whether the prefix cache alone holds the node."""
-        return self.kept and not (self.branches or self.sequences or self.pins)
+        return self.cached and not (self.branches or self.sequences or self.pins)
 
     @property
     def free_slots(self) -> int:
@@ -162,7 +162,7 @@ class Node:
 
     def appends(self, count: int) -> bool:
         """Whether the one sequence that ends here may append ``count`` tokens to this node, not to a new child."""
-        if self.branches or len(self.sequences) != 1 or self.kept or self.parent is None:
+        if self.branches or len(self.sequences) != 1 or self.cached or self.parent is None:
             return False
         behind = self.continuation
         return behind is None or self.end_slot % self._page_size + count <= behind.first_slot
@@ -233,10 +233,10 @@ class Node:
         self.page_buffer = _append(self.page_buffer, self.num_pages + self.reserved, pages)
         self.reserved += len(pages)
 
-    def give_back(self, keep: int = 0) -> Ints:
-        """The reserved pages but for the first ``keep``, which are the caller's to release."""
-        pages = self.pages[self.num_pages + keep :]
-        self.reserved = keep
+    def drop_reserved(self, left: int = 0) -> Ints:
+        """Reserve only the first ``left`` pages from now on; the others, returned, are the caller's to release."""
+        pages = self.pages[self.num_pages + left :]
+        self.reserved = left
         return pages
 
     def push_page(self, page: int) -> None:

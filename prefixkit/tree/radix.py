@@ -1,4 +1,4 @@
-"""The prefix tree: finds what sequences share, token by token, and keeps each shared run once."""
+"""The prefix tree: finds what sequences share, token by token, and stores each shared run once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PrefixTree(TreeEdits):
         version: grows whenever nodes are added, removed, split, merged or shortened.
         sequences_version: grows whenever sequences are added, removed or moved to another node.
         reserved: pages that leaves hold for tokens to come.
-        kept: nodes that the prefix cache keeps.  A snapshot leaves out what leads to no sequence that runs.
+        num_cached: nodes that the prefix cache retains.  A snapshot leaves out nodes that lead to no sequence in it.
 
     Raises:
         ValueError: ``num_pages`` below 1, or ``page_size`` outside 1..128.
@@ -74,7 +74,7 @@ class PrefixTree(TreeEdits):
         return node.pages_to_add(count) if node.grows_in_place else pages_for(count, self.page_size)
 
     def pages_held(self) -> int:
-        """Pages that sequences hold, without reserved ones and those that only the prefix cache keeps."""
+        """Pages that sequences hold, without reserved ones and those that only the prefix cache retains."""
         if not self._partial:
             return self.allocator.num_pages - self.allocator.free - self.reserved
         held = np.zeros(self.allocator.num_pages, np.bool_)
@@ -169,7 +169,7 @@ class PrefixTree(TreeEdits):
         self.allocator.check(more)
         for node, before, after in zip(nodes, held, wanted, strict=True):
             if after < before:
-                self.allocator.release(node.give_back(after))
+                self.allocator.release(node.drop_reserved(after))
                 self.version += 1  # of one version a later snapshot has no fewer pages
         missing = [max(0, after - before) for before, after in zip(held, wanted, strict=True)]
         pages = self.allocator.allocate(sum(missing))
@@ -183,7 +183,7 @@ class PrefixTree(TreeEdits):
     def extend_each(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> None:
         """Append ``tokens[i]`` to ``sequences[i]``: the decode step.
 
-        Where all sequences that end at a node go on, as beams do, and not samples of a prompt that is kept, its
+        Where all sequences that end at a node go on, as beams do, and not samples of a prompt that is retained, its
         children from the third on begin in one page, with room for two more tokens behind each.  The third, the
         likeliest of them to live where the best come first, lies behind the others and grows in place; one that comes
         to the slots of another starts a child.
@@ -240,7 +240,7 @@ class PrefixTree(TreeEdits):
             self.allocator.release(node.shorten(length - node.start))
             self.version += 1
             return
-        target = node  # becomes the node whose positions [start, start + length) hold the last token kept
+        target = node  # becomes the node whose positions [start, start + length) hold the last of ``length`` tokens
         while target.parent is not None and length <= target.start:
             target = target.parent
         if length < target.start + target.length:
@@ -271,8 +271,8 @@ class PrefixTree(TreeEdits):
         self._resting += 1
         self.version += 1
 
-    def keep(self, sequence: Sequence) -> Node | None:
-        """Drop the sequence, but not those of its tokens that have KV: they stay until they are evicted.
+    def retain(self, sequence: Sequence) -> Node | None:
+        """Drop the sequence, and retain those of its tokens that have KV until they are evicted.
 
         Returns:
             The node where they end; None where none is computed.
@@ -290,25 +290,25 @@ class PrefixTree(TreeEdits):
             return None
         if node.reserved:
             self.reserved -= node.reserved
-            self.allocator.release(node.give_back())
+            self.allocator.release(node.drop_reserved())
             self.version += 1
         node = join(self, node)
-        self.kept += not node.kept
-        node.kept = True
+        self.num_cached += not node.cached
+        node.cached = True
         self._drop(sequence)
         return node
 
     def evict(self, node: Node, pages: int) -> int:
         """Give back pages of an evictable node, last ones first: so many, or all; returns how many are free by it.
 
-        A parent that nothing else holds is kept in its place.
+        A parent that nothing else holds is cached in its place.
 
         Raises:
             ValueError: the node is not :attr:`~Node.evictable`.
         """
         parent, free = node.parent, self.allocator.free
         if not node.evictable or parent is None:
-            raise ValueError(f"{node} cannot be evicted: it is pinned, or not kept, or sequences need it")
+            raise ValueError(f"{node} cannot be evicted: it is pinned, or not cached, or sequences need it")
         self.version += node.index >= 0
         length = (node.num_pages - pages) * self.page_size - node.first_slot
         if length > 0:
@@ -316,9 +316,9 @@ class PrefixTree(TreeEdits):
             return self.allocator.free - free
         self.allocator.release(node.pages)
         parent.disown(node)
-        node.kept, self.kept = False, self.kept - 1
+        node.cached, self.num_cached = False, self.num_cached - 1
         if parent.parent is not None and not parent.needed:
-            parent.kept, self.kept = True, self.kept + 1
+            parent.cached, self.num_cached = True, self.num_cached + 1
         else:
             self.merge(parent)
         self.version += not self._partial  # a snapshot of all nodes has another order
@@ -346,13 +346,13 @@ class PrefixTree(TreeEdits):
         return max((self.match(tokens).length for tokens in prompts), default=0)
 
     def forget(self) -> None:
-        """Declare that no token has KV any more: nothing is kept, and what sequences need is computed again."""
+        """Declare that no token has KV any more: nothing is cached, and what sequences need is computed again."""
         nodes = [self.root]
         for node in nodes:  # the list grows while it is read
             nodes.extend(node.children)
         for node in nodes:
-            node.computed, node.kept = 0, False
-        self.kept = 0
+            node.computed, node.cached = 0, False
+        self.num_cached = 0
         self.version += 1
         for node in reversed(nodes):
             if node.parent is not None:  # it has not gone with one below it

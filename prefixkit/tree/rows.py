@@ -25,8 +25,8 @@ class Rows:
         tree: An empty tree.
         tokens: ``[rows, length]`` token ids.
         pad: ``[rows]`` how many of them, from the left, are padding.
-        fork: Whether rows part as beams do, of which most end soon: else each goes on, and its prompt is kept, so that
-            rows of one prompt begin pages of their own.
+        fork: Whether rows part as beams do, of which most end soon.  Else each row continues, and a sequence is held at
+            its prompt, so that rows of one prompt begin pages of their own.
 
     Attributes:
         sequences: Of each row.
@@ -53,8 +53,8 @@ class Rows:
             for sequence in self.sequences:
                 tree.release(sequence)
             raise
-        self._fork, self._kept = fork, list[Sequence]()
-        self._keep()
+        self._fork, self._shared_ends = fork, list[Sequence]()
+        self._hold_shared_ends()
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -81,20 +81,20 @@ class Rows:
                 self.tree.extend(self.sequences[one], tokens[one])
                 for other in others:
                     self.sequences[other] = self.tree.fork(self.sequences[one])[0]
-            self._keep()
+            self._hold_shared_ends()
         self.length += count
 
-    def _keep(self) -> None:
-        """Keep what several rows end with by now, where they do not part as beams do."""
-        before, shared = self._kept, Counter(sequence.node for sequence in self.sequences)
+    def _hold_shared_ends(self) -> None:
+        """Hold a sequence at each node where several rows end, unless they part as beams do."""
+        before, shared = self._shared_ends, Counter(sequence.node for sequence in self.sequences)
         ends = {sequence.node: sequence for sequence in self.sequences if shared[sequence.node] > 1}
-        self._kept = [] if self._fork else [self.tree.fork(sequence)[0] for sequence in ends.values()]
+        self._shared_ends = [] if self._fork else [self.tree.fork(sequence)[0] for sequence in ends.values()]
         for sequence in before:
             self.tree.release(sequence)
 
-    def give(self) -> list[Sequence]:
-        """All sequences that the rows hold; they are the caller's from now on."""
-        held, self.sequences, self._kept = [*self.sequences, *self._kept], [], []
+    def detach(self) -> list[Sequence]:
+        """All sequences that the rows hold, which become the caller's; the rows hold none afterwards."""
+        held, self.sequences, self._shared_ends = [*self.sequences, *self._shared_ends], [], []
         return held
 
     def select(self, rows: list[int]) -> None:

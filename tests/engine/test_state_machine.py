@@ -202,7 +202,7 @@ class EngineMachine(RuleBasedStateMachine):
     def interrupted(self) -> None:
         """The engine has planted another tree: pins have no effect any more."""
         for sequence in self.pins:
-            sequence.tree.keep(sequence)
+            sequence.tree.retain(sequence)
         self.pins = []
 
     # -- rules -----------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(number=PICK)
     def unpin(self, number: int) -> None:
         sequence = self.pins.pop(number % len(self.pins))
-        sequence.tree.keep(sequence)
+        sequence.tree.retain(sequence)
 
     @rule(pages=st.integers(0, 60))
     def free_pages(self, pages: int) -> None:
@@ -337,7 +337,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.engine.cache.clear()
-        assert not self.engine.tree.kept or self.stream is not None or self.pins
+        assert not self.engine.tree.num_cached or self.stream is not None or self.pins
 
     @precondition(idle)
     @rule()
@@ -362,7 +362,7 @@ class EngineMachine(RuleBasedStateMachine):
 
         self.attempt(saved)
         for pin in pins:
-            pin.tree.keep(pin)
+            pin.tree.retain(pin)
 
     @precondition(lambda self: idle(self) and self.saved_with >= 0)
     @rule(empty=st.booleans())
@@ -413,7 +413,7 @@ class EngineMachine(RuleBasedStateMachine):
         if self.stream is not None:
             self.close()
         for sequence in self.pins:
-            sequence.tree.keep(sequence)
+            sequence.tree.retain(sequence)
         check_idle(self.engine, 0)
         self.engine.cache.clear()
         check_engine(self.engine, self.model)

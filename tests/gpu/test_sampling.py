@@ -166,7 +166,7 @@ def test_rows_leave_the_batch_on_the_device(way):
     tokens = sampler.sample(logits.to(GPU))[0].tolist()
     histories = [np.append(held, token) for held, token in zip(histories, tokens, strict=True)]
     index = np.random.default_rng(1).permutation(rows)[:23]
-    sampler.keep(torch.from_numpy(index).to(GPU))
+    sampler.select_rows(torch.from_numpy(index).to(GPU))
     assert sampler.tokens[:23].tolist() == [tokens[row] for row in index]
     assert sampler.active.tolist() == [1] * 23 + [0] * (rows + 7 - 23)
     sampler.tokens[23:] = -5
@@ -220,4 +220,4 @@ def test_arguments_that_do_not_fit_say_so():
     with pytest.raises(ValueError, match="stride 1 over the vocabulary"):
         sampler.sample(torch.zeros(50, 4, device=GPU).T)
     with pytest.raises(ValueError, match="int64 row numbers"):
-        sampler.keep(torch.zeros(2, dtype=torch.int32, device=GPU))
+        sampler.select_rows(torch.zeros(2, dtype=torch.int32, device=GPU))

@@ -117,7 +117,7 @@ def test_rows_are_kept_and_newcomers_take_what_is_free() -> None:
     sampler.load(slice(0, rows), SamplingBatch(params, keys, steps, histories))
     first = sampler.sample(logits)[0].tolist()
     index = np.array([7, 3, 3, 11])
-    sampler.keep(torch.from_numpy(index))
+    sampler.select_rows(torch.from_numpy(index))
     assert sampler.tokens[:4].tolist() == [first[row] for row in index]
     assert sampler.active.tolist() == [1] * 4 + [0] * (rows - 2)
     sampler.load([5], SamplingBatch(params[:1], keys[:1], steps[:1], histories[:1]))
@@ -177,4 +177,4 @@ def test_a_sampler_says_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"\[at most 4, 50\], got \[4, 51\]"):
         sampler.sample(torch.zeros(4, 51))
     with pytest.raises(ValueError, match="int64 row numbers"):
-        sampler.keep(torch.zeros(2, dtype=torch.int32))
+        sampler.select_rows(torch.zeros(2, dtype=torch.int32))

@@ -65,7 +65,7 @@ def test_every_step_is_that_of_the_grown_tree_and_rows_can_leave(seed: int, page
         if step % 3 == 2 and batch.queries.num_rows > 1:
             rows = np.sort(rng.choice(batch.queries.num_rows, batch.queries.num_rows - 1, replace=False))
             path = [(samples[row], int(batch.snapshot.length[batch.queries.node[row]])) for row in rows]
-            batch, samples = batch.keep(rows), [samples[row] for row in rows]
+            batch, samples = batch.select_rows(rows), [samples[row] for row in rows]
             assert [int(n) for n in batch.snapshot.length[batch.queries.node]] == [length for _, length in path]
             here.load(batch)
 
@@ -76,7 +76,7 @@ def test_a_kept_batch_is_the_tree_of_the_rows_that_stay(seed: int) -> None:
     rng = np.random.default_rng(seed)
     _, _, batch = make_batch(rng, 4, 5)
     rows = np.flatnonzero(rng.random(batch.queries.num_rows) < 0.6)
-    kept = batch.keep(rows)
+    chosen = batch.select_rows(rows)
 
     def path(one: StepTree, node: int) -> list[tuple[int, ...]]:
         tree, found = one.snapshot, []
@@ -86,14 +86,16 @@ def test_a_kept_batch_is_the_tree_of_the_rows_that_stay(seed: int) -> None:
             node = int(tree.parent[node])
         return found
 
-    assert [path(kept, int(n)) for n in kept.queries.node] == [path(batch, int(n)) for n in batch.queries.node[rows]]
-    tree, nodes = kept.snapshot, np.arange(kept.snapshot.num_nodes)
+    assert [path(chosen, int(n)) for n in chosen.queries.node] == [
+        path(batch, int(n)) for n in batch.queries.node[rows]
+    ]
+    tree, nodes = chosen.snapshot, np.arange(chosen.snapshot.num_nodes)
     for node in nodes:
         inside = (nodes > node) & (nodes < tree.subtree_end[node])
         assert all(inside[n] for n in nodes if tree.parent[n] == node), "children lie in the subtree"
         assert all(tree.parent[n] >= node for n in nodes[inside]), "and nothing else does"
     assert len(tree.sequence_node) == 0
-    assert kept.snapshot.tree is not batch.snapshot.tree
+    assert chosen.snapshot.tree is not batch.snapshot.tree
 
 
 def test_a_row_without_a_page_for_its_token_stands_still() -> None:

@@ -82,7 +82,7 @@ def test_an_interrupt_anywhere_leaves_the_session_as_new(model: Any, tmp_path: P
             assert engine is not None
             check_tree(engine.tree)
             for pin in engine.pins:  # made, but never returned
-                engine.tree.keep(pin)
+                engine.tree.retain(pin)
             engine.cache.clear()
             assert engine.tree.allocator.free == engine.tree.allocator.num_pages
 

@@ -81,7 +81,7 @@ class TestSecondCalls:
             assert engine is not None
             assert engine.tree.allocator.free + len(engine.tree.root.children) > 0
             check_tree(engine.tree)
-            assert engine.tree.kept <= engine.tree.allocator.num_pages
+            assert engine.tree.num_cached <= engine.tree.allocator.num_pages
             assert session.report.tokens_evicted >= 0
             assert told(session.generate(["the last"], **OPTIONS)) == alone(model, ["the last"])
 

@@ -41,7 +41,7 @@ def fingerprint(tree: PrefixTree) -> Any:
                 (node.id, node.parent.id if node.parent else None, [child.id for child in node.children]),
                 (node.start, node.length, node.computed, node.first_slot, node.reserved),
                 [other.id if other else None for other in (node.continuation, node.follows)],
-                (node.tokens.tobytes(), node.pages.tobytes(), node.kept),
+                (node.tokens.tobytes(), node.pages.tobytes(), node.cached),
                 {id: sequence.node.id for id, sequence in node.sequences.items()},
             )
             for node in nodes
@@ -58,7 +58,7 @@ def assert_snapshot_is_fresh(tree: PrefixTree) -> None:
         nodes.extend(node.children)
     all_of = {id: sequence for node in nodes for id, sequence in node.sequences.items()}
     running = {id: all_of[id] for id in sorted(cached.sequence_id.tolist())}
-    whole = len(running) == len(all_of) and not any(node.kept for node in nodes)
+    whole = len(running) == len(all_of) and not any(node.cached for node in nodes)
     live = None if whole else freeze.live_children(running.values())
     rebuilt = freeze.rebuild(tree.root, tree.page_size, *versions, cached.tree, live, running).snapshot
     for name in TreeSnapshot.__dataclass_fields__:

@@ -79,10 +79,10 @@ class TestChainsOfShortNodes:
     def test_leave_the_nodes_that_are_kept(self) -> None:
         tree, pool, beam = zigzag(30)
         node = next(node for node in tree.nodes() if node.start > 16)
-        tree.keep(tree.insert(beam.tokens()[: node.start]))
+        tree.retain(tree.insert(beam.tokens()[: node.start]))
         pool.copy(*tree.compact(tree.allocator.free))
         check_tree(tree)
-        assert tree.kept == 1
+        assert tree.num_cached == 1
         pool.assert_holds(beam.id, beam.tokens().tolist())
 
     def test_take_no_more_pages_than_are_granted(self) -> None:

@@ -18,7 +18,7 @@ def cache_of(*prompts: list[int], num_pages: int = 32, page_size: int = 1) -> Pr
         while path.parent is not None:
             cache.tree.mark_computed([path], [path.length])
             path = path.parent
-        cache.keep(sequence)
+        cache.retain(sequence)
     return cache
 
 
@@ -26,7 +26,7 @@ def test_the_prompt_found_least_recently_goes_first() -> None:
     cache = cache_of([1, 2, 3], [4, 5, 6], num_pages=6)
     again = cache.tree.insert([1, 2, 3])
     cache.found(again)
-    cache.keep(again)
+    cache.retain(again)
     assert cache.free_pages(3)
     assert cache.tree.match([1, 2, 3]).length == 3
     assert cache.tree.match([4, 5, 6]).length == 0

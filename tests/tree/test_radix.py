@@ -429,10 +429,10 @@ class TestForget:
         tree.mark_computed(tree.nodes(), [node.length for node in tree.nodes()])
         tree.rest(whole)
         for sequence in (prefix, beside):
-            tree.keep(sequence)
+            tree.retain(sequence)
         tree.forget()
         check_tree(tree)
-        assert tree.kept == 0 and tree.match([1, 2, 9]).length == 2
+        assert tree.num_cached == 0 and tree.match([1, 2, 9]).length == 2
         assert whole.tokens().tolist() == [1, 2, 3, 4, 5, 6] and whole.node.computed == 0
         assert structure_of(whole) == [6], "splits for what was kept are undone"
         assert tree.allocator.free == 14
@@ -442,7 +442,7 @@ class TestForget:
         sequence = tree.insert([1, 2, 3, 4, 5])
         tree.mark_computed([sequence.node], [5])
         tree.forget()
-        assert tree.keep(sequence) is None
+        assert tree.retain(sequence) is None
         assert tree.allocator.free == 16
         check_tree(tree)
 

@@ -147,7 +147,7 @@ class TreeMachine(RuleBasedStateMachine):
         while above is not None:
             above, alone = above.parent, alone and all(len(group) == 1 for group in above.branches.values())
         had = self.pool.assert_keeps(tokens) if tokens and sequence.node.computed == sequence.node.length else 0
-        self.cache.keep(sequence)
+        self.cache.retain(sequence)
         found = self.pool.assert_keeps(tokens) if tokens else 0
         assert found >= had or not alone  # of siblings that begin alike the first is found, computed or not
 
@@ -195,8 +195,8 @@ class TreeMachine(RuleBasedStateMachine):
         assert fingerprint(self.tree) == before
         assert found.node.start + found.offset == found.length
         prefixes = [held[: found.length] for held in self.model.values()]
-        kept = found.node.kept or found.node.branches
-        assert found.length == 0 or kept or tokens[: found.length] in prefixes
+        cached = found.node.cached or found.node.branches
+        assert found.length == 0 or cached or tokens[: found.length] in prefixes
         self.pool.assert_keeps(tokens)
 
     # -- what must hold after each ---------------------------------------------------------------------------------

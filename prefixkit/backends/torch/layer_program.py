@@ -122,9 +122,9 @@ def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: bool) -> Arr
 
 def _partials(plan: Plan, num_rows: int, tiles: Tiles, call_of: Array) -> tuple[Array, Array, Array]:
     """Query row, tile and place in the tile of each partial, in the plan's merge order, then by an item's tiles."""
-    kept = np.flatnonzero(call_of >= 0)
-    rows = tiles.rows[kept]
-    tile = np.repeat(kept, rows)
+    called = np.flatnonzero(call_of >= 0)
+    rows = tiles.rows[called]
+    tile = np.repeat(called, rows)
     within = np.arange(len(tile)) - np.repeat(np.cumsum(rows) - rows, rows)
     row = tiles.row[tile] + within
     items = plan.items[tiles.item[tile]]

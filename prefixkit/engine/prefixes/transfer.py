@@ -74,7 +74,7 @@ def _load_all(engine: Engine, file: PrefixFile) -> int:
     leave = engine.tree.release
     try:
         read = sum(_load(engine, file, leaf, held) for leaf in file.trie.leaves().tolist())
-        leave = engine.cache.keep
+        leave = engine.cache.retain
     finally:
         for sequence in held:
             leave(sequence)

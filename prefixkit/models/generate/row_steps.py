@@ -154,8 +154,8 @@ class RowSteps:
         """Let go of the rows, whose KV stays in the memory's cache; False where that cannot be used again."""
         try:
             rows, memory = self.settled(), self.memory
-            for sequence in rows.give():
-                memory.cache.keep(sequence)
+            for sequence in rows.detach():
+                memory.cache.retain(sequence)
         except (RuntimeError, OutOfPages):  # the device has failed, or the tree is not what was computed
             return False
         return True
