@@ -124,20 +124,20 @@ def hit_rate(policy: str, pages: int, prompts: list[Tokens], order: NDArray[np.i
     for index in order.tolist():
         tokens = np.concatenate((prompts[index], rng.integers(0, VOCABULARY, own, dtype=np.int32)))
         match = tree.match(tokens)
-        with cache.protected(match.node):
+        with cache.pinned(match.node):
             fits = cache.free_pages(pages_for(len(tokens) - match.length, tree.page_size) + 1)
         if not fits:
             cache.clear()
         sequence = tree.insert(tokens)
-        cache.found(sequence)
+        cache.record_hit(sequence)
         node = sequence.node
         while node.parent is not None:
             tree.mark_computed([node], [node.length])
             node = node.parent
         cache.retain(sequence)
-    asked = cache.tokens_asked
+    asked = cache.tokens_queried
     return {
-        "hit_rate": round(cache.tokens_found / asked, 4),
+        "hit_rate": round(cache.tokens_hit / asked, 4),
         "tokens_evicted": cache.tokens_evicted,
         "us_per_request": round(1e6 * (time.perf_counter() - began) / len(order), 1),
     }

@@ -97,7 +97,7 @@ class Engine:
     def pin(self, tokens: NDArray[np.int32]) -> Sequence:
         """Keep the KV of tokens that were just computed until the sequence that this returns is released."""
         sequence = self.tree.insert(tokens)
-        self.tree.rest(sequence)
+        self.tree.exclude_from_snapshot(sequence)
         self._pinned.append(sequence)
         return sequence
 
@@ -115,7 +115,7 @@ class Engine:
     def forget(self) -> None:
         """The model computes something else from now on: no KV of before is used again."""
         self.cache.clear()
-        self.tree.forget()
+        self.tree.invalidate_kv()
 
     def check_fits(self, requests: Iterable[Request]) -> None:
         """Raise KVBudgetTooSmall if some request cannot run to its end even alone."""

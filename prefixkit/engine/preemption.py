@@ -144,7 +144,7 @@ class Preemption:
             need = beside + back
             for tokens in own:
                 found = tree.match(tokens)
-                protected.enter_context(self.cache.protected(found.node))
+                protected.enter_context(self.cache.pinned(found.node))
                 need += pages_for(len(tokens) - found.length, tree.page_size)
             if not self.cache.free_pages(need):
                 return False
@@ -156,7 +156,7 @@ class Preemption:
             return False
         lost = False
         for sequence, swapped in zip(run.sequences, self._held.pop(run, [None] * len(own)), strict=True):
-            computed = self.cache.found(sequence)
+            computed = self.cache.record_hit(sequence)
             if swapped is not None and computed >= swapped.start:
                 self._write(sequence, swapped, computed)
             lost |= swapped is not None and computed < swapped.start  # what it shared was evicted meanwhile

@@ -263,7 +263,7 @@ class Scheduler:
         tokens = state.request.tokens
         found = self.tree.match(tokens)
         need = pages_for(len(tokens) - found.length, self.tree.page_size) + growth + self.unit(state)
-        with self.cache.protected(found.node):
+        with self.cache.pinned(found.node):
             fits = self.cache.free_pages(need)
         if not fits:
             if self.in_flight:
@@ -272,7 +272,7 @@ class Scheduler:
             self.cache.clear()
         # Eviction may have merged what was found with nodes above it, so it is looked for again.
         state.prompt = self.tree.insert(tokens)
-        self.cache.found(state.prompt)
+        self.cache.record_hit(state.prompt)
         state.first_logits = self._known_logits(state.prompt)
         self.in_flight.append(state)
         return True

@@ -107,7 +107,7 @@ class Scoring:
         for number in range(begin, len(self.contexts.chosen)):
             tokens = self.contexts.tokens(number)
             found = tree.match(tokens)
-            with self.cache.protected(found.node):
+            with self.cache.pinned(found.node):
                 fits = self.cache.free_pages(pages_for(len(tokens) - found.length, tree.page_size))
             if not fits:
                 if self.held:
@@ -115,7 +115,7 @@ class Scoring:
                 self.cache.clear()  # slots are lost at the ends of what it keeps
             # What was found may have been merged with other nodes since, so it is looked for again.
             self.held.append(tree.insert(tokens))
-            self.cache.found(self.held[-1])
+            self.cache.record_hit(self.held[-1])
             alone += len(tokens)
         return self._admitted(len(self.contexts.chosen), alone)
 

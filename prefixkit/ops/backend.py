@@ -201,7 +201,7 @@ def backend_for(device: torch.device) -> Backend:
 
 
 def choose_again() -> None:
-    """Forget what GPUs run on: the next call for each reads ``PREFIXKIT_BACKEND`` anew; for tests."""
+    """Clear the choices for GPUs: the next call for each reads ``PREFIXKIT_BACKEND`` anew; for tests."""
     _on_gpu.cache_clear()
 
 

@@ -134,8 +134,8 @@ class Runner(Protocol):
     def logits(self) -> Tensor:
         """``[R, vocab]`` what the step launched last gave, where nothing is sampled; valid until the next step."""
 
-    def forget(self) -> None:
-        """Drop what was made from the model's weights as they were."""
+    def drop_graphs(self) -> None:
+        """Drop graphs, which read the model's weights where they were captured."""
 
     def begin(self) -> None:
         """A call begins: what the model's steps read may lie elsewhere than in the call before."""

@@ -52,8 +52,8 @@ class EagerRunner:
     def reads(self) -> tuple[int, int]:
         return self._step.kv_tokens_read, self._step.kv_tokens_unshared
 
-    def forget(self) -> None:
-        """Nothing: each step reads the weights."""
+    def drop_graphs(self) -> None:
+        """Nothing: each step reads the weights, and there are no graphs."""
 
     def begin(self) -> None:
         """Nothing, likewise."""

@@ -121,14 +121,14 @@ class GraphRunner:
 
     # -- Runner --------------------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
+    def drop_graphs(self) -> None:
         self._graphs.clear()
         self._capture = None  # and its memory
 
     def begin(self) -> None:
         self._no_memory = False  # there may be some by now
         with self._here():
-            self._forget_moved()
+            self._drop_stale_graphs()
 
     def launch(self, batch: Batch) -> None:
         self._unread.clear()
@@ -162,7 +162,7 @@ class GraphRunner:
         arrays = self._arrays
         assert arrays is not None and arrays.sampler is not None, "launched before"
         with self._here():
-            self._forget_moved()
+            self._drop_stale_graphs()
             bucket = self._bucket(len(rows))
             try:
                 self._graph(arrays, bucket)
@@ -171,7 +171,7 @@ class GraphRunner:
                     raise
                 log.warning("going on with a graph for more rows: %s", first_line(error))
                 bucket = self._running
-                self._forget_moved()  # what failed may have moved them first
+                self._drop_stale_graphs()  # what failed may have moved them first
                 self._graph(arrays, bucket)
             arrays.sampler.select_rows(upload([rows.astype(np.int64)], self.device)[0])
             tree = self._now().select_rows(rows)
@@ -204,7 +204,7 @@ class GraphRunner:
         try:
             with self._here():
                 if self._stale:
-                    self._forget_moved()
+                    self._drop_stale_graphs()
                 self._ready(batch, self._bucket(rows))
                 return True
         except CannotCapture as error:
@@ -282,7 +282,7 @@ class GraphRunner:
         if self._arrays is None or not self._arrays.holds(tree):
             if self._graphs:
                 log.info("%d rows need larger arrays: CUDA graphs are captured again", len(tree.queries.node))
-            self.forget()
+            self.drop_graphs()
             self._arrays = None  # before the new ones are made
             rows = self._bucket(len(tree.queries.node))
             self._arrays = GraphArrays(tree, rows, self.planning, self.page_size, self.device)
@@ -300,12 +300,12 @@ class GraphRunner:
             return False
         return self.weights() != self._read_from  # else another model's have moved
 
-    def _forget_moved(self) -> None:
+    def _drop_stale_graphs(self) -> None:
         """Drop graphs that read weights where they no longer are: that memory may have been reused by now."""
         there = None if self.weights is None else self.weights()
         if self._graphs and there != self._read_from:
             log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")
-            self.forget()
+            self.drop_graphs()
         self._read_from = there
         self._see_moves()
 
@@ -315,7 +315,7 @@ class GraphRunner:
 
     def _release(self) -> None:
         """Give back all memory of graphs and of what they read and write."""
-        self.forget()
+        self.drop_graphs()
         self._arrays = None
         self._unread.clear()
 
@@ -339,7 +339,7 @@ class GraphRunner:
             with RefuseWaiting():  # type: ignore[no-untyped-call]
                 self.eager.model(step)  # without compiled layers, which dynamo would leave out here
             self.model(step)
-            self._forget_moved()  # compiled layers move theirs in their first step
+            self._drop_stale_graphs()  # compiled layers move theirs in their first step
             self._graphs[rows, self._gives] = self._captured(arrays, step)
         self.captures += 1
         took = time.perf_counter() - began

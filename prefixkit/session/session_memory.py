@@ -206,7 +206,7 @@ class SessionMemory:
         with self._busy():
             if self._engine is not None:
                 self._engine.forget()
-                self._engine.runner.forget()
+                self._engine.runner.drop_graphs()
 
     def pin(self, prompt: Prompt) -> Pin:
         """Compute a prompt's KV, and keep it in the pool until the pin is released.

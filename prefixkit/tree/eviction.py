@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from prefixkit.tree.node import Node, Sequence
 from prefixkit.tree.radix import PrefixTree
 
-# What a node is worth: of the nodes that can be evicted, the one with the least value goes first.
+# The value of a node: of the nodes that can be evicted, the one with the least value is evicted first.
 Policy = Callable[[Node], tuple[float, ...]]
 
 # Attention reads as much for one more position as this share of a token's other work takes: a token at position 4,096
 # costs about twice the first one.
 _PER_POSITION = 1 / 4096
-_BATCH = 64  # at least one page in so many is evicted at once: finding what to evict reads the whole tree
+_BATCH = 64  # at least 1 / _BATCH of the pages are evicted at once: finding them reads the whole tree
 
 
 def least_recently_used(node: Node) -> tuple[float, ...]:
@@ -43,20 +43,20 @@ POLICIES: dict[str, Policy] = {
 
 @dataclass(eq=False)
 class PrefixCache:
-    """Retains KV in a tree beside its sequences, and evicts what is worth least.
+    """Retains KV in a tree beside its sequences, and evicts the nodes of the least value.
 
     Attributes:
         tree: The tree.
-        policy: What a node is worth.
-        tokens_asked: Tokens of the sequences that were looked for.
-        tokens_found: How many of them had KV.
-        tokens_evicted: Tokens whose KV was given up.
+        policy: The value of a node.
+        tokens_queried: Tokens of the sequences that hits were recorded for.
+        tokens_hit: Tokens of these that had KV.
+        tokens_evicted: Tokens whose KV was evicted.
     """
 
     tree: PrefixTree
     policy: Policy = least_recently_used
-    tokens_asked: int = 0
-    tokens_found: int = 0
+    tokens_queried: int = 0
+    tokens_hit: int = 0
     tokens_evicted: int = 0
     _now: int = 0
     _order: list[tuple[tuple[float, ...], int, int, Node]] = field(default_factory=list)  # value, used_at, id, node
@@ -68,19 +68,19 @@ class PrefixCache:
         if node is not None:
             self._touch(node)
 
-    def found(self, sequence: Sequence) -> int:
+    def record_hit(self, sequence: Sequence) -> int:
         """Count a sequence that was just inserted; returns how many of its tokens, from the first, have KV."""
         node: Node | None = sequence.node
         self._touch(sequence.node, 1)
         while node is not None and node.parent is not None and not node.computed:
             node = node.parent
         computed = 0 if node is None else node.start + node.computed
-        self.tokens_asked += sequence.length
-        self.tokens_found += computed
+        self.tokens_queried += sequence.length
+        self.tokens_hit += computed
         return computed
 
     def free_pages(self, pages: int) -> bool:
-        """Evict until so many pages are free; False if they cannot be, and then all is evicted that can be."""
+        """Evict until ``pages`` pages are free; False if they cannot be, and then all is evicted that can be."""
         allocator, tree = self.tree.allocator, self.tree
         most = max(pages - allocator.free, allocator.num_pages // _BATCH) if pages > allocator.free else 0
         while most > 0 and (node := self._first()) is not None:
@@ -98,9 +98,11 @@ class PrefixCache:
             self.tree.evict(node, node.num_pages)
 
     @contextmanager
-    def protected(self, node: Node) -> Iterator[None]:
-        """Nothing between the root and the node is evicted meanwhile; a match that ends in the node is to be made
-        again, for what is evicted beside and below the node may merge it with its parent or its last child.
+    def pinned(self, node: Node) -> Iterator[None]:
+        """A pin guard: nothing between the root and the node is evicted inside the context.
+
+        A match that ends in the node has to be made again afterwards: evictions beside and below the node may merge it
+        with its parent or its last child.
         """
         node.pins += 1
         try:

@@ -44,7 +44,7 @@ def rebuild(
     sequences_version: int,
     tree: object,
     live: dict[Node, list[Node]] | None,
-    running: Mapping[int, Sequence],
+    included: Mapping[int, Sequence],
 ) -> Frozen:
     """Freeze the tree, whose identity is ``tree``; numbers the nodes (`Node.index`) in depth-first order.
 
@@ -52,7 +52,7 @@ def rebuild(
 
     Args:
         live: The children of each node that are frozen, see :func:`live_children`; None: all are.
-        running: The sequences that are, by id.
+        included: The sequences that are, by id.
     """
     nodes: list[Node] = []
     parent: list[int] = []
@@ -76,7 +76,7 @@ def rebuild(
         for group in reversed(node.branches.values()):
             stack += group if len(group) == 1 else group[::-1]
     start, lengths, computed, first_slot, num_pages = np.array(columns, np.int32).reshape(-1, 5).T.copy()
-    sequence_node, sequence_id = _sequence_ends(root, nodes, running)
+    sequence_node, sequence_id = _sequence_ends(root, nodes, included)
     snapshot = TreeSnapshot(
         version=version,
         page_size=page_size,
@@ -119,9 +119,9 @@ def refresh(frozen: Frozen, touched: Collection[Node]) -> Frozen:
     return Frozen(snapshot, frozen.nodes, frozen.sequences_version)
 
 
-def resequence(frozen: Frozen, root: Node, sequences_version: int, running: Mapping[int, Sequence]) -> Frozen:
+def resequence(frozen: Frozen, root: Node, sequences_version: int, included: Mapping[int, Sequence]) -> Frozen:
     """``frozen`` with the sequences that end in its nodes now."""
-    sequence_node, sequence_id = _sequence_ends(root, frozen.nodes, running)
+    sequence_node, sequence_id = _sequence_ends(root, frozen.nodes, included)
     snapshot = replace(frozen.snapshot, sequence_node=sequence_node, sequence_id=sequence_id)
     return Frozen(snapshot, frozen.nodes, sequences_version)
 
@@ -135,13 +135,13 @@ def _subtree_ends(parent: list[int]) -> list[int]:
     return ends
 
 
-def _sequence_ends(root: Node, nodes: list[Node], running: Mapping[int, Sequence]) -> tuple[Ints, NDArray[np.int64]]:
-    """Where each running sequence ends, and its id; empty ones end nowhere, which is -1, and come first."""
-    ids = [id for id in root.sequences if id in running]
+def _sequence_ends(root: Node, nodes: list[Node], included: Mapping[int, Sequence]) -> tuple[Ints, NDArray[np.int64]]:
+    """Where each of the sequences ends, and its id; empty ones end nowhere, which is -1, and come first."""
+    ids = [id for id in root.sequences if id in included]
     indices = [-1] * len(ids)
     for node in nodes:
         if node.sequences:
-            own = [id for id in node.sequences if id in running]
+            own = [id for id in node.sequences if id in included]
             ids += own
             indices += [node.index] * len(own)
     return np.array(indices, np.int32), np.array(ids, np.int64)

@@ -91,7 +91,7 @@ class PrefixTree(TreeEdits):
 
     # -- changing --------------------------------------------------------------------------------------------------
 
-    def insert(self, tokens: ArrayLike, found: Match | None = None) -> Sequence:
+    def insert(self, tokens: ArrayLike, match: Match | None = None) -> Sequence:
         """Add a sequence, sharing whatever the tree holds of it.
 
         Only the tokens that are new take pages.  Where the sequence leaves a node before the node's end, the node is
@@ -99,25 +99,25 @@ class PrefixTree(TreeEdits):
 
         Args:
             tokens: ``[length]`` token ids.
-            found: What `match` has just returned for them, so that the tree is not searched twice; None: it is
-                searched.
+            match: What `PrefixTree.match` has just returned for them, so that the tree is not searched twice; None:
+                it is searched.
 
         Raises:
             ValueError, TypeError: ``tokens`` is empty or not token ids.
             OutOfPages: not enough free pages; nothing has changed.
         """
-        values = as_tokens(tokens) if found is None else np.asarray(tokens, np.int32)  # `match` has checked them
-        found = follow(self.root, values) if found is None else found
-        rest = values[found.length :]
-        node, splits = found.node, found.offset < found.node.length
+        values = as_tokens(tokens) if match is None else np.asarray(tokens, np.int32)  # `match` has checked them
+        match = follow(self.root, values) if match is None else match
+        new = values[match.length :]
+        node, splits = match.node, match.offset < match.node.length
         host = self._host(node.parent if splits else node)  # the slots behind the upper half are the lower half's
         reserved = 0 if splits else node.reserved
-        pages = self.allocator.allocate(self._pages_behind(host, len(rest), reserved))  # the last step that can fail
+        pages = self.allocator.allocate(self._pages_behind(host, len(new), reserved))  # the last step that can fail
 
         if splits:
-            node = self.split(node, found.offset)
-        if len(rest):
-            node = self._add_leaf(node, rest.copy(), pages, host)
+            node = self.split(node, match.offset)
+        if len(new):
+            node = self._add_leaf(node, new.copy(), pages, host)
         return self._new_sequence(node)
 
     def fork(self, sequence: Sequence, count: int = 1) -> list[Sequence]:
@@ -259,16 +259,16 @@ class PrefixTree(TreeEdits):
         self._drop(sequence)
         self._prune(node)
 
-    def rest(self, sequence: Sequence) -> None:
+    def exclude_from_snapshot(self, sequence: Sequence) -> None:
         """Leave the sequence out of snapshots from now on: its tokens stay, and no step reads them for it.
 
         Raises:
-            ValueError: ``sequence`` is not live in this tree, or rests already.
+            ValueError: ``sequence`` is not live in this tree, or is excluded already.
         """
         self._node_of(sequence)
-        if self._running.pop(sequence.id, None) is None:
-            raise ValueError(f"sequence {sequence.id} rests already; fork it to go on from it")
-        self._resting += 1
+        if self._included.pop(sequence.id, None) is None:
+            raise ValueError(f"sequence {sequence.id} is excluded already; fork it to extend it")
+        self._excluded += 1
         self.version += 1
 
     def retain(self, sequence: Sequence) -> Node | None:
@@ -345,7 +345,7 @@ class PrefixTree(TreeEdits):
         """The most tokens that :meth:`match` finds of one of these."""
         return max((self.match(tokens).length for tokens in prompts), default=0)
 
-    def forget(self) -> None:
+    def invalidate_kv(self) -> None:
         """Declare that no token has KV any more: nothing is cached, and what sequences need is computed again."""
         nodes = [self.root]
         for node in nodes:  # the list grows while it is read
@@ -420,13 +420,13 @@ class PrefixTree(TreeEdits):
             if self._partial:
                 for node in () if frozen is None else frozen.nodes:
                     node.index = -1
-                live = freeze.live_children(self._running.values())
+                live = freeze.live_children(self._included.values())
             versions = self.version, self.sequences_version
-            frozen = freeze.rebuild(self.root, self.page_size, *versions, self._identity, live, self._running)
+            frozen = freeze.rebuild(self.root, self.page_size, *versions, self._identity, live, self._included)
         else:
             frozen = freeze.refresh(frozen, [node for node in self._touched if node.index >= 0])
             if frozen.sequences_version != self.sequences_version:
-                frozen = freeze.resequence(frozen, self.root, self.sequences_version, self._running)
+                frozen = freeze.resequence(frozen, self.root, self.sequences_version, self._included)
         self._touched.clear()
         self._frozen = frozen
         return frozen

@@ -101,7 +101,7 @@ def test_prompts_stay_in_the_prefix_cache_until_their_pages_are_needed():
     assert scheduler.tree.snapshot().num_nodes == 0
     scheduler.submit([request(1, [*range(10), 60], max_new_tokens=9)])
     scheduler.admit(0)
-    assert scheduler.cache.tokens_found == 10
+    assert scheduler.cache.tokens_hit == 10
     (state,) = scheduler.in_flight
     assert scheduler.tree.snapshot().computed.tolist() == [10, 0]
     compute(scheduler)

@@ -344,7 +344,7 @@ class EngineMachine(RuleBasedStateMachine):
     def change_weights(self) -> None:
         self.model.weights += 1
         self.engine.forget()
-        self.engine.runner.forget()
+        self.engine.runner.drop_graphs()
         assert not any(node.computed for node in self.engine.tree.nodes())
 
     @precondition(idle)

@@ -91,7 +91,7 @@ def test_graphs_are_captured_again_once_weights_are_said_to_have_changed(decodin
     params, expected = SamplingParams(n=2, max_new_tokens=6), None
     for captures in (1, 1, 2, 2):
         if captures == 2 and made.runner.captures == 1:
-            made.runner.forget()
+            made.runner.drop_graphs()
         samples = run(made, [np.arange(9)], params)
         assert made.runner.captures == captures
         assert expected is None or samples == expected

@@ -25,7 +25,7 @@ def cache_of(*prompts: list[int], num_pages: int = 32, page_size: int = 1) -> Pr
 def test_the_prompt_found_least_recently_goes_first() -> None:
     cache = cache_of([1, 2, 3], [4, 5, 6], num_pages=6)
     again = cache.tree.insert([1, 2, 3])
-    cache.found(again)
+    cache.record_hit(again)
     cache.retain(again)
     assert cache.free_pages(3)
     assert cache.tree.match([1, 2, 3]).length == 3
@@ -36,7 +36,7 @@ def test_a_node_that_is_protected_while_its_child_goes_is_one_with_its_other_chi
     cache = cache_of([1, 2, 3, 4], [1, 2, 9], num_pages=5)
     tree = cache.tree
     shared = tree.match([1, 2, 7]).node
-    with cache.protected(shared):
+    with cache.pinned(shared):
         assert cache.free_pages(2)
         assert tree.match([1, 2]).length == 2
     check_tree(tree)

@@ -427,10 +427,10 @@ class TestForget:
         tree = PrefixTree(16, page_size=4)
         whole, prefix, beside = (tree.insert(tokens) for tokens in ([1, 2, 3, 4, 5, 6], [1, 2, 3], [1, 2, 9]))
         tree.mark_computed(tree.nodes(), [node.length for node in tree.nodes()])
-        tree.rest(whole)
+        tree.exclude_from_snapshot(whole)
         for sequence in (prefix, beside):
             tree.retain(sequence)
-        tree.forget()
+        tree.invalidate_kv()
         check_tree(tree)
         assert tree.num_cached == 0 and tree.match([1, 2, 9]).length == 2
         assert whole.tokens().tolist() == [1, 2, 3, 4, 5, 6] and whole.node.computed == 0
@@ -441,7 +441,7 @@ class TestForget:
         tree = PrefixTree(16, page_size=4)
         sequence = tree.insert([1, 2, 3, 4, 5])
         tree.mark_computed([sequence.node], [5])
-        tree.forget()
+        tree.invalidate_kv()
         assert tree.retain(sequence) is None
         assert tree.allocator.free == 16
         check_tree(tree)

@@ -153,10 +153,10 @@ class TreeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.handles)
     @rule(number=PICK)
-    def rest(self, number: int) -> None:
+    def exclude(self, number: int) -> None:
         sequence = self.pick(number)
         self.handles.remove(sequence)
-        self.tree.rest(sequence)
+        self.tree.exclude_from_snapshot(sequence)
         self.resting.append(sequence)
 
     @precondition(lambda self: self.resting)

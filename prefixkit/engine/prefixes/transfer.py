@@ -85,13 +85,13 @@ def _load(engine: Engine, file: PrefixFile, leaf: int, held: list[TreeSequence])
     """Read the tokens from the root to a leaf, as far as they have no KV yet, and hold their sequence."""
     tree, cache, tokens = engine.tree, engine.cache, file.trie.prefix(leaf)
     found = tree.match(tokens)
-    with cache.protected(found.node):
+    with cache.pinned(found.node):
         fits = cache.free_pages(pages_for(len(tokens) - found.length, tree.page_size))
     if not fits:
         cache.clear()  # what was found may be the beginning of a longer node
     sequence = tree.insert(tokens)
     held.append(sequence)
-    begin = cache.found(sequence)
+    begin = cache.record_hit(sequence)
     slots, path = sequence.slots(), list[int]()
     while leaf >= 0:
         path.append(leaf)

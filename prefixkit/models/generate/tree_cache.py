@@ -191,7 +191,7 @@ class TreeCache(DynamicCache):
         if count > 1:
             memory.cache.clear()
         found = memory.tree.match(tokens[0, pad[0] :]) if pad[0] < tokens.shape[1] else None
-        with memory.cache.protected(memory.tree.root if found is None else found.node):
+        with memory.cache.pinned(memory.tree.root if found is None else found.node):
             memory.cache.free_pages(pages)
         try:
             rows = Rows(memory.tree, tokens, pad, fork=self.fork)
