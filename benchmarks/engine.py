@@ -31,7 +31,7 @@ from prefixkit.ops import library
 from prefixkit.ops.backend import Backend, backend_for
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.session.assembly import make_engine
+from prefixkit.testing.engines import make_engine
 from prefixkit.testing.integrity import check_tree
 
 PREFIX, SUFFIX, REPLAYS, WARM = 2048, 64, 15, 3  # of --step: shared and own tokens, replays after those that warm up

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from prefixkit.engine.request import BeamFields, BeamParams, Sample, TokenEvent
 from prefixkit.engine.score import Score
-from prefixkit.models import text_config
+from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 from prefixkit.session.assembly import make_engine, make_scorer
 from prefixkit.session.requests import (
@@ -86,12 +86,13 @@ def generate(
             and ``tokenizer`` is None.
         TypeError: a parameter or a prompt of another type.
     """
-    requests = sampling_requests(model, tokenizer, prompts, params, fields)
+    facts = patched_facts(model)
+    requests = sampling_requests(facts, tokenizer, prompts, params, fields)
     engine = make_engine(
-        model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk, compiled=compiled
+        facts, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk, compiled=compiled
     )
     engine.listen(keep, on_sample, on_token, on_step)
-    return run(engine, model, tokenizer, requests)
+    return run(engine, facts, tokenizer, requests)
 
 
 def beam_search(
@@ -124,10 +125,11 @@ def beam_search(
         NotPatched: the model is not patched.
         ValueError, TypeError: as for :func:`generate`.
     """
-    requests = beam_requests(model, tokenizer, prompts, params, fields)
-    engine = make_engine(model, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
+    facts = patched_facts(model)
+    requests = beam_requests(facts, tokenizer, prompts, params, fields)
+    engine = make_engine(facts, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
     engine.listen(on_sample=on_sample)
-    return run(engine, model, tokenizer, requests)
+    return run(engine, facts, tokenizer, requests)
 
 
 def score(
@@ -165,9 +167,9 @@ def score(
             without a tokenizer, as many lists as there are prompts were not given, or the model's logits are broken.
         TypeError: something that is no prompt or no continuation.
     """
-    one = is_one_prompt(prompts)
-    asked = scored_tokens(model, tokenizer, [prompts] if one else prompts, continuations, one)
-    check_length(model, longest_scored(*asked))
-    engine = make_scorer(model, *asked, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
-    scores = engine.score(*asked, vocab=text_config(model).vocab_size)
+    facts, one = patched_facts(model), is_one_prompt(prompts)
+    asked = scored_tokens(facts, tokenizer, [prompts] if one else prompts, continuations, one)
+    check_length(facts, longest_scored(*asked))
+    engine = make_scorer(facts, *asked, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
+    scores = engine.score(*asked, vocab=facts.vocab_size)
     return scores[0] if one else scores

@@ -16,7 +16,7 @@ from benchmarks.tree_attention.rivals import MOST_EXPANDED_BYTES
 from prefixkit.engine.request import Request
 from prefixkit.engine.sharing_report import Report
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.session.assembly import make_engine
+from prefixkit.testing.engines import make_engine
 
 FLOORS, SLACK = 1.35, 0.03  # what the aim allows beside the compiled ceiling: of attention's floor, and of all
 STOCK_STEPS, STOCK_WARM = 12, 2  # of stock transformers: those that are timed, after some that warm it up

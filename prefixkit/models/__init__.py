@@ -9,29 +9,30 @@ check_transformers(transformers)
 
 # ruff: noqa: E402
 from prefixkit.models.attention_class import is_patched
+from prefixkit.models.facts import ModelFacts, facts_of, kv_spec, patched_facts
 from prefixkit.models.families import pretrained_model, text_config
 from prefixkit.models.generate.tree_cache import TreeCache
 from prefixkit.models.model_errors import IncompleteStep, NotPatched, UnsupportedModel
 from prefixkit.models.patch import patch, patched, unpatch
 from prefixkit.models.runner import ModelRunner
-from prefixkit.models.shape import kv_spec, longest_text, query_heads
 from prefixkit.models.step_cache import StepCache
 
 __all__ = [
     "IncompleteStep",
+    "ModelFacts",
     "ModelRunner",
     "NotPatched",
     "StepCache",
     "TreeCache",
     "UnsupportedModel",
     "UnsupportedTransformers",
+    "facts_of",
     "is_patched",
     "kv_spec",
-    "longest_text",
     "patch",
     "patched",
+    "patched_facts",
     "pretrained_model",
-    "query_heads",
     "text_config",
     "unpatch",
 ]

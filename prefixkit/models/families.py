@@ -45,6 +45,8 @@ def attention_layers(model: object) -> dict[str, nn.Module]:
 
 def pretrained_model(model: object) -> PreTrainedModel:
     """The outermost transformers model in ``model``, which may be a wrapper around it; UnsupportedModel without one."""
+    if isinstance(model, PreTrainedModel):
+        return model
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel):
             return module

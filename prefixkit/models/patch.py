@@ -15,7 +15,7 @@ from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.generate.forward import (
     MODES,
     Mode,
-    forget_mode,
+    drop_mode,
     generates,
     generating_class,
     set_mode,
@@ -115,6 +115,6 @@ def _restore(modules: list[nn.Module]) -> None:
     for module in modules:
         become(module, original_class(module))
         module.__dict__.pop(SETTING, None)
-        forget_mode(module)
+        drop_mode(module)
     for module in modules:
         unpack(module.parameters())

@@ -16,17 +16,16 @@ from transformers import PreTrainedModel
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step
-from prefixkit.models.attention_class import is_patched
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.compile.packing import capturing
-from prefixkit.models.families import logits_of, pretrained_model, text_config
-from prefixkit.models.model_errors import NotPatched, UnsupportedModel
+from prefixkit.models.facts import ModelFacts, patched_facts
+from prefixkit.models.families import logits_of
+from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.probe.passes import random_part
-from prefixkit.models.shape import kv_spec, longest_text, query_heads, windows
 from prefixkit.models.step_cache import StepCache
 from prefixkit.models.weights.state import weights_places
 from prefixkit.ops.backend import backend_for
-from prefixkit.ops.kv_pool import KVPool, KVSpec
+from prefixkit.ops.kv_pool import KVPool
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph import GraphRunner
 
@@ -47,11 +46,12 @@ class ModelRunner:
             The model's first such step takes seconds; see :class:`CompiledLayers`.
         compiler: Compiles a layer's graph; None for ``compile_layer``, which takes Inductor.
         call: Calls the model; None: itself.  A model that is being called already must not run its hooks again.
+        facts: The model's, where they are known; None: it is looked up.
 
     Attributes:
         model: The patched model.
         cache: The cache that carries ``pool`` to its layers.
-        longest: See :func:`longest_text`.
+        longest: See :attr:`ModelFacts.longest_text`.
         vocab_size: Columns of the logits.
         compiled: The compiled layers, or None.
 
@@ -69,13 +69,12 @@ class ModelRunner:
         compiled: bool | Container[int] = False,
         compiler: Compiler | None = None,
         call: Callable[..., Any] | None = None,
+        facts: ModelFacts | None = None,
     ) -> None:
-        if not is_patched(model):
-            raise NotPatched(f"ModelRunner: {type(model).__name__} is not patched; call prefixkit.patch(model) first")
-        spec = kv_spec(model)
-        if spec != pool.spec:
-            raise ValueError(f"ModelRunner: the model needs a pool of {spec}, got one of {pool.spec}")
-        inner = pretrained_model(model)  # adapters wrap it and pass keywords on
+        facts = patched_facts(model) if facts is None else facts
+        if facts.spec != pool.spec:
+            raise ValueError(f"ModelRunner: the model needs a pool of {facts.spec}, got one of {pool.spec}")
+        inner = facts.inner  # adapters wrap it and pass keywords on
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedModel(
                 f"ModelRunner: {type(model).__name__} puts learned tokens before every prompt "
@@ -89,9 +88,8 @@ class ModelRunner:
             )
         self._keeps_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self.model, self.call = model, model if call is None else call
-        self.cache = StepCache(pool, windows(model))
-        self.longest = longest_text(model)
-        self.vocab_size = int(text_config(inner).vocab_size)
+        self.cache = StepCache(pool, facts.windows)
+        self.longest, self.vocab_size = facts.longest_text, facts.vocab_size
         _warn_of_moving_rotary(inner)
         self.compiled: CompiledLayers | None = None
         if compiled is not False:
@@ -148,16 +146,16 @@ def _warn_of_moving_rotary(model: PreTrainedModel) -> None:
         )
 
 
-def planner_of(model: nn.Module, spec: KVSpec) -> Planner:
-    """What plans attention for a model's heads, whose KV is as ``spec`` says."""
-    shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
+def planner_of(facts: ModelFacts) -> Planner:
+    """What plans attention for a model's heads."""
+    spec = facts.spec
+    shape = HeadShape(facts.query_heads, spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
     return backend_for(spec.device).planner_for(shape, spec.device, spec.dtype)
 
 
 def runner_of(
-    model: Any,
+    facts: ModelFacts,
     pool: KVPool,
-    planner: Planner,
     *,
     graphs: bool = True,
     compiled: bool = False,
@@ -166,14 +164,14 @@ def runner_of(
     """What runs a patched model's steps: decode steps by CUDA graphs where that can be, with a line in the log if not.
 
     Args:
-        model: The patched model.
+        facts: Of the patched model.
         pool: Where its KV goes.
-        planner: Plans its attention.
         graphs: Whether CUDA graphs are wanted.
         compiled: Whether layers in these graphs go through torch.compile.
         call: See :class:`ModelRunner`.
     """
-    device, plain = pool.spec.device, ModelRunner(model, pool, call=call)
+    model, device, planner = facts.model, pool.spec.device, planner_of(facts)
+    plain = ModelRunner(model, pool, call=call, facts=facts)
     eager = EagerRunner(plain, planner, device)
     backend, planning = backend_for(device), None
     if graphs and device.type == "cuda":
@@ -185,7 +183,7 @@ def runner_of(
             log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
         return eager
     # Other graphs would have to be compiled for plans of prompts, of which some lists are empty, and for one row.
-    steps, least_rows = (ModelRunner(model, pool, compiled=True), 2) if compiled else (plain, 1)
+    steps, least_rows = (ModelRunner(model, pool, compiled=True, facts=facts), 2) if compiled else (plain, 1)
     # The sampler takes logits as they are: to convert them to float32 would copy them.
     return GraphRunner(
         eager,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.request import BeamFields, BeamParams, Request
-from prefixkit.models import NotPatched, is_patched, pretrained_model, text_config
+from prefixkit.models import ModelFacts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
 from prefixkit.session.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding
 
@@ -49,42 +49,42 @@ Params = TypeVar("Params", bound=SamplingParams | BeamParams)
 
 
 def sampling_requests(
-    model: Any,
+    facts: ModelFacts,
     tokenizer: Any,
     prompts: Prompts,
     params: SamplingParams | Sequence[SamplingParams] | None,
     fields: SamplingFields,
 ) -> list[Request]:
     """A request for each prompt, with the parameters of :func:`prefixkit.generate`; everything is checked."""
-    encoded = _encoded(model, tokenizer, prompts)
-    fields = with_configured(model, params, fields)
+    encoded = _encoded(facts, tokenizer, prompts)
+    fields = with_configured(facts, params, fields)
     each = _per_prompt(SamplingParams, params, fields, len(encoded), ("n", "seed"))
-    each = _with_stop_ids(model, tokenizer, each)
-    _check_generation_config(model, each)
+    each = _with_stop_ids(facts, tokenizer, each)
+    _check_generation_config(facts, each)
     _check_text(tokenizer, each)
     rows = zip(encoded, each, occurrences(encoded), strict=True)
     return [Request(index, tokens, own, before) for index, (tokens, own, before) in enumerate(rows)]
 
 
-def prompt_requests(model: Any, tokenizer: Any, prompts: Prompts) -> list[Request]:
+def prompt_requests(facts: ModelFacts, tokenizer: Any, prompts: Prompts) -> list[Request]:
     """A request for each prompt that computes its KV; its one sampled token is not used."""
     params = SamplingParams(temperature=0, max_new_tokens=1, stop_token_ids=())
-    return [Request(index, tokens, params) for index, tokens in enumerate(_encoded(model, tokenizer, prompts))]
+    return [Request(index, tokens, params) for index, tokens in enumerate(_encoded(facts, tokenizer, prompts))]
 
 
 def beam_requests(
-    model: Any,
+    facts: ModelFacts,
     tokenizer: Any,
     prompts: Prompts,
     params: BeamParams | Sequence[BeamParams] | None,
     fields: BeamFields,
 ) -> list[Request]:
     """A request for each prompt, with the parameters of :func:`prefixkit.beam_search`; everything is checked."""
-    encoded = _encoded(model, tokenizer, prompts)
-    own = _configured(model, ["length_penalty", "early_stopping"] if params is None else [])
+    encoded = _encoded(facts, tokenizer, prompts)
+    own = _configured(facts, ["length_penalty", "early_stopping"] if params is None else [])
     fields = {**own, **fields}  # type: ignore[typeddict-item]
-    each = _with_stop_ids(model, tokenizer, _per_prompt(BeamParams, params, fields, len(encoded)))
-    _check_generation_config(model, each)
+    each = _with_stop_ids(facts, tokenizer, _per_prompt(BeamParams, params, fields, len(encoded)))
+    _check_generation_config(facts, each)
     return [Request(index, tokens, own) for index, (tokens, own) in enumerate(zip(encoded, each, strict=True))]
 
 
@@ -97,19 +97,20 @@ def is_one_prompt(prompts: Any) -> bool:
 
 
 def scored_tokens(
-    model: Any, tokenizer: Any, prompts: Any, continuations: Any, one: bool
+    facts: ModelFacts, tokenizer: Any, prompts: Any, continuations: Any, one: bool
 ) -> tuple[list[NDArray[np.int32]], list[list[NDArray[np.int32]]]]:
     """Token ids of prompts, and of the continuations of each; everything is checked.
 
     Args:
-        model, tokenizer, prompts: As of :func:`prefixkit.generate`.
+        facts: Of the model.
+        tokenizer, prompts: As of :func:`prefixkit.generate`.
         continuations: A list for all prompts, or one for each: strings or lists of token ids.
         one: Whether there is one prompt, whose list this is.
 
     Raises:
         ValueError, TypeError: see :meth:`prefixkit.Session.score`.
     """
-    encoded = _encoded(model, tokenizer, prompts)
+    encoded = _encoded(facts, tokenizer, prompts)
     as_own = partial(as_list, "continuations", of="strings or of lists of token ids")
     given = [as_own(own) if isinstance(own, Iterator) else own for own in as_own(continuations)]
     several = not one and bool(given) and all(_is_list_of_continuations(own) for own in given)
@@ -119,7 +120,7 @@ def scored_tokens(
             f"continuations must be one list for all prompts or one for each, got {len(each)} lists for "
             f"{len(encoded)} prompts"
         )
-    vocab = text_config(model).vocab_size
+    vocab = facts.vocab_size
     known: dict[int, list[NDArray[np.int32]]] = {}  # one list for all prompts is encoded once
     found = []
     for index, own in enumerate(each):
@@ -139,13 +140,13 @@ def longest_scored(prompts: Sequence[NDArray[np.int32]], continuations: Sequence
     return max(len(prompt) + max(map(len, each)) for prompt, each in zip(prompts, continuations, strict=True))
 
 
-def continuation_tokens(model: Any, tokenizer: Any, given: str | Sequence[int]) -> NDArray[np.int32]:
+def continuation_tokens(tokenizer: Any, given: str | Sequence[int], vocab: int) -> NDArray[np.int32]:
     """Token ids of a string alone, without special tokens, or the given ones, checked.
 
     Raises:
         ValueError, TypeError: see :meth:`prefixkit.SearchNode.extend`.
     """
-    return _continuation(tokenizer, given, "tokens", text_config(model).vocab_size)
+    return _continuation(tokenizer, given, "tokens", vocab)
 
 
 def _is_list_of_continuations(one: Any) -> bool:
@@ -176,47 +177,36 @@ def _continuation(tokenizer: Any, one: Any, where: str, vocab: int) -> NDArray[n
     return tokens.astype(np.int32)
 
 
-def checked_requests(model: Any, tokenizer: Any, requests: Iterable[Request]) -> list[Request]:
+def checked_requests(facts: ModelFacts, tokenizer: Any, requests: Iterable[Request]) -> list[Request]:
     """Requests with their stop tokens, after the checks that the others have passed."""
-    check_patched(model)
     asked = as_list("requests", requests, "prefixkit.Request")
     if not asked:
         raise ValueError("requests is empty; pass at least one request")
     for one in asked:
         if not isinstance(one, Request):
             raise TypeError(f"requests must be prefixkit.Request, got {type(one).__name__}; see generate() for prompts")
-    check_ids([one.tokens for one in asked], text_config(model).vocab_size)
-    _check_generation_config(model, [one.params for one in asked])
+    check_ids([one.tokens for one in asked], facts.vocab_size)
+    _check_generation_config(facts, [one.params for one in asked])
     _check_text(tokenizer, [one.params for one in asked])
-    return [replace(one, params=_with_stop_ids(model, tokenizer, [one.params])[0]) for one in asked]
+    return [replace(one, params=_with_stop_ids(facts, tokenizer, [one.params])[0]) for one in asked]
 
 
-def with_configured(model: Any, params: object, fields: SamplingFields) -> SamplingFields:
+def with_configured(facts: ModelFacts, params: object, fields: SamplingFields) -> SamplingFields:
     """Fields with penalty and stop strings of the generation config, where neither one nor ``params`` are given."""
-    found = _configured(model, ["repetition_penalty", "stop_strings"] if params is None else [])
+    found = _configured(facts, ["repetition_penalty", "stop_strings"] if params is None else [])
     if "stop_strings" in found:
         found["stop"] = found.pop("stop_strings")
     return {**found, **fields}  # type: ignore[typeddict-item]
 
 
-def check_patched(model: Any) -> None:
-    """Raise NotPatched unless the model is patched."""
-    if not is_patched(model):
-        raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
-
-
-def _generation_config(model: Any) -> Any:
-    """That of a model, or of the one in a wrapper without."""
-    return getattr(model, "generation_config", None) or getattr(pretrained_model(model), "generation_config", None)
-
-
-def _configured(model: Any, names: Iterable[str]) -> dict[str, Any]:
+def _configured(facts: ModelFacts, names: Iterable[str]) -> dict[str, Any]:
     """Fields of the model's generation config, without those that change nothing."""
-    fields = [(name, getattr(_generation_config(model), name, None)) for name in names]
+    config = facts.generation_config
+    fields = [(name, getattr(config, name, None)) for name in names]
     return {name: of for name, of in fields if (of != _NEUTRAL.get(name, 0) if isinstance(of, int | float) else of)}
 
 
-def _check_generation_config(model: Any, each: Sequence[SamplingParams | BeamParams]) -> None:
+def _check_generation_config(facts: ModelFacts, each: Sequence[SamplingParams | BeamParams]) -> None:
     """Raise ValueError where the model's generation config asks for what would be left out."""
     samples, logits = [own for own in each if isinstance(own, SamplingParams)], GENERATION_FIELDS["logits"].split()
     names = set(GENERATION_FIELDS["calls"].split()) - (set() if samples else {"num_beams"})
@@ -224,7 +214,7 @@ def _check_generation_config(model: Any, each: Sequence[SamplingParams | BeamPar
         names |= {"repetition_penalty", "stop_strings"}
     if beams or any(own.logits_processors is None for own in samples):
         names.update(logits)
-    if asked := _configured(model, sorted(names)):
+    if asked := _configured(facts, sorted(names)):
         given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         processors = "" if beams or asked.keys() - set(logits) else "pass logits_processors for it, "
         raise ValueError(
@@ -243,9 +233,8 @@ def _check_text(tokenizer: Any, each: Iterable[SamplingParams | BeamParams]) -> 
             )
 
 
-def _encoded(model: Any, tokenizer: Any, prompts: Prompts) -> list[NDArray[np.int32]]:
-    check_patched(model)
-    return encode_prompts(tokenizer, prompts, text_config(model).vocab_size)
+def _encoded(facts: ModelFacts, tokenizer: Any, prompts: Prompts) -> list[NDArray[np.int32]]:
+    return encode_prompts(tokenizer, prompts, facts.vocab_size)
 
 
 def _per_prompt(
@@ -292,11 +281,11 @@ def _values(name: str, value: Any, count: int) -> list[Any]:
     return list(values)
 
 
-def _with_stop_ids(model: Any, tokenizer: Any, each: list[Params]) -> list[Params]:
+def _with_stop_ids(facts: ModelFacts, tokenizer: Any, each: list[Params]) -> list[Params]:
     """Parameters that leave them out get the end-of-sequence tokens of the generation config, else the tokenizer's."""
     if all(own.stop_token_ids is not None for own in each):
         return each
-    ids = getattr(_generation_config(model), "eos_token_id", None)
+    ids = getattr(facts.generation_config, "eos_token_id", None)
     ids = getattr(tokenizer, "eos_token_id", None) if ids is None else ids
     found = () if ids is None else (int(ids),) if isinstance(ids, int) else tuple(int(token) for token in ids)
     return [own if own.stop_token_ids is not None else replace(own, stop_token_ids=found) for own in each]

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.request import BeamParams, Request, Sample
+from prefixkit.models import ModelFacts, text_config
 from prefixkit.sampling.params import (
     SamplingFields,
     SamplingParams,
@@ -186,7 +187,7 @@ class SearchNode:
                 node is under way, and this is one of its callbacks or another thread.
         """
         self._check_idle("extend")
-        own = continuation_tokens(self.session.model, self.session.tokenizer, tokens)
+        own = continuation_tokens(self.session.tokenizer, tokens, text_config(self.session.model).vocab_size)
         self._append(own, None, None)
         return self
 
@@ -266,7 +267,8 @@ def with_tokens(session: object, name: str, prompts: Any) -> tuple[Any, bool]:
 
 
 def step_requests(
-    session: SearchSession,
+    facts: ModelFacts,
+    tokenizer: Any,
     nodes: list[SearchNode],
     params: Params | Sequence[Params] | None,
     until: Until | None,
@@ -287,11 +289,11 @@ def step_requests(
                 f"{node!r} ended with the stop token {node.tokens[-1]}; extend it, fork its parent, or leave it out; "
                 "a string given as until= ends a step, not the node"
             )
-    each = _params_of_each(session, params, fields, len(nodes))
+    each = _params_of_each(facts, params, fields, len(nodes))
     stop = () if until is None else as_stops("until", until)
     rows = enumerate(zip(nodes, each, strict=True))
     requests = [Request(index, node._held().ids(), _of_node(node, own, stop)) for index, (node, own) in rows]
-    return checked_requests(session.model, session.tokenizer, requests)
+    return checked_requests(facts, tokenizer, requests)
 
 
 def take(nodes: list[SearchNode], requests: list[Request], samples: Iterable[Sample]) -> list[SearchNode]:
@@ -303,10 +305,10 @@ def take(nodes: list[SearchNode], requests: list[Request], samples: Iterable[Sam
 
 
 def _params_of_each(
-    session: SearchSession, params: Params | Sequence[Params] | None, fields: SamplingFields, count: int
+    facts: ModelFacts, params: Params | Sequence[Params] | None, fields: SamplingFields, count: int
 ) -> list[Params]:
     """The parameters of each node: its own or those of all, with ``fields`` in their place."""
-    fields = with_configured(session.model, params, fields)
+    fields = with_configured(facts, params, fields)
     params = SamplingParams() if params is None else params
     of = "SamplingParams or BeamParams, or one of them for all nodes"
     each = [params] * count if isinstance(params, Params) else as_list("params", params, of)

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
 from prefixkit.engine.sharing_report import Report
-from prefixkit.models import text_config
+from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
 from prefixkit.session.prompts import Prompt
 from prefixkit.session.requests import (
@@ -85,8 +85,9 @@ class Session(SessionMemory):
             ValueError, TypeError: as :func:`prefixkit.generate`.
         """
         with self._busy():
-            requests = sampling_requests(self.model, self.tokenizer, prompts, params, fields)
-            return self._run(requests, keep, on_sample, on_token, on_step)
+            facts = patched_facts(self.model)
+            requests = sampling_requests(facts, self.tokenizer, prompts, params, fields)
+            return self._run(facts, requests, keep, on_sample, on_token, on_step)
 
     def stream(
         self,
@@ -104,15 +105,16 @@ class Session(SessionMemory):
         and begins once it is asked again.  One that an error or the session's end cut short raises ValueError then.
         """
         with self._busy():
-            requests = sampling_requests(self.model, self.tokenizer, prompts, params, fields)
-            engine = self._ready()
-            engine.check_fits(requests)
+            facts = patched_facts(self.model)
+            requests = sampling_requests(facts, self.tokenizer, prompts, params, fields)
+            self._ready(facts).check_fits(requests)
 
         def samples() -> Generator[Any, None, None]:
             with self._busy():
-                engine = self._ready([request.tokens for request in requests])
+                facts = patched_facts(self.model)
+                engine = self._ready(facts, [request.tokens for request in requests])
                 engine.listen(on_token=on_token)
-                prepare(engine, self.model, self.tokenizer, requests)
+                prepare(engine, facts, self.tokenizer, requests)
                 yield  # it has begun
                 yield from engine.stream(requests)
 
@@ -133,8 +135,9 @@ class Session(SessionMemory):
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
         """
         with self._busy():
-            requests = beam_requests(self.model, self.tokenizer, prompts, params, fields)
-            return self._run(requests, True, on_sample)
+            facts = patched_facts(self.model)
+            requests = beam_requests(facts, self.tokenizer, prompts, params, fields)
+            return self._run(facts, requests, True, on_sample)
 
     def run(
         self,
@@ -156,8 +159,10 @@ class Session(SessionMemory):
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
         """
         with self._busy():
-            checked = checked_requests(self.model, self.tokenizer, requests)
-            return self._run(checked, keep, on_sample, on_token, on_step)
+            facts = patched_facts(self.model)
+            return self._run(
+                facts, checked_requests(facts, self.tokenizer, requests), keep, on_sample, on_token, on_step
+            )
 
     def prompt(self, prompt: Prompt, seed: int = 0) -> SearchNode:
         """The first node of a search: a prompt that is forked, stepped and scored; nothing is computed yet.
@@ -169,7 +174,7 @@ class Session(SessionMemory):
         Raises:
             ValueError, TypeError: as :meth:`generate`.
         """
-        (request,) = prompt_requests(self.model, self.tokenizer, [prompt])
+        (request,) = prompt_requests(patched_facts(self.model), self.tokenizer, [prompt])
         return SearchNode(self, request.tokens, as_seed(seed))
 
     def step(
@@ -204,9 +209,10 @@ class Session(SessionMemory):
         """
         with self._busy():
             own = check_nodes(self, [nodes] if isinstance(nodes, SearchNode) else nodes)
-            requests = step_requests(self, own, params, until, fields)
+            facts = patched_facts(self.model)
+            requests = step_requests(facts, self.tokenizer, own, params, until, fields)
             with in_step(own):
-                result = self._run(requests, True)
+                result = self._run(facts, requests, True)
             return take(own, requests, result)
 
     def score(self, prompts: Any, continuations: Any) -> list[Any]:
@@ -225,9 +231,10 @@ class Session(SessionMemory):
         """
         with self._busy():
             given, one = with_tokens(self, "prompts", prompts)
-            asked = scored_tokens(self.model, self.tokenizer, given, continuations, one)
-            check_length(self.model, longest_scored(*asked))
-            engine = self._ready(asked[0])
+            facts = patched_facts(self.model)
+            asked = scored_tokens(facts, self.tokenizer, given, continuations, one)
+            check_length(facts, longest_scored(*asked))
+            engine = self._ready(facts, asked[0])
             engine.report = Report()
-            scores = engine.score(*asked, vocab=text_config(self.model).vocab_size)
+            scores = engine.score(*asked, vocab=facts.vocab_size)
             return scores[0] if one else scores

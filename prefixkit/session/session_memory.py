@@ -24,14 +24,13 @@ from prefixkit.engine.prefixes.write import check_place
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.runs.detokenizer import detokenizer_of
 from prefixkit.engine.sharing_report import Report
-from prefixkit.models import kv_spec, longest_text, text_config
+from prefixkit.models import ModelFacts, patched_facts
 from prefixkit.models.model_fingerprint import kv_fingerprint
-from prefixkit.models.shape import attention_shape
 from prefixkit.models.weights.content import kv_version
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.assembly import engine_of
 from prefixkit.session.prompts import Prompt
-from prefixkit.session.requests import check_patched, prompt_requests
+from prefixkit.session.requests import prompt_requests
 from prefixkit.session.search import SearchNode, with_tokens
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
@@ -147,7 +146,7 @@ class SessionMemory:
         most_running: int = MOST_RUNNING,
         memory: MemoryPolicy | None = None,
     ) -> None:
-        check_patched(model)
+        patched_facts(model)  # or raise
         if not isinstance(memory, MemoryPolicy | None):
             raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__} {memory!r}")
         self.model, self.tokenizer = model, tokenizer
@@ -166,7 +165,7 @@ class SessionMemory:
         """Take memory for pool and graphs again after :meth:`release_memory`; nothing where it was not released."""
         with self._busy():
             if self._engine is None:
-                self._engine = self._make_engine()
+                self._engine = self._make_engine(patched_facts(self.model))
 
     def release_memory(self) -> None:
         """Give back the pool and the graphs, for a backward pass, say; :meth:`resume` takes them again."""
@@ -221,9 +220,10 @@ class SessionMemory:
             KVBudgetTooSmall: the pool does not hold it beside what is pinned already.
         """
         with self._busy():
-            requests = prompt_requests(self.model, self.tokenizer, [prompt])
-            self._run(requests, False, lambda sample: None)
-            return Pin(requests[0].tokens.tolist(), self._ready().pin(requests[0].tokens), self)
+            facts = patched_facts(self.model)
+            requests = prompt_requests(facts, self.tokenizer, [prompt])
+            self._run(facts, requests, False, lambda sample: None)
+            return Pin(requests[0].tokens.tolist(), self._ready(facts).pin(requests[0].tokens), self)
 
     def save(self, path: str | Path, prefixes: Prompt | SearchNode | Iterable[Prompt | SearchNode]) -> int:
         """Write the KV of prompts to a file, for :meth:`load` of another session or process.
@@ -250,15 +250,16 @@ class SessionMemory:
             own, _ = with_tokens(self, "prefixes", prefixes)
             if isinstance(own, list) and not own:
                 raise ValueError("prefixes is empty; pass at least one prompt or search node")
-            requests = prompt_requests(self.model, self.tokenizer, own)
+            facts = patched_facts(self.model)
+            requests = prompt_requests(facts, self.tokenizer, own)
             pins = list[TreeSequence]()
             try:
                 for request in requests:
-                    self._run([request], False, lambda sample: None)
-                    pins.append(self._ready().pin(request.tokens))
-                return save_prefixes(self._ready(), path, pins, kv_fingerprint(self.model))
+                    self._run(facts, [request], False, lambda sample: None)
+                    pins.append(self._ready(facts).pin(request.tokens))
+                return save_prefixes(self._ready(facts), path, pins, kv_fingerprint(self.model))
             finally:
-                engine = self._ready()
+                engine = self._ready(facts)
                 for pin in pins:
                     if pin.tree is engine.tree:  # after an interrupt the engine has another
                         engine.cache.retain(pin)
@@ -280,25 +281,25 @@ class SessionMemory:
             OSError: it cannot be read.
         """
         with self._busy():
-            vocab = text_config(self.model).vocab_size
-            return load_prefixes(self._ready(), path, kv_fingerprint(self.model), vocab)
+            facts = patched_facts(self.model)
+            return load_prefixes(self._ready(facts), path, kv_fingerprint(self.model), facts.vocab_size)
 
     # -- a call --------------------------------------------------------------------------------------------------------
 
-    def _run(self, requests: list[Request], *listeners: Any) -> Result:
-        engine = self._ready([request.tokens for request in requests])
+    def _run(self, facts: ModelFacts, requests: list[Request], *listeners: Any) -> Result:
+        engine = self._ready(facts, [request.tokens for request in requests])
         engine.listen(*listeners)
-        return run(engine, self.model, self.tokenizer, requests)
+        return run(engine, facts, self.tokenizer, requests)
 
-    def _make_engine(self) -> Engine:
-        self._shape, spec = attention_shape(self.model), kv_spec(self.model)
+    def _make_engine(self, facts: ModelFacts) -> Engine:
+        self._shape, spec = facts.attention_shape, facts.spec
         pages = session_pages(spec, self._kv_budget, self._page_size)
         tokens = pages * self._page_size
         log.info(
             "session: KV for %d tokens (%.2f GiB) on %s", tokens, tokens * spec.bytes_per_token / 2**30, spec.device
         )
         return engine_of(
-            self.model,
+            facts,
             pages,
             page_size=self._page_size,
             prefill_chunk=self._prefill_chunk,
@@ -308,18 +309,18 @@ class SessionMemory:
             policy=self._memory,
         )
 
-    def _ready(self, prompts: Sequence[NDArray[np.int32]] = ()) -> Engine:
+    def _ready(self, facts: ModelFacts, prompts: Sequence[NDArray[np.int32]] = ()) -> Engine:
         """The engine, without KV of other weights than the model has now; these prompts are about to use its KV."""
         if self._engine is None:
             raise MemoryReleased("the session has given its memory back; call resume() first, or open another session")
-        version = kv_version(self.model, partial(self._engine.tree.longest_match, prompts))
+        version = kv_version(self.model, partial(self._engine.tree.longest_match, prompts), facts.state)
         if version != self._version:
             if self._version is not None:
                 log.info("session: the model's weights, adapters or numbers changed: the prefix cache is emptied")
-            if attention_shape(self.model) != self._shape:
+            if facts.attention_shape != self._shape:
                 log.info("session: the model's attention layers have changed: its pool and graphs are made anew")
                 self._engine = None  # first, for the memory
-                self._engine = self._make_engine()
+                self._engine = self._make_engine(facts)
             self._engine.forget()
             self._version = version  # last: an interrupt before leaves it to the next call
         return self._engine
@@ -340,24 +341,24 @@ class SessionMemory:
             self._lock.release()
 
 
-def run(engine: Engine, model: Any, tokenizer: Any, requests: list[Request]) -> Result:
+def run(engine: Engine, facts: ModelFacts, tokenizer: Any, requests: list[Request]) -> Result:
     """One call: the engine runs requests to their end."""
-    prepare(engine, model, tokenizer, requests)
+    prepare(engine, facts, tokenizer, requests)
     return Result(tuple(engine.run(requests)), engine.report)
 
 
-def prepare(engine: Engine, model: Any, tokenizer: Any, requests: list[Request]) -> None:
+def prepare(engine: Engine, facts: ModelFacts, tokenizer: Any, requests: list[Request]) -> None:
     """A new report, and how tokens become text."""
-    check_length(model, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
+    check_length(facts, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
     engine.report = Report()
     special = any(isinstance(one.params, SamplingParams) and one.params.stop_strings for one in requests)
     engine.runs.detokenizer = detokenizer_of(tokenizer, special)
 
 
-def check_length(model: Any, longest: int) -> None:
+def check_length(facts: ModelFacts, longest: int) -> None:
     """Refuse sequences that are longer than a chunk of chunked attention; warn where the model was made for fewer."""
-    if (most := longest_text(model)) is not None and longest > most:
+    if (most := facts.longest_text) is not None and longest > most:
         raise ValueError(f"sequences may reach {longest} tokens, and chunks of attention have {most}; ask for fewer")
-    limit = getattr(text_config(model), "max_position_embeddings", None)
+    limit = getattr(facts.config, "max_position_embeddings", None)
     if limit is not None and longest > limit:
         log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)

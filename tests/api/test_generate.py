@@ -10,7 +10,7 @@ import torch
 import prefixkit
 from prefixkit.engine.request import Request
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.session.assembly import make_engine
+from prefixkit.testing.engines import make_engine
 from prefixkit.testing.tiny import EOS, tiny_llama
 from tests.api.cases import HEAD, PROMPTS, TOKENIZER
 from tests.models.tiny_families import make_model

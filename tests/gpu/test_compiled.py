@@ -17,13 +17,13 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step
 from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.engine.request import Request
-from prefixkit.models import ModelRunner, kv_spec, query_heads
+from prefixkit.models import ModelRunner, facts_of, kv_spec
 from prefixkit.models.compile.packed_weights import packed_view
 from prefixkit.models.weights.state import weights_places
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.session.assembly import make_engine
+from prefixkit.testing.engines import make_engine
 from prefixkit.tree import PrefixTree
 from tests.gpu.test_model import model_of, prompts
 
@@ -56,7 +56,7 @@ class Decode:
 
     def __init__(self, model: torch.nn.Module) -> None:
         spec = kv_spec(model)
-        self.shape = HeadShape(query_heads(model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
+        self.shape = HeadShape(facts_of(model).query_heads, spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
         self.pool = KVPool(spec, PAGES, PAGE)
         for pages in (*self.pool._k, *self.pool._v):
             pages.fill_(torch.nan)

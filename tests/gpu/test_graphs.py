@@ -17,7 +17,7 @@ from prefixkit.cuda.launch import Memo
 from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.runners import graph as graphs
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.session.assembly import make_engine
+from prefixkit.testing.engines import make_engine
 from prefixkit.testing.integrity import check_tree
 from tests.gpu.test_model import model_of, prompts
 

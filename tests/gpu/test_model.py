@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 import prefixkit
 from prefixkit.engine.request import Request
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.session.assembly import make_engine
+from prefixkit.testing.engines import make_engine
 from prefixkit.testing.tiny import VOCAB, ByteTokenizer, tiny_llama
 
 # The second and the last run on the portable kernel everywhere.

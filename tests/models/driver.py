@@ -12,7 +12,7 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.step import Step, build_step
 from prefixkit.backends.torch.host_planner import TorchPlanner
-from prefixkit.models import ModelRunner, kv_spec, patch, query_heads
+from prefixkit.models import ModelRunner, facts_of, kv_spec, patch
 from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree import Node, PrefixTree
 from tests.models.tiny_families import VOCAB
@@ -31,7 +31,7 @@ class TreeDriver:
         self.pool = KVPool(kv_spec(self.model), num_pages, page_size)
         self.runner = ModelRunner(self.model, self.pool)
         spec = self.pool.spec
-        shape = HeadShape(query_heads(self.model), spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
+        shape = HeadShape(facts_of(self.model).query_heads, spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
         self.planner = TorchPlanner(shape, CPU_COST)
         self.logits: dict[tuple[int, ...], Tensor] = {}
         self.tokens_run = 0

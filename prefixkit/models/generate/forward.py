@@ -17,12 +17,12 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from prefixkit.models.attention_class import WRAPPED, forward_below, original_class, subclass
+from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.generate.generated_cache import GeneratedCache
 from prefixkit.models.generate.tree_cache import TreeCache
-from prefixkit.models.generate.tree_memory import DoesNotFit, forget_idle, idle_of, replays
+from prefixkit.models.generate.tree_memory import DoesNotFit, drop_idle, idle_of, replays
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.probe.passes import random_part
-from prefixkit.models.shape import counts_from_zero
 from prefixkit.models.weights.state import adapters_by_row
 from prefixkit.tree.rows import distinct_tokens
 
@@ -120,7 +120,7 @@ def generates(model: nn.Module) -> bool:
 def set_mode(model: nn.Module, mode: Mode) -> None:
     """Say when ``generate`` is to make a tree cache, from now on with no KV of before."""
     model.__dict__[_MODE] = mode
-    forget_idle(model)
+    drop_idle(model)
 
 
 def wrap_forward(model: nn.Module) -> None:
@@ -142,12 +142,12 @@ def _takes_caches(model: nn.Module) -> bool:
     return False
 
 
-def forget_mode(model: nn.Module) -> None:
+def drop_mode(model: nn.Module) -> None:
     """Leave no trace of :func:`set_mode` and :func:`wrap_forward`."""
     model.__dict__.pop(_MODE, None)
     if (wrapped := model.__dict__.pop(WRAPPED, None)) is not None:
         model.__dict__["forward"] = wrapped
-    forget_idle(model)
+    drop_idle(model)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -168,7 +168,7 @@ def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], wh
         if began:
             cache.reset()
         return whole(**given | {"past_key_values": cache.leave()})
-    out = CausalLMOutputWithPast(logits=logits.to(model.dtype), past_key_values=cache)
+    out = CausalLMOutputWithPast(logits=logits.to(cache.memory.dtype), past_key_values=cache)
     returns = given.get("return_dict")
     return out if returns or (returns is None and getattr(model.config, "return_dict", True)) else out.to_tuple()
 
@@ -187,17 +187,17 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
     mask, positions, length = given.get("attention_mask"), given.get("position_ids"), cache.get_seq_length()
     until = length + tokens.shape[1]
     if not length:
-        pad = _padding(mask, tokens)
-        _check_positions(model, positions, pad, 0, until)
+        pad, facts = _padding(mask, tokens), facts_of(model)
+        _check_positions(positions is not None or facts.counts_from_zero, positions, pad, 0, until)
         own = tokens.cpu().numpy()
         if own.min() < 0 or own.max() >= 2**31:
             raise NotOnTree("input_ids holds numbers that are no token ids")
         own = own.astype(np.int32)
         if isinstance(cache, GeneratedCache) and not cache.always:
-            _check_it_pays(cache, own, pad)
-        if adapters_by_row(model):
+            _check_it_pays(cache, facts, own, pad)
+        if adapters_by_row(facts.state):
             raise NotOnTree("PEFT's adapter_names gives rows adapters of their own, and rows share their tokens")
-        steps = cache.start(own, pad, count)
+        steps = cache.start(facts, own, pad, count)
         try:
             _check_model(cache, given, until)
             return steps.compute(count)
@@ -222,7 +222,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         )
     if (pad != cache.padding).any():
         raise NotOnTree("the attention mask hides other tokens than those that were hidden when the cache was filled")
-    _check_positions(model, positions, pad, length, until)
+    _check_positions(cache.memory.counts_from_zero, positions, pad, length, until)
     _check_model(cache, given, until)
     return cache.go_on(tokens, count)
 
@@ -296,12 +296,12 @@ def _padding(mask: Any, tokens: Tensor) -> NDArray[np.int64]:
     return pad
 
 
-def _check_positions(model: PreTrainedModel, position_ids: Any, pad: NDArray[np.int64], begin: int, end: int) -> None:
+def _check_positions(counts_from_zero: bool, position_ids: Any, pad: NDArray[np.int64], begin: int, end: int) -> None:
     """Raise NotOnTree unless positions, of images as of text, count the tokens after the padding."""
     if position_ids is None:
         if pad.any():
             raise NotOnTree("rows are padded, but there are no position_ids, without which padding counts as text")
-        if not counts_from_zero(model):
+        if not counts_from_zero:
             raise NotOnTree("there are no position_ids, and without them the model counts from elsewhere than 0")
         return
     wrong = FedAgain if begin else NotOnTree
@@ -313,9 +313,9 @@ def _check_positions(model: PreTrainedModel, position_ids: Any, pad: NDArray[np.
         raise wrong("position_ids do not count the tokens of each row from its first")
 
 
-def _check_it_pays(cache: TreeCache, tokens: NDArray[np.int32], pad: NDArray[np.int64]) -> None:
+def _check_it_pays(cache: TreeCache, facts: ModelFacts, tokens: NDArray[np.int32], pad: NDArray[np.int64]) -> None:
     """Raise NotOnTree where rows share too little, and their steps are too few or cannot replay graphs."""
-    if cache.final_length - tokens.shape[1] >= _FEWEST_REPLAYED and replays(cache.model):
+    if cache.final_length - tokens.shape[1] >= _FEWEST_REPLAYED and replays(facts):
         return
     total, distinct = distinct_tokens(tokens, pad)
     distinct -= idle_of(cache.model).known(tokens[0, pad[0] :])

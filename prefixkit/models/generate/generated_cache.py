@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from prefixkit.models.facts import facts_of
 from prefixkit.models.families import text_config
 from prefixkit.models.generate.tree_cache import TreeCache
 from prefixkit.models.model_errors import UnsupportedModel
-from prefixkit.models.shape import kv_spec
 
 
 class GeneratedCache(TreeCache):
@@ -50,7 +50,7 @@ class GeneratedCache(TreeCache):
     def of_another_kind(self) -> bool:
         """Whether the model now computes KV that the pool does not take."""
         try:
-            return self._steps is not None and self._steps.memory.spec != kv_spec(self.model)
+            return self._steps is not None and self._steps.memory.spec != facts_of(self.model).spec
         except UnsupportedModel:
             return True
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from prefixkit.models.attention_class import forward_below, takes_trees
+from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.generate.row_steps import RowSteps
 from prefixkit.models.generate.tree_memory import TreeMemory, idle_of
@@ -85,7 +86,7 @@ class TreeCache(DynamicCache):
         if self._steps is not None:
             self._steps.settled()
             if not self._steps.memory.is_current:
-                self._steps.memory.mix()
+                self._steps.memory.mark_stale()
 
     @property
     def kv_tokens(self) -> int:
@@ -136,7 +137,7 @@ class TreeCache(DynamicCache):
         """Forget all tokens and give the pool back."""
         steps, self._steps = self._steps, None
         if steps is not None and steps.leave():
-            steps.memory.idle.give(steps.memory)
+            steps.memory.idle.return_(steps.memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
         """A cache with KV of its own, of the same model: for scripts that copy a prompt's cache for each use."""
@@ -144,7 +145,7 @@ class TreeCache(DynamicCache):
         other.fork, other.final_length = self.fork, self.final_length
         if self._steps is not None:
             rows = self._steps.settled()
-            steps = other.start(rows.tokens(), rows.pad)
+            steps = other.start(facts_of(self.model), rows.tokens(), rows.pad)
             there = np.arange(rows.length) >= rows.pad[:, None]
             target, first = np.unique(steps.rows.slots()[there], return_index=True)
             steps.memory.pool.copy(rows.slots()[there][first], target, self._steps.memory.pool)
@@ -171,10 +172,11 @@ class TreeCache(DynamicCache):
 
     # -- what a forward pass does --------------------------------------------------------------------------------------
 
-    def start(self, tokens: Ints, pad: NDArray[np.int64], count: int = 1) -> RowSteps:
+    def start(self, facts: ModelFacts, tokens: Ints, pad: NDArray[np.int64], count: int = 1) -> RowSteps:
         """Take the rows of a batch; nothing is computed yet.
 
         Args:
+            facts: Of the model.
             tokens: ``[rows, length]`` token ids.
             pad: ``[rows]`` how many of them, from the left, are padding.
             count: Of how many tokens of each row, from the last, logits will be wanted.
@@ -187,7 +189,7 @@ class TreeCache(DynamicCache):
         pages = pages_of_rows(tokens, pad, new, self.page_size, fork=self.fork)
         # KV of before has no logits: more than the last ones are computed anew.
         prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)] if count == 1 else []
-        memory = idle_of(self.model).take(self.model, forward_below(self.model), pages, self.page_size, prompts)
+        memory = idle_of(self.model).borrow(facts, forward_below(self.model), pages, self.page_size, prompts)
         if count > 1:
             memory.cache.clear()
         found = memory.tree.match(tokens[0, pad[0] :]) if pad[0] < tokens.shape[1] else None

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.models.attention_class import takes_trees
+from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.probe.passes import ignores_zeros
 from prefixkit.models.runner import planner_of, runner_of
-from prefixkit.models.shape import attention_shape, kv_spec, longest_text
 from prefixkit.models.weights.content import kv_version
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, free_memory
@@ -39,7 +39,7 @@ class TreeMemory:
     """A pool, the tree of what it holds, and a runner of steps over both.
 
     Args:
-        model: A patched model.
+        facts: Of a patched model.
         call: Its ``forward`` without the part of it that takes a tree cache.
         num_pages, page_size: Of the pool.
         idle: Where it goes when it is no longer needed.
@@ -48,27 +48,30 @@ class TreeMemory:
         tree, pool, runner: These.
         cache: KV of earlier rows, until its pages are needed.
         chunk: Prompt tokens of a step.
-        longest: Tokens that a row may have, see :func:`longest_text`.
+        longest: Tokens that a row may have, see :attr:`ModelFacts.longest_text`.
+        counts_from_zero: See :attr:`ModelFacts.counts_from_zero`.
+        dtype: Of the model's weights, to which logits are converted.
         ignores_zeros: Whether the model, with its present weights, ignores an argument that is zero for each token.
 
     Raises:
         DoesNotFit: so many pages take more than their share of the memory that is free.
     """
 
-    def __init__(self, model: Any, call: Callable[..., Any], num_pages: int, page_size: int, idle: Idle) -> None:
-        self.model, self.call, self.spec, self.idle = model, call, kv_spec(model), idle
-        self.longest = longest_text(model)
-        self._shape = attention_shape(model)
+    def __init__(self, facts: ModelFacts, call: Callable[..., Any], num_pages: int, page_size: int, idle: Idle) -> None:
+        self.model, self.call, self.spec, self.idle = facts.inner, call, facts.spec, idle
+        self.longest, self.counts_from_zero = facts.longest_text, facts.counts_from_zero
+        self.dtype = facts.inner.dtype
+        self._shape = facts.attention_shape
         self._check(num_pages * page_size)
-        self._plant(num_pages, page_size)
-        self._version: int | None = kv_version(model)
-        self.ignores_zeros = cache(partial(ignores_zeros, model))
-        self._take(KVPool(self.spec, num_pages, page_size))
+        self._invalidate(num_pages, page_size)
+        self._version: int | None = kv_version(self.model, state=facts.state)
+        self.ignores_zeros = cache(partial(ignores_zeros, self.model))
+        self._use(KVPool(self.spec, num_pages, page_size), facts)
         self.chunk = prefill_chunk_for(self.spec.device)
 
-    def fits(self, num_pages: int, page_size: int) -> bool:
-        """Whether it holds so many pages of the model as it is now, if need be in a larger pool, with all it knows."""
-        if self.pool.page_size != page_size or self._shape != attention_shape(self.model):
+    def fits(self, facts: ModelFacts, num_pages: int, page_size: int) -> bool:
+        """Whether it has ``num_pages`` for the model as it is now, if need be in a larger pool with the same KV."""
+        if self.pool.page_size != page_size or self._shape != facts.attention_shape:
             return False
         try:
             if (more := num_pages - self.pool.num_pages) > 0:
@@ -77,24 +80,26 @@ class TreeMemory:
             return False
         return True
 
-    def begin(self, prompts: Sequence[NDArray[np.int32]]) -> None:
-        """Other rows come: what is known of old weights is forgotten."""
+    def start_call(self, facts: ModelFacts, prompts: Sequence[NDArray[np.int32]]) -> None:
+        """Other rows come: KV of other weights is invalidated."""
         self.runner.begin()
-        if (version := kv_version(self.model, partial(self.tree.longest_match, prompts))) != self._version:
+        self.dtype = facts.inner.dtype
+        found = partial(self.tree.longest_match, prompts)
+        if (version := kv_version(self.model, found, facts.state)) != self._version:
             self._version = version
             self.ignores_zeros.cache_clear()
-            self._plant(self.pool.num_pages, self.pool.page_size)
+            self._invalidate(self.pool.num_pages, self.pool.page_size)
 
     @property
     def is_current(self) -> bool:
         """Whether the model computes what it computed when these rows came."""
         return kv_version(self.model) == self._version
 
-    def mix(self) -> None:
-        """Some KV is of other weights from now on: none of it is kept for other rows."""
+    def mark_stale(self) -> None:
+        """Some KV is of other weights from now on: none of it is retained for other rows."""
         self._version = None
 
-    def _plant(self, num_pages: int, page_size: int) -> None:
+    def _invalidate(self, num_pages: int, page_size: int) -> None:
         self.tree = PrefixTree(num_pages, page_size)
         self.cache = PrefixCache(self.tree)
 
@@ -107,7 +112,7 @@ class TreeMemory:
         total = self.pool.num_pages + pages
         self._check(total * self.pool.page_size)
         log.info("tree cache: KV for %d tokens becomes KV for %d", self.tokens, total * self.pool.page_size)
-        self._take(self.pool.grown(total))
+        self._use(self.pool.grown(total), facts_of(self.model))
         self.tree.allocator.grow(pages)
 
     @property
@@ -115,9 +120,9 @@ class TreeMemory:
         """What the pool can hold."""
         return self.pool.num_pages * self.pool.page_size
 
-    def _take(self, pool: KVPool) -> None:
+    def _use(self, pool: KVPool, facts: ModelFacts) -> None:
         self.pool = pool
-        self.runner: Runner = runner_of(self.model, pool, planner_of(self.model, self.spec), call=self.call)
+        self.runner: Runner = runner_of(facts, pool, call=self.call)
 
     def _check(self, tokens: int) -> None:
         """Raise DoesNotFit unless KV of so many tokens fits."""
@@ -131,12 +136,12 @@ class TreeMemory:
             )
 
 
-def replays(model: Any) -> bool:
+def replays(facts: ModelFacts) -> bool:
     """Whether decode steps of a patched model can replay CUDA graphs."""
-    spec = kv_spec(model)
-    if spec.device.type != "cuda" or (planning := backend_for(spec.device).graph_planning) is None:
+    device = facts.spec.device
+    if device.type != "cuda" or (planning := backend_for(device).graph_planning) is None:
         return False
-    return planning(planner_of(model, spec)) is not None
+    return planning(planner_of(facts)) is not None
 
 
 class Idle:
@@ -154,9 +159,9 @@ class Idle:
     def __len__(self) -> int:
         return len(self._memory)
 
-    def take(
+    def borrow(
         self,
-        model: Any,
+        facts: ModelFacts,
         call: Callable[..., Any],
         num_pages: int,
         page_size: int,
@@ -168,20 +173,20 @@ class Idle:
             DoesNotFit: see :class:`TreeMemory`.
         """
         memory = self._memory.pop() if self._memory else None
-        if memory is not None and memory.fits(num_pages, page_size):
-            memory.begin(prompts)
+        if memory is not None and memory.fits(facts, num_pages, page_size):
+            memory.start_call(facts, prompts)
             return memory
         del memory  # before the new one is made
-        return TreeMemory(model, call, num_pages, page_size, self)
+        return TreeMemory(facts, call, num_pages, page_size, self)
 
     def known(self, tokens: NDArray[np.int32]) -> int:
         """How many of a prompt's tokens, from the first, are there already."""
         return self._memory[0].tree.match(tokens).length if self._memory else 0
 
-    def give(self, memory: TreeMemory) -> None:
-        """Keep what a cache no longer needs, while the model is patched and not trained, which needs memory; on a CPU
-        only what is small beside the memory that is free.  KV of other weights, and what was taken before
-        :func:`forget_idle`, is dropped.
+    def return_(self, memory: TreeMemory) -> None:
+        """Hold what a cache no longer needs, while the model is patched and not trained, which needs memory; on a CPU
+        only what is small beside the memory that is free.  KV of other weights, and memory that was borrowed before
+        :func:`drop_idle`, is dropped.
         """
         model, spec = memory.model, memory.spec
         if model.__dict__.get(_IDLE) is not self or not memory.is_current:
@@ -192,11 +197,11 @@ class Idle:
 
 
 def idle_of(model: Any) -> Idle:
-    """Where a patched model keeps it; :func:`forget_idle` gives it back."""
+    """Where a patched model keeps it; :func:`drop_idle` gives it back."""
     idle: Idle = model.__dict__.setdefault(_IDLE, Idle())
     return idle
 
 
-def forget_idle(model: Any) -> None:
+def drop_idle(model: Any) -> None:
     """Give back what the model keeps for its next tree cache."""
     model.__dict__.pop(_IDLE, None)

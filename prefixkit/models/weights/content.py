@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.models.weights.borrowed import borrowed, optimizer_steps, parts_of
-from prefixkit.models.weights.state import state_of
+from prefixkit.models.weights.state import ModelState, state_of
 
 Compare = Literal["auto", "always"]
 COMPARE = ("auto", "always")
@@ -46,7 +46,7 @@ _SHARE, _BURST = 1 / 100, 3
 _VERSIONS_KNOWN = 4
 
 
-def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0) -> int:
+def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0, state: ModelState | None = None) -> int:
     """A number that differs from an earlier one whenever what the model computes may have changed in between.
 
     It sees tensors that were written to, replaced, moved, or given another dtype or layout; adapters of PEFT that were
@@ -64,6 +64,7 @@ def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0) -> int:
     Args:
         model: A model, patched or not.  It is not kept alive.
         found: How many tokens' KV of earlier calls this call would use; asked for where it matters.
+        state: The model's, where it is known; None: it is looked up.
 
     Returns:
         A number that no other model has.
@@ -71,7 +72,7 @@ def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0) -> int:
     with _lock:
         content = _contents.setdefault(model, _Content())
     with content.lock:
-        return content.version(model, found)
+        return content.version(model, found, state_of(model) if state is None else state)
 
 
 _contents: WeakKeyDictionary[nn.Module, _Content] = WeakKeyDictionary()
@@ -112,8 +113,8 @@ class _Content:
         self._words, self._allowance = _Words(), _Allowance()
         self._known: list[_Known] = []  # the latest last
 
-    def version(self, model: nn.Module, found: Callable[[], int]) -> int:
-        state, steps = state_of(model), optimizer_steps()
+    def version(self, model: nn.Module, found: Callable[[], int], state: ModelState) -> int:
+        steps = optimizer_steps()
         tensors = _with_memory([*state.tensors, *state.plain])
         facts = [*state.modes, *_writes(state.tensors)]
         facts += [tensor.dtype for tensor in tensors]
@@ -124,7 +125,7 @@ class _Content:
         objects = [*state.forwards, *[one for one, place in zip(tensors, places, strict=True) if not place[0]]]
         known = next((one for one in reversed(self._known) if one.is_of(facts, objects)), None)
         moved = known is not None and (known.places != places or known.steps != steps)
-        if known is None or sample != known.sample or not self._agrees(model, known, moved, found):
+        if known is None or sample != known.sample or not self._agrees(state, known, moved, found):
             whole = None if self._words.small else self._words.all()
             known = _Known(facts, [weakref.ref(one) for one in objects], places, steps, sample, whole, next(_numbers))
             self._known = [*self._known[1 - _VERSIONS_KNOWN :], known]
@@ -132,7 +133,7 @@ class _Content:
         known.places, known.steps = places, steps
         return known.number
 
-    def _agrees(self, model: nn.Module, known: _Known, moved: bool, found: Callable[[], int]) -> bool:
+    def _agrees(self, state: ModelState, known: _Known, moved: bool, found: Callable[[], int]) -> bool:
         """Whether all memory holds what it held, if it is worth the time to compare it."""
         if known.whole is None:
             return True
@@ -140,7 +141,7 @@ class _Content:
             return self._words.all() == known.whole
         if not (tokens := found()):
             return True
-        settings = (module.__dict__[SETTING] for module in model.modules() if SETTING in module.__dict__)
+        settings = (module.__dict__[SETTING] for module in state.modules if SETTING in module.__dict__)
         always = next(settings, "auto") == "always"
         if not always and (tokens < self._words.tokens_worth or not self._allowance.has_some()):
             return True

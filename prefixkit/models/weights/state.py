@@ -33,12 +33,14 @@ class ModelState:
         modes: How each module runs: its class, mode, hooks and adapters, its numbers and those of its config; autocast.
         forwards: Functions that run in the place of modules' own ``forward``.
         plain: Tensors that modules keep as plain attributes.
+        modules: The modules; one that is in two places twice.
     """
 
     tensors: list[Tensor]
     modes: list[Hashable]
     forwards: list[Callable[..., Any]]
     plain: list[Tensor]
+    modules: list[nn.Module]
 
 
 def weights_places(model: nn.Module) -> Hashable:
@@ -63,11 +65,13 @@ def state_of(model: nn.Module) -> ModelState:
     modes: list[Hashable] = []
     forwards: list[Callable[..., Any]] = []
     plain: list[Tensor] = []
+    modules: list[nn.Module] = []
     configs: dict[int, Any] = {}
     left: list[nn.Module | None] = [model]
     while left:  # five times as fast as model.parameters(), and nothing is cached
         if (module := left.pop()) is not None:
             (parameters, buffers, children, hooks, pre_hooks, *values), name, adapts = _read(module)
+            modules.append(module)
             modes.append(name)
             if parameters:
                 found += parameters.values()
@@ -93,7 +97,7 @@ def state_of(model: nn.Module) -> ModelState:
     for config in configs.values():
         modes += plain_numbers(config)
     modes += [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return ModelState([tensor for tensor in found if tensor is not None], modes, forwards, plain)
+    return ModelState([tensor for tensor in found if tensor is not None], modes, forwards, plain, modules)
 
 
 def plain_numbers(owner: Any) -> list[Hashable]:
@@ -128,9 +132,9 @@ def _read(module: nn.Module) -> tuple[tuple[Any, ...], str, bool]:
         return getter(parts), *_readers[kind, len(parts)][1:]
 
 
-def adapters_by_row(model: nn.Module) -> bool:
+def adapters_by_row(state: ModelState) -> bool:
     """Whether PEFT has been told which adapter each row of a batch takes, which it says to its layers by hooks."""
-    return any(module._forward_pre_hooks for module in model.modules() if _is_adapter(type(module)))  # type: ignore[arg-type]
+    return any(module._forward_pre_hooks for module in state.modules if _is_adapter(type(module)))  # type: ignore[arg-type]
 
 
 def _address(tensor: Tensor) -> int:

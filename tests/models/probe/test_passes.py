@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from prefixkit.models import UnsupportedModel, is_patched, kv_spec, patch
+from prefixkit.models import UnsupportedModel, facts_of, is_patched, kv_spec, patch
 from prefixkit.models.probe.cache import LayerShape
 from prefixkit.models.probe.passes import ignores_zeros, probe
-from prefixkit.models.shape import counts_from_zero, longest_text, windows
 from tests.models.tiny_families import WINDOW
 
 CPU = torch.device("cpu")
@@ -45,7 +44,7 @@ def test_a_window_is_the_masks_whether_the_attention_function_is_told_or_not(tin
         ("mistral", {"sliding_window": 1000}, [1000, 1000]),
     ]:
         model = tiny(model_type, **{**EXPERTS, "sliding_window": WINDOW, **overrides})
-        assert windows(model) == expected
+        assert facts_of(model).windows == expected
         run = drive(model)
         run.tree.insert(tokens)
         run.run()
@@ -60,21 +59,24 @@ def test_a_chunk_of_attention_is_how_long_a_text_may_be(size, implementation, ti
     """Also a chunk that is longer than the 256 positions of the model."""
     model = tiny("llama4_text", **EXPERTS, attention_chunk_size=size, head_dim=16, floor_scale=10**6)
     model.set_attn_implementation(implementation)
-    assert longest_text(model) == size
-    assert windows(model) == [None, None]
+    assert facts_of(model).longest_text == size
+    assert facts_of(model).windows == [None, None]
 
 
 def test_a_text_may_be_as_long_as_queries_stay_as_they_are(tiny):
     rotary = {"attention_chunk_size": 40, "head_dim": 16, "no_rope_layers": [1, 0]}
-    assert longest_text(tiny("llama4_text", **EXPERTS, **rotary, floor_scale=30)) == 29
-    assert longest_text(tiny("llama4_text", **EXPERTS, **rotary, floor_scale=50)) == 40
-    assert longest_text(tiny("llama4_text", **EXPERTS, **rotary, attn_temperature_tuning=False, floor_scale=30)) == 40
-    assert longest_text(tiny("llama")) is None
+    assert facts_of(tiny("llama4_text", **EXPERTS, **rotary, floor_scale=30)).longest_text == 29
+    assert facts_of(tiny("llama4_text", **EXPERTS, **rotary, floor_scale=50)).longest_text == 40
+    assert (
+        facts_of(tiny("llama4_text", **EXPERTS, **rotary, attn_temperature_tuning=False, floor_scale=30)).longest_text
+        == 40
+    )
+    assert facts_of(tiny("llama")).longest_text is None
 
 
 def test_a_window_that_only_the_mask_shows_may_be_longer_than_the_models_positions(tiny):
-    assert windows(tiny("phimoe", **EXPERTS, sliding_window=300)) == [300, 300]
-    assert windows(tiny("phimoe", **EXPERTS, sliding_window=150_000)) == [150_000, 150_000]
+    assert facts_of(tiny("phimoe", **EXPERTS, sliding_window=300)).windows == [300, 300]
+    assert facts_of(tiny("phimoe", **EXPERTS, sliding_window=150_000)).windows == [150_000, 150_000]
 
 
 @pytest.mark.parametrize("size", [7, 300])
@@ -102,7 +104,7 @@ def test_every_attention_implementation_is_probed(implementation, tiny):
     model = tiny("cohere2")
     model.set_attn_implementation(implementation)
     assert probe(model) == [LayerShape(4, 2, 24, torch.float32, CPU)] * 2
-    assert windows(model) == [WINDOW, None]
+    assert facts_of(model).windows == [WINDOW, None]
 
 
 def forward_of(module, change):
@@ -135,8 +137,8 @@ def test_positions_that_are_not_those_given_are_noticed(tiny):
 
 
 def test_positions_of_a_model_that_counts_from_its_padding_token_are_known(tiny):
-    assert not counts_from_zero(tiny("roberta", is_decoder=True, pad_token_id=1))
-    assert counts_from_zero(tiny("bert", is_decoder=True))
+    assert not facts_of(tiny("roberta", is_decoder=True, pad_token_id=1)).counts_from_zero
+    assert facts_of(tiny("bert", is_decoder=True)).counts_from_zero
 
 
 def test_an_eager_function_that_means_something_else_is_noticed(tiny, monkeypatch):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from prefixkit.models import UnsupportedModel, kv_spec, patch, query_heads
+import prefixkit
+from prefixkit.models import UnsupportedModel, facts_of, kv_spec, patch
+from prefixkit.models.weights.state import state_of
 from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
 
 CPU = torch.device("cpu")
 
@@ -21,7 +28,7 @@ def test_heads_are_counted(model_type, heads, kv_heads, tiny):
     if model_type == "phi3":
         assert not hasattr(model.model.layers[0].self_attn, "k_proj")
     assert kv_spec(model) == KVSpec(3, kv_heads, 24, torch.float32, CPU)
-    assert query_heads(model) == heads
+    assert facts_of(model).query_heads == heads
     assert kv_spec(patch(model)) == KVSpec(3, kv_heads, 24, torch.float32, CPU)
 
 
@@ -33,7 +40,7 @@ def test_a_shard_has_its_own_share_of_heads(tiny):
             projection.weight = nn.Parameter(projection.weight[: projection.out_features // 2])
         out = layer.self_attn.o_proj
         out.weight = nn.Parameter(out.weight[:, : out.in_features // 2])  # the shards' products are summed up
-    assert (kv_spec(model).kv_heads, query_heads(model)) == (1, 2)
+    assert (kv_spec(model).kv_heads, facts_of(model).query_heads) == (1, 2)
 
 
 def test_a_quantised_projection_is_counted_by_what_it_declares(tiny):
@@ -114,3 +121,44 @@ def test_layers_that_differ_are_refused(tiny):
 def test_unsupported_models_have_no_spec():
     with pytest.raises(UnsupportedModel, match="got Linear"):
         kv_spec(nn.Linear(2, 2))
+
+
+@contextmanager
+def traversals(model):
+    """Counts passes over a model's modules: those that prefixkit begins, and those by which it looks a model up."""
+    count, frames, codes = [0], set(), {nn.Module.named_modules.__code__, state_of.__code__}
+
+    def look(frame, event, argument):
+        if event == "call" and frame.f_code in codes and frame not in frames:
+            frames.add(frame)  # a generator is called for each module that it gives
+            of, caller = frame.f_locals.get("self", frame.f_locals.get("model")), frame.f_back
+            while caller is not None and Path(caller.f_code.co_filename).name == "module.py":
+                caller = caller.f_back  # modules() and parameters() are torch's
+            ours = caller is not None and "prefixkit" in Path(caller.f_code.co_filename).parts
+            count[0] += ours and (of is model or of is model.model)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield count
+    finally:
+        sys.setprofile(before)
+
+
+@pytest.mark.parametrize("call", ["generate", "beam_search", "score", "session", "scores of a session", "model"])
+def test_a_second_call_looks_at_the_modules_at_most_twice(call):
+    model, tokenizer = patch(tiny_llama()), ByteTokenizer()
+    rows = torch.tensor([[*b"a shared beginning of forty tokens or so", n] for n in b"abcd"])
+    session = prefixkit.Session(model, tokenizer, kv_budget="1MiB")
+    calls = {
+        "generate": lambda: prefixkit.generate(model, tokenizer, ["a prompt"], n=3, max_new_tokens=3),
+        "beam_search": lambda: prefixkit.beam_search(model, tokenizer, ["a prompt"], num_beams=3, max_new_tokens=3),
+        "score": lambda: prefixkit.score(model, tokenizer, "a prompt", ["one", "two"]),
+        "session": lambda: session.generate(["a prompt"], n=3, max_new_tokens=3),
+        "scores of a session": lambda: session.score("a prompt", ["one", "two"]),
+        "model": lambda: model.generate(rows, max_new_tokens=3, do_sample=False),
+    }
+    calls[call]()
+    with traversals(model) as count:
+        calls[call]()
+    assert 1 <= count[0] <= 2

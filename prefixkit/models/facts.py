@@ -1,0 +1,202 @@
+"""What a model is at the beginning of a call: looked up in one pass over its modules, and passed down.
+
+How attention layers compute is measured by the probe, once for a model, and again after what they may depend on has
+changed: modules, dtypes, devices, numbers of attention and of the config, autocast.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from prefixkit.models.attention_class import is_tree_class, original_class
+from prefixkit.models.families import attention_layers, follows_interface, pretrained_model
+from prefixkit.models.model_errors import NotPatched, UnsupportedModel
+from prefixkit.models.probe.cache import LayerShape
+from prefixkit.models.probe.passes import probe
+from prefixkit.models.weights.state import ModelState, plain_numbers, state_of
+from prefixkit.ops.arguments import FLOATS
+from prefixkit.ops.kv_pool import KVSpec
+
+log = logging.getLogger("prefixkit")
+
+# Of each model, by what may change it: what its probe has found.
+_probed: WeakKeyDictionary[nn.Module, dict[object, list[LayerShape]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """A model as it is at the beginning of a call; made by :func:`facts_of`, and not kept beyond the call.
+
+    Attributes:
+        model: As it was given; a wrapper, maybe.
+        inner: The outermost transformers model in it.
+        state: What it computes with.
+    """
+
+    model: nn.Module
+    inner: PreTrainedModel
+    state: ModelState
+
+    @property
+    def patched(self) -> bool:
+        """Whether any of its modules is patched."""
+        return any(map(is_tree_class, set(map(type, self.state.modules))))
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """The config of what the model does with text."""
+        return self.inner.config.get_text_config()
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of its logits."""
+        return int(self.config.vocab_size)
+
+    @property
+    def generation_config(self) -> Any:
+        """That of the model, or of the one in a wrapper without; None where there is none."""
+        return getattr(self.model, "generation_config", None) or getattr(self.inner, "generation_config", None)
+
+    @cached_property
+    def layers(self) -> list[LayerShape]:
+        """What its attention layers are like: all alike, but for their windows.
+
+        Raises:
+            UnsupportedModel: see :func:`attention_layers` and :func:`probe`; or they differ in shape, type or device.
+        """
+        layers = self._attention()
+        key, known = _changeable(self, layers), _probed.setdefault(self.inner, {})
+        if key in known and not any("forward" in layer.__dict__ for layer in layers):
+            return known[key]
+        attention_layers(self.inner)  # what wraps a layer's forward may be of another kind by now
+        if key not in known:
+            found = probe(self.inner)
+            _check_alike(self.inner, found)
+            name = type(self.inner).__name__
+            log.info("measured the attention layers of %s by passes over four tokens: %s", name, found[0])
+            known[key] = found
+        return known[key]
+
+    @property
+    def spec(self) -> KVSpec:
+        """What a :class:`KVPool` must hold for the model; raises as :attr:`layers`."""
+        layer = self.layers[0]
+        return KVSpec(len(self.layers), layer.kv_heads, layer.head_dim, layer.dtype, layer.device)
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads of each attention layer, as far as this process computes them."""
+        return self.layers[0].heads
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The window of each attention layer, in tokens; None for a layer without.
+
+        Masks of the model's own say so, which some families do not tell their attention functions.
+        """
+        return [layer.window for layer in self.layers]
+
+    @property
+    def counts_from_zero(self) -> bool:
+        """Whether the model, called without position_ids, gives the first token position 0."""
+        return all(layer.counts_from_zero for layer in self.layers)
+
+    @property
+    def longest_text(self) -> int | None:
+        """Tokens of a text up to which attention in chunks is causal; None for any number."""
+        return min((layer.longest for layer in self.layers if layer.longest is not None), default=None)
+
+    @property
+    def attention_shape(self) -> Hashable:
+        """All that pools, plans and layers' variants are made by: while it is equal they serve the model."""
+        return tuple((layer, layer.window, layer.longest) for layer in self.layers)
+
+    def _attention(self) -> list[nn.Module]:
+        """The modules that :func:`attention_layers` finds, in its order."""
+        found: list[tuple[int, nn.Module]] = []
+        for module in dict.fromkeys(self.state.modules):
+            index = getattr(module, "layer_idx", None)
+            if isinstance(index, int) and follows_interface(original_class(module)):  # type: ignore[arg-type]  # classes hash
+                found.append((index, module))
+        found.sort(key=operator.itemgetter(0))
+        return [module for _, module in found]
+
+
+def facts_of(model: object) -> ModelFacts:
+    """Look a model up.
+
+    Raises:
+        UnsupportedModel: there is no transformers model in it.
+    """
+    inner = pretrained_model(model)
+    assert isinstance(model, nn.Module), "checked"
+    return ModelFacts(model, inner, state_of(model))
+
+
+def patched_facts(model: object) -> ModelFacts:
+    """Look a patched model up.
+
+    Raises:
+        NotPatched: it is not patched, or no model.
+    """
+    facts = facts_of(model) if isinstance(model, nn.Module) else None
+    if facts is None or not facts.patched:
+        raise NotPatched(f"{type(model).__name__} is not patched; call prefixkit.patch(model) first")
+    return facts
+
+
+def kv_spec(model: object) -> KVSpec:
+    """What a :class:`KVPool` must hold for ``model``, patched or not.
+
+    Measured by a forward pass, so a tensor-parallel shard gets its own share, and quantised weights or autocast the
+    dtype that keys really have.
+
+    Raises:
+        UnsupportedModel: see :attr:`ModelFacts.layers`.
+    """
+    return facts_of(model).spec
+
+
+def _check_alike(model: nn.Module, layers: list[LayerShape]) -> None:
+    """Raise UnsupportedModel unless one pool holds the KV of all layers."""
+    name = type(model).__name__
+    if len(found := dict.fromkeys(layers)) > 1:
+        raise UnsupportedModel(
+            f"the layers of {name} differ in heads, head_dim, dtype or device, and a pool needs them equal: "
+            f"{', '.join(map(str, found))}"
+        )
+    layer = layers[0]
+    if layer.dtype not in FLOATS:
+        raise UnsupportedModel(
+            f"the keys of {name} are {layer.dtype}, and a tree holds {', '.join(map(str, FLOATS))}; convert the model, "
+            "with model.float() for instance"
+        )
+
+
+def _changeable(facts: ModelFacts, layers: list[nn.Module]) -> object:
+    """What a model's KV may depend on: modules, tensors and numbers of attention, autocast, a forward of its own."""
+    found: list[object] = [*plain_numbers(facts.config)]
+    for layer in layers:
+        found += plain_numbers(layer)
+        inside: list[nn.Module | None] = [layer]
+        for module in inside:  # the list grows while it is read
+            if module is None:
+                continue
+            parts = module.__dict__
+            inside += parts["_modules"].values()
+            found.append(original_class(module))
+            for tensor in (*parts["_parameters"].values(), *parts["_buffers"].values()):
+                found.append(None if tensor is None else (tensor.dtype, tensor.device, tensor.shape))
+    autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+    inner = facts.inner
+    return *autocast, inner.config._attn_implementation, "forward" in inner.__dict__, tuple(found)
