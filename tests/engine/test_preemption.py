@@ -1,5 +1,8 @@
 """Under memory pressure requests take turns, and every sample is what it is without pressure."""
 
+from functools import cache
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -11,36 +14,53 @@ from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import alone, assert_all_given_back
 from prefixkit.testing.fake_model import VOCAB, make_engine
+from tests.covering import pairwise_cover
 
 AHEAD = Pace(2, 16, waited_for=8)
 
 
-def prompts_of(seed, count=8, head=20):
+def prompts_of(seed, count=6, head=20):
     print("seed", seed)
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, VOCAB, head)
     return [np.concatenate([shared, rng.integers(0, VOCAB, rng.integers(1, 30))]) for _ in range(count)]
 
 
-def requests_of(seed, n=4, tokens=40, **params):
+def requests_of(seed, n=4, tokens=28, **params):
     return [
         Request(i, prompt, SamplingParams(n=n, max_new_tokens=tokens, seed=seed + i, stop_token_ids=(3,), **params))
         for i, prompt in enumerate(prompts_of(seed))
     ]
 
 
-@pytest.mark.parametrize("how", ["swap", "recompute", "auto"])
-@pytest.mark.parametrize("pace", [STEP_BY_STEP, AHEAD], ids=["step by step", "ahead"])
-@pytest.mark.parametrize(("page_size", "seed"), [(1, 0), (4, 1), (16, 2)])
-def test_samples_are_those_without_pressure(page_size, how, pace, seed):
-    """In a tenth of the pages that everything would need at once."""
-    requests = requests_of(seed)
-    roomy, _ = make_engine(num_pages=10_000, page_size=page_size)
+@cache
+def searches_of(seed):
+    return [
+        Request(i, prompt, BeamParams(2 + i % 4, 2, max_new_tokens=28)) for i, prompt in enumerate(prompts_of(seed))
+    ]
+
+
+@cache
+def without_pressure(make, seed, **params):
+    """Requests, and what is found where all of them fit at once."""
+    requests = make(seed, **params)
+    roomy, _ = make_engine(num_pages=10_000, page_size=4)
     expected = roomy.run(requests)
     assert roomy.report.preempted_recomputed == roomy.report.preempted_swapped == 0
-    engine, _ = make_engine(
-        num_pages=-(-250 // page_size), page_size=page_size, pace=pace, policy=MemoryPolicy(preemption=how, headroom=4)
-    )
+    return requests, expected
+
+
+PACES = {"step by step": STEP_BY_STEP, "ahead": AHEAD}
+
+
+@pytest.mark.parametrize(
+    ("page_size", "pace", "how"), pairwise_cover(product((1, 4, 16), PACES, ("swap", "recompute", "auto")))
+)
+def test_samples_are_those_without_pressure(page_size, pace, how):
+    """In a fifth of the pages that everything would need at once."""
+    requests, expected = without_pressure(requests_of, 1)
+    policy = MemoryPolicy(preemption=how, headroom=4)
+    engine, _ = make_engine(num_pages=-(-160 // page_size), page_size=page_size, pace=PACES[pace], policy=policy)
     found = engine.run(requests)
     assert [(s.prompt_index, s.index, s.tokens, s.finish_reason) for s in found] == [
         (s.prompt_index, s.index, s.tokens, s.finish_reason) for s in expected
@@ -56,7 +76,7 @@ def test_samples_are_those_without_pressure(page_size, how, pace, seed):
 
 
 def test_a_pool_that_just_holds_one_sample_at_a_time_is_enough():
-    requests = requests_of(3, n=2, tokens=40)
+    requests = requests_of(3, n=2)
     largest = max(len(request.tokens) for request in requests)
     engine, _ = make_engine(num_pages=-(-largest // 4) + 10, page_size=4, pace=AHEAD)
     for sample in engine.run(requests):
@@ -95,21 +115,16 @@ def test_samples_that_are_preempted_while_they_are_computed_again(num_pages, chu
 @pytest.mark.parametrize(("page_size", "headroom"), [(1, 8), (4, 0), (4, 64), (16, 8)])
 def test_a_pool_of_just_what_the_check_asks_for_is_enough(page_size, headroom, how):
     """Searches that were preempted late have much to bring back, and little room beside it."""
-    searches = [
-        Request(i, prompt, BeamParams(2 + i % 4, 2, max_new_tokens=40)) for i, prompt in enumerate(prompts_of(3, 12))
-    ]
-    for requests in (searches, requests_of(3, n=2, tokens=40)):
+    for requests, expected in (without_pressure(searches_of, 3), without_pressure(requests_of, 3, n=2)):
         pages = max(-(-len(one.tokens) // page_size) + pages_per_unit(one.params, page_size) for one in requests)
-        roomy, _ = make_engine(num_pages=10_000, page_size=4)
         engine, _ = make_engine(pages, page_size, policy=MemoryPolicy(preemption=how, headroom=headroom))
-        found = engine.run(requests)
-        assert [s.tokens for s in found] == [s.tokens for s in roomy.run(requests)]
+        assert [s.tokens for s in engine.run(requests)] == [s.tokens for s in expected]
         assert_all_given_back(engine)
 
 
 @pytest.mark.parametrize("how", ["swap", "recompute"])
 def test_beams_and_samples_are_preempted_alike(how):
-    samples = requests_of(5, n=3, tokens=30)
+    samples = requests_of(5, n=3, tokens=24)
     searches = [
         Request(100 + i, prompt, BeamParams(3, 2, max_new_tokens=12, stop_token_ids=(3,)))
         for i, prompt in enumerate(prompts_of(6, 6))
@@ -232,7 +247,7 @@ def test_an_error_under_pressure_leaves_nothing_behind():
         engine.run(requests)
     assert_all_given_back(engine)
     Fails.left = 10**9
-    assert len(engine.run(requests)) == 32
+    assert len(engine.run(requests)) == 24
 
 
 class TestOrder:
@@ -244,7 +259,7 @@ class TestOrder:
         engine.run(requests)
         return [sample.prompt_index for sample in order]
 
-    def requests(self, priorities, tokens=40):
+    def requests(self, priorities, tokens=28):
         return [
             Request(i, np.array([i + 10, 7, 7, 7]), SamplingParams(max_new_tokens=tokens, seed=i), priority=priority)
             for i, priority in enumerate(priorities)
@@ -257,7 +272,7 @@ class TestOrder:
 
     def test_what_has_waited_long_goes_before_what_has_a_higher_priority(self):
         """While samples of priority 1 come again and again, the one of priority 0 would wait for all of them."""
-        found = self.order_of(self.requests([1, 0, *[1] * 10]), patience=60)
+        found = self.order_of(self.requests([1, 0, *[1] * 10]), patience=40)
         assert found.index(1) < 8
         assert self.order_of(self.requests([1, 0, *[1] * 10]), patience=10**6)[-1] == 1
 
