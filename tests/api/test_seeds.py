@@ -8,7 +8,7 @@ import prefixkit
 from prefixkit import BeamParams, Request, SamplingParams
 from tests.api.cases import PROMPTS, TOKENIZER, tokens_of
 
-OPTIONS = {"n": 4, "temperature": 0.9, "top_p": 0.95, "max_new_tokens": 16, "seed": 11}
+OPTIONS = {"n": 4, "temperature": 0.9, "top_p": 0.95, "max_new_tokens": 8, "seed": 11}
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +89,26 @@ def test_prompts_are_equal_by_their_tokens(model):
     assert tokens_of(mixed) == tokens_of(as_text)
 
 
+@pytest.fixture(scope="module")
+def two_prompts(model):
+    return prefixkit.generate(model, TOKENIZER, PROMPTS[:2], **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def two_seeds(model):
+    return prefixkit.generate(model, TOKENIZER, PROMPTS[:2], **{**OPTIONS, "seed": [3, 4]})
+
+
 @pytest.mark.parametrize("seed", [np.int64(11), np.uint8(11), np.array(11), torch.tensor(11)])
-def test_any_integer_is_a_seed(model, seed):
-    plain = prefixkit.generate(model, TOKENIZER, PROMPTS[:2], **OPTIONS)
+def test_any_integer_is_a_seed(model, seed, two_prompts):
     other = prefixkit.generate(model, TOKENIZER, PROMPTS[:2], **{**OPTIONS, "seed": seed})
-    assert tokens_of(other) == tokens_of(plain)
+    assert tokens_of(other) == tokens_of(two_prompts)
 
 
 @pytest.mark.parametrize("seeds", [(3, 4), np.array([3, 4]), [np.int32(3), np.int64(4)], torch.tensor([3, 4])])
-def test_one_seed_per_prompt_in_any_sequence(model, seeds):
-    plain = prefixkit.generate(model, TOKENIZER, PROMPTS[:2], **{**OPTIONS, "seed": [3, 4]})
+def test_one_seed_per_prompt_in_any_sequence(model, seeds, two_seeds):
     other = prefixkit.generate(model, TOKENIZER, PROMPTS[:2], **{**OPTIONS, "seed": seeds})
-    assert tokens_of(other) == tokens_of(plain)
+    assert tokens_of(other) == tokens_of(two_seeds)
 
 
 def test_some_samples_of_a_prompt_are_those_of_all(model, together):

@@ -7,7 +7,7 @@ from prefixkit.testing.tiny import EOS, byte_tokenizer
 from tests.api.cases import PROMPTS, TOKENIZER
 
 # Random weights sample the end token often enough; here it ends no sample by itself.
-OPTIONS = {"n": 20, "max_new_tokens": 60, "temperature": 1.3, "seed": 2, "stop_token_ids": ()}
+OPTIONS = {"n": 20, "max_new_tokens": 40, "temperature": 1.3, "seed": 2, "stop_token_ids": ()}
 
 
 def test_stop_strings_end_the_text(model):
@@ -30,24 +30,25 @@ def tokenizer():
     return byte_tokenizer()
 
 
-def ended_by(model, tokenizer, stop):
-    """Samples without the stop string and with it, of those that hold the end token."""
+@pytest.fixture(scope="module")
+def ended(model, tokenizer):
+    """Samples without the end token as a stop string and with it, of those that hold the end token."""
     plain = prefixkit.generate(model, tokenizer, "while True:", **OPTIONS)
-    cut = prefixkit.generate(model, tokenizer, "while True:", stop=stop, **OPTIONS)
+    cut = prefixkit.generate(model, tokenizer, "while True:", stop="<|end|>", **OPTIONS)
     pairs = [(before, after) for before, after in zip(plain, cut, strict=True) if EOS in before.tokens]
     assert pairs, "no sample has the end token; take another seed"
     return pairs
 
 
-def test_one_that_is_a_special_token_ends_a_sample(model, tokenizer):
-    for before, after in ended_by(model, tokenizer, "<|end|>"):
+def test_one_that_is_a_special_token_ends_a_sample(tokenizer, ended):
+    for before, after in ended:
         assert after.tokens == before.tokens[: before.tokens.index(EOS) + 1]
         assert after.finish_reason == "stop"
         assert after.text == tokenizer.decode(after.tokens, skip_special_tokens=True)
 
 
-def test_one_that_holds_a_special_token_is_found_across_it(model, tokenizer):
-    for before, _ in ended_by(model, tokenizer, "<|end|>"):
+def test_one_that_holds_a_special_token_is_found_across_it(model, tokenizer, ended):
+    for before, _ in ended:
         at = before.tokens.index(EOS)
         raw = tokenizer.decode(before.tokens[: at + 2])
         if at and "\ufffd" not in raw:

@@ -41,7 +41,7 @@ SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @given(VALUES)
-@settings(SETTINGS, max_examples=200)
+@settings(SETTINGS, max_examples=80)
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
     again = read(write(value))
     assert again == value
@@ -49,13 +49,13 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 
 
 @given(VALUES)
-@settings(SETTINGS, max_examples=100)
+@settings(SETTINGS, max_examples=50)
 def test_a_value_that_was_not_hashed_equals_itself(value: Any) -> None:
     assert equal(read(write(value), hashed=False), value)
 
 
 @given(st.binary(max_size=60))
-@settings(SETTINGS, max_examples=500)
+@settings(SETTINGS, max_examples=250)
 def test_any_bytes_are_a_value_or_malformed(content: bytes) -> None:
     for hashed in (True, False):
         with suppress(WireError):
