@@ -254,7 +254,7 @@ def test_a_stop_string_may_be_a_special_token(folders, prompts, tmp_path):
     model.generation_config.eos_token_id = 258
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    options = ["-n", 40, "--max-new-tokens", 40, "--temperature", 1.5, "--dtype", "float32", "--stop", "<|end|>"]
+    options = ["--limit", 1, "-n", 20, "--max-new-tokens", 40, "--temperature", 1.5, "--dtype", "float32", "--stop", "<|end|>"]
     result = run("sample", "--model", folder, "--input", prompts, *options)
     records = [json.loads(line) for line in result.stdout.splitlines()]
     ended = [record for record in records if 256 in record["tokens"]]
