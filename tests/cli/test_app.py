@@ -151,13 +151,13 @@ def test_an_interrupted_run_goes_on_where_it_was(folders, prompts, tmp_path, num
     assert len(list(RunFolder(out).samples())) == 18
 
 
-def test_two_processes_share_the_samples_of_a_run(folders, prompts, tmp_path):
+def test_two_processes_share_the_samples_of_a_run(folders, prompts, tmp_path, monkeypatch):
     out = tmp_path / "run"
     arguments = ["--model", folders["plain"], "--input", prompts, "-n", "17", "--max-new-tokens", "2", "--run", out]
-    command = [sys.executable, "-m", "prefixkit", "sample", *map(str, arguments), "--devices", "cpu,cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
-    assert done.returncode == 0, done.stderr
-    assert "[cpu] " in done.stderr
+    monkeypatch.chdir(Path(__file__).parents[2])  # the processes import prefixkit from there
+    command = ["sample", *map(str, arguments), "--devices", "cpu,cpu"]
+    monkeypatch.setattr(sys, "argv", ["prefixkit", *command])  # which the processes get
+    assert "[cpu] " in run(*command).stderr
     assert len(list(RunFolder(out).samples())) == 51
     assert {path.stem[:4] for path in (out / "samples").iterdir()} == {"0of2", "1of2"}
     assert "0 samples of 0 prompts" in run("sample", *arguments).stderr, "nothing is missing"
@@ -254,8 +254,8 @@ def test_a_stop_string_may_be_a_special_token(folders, prompts, tmp_path):
     model.generation_config.eos_token_id = 258
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    options = ["--limit", 1, "-n", 20, "--max-new-tokens", 40, "--temperature", 1.5, "--dtype", "float32", "--stop", "<|end|>"]
-    result = run("sample", "--model", folder, "--input", prompts, *options)
+    options = ["-n", 20, "--max-new-tokens", 40, "--temperature", 1.5, "--dtype", "float32", "--stop", "<|end|>"]
+    result = run("sample", "--model", folder, "--input", prompts, "--limit", 1, *options)
     records = [json.loads(line) for line in result.stdout.splitlines()]
     ended = [record for record in records if 256 in record["tokens"]]
     assert ended, "no sample has the end token; take more samples"
