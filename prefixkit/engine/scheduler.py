@@ -6,6 +6,7 @@ Nothing here runs a model.  What runs may grow beyond the pool later: then the r
 
 from __future__ import annotations
 
+import heapq
 import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -146,6 +147,42 @@ def admission_order(requests: Iterable[Request]) -> list[Request]:
     return sorted(requests, key=lambda request: (request.tokens.astype(">u4").tobytes(), request.prompt_index))
 
 
+class WaitingQueue:
+    """Requests that wait, by priority and by the step since which they wait.
+
+    A request that has left the queue stays in both heaps until it comes to their top.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[RequestState, int] = {}  # and the number of its entry
+        self._by_priority: list[tuple[int, int, int, RequestState]] = []
+        self._by_wait: list[tuple[int, int, int, RequestState]] = []
+        self._entries = count()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, state: RequestState) -> None:
+        """Queue a request."""
+        entry = self._waiting[state] = next(self._entries)
+        heapq.heappush(self._by_priority, (-state.request.priority, state.order, entry, state))
+        heapq.heappush(self._by_wait, (state.waits_since, state.order, entry, state))
+
+    def next(self, waiting_since: int) -> RequestState:
+        """The request that has waited longest, if it has for longer than since that step; else the most urgent one."""
+        longest = self._first(self._by_wait)
+        return longest if longest.waits_since < waiting_since else self._first(self._by_priority)
+
+    def remove(self, state: RequestState) -> None:
+        """A request waits no longer."""
+        del self._waiting[state]
+
+    def _first(self, heap: list[tuple[int, int, int, RequestState]]) -> RequestState:
+        while self._waiting.get(heap[0][3]) != heap[0][2]:
+            heapq.heappop(heap)
+        return heap[0][3]
+
+
 @dataclass(eq=False)
 class Scheduler:
     """The queue of requests, and those in flight.
@@ -167,15 +204,15 @@ class Scheduler:
     most_running: int = sys.maxsize
     policy: MemoryPolicy = field(default_factory=MemoryPolicy)
     steps: int = 0
-    queue: list[RequestState] = field(default_factory=list)
+    queue: WaitingQueue = field(default_factory=WaitingQueue)
     in_flight: list[RequestState] = field(default_factory=list)
     _orders: count[int] = field(default_factory=count)
+    _of_prompts: dict[int, RequestState] = field(default_factory=dict)  # those in flight, by their prompts' sequences
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests that :func:`check_fits` has passed."""
         for request in admission_order(requests):
-            self.queue.append(RequestState(request, next(self._orders), self.steps))
-        self._sort()
+            self.queue.add(RequestState(request, next(self._orders), self.steps))
 
     @property
     def idle(self) -> bool:
@@ -220,7 +257,7 @@ class Scheduler:
         places = self.places - sum(not state.running for state in self.in_flight)
         growth += self.growth() if self.queue else 0
         while self.queue and places > 0:
-            state = self._next()
+            state = self.queue.next(self.steps - self.policy.patience)
             if not self._insert(state, growth):
                 return
             self.queue.remove(state)
@@ -236,52 +273,48 @@ class Scheduler:
         self.in_flight.remove(state)
         self._keep(state)
         state.waits_since = self.steps
-        self.queue.append(state)
-        self._sort()
+        self.queue.add(state)
 
     def close(self) -> None:
         """Release every prompt; what ran is the engine's to release."""
         for state in self.in_flight:
             self.tree.release(state.sequence)
         self.in_flight.clear()
-        self.queue.clear()
-
-    def _sort(self) -> None:
-        self.queue.sort(key=lambda state: (-state.request.priority, state.order))
-
-    def _next(self) -> RequestState:
-        """The request that is next in line."""
-        late = [state for state in self.queue if self.steps - state.waits_since > self.policy.patience]
-        return min(late, key=lambda state: (state.waits_since, state.order)) if late else self.queue[0]
+        self._of_prompts.clear()
+        self.queue = WaitingQueue()
 
     def _keep(self, state: RequestState) -> None:
+        self._of_prompts.pop(state.sequence.id, None)
         self.cache.retain(state.sequence)
         state.prompt = state.first_logits = None
 
     def _insert(self, state: RequestState, growth: int) -> bool:
         """Insert a prompt where it fits beside the growth of what runs; else the tree is only read."""
-        tokens = state.request.tokens
-        found = self.tree.match(tokens)
-        need = pages_for(len(tokens) - found.length, self.tree.page_size) + growth + self.unit(state)
-        with self.cache.pinned(found.node):
-            fits = self.cache.free_pages(need)
-        if not fits:
-            if self.in_flight:
-                return False
-            # Nothing runs: what is in the way is what the cache keeps, and the slots lost at its nodes' ends.
-            self.cache.clear()
+        tokens, size = state.request.tokens, self.tree.page_size
+        more = growth + self.unit(state)
+        if pages_for(len(tokens), size) + more > self.tree.allocator.free:
+            found = self.tree.match(tokens)
+            with self.cache.pinned(found.node):
+                fits = self.cache.free_pages(pages_for(len(tokens) - found.length, size) + more)
+            if not fits:
+                if self.in_flight:
+                    return False
+                # Nothing runs: what is in the way is what the cache retains, and the slots lost at its nodes' ends.
+                self.cache.clear()
         # Eviction may have merged what was found with nodes above it, so it is looked for again.
         state.prompt = self.tree.insert(tokens)
         self.cache.record_hit(state.prompt)
         state.first_logits = self._known_logits(state.prompt)
         self.in_flight.append(state)
+        self._of_prompts[state.prompt.id] = state
         return True
 
     def _known_logits(self, prompt: Sequence) -> Tensor | None:
-        """The first logits of an equal prompt in flight, if they have been computed."""
-        ends = prompt.node.sequences
-        if len(ends) > 1:
-            for state in self.in_flight:
-                if state.sequence.id in ends and state.first_logits is not None:
-                    return state.first_logits
+        """The first logits of an equal prompt in flight, if they have been computed: all that want them get them at
+        once.
+        """
+        for end in prompt.node.sequences:
+            state = self._of_prompts.get(end)
+            if state is not None and (state.first_logits is not None or state.wants_logits):
+                return state.first_logits
         return None

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -126,9 +126,10 @@ class SamplingFields(TypedDict, total=False):
 
 def as_integer(name: str, value: object, least: int, remedy: str, most: float = math.inf) -> int:
     try:
-        if isinstance(value, bool | np.bool_) or not isinstance(value, SupportsIndex):
+        if isinstance(value, bool | np.bool_):
             raise TypeError
-        number = operator.index(value)  # arrays and tensors have it too, and refuse what is no single integer
+        # Arrays and tensors refuse what is no single integer.
+        number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}") from None
     if not least <= number <= most:

@@ -57,7 +57,7 @@ def values_of(tokens: Iterable[int], weights: int = 0) -> list[int]:
     ][1:]
 
 
-def last_value(tokens, weights: int = 0) -> int:
+def last_value(tokens: Sequence[int], weights: int = 0) -> int:
     """The last of ``values_of(tokens, weights)``, of all tokens at once."""
     return zlib.crc32(np.array(tokens, dtype="<i8").tobytes(), weights) & 0xFFFFFF
 
