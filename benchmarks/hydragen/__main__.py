@@ -4,10 +4,9 @@ python -m benchmarks.hydragen [--only a,b,c,d,n] [--quick] [--seconds N] [--out 
 python -m benchmarks.hydragen --resume RESULTS.json ...                                 what that run had no time for
 python -m benchmarks.hydragen --report RESULTS.json                                     figures and report again; no GPU
 
-Results go to DIR/hydragen.json after each row; ``report.toml`` names the experiments; ``--shape tiny`` runs on a CPU.
+Results go to DIR/hydragen.json after each row; ``jobs.toml`` lists them; ``--shape tiny`` runs on a CPU.
 """
 
-import argparse
 import itertools
 import json
 import time
@@ -15,104 +14,79 @@ import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from benchmarks.hydragen import experiments
-from benchmarks.hydragen.report import LAYOUT, write
-from benchmarks.hydragen.step import Rig, complaints, differences
-from benchmarks.runner import OUT_OF_TIME, ROOT, Row, Run, arguments, ceilings, identity
+from benchmarks.hydragen.experiments import Rig, differences
+from benchmarks.hydragen.report import write
+from benchmarks.runner import OUT_OF_TIME, ROOT, Row, Run, arguments, ceilings, free_memory, identity
 from benchmarks.shapes import SHAPES
 
-LETTERS, NAMES = tuple(LAYOUT["sections"]), ("experiment", "shape", "name")
+TABLE, NAMES = tomllib.loads(Path(__file__).with_name("jobs.toml").read_text()), ("experiment", "shape", "name")
 ORDER = ("CodeLlama-7B", "Llama-3.1-8B", "Yi-6B", "8/1 heads", "CodeLlama-13B")
 
 
 def main(given: list[str] | None = None) -> None:
     files: Row = {"out": Path("build/hydragen"), "report": {"type": Path}, "docs": ROOT / "docs"}
-    chosen: Row = {"only": list(LETTERS), "shape": ",".join(ORDER), "quick": False, "seconds": 0.0, "resume": True}
+    chosen: Row = {"only": list(TABLE), "shape": ",".join(ORDER), "quick": False, "seconds": 0.0, "resume": True}
     options = arguments(__doc__, given, **files, **chosen)
     if options.report:
         print(f"wrote {write(json.loads(options.report.read_text()), options.docs)}")
         return
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu" and options.shape != "tiny":
+        raise SystemExit("no CUDA device: on a CPU only --shape tiny runs")
     options.seconds = options.seconds or (150.0 if options.quick else 440.0)
     folder, options.out = options.out, options.out / "hydragen.json"
-    print(f"wrote {options.out}, {write(measure(options), folder)}")  # the report beside the JSON
-
-
-class Job(NamedTuple):
-    """One row of results; see ``jobs.toml``."""
-
-    experiment: str
-    shape: str
-    name: str
-    priority: int
-    seconds: float
-    run: Callable[[Rig], Row]
-
-
-def jobs(letters: list[str], shapes: list[str]) -> Iterator[Job]:
-    known = tomllib.loads(Path(__file__).with_name("jobs.toml").read_text())["jobs"]
-    for letter, shape, of in itertools.product(letters, shapes, known):
-        for priority, rows in of["rows"].get(shape, {}).items() if of["experiment"] == letter else ():
-            for case in (dict(zip(of["columns"], row, strict=True)) for row in rows):
-                run = partial(getattr(experiments, of["run"]), **case)
-                yield Job(letter, shape, of["name"].format(**case), int(priority), of["seconds"], run)
-
-
-def run_jobs(jobs: list[Job], rig_of: Callable[[str], Rig], seconds: float, done: Callable[[Job, Row], None]) -> None:
-    """Do the jobs, shape after shape so that one model is in memory; a job that does not begin in time says so.
-
-    A shape's share of the time is by what its jobs are expected to take; what it leaves goes to those after it.
-    """
-    end, shapes = time.monotonic() + seconds, list(dict.fromkeys(job.shape for job in jobs))
-    for index, shape in enumerate(shapes):
-        of_shape = sorted((job for job in jobs if job.shape == shape), key=lambda job: job.priority)
-        waiting = sum(job.seconds for job in jobs if job.shape in shapes[index:])
-        share = sum(job.seconds for job in of_shape) / max(waiting, 1e-9)
-        mine = time.monotonic() + (end - time.monotonic()) * share
-        rig = rig_of(shape) if mine > time.monotonic() else None
-        try:
-            for job in of_shape:
-                began = time.monotonic()
-                late = rig is None or mine <= began
-                row = {"skipped": OUT_OF_TIME} if late else rig.attempt(partial(job.run, rig))
-                done(job, row | {"seconds": round(time.monotonic() - began, 2)})
-        finally:
-            if rig is not None:
-                rig.drop("arena", "model", "_compiled")
-
-
-def measure(options: argparse.Namespace) -> Row:
-    """Do the jobs and return what is in the JSON."""
-    shapes = options.shape.split(",")
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cpu" and shapes != ["tiny"]:
-        raise SystemExit("no CUDA device: on a CPU only --shape tiny runs")
     run = Run(options, device.type)
     run.result |= {"ceilings": ceilings() if device.type == "cuda" else {}, "checks": {}, "rows": []}
     there = run.taken_up("rows", NAMES, beside=("checks",))
-    asked = [job for job in jobs(options.only, shapes) if not options.quick or job.priority == 1]
-    left = [job for job in asked if identity(job._asdict(), NAMES) not in there]
+    asked = [row for row in jobs(options.only, options.shape.split(",")) if row["priority"] == 1 or not options.quick]
 
     def rig_of(shape: str) -> Rig:
         rig = Rig(SHAPES[shape], device)
         run.result["checks"][shape] = found = differences(rig)
-        rig.wrong = complaints(found)
         print(f"{shape}: difference from ours {found}", flush=True)
         return rig
 
-    def done(job: Job, row: Row) -> None:
-        row = {name: getattr(job, name) for name in NAMES} | row
-        text = f"{len(run.result['rows']) + 1:3d}/{len(asked)} ({job.experiment}) {job.shape:13s} {job.name:28s}"
-        shown = {name: row[name] for name in ("skipped", "floor_ms", "aim_ms", "step_ms", "ours") if name in row}
-        shown |= {name: found.get("step_ms", found.get("skipped")) for name, found in row.get("methods", {}).items()}
-        run.add("rows", row, " | ".join([f"{text} {row['seconds']:6.1f} s", *(f"{n} {x}" for n, x in shown.items())]))
+    def done(row: Row) -> None:
+        text = " ".join(row[name] for name in NAMES)
+        shown = {name: found.get("step_ms", found.get("skipped")) for name, found in row.get("methods", {}).items()}
+        shown |= {name: row[name] for name in ("skipped", "floor_ms", "step_ms", "ours", "seconds") if name in row}
+        run.add("rows", row, f"{len(run.result['rows']) + 1:3d}/{len(asked)} {text}: {shown}")
 
-    run_jobs(sorted(left, key=lambda job: shapes.index(job.shape)), rig_of, options.seconds, done)
+    run_jobs([row for row in asked if identity(row, NAMES) not in there], rig_of, options.seconds, done)
     run.finish()
-    return run.result
+    print(f"wrote {options.out}, {write(run.result, folder)}")  # the report beside the JSON
+
+
+def jobs(letters: list[str], shapes: list[str]) -> Iterator[Row]:
+    """Rows of ``jobs.toml`` without their results."""
+    for shape, letter in itertools.product(shapes, letters):
+        for function, name, of in ((function, *one) for function, by in TABLE[letter].items() for one in by.items()):
+            for priority, given in ((int(at), given) for at, rows in of.get(shape, {}).items() for given in rows):
+                row = {"experiment": letter, "shape": shape, "name": name.format(*given), "priority": priority}
+                yield row | {"function": function, "given": given}
+
+
+def run_jobs(jobs: list[Row], rig_of: Callable[[str], Rig], seconds: float, done: Callable[[Row], None]) -> None:
+    """Do the jobs, shape after shape so that one model is in memory; a job that does not begin in time says so.
+
+    A shape's share of the time is by its number of jobs; what it leaves goes to those after it.
+    """
+    end = time.monotonic() + seconds
+    while jobs:
+        of_shape = [job for job in jobs if job["shape"] == jobs[0]["shape"]]
+        mine = time.monotonic() + (end - time.monotonic()) * len(of_shape) / len(jobs)
+        jobs = [job for job in jobs if job["shape"] != jobs[0]["shape"]]
+        rig = rig_of(of_shape[0]["shape"]) if mine > time.monotonic() else None
+        for job in sorted(of_shape, key=lambda job: job["priority"]):
+            began, run = time.monotonic(), getattr(experiments, job["function"])
+            row = rig.attempt(lambda: run(rig, *job["given"])) if rig and mine > began else {"skipped": OUT_OF_TIME}
+            done(job | row | {"seconds": round(time.monotonic() - began, 2)})
+        rig = None
+        free_memory()
 
 
 if __name__ == "__main__":

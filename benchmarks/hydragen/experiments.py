@@ -1,191 +1,279 @@
 """What each row of ``jobs.toml`` measures: functions of a :class:`Rig` and the row's numbers."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.cpu_sampling import prefill_once
-from benchmarks.hydragen.cases import Case, two_level
-from benchmarks.hydragen.methods import METHODS
-from benchmarks.hydragen.report import SMALLER_FLASH
-from benchmarks.hydragen.step import Rig
-from benchmarks.runner import Row, input_sets, replay_us, wall_seconds
-from benchmarks.tree_attention.rivals import MOST_EXPANDED_BYTES
+from benchmarks.hydragen.methods import METHODS, Case, Core, Parts
+from benchmarks.runner import Row, captured, failure, free_memory, input_sets, replay_us, replayed_ms, wall_seconds
+from benchmarks.shapes import Shape
+from benchmarks.tree_attention.inputs import planner_for
+from benchmarks.tree_attention.rivals import MOST_DIFFERENCE, MOST_EXPANDED_BYTES
+from prefixkit.attention.planner import Planner
+from prefixkit.attention.sharing import CostModel
+from prefixkit.backends.cuda.planner import CudaPlanner
+from prefixkit.engine.report import Report
 from prefixkit.engine.request import Request
-from prefixkit.engine.sharing_report import Report
+from prefixkit.models import ModelRunner, patch
+from prefixkit.models.compile.layers import compile_layer
+from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
 
-FLOORS, SLACK = 1.35, 0.03  # what the aim allows beside the compiled ceiling: of attention's floor, and of all
-STOCK_STEPS, STOCK_WARM = 12, 2  # of stock transformers: those that are timed, after some that warm it up
-QUESTION_TOKENS = 14
+CHECKED, CHECKED_AT = Case(((1, 200), (4, 37)), batch=16, new=24, private=5), 11
+RESERVE_BYTES, CPU_BYTES = 12e9, 1 << 24  # left for activations, logits, graphs and libraries; KV on a CPU
+SMALLER_FLASH, QUESTION_TOKENS, STOCK_STEPS = "flash, fewer at a time", 14, 12
+
+
+class Rig:
+    """One model on one device, and ``capacity`` bytes for KV, else what the model leaves free."""
+
+    def __init__(self, shape: Shape, device: torch.device, capacity: int | None = None) -> None:
+        self.shape, self.device, self.on_gpu = shape, device, device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self.model = patch(shape.build(device, self.dtype), tree_cache="never")  # `generate` is stock here
+        free_memory()
+        free = torch.cuda.mem_get_info(device)[0] - RESERVE_BYTES if self.on_gpu else CPU_BYTES
+        self.capacity = free if capacity is None else capacity
+        self.differ: dict[str, float | str] = {}  # see `differences`
+        self._known: dict[tuple[str, Case | int], Row] = {}
+
+    def planner(self, shares: bool = True) -> Planner:
+        planner = planner_for(self.shape.heads, self.shape.kv_heads, self.shape.head_dim, self.device, self.dtype)
+        if not shares:  # by this cost nothing is worth sharing; only the host plans with it
+            planner.cost = CostModel(item=1e30, kv_byte=0.0, partial_byte=0.0, tile_heads=planner.cost.tile_heads)
+            if isinstance(planner, CudaPlanner):
+                planner.launch, planner.gpu = None, replace(planner.gpu, sharing=planner.cost)
+        return planner
+
+    def spec(self, layers: int | None = None) -> KVSpec:
+        return KVSpec(layers or self.shape.layers, self.shape.kv_heads, self.shape.head_dim, self.dtype, self.device)
+
+    def core(self, method: str, case: Case, layers: int | None = None) -> Core:
+        return METHODS[method](case, self.spec(layers), self.shape.heads)
+
+    def refused(self, method: str, case: Case) -> str | None:
+        """Why a method is not measured."""
+        if isinstance(by := self.differ.get(method, 0.0), str) or not by < MOST_DIFFERENCE:
+            return by if isinstance(by, str) else f"differs from ours by {by} of the norm"
+        needed = METHODS[method].tokens_held(case) * self.spec().bytes_per_token
+        room = f"KV of {needed / 1e9:.1f} GB, capacity {self.capacity / 1e9:.1f} GB"
+        return f"does not fit: {room}" if needed > self.capacity else None
+
+    def attempt(self, run: Callable[[], Row]) -> Row:
+        """What a run without gradients returns, or why it does not."""
+        try:
+            with torch.no_grad():
+                return run()
+        except Exception as error:
+            return {"skipped": failure(error)}
+        finally:
+            if self.on_gpu:
+                free_memory()
+
+    def measure(self, name: str, case: Case) -> Row:
+        """Milliseconds of a method's step at three lengths and tokens per second, or why there are none; once.
+
+        ``METHOD, compiled``: the layers through torch.compile.  Steps without attention differ by their batch alone.
+        """
+        method, key = name.removesuffix(", compiled"), (name, case.batch if name.startswith("none") else case)
+        if why := self.refused(method, case):
+            return {"skipped": why}
+        if key not in self._known:
+            self._known[key] = self.attempt(partial(self._measure, method, case, name != method))
+        return self._known[key]
+
+    def _measure(self, method: str, case: Case, compiled: bool) -> Row:
+        core, planner, times = self.core(method, case), self.planner(METHODS[method].shares), {}
+        run = self.step(core, compiled)
+
+        def ms(new: int) -> float:
+            """The median of as many as take about 400 ms, 5 to 10."""
+            core.at(case.step(new, planner, self.device))
+            with core.installed():
+                graph = captured(run) if self.on_gpu else None
+                each = partial(replayed_ms, graph) if graph else lambda n: [1e3 * s for s in wall_seconds(run, n)]
+                times[new] = float(np.median(each(max(5, min(10, int(400.0 / max(each(1)[0], 1e-3)))))))
+            return times[new]
+
+        step_ms = ms(1) if method == "none" else case.mean(ms)
+        row = {"ms": {str(new): round(took, 4) for new, took in times.items()}, "step_ms": round(step_ms, 4)}
+        return row | {"tokens_per_s": round(case.batch / step_ms * 1e3, 1), "chosen": core.chosen}
+
+    def step(self, core: Core, compiled: bool = False) -> Callable[[], Tensor]:
+        """A step in the patched model, whose likeliest tokens are the next one's."""
+        runner = ModelRunner(self.model, core.pool, compiled, None if self.on_gpu else as_traced)
+        return lambda: core.now.tokens.copy_(runner.compute(core.now).argmax(-1))
+
+    def tokens(self, count: int, seed: int) -> np.ndarray:
+        """``[count]`` random token ids."""
+        return np.random.default_rng(seed).integers(0, self.shape.vocab, count).astype(np.int32)
+
+    def engine(self, prompts: list[np.ndarray], n: int, new: int, compiled: bool = False) -> Row:
+        """Sample ``n`` continuations of each prompt to their full length; ``compiled``: in a second run."""
+        params = SamplingParams(n=n, temperature=1.0, max_new_tokens=new, seed=1)
+        requests = [Request(index, prompt, params) for index, prompt in enumerate(prompts)]
+        budget = int(torch.cuda.mem_get_info(self.device)[0] * 0.85) if self.on_gpu else None  # of what is free
+        engine = make_engine(self.model, requests, kv_budget=budget, compiled=compiled)
+        if compiled:
+            engine.run(requests)
+            engine.report = Report()
+        engine.run(requests)
+        row: Row = {name: getattr(engine.report, name) for name in ("new_tokens", "steps")}
+        row |= {"seconds": round(engine.report.seconds, 4)}
+        return row | {"tokens_per_s": round(engine.report.new_tokens / engine.report.seconds, 1)}
+
+
+def as_traced(graph: Any, inputs: Any) -> Any:
+    """In the place of a compiler, on a CPU."""
+    return compile_layer(graph, inputs, lambda graph, inputs: graph)
+
+
+def differences(rig: Rig) -> dict[str, float | str]:
+    """For each method with parts: the norm of its difference from ours over the norm of ours; or why there is none."""
+    print("seed 7")
+    torch.manual_seed(7)
+    tree, step = rig.core("ours", CHECKED, 1), CHECKED.step(CHECKED_AT, rig.planner(), rig.device)
+    heads = rig.shape.heads, rig.shape.kv_heads, rig.shape.kv_heads
+    q, *kv = (torch.randn(CHECKED.batch, n, rig.shape.head_dim).to(rig.device, rig.dtype) for n in heads)
+    snapshot, node, slots = step.planned.tree.snapshot, step.planned.tree.queries.node, []
+    while node[0] >= 0:  # from the leaves of all sequences to the root
+        slots.insert(0, snapshot.slots(node[:, None], np.arange(snapshot.length[node[0]])[None]))
+        node = snapshot.parent[node]
+    whole = [pages.flatten(0, 1)[torch.from_numpy(np.concatenate(slots, 1)).to(rig.device)] for pages in tree.layers[0]]
+
+    def answer(core: Core) -> Tensor:
+        core.at(step)
+        with core.installed():
+            torch.ops.prefixkit.kv_append(*kv, *core.layers[0], step.slots)
+        return core.attend(0, q).float()
+
+    def difference(name: str) -> Row:
+        core: Any = rig.core(name, CHECKED, 1)
+        core.fill(whole)
+        return {"by": round(float((answer(core) - ours).norm() / ours.norm()), 6)}
+
+    ours, parts = answer(tree), [name for name, kind in METHODS.items() if issubclass(kind, Parts)]
+    found = {name: rig.attempt(partial(difference, name)) for name in parts}
+    rig.differ = {name: by.get("by", by.get("skipped")) for name, by in found.items()}
+    return rig.differ
+
+
+def steps(rig: Rig, case: Case, *names: str) -> Row:
+    """A case with every method, ``NAME, compiled`` too."""
+    row = {"kind": "step", "case": asdict(case), "floor_ms": round(case.mean(partial(case.floor_ms, rig.shape)), 4)}
+    return row | {"methods": {name: rig.measure(name, case) for name in names}}
 
 
 def throughput(rig: Rig, batch: int, prefix: int, new: int) -> Row:
     """Where flash does not fit, also what it reaches at the largest batch that does, a power of two below."""
-    case = two_level(batch, prefix, new)
-    row = step_row(case, rig, ("flash", "hydragen", "ours"), compiled=("ours", "hydragen"))
+    case, plain = Case(((1, prefix),), batch, new), ("none", "flash", "hydragen", "ours")
+    row = steps(rig, case, *plain, "none, compiled", "ours, compiled", "hydragen, compiled")
     if "step_ms" not in row["methods"]["flash"]:
-        while batch > 1 and not rig.fits("flash", replace(case, batch=batch)):
+        while batch > 1 and rig.refused("flash", replace(case, batch=batch)):
             batch //= 2
-        smaller = replace(case, batch=batch)
-        if smaller not in rig.smaller:
-            rig.smaller[smaller] = rig.measure("flash", rig.state(smaller)) | {"batch": batch}
-        row["methods"][SMALLER_FLASH] = rig.smaller[smaller]
-    return row
-
-
-def step_row(case: Case, rig: Rig, methods: tuple[str, ...], compiled: tuple[str, ...] = ()) -> Row:
-    """A case with every method: in the model's own modules, and where they are compiled."""
-    state = rig.state(case)
-    measured: dict[str, Row] = {"none": rig.ceiling(state, False)}
-    if compiled:
-        measured["none, compiled"] = rig.ceiling(state, True)
-    measured |= {method: rig.measure(method, state) for method in methods}
-    measured |= {f"{method}, compiled": rig.measure(method, state, compiled=True) for method in compiled}
-    row = case.row("step", rig.shape) | {"methods": measured}
-    if ceiling := measured.get("none, compiled", {}).get("step_ms"):
-        row["aim_ms"] = round((ceiling + FLOORS * case.mean_floor_ms(rig.shape)) * (1 + SLACK), 4)
+        row["methods"][SMALLER_FLASH] = rig.measure("flash", replace(case, batch=batch)) | {"batch": batch}
     return row
 
 
 def grid(rig: Rig, suffix: int, batches: list[int], prefixes: list[int]) -> Row:
     """One layer's attention, with the shape's heads."""
     one, points = replace(rig.shape, layers=1), []
-    for case in (two_level(batch, prefix, suffix) for prefix in prefixes for batch in batches):
+    for case in (Case(((1, prefix),), batch, suffix) for prefix in prefixes for batch in batches):
         point = {"batch": case.batch, "prefix": case.levels[0][1]}
         point["floor_us"] = round(case.floor_ms(one, suffix) * 1e3, 2)
         points.append(point | {name: _layer_us(rig, name, case) for name in ("flash", "hydragen", "ours")})
-    return {"kind": "grid", "suffix": suffix, "heads": [rig.shape.heads, rig.shape.kv_heads], "points": points}
+    return {"kind": "grid", "suffix": suffix, "heads": [one.heads, one.kv_heads], "points": points}
 
 
 def _layer_us(rig: Rig, method: str, case: Case) -> float | str:
     """Microseconds of one layer.  Where KV held by each sequence is too large, fewer sequences, and scaled."""
-    bytes_held = METHODS[method].kv_bytes(case, rig.shape.bytes_per_token // rig.shape.layers)
+    bytes_held = METHODS[method].tokens_held(case) * rig.spec(1).bytes_per_token
     if method == "flash" and bytes_held > MOST_EXPANDED_BYTES and case.batch > 1:
-        fewer = case.batch // 2
-        smaller = _layer_us(rig, method, replace(case, batch=fewer))
-        return smaller if isinstance(smaller, str) else round(smaller * case.batch / fewer, 2)
+        smaller = _layer_us(rig, method, replace(case, batch=case.batch // 2))
+        return smaller if isinstance(smaller, str) else round(smaller * case.batch / (case.batch // 2), 2)
 
     def timed() -> Row:
         """Calls rotate through layers, so that none finds its KV in the L2."""
         sets = input_sets(bytes_held) if rig.on_gpu else 1
-        core = rig.core(method, rig.state(case), layers=sets)
-        core.at(case.new)
-        size = case.batch, rig.shape.heads, rig.shape.head_dim
-        q = [torch.randn(size, device=rig.device).to(rig.dtype) for _ in range(sets)]
+        core, size = rig.core(method, case, sets), (case.batch, rig.shape.heads, rig.shape.head_dim)
+        core.at(case.step(case.new, rig.planner(), rig.device))
+        q = [torch.randn(size, device=rig.device, dtype=rig.dtype) for _ in range(sets)]
 
-        def call(index: int) -> torch.Tensor:
-            return core.attend(index, q[index], rig.shape.head_dim**-0.5)
+        def call(index: int) -> Tensor:
+            return core.attend(index, q[index])
 
         us = replay_us(call, sets, repeats=5) if rig.on_gpu else 1e6 * wall_seconds(lambda: call(0), warm=1)[0]
         return {"us": round(us, 2)}
 
-    found = rig.attempt(timed)
-    return found.get("skipped") or found["us"]
+    why = rig.refused(method, replace(case, batch=1))
+    return why or (found := rig.attempt(timed)).get("skipped") or found["us"]
 
 
-def document(rig: Rig, length: int, new: int, count: int) -> Row:
+def document(rig: Rig, count: int, length: int, new: int) -> Row:
     """Random tokens stand for the words: times do not depend on them."""
-    text = tokens(length, rig, seed=11)
-    questions = [tokens(QUESTION_TOKENS, rig, seed=1000 + index) for index in range(count)]
-    row = step_row(two_level(count, length, new, private=QUESTION_TOKENS), rig, ("flash", "hydragen", "ours"))
-    whole = [np.concatenate((text, question)) for question in questions]
-    engine_seconds(rig, [prompt[-64:] for prompt in whole], n=1, new=2)
-    prefill = engine_seconds(rig, [text], n=1, new=1)["seconds"]
-    ours = engine_seconds(rig, whole, n=1, new=new)
-    for found in row["methods"].values():
-        if "step_ms" in found:
-            found["total_s"] = round(prefill + found["step_ms"] * new / 1e3, 3)
-    return row | {"engine": ours, "prefill_s": prefill, "question_tokens": QUESTION_TOKENS}
+    text = rig.tokens(length, seed=11)
+    whole = [np.concatenate((text, rig.tokens(QUESTION_TOKENS, seed=1000 + index))) for index in range(count)]
+    row = steps(rig, Case(((1, length),), count, new, QUESTION_TOKENS), "none", "flash", "hydragen", "ours")
+    rig.engine([prompt[-64:] for prompt in whole], n=1, new=2)
+    row["prefill_s"] = rig.engine([text], n=1, new=1)["seconds"]
+    return row | {"engine": rig.engine(whole, n=1, new=new), "question_tokens": QUESTION_TOKENS}
 
 
 def problems(rig: Rig, problems: int, samples: int, shots: int, tokens: int, new: int) -> Row:
     case = Case(((1, shots), (problems, tokens)), problems * samples, new)
-    row = step_row(case, rig, ("flash", "hydragen", "hydragen, two levels", "ours"))
-    for name, found in row["methods"].items():
-        if "step_ms" in found:
-            row["methods"][name] = found | {"decode_s": round(found["step_ms"] * new / 1e3, 3)}
-    return row
+    return steps(rig, case, "none", "flash", "hydragen", "hydragen, two levels", "ours")
 
 
-def samples(rig: Rig, requests: int, prompt: int, new: int, n: int) -> Row:
-    case = Case(((requests, prompt),), requests * n, new)
-    on, off = rig.state(case), rig.state(case, share=False)
-    methods = {"none": rig.ceiling(on, False), "ours, sharing": rig.measure("ours", on)}
-    methods |= {"ours, not sharing": rig.measure("ours", off), "hydragen": rig.measure("hydragen", on)}
-    return case.row("step", rig.shape) | {"n": n, "methods": methods}
-
-
-def tokens(count: int, rig: Rig, seed: int) -> np.ndarray:
-    """``[count]`` random token ids."""
-    return np.random.default_rng(seed).integers(0, rig.shape.vocab, count).astype(np.int32)
-
-
-def engine_seconds(rig: Rig, prompts: list[np.ndarray], n: int, new: int, compiled: bool = False) -> Row:
-    """Sample ``n`` continuations of each prompt to their full length; ``compiled``: in a second run."""
-    rig.drop("arena")
-    params = SamplingParams(n=n, temperature=1.0, max_new_tokens=new, seed=1)
-    requests = [Request(index, prompt, params) for index, prompt in enumerate(prompts)]
-    budget = int(torch.cuda.mem_get_info(rig.device)[0] * 0.85) if rig.on_gpu else None  # of the memory that is free
-    engine = make_engine(rig.model, requests, kv_budget=budget, compiled=compiled)
-    if compiled:
-        engine.run(requests)
-        engine.report = Report()
-    engine.run(requests)
-    report, found = engine.report, {"seconds": round(engine.report.seconds, 4), "new_tokens": engine.report.new_tokens}
-    return found | {"tokens_per_s": round(report.new_tokens / report.seconds, 1), "steps": report.steps}
+def samples(rig: Rig, n: int, requests: int, prompt: int, new: int) -> Row:
+    names = "none", "ours, sharing", "ours, not sharing", "hydragen"
+    return {"n": n} | steps(rig, Case(((requests, prompt),), requests * n, new), *names)
 
 
 def engine(rig: Rig, batch: int, prefix: int, new: int) -> Row:
     """One prompt, ``batch`` samples."""
-    prompt = tokens(prefix, rig, seed=prefix)
-    engine_seconds(rig, [prompt[:64]], n=batch, new=4)  # kernels and the like, which are made once, do not count
-    ours = engine_seconds(rig, [prompt], n=batch, new=new)
-    compiled = engine_seconds(rig, [prompt], n=batch, new=new, compiled=True) if rig.on_gpu else None
-    prefill = engine_seconds(rig, [prompt], n=1, new=1)["seconds"]
-    case = {"batch": batch, "prefix": prefix, "new": new}
-    return {"kind": "engine", "case": case, "ours": ours, "compiled": compiled, "prefill_s": prefill}
+    prompt = rig.tokens(prefix, seed=prefix)
+    rig.engine([prompt[:64]], n=batch, new=4)  # kernels and the like, which are made once, do not count
+    ours = rig.engine([prompt], n=batch, new=new)
+    compiled = rig.engine([prompt], n=batch, new=new, compiled=True) if rig.on_gpu else None
+    row = {"kind": "engine", "case": {"batch": batch, "prefix": prefix, "new": new}, "ours": ours}
+    return row | {"compiled": compiled, "prefill_s": rig.engine([prompt], n=1, new=1)["seconds"]}
 
 
-def latency(rig: Rig, requests: int, prompt: int, new: int, n: int) -> Row:
+def latency(rig: Rig, n: int, requests: int, prompt: int, new: int) -> Row:
     """What a token more takes a run: the difference between a long run and a short one."""
-    prompts = [tokens(prompt, rig, seed=50 + index) for index in range(requests)]
+    prompts = [rig.tokens(prompt, seed=50 + index) for index in range(requests)]
     few = max(new // 4, 2)
-    engine_seconds(rig, prompts, n, 2)
-    short, long = (engine_seconds(rig, prompts, n, count)["seconds"] for count in (few, new))
+    _, short, long = (rig.engine(prompts, n, count)["seconds"] for count in (2, few, new))
     step_ms = round((long - short) / (new - few) * 1e3, 3)
     return {"kind": "engine", "n": n, "case": {"requests": requests, "prompt": prompt}, "step_ms": step_ms}
 
 
-def generate(rig: Rig, batch: int, prompt: int) -> Row:
-    """``model.generate(do_sample=True)``: a step is the difference between a longer run and a shorter one."""
-    rig.drop("arena")
-    model, ids = rig.model, torch.from_numpy(tokens(prompt, rig, seed=3)).long().to(rig.device).expand(batch, -1)
-    ends: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+def stock(rig: Rig, what: str, batch: int, prompt: int) -> Row:
+    """A step of stock transformers: what more of them take than a run that samples one token, over their number."""
+    ids = torch.from_numpy(rig.tokens(prompt, seed=3)).long().to(rig.device)[None]
+    rows = {"input_ids": ids.expand(batch, -1), "attention_mask": torch.ones_like(ids.expand(batch, -1))}
 
-    def seconds(new: int) -> float:
-        given = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, **ends}
-        return wall_seconds(lambda: model.generate(ids, **given), wait=rig.wait)[0]
+    def generate(new: int) -> object:
+        ends = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0, "eos_token_id": None}
+        return rig.model.generate(**rows, **ends, do_sample=True)
 
+    def expand(new: int) -> object:
+        steps = prefill_once(rig.model, ids, batch, lambda logits: torch.multinomial(logits.float().softmax(-1), 1))
+        return list(islice(steps, new))
+
+    run, name = {"generate": (generate, "model.generate"), "expand": (expand, "prefill once, expand")}[what]
+    wait = torch.cuda.synchronize if rig.on_gpu else lambda: None
     with torch.inference_mode():
-        _, short, long = (seconds(new) for new in (STOCK_WARM, STOCK_WARM, STOCK_WARM + STOCK_STEPS))
-    return _stock("model.generate", batch, prompt, (long - short) / STOCK_STEPS, prefill=short)
-
-
-def expand(rig: Rig, batch: int, prompt: int) -> Row:
-    """The prompt's cache computed once and repeated for each sample, then plain steps."""
-    rig.drop("arena")
-    ids = torch.from_numpy(tokens(prompt, rig, seed=3)).long().to(rig.device)[None]
-    steps = prefill_once(rig.model, ids, batch, lambda logits: torch.multinomial(logits.float().softmax(-1), 1))
-    with torch.inference_mode():
-        prefill, *_ = wall_seconds(lambda: next(steps), 1 + STOCK_WARM, wait=rig.wait)
-        seconds = wall_seconds(lambda: [next(steps) for _ in range(STOCK_STEPS)], wait=rig.wait)[0]
-    return _stock("prefill once, expand", batch, prompt, seconds / STOCK_STEPS, prefill)
-
-
-def _stock(what: str, batch: int, prompt: int, step: float, prefill: float) -> Row:
-    rates = {"step_ms": round(step * 1e3, 3), "tokens_per_s": round(batch / step, 1), "prefill_s": round(prefill, 4)}
-    return {"kind": "stock", "what": what, "case": {"batch": batch, "prefix": prompt, "steps": STOCK_STEPS}, **rates}
+        counts = (2, 1, 1 + STOCK_STEPS)  # the first warms up
+        _, short, long = (wall_seconds(partial(run, new), wait=wait)[0] for new in counts)
+    step = (long - short) / STOCK_STEPS
+    row = {"kind": "stock", "what": name, "case": {"batch": batch, "prefix": prompt, "steps": STOCK_STEPS}}
+    return row | {"step_ms": round(step * 1e3, 3), "tokens_per_s": round(batch / step, 1), "prefill_s": round(short, 4)}

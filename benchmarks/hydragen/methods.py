@@ -1,140 +1,125 @@
-"""The attention cores that are compared: each lays KV out in the arena, appends a step's K and V to it, and attends."""
+"""What decodes, and the attention cores that are compared: each lays KV out, appends a step's K and V, and attends."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.hydragen.cases import Case, TreeState
+from benchmarks.kernels import rotated
 from benchmarks.runner import replay_us
+from benchmarks.shapes import Shape
 from benchmarks.tree_attention.rivals import Attend, attend_levels, cudnn, flash
-from benchmarks.tree_attention.workloads import PAGE
-from prefixkit.models.step_cache import CacheLayer
+from benchmarks.tree_attention.workloads import MATMUL_TFLOPS, PAGE, READ_TBPS
+from prefixkit.attention.planner import Planner
+from prefixkit.attention.queries import StepTree
+from prefixkit.attention.step import Step, build_step
+from prefixkit.ops import library
+from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
-
-RESERVE_BYTES = 12e9  # what the model's activations, logits, graphs and libraries take beside weights and KV
-CPU_BYTES = 1 << 24
+from tests.named_trees import leaf_queries, regular
 
 
-class DoesNotFit(Exception):
-    """A case's KV is larger than the arena; says both."""
+@dataclass(frozen=True)
+class Case:
+    """``batch`` sequences below shared levels, each with ``private`` tokens of its own, that sample ``new`` more.
 
+    ``levels`` are ``(nodes, tokens of each)`` from the root down; see ``named_trees.regular``.
+    """
 
-class Arena:
-    """Random numbers for all KV of a run: ``num_bytes`` or what is free; views of them until :meth:`reset`."""
+    levels: tuple[tuple[int, int], ...]
+    batch: int
+    new: int
+    private: int = 0
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, num_bytes: int | None = None) -> None:
-        if num_bytes is None and device.type == "cpu":
-            num_bytes = CPU_BYTES
-        elif num_bytes is None:
-            torch.cuda.empty_cache()
-            num_bytes = max(int(torch.cuda.mem_get_info(device)[0] - RESERVE_BYTES), 0)
-        self.flat = torch.empty(num_bytes // dtype.itemsize, device=device, dtype=dtype).normal_()
-        self.reset()
+    def parts(self, levels: int, new: int) -> list[tuple[int, int]]:
+        """Copies and tokens of each part where so many levels are shared, the sequences' own part last."""
+        own = sum(tokens for _, tokens in self.levels[levels:]) + self.private + new
+        return [*self.levels[:levels], (self.batch, own)]
 
-    def check(self, num_bytes: float) -> None:
-        """Raise DoesNotFit unless so many bytes of KV fit."""
-        if num_bytes > self.flat.nbytes:
-            capacity = self.flat.nbytes / 1e9
-            raise DoesNotFit(f"does not fit: KV of {num_bytes / 1e9:.1f} GB, capacity {capacity:.1f} GB")
+    def floor_ms(self, shape: Shape, new: int) -> float:
+        """Least time of all layers' attention: bytes (KV once, queries, output) over bandwidth, or flops over rate."""
+        parts, rows = self.parts(len(self.levels), new), 4 * shape.layers * shape.heads * shape.head_dim * self.batch
+        moved = sum(nodes * tokens for nodes, tokens in parts) * shape.bytes_per_token + rows
+        return max(moved / READ_TBPS / 1e9, rows * sum(tokens for _, tokens in parts) / MATMUL_TFLOPS / 1e9)
 
-    def reset(self) -> None:
-        self._used = 0
+    def mean(self, of: Callable[[int], float]) -> float:
+        """Mean over a generation, of values at its first token, half and end between which they grow evenly."""
+        return (of(1) + 2 * of(self.new // 2) + of(self.new)) / 4
 
-    def take(self, *shape: int) -> Tensor:
-        """The next numbers, in this shape."""
-        count = math.prod(shape)
-        begin, self._used = self._used, self._used + -(-count // 128) * 128  # aligned
-        self.check(self._used * self.flat.itemsize)
-        return self.flat[begin : begin + count].view(shape)
-
-
-class ArenaPool(KVPool):
-    """A pool whose pages are in an arena."""
-
-    def __init__(self, spec: KVSpec, num_pages: int, arena: Arena) -> None:
-        self._arena = arena
-        super().__init__(spec, num_pages, PAGE)
-
-    def _pages(self) -> tuple[Tensor, ...]:
-        spec, on_cpu = self.spec, self.spec.device.type == "cpu"
-        inner = (PAGE, spec.kv_heads) if on_cpu else (spec.kv_heads, PAGE)
-        pages = self._arena.take(spec.num_layers, self.num_pages, *inner, spec.head_dim)
-        return (pages if on_cpu else pages.transpose(2, 3)).unbind()
+    def step(self, new: int, planner: Planner, device: torch.device) -> Step:
+        """The step that gives each sequence its ``new``-th token, over a tree with the KV of all before it."""
+        snapshot, rows = regular(self.parts(len(self.levels), new)), np.arange(self.batch)
+        queries = leaf_queries(snapshot)
+        snapshot.computed[queries.node] -= 1  # which the step appends
+        return build_step(StepTree(snapshot, queries), rows % 251, rows, planner, device)
 
 
 class Core:
-    """Attention of a decode step; this one does none: what is left is the ceiling."""
+    """Attention of a decode step in a patched model; this one does none: what is left is the ceiling."""
 
-    rotates = False  # whether rotary_append takes queries and keys that are not rotated, where layers are compiled
-    levels: int | None = None  # of the case that are stored once; None: all, in a tree's pages
+    shares = True  # whether its plan reads shared nodes once
 
-    def __init__(self, state: TreeState, spec: KVSpec, heads: int, arena: Arena) -> None:
-        self.state, self.spec, self.heads = state, spec, heads
+    def __init__(self, case: Case, spec: KVSpec, heads: int, pages: int = 2) -> None:
+        self.heads, self.pool = heads, KVPool(spec, pages, PAGE)
+        self.layers = [(self.pool.k(layer), self.pool.v(layer)) for layer in range(spec.num_layers)]
         self.chosen: dict[str, str] = {}  # what it decided for the case, for the record
-        self.pool: KVPool = ArenaPool(spec, 1, arena)
 
     @classmethod
-    def kv_bytes(cls, case: Case, bytes_per_token: int) -> int:
-        """What it holds at the end of a case; one that attends to nothing, nothing."""
-        return 0 if cls is Core else case.tokens_held(cls.levels) * bytes_per_token
+    def tokens_held(cls, case: Case) -> int:
+        """KV at the end of a case."""
+        return 0
 
-    def at(self, new: int) -> None:
-        """Be ready for sequences of so many new tokens."""
-        self.state.at(new)
+    def at(self, step: Step) -> None:
+        """Be ready for this step."""
+        self.now = step
 
-    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Take ``[batch, kv_heads, head_dim]`` of a layer."""
+    def installed(self) -> AbstractContextManager[object]:
+        """A context in which ops, so all of a patched model, find the methods below in the place of a backend's."""
+        return mock.patch.object(library, "backend_for", lambda device: self)
 
-    def rotary_append(self, layer: int, q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate queries and keys if it ``rotates``, append keys and values, and return the queries."""
-        self.append(layer, key, value)
+    def kv_append(self, key: Tensor, value: Tensor, *where: Tensor) -> None:
+        pass
+
+    def rotary_append(self, q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, *where: Tensor) -> Tensor:
+        q, key = rotate(q, key, cos, sin)
+        self.kv_append(key, value, *where)
         return q
 
-    def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
-        """``[batch, heads, head_dim]`` to as much."""
-        return q
+    def tree_attention(self, q: Tensor, *over: Any) -> tuple[Tensor, Tensor]:
+        return q, q.new_empty(q.shape[:2], dtype=torch.float32)
 
-    def installed(self) -> AbstractContextManager[Any]:
-        """A context in which a patched model attends by this core, not over the tree."""
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """``[batch, heads, head_dim]`` to as much, as a patched model does."""
+        over = *self.layers[layer], self.now.positions, self.now.plan, q.shape[-1] ** -0.5, "causal"
+        with self.installed():
+            return torch.ops.prefixkit.tree_attention(q, *over)[0]
 
-        def update(cached: CacheLayer, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            self.append(cached.index, key[0].transpose(0, 1), value[0].transpose(0, 1))
-            cached.appended = True
-            return key, value
 
-        def attend(cached: CacheLayer, query: Tensor, scale: float, *variant: object) -> Tensor:
-            cached.cache.attended[cached.index] += 1
-            return self.attend(cached.index, query[0].transpose(0, 1), scale)[None]
-
-        return mock.patch.multiple(CacheLayer, update=update, attend=attend)
+@torch.compile(disable=not torch.cuda.is_available())
+def rotate(q: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rotated(q, cos, sin), rotated(key, cos, sin)
 
 
 class Tree(Core):
-    """prefixkit: KV in the pages of a tree, one launch a layer.  The patched model does that by itself."""
+    """prefixkit: KV in the pages of a tree, one launch a layer."""
 
-    rotates = True
+    def __init__(self, case: Case, spec: KVSpec, heads: int) -> None:
+        super().__init__(case, spec, heads, self.tokens_held(case) // PAGE)
+        for pages in (pages for layer in self.layers for pages in layer):
+            pages.normal_()
 
-    def __init__(self, state: TreeState, spec: KVSpec, heads: int, arena: Arena) -> None:
-        super().__init__(state, spec, heads, arena)
-        self.pool = ArenaPool(spec, int(state.snapshot.page_indptr[-1]), arena)
+    @classmethod
+    def tokens_held(cls, case: Case) -> int:
+        return sum(nodes * -(-tokens // PAGE) * PAGE for nodes, tokens in case.parts(len(case.levels), case.new))
 
-    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        pages = self.pool.k(layer), self.pool.v(layer)
-        torch.ops.prefixkit.kv_append(key, value, *pages, self.state.step.slots)
-
-    def rotary_append(self, layer: int, q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        pages = self.pool.k(layer), self.pool.v(layer)
-        return torch.ops.prefixkit.rotary_append(q, key, value, cos, sin, *pages, self.state.step.slots)
-
-    def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
-        step, pages = self.state.step, (self.pool.k(layer), self.pool.v(layer))
-        return torch.ops.prefixkit.tree_attention(q, *pages, step.positions, step.plan, scale, "causal")[0]
-
-    def installed(self) -> AbstractContextManager[Any]:
+    def installed(self) -> AbstractContextManager[object]:
         return nullcontext()
 
 
@@ -143,62 +128,71 @@ class Parts(Core):
 
     levels = 0  # flash attention without sharing; 1: Hydragen; more: Hydragen's hierarchy
 
-    def __init__(self, state: TreeState, spec: KVSpec, heads: int, arena: Arena) -> None:
-        super().__init__(state, spec, heads, arena)
-        case, layers, device = state.case, range(spec.num_layers), spec.device
-        shared, self._own = case.levels[: self.levels], case.own(self.levels)
+    def __init__(self, case: Case, spec: KVSpec, heads: int) -> None:
+        super().__init__(case, spec, heads)
+        *shared, (batch, self._own) = case.parts(self.levels, case.new)
         sizes = [(nodes, spec.kv_heads, tokens, spec.head_dim) for nodes, tokens in shared]
-        self.level_kv = [[[arena.take(*size) for _ in "kv"] for size in sizes] for _ in layers]
-        own = case.batch, self._own, spec.kv_heads, spec.head_dim
-        self.own_kv = [[arena.take(*own) for _ in "kv"] for _ in layers]
-        self._group, self._before = heads // spec.kv_heads, self._own - case.new
-        self._below = [case.batch // nodes for nodes, _ in shared]
-        # Of each sequence: tokens that it holds (int32), where its KV and its queries begin, its last token's slot.
-        count = torch.arange(case.batch + 1, dtype=torch.int32, device=device)
-        self._used, self._begin_k = torch.ones_like(count[1:]), count * self._own
-        self._begin_q = {rows: count * rows for rows in (1, self._group)}
-        self._first = torch.arange(case.batch, device=device) * self._own + self._before - 1
-        self._slots = self._first + 1
-        self._attends = [self._fastest(nodes, *kv) for (nodes, _), kv in zip(shared, self.level_kv[0], strict=True)]
+        sizes.append((batch, self._own, spec.kv_heads, spec.head_dim))
+        like: dict[str, Any] = {"device": spec.device, "dtype": spec.dtype}
+        self.kv = {k.data_ptr(): [[torch.randn(of, **like) for _ in "kv"] for of in sizes] for k, _ in self.layers}
+        self._shared, self._below = sum(tokens for _, tokens in shared), [batch // nodes for nodes, _ in shared]
+        rows = torch.arange(batch + 1, dtype=torch.int32, device=spec.device)
+        self._begin = {each: rows * each for each in (1, heads // spec.kv_heads, self._own)}
+        self._attends = [self._fastest(*kv) for kv in self.kv[self.layers[0][0].data_ptr()][:-1]]
 
-    def at(self, new: int) -> None:
-        super().at(new)
-        self._used.fill_(self._before + new)
-        torch.add(self._first, new, out=self._slots)
+    @classmethod
+    def tokens_held(cls, case: Case) -> int:
+        return sum(nodes * tokens for nodes, tokens in case.parts(cls.levels, case.new))
 
-    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        torch.ops.prefixkit.kv_append(key, value, *self.own_kv[layer], self._slots)
+    def at(self, step: Step) -> None:
+        super().at(step)
+        self._used = (step.positions + 1 - self._shared).int()  # tokens that each sequence holds
+        self._slots = self._begin[self._own][:-1] + self._used.long() - 1
 
-    def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
-        k, v = self.own_kv[layer]
-        on_cpu, (batch, _, head_dim), kv_heads = q.device.type == "cpu", q.shape, self.spec.kv_heads
-        if not self.levels and not on_cpu:  # flash packs the query heads of a KV head itself, and splits long KV
-            return self._flash(q, k, v, 1, scale)[0]
+    def fill(self, whole: list[Tensor]) -> None:
+        """Take K and V of all sequences in full, ``[batch, tokens, kv_heads, head_dim]``, to the first layer."""
+        (*levels, own), first = next(iter(self.kv.values())), 0
+        for below, level in zip(self._below, levels, strict=True):
+            for of, dense in zip(whole, level, strict=True):
+                dense.copy_(of[::below, first : first + dense.shape[2]].transpose(1, 2))
+            first += level[0].shape[2]
+        for of, dense in zip(whole, own, strict=True):
+            dense[:, : of.shape[1] - first] = of[:, first:]
+
+    def kv_append(self, key: Tensor, value: Tensor, *where: Tensor) -> None:
+        backend_for(key.device).kv_append(key, value, *self.kv[where[0].data_ptr()][-1], self._slots)
+
+    def tree_attention(self, q: Tensor, *over: Any) -> tuple[Tensor, Tensor]:
+        *levels, own = self.kv[over[0].data_ptr()]
+        if not q.is_cuda:  # there is no such flash attention: whole sequences, by torch
+            shared = zip(self._below, levels, strict=True)
+            parts = [[of.transpose(1, 2).repeat_interleave(below, 0) for of in level] for below, level in shared]
+            k, v = (torch.cat(of, 1).transpose(1, 2) for of in zip(*parts, own, strict=True))
+            seen = (torch.arange(k.shape[2]) <= self.now.positions[:, None])[:, None, None]
+            return scaled_dot_product_attention(q[:, :, None], k, v, seen, enable_gqa=True)[:, :, 0], q
+        if not levels:  # flash packs the query heads of a KV head itself, and splits long KV
+            return self._flash(q, own, 1)
         # The query heads of a KV head together; without groups a view.
-        packed = q.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
-        parts = attend_levels(packed, self.level_kv[layer], self._attends, scale)
-        if on_cpu:
-            beyond = (torch.arange(self._own) >= self._used[:, None])[:, None, None]
-            grouped = packed.view(kv_heads, batch, -1, head_dim).transpose(0, 1)
-            parts.append(plain(grouped, k.transpose(1, 2), v.transpose(1, 2), scale, beyond))
-        else:
-            out, lse = self._flash(packed.transpose(0, 1), k, v, self._group, scale)
-            out = out.view(batch, -1, kv_heads, head_dim).transpose(1, 2)
-            parts.append((out, lse.view(kv_heads, batch, -1).transpose(0, 1)))
+        packed = q.unflatten(1, (own[0].shape[2], -1)).transpose(0, 1).flatten(1, 2)
+        parts = attend_levels(packed, levels, self._attends, q.shape[-1] ** -0.5)
+        out, lse = self._flash(packed.transpose(0, 1), own, packed.shape[1] // len(q))
+        parts.append((out.unflatten(0, (len(q), -1)).transpose(1, 2), lse.unflatten(1, (len(q), -1)).transpose(0, 1)))
         outs, lses = (list(of) for of in zip(*parts, strict=True))
-        return merge_parts(outs, lses, [*self._below, 1], self.heads)
+        from benchmarks.tree_attention.merge import merge  # needs triton
 
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float) -> tuple[Tensor, Tensor]:
+        return merge(outs, lses, [*self._below, 1], self.heads), lse
+
+    def _flash(self, q: Tensor, own: list[Tensor], rows: int) -> tuple[Tensor, Tensor]:
         """Attention of ``rows`` rows of each sequence to its own KV, whose lengths are on the device."""
-        indptr, longest = (self._begin_q[rows], self._begin_k), (rows, self._own)
-        flat, options = (k.flatten(0, 1), v.flatten(0, 1)), {"scale": scale, "seqused_k": self._used}
-        return torch.ops.aten._flash_attention_forward(q, *flat, *indptr, *longest, 0.0, False, False, **options)[:2]
+        sizes = self._begin[rows], self._begin[self._own], rows, self._own, 0.0, False, False
+        flat, options = (of.flatten(0, 1) for of in own), {"scale": q.shape[-1] ** -0.5, "seqused_k": self._used}
+        return torch.ops.aten._flash_attention_forward(q, *flat, *sizes, **options)[:2]
 
-    def _fastest(self, nodes: int, k: Tensor, v: Tensor) -> Attend:
-        """The library that is fastest on a level; plain matrix products on a CPU."""
-        ways = {"plain": plain} if k.device.type == "cpu" else {"flash": flash, "cudnn": cudnn}
-        rows = self.state.case.batch * self._group // nodes
-        q = torch.randn(nodes, len(k[0]), rows, k.shape[-1], device=k.device, dtype=k.dtype)
+    def _fastest(self, k: Tensor, v: Tensor) -> Attend:
+        """The library that is fastest on a level."""
+        ways, (nodes, kv_heads, tokens, head_dim) = {"flash": flash, "cudnn": cudnn}, k.shape
+        rows = (len(self._begin[1]) - 1) // nodes * self.heads // kv_heads
+        q = torch.randn(nodes, kv_heads, rows, head_dim, device=k.device, dtype=k.dtype)
 
         def us(name: str) -> float:
             try:
@@ -206,8 +200,8 @@ class Parts(Core):
             except RuntimeError:  # it cannot run
                 return math.inf
 
-        best = min(ways, key=us) if len(ways) > 1 else "plain"
-        self.chosen[f"level of {nodes} x {k.shape[2]}"] = best
+        best = min(ways, key=us) if k.is_cuda else "flash"
+        self.chosen[f"level of {nodes} x {tokens}"] = best
         return ways[best]
 
 
@@ -217,27 +211,6 @@ METHODS: dict[str, type[Core]] = {
     "hydragen": type("Hydragen", (Parts,), {"levels": 1}),
     "hydragen, two levels": type("HydragenTwo", (Parts,), {"levels": 2}),
     "ours": Tree,
+    "ours, sharing": Tree,
+    "ours, not sharing": type("Unshared", (Tree,), {"shares": False}),
 }
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, beyond: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``[nodes, kv_heads, rows, head_dim]`` and log-sum-exp, by matrix products, without tokens that are ``beyond``."""
-    scores = (q.float() @ k.float().transpose(-1, -2)) * scale
-    scores = scores if beyond is None else scores.masked_fill(beyond, float("-inf"))
-    lse = scores.logsumexp(-1)
-    return ((scores - lse[..., None]).exp() @ v.float()).to(q.dtype), lse
-
-
-def merge_parts(parts: list[Tensor], lses: list[Tensor], rows_per_node: list[int], heads: int) -> Tensor:
-    """``[rows, heads, head_dim]`` of all parts: one fused kernel, or plain torch on a CPU; see ``merge.merge``."""
-    if parts[0].device.type != "cpu":
-        from benchmarks.tree_attention.merge import merge
-
-        return merge(parts, lses, rows_per_node, heads)
-
-    def by_row(part: Tensor, rows: int) -> Tensor:
-        return part.unflatten(2, (rows, -1)).transpose(1, 2).reshape(-1, heads, part.shape[-1])
-
-    outs = [by_row(part, rows) for part, rows in zip(parts, rows_per_node, strict=True)]
-    weights = [by_row(lse[..., None], rows) for lse, rows in zip(lses, rows_per_node, strict=True)]
-    return (torch.stack(outs).float() * torch.stack(weights).softmax(0)).sum(0).to(parts[0].dtype)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
+
 import numpy as np
 
 from prefixkit.attention.queries import Queries
@@ -48,16 +51,13 @@ def tree_of(name: str) -> TreeSnapshot:
     kind, *rest = name.split()
     size = {part[0]: int(part[1:]) for part in rest if part[1:].isdigit()}
     if kind == "2L":
-        return tree([-1] + [0] * size["b"], [size["p"]] + [size["s"]] * size["b"])
+        return regular([(1, size["p"]), (size["b"], size["s"])])
     if kind == "beam":
         return binary(size["d"], prefix=2048, branch=64)
-    parent, length, above = [], [], -1
     if name == "3L fewshot":
-        parent, length = [-1], [2400]
-        for _ in range(8):
-            problem = len(parent)
-            parent, length = [*parent, 0, *[problem] * 128], [*length, 400, *[256] * 128]
-    elif kind == "chain":
+        return regular([(1, 2400), (8, 400), (8 * 128, 256)])
+    parent, length, above = [], [], -1
+    if kind == "chain":
         parent, length = [-1], [size["p"]]
         for _ in range(size["b"]):
             first = len(parent)
@@ -71,6 +71,24 @@ def tree_of(name: str) -> TreeSnapshot:
             above = spine
     else:
         raise ValueError(f"no tree is named {name!r}; see tree_of for the names")
+    return tree(parent, length)
+
+
+def regular(levels: Iterable[tuple[int, int]]) -> TreeSnapshot:
+    """Levels of ``(nodes, tokens of each)`` from the roots down; a level's nodes have equally many below them."""
+    nodes, tokens = zip(*levels, strict=True)
+    if any(below % above for above, below in pairwise(nodes)):
+        raise ValueError(f"each level must have a multiple of the nodes above it, got {list(nodes)}")
+    parent, length = [], []
+
+    def grow(level: int, above: int, count: int) -> None:
+        for _ in range(count):
+            parent.append(above)
+            length.append(tokens[level])
+            if level + 1 < len(nodes):
+                grow(level + 1, len(parent) - 1, nodes[level + 1] // nodes[level])
+
+    grow(0, -1, nodes[0])
     return tree(parent, length)
 
 
