@@ -67,7 +67,7 @@ def jobs(letters: list[str], shapes: list[str]) -> Iterator[Row]:
         for function, name, of in ((function, *one) for function, by in TABLE[letter].items() for one in by.items()):
             for priority, given in ((int(at), given) for at, rows in of.get(shape, {}).items() for given in rows):
                 row = {"experiment": letter, "shape": shape, "name": name.format(*given), "priority": priority}
-                yield row | {"function": function, "given": given}
+                yield row | {"run": getattr(experiments, function), "given": given}
 
 
 def run_jobs(jobs: list[Row], rig_of: Callable[[str], Rig], seconds: float, done: Callable[[Row], None]) -> None:
@@ -82,10 +82,10 @@ def run_jobs(jobs: list[Row], rig_of: Callable[[str], Rig], seconds: float, done
         jobs = [job for job in jobs if job["shape"] != jobs[0]["shape"]]
         rig = rig_of(of_shape[0]["shape"]) if mine > time.monotonic() else None
         for job in sorted(of_shape, key=lambda job: job["priority"]):
-            began, run = time.monotonic(), getattr(experiments, job["function"])
-            row = rig.attempt(lambda: run(rig, *job["given"])) if rig and mine > began else {"skipped": OUT_OF_TIME}
+            began, run = time.monotonic(), partial(job.pop("run"), rig, *job["given"])
+            row = rig.attempt(run) if rig and mine > began else {"skipped": OUT_OF_TIME}
             done(job | row | {"seconds": round(time.monotonic() - began, 2)})
-        rig = None
+        rig = run = None
         free_memory()
 
 

@@ -84,28 +84,29 @@ class Rig:
         ``METHOD, compiled``: the layers through torch.compile.  Steps without attention differ by their batch alone.
         """
         method, key = name.removesuffix(", compiled"), (name, case.batch if name.startswith("none") else case)
-        if why := self.refused(method, case):
-            return {"skipped": why}
+        times: dict[int, float] = {}
+
+        def timed() -> Row:
+            core, planner = self.core(method, case), self.planner(METHODS[method].shares)
+            run = self.step(core, name != method)
+
+            def ms(new: int) -> float:
+                """The median of as many as take about 400 ms, 5 to 10."""
+                core.at(case.step(new, planner, self.device))
+                with core.installed():
+                    graph = captured(run) if self.on_gpu else None
+                    each = partial(replayed_ms, graph) if graph else lambda n: [1e3 * s for s in wall_seconds(run, n)]
+                    times[new] = float(np.median(each(max(5, min(10, int(400.0 / max(each(1)[0], 1e-3)))))))
+                return times[new]
+
+            step_ms = ms(1) if method == "none" else case.mean(ms)
+            rates = {"step_ms": round(step_ms, 4), "tokens_per_s": round(case.batch / step_ms * 1e3, 1)}
+            return {"ms": {str(new): round(took, 4) for new, took in times.items()}, **rates, "chosen": core.chosen}
+
+        why = self.refused(method, case)
         if key not in self._known:
-            self._known[key] = self.attempt(partial(self._measure, method, case, name != method))
-        return self._known[key]
-
-    def _measure(self, method: str, case: Case, compiled: bool) -> Row:
-        core, planner, times = self.core(method, case), self.planner(METHODS[method].shares), {}
-        run = self.step(core, compiled)
-
-        def ms(new: int) -> float:
-            """The median of as many as take about 400 ms, 5 to 10."""
-            core.at(case.step(new, planner, self.device))
-            with core.installed():
-                graph = captured(run) if self.on_gpu else None
-                each = partial(replayed_ms, graph) if graph else lambda n: [1e3 * s for s in wall_seconds(run, n)]
-                times[new] = float(np.median(each(max(5, min(10, int(400.0 / max(each(1)[0], 1e-3)))))))
-            return times[new]
-
-        step_ms = ms(1) if method == "none" else case.mean(ms)
-        row = {"ms": {str(new): round(took, 4) for new, took in times.items()}, "step_ms": round(step_ms, 4)}
-        return row | {"tokens_per_s": round(case.batch / step_ms * 1e3, 1), "chosen": core.chosen}
+            self._known[key] = {"skipped": why} if why else self.attempt(timed)
+        return dict(self._known[key])
 
     def step(self, core: Core, compiled: bool = False) -> Callable[[], Tensor]:
         """A step in the patched model, whose likeliest tokens are the next one's."""
@@ -237,23 +238,14 @@ def samples(rig: Rig, n: int, requests: int, prompt: int, new: int) -> Row:
     return {"n": n} | steps(rig, Case(((requests, prompt),), requests * n, new), *names)
 
 
-def engine(rig: Rig, batch: int, prefix: int, new: int) -> Row:
-    """One prompt, ``batch`` samples."""
-    prompt = rig.tokens(prefix, seed=prefix)
-    rig.engine([prompt[:64]], n=batch, new=4)  # kernels and the like, which are made once, do not count
-    ours = rig.engine([prompt], n=batch, new=new)
-    compiled = rig.engine([prompt], n=batch, new=new, compiled=True) if rig.on_gpu else None
-    row = {"kind": "engine", "case": {"batch": batch, "prefix": prefix, "new": new}, "ours": ours}
-    return row | {"compiled": compiled, "prefill_s": rig.engine([prompt], n=1, new=1)["seconds"]}
-
-
-def latency(rig: Rig, n: int, requests: int, prompt: int, new: int) -> Row:
-    """What a token more takes a run: the difference between a long run and a short one."""
-    prompts = [rig.tokens(prompt, seed=50 + index) for index in range(requests)]
-    few = max(new // 4, 2)
-    _, short, long = (rig.engine(prompts, n, count)["seconds"] for count in (2, few, new))
-    step_ms = round((long - short) / (new - few) * 1e3, 3)
-    return {"kind": "engine", "n": n, "case": {"requests": requests, "prompt": prompt}, "step_ms": step_ms}
+def engine(rig: Rig, n: int, prompt: int, new: int, requests: int = 1) -> Row:
+    """Whole runs, as they are and compiled; a step is what more tokens take a run than one that samples a few."""
+    prompts, few = [rig.tokens(prompt, seed=prompt + index) for index in range(requests)], max(new // 4, 2)
+    _, first, short, long = (rig.engine(prompts, n, count) for count in (2, 1, few, new))  # the first warms up
+    compiled = rig.engine(prompts, n, new, compiled=True) if rig.on_gpu else None
+    step_ms = round((long["seconds"] - short["seconds"]) / (new - few) * 1e3, 3)
+    row = {"kind": "engine", "n": n, "case": {"batch": n * requests, "prefix": prompt, "new": new}, "ours": long}
+    return row | {"compiled": compiled, "prefill_s": first["seconds"], "step_ms": step_ms}
 
 
 def stock(rig: Rig, what: str, batch: int, prompt: int) -> Row:

@@ -34,7 +34,8 @@ def write(result: Row, folder: Path) -> Path:
     missing = [itemgetter(*why)(row) for row in result["rows"] if "skipped" in row]
     parts = {"machine": machine(result), "checks": table(("shape", *methods), rows), "missing": table(why, missing)}
     for letter, section in SECTIONS.items():
-        if rows := [flat(row) for row in result["rows"] if row["experiment"] == letter and "skipped" not in row]:
+        rows = [flat(row) for row in result["rows"] if row["experiment"] == letter and "skipped" not in row]
+        if any(row["kind"] in ("step", "grid") for row in rows):
             name, (text, figure) = section.__name__, section(rows)
             figure.savefig(folder / "hydragen" / f"{name}.svg", metadata={"Date": None})
             parts[name] = f"{text}\n\n![{name}](hydragen/{name}.svg)"

@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from benchmarks.hydragen.__main__ import LETTERS, Job, main, run_jobs
-from benchmarks.hydragen.cases import Case, TreeState, case_tree, mean, two_level
-from benchmarks.hydragen.experiments import SMALLER_FLASH, throughput
-from benchmarks.hydragen.methods import CPU_BYTES, METHODS, Arena, DoesNotFit, Parts
+from benchmarks.hydragen.__main__ import TABLE, main, run_jobs
+from benchmarks.hydragen.experiments import SMALLER_FLASH, Rig, differences, throughput
+from benchmarks.hydragen.methods import METHODS, Case, Parts
 from benchmarks.hydragen.report import number
-from benchmarks.hydragen.step import CompiledStep, Rig, complaints, differences
+from benchmarks.runner import ROOT
 from benchmarks.shapes import LLAMA_8B, TINY
 from benchmarks.tree_attention.workloads import workload
-from prefixkit.attention.gpu_cost import H200
-from prefixkit.attention.sharing import HeadShape
-from prefixkit.backends.cuda.device_planner import CudaPlanner
-from prefixkit.models.step_cache import CacheLayer
+from prefixkit.ops import library
 
 CPU = torch.device("cpu")
+
+
+def two_level(batch, prefix, new, private=0):
+    return Case(((1, prefix),), batch, new, private)
 
 
 def test_floors_are_those_of_the_workloads():
@@ -34,31 +33,34 @@ def test_floors_are_those_of_the_workloads():
 
 def test_what_each_method_holds():
     case = Case(((1, 100), (4, 40)), batch=16, new=8, private=3)
-    held = {name: kind.kv_bytes(case, 1) for name, kind in METHODS.items()}
+    held = {name: kind.tokens_held(case) for name, kind in METHODS.items()}
     assert held == {
         "none": 0,
         "flash": 16 * 151,
         "hydragen": 100 + 16 * 51,
         "hydragen, two levels": 100 + 160 + 16 * 11,
-        "ours": 112 + 4 * 48 + 16 * 16,
+        **dict.fromkeys(("ours", "ours, sharing", "ours, not sharing"), 112 + 4 * 48 + 16 * 16),
     }
 
 
 def test_a_cases_tree_is_in_depth_first_order():
-    snapshot, nodes = case_tree(Case(((1, 20), (2, 5)), batch=4, new=6, private=1))
+    case, rig = Case(((1, 20), (2, 5)), batch=4, new=6, private=1), Rig(TINY, CPU)
+    step = case.step(6, rig.planner(), CPU)
+    snapshot = step.planned.tree.snapshot
     assert snapshot.parent.tolist() == [-1, 0, 1, 1, 0, 4, 4]
-    assert [of.tolist() for of in nodes] == [[0], [1, 4], [2, 3, 5, 6]]
     assert snapshot.length.tolist() == [20, 5, 7, 7, 5, 7, 7]
+    assert step.positions.tolist() == [31] * 4
 
 
 def test_levels_must_divide():
     with pytest.raises(ValueError, match="multiple of the nodes above it"):
-        Case(((2, 10), (3, 10)), batch=6, new=4)
+        Case(((2, 10), (3, 10)), batch=6, new=4).step(1, Rig(TINY, CPU).planner(), CPU)
 
 
 def test_a_mean_step_weighs_the_middle_twice():
-    assert mean({1: 1.0, 4: 2.0, 8: 3.0}) == 2.0
-    assert mean({1: 1.0, 4: 1.0, 8: 5.0}) == 2.0
+    case = two_level(1, 1, 8)
+    assert case.mean({1: 1.0, 4: 2.0, 8: 3.0}.__getitem__) == 2.0
+    assert case.mean({1: 1.0, 4: 1.0, 8: 5.0}.__getitem__) == 2.0
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -69,75 +71,65 @@ def test_all_methods_compute_the_same(kv_heads):
     assert all(by < 1e-5 for by in found.values()), found
 
 
+def test_a_method_that_forgets_what_is_appended_differs(monkeypatch):
+    monkeypatch.setattr(Parts, "kv_append", lambda *_: None)
+    assert all(by > 0.02 for by in differences(Rig(TINY, CPU)).values())
+
+
 def test_a_method_that_differs_is_not_measured():
-    rig = Rig(TINY, CPU)
-    rig.wrong = complaints({"flash": 0.001, "hydragen": 0.5, "hydragen, two levels": "TypeError: no"})
-    state = rig.state(two_level(2, 16, 4))
-    assert "step_ms" in rig.measure("flash", state)
-    assert rig.measure("hydragen", state) == {"skipped": "ValueError: differs from ours by 0.5 of the norm"}
-    assert rig.measure("hydragen, two levels", state) == {"skipped": "ValueError: TypeError: no"}
+    rig, case = Rig(TINY, CPU), two_level(2, 16, 4)
+    rig.differ = {"flash": 0.001, "hydragen": 0.5, "hydragen, two levels": "TypeError: no"}
+    assert "step_ms" in rig.measure("flash", case)
+    assert rig.measure("hydragen", case) == {"skipped": "differs from ours by 0.5 of the norm"}
+    assert rig.measure("hydragen, two levels", case) == {"skipped": "TypeError: no"}
 
 
 def test_what_does_not_fit_is_a_result():
-    rig = Rig(TINY, CPU)
-    found = rig.measure("flash", rig.state(two_level(64, 4096, 4)))
+    found = Rig(TINY, CPU).measure("flash", two_level(64, 4096, 4))
     assert found["skipped"].startswith("does not fit: KV of 0.1 GB")
-    with pytest.raises(DoesNotFit):
-        Arena(CPU, torch.float32, 4000).take(1001)
 
 
 def test_flash_gets_the_largest_batch_that_fits():
-    rig = Rig(TINY, CPU)
-    row = throughput(rig, 64, 4096, 4)
+    rig = Rig(TINY, CPU, capacity=1 << 20)
+    row = throughput(rig, 16, 512, 4)
     found = row["methods"][SMALLER_FLASH]
-    per_sequence = 4100 * rig.spec().bytes_per_token
-    assert found["batch"] * per_sequence <= CPU_BYTES < 2 * found["batch"] * per_sequence
+    per_sequence = 516 * rig.spec().bytes_per_token
+    assert found["batch"] * per_sequence <= rig.capacity < 2 * found["batch"] * per_sequence
     assert number(row, SMALLER_FLASH, "tokens_per_s") == found["tokens_per_s"] > 0
 
 
-def test_a_step_grows_in_place():
-    state = Rig(TINY, CPU).state(two_level(3, 20, 8, private=2))
-    kept = state.step
-    state.at(5)
-    assert state.step.positions is kept.positions and state.step.slots is kept.slots
-    assert kept.positions.tolist() == [26] * 3
-    assert state.step.length.tolist() == [20, 7, 7, 7]
-    assert state.planner.plans_made == 2
-
-
 def test_no_sharing_is_a_plan_that_reads_each_path():
-    rig = Rig(TINY, CPU)
-    case = two_level(4, 64, 4)
-    reads = [rig.state(case, share).step for share in (True, False)]
-    assert reads[1].kv_tokens_read == reads[1].kv_tokens_unshared
+    rig, case = Rig(TINY, CPU), two_level(4, 64, 4)
+    step = case.step(4, rig.planner(shares=False), CPU)
+    assert step.kv_tokens_read == step.kv_tokens_unshared
 
 
 @pytest.mark.parametrize("method", ["none", "hydragen", "ours"])
 def test_compiled_modules_choose_the_models_tokens(method):
-    rig = Rig(TINY, CPU)
-    state = rig.state(two_level(6, 24, 8))
-    core = rig.core(method, state)
-    core.at(3)
-    before = CacheLayer.update, CacheLayer.attend
-    with torch.no_grad():
-        first = state.step.tokens.clone()
-        by_functions = CompiledStep(rig.model, compile=False)(first, state.step.positions, core)
-        with core.installed():
-            rig.step(core)()
-    assert torch.equal(state.step.tokens, by_functions)
-    assert (CacheLayer.update, CacheLayer.attend) == before
+    rig, case = Rig(TINY, CPU), two_level(6, 24, 8)
+    core, before = rig.core(method, case), library.backend_for
+    core.at(case.step(3, rig.planner(), CPU))
+    first, chosen = core.now.tokens.clone(), []
+    for compiled in (False, True):
+        core.now.tokens.copy_(first)
+        with torch.no_grad(), core.installed():
+            rig.step(core, compiled)()
+        chosen.append(core.now.tokens.clone())
+    assert torch.equal(*chosen) and library.backend_for is before
 
 
 def test_time_is_shared_between_shapes_and_what_is_late_says_so():
-    jobs = [
-        Job("a", shape, f"{shape} {priority}", priority, 1.0, lambda rig: {}) for shape in "xy" for priority in (2, 1)
-    ]
-    jobs.append(Job("a", "y", "y 3", 3, 1.0, lambda rig: {"of": rig.missing}))
+    def jobs():
+        order = [("x", 2), ("x", 1), ("y", 2), ("y", 1), ("y", 3)]
+        runs = [lambda rig: {}] * 4 + [lambda rig: {"of": rig.missing}]
+        named = [{"shape": shape, "name": f"{shape} {at}", "priority": at, "given": ()} for shape, at in order]
+        return [job | {"run": run} for job, run in zip(named, runs, strict=True)]
+
     rows: dict[str, dict[str, object]] = {}
-    run_jobs(jobs, lambda name: Rig(TINY, CPU), 1e6, lambda job, row: rows.update({job.name: row}))
+    run_jobs(jobs(), lambda name: Rig(TINY, CPU), 1e6, lambda row: rows.update({row["name"]: row}))
     assert list(rows) == ["x 1", "x 2", "y 1", "y 2", "y 3"]
     assert rows["y 3"]["skipped"].startswith("AttributeError")
-    run_jobs(jobs, lambda name: Rig(TINY, CPU), 0.0, lambda job, row: rows.update({job.name: row}))
+    run_jobs(jobs(), lambda name: Rig(TINY, CPU), 0.0, lambda row: rows.update({row["name"]: row}))
     assert {row["skipped"] for row in rows.values()} == {"out of time"}
 
 
@@ -145,7 +137,7 @@ def test_everything_end_to_end(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     main(["--shape", "tiny", "--out", str(tmp_path / "run")])
     found = json.loads((tmp_path / "run" / "hydragen.json").read_text())
-    assert {row["experiment"] for row in found["rows"]} == set(LETTERS)
+    assert {row["experiment"] for row in found["rows"]} == set(TABLE)
     assert not [row for row in found["rows"] if "skipped" in row]
     methods = [row["methods"] for row in found["rows"] if "methods" in row]
     assert not [method for row in methods for method in row.values() if "skipped" in method]
@@ -153,7 +145,7 @@ def test_everything_end_to_end(tmp_path, capsys):
     page = (tmp_path / "docs" / "hydragen.md").read_text()
     assert page == (tmp_path / "run" / "hydragen.md").read_text()
     pictures = {path.name for path in (tmp_path / "docs" / "hydragen").iterdir()}
-    assert all(f"](hydragen/{name})" in page for name in pictures) and len(pictures) == len(LETTERS)
+    assert all(f"](hydragen/{name})" in page for name in pictures) and len(pictures) == len(TABLE)
 
 
 def test_a_run_takes_up_what_an_earlier_one_had_no_time_for(tmp_path, capsys):
@@ -181,13 +173,7 @@ def test_only_takes_known_experiments(capsys):
     assert "got z" in capsys.readouterr().err
 
 
-def test_a_gpus_plan_of_any_length_is_in_tensors_that_stay():
-    state = TreeState(two_level(40, 300, 64), CudaPlanner(HeadShape(4, 2, 16, 2), H200, 132), CPU)
-    addresses = [tensor.data_ptr() for tensor in state.step.plan]
-    for new in (1, 40, 64):
-        state.at(new)
-        assert [tensor.data_ptr() for tensor in state.step.plan] == addresses
-        planned = state.step.planned
-        arrays = (*planned.plan.arrays(), *planned.tree.arrays())
-        for ours, expected in zip(state.step.plan, arrays, strict=True):
-            assert np.array_equal(ours[: len(expected)].numpy(), expected)
+def test_the_page_is_made_again_from_the_recorded_results(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    main(["--report", str(ROOT / "benchmarks" / "results" / "h200_hydragen.json"), "--docs", str(tmp_path)])
+    assert (tmp_path / "hydragen.md").read_text() == (ROOT / "docs" / "hydragen.md").read_text()
