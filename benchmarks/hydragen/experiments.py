@@ -187,10 +187,10 @@ def throughput(rig: Rig, batch: int, prefix: int, new: int) -> Row:
 def grid(rig: Rig, suffix: int, batches: list[int], prefixes: list[int]) -> Row:
     """One layer's attention, with the shape's heads."""
     one, points = replace(rig.shape, layers=1), []
-    for case in (Case(((1, prefix),), batch, suffix) for prefix in prefixes for batch in batches):
-        point = {"batch": case.batch, "prefix": case.levels[0][1]}
-        point["floor_us"] = round(case.floor_ms(one, suffix) * 1e3, 2)
-        points.append(point | {name: _layer_us(rig, name, case) for name in ("flash", "hydragen", "ours")})
+    for batch, prefix in ((batch, prefix) for prefix in prefixes for batch in batches):
+        case = Case(((1, prefix),), batch, suffix)
+        point: Row = {name: _layer_us(rig, name, case) for name in ("flash", "hydragen", "ours")}
+        points.append(point | {"batch": batch, "prefix": prefix, "floor_us": 1e3 * case.floor_ms(one, suffix)})
     return {"kind": "grid", "suffix": suffix, "heads": [one.heads, one.kv_heads], "points": points}
 
 
@@ -200,22 +200,18 @@ def _layer_us(rig: Rig, method: str, case: Case) -> float | str:
     if method == "flash" and bytes_held > MOST_EXPANDED_BYTES and case.batch > 1:
         smaller = _layer_us(rig, method, replace(case, batch=case.batch // 2))
         return smaller if isinstance(smaller, str) else round(smaller * case.batch / (case.batch // 2), 2)
+    sets, heads = input_sets(bytes_held) if rig.on_gpu else 1, (rig.shape.heads, rig.shape.head_dim)
 
     def timed() -> Row:
         """Calls rotate through layers, so that none finds its KV in the L2."""
-        sets = input_sets(bytes_held) if rig.on_gpu else 1
-        core, size = rig.core(method, case, sets), (case.batch, rig.shape.heads, rig.shape.head_dim)
+        core, q = rig.core(method, case, sets), torch.randn(sets, case.batch, *heads).to(rig.device, rig.dtype)
         core.at(case.step(case.new, rig.planner(), rig.device))
-        q = [torch.randn(size, device=rig.device, dtype=rig.dtype) for _ in range(sets)]
-
-        def call(index: int) -> Tensor:
-            return core.attend(index, q[index])
-
-        us = replay_us(call, sets, repeats=5) if rig.on_gpu else 1e6 * wall_seconds(lambda: call(0), warm=1)[0]
-        return {"us": round(us, 2)}
+        if rig.on_gpu:
+            return {"us": replay_us(lambda index: core.attend(index, q[index]), sets, repeats=5)}
+        return {"us": 1e6 * wall_seconds(lambda: core.attend(0, q[0]), warm=1)[0]}
 
     why = rig.refused(method, replace(case, batch=1))
-    return why or (found := rig.attempt(timed)).get("skipped") or found["us"]
+    return why or (found := rig.attempt(timed)).get("skipped") or round(found["us"], 2)
 
 
 def document(rig: Rig, count: int, length: int, new: int) -> Row:

@@ -25,6 +25,8 @@ from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 from tests.named_trees import leaf_queries, regular
 
+ALL = 99  # levels
+
 
 @dataclass(frozen=True)
 class Case:
@@ -45,7 +47,7 @@ class Case:
 
     def floor_ms(self, shape: Shape, new: int) -> float:
         """Least time of all layers' attention: bytes (KV once, queries, output) over bandwidth, or flops over rate."""
-        parts, rows = self.parts(len(self.levels), new), 4 * shape.layers * shape.heads * shape.head_dim * self.batch
+        parts, rows = self.parts(ALL, new), 4 * shape.layers * shape.heads * shape.head_dim * self.batch
         moved = sum(nodes * tokens for nodes, tokens in parts) * shape.bytes_per_token + rows
         return max(moved / READ_TBPS / 1e9, rows * sum(tokens for _, tokens in parts) / MATMUL_TFLOPS / 1e9)
 
@@ -55,7 +57,7 @@ class Case:
 
     def step(self, new: int, planner: Planner, device: torch.device) -> Step:
         """The step that gives each sequence its ``new``-th token, over a tree with the KV of all before it."""
-        snapshot, rows = regular(self.parts(len(self.levels), new)), np.arange(self.batch)
+        snapshot, rows = regular(self.parts(ALL, new)), np.arange(self.batch)
         queries = leaf_queries(snapshot)
         snapshot.computed[queries.node] -= 1  # which the step appends
         return build_step(StepTree(snapshot, queries), rows % 251, rows, planner, device)
@@ -65,16 +67,20 @@ class Core:
     """Attention of a decode step in a patched model; this one does none: what is left is the ceiling."""
 
     shares = True  # whether its plan reads shared nodes once
+    levels: int | None = None  # of the case that are stored once, in whole pages; None: there is no KV
+    page = 1
 
-    def __init__(self, case: Case, spec: KVSpec, heads: int, pages: int = 2) -> None:
+    def __init__(self, case: Case, spec: KVSpec, heads: int) -> None:
+        pages = self.tokens_held(case) // PAGE if self.page == PAGE else 2  # by which ops tell layers
         self.heads, self.pool = heads, KVPool(spec, pages, PAGE)
-        self.layers = [(self.pool.k(layer), self.pool.v(layer)) for layer in range(spec.num_layers)]
+        self.layers = [(self.pool.k(layer).normal_(), self.pool.v(layer).normal_()) for layer in range(spec.num_layers)]
         self.chosen: dict[str, str] = {}  # what it decided for the case, for the record
 
     @classmethod
     def tokens_held(cls, case: Case) -> int:
         """KV at the end of a case."""
-        return 0
+        parts = [] if cls.levels is None else case.parts(cls.levels, case.new)
+        return sum(nodes * -(-tokens // cls.page) * cls.page for nodes, tokens in parts)
 
     def at(self, step: Step) -> None:
         """Be ready for this step."""
@@ -110,14 +116,7 @@ def rotate(q: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
 class Tree(Core):
     """prefixkit: KV in the pages of a tree, one launch a layer."""
 
-    def __init__(self, case: Case, spec: KVSpec, heads: int) -> None:
-        super().__init__(case, spec, heads, self.tokens_held(case) // PAGE)
-        for pages in (pages for layer in self.layers for pages in layer):
-            pages.normal_()
-
-    @classmethod
-    def tokens_held(cls, case: Case) -> int:
-        return sum(nodes * -(-tokens // PAGE) * PAGE for nodes, tokens in case.parts(len(case.levels), case.new))
+    levels, page = ALL, PAGE
 
     def installed(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -139,10 +138,6 @@ class Parts(Core):
         rows = torch.arange(batch + 1, dtype=torch.int32, device=spec.device)
         self._begin = {each: rows * each for each in (1, heads // spec.kv_heads, self._own)}
         self._attends = [self._fastest(*kv) for kv in self.kv[self.layers[0][0].data_ptr()][:-1]]
-
-    @classmethod
-    def tokens_held(cls, case: Case) -> int:
-        return sum(nodes * tokens for nodes, tokens in case.parts(cls.levels, case.new))
 
     def at(self, step: Step) -> None:
         super().at(step)
