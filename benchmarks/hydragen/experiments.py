@@ -18,9 +18,9 @@ from benchmarks.tree_attention.inputs import planner_for
 from benchmarks.tree_attention.rivals import MOST_DIFFERENCE, MOST_EXPANDED_BYTES
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.sharing import CostModel
-from prefixkit.backends.cuda.planner import CudaPlanner
-from prefixkit.engine.report import Report
+from prefixkit.backends.cuda.device_planner import CudaPlanner
 from prefixkit.engine.request import Request
+from prefixkit.engine.sharing_report import Report
 from prefixkit.models import ModelRunner, patch
 from prefixkit.models.compile.layers import compile_layer
 from prefixkit.ops.kv_pool import KVSpec

@@ -23,7 +23,7 @@ from prefixkit.attention.step import Step, build_step
 from prefixkit.ops import library
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.kv_pool import KVPool, KVSpec
-from tests.named_trees import leaf_queries, regular
+from prefixkit.testing.named_trees import leaf_queries, regular
 
 ALL = 99  # levels
 
