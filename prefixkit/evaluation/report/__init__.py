@@ -4,7 +4,10 @@ The caller fills :class:`Facts`; :func:`write_report` writes the page and its nu
 """
 
 from prefixkit.evaluation.report.curves import curves_of
-from prefixkit.evaluation.report.facts import (
+from prefixkit.evaluation.report.files import as_json, write_report
+from prefixkit.evaluation.report.page import render_page
+from prefixkit.evaluation.report.pass_at_k import Curve, Point, estimate, ks_up_to, pass_at_k_curve
+from prefixkit.evaluation.report.run_summary import (
     OUTCOMES,
     Branch,
     Candidate,
@@ -16,9 +19,6 @@ from prefixkit.evaluation.report.facts import (
     Saved,
     SavedRow,
 )
-from prefixkit.evaluation.report.files import as_json, write_report
-from prefixkit.evaluation.report.page import render_page
-from prefixkit.evaluation.report.pass_at_k import Curve, Point, estimate, ks_up_to, pass_at_k_curve
 
 __all__ = [
     "OUTCOMES",

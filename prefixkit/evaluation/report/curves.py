@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefixkit.evaluation.report.facts import Facts
 from prefixkit.evaluation.report.pass_at_k import Curve, Point, ks_up_to, pass_at_k_curve
+from prefixkit.evaluation.report.run_summary import Facts
 
 
 def curves_of(facts: Facts) -> tuple[Curve, ...]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from prefixkit.evaluation.report.axes import Scale, Tick, log_ticks, nice_range, steps
-from prefixkit.evaluation.report.facts import Progress
 from prefixkit.evaluation.report.numbers import duration, percent, plural, short, time_unit
 from prefixkit.evaluation.report.pass_at_k import Curve
+from prefixkit.evaluation.report.run_summary import Progress
 
 WIDE, NARROW = 840, 340  # pixels
 LINE = 14.0  # between the labels of lines

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from prefixkit.evaluation.report.curves import curves_of
-from prefixkit.evaluation.report.facts import Facts
 from prefixkit.evaluation.report.page import render_page
+from prefixkit.evaluation.report.run_summary import Facts
 from prefixkit.paths import replacing
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prefixkit.evaluation.report.axes import Scale, Tick, nice_range
-from prefixkit.evaluation.report.facts import Branch, Picture
 from prefixkit.evaluation.report.figures import WIDE
 from prefixkit.evaluation.report.numbers import plural
+from prefixkit.evaluation.report.run_summary import Branch, Picture
 from prefixkit.evaluation.report.shown import cut_end
 
 _LETTER = 6.2  # pixels of a character, about

@@ -17,10 +17,10 @@ from markupsafe import Markup
 
 from prefixkit.evaluation.report import numbers
 from prefixkit.evaluation.report.curves import best_at, curves_of, last_k
-from prefixkit.evaluation.report.facts import Facts
 from prefixkit.evaluation.report.figures import MOST_BANDS, NARROW, WIDE, curve_figure, progress_figures
 from prefixkit.evaluation.report.icicle import icicle, outline, said
 from prefixkit.evaluation.report.pass_at_k import Curve
+from prefixkit.evaluation.report.run_summary import Facts
 from prefixkit.evaluation.report.shown import code, cut_end, visible
 from prefixkit.evaluation.report.verdict_figures import (
     CELL,

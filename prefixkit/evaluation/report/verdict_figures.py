@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefixkit.evaluation.report.facts import OUTCOMES, Facts, Problem, hardness
 from prefixkit.evaluation.report.numbers import count, percent
+from prefixkit.evaluation.report.run_summary import OUTCOMES, Facts, Problem, hardness
 
 BAR = 120  # pixels of a bar in the table
 FEW, MANY = 24, 300  # problems: up to so many, a cell of the strip has room for its number; beyond, cells are small

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from prefixkit.evaluation.report.curves import best_at, curves_of, last_k
-from prefixkit.evaluation.report.facts import Group
 from prefixkit.evaluation.report.pass_at_k import Curve, estimate, ks_up_to, pass_at_k_curve
+from prefixkit.evaluation.report.run_summary import Group
 from tests.evaluation.report.runs import small
 
 
