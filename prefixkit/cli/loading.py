@@ -54,14 +54,15 @@ def load_model(location: str, dtype: str, device: str, revision: str | None = No
 def empty_model(location: str, dtype: str) -> Any:
     """The model without its weights: shapes and types only, nothing downloaded but its config."""
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from prefixkit.torch_private import without_memory
 
     with _loading(location, "config"):
         config: Any = AutoConfig.from_pretrained(location, trust_remote_code=False)
     stored = getattr(config.get_text_config(), "dtype", None)
     wanted = (stored or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    with _loading(location, "model"), FakeTensorMode():  # tensors with shape, type and device, but no memory
+    with _loading(location, "model"), without_memory():  # tensors with shape, type and device, but no memory
         return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=wanted, trust_remote_code=False
         )

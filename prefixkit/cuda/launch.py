@@ -18,6 +18,7 @@ from cuda.bindings import driver  # imported only where cuda-core is
 from prefixkit.checking import checked
 from prefixkit.cuda.jit import Function
 from prefixkit.cuda.struct_layout import Struct
+from prefixkit.torch_private import current_device, raw_stream
 
 _T = TypeVar("_T")
 
@@ -100,13 +101,13 @@ def launch(
         with torch.cuda.device(device):
             torch.cuda.current_stream(device)
         _buffer.devices.add(device)
-    if torch._C._cuda_getDevice() != device:
+    if current_device() != device:
         with torch.cuda.device(device):
             return launch(function, layout, values, grid, block, shared, describe, cooperative, pdl, cluster)
     if shared > FREE_SHARED and _shared.get(function.handle, 0) < shared:
         _allow_shared(function, shared, describe)
     layout.packer.pack_into(_buffer.bytes, 0, *values)
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = raw_stream(device)
     if cooperative or pdl or cluster > 1:
         config = _config(grid, block, shared, stream, cooperative, pdl, cluster)
         (status,) = driver.cuLaunchKernelEx(config, function.handle, _buffer.address, 0)

@@ -14,6 +14,7 @@ from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant, attention_sinks, compose, register, sliding_window, soft_cap
 from prefixkit.models.model_errors import NotPatched
 from prefixkit.ops.kv_pool import KVPool
+from prefixkit.torch_private import mark_dynamic
 
 
 class Compiled(Protocol):
@@ -129,7 +130,7 @@ class TracedStep:
         # Numbers of rows, and a tree's and a plan's sizes, change from step to step: graphs are made for any.
         for tensor in (self.slots, self.positions, *self.plan):
             if len(tensor) > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                mark_dynamic(tensor, 0)
 
 
 class Layer:

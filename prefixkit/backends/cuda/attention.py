@@ -24,6 +24,7 @@ from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.cuda.tensor_maps import holds_groups, kept_maps
 from prefixkit.ops.arguments import BadDevice, BadShape, check_attention, check_packed, check_positions
 from prefixkit.ops.backend import NotCapturable
+from prefixkit.torch_private import raw_stream, stream_captures
 
 log = logging.getLogger("prefixkit")
 
@@ -101,7 +102,7 @@ def tree_attention(
         check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
     rows, heads, head_dim = q.shape
     device = function.device
-    stream, capturing = torch._C._cuda_getCurrentRawStream(device), torch._C._cuda_isCurrentStreamCapturing()
+    stream, capturing = raw_stream(device), stream_captures()
     out = torch.empty_like(q)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
     partials = work[5].shape[0] * heads  # every partial row merges once

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental import _config as shapes_config
 from torch.utils._pytree import tree_leaves
 
@@ -39,6 +38,7 @@ from prefixkit.models.step_cache import CacheLayer, StepCache
 from prefixkit.models.weights.state import plain_numbers
 from prefixkit.ops import library
 from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.torch_private import compile_graph, compiler_errors, mark_dynamic
 
 log = logging.getLogger("prefixkit")
 
@@ -50,14 +50,12 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
 
     What it makes stays in torch's cache on disk, for other processes.
     """
-    from torch._inductor.compile_fx import compile_fx
-
     # Worker processes start in more time than they save: a layer has few kernels.
     patches = {"triton.cudagraphs": False, "compile_threads": 1}
     # A key has the names of our ops, but neither their results' strides nor what they write to.
     tag = f"{torch.compiler.config.cache_key_tag} prefixkit {_contracts()}"
     with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
-        compiled: Any = compile_fx(graph, inputs, config_patches=patches)
+        compiled: Any = compile_graph(graph, inputs, patches)
     return compiled  # type: ignore[no-any-return]
 
 
@@ -176,7 +174,7 @@ class CompiledLayers:
         made, before, began = self.made, self.graphs, time.perf_counter()
         try:
             result = self._call(copy, *given)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        except compiler_errors() as error:
             # No part of the step has run yet: these errors come from the compiler.
             if capturing():
                 raise
@@ -198,7 +196,7 @@ class CompiledLayers:
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 rows = [dim for dim, size in enumerate(tensor.shape) if size == self._rows > 1]
-                torch._dynamo.maybe_mark_dynamic(tensor, rows)
+                mark_dynamic(tensor, rows)
         # Sizes that are equal by chance when a graph is made may differ later.
         with shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             result = made.functions[key](copy.current(), args, kwargs)

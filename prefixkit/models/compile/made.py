@@ -8,8 +8,9 @@ from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
+
+from prefixkit.torch_private import forget_compiled
 
 
 class Made:
@@ -43,6 +44,6 @@ def drop(modules: Iterable[nn.Module]) -> None:
         with made.lock:
             made.dropped = True
             for code in made.codes:
-                torch._C._dynamo.eval_frame.reset_code(code)
+                forget_compiled(code)
             made.functions.clear()
             made.ready.clear()

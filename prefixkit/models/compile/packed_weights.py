@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.models.weights.borrowed import borrowed
+from prefixkit.torch_private import tensors_over
 
 # Kernels load vectors of so many bytes: each weight must begin at a multiple.
 ALIGN = 16
@@ -47,7 +48,7 @@ def movable(weights: Sequence[Tensor]) -> bool:
     if any(weight.device.type == "cpu" and weight.untyped_storage().is_shared() for weight in weights):
         return False
     storages = Counter(weight.untyped_storage()._cdata for weight in weights)
-    return all(_holders(weight) - _NO_TENSORS == storages[weight.untyped_storage()._cdata] for weight in weights)
+    return all(tensors_over(weight) == storages[weight.untyped_storage()._cdata] for weight in weights)
 
 
 def pack(weights: Sequence[Tensor]) -> Tensor:
@@ -109,12 +110,3 @@ def unpack(weights: Iterable[Tensor]) -> None:
 def moves() -> int:
     """How often weights of any model have been moved in this process."""
     return _moves
-
-
-def _holders(tensor: Tensor) -> int:
-    """Tensors over the memory of this one, and what the question itself adds to the count."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-# The count of a storage that no tensor is over.
-_NO_TENSORS = _holders(torch.empty(1, device="cpu")) - 1

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._guards import detect_fake_mode
 
 from prefixkit.models.compile.packed_weights import ALIGN, movable, pack, packed_view
+from prefixkit.torch_private import fake_mode_of
 
 log = logging.getLogger("prefixkit")
 
@@ -60,7 +60,7 @@ def compile_packed(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compi
         A function of the inputs of ``graph``.  It raises ValueError if weights must be moved during the capture of a
         CUDA graph.
     """
-    mode = detect_fake_mode(inputs)
+    mode = fake_mode_of(inputs)
     copied = copy_of(graph)
     # In the order of the inputs, also once some are gone.
     given = dict(zip(copied.graph.find_nodes(op="placeholder"), inputs, strict=True))

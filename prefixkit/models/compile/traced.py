@@ -6,6 +6,7 @@ import torch
 
 from prefixkit.models.layer import Layer, TracedStep, register_variant
 from prefixkit.ops.kv_pool import KVPool
+from prefixkit.torch_private import mark_dynamic
 
 
 class TracedLayer(Layer):
@@ -14,7 +15,7 @@ class TracedLayer(Layer):
     def __init__(self, index: int, pool: KVPool, step: TracedStep, window: int | None) -> None:
         super().__init__(index, pool, step, window)
         for pages in (self.k_pages, self.v_pages):  # graphs are made for pools of any size
-            torch._dynamo.maybe_mark_dynamic(pages, [0, 1])
+            mark_dynamic(pages, [0, 1])
 
     def variant(self, cap: float | None, sinks: bool) -> str:
         """The same, as a constant of the graph."""

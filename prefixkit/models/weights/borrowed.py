@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from prefixkit.torch_private import storage_over
+
 _lock = threading.Lock()
 _steps: int | None = None  # None: nothing counts them yet
 
@@ -19,7 +21,7 @@ def borrowed(
 ) -> Tensor:
     """A tensor over memory that others hold: contiguous rows from an address on, valid for as long as they hold it."""
     size = (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * dtype.itemsize
-    memory = torch._C._construct_storage_from_data_pointer(begin, device, size)
+    memory = storage_over(begin, device, size)
     return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, tuple(shape), tuple(stride))
 
 

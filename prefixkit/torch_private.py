@@ -1,0 +1,120 @@
+"""What prefixkit takes of torch beyond its public names: looked up here alone, each with what stands in where it is
+gone.
+
+``missing`` names what this torch lacks; a test looks at it, so that a new torch that lacks something shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import reduce
+from importlib import import_module
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, UntypedStorage
+
+missing: list[str] = []
+
+
+def private(module: str, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """The function at a dotted ``name`` in a module of torch, or ``otherwise``, which is then noted in ``missing``."""
+    try:
+        return reduce(getattr, name.split("."), import_module(module))  # type: ignore[return-value]
+    except (ImportError, AttributeError):
+        missing.append(f"{module}.{name}")
+        return otherwise
+
+
+# -- what each launch of a kernel asks; the public names check what is known here, which takes microseconds ------------
+
+
+def public_stream(device: int) -> int:
+    """The address of the current stream of a device."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def public_capturing() -> bool:
+    """Whether the current stream captures a graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+raw_stream: Callable[[int], int] = private("torch", "_C._cuda_getCurrentRawStream", public_stream)
+current_device: Callable[[], int] = private("torch", "_C._cuda_getDevice", torch.cuda.current_device)
+stream_captures: Callable[[], bool] = private("torch", "_C._cuda_isCurrentStreamCapturing", public_capturing)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def public_storage(begin: int, device: torch.device, size: int) -> UntypedStorage:
+    """Memory that others hold as a storage, by numpy's and CUDA's array interfaces."""
+    interface = {"data": (begin, False), "shape": (size,), "typestr": "|u1", "version": 3}
+    if device.type == "cpu":
+        return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface))).untyped_storage()
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device).untyped_storage()
+
+
+storage_over: Callable[[int, torch.device, int], UntypedStorage] = private(
+    "torch", "_C._construct_storage_from_data_pointer", public_storage
+)
+_use_count: Callable[[int], int] = private("torch", "_C._storage_Use_Count", lambda storage: 0)
+
+
+def _uses(tensor: Tensor) -> int:
+    return _use_count(tensor.untyped_storage()._cdata)
+
+
+_NO_TENSORS = _uses(torch.empty(1, device="cpu")) - 1  # what the question itself adds to the count
+
+
+def tensors_over(tensor: Tensor) -> int | None:
+    """How many tensors there are over the memory of this one, itself included; None where torch does not tell."""
+    count = _uses(tensor)
+    return count - _NO_TENSORS if count else None
+
+
+# -- the compiler, which takes a second to import: looked up when it is used -------------------------------------------
+
+
+def mark_dynamic(tensor: Tensor, dims: int | Sequence[int]) -> None:
+    """Sizes in these dimensions may change between calls of a traced function; without it torch finds out by itself."""
+    private("torch._dynamo", "maybe_mark_dynamic", lambda tensor, dims: None)(tensor, dims)
+
+
+def forget_compiled(code: CodeType) -> None:
+    """Drop what was compiled for a function's code; where there is no name for that, all that was compiled."""
+    private("torch", "_C._dynamo.eval_frame.reset_code", lambda code: torch.compiler.reset())(code)
+
+
+def fake_mode_of(inputs: Sequence[Any]) -> Any:
+    """The mode that fake tensors among these belong to; None where there are none."""
+
+    def of_tensors(inputs: Sequence[Any]) -> Any:
+        return next((mode for one in inputs if (mode := getattr(one, "fake_mode", None)) is not None), None)
+
+    return private("torch._guards", "detect_fake_mode", of_tensors)(inputs)
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """A context in which new tensors have shape, type and device, but no memory; else the meta device."""
+    made: AbstractContextManager[Any] = private(
+        "torch._subclasses.fake_tensor", "FakeTensorMode", lambda: torch.device("meta")
+    )()
+    return made
+
+
+def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Any:
+    """A graph compiled by Inductor; where that has another name, the graph as it is."""
+    return private("torch._inductor.compile_fx", "compile_fx", lambda graph, inputs, config_patches: graph)(
+        graph, inputs, config_patches=patches
+    )
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What the compiler raises where it does not compile a function."""
+    names = ("TorchDynamoException", "FailOnRecompileLimitHit")
+    return tuple(private("torch._dynamo.exc", name, RuntimeError) for name in names)  # type: ignore[misc]
