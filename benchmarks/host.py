@@ -168,7 +168,7 @@ def plans(run: Run, name: str, case: Case, repeats: int) -> None:
         if torch.cuda.is_available():
             sms = torch.cuda.get_device_properties(0).multi_processor_count
             planner = GraphPlanner(shape, step.snapshot.num_nodes, capacity_for(step, shape, sms), "cuda")
-            planner.load(step)
+            planner.upload(step)
             row["gpu_us"] = replay_us(lambda _, planner=planner: planner.plan(), repeats=10)  # it plans over and over
             line += f"   GPU {row['gpu_us']:7.1f}"
         run.add("results", row, line)

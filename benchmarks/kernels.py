@@ -126,7 +126,7 @@ def sampling_row(rows: int, vocab: int, dtype: torch.dtype, rivals: bool) -> Row
         rng, sampler = np.random.default_rng(SEED), Sampler(rows, vocab, "cuda")
         each, histories = [params[row % len(params)] for row in range(rows)], rng.integers(0, vocab, (rows, 1000))
         keys = rng.integers(0, 2**64, rows, dtype=np.uint64)
-        sampler.load(slice(None), SamplingBatch(each, keys, np.zeros(rows, dtype=int), list(histories)))
+        sampler.upload_params(slice(None), SamplingBatch(each, keys, np.zeros(rows, dtype=int), list(histories)))
         found["us"][name] = replay_us(lambda index, sampler=sampler: sampler.sample(sets[index]), len(sets))
         assert int(sampler.tokens.min()) >= 0
     for name, run in RIVALS.items() if rivals else ():  # the host's part included: what waits cannot be captured

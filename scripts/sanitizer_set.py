@@ -78,7 +78,7 @@ def plan_tree() -> None:
         shape, cost = random_shape(rng), random_cost(rng)
         capacity = capacity_for(StepTree(snapshot, queries), shape, 132, cost)
         planner = GraphPlanner(shape, snapshot.num_nodes, capacity, GPU, cost, 132)
-        planner.load(StepTree(snapshot, queries))
+        planner.upload(StepTree(snapshot, queries))
         planner.plan()
         expected = specified(snapshot, queries, shape, cost, 132).arrays()
         assert all(np.array_equal(a, b) for a, b in zip(held_by(planner.work), expected, strict=True))
@@ -102,7 +102,7 @@ def sample() -> None:
         histories = [rng.integers(0, vocab, 30) for _ in range(rows)]
         keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
         sampler = Sampler(rows + 1, vocab, GPU)
-        sampler.load(slice(0, rows), SamplingBatch(params, keys, steps, histories))
+        sampler.upload_params(slice(0, rows), SamplingBatch(params, keys, steps, histories))
         there = torch.cat((logits, logits[:1])).to(GPU)
         tokens, _ = sampler.sample(there)
         expected, _ = sample_tokens(logits.float(), params, uniforms(keys, steps), histories)

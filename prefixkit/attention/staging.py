@@ -1,4 +1,4 @@
-"""Arrays that the host writes and a device reads, brought there with one copy that the host does not wait for."""
+"""Arrays that the host writes and a device reads, uploaded by one copy that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -14,52 +14,54 @@ from prefixkit.tree.snapshot import Ints
 
 
 class Staged:
-    """Int32 arrays of fixed shapes on a device, and their images in the host's pinned memory.
+    """Int32 arrays of fixed shapes on a device, and staging buffers for them in the host's pinned memory.
 
     Attributes:
         tensors: On the device, each beginning at a multiple of 16 bytes; zero at first.
-        arrays: On the host, to be written between :meth:`begin` and :meth:`send`.
+        arrays: On the host, to be written between :meth:`writable` and :meth:`upload`.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device | str) -> None:
         target = torch.device(device)
         size, parts = carved_size(shapes), [(shape, False) for shape in shapes]
-        self._there = torch.zeros(size, dtype=torch.int32, device=target)
-        self._here = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=target.type == "cuda")
-        self._sent = torch.cuda.Event() if target.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.tensors: list[Tensor] = carve(self._there, parts)
-        self.arrays: list[Ints] = [view.numpy() for view in carve(self._here, parts)]
+        self._on_device = torch.zeros(size, dtype=torch.int32, device=target)
+        self._on_host = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=target.type == "cuda")
+        self._uploaded = torch.cuda.Event() if target.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.tensors: list[Tensor] = carve(self._on_device, parts)
+        self.arrays: list[Ints] = [view.numpy() for view in carve(self._on_host, parts)]
 
-    def begin(self) -> list[Ints]:
-        """The host's arrays, once the last copy has left them."""
-        if self._sent is not None:
-            self._sent.synchronize()
+    def writable(self) -> list[Ints]:
+        """The host's arrays, once the last upload has read them."""
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
         return self.arrays
 
-    def copy(self) -> None:
-        """:meth:`send` for a CUDA graph: the caller must not write the arrays again before a replay has run."""
-        self._there.copy_(self._here, non_blocking=True)
+    def enqueue_copy(self) -> None:
+        """:meth:`upload` for a CUDA graph: the caller must not write the arrays again before a replay has run."""
+        self._on_device.copy_(self._on_host, non_blocking=True)
 
-    def send(self) -> None:
-        """Copy all of them, on the device's current stream."""
-        self.copy()
-        if self._sent is not None:
-            self._sent.record(torch.cuda.current_stream(self._there.device))
+    def upload(self) -> None:
+        """Copy all arrays to the device, on its current stream."""
+        self.enqueue_copy()
+        if self._uploaded is not None:
+            self._uploaded.record(torch.cuda.current_stream(self._on_device.device))
 
 
 def upload(arrays: Sequence[NDArray[np.signedinteger]], device: torch.device) -> list[Tensor]:
     """Copies of int32 and int64 arrays on a device, parts of one tensor, each beginning at a multiple of 16 bytes.
 
-    On a GPU all come in one copy on the current stream, out of pinned memory that torch keeps until it has left; the
+    On a GPU one copy on the current stream uploads all, from pinned memory that torch holds until the copy has run; the
     host does not wait.
     """
     counts = [array.nbytes // 4 for array in arrays]
-    here = torch.empty(sum(counts) + 3 * len(counts), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    image, at = here.numpy(), 0
+    staged = torch.empty(
+        sum(counts) + 3 * len(counts), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+    )
+    image, at = staged.numpy(), 0
     for array, count in zip(arrays, counts, strict=True):
         image[at : at + count].view(array.dtype)[:] = array.ravel()
         at += count + -count % 4
-    return carve(here.to(device, non_blocking=True), [(array.shape, array.dtype == np.int64) for array in arrays])
+    return carve(staged.to(device, non_blocking=True), [(array.shape, array.dtype == np.int64) for array in arrays])
 
 
 def carved_size(shapes: Sequence[tuple[int, ...]]) -> int:

@@ -125,7 +125,7 @@ class Engine:
         self, prompts: Ordered[NDArray[np.int32]], continuations: Ordered[Ordered[NDArray[np.int32]]], vocab: int
     ) -> list[list[Score]]:
         """The score of each continuation of each prompt, while nothing runs; see ``engine/score.py``."""
-        self.runner.begin()
+        self.runner.start_call()
         self.report.begin(self.runner, self.runs)
         began, given = time.perf_counter(), (self.runner, self.pool, self.cache, prompts, continuations)
         try:
@@ -164,7 +164,7 @@ class Engine:
         """Step until nothing is left, and give every page back, whatever happens."""
         interrupted = False
         try:
-            self.runner.begin()
+            self.runner.start_call()
             self.report.begin(self.runner, self.runs)
             self.scheduler.submit(requests)
             self.report.prompts += len(requests)

@@ -53,7 +53,7 @@ class Choice:
 
 
 class GraphPlanner(Protocol):
-    """Makes plans on a device into tensors whose addresses stay: what a captured decode step reads.
+    """Makes plans on a device into static buffers: what a captured decode step reads.
 
     Attributes:
         capacity: What a plan may hold.
@@ -67,14 +67,14 @@ class GraphPlanner(Protocol):
     length: Tensor
     work: list[Tensor]
 
-    def load(self, tree: StepTree) -> None:
-        """Bring a tree and its queries to the device; PlanTooLarge if it does not fit."""
+    def upload(self, tree: StepTree) -> None:
+        """Upload a tree and its queries; PlanTooLarge if it does not fit."""
 
-    def write(self, tree: StepTree) -> None:
-        """The host's part of :meth:`load`."""
+    def stage(self, tree: StepTree) -> None:
+        """The host's part of :meth:`upload`."""
 
-    def bring(self) -> None:
-        """Bring what :meth:`write` wrote last; a CUDA graph can capture it."""
+    def enqueue_copy(self) -> None:
+        """Copy what :meth:`stage` wrote last to the device; a CUDA graph can capture it."""
 
     def plan(self) -> list[Tensor]:
         """Launch the planner on the current stream."""

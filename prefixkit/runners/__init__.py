@@ -1,1 +1,1 @@
-"""What launches decode steps: CUDA graphs over arrays whose addresses stay."""
+"""What launches decode steps: CUDA graphs over static buffers."""

@@ -137,8 +137,8 @@ class Runner(Protocol):
     def drop_graphs(self) -> None:
         """Drop graphs, which read the model's weights where they were captured."""
 
-    def begin(self) -> None:
-        """A call begins: what the model's steps read may lie elsewhere than in the call before."""
+    def start_call(self) -> None:
+        """A call starts: what the model's steps read may lie elsewhere than in the call before."""
 
     def launch(self, batch: Batch) -> None:
         """Start the first step of a batch, in place of the last batch, whose unread steps are discarded."""

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -36,9 +37,36 @@ class Capture(Protocol):
         """GPU memory of that pool."""
 
 
+class SampledBy(Enum):
+    """Who samples from the logits of a captured step."""
+
+    GRAPH = "graph"
+    HOST = "host"  # after each replay, because logits processors run there
+    CALLER = "caller"  # who takes the logits
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """What a captured step gives: sampled tokens, those with the likeliest ones beside them, or logits.
+
+    Attributes:
+        sampled_by: Tokens, where the graph samples them; else logits.
+        top: Likeliest tokens of each row that the graph gives beside the sampled one; 0 for none.
+    """
+
+    sampled_by: SampledBy
+    top: int = 0
+
+    @property
+    def uploads_batch(self) -> bool:
+        """Whether the graph copies its batch from the staging buffers at each replay."""
+        # Such batches change at every step: those of beams, and those whose logits the host processes.
+        return self.top > 0 or self.sampled_by is SampledBy.HOST
+
+
 @dataclass(eq=False)
 class Captured:
-    """A captured step, and the logits that a replay leaves, where tokens are sampled from them afterwards."""
+    """A captured step, and the logits that a replay writes, where the graph does not sample from them."""
 
     graph: Graph | None = None
     logits: Tensor | None = None

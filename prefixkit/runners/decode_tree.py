@@ -1,4 +1,4 @@
-"""The tree that a captured decode step runs over: arrays on a device, at addresses that stay, which grow there."""
+"""The tree that a captured decode step runs over: static buffers on a device, in which leaves grow."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class DecodeCapacity(NamedTuple):
 class DecodeTree:
     """The tree of decode steps where a model runs them: each query is the last token of a leaf.
 
-    :meth:`load` brings a tree; each :meth:`advance` begins a step: every row one position further, its leaf one token
-    longer.  Rows beyond the batch's write nothing.
+    :meth:`upload` uploads a tree.  Each :meth:`advance` starts a step: every row is one position further, its leaf one
+    token longer.  Rows beyond the batch's write nothing.
 
     Attributes:
         capacity: What a batch may hold.
@@ -62,28 +62,30 @@ class DecodeTree:
         self.slots = torch.full((rows,), -1, dtype=torch.int64, device=target)
         self.leaf.fill_(-1)
 
-    def load(self, step: StepTree) -> None:
-        """Bring a decode step: one copy on the current stream, without a wait of the host.  :meth:`advance` begins it.
+    def upload(self, step: StepTree) -> None:
+        """Upload a decode step by one copy on the current stream, without a wait of the host.
+
+        :meth:`advance` starts the step.
 
         Raises:
             BatchTooLarge: it does not fit; nothing has changed.
         """
-        self.write(step)
-        self._staged.send()
+        self.stage(step)
+        self._staged.upload()
 
-    def bring(self) -> None:
-        """Bring what :meth:`write` wrote last.  Can be captured."""
-        self._staged.copy()
+    def enqueue_copy(self) -> None:
+        """Copy what :meth:`stage` wrote last to the device.  Can be captured."""
+        self._staged.enqueue_copy()
 
-    def write(self, step: StepTree) -> None:
-        """The host's part of :meth:`load`."""
+    def stage(self, step: StepTree) -> None:
+        """The host's part of :meth:`upload`."""
         need = DecodeCapacity.of(step)
         if not self.capacity.holds(need):
             raise BatchTooLarge(f"a batch of {need} does not fit {self.capacity}; make a DecodeTree as large as that")
         tree, leaves, nodes = step.snapshot, step.queries.node, step.snapshot.num_nodes
         before = tree.computed.copy()  # tokens with KV before the step
         before[leaves] = step.queries.begin
-        *arrays, leaf = self._staged.begin()
+        *arrays, leaf = self._staged.writable()
         for staged, array in zip(
             arrays, (tree.start, before, tree.page_indptr, tree.pages, tree.first_slot), strict=True
         ):
@@ -92,7 +94,7 @@ class DecodeTree:
         leaf[: len(leaves)], leaf[len(leaves) :] = leaves, -1
 
     def advance(self, rows: int) -> None:
-        """Begin the next step of the first ``rows`` rows, on the current stream.  Can be captured."""
+        """Start the next step of the first ``rows`` rows, on the current stream.  Can be captured."""
         torch.ops.prefixkit.advance(
             self.leaf, *self.nodes, self.sampled, self.tokens, self.positions, self.slots, rows, self.page_size
         )

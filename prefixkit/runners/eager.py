@@ -55,7 +55,7 @@ class EagerRunner:
     def drop_graphs(self) -> None:
         """Nothing: each step reads the weights, and there are no graphs."""
 
-    def begin(self) -> None:
+    def start_call(self) -> None:
         """Nothing, likewise."""
 
     def launch(self, batch: Batch) -> None:
@@ -104,7 +104,7 @@ class EagerRunner:
             return Sampled(none, nothing, none[:, None], nothing[:, None], prompts)
         sampler = self._sampler_for(rows, vocab, logits.device)
         if sampling is not None:
-            sampler.load(slice(0, rows), sampling.batch)
+            sampler.upload_params(slice(0, rows), sampling.batch)
         scores = logits if self._process is None else self._process(logits.clone())
         tokens, logprobs = sampler.sample(scores.to(sampler.device))
         self._last = tokens.cpu().numpy().copy()

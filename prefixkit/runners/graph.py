@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one for each bucket of batch sizes, over arrays whose addresses stay.
+"""Decode steps as CUDA graphs: one for each bucket of batch sizes, over static buffers.
 
 A graph holds a whole step: the tree grows by a token per row, the model runs, the next tokens are sampled.  What
 changes between steps is in tensors that the graph only reads: the tree, the plan, the sampling parameters.  So a graph
@@ -25,7 +25,7 @@ from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.batch import Batch, Pace, Sampled, Sampling
-from prefixkit.runners.capture import Capture, Captured, CudaCapture
+from prefixkit.runners.capture import Capture, Captured, CudaCapture, GraphOutput, SampledBy
 from prefixkit.runners.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
 from prefixkit.runners.decode_tree import BatchTooLarge
 from prefixkit.runners.eager import EagerRunner
@@ -35,15 +35,13 @@ from prefixkit.runners.waiting import RefuseWaiting
 
 log = logging.getLogger("prefixkit")
 
-# A plan stays right as leaves grow, but its pieces grow apart.
+# A plan stays right as leaves grow, but its KV splits become uneven.
 REPLAN_EVERY = 64
-# The host never waits for the step before; compacting, and bringing tokens into the tree, cost it about a step.
+# The host never waits for the step before; compacting, and adding tokens to the tree, cost it about a step.
 PACE = Pace(ahead=2, slack=16, waited_for=8)
 # Steps for which a batch is worth a capture.
 FEWEST_STEPS = 4
-# What a graph gives beside sampled tokens: so many of the likeliest, or the logits in place of all; those alone where
-# nothing is sampled by us.  All but the last, and those that give nothing beside, bring their batch themselves.
-_LOGITS, _LOGITS_ALONE = -1, -2
+# Graphs give at least so many of the likeliest tokens, if any.
 _FEWEST_TOP = 16
 
 
@@ -93,12 +91,12 @@ class GraphRunner:
         self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
         self._pace, self._eagerly = pace, False
         self._refused = self._no_memory = False
-        self._graphs: dict[tuple[int, int], Captured] = {}  # by bucket, and what they give
-        self._unread: deque[Sampled | tuple[int, int]] = deque()  # or place in the ring, rows
+        self._graphs: dict[tuple[int, GraphOutput], Captured] = {}  # by bucket and output
+        self._unread: deque[Sampled | tuple[int, int]] = deque()  # or index in the ring, rows
         self._arrays: GraphArrays | None = None
         self._capture: Capture | None = None
-        self._read_from: Hashable = None  # where the weights are that graphs read
-        self._moves = 0  # when that was asked
+        self._captured_weights: Hashable = None  # what `weights` said of those that graphs read
+        self._moves = 0  # what `moves` said then
 
     @property
     def pace(self) -> Pace:
@@ -125,14 +123,14 @@ class GraphRunner:
         self._graphs.clear()
         self._capture = None  # and its memory
 
-    def begin(self) -> None:
-        self._no_memory = False  # there may be some by now
-        with self._here():
+    def start_call(self) -> None:
+        self._no_memory = False  # memory may have been freed since
+        with self._on_device():
             self._drop_stale_graphs()
 
     def launch(self, batch: Batch) -> None:
         self._unread.clear()
-        self._eagerly = not self._begin(batch)
+        self._eagerly = not self._prepare_graph(batch)
         if self._eagerly:
             self.eager.launch(batch)
         else:
@@ -141,9 +139,9 @@ class GraphRunner:
     def repeat(self, tokens: Tensor | None = None) -> None:
         if self._eagerly:
             return self.eager.repeat(tokens)
-        if self._stale:  # some callback has moved the model's weights
+        if self._stale:  # a callback has moved the model's weights
             self.select_rows(np.arange(self._rows))
-        self._see_moves()
+        self._note_moves()
         if tokens is not None and self._arrays is not None:
             self._arrays.tree.sampled[: self._rows] = tokens
         self._replay()
@@ -152,7 +150,7 @@ class GraphRunner:
     def logits(self) -> Tensor:
         if self._eagerly:
             return self.eager.logits
-        logits = self._graphs[self._running, self._gives].logits
+        logits = self._graphs[self._bucket, self._output].logits
         assert logits is not None, "nothing is sampled"
         return logits[: self._rows]
 
@@ -161,22 +159,22 @@ class GraphRunner:
             return self.eager.select_rows(rows)
         arrays = self._arrays
         assert arrays is not None and arrays.sampler is not None, "launched before"
-        with self._here():
+        with self._on_device():
             self._drop_stale_graphs()
-            bucket = self._bucket(len(rows))
+            bucket = self._bucket_for(len(rows))
             try:
-                self._graph(arrays, bucket)
+                self._ensure_graph(arrays, bucket)
             except RuntimeError as error:
                 if not (isinstance(error, CannotCapture) or is_out_of_memory(error)):
                     raise
                 log.warning("going on with a graph for more rows: %s", first_line(error))
-                bucket = self._running
-                self._drop_stale_graphs()  # what failed may have moved them first
-                self._graph(arrays, bucket)
+                bucket = self._bucket
+                self._drop_stale_graphs()  # the failed capture may have moved weights first
+                self._ensure_graph(arrays, bucket)
             arrays.sampler.select_rows(upload([rows.astype(np.int64)], self.device)[0])
-            tree = self._now().select_rows(rows)
-            arrays.load(tree)
-            self._take(arrays, tree, bucket)
+            tree = self._next_tree().select_rows(rows)
+            arrays.upload_tree(tree)
+            self._start_batch(arrays, tree, bucket)
 
     def read(self) -> Sampled:
         if self._eagerly:
@@ -184,7 +182,9 @@ class GraphRunner:
         arrays, oldest = self._arrays, self._unread.popleft()
         assert arrays is not None, "launched before"
         return (
-            oldest if isinstance(oldest, Sampled) else arrays.ring.read(*oldest, arrays.top_of(self._gives), self._top)
+            oldest
+            if isinstance(oldest, Sampled)
+            else arrays.ring.read(*oldest, arrays.most_top(self._output.top), self._top)
         )
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
@@ -192,20 +192,20 @@ class GraphRunner:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _begin(self, batch: Batch) -> bool:
+    def _prepare_graph(self, batch: Batch) -> bool:
         """Whether a graph is ready to run the batch's steps."""
         if self._refused or self._no_memory or not batch.decodes:
             return False
         sampling, rows = batch.sampling, len(batch.rows)
-        gives = _LOGITS_ALONE if sampling is None else _top_of(sampling.top) if sampling.process is None else _LOGITS
-        if batch.steps < self.fewest_steps and (self._bucket(rows), gives) not in self._graphs:
+        output = _output_for(sampling)
+        if batch.steps < self.fewest_steps and (self._bucket_for(rows), output) not in self._graphs:
             return False
-        self._gives, self._top, self._sampling = gives, 0 if sampling is None else sampling.top, sampling
+        self._output, self._top, self._sampling = output, 0 if sampling is None else sampling.top, sampling
         try:
-            with self._here():
+            with self._on_device():
                 if self._stale:
                     self._drop_stale_graphs()
-                self._ready(batch, self._bucket(rows))
+                self._place_batch(batch, self._bucket_for(rows))
                 return True
         except CannotCapture as error:
             reason, self._refused = str(error), True
@@ -219,35 +219,35 @@ class GraphRunner:
         log.warning("decoding step by step: %s", reason)
         return False
 
-    def _ready(self, batch: Batch, bucket: int) -> None:
-        """Have a graph, and the batch where it reads it: a graph that gives more than tokens brings it itself."""
+    def _place_batch(self, batch: Batch, bucket: int) -> None:
+        """Capture a graph where there is none, and stage or upload the batch (see ``GraphOutput.uploads_batch``)."""
         arrays, tree = self._arrays, batch.tree
-        if arrays is None or not self._written(arrays, batch, bucket):
-            arrays = self._reserve(tree)
-            self._graph(arrays, bucket)
-            if self._brings:
-                arrays.write(tree, batch.tokens)
+        if arrays is None or not self._stage_batch(arrays, batch, bucket):
+            arrays = self._arrays_for(tree)
+            self._ensure_graph(arrays, bucket)
+            if self._output.uploads_batch:
+                arrays.stage(tree, batch.tokens)
         if batch.sampling is not None:
-            arrays.start(batch.sampling.batch)
-        if not self._brings:
-            arrays.begin(batch.tokens)
-            arrays.load(tree)
-        self._take(arrays, tree, bucket)
+            arrays.upload_sampling(batch.sampling.batch)
+        if not self._output.uploads_batch:
+            arrays.upload_tokens(batch.tokens)
+            arrays.upload_tree(tree)
+        self._start_batch(arrays, tree, bucket)
 
-    def _written(self, arrays: GraphArrays, batch: Batch, bucket: int) -> bool:
-        """Whether a graph that is there brings the batch."""
-        if not self._brings or (bucket, self._gives) not in self._graphs:
+    def _stage_batch(self, arrays: GraphArrays, batch: Batch, bucket: int) -> bool:
+        """Whether a captured graph uploads the batch, which is staged for it then."""
+        if not self._output.uploads_batch or (bucket, self._output) not in self._graphs:
             return False
         try:
-            arrays.write(batch.tree, batch.tokens)
+            arrays.stage(batch.tree, batch.tokens)
         except (BatchTooLarge, PlanTooLarge):
             return False
         return True
 
     def _replay(self) -> None:
-        arrays, captured = self._arrays, self._graphs[self._running, self._gives]
+        arrays, captured = self._arrays, self._graphs[self._bucket, self._output]
         assert arrays is not None and arrays.sampler is not None, "launched before"
-        with self._here():
+        with self._on_device():
             if self._steps and self._steps % REPLAN_EVERY == 0:
                 arrays.replan()
             self._steps += 1
@@ -259,79 +259,74 @@ class GraphRunner:
                 logits = captured.logits[: self._rows].float()
                 self._unread.append(self.eager.sample(logits, self._sampling))
                 return
-            if not self._gives:
+            if not self._output.top:
                 arrays.ring.copy(arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows])
-            self._unread.append((arrays.ring.sent(first=self._gives > 0), self._rows))
+            self._unread.append((arrays.ring.record(first=self._output.top > 0), self._rows))
 
-    def _now(self) -> StepTree:
-        """The tree of the next step to be started, or of the first."""
+    def _next_tree(self) -> StepTree:
+        """The tree of the next step to be launched, or of the first."""
         return self._tree.grown(self._steps) if self._steps else self._tree
 
-    def _here(self) -> AbstractContextManager[object]:
+    def _on_device(self) -> AbstractContextManager[object]:
         """The GPU as the current device: captures and events go by that."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     # -- arrays and graphs ---------------------------------------------------------------------------------------------
 
-    def _take(self, arrays: GraphArrays, tree: StepTree, bucket: int) -> None:
+    def _start_batch(self, arrays: GraphArrays, tree: StepTree, bucket: int) -> None:
         self._tree, self._planned = tree, self._plan_of(arrays, tree)
-        self._running, self._rows, self._steps = bucket, len(tree.queries.node), 0
+        self._bucket, self._rows, self._steps = bucket, len(tree.queries.node), 0
 
-    def _reserve(self, tree: StepTree) -> GraphArrays:
+    def _arrays_for(self, tree: StepTree) -> GraphArrays:
         """The arrays, if they hold the tree; else larger ones, for which graphs must be captured anew."""
         if self._arrays is None or not self._arrays.holds(tree):
             if self._graphs:
                 log.info("%d rows need larger arrays: CUDA graphs are captured again", len(tree.queries.node))
             self.drop_graphs()
             self._arrays = None  # before the new ones are made
-            rows = self._bucket(len(tree.queries.node))
+            rows = self._bucket_for(len(tree.queries.node))
             self._arrays = GraphArrays(tree, rows, self.planning, self.page_size, self.device)
         return self._arrays
 
     @property
-    def _brings(self) -> bool:
-        """Whether the batch's graph brings it to where it reads it."""
-        return self._gives not in (0, _LOGITS_ALONE)
-
-    @property
     def _stale(self) -> bool:
-        """Whether what graphs read lies elsewhere by now."""
+        """Whether the weights that graphs read have moved."""
         if self.moves is None or self.weights is None or self.moves() == self._moves:
             return False
-        return self.weights() != self._read_from  # else another model's have moved
+        return self.weights() != self._captured_weights  # else another model's have moved
 
     def _drop_stale_graphs(self) -> None:
         """Drop graphs that read weights where they no longer are: that memory may have been reused by now."""
-        there = None if self.weights is None else self.weights()
-        if self._graphs and there != self._read_from:
+        weights = None if self.weights is None else self.weights()
+        if self._graphs and weights != self._captured_weights:
             log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")
             self.drop_graphs()
-        self._read_from = there
-        self._see_moves()
+        self._captured_weights = weights
+        self._note_moves()
 
-    def _see_moves(self) -> None:
+    def _note_moves(self) -> None:
         """Note that the moves of weights so far have left those that graphs read where they were."""
         self._moves = self.moves() if self.moves is not None else 0
 
     def _release(self) -> None:
-        """Give back all memory of graphs and of what they read and write."""
+        """Free all memory of graphs and of the buffers that they read and write."""
         self.drop_graphs()
         self._arrays = None
         self._unread.clear()
 
-    def _bucket(self, rows: int) -> int:
-        """Which bucket's graph is to run so many rows."""
+    def _bucket_for(self, rows: int) -> int:
+        """The bucket whose graph runs a batch of ``rows`` rows."""
         return bucket_of(max(rows, self.least_rows))
 
-    def _graph(self, arrays: GraphArrays, rows: int) -> None:
-        """Capture the graph of a bucket if it is its first time.  Then the arrays hold no batch afterwards."""
-        if (rows, self._gives) in self._graphs:
+    def _ensure_graph(self, arrays: GraphArrays, rows: int) -> None:
+        """Capture the graph of a bucket if there is none.  Then the arrays hold no batch afterwards."""
+        if (rows, self._output) in self._graphs:
             return
         began = time.perf_counter()
         arrays.clear()
         step = arrays.tree.step(arrays.first, arrays.wanted[:rows], self._plan_of(arrays, arrays.first))
         with torch.inference_mode():
-            # First without a graph: everything lazy has happened then.  No row is there, so nothing is written.
+            # First without a graph: everything lazy has happened then.  The arrays hold no row, so nothing is written.
             try:
                 arrays.make_sampler(self.model(step).shape[1])
             except NotCapturable as error:
@@ -340,29 +335,29 @@ class GraphRunner:
                 self.eager.model(step)  # without compiled layers, which dynamo would leave out here
             self.model(step)
             self._drop_stale_graphs()  # compiled layers move theirs in their first step
-            self._graphs[rows, self._gives] = self._captured(arrays, step)
+            self._graphs[rows, self._output] = self._capture_step(arrays, step)
         self.captures += 1
         took = time.perf_counter() - began
         self.seconds_capturing += took
         held = self.graph_bytes / 2**20
         log.info("captured a decode step of %d rows in %.2f s; graphs hold %.0f MiB", rows, took, held)
 
-    def _captured(self, arrays: GraphArrays, step: Step) -> Captured:
-        sampler, gives, brings, captured = arrays.sampler, self._gives, self._brings, Captured()
+    def _capture_step(self, arrays: GraphArrays, step: Step) -> Captured:
+        sampler, output, captured = arrays.sampler, self._output, Captured()
         assert sampler is not None, "made before"
-        arrays.ring.hold_top(arrays.top_of(gives))
+        arrays.ring.allocate_top(arrays.most_top(output.top))
 
         def run() -> None:
-            if brings:
-                arrays.bring(step.num_rows)
+            if output.uploads_batch:
+                arrays.enqueue_copy(step.num_rows)
             arrays.tree.advance(step.num_rows)
             logits = self.model(step)
-            if gives < 0:
+            if output.sampled_by is not SampledBy.GRAPH:
                 captured.logits = logits
                 return
             sampled = sampler.sample(logits)
-            if gives:
-                arrays.ring.copy(*sampled, top_tokens(logits, gives, sampled[1]))
+            if output.top:
+                arrays.ring.copy(*sampled, top_tokens(logits, output.top, sampled[1]))
 
         if self._capture is None:
             self._capture = self.make_capture()
@@ -379,6 +374,10 @@ class GraphRunner:
         return self.planning.step_plan(arrays.planner.work, arrays.tree.nodes, tree)
 
 
-def _top_of(count: int) -> int:
-    """How many of the likeliest tokens a graph gives where so many are wanted: graphs serve several counts."""
-    return max(_FEWEST_TOP, 1 << (count - 1).bit_length()) if count else 0
+def _output_for(sampling: Sampling | None) -> GraphOutput:
+    """What a graph gives where tokens are sampled in this way; a graph serves several numbers of likeliest tokens."""
+    if sampling is None:
+        return GraphOutput(SampledBy.CALLER)
+    if sampling.process is not None:
+        return GraphOutput(SampledBy.HOST)
+    return GraphOutput(SampledBy.GRAPH, max(_FEWEST_TOP, 1 << (sampling.top - 1).bit_length()) if sampling.top else 0)

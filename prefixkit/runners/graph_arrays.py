@@ -1,4 +1,4 @@
-"""What captured decode steps read and write, at addresses that stay: for batches up to a size."""
+"""The static buffers that captured decode steps read and write: for batches up to a size."""
 
 from __future__ import annotations
 
@@ -42,45 +42,45 @@ class Ring:
     def __init__(self, rows: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self.tokens, self.logprobs = self._buffers(_RING, rows)
-        places = range(_RING if self._on_gpu else 0)
-        self._ready = [torch.cuda.Event() for _ in places]  # type: ignore[no-untyped-call]
+        events = range(_RING if self._on_gpu else 0)
+        self._ready = [torch.cuda.Event() for _ in events]  # type: ignore[no-untyped-call]
         self._top = {0: self._buffers(rows, 0)}
         self._rows, self._sent = rows, 0
 
-    def hold_top(self, count: int) -> None:
-        """Make memory for so many of the likeliest tokens, of one step: steps that have some are not started ahead."""
+    def allocate_top(self, count: int) -> None:
+        """Make memory for the ``count`` likeliest tokens of one step: steps that have some are not started ahead."""
         if count not in self._top:
             self._top[count] = self._buffers(self._rows, count)
 
     def copy(self, tokens: Tensor, logprobs: Tensor, top: tuple[Tensor, Tensor] | None = None) -> None:
-        """Copy a step's rows to the next place, or with ``top`` to the first, which a CUDA graph can capture."""
-        place, rows = 0 if top is not None else self._sent % _RING, len(tokens)
-        self.tokens[place, :rows].copy_(tokens, non_blocking=True)
-        self.logprobs[place, :rows].copy_(logprobs, non_blocking=True)
+        """Copy a step's rows to the next index, or with ``top`` to the first, which a CUDA graph can capture."""
+        index, rows = 0 if top is not None else self._sent % _RING, len(tokens)
+        self.tokens[index, :rows].copy_(tokens, non_blocking=True)
+        self.logprobs[index, :rows].copy_(logprobs, non_blocking=True)
         if top is not None:
-            for here, there in zip(self._top[top[0].shape[1]], top, strict=True):
-                here[:rows].copy_(there, non_blocking=True)
+            for host, device in zip(self._top[top[0].shape[1]], top, strict=True):
+                host[:rows].copy_(device, non_blocking=True)
 
-    def sent(self, first: bool) -> int:
-        """Say that copies are under way; returns the place."""
+    def record(self, first: bool) -> int:
+        """Record that a step's copies are enqueued; returns their index, which is 0 where it is the ``first``."""
         self._sent = 0 if first else self._sent
-        place = self._sent % _RING
+        index = self._sent % _RING
         if self._on_gpu:
-            self._ready[place].record()
+            self._ready[index].record()
         self._sent += 1
-        return place
+        return index
 
     def wait(self) -> None:
-        """Wait for the step sent last."""
+        """Wait for the step recorded last."""
         if self._on_gpu:
             self._ready[(self._sent - 1) % _RING].synchronize()
 
-    def read(self, place: int, rows: int, top: int, count: int) -> Sampled:
-        """A step's rows, once they are there, with the first ``count`` of the ``top`` tokens that it sent."""
+    def read(self, index: int, rows: int, top: int, count: int) -> Sampled:
+        """A step's rows, once they are copied, with the first ``count`` of the ``top`` tokens that it copied."""
         if self._on_gpu:
-            self._ready[place].synchronize()
+            self._ready[index].synchronize()
         ids, logprobs = self._top[top]
-        sampled = self.tokens[place, :rows].numpy().copy(), self.logprobs[place, :rows].numpy().copy()
+        sampled = self.tokens[index, :rows].numpy().copy(), self.logprobs[index, :rows].numpy().copy()
         return Sampled(*sampled, ids[:rows, :count].numpy().copy(), logprobs[:rows, :count].numpy().copy())
 
     def _buffers(self, *shape: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ class GraphArrays:
         self.ring = Ring(rows, device)
         self.sampler: Sampler | None = None
         self._beams = 0  # rows of the sampler, where all are those of beams
-        self._last = torch.zeros(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self._staged_tokens = torch.zeros(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._planning = planning
 
     def __del__(self) -> None:
@@ -128,53 +128,53 @@ class GraphArrays:
                 self.sampler = Sampler(self.rows, vocab, self.tree.leaf.device)
             self.tree.sampled = self.sampler.tokens
 
-    def top_of(self, count: int) -> int:
-        """Of so many of the likeliest tokens, those that there are."""
+    def most_top(self, count: int) -> int:
+        """At most ``count`` of the likeliest tokens: as many as the vocabulary has."""
         assert self.sampler is not None, "made before the first graph"
-        return max(0, min(count, self.sampler.vocab))
+        return min(count, self.sampler.vocab)
 
-    def start(self, sampling: SamplingBatch) -> None:
-        """Bring the sampling parameters of a batch's rows; those of beams, which are alike at each step, once."""
+    def upload_sampling(self, sampling: SamplingBatch) -> None:
+        """Upload the sampling parameters of a batch's rows; those of beams, which are alike at each step, once."""
         sampler, rows = self.sampler, len(sampling.params)
         assert sampler is not None, "made before the first graph"
         beams = rows if all(params is GREEDY for params in sampling.params) else 0
         if not beams or beams != self._beams:
             sampler.active.zero_()
-            sampler.load(slice(0, rows), sampling)
+            sampler.upload_params(slice(0, rows), sampling)
         self._beams = beams
 
-    def write(self, tree: StepTree, last: NDArray[np.integer]) -> None:
-        """Write a decode step, and the tokens that it runs, where :meth:`bring` finds them.
+    def stage(self, tree: StepTree, tokens: NDArray[np.integer]) -> None:
+        """Stage a decode step, and the tokens that it runs, for :meth:`enqueue_copy`.
 
         Raises:
             BatchTooLarge, PlanTooLarge: it does not fit; no graph has been launched.
         """
-        self.ring.wait()  # for what was brought last
-        self.planner.write(tree)
-        self.tree.write(tree)
-        self._last.numpy()[: len(last)] = last
+        self.ring.wait()  # for the last replay to have read the staging buffers
+        self.planner.stage(tree)
+        self.tree.stage(tree)
+        self._staged_tokens.numpy()[: len(tokens)] = tokens
 
-    def bring(self, rows: int) -> None:
-        """Bring what was written last, and plan it, on the current stream.  Can be captured."""
+    def enqueue_copy(self, rows: int) -> None:
+        """Copy what was staged last to the device, and plan it, on the current stream.  Can be captured."""
         assert self.sampler is not None, "made before the first graph"
-        self.tree.bring()
-        self.planner.bring()
+        self.tree.enqueue_copy()
+        self.planner.enqueue_copy()
         self.planner.plan()
-        self.sampler.tokens[:rows].copy_(self._last[:rows], non_blocking=True)
+        self.sampler.tokens[:rows].copy_(self._staged_tokens[:rows], non_blocking=True)
 
-    def begin(self, last: NDArray[np.integer]) -> None:
-        """Bring the tokens that the first step of a batch runs."""
+    def upload_tokens(self, tokens: NDArray[np.integer]) -> None:
+        """Upload the tokens that the first step of a batch runs."""
         assert self.sampler is not None, "made before the first graph"
-        self.sampler.tokens[: len(last)] = upload([last.astype(np.int64)], self.tree.leaf.device)[0]
+        self.sampler.tokens[: len(tokens)] = upload([tokens.astype(np.int64)], self.tree.leaf.device)[0]
 
-    def load(self, tree: StepTree) -> None:
-        """Bring the tree of decode steps and plan them, on the current stream."""
-        self.tree.load(tree)
-        self.planner.load(tree)
+    def upload_tree(self, tree: StepTree) -> None:
+        """Upload the tree of decode steps and plan them, on the current stream."""
+        self.tree.upload(tree)
+        self.planner.upload(tree)
         self.planner.plan()
 
     def replan(self) -> None:
-        """Plan anew for the lengths that nodes have by now."""
+        """Plan again for the present lengths of nodes."""
         nodes = self.planner.nodes
         self.planner.length[:nodes].copy_(self.tree.nodes[1][:nodes])
         self.planner.plan()

@@ -1,4 +1,4 @@
-"""Sampling on a device between tensors whose addresses stay: by the op ``sample``, which a CUDA graph can capture.
+"""Sampling on a device between static buffers: by the op ``sample``, which a CUDA graph can capture.
 
 Nothing waits for the device, and sampling allocates nothing there.
 """
@@ -20,7 +20,9 @@ from prefixkit.sampling.specification import Ids, SamplingBatch
 
 
 class Sampler:
-    """Parameters and state of up to ``rows`` sequences that are sampled together; rows are inactive until loaded.
+    """Parameters and state of up to ``rows`` sequences that are sampled together.
+
+    Rows are inactive until :meth:`upload_params` gives them parameters.
 
     A row that holds NaN or +inf, or no finite logit, or whose scores leave float32, gets token -1 and log-probability
     NaN, where the specification raises.
@@ -54,7 +56,7 @@ class Sampler:
         self.tokens = torch.full((rows,), -1, dtype=torch.int64, device=self.device)
         self.logprobs = torch.full((rows,), torch.nan, dtype=torch.float32, device=self.device)
 
-    def load(self, rows: slice | Sequence[int] | Ids, batch: SamplingBatch) -> None:
+    def upload_params(self, rows: slice | Sequence[int] | Ids, batch: SamplingBatch) -> None:
         """Give rows their parameters, and make them active: one copy on the current stream, without a
         wait of the host.
 
@@ -74,10 +76,10 @@ class Sampler:
         arrays: list[NDArray[np.signedinteger]] = [number, records(batch.params, batch.keys, batch.steps)]
         if penalised:
             arrays += [number[penalised], np.stack([mask(batch.histories[i], self.vocab) for i in penalised])]
-        there = upload(arrays, self.device)
-        self._records.index_copy_(0, there[0], there[1])
+        uploaded = upload(arrays, self.device)
+        self._records.index_copy_(0, uploaded[0], uploaded[1])
         if penalised:
-            self.seen.index_copy_(0, there[2], there[3])
+            self.seen.index_copy_(0, uploaded[2], uploaded[3])
 
     def select_rows(self, index: Tensor) -> None:
         """Move rows to the front: row ``i`` becomes what row ``index[i]`` was; those behind become inactive.

@@ -299,7 +299,7 @@ def test_advance_begins_the_steps_that_it_does_on_the_cpu(implementation, page_s
     _, _, batch = make_batch(rng, page_size, 5)
     space = DecodeCapacity(200, 128, 2048)
     here, there = DecodeTree(space, page_size, "cpu"), DecodeTree(space, page_size, GPU)
-    here.load(batch), there.load(batch)
+    here.upload(batch), there.upload(batch)
     for _ in range(8):
         here.sampled = torch.from_numpy(rng.integers(-1, 50, 200))
         there.sampled = here.sampled.to(GPU)
@@ -313,7 +313,7 @@ def test_advance_begins_the_steps_that_it_does_on_the_cpu(implementation, page_s
 def test_opcheck_of_advance(implementation):
     _, _, batch = make_batch(np.random.default_rng(4), 4, 3)
     tree = DecodeTree(DecodeCapacity.of(batch), 4, GPU)
-    tree.load(batch)
+    tree.upload(batch)
     tensors = (tree.leaf, *tree.nodes, tree.sampled, tree.tokens, tree.positions, tree.slots)
     args = (*(tensor.clone() for tensor in tensors), batch.queries.num_rows, 4)
     torch.library.opcheck(torch.ops.prefixkit.advance.default, args)

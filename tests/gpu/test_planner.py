@@ -54,7 +54,7 @@ def test_random_trees_give_the_specified_plan_bit_by_bit(size):
         snapshot, queries = random_tree(rng, int(rng.integers(1, nodes + 1)), longest, rows, density)
         shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
         planner = poisoned(planner_of(snapshot, queries, shape, cost, sms, spare=int(rng.integers(3))))
-        planner.load(StepTree(snapshot, queries))
+        planner.upload(StepTree(snapshot, queries))
         planner.plan()
         assert_same(planner, specified(snapshot, queries, shape, cost, sms), (size, seed))
 
@@ -67,7 +67,7 @@ def test_named_trees(name, heads):
     snapshot = tree_of(name)
     queries, shape = leaf_queries(snapshot), HeadShape(*heads, 128, 2)
     planner = poisoned(planner_of(snapshot, queries, shape, H200, 132))
-    planner.load(StepTree(snapshot, queries))
+    planner.upload(StepTree(snapshot, queries))
     planner.plan()
     assert_same(planner, specified(snapshot, queries, shape, H200, 132))
 
@@ -78,7 +78,7 @@ def test_a_long_prompt():
     queries = Queries(*(np.array([x], dtype=np.int32) for x in (0, 0, 65536)))
     shape = HeadShape(32, 8, 128, 2)
     planner = planner_of(snapshot, queries, shape, H200, 132)
-    planner.load(StepTree(snapshot, queries))
+    planner.upload(StepTree(snapshot, queries))
     planner.plan()
     assert_same(planner, specified(snapshot, queries, shape, H200, 132))
 
@@ -90,7 +90,7 @@ def test_a_lone_long_sequence_in_hundreds_of_pieces(heads):
     plan = specified(snapshot, queries, shape, H200, 132)
     assert len(plan.decode_items) * shape.kv_heads >= 500
     planner = planner_of(snapshot, queries, shape, H200, 132)
-    planner.load(StepTree(snapshot, queries))
+    planner.upload(StepTree(snapshot, queries))
     planner.plan()
     assert_same(planner, plan)
 
@@ -99,7 +99,7 @@ def test_a_captured_graph_plans_anew_as_nodes_grow_and_trees_change():
     shape = HeadShape(8, 1, 128, 2)
     first, other = tree_of("2L b256 p4096 s128"), tree_of("2L b64 p1024 s512")
     planner = planner_of(first, leaf_queries(first), shape, H200, 132)
-    planner.load(StepTree(first, leaf_queries(first)))
+    planner.upload(StepTree(first, leaf_queries(first)))
     planner.plan()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -112,7 +112,7 @@ def test_a_captured_graph_plans_anew_as_nodes_grow_and_trees_change():
             tensor.fill_(-1)
         graph.replay()
         assert_same(planner, specified(grown, leaf_queries(grown), shape, H200, 132))
-    planner.load(StepTree(other, leaf_queries(other)))
+    planner.upload(StepTree(other, leaf_queries(other)))
     graph.replay()
     assert_same(planner, specified(other, leaf_queries(other), shape, H200, 132))
     assert addresses == [tensor.data_ptr() for tensor in planner.work]
@@ -123,10 +123,10 @@ def test_a_tree_that_may_not_fit_is_refused_before_anything_is_launched():
     shape = HeadShape(8, 1, 128, 2)
     planner = planner_of(small, leaf_queries(small), shape, H200, 132)
     with pytest.raises(PlanTooLarge, match="257 nodes, but the planner has capacity for 65"):
-        planner.load(StepTree(large, leaf_queries(large)))
+        planner.upload(StepTree(large, leaf_queries(large)))
     planner = GraphPlanner(shape, 300, planner.capacity, "cuda", H200, 132)
     with pytest.raises(PlanTooLarge, match=r"decode_items \(capacity .*256 rows \(capacity 64\)"):
-        planner.load(StepTree(large, leaf_queries(large)))
+        planner.upload(StepTree(large, leaf_queries(large)))
 
 
 @pytest.mark.parametrize("short", ["tile_items", "decode_items", "segments", "rows", "partials"])
@@ -137,7 +137,7 @@ def test_a_plan_that_does_not_fit_after_all_is_empty_and_says_so(short):
     planner = planner_of(snapshot, queries, shape, H200, 132)
     need = size_of(specified(snapshot, queries, shape, H200, 132))
     tight = GraphPlanner(shape, 300, need._replace(**{short: getattr(need, short) - 1}), "cuda", H200, 132)
-    planner.load(StepTree(snapshot, queries))
+    planner.upload(StepTree(snapshot, queries))
     for ours, theirs in zip(tight._tree.tensors, planner._tree.tensors, strict=True):
         ours[: len(theirs)].copy_(theirs)
     tight.plan()

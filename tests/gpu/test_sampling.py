@@ -69,7 +69,7 @@ def test_tokens_are_those_of_the_cpu(way, vocab, dtype):
     rows = 400 if vocab <= 1000 else 120
     logits, params, keys, steps, histories = case(vocab, rows, vocab, dtype)
     sampler = poisoned(rows, vocab)
-    sampler.load(slice(0, rows), SamplingBatch(params, keys, steps, histories))
+    sampler.upload_params(slice(0, rows), SamplingBatch(params, keys, steps, histories))
     tokens, logprobs = sampler.sample(on_gpu(logits))
     assert_sampled(tokens, logprobs, logits, params, keys, steps, histories)
     assert sampler.steps.tolist() == (steps + 1).tolist()
@@ -84,7 +84,7 @@ def test_other_sizes_and_rows_apart(way, vocab):
     rows = 24
     logits, params, keys, steps, histories = case(vocab, rows, vocab, torch.float32)
     sampler = poisoned(rows, vocab)
-    sampler.load(range(rows), SamplingBatch(params, keys, steps, histories))
+    sampler.upload_params(range(rows), SamplingBatch(params, keys, steps, histories))
     wide = torch.full((rows, vocab + 3), torch.nan, device=GPU)  # as a head padded to some multiple gives
     wide[:, 1 : vocab + 1] = logits.to(GPU)
     tokens, logprobs = sampler.sample(wide[:, 1 : vocab + 1])
@@ -107,7 +107,7 @@ def test_extreme_rows(way, name, vocab):
     logits = NASTY[name](vocab).repeat(len(params), 1)
     keys, steps = np.arange(len(params), dtype=np.uint64), np.zeros(len(params), dtype=np.int64)
     sampler = poisoned(len(params), vocab)
-    sampler.load(slice(None), SamplingBatch(params, keys, steps, none(params)))
+    sampler.upload_params(slice(None), SamplingBatch(params, keys, steps, none(params)))
     tokens, _ = sampler.sample(on_gpu(logits))
     assert tokens.tolist() == sample_tokens(logits, params, uniforms(keys, steps))[0].tolist()
 
@@ -122,7 +122,7 @@ def test_a_captured_graph_goes_on_with_what_it_sampled(way):
     with torch.cuda.graph(graph):
         tokens, logprobs = sampler.sample(there)
     addresses = tokens.data_ptr(), logprobs.data_ptr(), sampler.seen.data_ptr()
-    sampler.load(slice(None), SamplingBatch(params, keys, steps, histories))
+    sampler.upload_params(slice(None), SamplingBatch(params, keys, steps, histories))
     for step in range(count):
         logits = rows_of(np.random.default_rng(100 + step), rows, vocab, torch.bfloat16)
         there.copy_(logits)
@@ -141,7 +141,7 @@ def test_inactive_rows_are_left_alone_and_broken_ones_say_so(way):
         logits[row, 4321] = value
     logits[6] = -torch.inf
     sampler = poisoned(rows, vocab)
-    sampler.load(slice(None), SamplingBatch(params, keys, steps, none(params)))
+    sampler.upload_params(slice(None), SamplingBatch(params, keys, steps, none(params)))
     sampler.active[2] = 0
     seen = sampler.seen.clone()
     tokens, logprobs = sampler.sample(on_gpu(logits))
@@ -162,7 +162,7 @@ def test_rows_leave_the_batch_on_the_device(way):
     rows, vocab = 40, 9001
     logits, params, keys, steps, histories = case(5, rows, vocab, torch.float32)
     sampler = poisoned(rows + 7, vocab)
-    sampler.load(slice(0, rows), SamplingBatch(params, keys, steps, histories))
+    sampler.upload_params(slice(0, rows), SamplingBatch(params, keys, steps, histories))
     tokens = sampler.sample(logits.to(GPU))[0].tolist()
     histories = [np.append(held, token) for held, token in zip(histories, tokens, strict=True)]
     index = np.random.default_rng(1).permutation(rows)[:23]
@@ -176,7 +176,7 @@ def test_rows_leave_the_batch_on_the_device(way):
     assert_sampled(found, sampler.logprobs[:23], logits[:23], some, keys[index], steps[index] + 1, held)
     assert sampler.tokens[23:].tolist() == [-5] * (rows + 7 - 23)
     # Newcomers take the rows that are free.
-    sampler.load([25, 24], SamplingBatch(params[:2], keys[:2], steps[:2], histories[:2]))
+    sampler.upload_params([25, 24], SamplingBatch(params[:2], keys[:2], steps[:2], histories[:2]))
     sampler.sample(logits.to(GPU))
     expected = sample_tokens(logits[[25, 24]], params[:2], uniforms(keys[:2], steps[:2]), histories[:2])[0]
     assert sampler.tokens[[25, 24]].tolist() == expected.tolist()
@@ -188,7 +188,7 @@ def test_the_same_bits_in_every_run_and_any_batch(way):
     there, found = logits.to(GPU), []
     for order in (np.arange(rows), np.arange(rows), np.random.default_rng(0).permutation(rows)):
         sampler = poisoned(rows, vocab)
-        sampler.load(order, SamplingBatch(params, keys, steps, histories))
+        sampler.upload_params(order, SamplingBatch(params, keys, steps, histories))
         moved = torch.empty_like(there)
         moved[torch.from_numpy(order)] = there
         tokens, logprobs = sampler.sample(moved)
@@ -210,9 +210,9 @@ def test_arguments_that_do_not_fit_say_so():
     sampler = Sampler(4, 50, "cuda")
     zero, keys = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint64)
     with pytest.raises(ValueError, match="rows must be different and from 0 to 3"):
-        sampler.load([4], SamplingBatch([SamplingParams()], keys, zero, [zero]))
+        sampler.upload_params([4], SamplingBatch([SamplingParams()], keys, zero, [zero]))
     with pytest.raises(ValueError, match="a batch of 1 rows cannot be loaded into 2"):
-        sampler.load([1, 2], SamplingBatch([SamplingParams()], keys, zero, [zero]))
+        sampler.upload_params([1, 2], SamplingBatch([SamplingParams()], keys, zero, [zero]))
     with pytest.raises(ValueError, match=r"\[at most 4, 50\], got \[4, 51\]"):
         sampler.sample(torch.zeros(4, 51, device=GPU))
     with pytest.raises(TypeError, match=r"torch\.float16, got torch\.float64"):

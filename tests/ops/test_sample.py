@@ -45,7 +45,7 @@ def test_tokens_are_those_of_the_specification_step_after_step(vocab: int, dtype
     _, params, keys, steps, histories = case(vocab, rows, vocab, dtype)
     sampler = Sampler(rows + 3, vocab, "cpu")
     sampler.seen.fill_(-1)  # rows without a penalty do not read it
-    sampler.load(range(rows), SamplingBatch(params, keys, steps, histories))
+    sampler.upload_params(range(rows), SamplingBatch(params, keys, steps, histories))
     for step in range(4):
         logits = rows_of(np.random.default_rng(step), rows, vocab, dtype)
         tokens, logprobs = sampler.sample(logits)
@@ -73,7 +73,7 @@ def test_extreme_rows_and_extreme_parameters(name: str) -> None:
     logits = NASTY[name](1000).repeat(len(params), 1)
     keys, steps = np.arange(len(params), dtype=np.uint64), np.zeros(len(params), dtype=np.int64)
     sampler = Sampler(len(params), 1000, "cpu")
-    sampler.load(slice(None), SamplingBatch(params, keys, steps, [steps[:0]] * len(params)))
+    sampler.upload_params(slice(None), SamplingBatch(params, keys, steps, [steps[:0]] * len(params)))
     expected = [_or_minus_1(logits[row], params[row], uniforms(keys, steps)[row]) for row in range(len(params))]
     assert sampler.sample(logits)[0].tolist() == expected
 
@@ -114,13 +114,13 @@ def test_rows_are_kept_and_newcomers_take_what_is_free() -> None:
     rows, vocab = 12, 300
     logits, params, keys, steps, histories = case(5, rows, vocab)
     sampler = Sampler(rows + 2, vocab, "cpu")
-    sampler.load(slice(0, rows), SamplingBatch(params, keys, steps, histories))
+    sampler.upload_params(slice(0, rows), SamplingBatch(params, keys, steps, histories))
     first = sampler.sample(logits)[0].tolist()
     index = np.array([7, 3, 3, 11])
     sampler.select_rows(torch.from_numpy(index))
     assert sampler.tokens[:4].tolist() == [first[row] for row in index]
     assert sampler.active.tolist() == [1] * 4 + [0] * (rows - 2)
-    sampler.load([5], SamplingBatch(params[:1], keys[:1], steps[:1], histories[:1]))
+    sampler.upload_params([5], SamplingBatch(params[:1], keys[:1], steps[:1], histories[:1]))
     sampler.sample(logits)
     held = [np.append(histories[row], first[row]) for row in index]
     expected = sample_tokens(logits[:4], [params[row] for row in index], uniforms(keys[index], steps[index] + 1), held)[
@@ -171,9 +171,9 @@ def test_a_sampler_says_what_does_not_fit() -> None:
     sampler = Sampler(4, 50, "cpu")
     zero, keys = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint64)
     with pytest.raises(ValueError, match="rows must be different and from 0 to 3"):
-        sampler.load([4], SamplingBatch([SamplingParams()], keys, zero, [zero]))
+        sampler.upload_params([4], SamplingBatch([SamplingParams()], keys, zero, [zero]))
     with pytest.raises(ValueError, match="a batch of 1 rows cannot be loaded into 2"):
-        sampler.load([1, 2], SamplingBatch([SamplingParams()], keys, zero, [zero]))
+        sampler.upload_params([1, 2], SamplingBatch([SamplingParams()], keys, zero, [zero]))
     with pytest.raises(ValueError, match=r"\[at most 4, 50\], got \[4, 51\]"):
         sampler.sample(torch.zeros(4, 51))
     with pytest.raises(ValueError, match="int64 row numbers"):

@@ -17,13 +17,13 @@ class Planner:
         self.work = [torch.zeros(shape, dtype=torch.int32) for shape in capacity.shapes()]
         self.plans = 0
 
-    def load(self, tree):
+    def upload(self, tree):
         planned, _ = self._planner.plan(tree, torch.device("cpu"))
         self._next = planned.plan
 
-    write = load
+    stage = upload
 
-    def bring(self):
+    def enqueue_copy(self):
         pass
 
     def plan(self):

@@ -44,7 +44,7 @@ def test_every_step_is_that_of_the_grown_tree_and_rows_can_leave(seed: int, page
     rng, most = np.random.default_rng(seed), 9
     _, samples, batch = make_batch(rng, page_size, most)
     here = DecodeTree(DecodeCapacity(64, 128, 2048), page_size, "cpu")
-    here.load(batch)
+    here.upload(batch)
     for step in range(most):
         batch.check()
         here.sampled = torch.from_numpy(rng.integers(-1, 50, 64))
@@ -67,7 +67,7 @@ def test_every_step_is_that_of_the_grown_tree_and_rows_can_leave(seed: int, page
             path = [(samples[row], int(batch.snapshot.length[batch.queries.node[row]])) for row in rows]
             batch, samples = batch.select_rows(rows), [samples[row] for row in rows]
             assert [int(n) for n in batch.snapshot.length[batch.queries.node]] == [length for _, length in path]
-            here.load(batch)
+            here.upload(batch)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -101,7 +101,7 @@ def test_a_kept_batch_is_the_tree_of_the_rows_that_stay(seed: int) -> None:
 def test_a_row_without_a_page_for_its_token_stands_still() -> None:
     _, _, batch = make_batch(np.random.default_rng(3), 4, 0)
     here = DecodeTree(DecodeCapacity.of(batch), 4, "cpu")
-    here.load(batch)
+    here.upload(batch)
     for _ in range(6):
         here.advance(batch.queries.num_rows)
         batch = batch.grown(1)
@@ -122,5 +122,5 @@ def test_a_batch_that_does_not_fit_is_refused_by_name() -> None:
     need = DecodeCapacity.of(batch)
     here = DecodeTree(DecodeCapacity(need.rows, need.nodes, need.pages - 1), 4, "cpu")
     with pytest.raises(BatchTooLarge, match=f"pages={need.pages}"):
-        here.load(batch)
+        here.upload(batch)
     assert (here.leaf == -1).all()

@@ -52,7 +52,7 @@ def decode(runner, tree, sequences, tokens, steps):
 def test_each_row_runs_the_token_that_it_is_given(graphs, rows, decoding, rng):
     made, _ = decoding()
     runner, tree = made.runner if graphs else made.runner.eager, made.tree
-    runner.begin()
+    runner.start_call()
     prompt = rng.integers(0, VOCAB, 9).tolist()
     sequences = computed_prompt(runner, tree, prompt, rows)
     texts = [[*prompt, int(token)] for token in rng.integers(0, VOCAB, rows)]

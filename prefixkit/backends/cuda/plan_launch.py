@@ -92,10 +92,10 @@ def _scratch(nodes: int, work: Sequence[Tensor], device: torch.device) -> Tensor
 
 
 class GraphPlanner:
-    """Makes plans equal to ``make_plan``'s, on the GPU, into buffers whose addresses stay.
+    """Makes plans equal to ``make_plan``'s, on the GPU, into static buffers.
 
-    :meth:`load` brings a tree, :meth:`plan` launches the planner.  A graph that captured :meth:`plan` plans anew at
-    every replay, from what the tree's tensors hold then: loaded by the host before, or written by kernels.
+    :meth:`upload` uploads a tree, :meth:`plan` launches the planner.  A graph that captured :meth:`plan` plans anew at
+    every replay, from what the tree's tensors hold then: uploaded by the host before, or written by kernels.
 
     Attributes:
         capacity: What a plan may hold.
@@ -128,28 +128,28 @@ class GraphPlanner:
         tree = self.num_nodes, self.parent, self.subtree_end, self.length, self.own
         self._arguments = *tree, *self.work, self._scratch, astuple(shape), self.num_sms, gpu.numbers
 
-    def load(self, tree: StepTree) -> None:
-        """Bring a tree and its queries to the device: one copy on the current stream, for which the host does not wait.
+    def upload(self, tree: StepTree) -> None:
+        """Upload a tree and its queries: one copy on the current stream, for which the host does not wait.
 
         Raises:
             ValueError: the queries leave out KV that they need.
             PlanTooLarge: some plan of this tree might not fit, whatever its nodes' lengths become; nothing has changed.
         """
         tree.check()
-        self.write(tree)
-        self._tree.send()
+        self.stage(tree)
+        self._tree.upload()
 
-    def bring(self) -> None:
-        """Bring what :meth:`write` wrote last.  Can be captured."""
-        self._tree.copy()
+    def enqueue_copy(self) -> None:
+        """Copy what :meth:`stage` wrote last to the device.  Can be captured."""
+        self._tree.enqueue_copy()
 
-    def write(self, tree: StepTree) -> None:
-        """The host's part of :meth:`load`, for queries that are known to be good."""
+    def stage(self, tree: StepTree) -> None:
+        """The host's part of :meth:`upload`, for queries that are known to be good."""
         count = tree.snapshot.num_nodes
         if count > self.nodes:
             raise PlanTooLarge(f"the tree has {count} nodes, but the planner has capacity for {self.nodes}")
         self.capacity.check(capacity_for(tree, self.shape, self.num_sms, self.gpu), "a plan of this tree")
-        sizes, parent, subtree_end, length, own = self._tree.begin()
+        sizes, parent, subtree_end, length, own = self._tree.writable()
         sizes[0] = count
         parent[:count], subtree_end[:count] = tree.snapshot.parent, tree.snapshot.subtree_end
         length[:count], own[:count] = tree.length, tree.own

@@ -82,7 +82,7 @@ class TreeMemory:
 
     def start_call(self, facts: ModelFacts, prompts: Sequence[NDArray[np.int32]]) -> None:
         """Other rows come: KV of other weights is invalidated."""
-        self.runner.begin()
+        self.runner.start_call()
         self.dtype = facts.inner.dtype
         found = partial(self.tree.longest_match, prompts)
         if (version := kv_version(self.model, found, facts.state)) != self._version:

@@ -66,7 +66,7 @@ def test_steps_are_those_of_torch(seed, page_size, library, monkeypatch):
     monkeypatch.setattr("prefixkit.cuda.jit.load", lambda *rest: unit)
     space = DecodeCapacity(200, 128, 2048)
     theirs, ours = (DecodeTree(space, page_size, "cpu") for _ in range(2))
-    theirs.load(batch), ours.load(batch)
+    theirs.upload(batch), ours.upload(batch)
     for _ in range(8):  # past the last pages
         drawn = torch.from_numpy(rng.integers(-1, 50, 200))
         theirs.sampled, ours.sampled = drawn, drawn.clone()
