@@ -67,13 +67,13 @@ def _check_node(node: Node, page_size: int) -> None:
     )
     _require(node.reserved == 0 or not node.branches, "only leaves have reserved pages", node)
     _require(0 <= node.computed <= node.length, "0 <= computed <= length", node)
-    if node.follows is parent:
-        _require(node.first_slot >= parent.end_slot % page_size, "a node that follows its parent lies behind it", node)
+    if node.previous_in_page is parent:
+        _require(node.first_slot >= parent.end_slot % page_size, "a node in its parent's last page lies after it", node)
     _require(node.computed == 0 or parent.computed == parent.length, "computed tokens have computed ancestors", node)
     _require(node.needed, "a node leads to a sequence, or is cached", node)
     _require(not node.cached or node.computed == node.length, "what is cached has KV", node)
     if not node.sequences and not node.cached and len(node.children) == 1:
-        _require(not node.children[0].continues(node), "an only child that continues its parent is merged", node)
+        _require(not node.children[0].can_absorb(node), "an only child that can absorb its parent is merged", node)
 
 
 def _check_pages(nodes: list[Node], tree: PrefixTree) -> None:
@@ -98,9 +98,9 @@ def _check_slots(nodes: list[Node], page_size: int) -> None:
         pair for held in holders.values() for pair in pairwise(node for _, node in sorted(held, key=itemgetter(0)))
     ]
     for before, after in links:
-        linked = before.continuation is after and after.follows is before
+        linked = before.next_in_page is after and after.previous_in_page is before
         _require(linked, "nodes that share a page are linked in the order of their slots", (before, after))
-    ends = [end for node in nodes for end in (node.continuation, node.follows) if end is not None]
+    ends = [end for node in nodes for end in (node.next_in_page, node.previous_in_page) if end is not None]
     _require(len(ends) == 2 * len(links), "nodes that share no page are not linked", ends)
 
 

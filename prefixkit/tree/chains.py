@@ -1,4 +1,4 @@
-"""Chains of short nodes: what is left of beams that forked at almost every step, and of which one has survived."""
+"""Chains of short nodes, which remain of beams that forked at almost every step and of which one has survived."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from prefixkit.tree.node import Node
 
-# Nodes of a chain at least: fewer are not worth a copy, which ends in a page that is not full.
-_FEWEST = 6
+# A chain has at least so many nodes: fewer are not worth a copy, which ends in a page that is not full.
+_FEWEST_NODES = 6
 
 
 def chains(root: Node, page_size: int) -> Iterator[list[Node]]:
     """Runs of computed inner nodes shorter than a page, each the only child of the one before; a page in all, or more.
 
-    The tree may change in the nodes of a run, once it was given, and above them.
+    The tree may change in the nodes of a run that was yielded, and above them.
     """
     stack = root.children
     while stack:
@@ -23,7 +23,7 @@ def chains(root: Node, page_size: int) -> Iterator[list[Node]]:
             chain += below
             below = below[0].children
         stack += below if chain else node.children
-        if len(chain) >= _FEWEST and sum(node.length for node in chain) >= page_size:
+        if len(chain) >= _FEWEST_NODES and sum(node.length for node in chain) >= page_size:
             yield chain
 
 

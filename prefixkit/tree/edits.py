@@ -13,15 +13,15 @@ from prefixkit.tree.pages import PageAllocator, check_page_size, pages_for
 Ints = NDArray[np.int32]
 
 _NO_PAGES = np.empty(0, np.int32)
-_GAP = 2  # slots left free between leaves that begin in one page: most are gone before they have filled them
-_REACH = 128  # nodes that are asked for free slots at most: chains may be deep
+_GAP = 2  # slots left free between leaves that begin in one page: most leaves are removed before they fill them
+_MOST_ANCESTORS = 128  # that are searched for free slots: chains may be deep
 
 
 class TreeEdits:
     """Nodes, their pages and the sequences that end at them; see :class:`prefixkit.tree.PrefixTree`.
 
-    A step leaves the pages, links and counts of all nodes right.  That the tree can take it, and that it has the pages
-    for it, its caller has found out before.
+    A step leaves the pages, links and counts of all nodes right.  Its caller has checked that the step is possible and
+    that there are enough pages.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -63,41 +63,41 @@ class TreeEdits:
         sequence.node = node
         self.sequences_version += 1
 
-    def _host(self, parent: Node | None) -> Node | None:
-        """The node behind which a new child of ``parent`` begins; None: it begins on a page of its own.
+    def _slot_donor(self, parent: Node | None) -> Node | None:
+        """The node in whose last page a new child of ``parent`` begins; None: the child begins on a page of its own.
 
-        The nearest of the parent and its ancestors that has free slots.  Only leaves grow into those, and an ancestor
-        holds its page for as long as the child lives.
+        The donor is the nearest of the parent and its ancestors that has free slots.  Only leaves grow into free slots,
+        and an ancestor holds its page for as long as the child lives.
         """
         if self.page_size == 1 or parent is None:
             return None
         if not parent.branches and parent.end_slot % self.page_size == 0:
             return None  # a page of its own meets a leaf whose last page is full
         node: Node | None = parent
-        for _ in range(_REACH):
+        for _ in range(_MOST_ANCESTORS):
             if node is None or node.free_slots:
                 return node
             node = node.parent
         return None
 
-    def _pages_behind(self, host: Node | None, count: int, reserved: int) -> int:
-        """Pages that ``count`` tokens take of a new child that begins behind ``host`` and goes on on ``reserved``."""
-        free = 0 if host is None else host.free_slots
+    def _new_pages(self, donor: Node | None, count: int, reserved: int) -> int:
+        """New pages for ``count`` tokens of a child that fills the donor's free slots, then ``reserved`` pages."""
+        free = 0 if donor is None else donor.free_slots
         return max(0, pages_for(count - free, self.page_size) - reserved)
 
-    def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints, host: Node | None, skip: int = 0) -> Node:
-        """A new child: from ``skip`` slots behind ``host``, then on the parent's reserved pages, then on ``pages``."""
+    def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints, donor: Node | None, skip: int = 0) -> Node:
+        """A new child in the donor's free slots but the first ``skip``, the parent's reserved pages, then ``pages``."""
         first_slot = 0
         if parent.reserved:
             self.reserved -= parent.reserved
             pages = np.concatenate([parent.drop_reserved(), pages])
-        if host is not None:
-            last = host.last_page
+        if donor is not None:
+            last = donor.last_page
             self.allocator.share_page(last)
             pages = np.concatenate([[last], pages]).astype(np.int32) if len(pages) else np.array([last], np.int32)
-            first_slot = host.end_slot % self.page_size + skip
+            first_slot = donor.end_slot % self.page_size + skip
         leaf = Node(next(self._node_ids), parent, self.page_size, tokens, pages, first_slot)
-        leaf.follow(host)
+        leaf.link_after(donor)
         self.reserved += leaf.reserved
         parent.adopt(leaf)
         self.version += 1
@@ -105,15 +105,15 @@ class TreeEdits:
 
     def _branch(self, node: Node, children: list[tuple[Sequence, Ints]], pages: list[int]) -> None:
         """A child of ``node`` for each sequence and its token; one that begins on a page of its own pops ``pages``."""
-        together = len(children) == len(node.sequences)  # none stays: beams
-        if together:
+        all_leave = len(children) == len(node.sequences)  # as beams do
+        if all_leave:
             children = children[:2] + children[:1:-1]
         leaf = node
         for i, (sequence, token) in enumerate(children):
-            packs = together and i > 2 and leaf.free_slots > _GAP
-            host, skip = (leaf, _GAP) if packs else (self._host(node), 0)
-            page = _NO_PAGES if host is not None or node.reserved else np.array([pages.pop()], np.int32)
-            leaf = self._add_leaf(node, token, page, host, skip)
+            packs = all_leave and i > 2 and leaf.free_slots > _GAP
+            donor, skip = (leaf, _GAP) if packs else (self._slot_donor(node), 0)
+            page = _NO_PAGES if donor is not None or node.reserved else np.array([pages.pop()], np.int32)
+            leaf = self._add_leaf(node, token, page, donor, skip)
             self._move(sequence, leaf)
 
     def split(self, node: Node, at: int) -> Node:
@@ -122,17 +122,14 @@ class TreeEdits:
         return node.split(at, next(self._node_ids), self.allocator)
 
     def replace(self, node: Node, by: Node) -> None:
-        """Let another node, which holds the same tokens of the same parent, stand for ``node``, which holds no pages
-        in reserve.
-        """
+        """Replace ``node``, which has no reserved pages, by a sibling of the same tokens."""
         parent = node.parent
         assert parent is not None and by.parent is parent and by.length == node.length, (node, by)
-        group = parent.branches[int(node.tokens[0])]
-        if (place := group.index(node)) < group.index(
-            by
-        ):  # matching follows the first of them: it finds as much as before
-            group.remove(by)
-            group.insert(place, by)
+        siblings = parent.branches[int(node.tokens[0])]
+        index = siblings.index(node)
+        if index < siblings.index(by):  # matching follows the first of the siblings: it finds as much as before
+            siblings.remove(by)
+            siblings.insert(index, by)
         parent.disown(node)
         for sequence in list(node.sequences.values()):
             self._move(sequence, by)
@@ -161,6 +158,6 @@ class TreeEdits:
         if node.parent is None or node.sequences or node.cached or node.pins or len(node.branches) != 1:
             return
         child, *siblings = node.children
-        if not siblings and child.continues(node):
+        if not siblings and child.can_absorb(node):
             child.absorb_parent(self.allocator)
             self.version += 1

@@ -22,10 +22,11 @@ class Node:
                        | .  .  a  b| c  d  e  f| g  .  .  .|
                               ^ first_slot = 2      ^ end_slot = 9, length = 7
 
-    The slots before are those of the node that it ``follows``, if any; the slots after, those of its ``continuation``:
-    the lower half of a split, a child, a node further below, or a sibling that began in the same step, or what became
-    of one of these where alike nodes were joined; there may be free slots between.  A leaf grows in place up to the
-    slots of its continuation; most have none.  A leaf may hold reserved pages behind the page of its last token.
+    The node ``previous_in_page``, if any, holds the slots before ``first_slot``.  The node ``next_in_page`` holds slots
+    after ``end_slot``: the lower half of a split, a child, a node further below, a sibling that began in the same step,
+    or the node that replaced one of these where equal nodes were joined.  There may be free slots between the two.  A
+    leaf grows in place up to the slots of the next node in the page; most have none.  A leaf may hold reserved pages
+    after the page of its last token.
 
     The arrays have spare capacity at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and
     ``pages`` return as read-only, and as valid until the tree changes.
@@ -35,20 +36,21 @@ class Node:
         parent: None for the root, and for a node that has left the tree.
         branches: children by first token, in order of arrival.  Siblings may begin with the same token (forks do);
             `PrefixTree.match` follows the first of them.
-        continuation: the node that holds the next slots after this node's end in its last page; None while they are
+        next_in_page: the node that holds the next slots after this node's end in its last page; None while they are
             free.
-        follows: the node whose ``continuation`` this is; None where no node holds slots before it in its first page.
+        previous_in_page: the node whose ``next_in_page`` this is; None where no node holds slots before it in its first
+            page.
         sequences: the sequences that end exactly at this node's end, by id.
         cached: whether the prefix cache retains the node, though no sequence may lead to it.
         pins: how many users of the prefix cache forbid to evict it.
-        uses, used_at: how often the prefix cache was hit at it, and when it was last hit or retained.
+        uses, used_at: how often prefix cache hits ended in or below it, and when it was last hit or retained.
         start: position of the first token.
         length: number of tokens; 0 only for the root.
         computed: how many of them, from the first, have KV in the pool.
         first_slot: slots of the first page that lie before the first token.
-        reserved: pages held behind those of the tokens, for tokens to come; 0 where there are children.
+        reserved: pages held after those of the tokens, for later tokens; 0 where there are children.
         page_buffer: the array behind ``pages``, whose first ``num_pages + reserved`` entries count.
-        index: place in the depth-first order of the tree's latest snapshot; -1 where that leaves the node out.
+        index: position in the depth-first order of the tree's latest snapshot; -1 where that leaves the node out.
     """
 
     __slots__ = (
@@ -57,15 +59,15 @@ class Node:
         "branches",
         "cached",
         "computed",
-        "continuation",
         "first_slot",
-        "follows",
         "id",
         "index",
         "length",
+        "next_in_page",
         "page_buffer",
         "parent",
         "pins",
+        "previous_in_page",
         "reserved",
         "sequences",
         "start",
@@ -84,8 +86,8 @@ class Node:
         self.start: int = 0 if parent is None else parent.start + parent.length
         self.length: int = len(tokens)
         self.computed = 0
-        self.continuation: Node | None = None
-        self.follows: Node | None = None
+        self.next_in_page: Node | None = None
+        self.previous_in_page: Node | None = None
         self.first_slot = first_slot
         self.index = -1
         self.cached = False
@@ -143,7 +145,7 @@ class Node:
     @property
     def grows_in_place(self) -> bool:
         """Whether the one sequence that ends here may append any number of tokens to this node."""
-        return self.continuation is None and self.appends(0)
+        return self.next_in_page is None and self.appends(0)
 
     @property
     def needed(self) -> bool:
@@ -158,26 +160,27 @@ class Node:
     @property
     def free_slots(self) -> int:
         """Slots after this node's end in its last page that no node holds."""
-        return 0 if self.continuation is not None else -self.end_slot % self._page_size
+        return 0 if self.next_in_page is not None else -self.end_slot % self._page_size
 
     def appends(self, count: int) -> bool:
         """Whether the one sequence that ends here may append ``count`` tokens to this node, not to a new child."""
         if self.branches or len(self.sequences) != 1 or self.cached or self.parent is None:
             return False
-        behind = self.continuation
-        return behind is None or self.end_slot % self._page_size + count <= behind.first_slot
+        following = self.next_in_page
+        return following is None or self.end_slot % self._page_size + count <= following.first_slot
 
     def pages_to_add(self, count: int) -> int:
         """New pages needed to append ``count`` tokens to this node, or as a child that begins in its free slots."""
         return max(0, -(-(count - self.free_slots) // self._page_size) - self.reserved)
 
-    def continues(self, parent: Node) -> bool:
-        """Whether this node, an only child of ``parent``, could be one node with it.
+    def can_absorb(self, parent: Node) -> bool:
+        """Whether this node, an only child of ``parent``, could be merged with it.
 
         The slots must meet, in a page that both hold or at a page boundary.  And ``computed``, which counts from the
         first token, must have no gap.
         """
-        meets = parent.end_slot % self._page_size == self.first_slot and (self.follows is parent or not self.first_slot)
+        adjacent = self.previous_in_page is parent or not self.first_slot
+        meets = adjacent and parent.end_slot % self._page_size == self.first_slot
         return meets and (parent.computed == parent.length or self.computed == 0)
 
     # -- children --------------------------------------------------------------------------------------------------
@@ -192,25 +195,25 @@ class Node:
         group.remove(child)
         if not group:
             del self.branches[first]
-        before, behind = child.follows, child.continuation
+        previous, following = child.previous_in_page, child.next_in_page
         in_one_page = child.num_pages == 1  # else the two are in different pages
-        if before is not None:
-            before.continuation = behind if in_one_page else None
-        if behind is not None:
-            behind.follows = before if in_one_page else None
+        if previous is not None:
+            previous.next_in_page = following if in_one_page else None
+        if following is not None:
+            following.previous_in_page = previous if in_one_page else None
         child.parent = None
 
-    def adopt_children(self, of: Node) -> None:
-        """Take over the children of a node that leaves the tree."""
-        self.branches = of.branches
+    def adopt_children(self, node: Node) -> None:
+        """Adopt the children of a node that leaves the tree."""
+        self.branches = node.branches
         for child in self.children:
             child.parent = self
 
-    def follow(self, host: Node | None) -> None:
-        """Become what holds the slots after ``host``; None: no node is before this one in its first page."""
-        self.follows = host
-        if host is not None:
-            host.continuation = self
+    def link_after(self, previous: Node | None) -> None:
+        """Become the next node in the last page of ``previous``; None: no node is before this one in its first page."""
+        self.previous_in_page = previous
+        if previous is not None:
+            previous.next_in_page = self
 
     def replace_child(self, old: Node, new: Node) -> None:
         """Put ``new``, which begins with the same token, in the place of ``old`` among the children."""
@@ -229,7 +232,7 @@ class Node:
         self.reserved -= self.num_pages - before
 
     def reserve(self, pages: Ints) -> None:
-        """Hold ``pages`` for tokens to come."""
+        """Hold ``pages`` for later tokens."""
         self.page_buffer = _append(self.page_buffer, self.num_pages + self.reserved, pages)
         self.reserved += len(pages)
 
@@ -255,14 +258,14 @@ class Node:
         self.length = length + 1
 
     def shorten(self, length: int) -> Ints:
-        """Keep the first ``length`` tokens (at least one); the pages behind them are the caller's to release."""
-        before, held, self.reserved = self.pages, self.num_pages, 0
+        """Keep the first ``length`` tokens (at least one); the pages after theirs are the caller's to release."""
+        pages, held, self.reserved = self.pages, self.num_pages, 0
         self.length = length
         self.computed = min(self.computed, length)
-        if self.num_pages < held and self.continuation is not None:  # that lies in a page which this node gives back
-            self.continuation.follows = None
-            self.continuation = None
-        return before[self.num_pages :]
+        if self.num_pages < held and self.next_in_page is not None:
+            self.next_in_page.previous_in_page = None
+            self.next_in_page = None
+        return pages[self.num_pages :]
 
     def split(self, at: int, upper_id: int, allocator: PageAllocator) -> Node:
         """Split before token ``at``; return the new upper half, which holds the tokens ``[0, at)``.
@@ -278,8 +281,8 @@ class Node:
 
         tokens = self._token_buffer[:at].copy()
         upper = Node(upper_id, self.parent, self._page_size, tokens, upper_pages, self.first_slot)
-        upper.follow(self.follows)
-        self.follow(upper if offset else None)
+        upper.link_after(self.previous_in_page)
+        self.link_after(upper if offset else None)
         upper.computed = min(self.computed, at)
         upper.uses, upper.used_at = self.uses, self.used_at
         self.parent.replace_child(self, upper)
@@ -294,11 +297,11 @@ class Node:
         return upper
 
     def absorb_parent(self, allocator: PageAllocator) -> None:
-        """Undo a split: take over the tokens and pages of the parent, whose only child this node is."""
+        """Undo a split: merge the tokens and pages of the parent, whose only child this node is, into this node."""
         parent = self.parent
         assert parent is not None, self
         assert parent.parent is not None, self
-        assert self.continues(parent), self
+        assert self.can_absorb(parent), self
         shared = int(self.first_slot > 0)  # both hold the page where their slots meet: one holder is enough
         allocator.release(self.pages[:shared])
         self.page_buffer = np.concatenate([parent.pages, self.pages[shared:]])
@@ -307,7 +310,7 @@ class Node:
         self.start = parent.start
         self.length += parent.length
         self.computed += parent.computed
-        self.follow(parent.follows)
+        self.link_after(parent.previous_in_page)
         parent.parent.replace_child(parent, self)
 
 

@@ -20,7 +20,7 @@ def check_page_size(page_size: Any) -> None:
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """Pages that so many tokens fill, from the first slot of a page on."""
+    """Pages that ``tokens`` tokens fill, from the first slot of a page on."""
     return -(-tokens // page_size)
 
 
@@ -56,7 +56,7 @@ class PageAllocator:
         self._lowest = 0  # every page below is taken
 
     def grow(self, count: int) -> None:
-        """Hand out so many more pages."""
+        """Add ``count`` free pages."""
         self._refcounts = np.concatenate((self._refcounts, np.zeros(count, np.int32)))
         self.num_pages += count
         self._free += count

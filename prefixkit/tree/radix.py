@@ -25,7 +25,7 @@ __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
-_NODES_A_PAGE = 3  # a copy may take a page more than it gives back for so many nodes that go
+_NODES_A_PAGE = 3  # a copy may take one page more than it frees for every three nodes that it removes
 
 
 class PrefixTree(TreeEdits):
@@ -46,7 +46,7 @@ class PrefixTree(TreeEdits):
         root: holds no tokens; its children are the roots of the forest.
         version: grows whenever nodes are added, removed, split, merged or shortened.
         sequences_version: grows whenever sequences are added, removed or moved to another node.
-        reserved: pages that leaves hold for tokens to come.
+        reserved: pages that leaves hold for later tokens.
         num_cached: nodes that the prefix cache retains.  A snapshot leaves out nodes that lead to no sequence in it.
 
     Raises:
@@ -66,7 +66,7 @@ class PrefixTree(TreeEdits):
         return follow(self.root, as_tokens(tokens))
 
     def pages_to_extend(self, sequence: Sequence, count: int) -> int:
-        """Pages that `extend` takes at most for ``count`` more tokens of ``sequence``, whatever grows beside it.
+        """Pages that `extend` takes at most for ``count`` more tokens of ``sequence``, whatever other sequences do.
 
         A sequence that shares its last node may take fewer: it begins in free slots where there are any.
         """
@@ -110,14 +110,14 @@ class PrefixTree(TreeEdits):
         match = follow(self.root, values) if match is None else match
         new = values[match.length :]
         node, splits = match.node, match.offset < match.node.length
-        host = self._host(node.parent if splits else node)  # the slots behind the upper half are the lower half's
+        donor = self._slot_donor(node.parent if splits else node)  # the lower half holds the slots after the upper half
         reserved = 0 if splits else node.reserved
-        pages = self.allocator.allocate(self._pages_behind(host, len(new), reserved))  # the last step that can fail
+        pages = self.allocator.allocate(self._new_pages(donor, len(new), reserved))  # the last step that can fail
 
         if splits:
             node = self.split(node, match.offset)
         if len(new):
-            node = self._add_leaf(node, new.copy(), pages, host)
+            node = self._add_leaf(node, new.copy(), pages, donor)
         return self._new_sequence(node)
 
     def fork(self, sequence: Sequence, count: int = 1) -> list[Sequence]:
@@ -147,12 +147,12 @@ class PrefixTree(TreeEdits):
             self.reserved += node.reserved
             self._touched.add(node)
         else:
-            host = self._host(node)
-            pages = self.allocator.allocate(self._pages_behind(host, len(values), node.reserved))
-            self._move(sequence, self._add_leaf(node, values.copy(), pages, host))
+            donor = self._slot_donor(node)
+            pages = self.allocator.allocate(self._new_pages(donor, len(values), node.reserved))
+            self._move(sequence, self._add_leaf(node, values.copy(), pages, donor))
 
     def reserve(self, sequences: Iterable[Sequence], tokens: Iterable[int]) -> None:
-        """Let the leaf of each sequence hold the pages of so many tokens to come: no more, and no fewer.
+        """Set what the leaf of each sequence reserves: the pages of its next ``tokens[i]`` tokens.
 
         Raises:
             ValueError: a sequence has no leaf of its own that grows in place, or is not live in this tree.
@@ -184,9 +184,9 @@ class PrefixTree(TreeEdits):
         """Append ``tokens[i]`` to ``sequences[i]``: the decode step.
 
         Where all sequences that end at a node go on, as beams do, and not samples of a prompt that is retained, its
-        children from the third on begin in one page, with room for two more tokens behind each.  The third, the
-        likeliest of them to live where the best come first, lies behind the others and grows in place; one that comes
-        to the slots of another starts a child.
+        children from the third on begin in one page, with two free slots after each.  The third, the
+        likeliest of them to live where the best come first, lies after the others and grows in place; one that comes
+        to the slots of the next node in the page starts a child.
 
         Raises:
             ValueError, TypeError: lengths differ, a sequence is listed twice or not live in this tree, or ``tokens``
@@ -299,7 +299,7 @@ class PrefixTree(TreeEdits):
         return node
 
     def evict(self, node: Node, pages: int) -> int:
-        """Give back pages of an evictable node, last ones first: so many, or all; returns how many are free by it.
+        """Release ``pages`` pages of an evictable node, last ones first, or all; returns how many that has freed.
 
         A parent that nothing else holds is cached in its place.
 
@@ -359,7 +359,7 @@ class PrefixTree(TreeEdits):
                 self._prune(node)
 
     def compact(self, most_pages: int) -> tuple[Longs, Longs]:
-        """Make one node of each long chain of short ones, which beams leave behind: a step takes longer in deep trees.
+        """Make one node of each long chain of short ones, which beams leave: a step takes longer in deep trees.
 
         Args:
             most_pages: Free pages that are not reserved.
@@ -372,14 +372,14 @@ class PrefixTree(TreeEdits):
         for chain in chains(self.root, self.page_size):
             parent, tokens = chain[0].parent, np.concatenate([node.tokens for node in chain])
             assert parent is not None, "the root is in no chain"
-            host = parent if parent.free_slots else None
-            need = self._pages_behind(host, len(tokens), 0)
+            donor = parent if parent.free_slots else None
+            need = self._new_pages(donor, len(tokens), 0)
             held, holders = np.unique(np.concatenate([each.pages for each in chain]), return_counts=True)
             freed = int((self.allocator.refcounts[held] == holders).sum())
             if need > most_pages or need > freed + len(chain) // _NODES_A_PAGE:
                 continue
             most_pages -= need - freed
-            node = self._add_leaf(parent, tokens, self.allocator.allocate(need), host)
+            node = self._add_leaf(parent, tokens, self.allocator.allocate(need), donor)
             node.computed = len(tokens)
             source += [each.slots for each in chain]
             target.append(node.slots)

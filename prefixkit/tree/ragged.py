@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def indptr_of(counts: NDArray[np.integer]) -> NDArray[np.int32]:
-    """``[len(counts) + 1]`` int32 bounds of parts of so many elements laid end to end."""
+    """``[len(counts) + 1]`` int32 bounds of parts of ``counts[i]`` elements laid end to end."""
     bounds = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=bounds[1:])
     return bounds

@@ -19,7 +19,7 @@ Longs = NDArray[np.int64]
 
 
 class Rows:
-    """The rows of a batch, each a sequence of one tree; what they share is there once.
+    """The rows of a batch, each a sequence of one tree, which stores shared prefixes once.
 
     Args:
         tree: An empty tree.
@@ -41,13 +41,13 @@ class Rows:
         self.tree, self.pad = tree, pad
         self.length: int = tokens.shape[1]
         self.sequences: list[Sequence] = []
-        first: dict[bytes, Sequence] = {}
+        by_tokens: dict[bytes, Sequence] = {}
         try:
             for row, skipped in zip(tokens, pad.tolist(), strict=True):
-                own = row[skipped:]
-                found = first.get(own.tobytes())
-                sequence = tree.insert(own) if found is None else tree.fork(found)[0]
-                first.setdefault(own.tobytes(), sequence)
+                unpadded = row[skipped:]
+                equal = by_tokens.get(unpadded.tobytes())
+                sequence = tree.insert(unpadded) if equal is None else tree.fork(equal)[0]
+                by_tokens.setdefault(unpadded.tobytes(), sequence)
                 self.sequences.append(sequence)
         except OutOfPages:
             for sequence in self.sequences:
@@ -125,8 +125,8 @@ class Rows:
             row[len(row) - len(own) :] = own
         return slots
 
-    def places(self, count: int) -> Iterator[tuple[int, int, Node, int]]:
-        """The last ``count`` tokens of each row, padding apart: row, place from the end, node, place in the node."""
+    def last_tokens(self, count: int) -> Iterator[tuple[int, int, Node, int]]:
+        """The last ``count`` tokens of each row but padding: row, index from the end, node, offset in the node."""
         for row, sequence in enumerate(self.sequences):
             node, at = sequence.node, 0
             while node.parent is not None and at < count:
@@ -137,7 +137,7 @@ class Rows:
 
 
 def select(tree: PrefixTree, sequences: Ordered[Sequence], parents: Ordered[int]) -> list[Sequence]:
-    """Sequences of which the ``i``-th goes on from ``sequences[parents[i]]``.
+    """Sequences of which the ``i``-th continues ``sequences[parents[i]]``.
 
     A parent that occurs again is forked, and one that does not occur is released.
     """
@@ -145,8 +145,8 @@ def select(tree: PrefixTree, sequences: Ordered[Sequence], parents: Ordered[int]
     for parent in parents:
         chosen.append(tree.fork(sequences[parent])[0] if taken[parent] else sequences[parent])
         taken[parent] = True
-    for sequence, goes_on in zip(sequences, taken, strict=True):
-        if not goes_on:
+    for sequence, selected in zip(sequences, taken, strict=True):
+        if not selected:
             tree.release(sequence)
     return chosen
 

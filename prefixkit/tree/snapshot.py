@@ -16,7 +16,8 @@ class TreeSnapshot:
 
     The subtree of node ``n`` is the contiguous range ``[n, subtree_end[n])``.  Token ``i`` of node ``n`` stands at
     position ``start[n] + i`` of its sequences, and its KV lies ``first_slot[n] + i`` slots into the node's pages
-    ``pages[page_indptr[n]:page_indptr[n + 1]]``.  Those of a leaf may go on behind its tokens: pages reserved for it.
+    ``pages[page_indptr[n]:page_indptr[n + 1]]``.  A leaf's pages may go
+    on after its tokens: reserved pages.
 
     Attributes:
         version: The tree's structure version.  Two snapshots of one tree and equal version have the same nodes,

@@ -40,7 +40,7 @@ def fingerprint(tree: PrefixTree) -> Any:
             (
                 (node.id, node.parent.id if node.parent else None, [child.id for child in node.children]),
                 (node.start, node.length, node.computed, node.first_slot, node.reserved),
-                [other.id if other else None for other in (node.continuation, node.follows)],
+                [other.id if other else None for other in (node.next_in_page, node.previous_in_page)],
                 (node.tokens.tobytes(), node.pages.tobytes(), node.cached),
                 {id: sequence.node.id for id, sequence in node.sequences.items()},
             )

@@ -39,7 +39,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.pool = RememberingPool(self.tree)
         self.cache = PrefixCache(self.tree, POLICIES[policy])
         self.handles: list[Sequence] = []
-        self.resting: list[Sequence] = []
+        self.excluded: list[Sequence] = []
         self.model: dict[int, list[int]] = {}
         self.last: TreeSnapshot | None = None
 
@@ -157,12 +157,12 @@ class TreeMachine(RuleBasedStateMachine):
         sequence = self.pick(number)
         self.handles.remove(sequence)
         self.tree.exclude_from_snapshot(sequence)
-        self.resting.append(sequence)
+        self.excluded.append(sequence)
 
-    @precondition(lambda self: self.resting)
+    @precondition(lambda self: self.excluded)
     @rule(number=PICK, goes_on=st.booleans())
     def wake(self, number: int, goes_on: bool) -> None:
-        sequence = self.resting.pop(number % len(self.resting))
+        sequence = self.excluded.pop(number % len(self.excluded))
         tokens = self.model.pop(sequence.id)
         if goes_on:
             self.add(self.tree.fork(sequence)[0], tokens)
@@ -207,7 +207,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def sequences_hold_their_tokens(self) -> None:
-        for sequence in self.handles + self.resting:
+        for sequence in self.handles + self.excluded:
             assert sequence.tokens().tolist() == self.model[sequence.id]
             assert sequence.length == len(self.model[sequence.id])
 
@@ -236,7 +236,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert_snapshot_is_fresh(self.tree)
 
     def teardown(self) -> None:
-        for sequence in getattr(self, "handles", []) + getattr(self, "resting", []):
+        for sequence in getattr(self, "handles", []) + getattr(self, "excluded", []):
             self.tree.release(sequence)
             check_tree(self.tree)
         if hasattr(self, "tree"):

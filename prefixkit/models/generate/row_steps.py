@@ -132,7 +132,7 @@ class RowSteps:
             ``[rows, count, vocab]`` the logits after the last ``count`` tokens of each row; zeros after padding.
         """
         rows, tree = self.settled(), self.memory.tree
-        row, from_end, nodes, offsets = zip(*rows.places(count), strict=True)
+        row, from_end, nodes, offsets = zip(*rows.last_tokens(count), strict=True)
         offset, source = np.array(offsets), np.full(len(row), -1)  # where the logits of each place are among all
         parts, computed = list[Tensor](), 0
         while (step := choose_queries(tree.snapshot(), [], _known(nodes, source), self.memory.chunk)) is not None:
