@@ -19,8 +19,8 @@ from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.tree.snapshot import Ints
 
 Array = NDArray[np.signedinteger]
-# Arrays that travel to the device together with a plan; made once the queries are known to be good.
-Beside = Callable[[], Sequence[Array]]
+# Makes the arrays of a step that are uploaded together with its plan; called once the queries are checked.
+StepArrays = Callable[[], Sequence[Array]]
 
 
 @dataclass(eq=False)
@@ -30,17 +30,17 @@ class StepPlan:
     Attributes:
         tensors: What ``tree_attention`` takes as ``plan``; only the backend that made them reads them.
         tree: What was planned for.
-        specify: The plan on the host; called when it is first asked for, and cheap when called again.
+        specify: The plan on the host; called when it is first needed, and cheap when called again.
         count_reads: Token KVs that a run over all heads reads when node ``n`` holds ``length[n]`` tokens; None counts
             them from the plan on the host.
-        holds: Whatever must live as long as the tensors are used.
+        owners: Objects that must live as long as the tensors are used.
     """
 
     tensors: list[Tensor]
     tree: StepTree
     specify: Callable[[], Plan]
     count_reads: Callable[[Ints], int] | None = None
-    holds: object = None
+    owners: object = None
 
     @cached_property
     def plan(self) -> Plan:
@@ -53,10 +53,10 @@ class StepPlan:
 
 
 class Planner(ABC):
-    """Plans steps for the heads of one model, and keeps the last plan while the tree and the query counts stand.
+    """Plans steps for the heads of one model, and reuses the last plan while the tree and the query counts stand.
 
-    A backend subclasses it: :meth:`specify` makes the plan on the host, :meth:`_make` brings one to the device, and
-    :meth:`_renew` fits the last one to a step of the same tree.
+    A backend subclasses it: :meth:`specify` makes the plan on the host, :meth:`_make` uploads one, and :meth:`_renew`
+    adapts the last one to a step of the same tree.
 
     Attributes:
         shape: The attention heads.
@@ -70,13 +70,15 @@ class Planner(ABC):
         self._key: tuple[object, ...] | None = None
         self._last: StepPlan | None = None
 
-    def plan(self, tree: StepTree, device: torch.device, beside: Beside = tuple) -> tuple[StepPlan, list[Tensor]]:
+    def plan(
+        self, tree: StepTree, device: torch.device, step_arrays: StepArrays = tuple
+    ) -> tuple[StepPlan, list[Tensor]]:
         """The plan for these queries on ``device``.
 
         Args:
             tree: What to plan for.
             device: Where the plan goes.
-            beside: Makes int32 and int64 arrays that travel in the same copy.
+            step_arrays: Makes int32 and int64 arrays that are uploaded in the same copy.
 
         Returns:
             The plan, and the tensors of those arrays.
@@ -87,9 +89,9 @@ class Planner(ABC):
         snapshot, queries = tree.snapshot, tree.queries
         key = (snapshot.tree, snapshot.version, queries.node.tobytes(), (queries.end - queries.begin).tobytes(), device)
         if self._last is not None and key == self._key:
-            self._last, tensors = self._renew(self._last, tree, device, beside)
+            self._last, tensors = self._renew(self._last, tree, device, step_arrays)
             return self._last, tensors
-        self._last, tensors = self._make(tree, device, beside)
+        self._last, tensors = self._make(tree, device, step_arrays)
         self._key = key
         self.plans_made += 1
         return self._last, tensors
@@ -103,11 +105,11 @@ class Planner(ABC):
         """The plan on the host."""
 
     @abstractmethod
-    def _make(self, tree: StepTree, device: torch.device, beside: Beside) -> tuple[StepPlan, list[Tensor]]:
-        """A new plan, and the tensors of ``beside``."""
+    def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:
+        """A new plan, and the tensors of ``step_arrays``."""
 
     @abstractmethod
     def _renew(
-        self, last: StepPlan, tree: StepTree, device: torch.device, beside: Beside
+        self, last: StepPlan, tree: StepTree, device: torch.device, step_arrays: StepArrays
     ) -> tuple[StepPlan, list[Tensor]]:
-        """The last plan for a tree whose leaves have grown, and the tensors of ``beside``."""
+        """The last plan for a tree whose leaves have grown, and the tensors of ``step_arrays``."""

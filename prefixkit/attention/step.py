@@ -66,7 +66,7 @@ def build_step(
         tree: The tree, with slots for the queries' KV already taken, and which tokens run.
         tokens: ``[T]`` their ids, in row order.
         logit_rows: ``[R]`` rows whose logits are wanted.
-        planner: Holds heads, costs and the remembered plan.
+        planner: Holds heads, costs and the last plan.
         device: Where the tensors go.
 
     Raises:
@@ -78,14 +78,14 @@ def build_step(
 
     def gather() -> Sequence[Array]:
         node, offset = queries.row_node(), queries.row_offset()
-        # KV that is there stays as it is: others may have read it, and what is computed again differs by rounding.
+        # KV that exists is not overwritten: others may have read it, and what is computed again differs by rounding.
         slots = np.where(offset < tree.snapshot.computed[node], -1, tree.snapshot.slots(node, offset))
         return [np.asarray(array, dtype=np.int64) for array in (tokens, tree.positions, slots, logit_rows)]
 
-    planned, (ids, there, slots, wanted) = planner.plan(tree, torch.device(device), gather)
+    planned, (ids, positions, slots, wanted) = planner.plan(tree, torch.device(device), gather)
     return Step(
         tokens=ids,
-        positions=there,
+        positions=positions,
         slots=slots,
         logit_rows=wanted,
         length=tree.length,

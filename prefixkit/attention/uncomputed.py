@@ -28,25 +28,25 @@ def tokens_of(queries: Queries, nodes: Sequence[Node]) -> NDArray[np.int32]:
 
 
 def choose_queries(
-    snapshot: TreeSnapshot, decoding: Collection[int], asking: Collection[int], prefill_budget: int
+    snapshot: TreeSnapshot, decoding: Collection[int], wanted: Collection[int], prefill_budget: int
 ) -> StepTree | None:
     """Pick the uncomputed tokens of one step.
 
     Tokens that sequences sampled last always run; prompt tokens run up to a budget, in depth-first order, so that the
-    samples of the first prompts can go on while later prompts are still being computed.
+    samples of the first prompts can continue while later prompts are still being computed.
 
     Args:
         snapshot: The tree.
         decoding: Nodes whose uncomputed tokens were sampled by a sample or chosen by a beam: outside the budget.
-        asking: Nodes after whose last token logits are wanted; where no token is uncomputed, that token runs once more.
+        wanted: Nodes after whose last token logits are wanted; where no token is uncomputed, that token runs once more.
         prefill_budget: How many prompt tokens may run.
 
     Returns:
         The tree with these queries, or None where nothing needs to run.
     """
     begin, end = snapshot.computed.copy(), snapshot.length
-    asked = np.asarray(asking, dtype=np.int32)
-    again = asked[begin[asked] == end[asked]]
+    with_logits = np.asarray(wanted, dtype=np.int32)
+    again = with_logits[begin[with_logits] == end[with_logits]]
     begin[again] = end[again] - 1
     nodes = np.flatnonzero(begin < end).astype(np.int32)
     if len(nodes) == 0:

@@ -45,19 +45,19 @@ def binary(unit: Unit, arch: str) -> Binary:
     Raises:
         NvrtcMissing, CompileError: see ``compile_unit``.
     """
-    place = kernel_cache.entry(unit, arch, nvrtc_version())
-    found = kernel_cache.read(place)
+    path = kernel_cache.entry(unit, arch, nvrtc_version())
+    found = kernel_cache.read(path)
     if found is not None:
         return found
-    with kernel_cache.making(place):
-        found = kernel_cache.read(place) if place.exists() else None  # another process may have been first
+    with kernel_cache.making(path):
+        found = kernel_cache.read(path) if path.exists() else None  # another process may have been first
         if found is None:
             what = "compiling the CUDA kernels of %s for %s, some seconds, once on this machine (%s)"
-            log.warning(what, unit.file, arch, place.parent)
+            log.warning(what, unit.file, arch, path.parent)
             began = time.perf_counter()
             found = compile_unit(unit, arch)
             log.info("compiled %s in %.1f s", unit, time.perf_counter() - began)
-            kernel_cache.write(place, found)
+            kernel_cache.write(path, found)
     return found
 
 

@@ -1,7 +1,7 @@
 """Compiled kernels kept on disk.
 
 An entry's name is a digest of all that the machine code depends on, so entries never go stale.  They are written beside
-their place and renamed into it, and carry a checksum: a reader meets a whole entry or none.  An advisory lock, dropped
+their path and renamed to it, and carry a checksum: a reader meets a whole entry or none.  An advisory lock, dropped
 when its holder dies, keeps many processes that start together from compiling the same thing.
 """
 
@@ -34,7 +34,7 @@ def folder() -> Path:
 
 
 def entry(unit: Unit, arch: str, nvrtc: tuple[int, int], flags: str = FLAGS) -> Path:
-    """The place of a unit's machine code, by this version of the compiler with these flags for all units."""
+    """The path of a unit's machine code, by this version of the compiler with these flags for all units."""
     digest = sha256()
     for part in (FORMAT.decode(), arch, repr(nvrtc), flags, unit.file, *unit.names, repr(unit.defines)):
         digest.update(part.encode() + b"\0")
@@ -43,42 +43,42 @@ def entry(unit: Unit, arch: str, nvrtc: tuple[int, int], flags: str = FLAGS) -> 
     return folder() / f"{Path(unit.file).stem}-{arch}-{digest.hexdigest()[:24]}.bin"
 
 
-def read(place: Path) -> Binary | None:
+def read(path: Path) -> Binary | None:
     """The entry, or None if there is none or it is damaged."""
     try:
-        data = place.read_bytes()
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
-        _complain(place.parent, error)
+        _complain(path.parent, error)
         return None
     head, body = data[: len(FORMAT) + 64], data[len(FORMAT) + 64 :]
     if head != FORMAT + sha256(body).hexdigest().encode():
-        log.warning("the compiled kernel %s is damaged; it is made again", place)
+        log.warning("the compiled kernel %s is damaged; it is made again", path)
         with suppress(OSError):
-            place.unlink()
+            path.unlink()
         return None
     lines, _, cubin = body.partition(b"\n")
     return Binary(cubin, **json.loads(lines))
 
 
-def write(place: Path, binary: Binary) -> bool:
+def write(path: Path, binary: Binary) -> bool:
     """Keep an entry if that is possible; a folder that cannot be written gets one line in the log."""
     body = json.dumps({"symbols": binary.symbols, "log": binary.log}).encode() + b"\n" + binary.cubin
     try:
-        put(place, FORMAT + sha256(body).hexdigest().encode() + body)
+        put(path, FORMAT + sha256(body).hexdigest().encode() + body)
     except OSError as error:
-        _complain(place.parent, error)
+        _complain(path.parent, error)
         return False
     return True
 
 
 @contextmanager
-def making(place: Path, most_seconds: float = LOCK_SECONDS) -> Iterator[None]:
+def making(path: Path, most_seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Hold an entry's lock, or go without where there are no locks or the wait is longer than ``most_seconds``."""
-    lock = FileLock(place.with_suffix(".lock"), most_seconds)
+    lock = FileLock(path.with_suffix(".lock"), most_seconds)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(poll_interval=0.02)
     except Timeout:
         log.warning("%s has been locked for %.0f s; going on without it", lock.lock_file, most_seconds)
@@ -93,12 +93,12 @@ def making(place: Path, most_seconds: float = LOCK_SECONDS) -> Iterator[None]:
             lock.release()
 
 
-def _complain(place: Path, error: OSError) -> None:
-    if place not in _complained:
-        _complained.add(place)
+def _complain(path: Path, error: OSError) -> None:
+    if path not in _complained:
+        _complained.add(path)
         log.warning(
             "compiled kernels cannot be kept in %s (%s), so every process compiles them again; set PREFIXKIT_CACHE to "
             "a folder that can be written",
-            place,
+            path,
             error.strerror or error,
         )

@@ -1,7 +1,7 @@
 """Launching kernels: on torch's current stream, without allocating or waiting, so that a CUDA graph can capture it.
 
-Every kernel takes one struct by value.  It is packed into a buffer that each thread keeps, whose address never changes,
-so a launch is one ``pack_into`` and one driver call.
+Every kernel takes one struct by value.  It is packed into a static buffer of each thread, so a launch is one
+``pack_into`` and one driver call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 # Larger than any struct of ours; the driver takes up to 4 KB.
 STRUCT_BYTES = 4096
-# Above this much dynamic shared memory a kernel must be told first.
+# More dynamic shared memory than this has to be allowed for a kernel before its launch.
 FREE_SHARED = 48 * 1024
 
 
@@ -32,21 +32,21 @@ class CudaError(RuntimeError):
     """A launch failed, or in checked mode the kernel did.  Names the op, the shapes and the plan."""
 
 
-def form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """All of a tensor but its data: what a launch that is remembered depends on."""
+def signature_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """All of a tensor but its data: what a cached launch depends on."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-class Memo(dict[Hashable, _T]):
-    """What was prepared for calls of a form; emptied when full, because prefills come in many lengths."""
+class LaunchCache(dict[Hashable, _T]):
+    """Prepared launches by the signature of their arguments; emptied when full, for prefills have many lengths."""
 
     SIZE = 4096
 
-    def keep(self, key: Hashable, prepared: _T) -> _T:
-        """Remember ``prepared``, and return it."""
+    def store(self, signature: Hashable, prepared: _T) -> _T:
+        """Store ``prepared``, and return it."""
         if len(self) >= self.SIZE:
             self.clear()
-        self[key] = prepared
+        self[signature] = prepared
         return prepared
 
 

@@ -1,4 +1,4 @@
-"""Tensor maps: what TMA must know of a pool to bring its pages into shared memory, swizzled."""
+"""Tensor maps, by which TMA copies a pool's pages into shared memory, swizzled."""
 
 from __future__ import annotations
 
@@ -8,53 +8,58 @@ import torch
 from cuda.bindings import driver  # imported only where cuda-core is
 from torch import Tensor
 
-from prefixkit.cuda.launch import Memo, fail
+from prefixkit.cuda.launch import LaunchCache, fail
 from prefixkit.cuda.struct_layout import TENSOR_MAP
 
-# The 128-byte swizzle takes 64 elements of 16 bits; the kernels take tokens by groups.
+# Columns of a TMA tile: the 128-byte swizzle takes 64 elements of 16 bits.  Rows: the kernels take slots by groups.
 COLUMNS = 64
 GROUP = 16
 
 # Of layers, those of pools that are gone included: 3 MiB of maps at most.
-_kept: Memo[tuple[bytes, ...]] = Memo()
+_maps: LaunchCache[tuple[bytes, ...]] = LaunchCache()
 
 
 def holds_groups(page_size: int) -> bool:
-    """Whether groups of 16 slots lie inside pages, so that a box can bring each."""
+    """Whether groups of 16 slots lie inside pages, so that one TMA tile can copy each."""
     return page_size % GROUP == 0 and page_size & (page_size - 1) == 0
 
 
-def kept_maps(k_pages: Tensor, v_pages: Tensor, form: Hashable) -> tuple[bytes, ...]:
-    """:func:`tensor_maps` of a layer's pages, made once for their address and form, whatever attends to them.
+def cached_tensor_maps(k_pages: Tensor, v_pages: Tensor, signature: Hashable) -> tuple[bytes, ...]:
+    """:func:`tensor_maps` of a layer's pages, made once for their addresses and signature.
 
-    ``form`` is what maps depend on besides the address: the pages' shape, strides and dtype, which are those of both.
+    ``signature`` is what maps depend on besides the addresses: the shape, strides and dtype, which K and V share.
     """
-    key = k_pages.data_ptr(), v_pages.data_ptr(), form
-    return _kept.get(key) or _kept.keep(key, tensor_maps(k_pages, v_pages))
+    key = k_pages.data_ptr(), v_pages.data_ptr(), signature
+    return _maps.get(key) or _maps.store(key, tensor_maps(k_pages, v_pages))
 
 
 def tensor_maps(k_pages: Tensor, v_pages: Tensor) -> tuple[bytes, ...]:
-    """The six maps of a layer's pages, as the kernel's parameter begins: of keys and of values, by boxes of a group, of
-    a row, of a group's whole rows.  Pages are in 16 bits, with strides that are multiples of 8 elements.
+    """The six maps of a layer's pages, with which the kernel's parameter begins: of K and of V, with TMA tiles of a
+    group of slots, of one slot, and of a group over the whole head size.
+
+    Pages are in 16 bits, with strides that are multiples of 8 elements.
     """
     maps = []
     for rows, whole in ((GROUP, False), (1, False), (GROUP, True)):
         for pages in (k_pages, v_pages):
-            there = rows == 1 or holds_groups(pages.shape[1])
-            maps.append(_encode(pages, rows, whole) if there else bytes(TENSOR_MAP.size))
+            exists = rows == 1 or holds_groups(pages.shape[1])
+            maps.append(_encode(pages, rows, whole) if exists else bytes(TENSOR_MAP.size))
     return tuple(maps)
 
 
 def _encode(pages: Tensor, rows: int, whole: bool) -> bytes:
-    """Boxes of ``rows`` slots by 64 columns, or by all columns, of one head of one page; dimensions innermost first."""
+    """A map whose TMA tiles are ``rows`` slots of one head of one page, by 64 columns or the whole head size.
+
+    The driver's dimensions go innermost first.
+    """
     count, slots, kv_heads, head_dim = pages.shape
     page, slot, head, _ = pages.stride()
     if whole:
         sizes = [COLUMNS, slots, head_dim // COLUMNS, kv_heads, count]
         strides = [slot, COLUMNS, head, page]
-        box = [COLUMNS, rows, head_dim // COLUMNS, 1, 1]
+        tile = [COLUMNS, rows, head_dim // COLUMNS, 1, 1]
     else:
-        sizes, strides, box = [head_dim, slots, kv_heads, count], [slot, head, page], [COLUMNS, rows, 1, 1]
+        sizes, strides, tile = [head_dim, slots, kv_heads, count], [slot, head, page], [COLUMNS, rows, 1, 1]
     half = pages.dtype == torch.float16
     types = driver.CUtensorMapDataType
     status, encoded = driver.cuTensorMapEncodeTiled(
@@ -63,8 +68,8 @@ def _encode(pages: Tensor, rows: int, whole: bool) -> bytes:
         pages.data_ptr(),
         [driver.cuuint64_t(size) for size in sizes],
         [driver.cuuint64_t(2 * stride) for stride in strides],
-        [driver.cuuint32_t(size) for size in box],
-        [driver.cuuint32_t(1)] * len(box),
+        [driver.cuuint32_t(size) for size in tile],
+        [driver.cuuint32_t(1)] * len(tile),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,  # 256 B: 7% less bandwidth (H200)

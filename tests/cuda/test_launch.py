@@ -10,7 +10,7 @@ driver = pytest.importorskip("cuda.bindings.driver")
 
 from prefixkit.backends.cuda import attention as cuda_attention  # noqa: E402
 from prefixkit.cuda import tensor_maps as cuda_maps  # noqa: E402
-from prefixkit.cuda.launch import CudaError, Memo, _config  # noqa: E402
+from prefixkit.cuda.launch import CudaError, LaunchCache, _config  # noqa: E402
 
 IDS = driver.CUlaunchAttributeID
 COOPERATIVE, PDL = IDS.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, IDS.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -43,28 +43,28 @@ def pages(num_pages=4, dtype=torch.bfloat16):
 def test_launches_are_prepared_for_any_number_of_queries():
     """Prefills come in many lengths, and each preparation would be kept."""
 
-    def form(key="causal", rows=1, heads=4, head_dim=64, dtype=torch.float32, k=None, v=None, sinks=None):
+    def signature(key="causal", rows=1, heads=4, head_dim=64, dtype=torch.float32, k=None, v=None, sinks=None):
         k, v = (pages() if x is None else x for x in (k, v))
-        return cuda_attention.launch_form(key, torch.zeros(rows, heads, head_dim, dtype=dtype), k, v, sinks)
+        return cuda_attention.launch_signature(key, torch.zeros(rows, heads, head_dim, dtype=dtype), k, v, sinks)
 
-    forms = {form(rows=rows) for rows in range(100)}
-    assert len(forms) == 1
+    signatures = {signature(rows=rows) for rows in range(100)}
+    assert len(signatures) == 1
     others = [
-        form(key="sliding_window(7)"),
-        form(heads=8),
-        form(head_dim=128),
-        form(dtype=torch.float16),
-        form(k=pages(5)),
-        form(v=pages(5)),
-        form(k=pages(dtype=torch.float16)),
-        form(k=pages().transpose(1, 2).contiguous().transpose(1, 2)),
-        form(sinks=torch.zeros(4)),
-        form(sinks=torch.zeros(5)),
-        form(sinks=torch.zeros(4).half()),
-        form(sinks=torch.zeros(8)[::2]),
-        cuda_attention.launch_form("causal", torch.zeros(4, 64), pages(), pages(), None),
+        signature(key="sliding_window(7)"),
+        signature(heads=8),
+        signature(head_dim=128),
+        signature(dtype=torch.float16),
+        signature(k=pages(5)),
+        signature(v=pages(5)),
+        signature(k=pages(dtype=torch.float16)),
+        signature(k=pages().transpose(1, 2).contiguous().transpose(1, 2)),
+        signature(sinks=torch.zeros(4)),
+        signature(sinks=torch.zeros(5)),
+        signature(sinks=torch.zeros(4).half()),
+        signature(sinks=torch.zeros(8)[::2]),
+        cuda_attention.launch_signature("causal", torch.zeros(4, 64), pages(), pages(), None),
     ]
-    assert len({*forms, *others}) == 1 + len(others)
+    assert len({*signatures, *others}) == 1 + len(others)
 
 
 def test_tensor_maps_are_made_once_for_a_layer_and_kept_for_so_many(monkeypatch):
@@ -75,16 +75,16 @@ def test_tensor_maps_are_made_once_for_a_layer_and_kept_for_so_many(monkeypatch)
         return (made[-1][0].to_bytes(8, "little"),)
 
     monkeypatch.setattr(cuda_maps, "tensor_maps", make)
-    monkeypatch.setattr(cuda_maps, "_kept", Memo())
+    monkeypatch.setattr(cuda_maps, "_maps", LaunchCache())
     for _ in range(5):
         for k, v in layers:
-            assert cuda_maps.kept_maps(k, v, "form") == (k.data_ptr().to_bytes(8, "little"),)
+            assert cuda_maps.cached_tensor_maps(k, v, "signature") == (k.data_ptr().to_bytes(8, "little"),)
     assert len(made) == 3
-    cuda_maps.kept_maps(*layers[0], "another form at the same address")
+    cuda_maps.cached_tensor_maps(*layers[0], "another signature at the same address")
     assert len(made) == 4
-    for number in range(3 * Memo.SIZE):
-        cuda_maps.kept_maps(*layers[0], number)
-        assert len(cuda_maps._kept) <= Memo.SIZE
+    for number in range(3 * LaunchCache.SIZE):
+        cuda_maps.cached_tensor_maps(*layers[0], number)
+        assert len(cuda_maps._maps) <= LaunchCache.SIZE
 
 
 @pytest.mark.parametrize("elements", [0, 1, 7, 8, 9, 1000, 2**20 - 1, 2**20, 2**20 + 1])

@@ -222,7 +222,7 @@ def test_a_token_without_a_slot_is_skipped():
 
 def test_a_cuda_error_names_the_op_and_the_shapes():
     from prefixkit.backends.cuda.kernels import APPEND
-    from prefixkit.backends.cuda.kv import say
+    from prefixkit.backends.cuda.kv import describe
     from prefixkit.backends.cuda.layouts import MOVE
     from prefixkit.cuda import jit
     from prefixkit.cuda.launch import launch
@@ -232,7 +232,7 @@ def test_a_cuda_error_names_the_op_and_the_shapes():
     with pytest.raises(
         CudaError, match=r"kv_append<uint4>.*CUDA_ERROR_INVALID_VALUE.*kv_append on cuda:0: \[4, 2, 64\]"
     ):
-        launch(function, MOVE, (0,) * 20, (1, 1, 1), 4096, 0, say("kv_append", key, k_pages))
+        launch(function, MOVE, (0,) * 20, (1, 1, 1), 4096, 0, describe("kv_append", key, k_pages))
 
 
 def test_ops_replay_in_a_graph_on_changed_inputs():

@@ -10,7 +10,7 @@ from prefixkit.attention.queries import Queries
 from prefixkit.attention.variants import register
 from prefixkit.backends.cuda import attention as cuda_attention
 from prefixkit.backends.cuda.kernels import HOPPER_HEAD_DIMS, KERNEL_VARIABLE
-from prefixkit.cuda.launch import Memo
+from prefixkit.cuda.launch import LaunchCache
 from prefixkit.ops import backend
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.testing.forests import (
@@ -36,7 +36,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on tree_attention takes this kernel."""
     monkeypatch.setenv(KERNEL_VARIABLE, kernel)
-    monkeypatch.setattr(cuda_attention, "_memo", Memo())
+    monkeypatch.setattr(cuda_attention, "_launches", LaunchCache())
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def test_any_plan_runs_whatever_tiles_it_was_cut_for(head_dim):
 
 
 def test_float32_runs_in_plain_torch_and_says_so_and_says_that_no_graph_takes_it(caplog, monkeypatch):
-    monkeypatch.setattr(cuda_attention, "_said", set())
+    monkeypatch.setattr(cuda_attention, "_logged", set())
     case = deep_case(4, torch.float32, 8, 96)
     out, lse = run(case, {}, 1)
     exact, exact_lse = dense(case)

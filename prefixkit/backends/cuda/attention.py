@@ -19,9 +19,9 @@ from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
 from prefixkit.backends.torch import run_program
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import CudaError, Memo, form, launch
+from prefixkit.cuda.launch import CudaError, LaunchCache, launch, signature_of
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
-from prefixkit.cuda.tensor_maps import holds_groups, kept_maps
+from prefixkit.cuda.tensor_maps import cached_tensor_maps, holds_groups
 from prefixkit.ops.arguments import BadDevice, BadShape, check_attention, check_packed, check_positions
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.torch_private import raw_stream, stream_captures
@@ -43,7 +43,7 @@ class UnsupportedHeads(BadShape):
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """A launch but for its arguments' addresses.  ``function`` is None where plain torch serves."""
+    """A launch without its arguments' addresses.  ``function`` is None where plain torch serves."""
 
     function: jit.Function | None
     blocks: int = 0
@@ -52,15 +52,15 @@ class _Prepared:
     numbers: tuple[int, ...] = ()
     parameters: int = 0
     window: int = 0
-    boxes: bool = False
-    by_maps: bool = False
-    form: tuple[int, ...] = ()  # of the pages
+    tma_groups: bool = False
+    uses_tma: bool = False
+    pages_signature: tuple[int, ...] = ()
 
 
-_memo: Memo[_Prepared] = Memo()
+_launches: LaunchCache[_Prepared] = LaunchCache()
 _last: tuple[tuple[object, ...], tuple[int, ...], tuple[Tensor, ...]] = ((), (), ())
 _counters: dict[int, tuple[list[Tensor], dict[object, int]]] = {}
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def tree_attention(
@@ -79,11 +79,11 @@ def tree_attention(
         BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
         CudaError: the launch failed.
     """
-    signature = launch_form(variant, q, k_pages, v_pages, sinks)
-    prepared = _memo.get(signature)
+    signature = launch_signature(variant, q, k_pages, v_pages, sinks)
+    prepared = _launches.get(signature)
     if prepared is None:
-        prepared = _memo.keep(signature, _prepare(q, k_pages, v_pages, q_positions, variant, sinks))
-    function, by_maps = prepared.function, prepared.by_maps
+        prepared = _launches.store(signature, _prepare(q, k_pages, v_pages, q_positions, variant, sinks))
+    function, uses_tma = prepared.function, prepared.uses_tma
     if function is None:
         if len(plan) == WORK_TENSORS + TREE_TENSORS:
             raise NotCapturable(
@@ -96,7 +96,7 @@ def tree_attention(
         q = q.clone(memory_format=torch.contiguous_format)
     if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
         raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
-    head = kept_maps(k_pages, v_pages, prepared.form) if by_maps else ()
+    maps = cached_tensor_maps(k_pages, v_pages, prepared.pages_signature) if uses_tma else ()
     addresses = _plan_pointers(q, q_positions, work, nodes)
     if checked():
         check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
@@ -109,22 +109,34 @@ def tree_attention(
     workspace = partials_workspace(partials * (head_dim + 1), q.device)  # given back on return
     partial_out = workspace.data_ptr()
     values: tuple[int | float | bytes, ...] = (
-        *head,
+        *maps,
         *(q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), q_positions.data_ptr(), out.data_ptr(), lse.data_ptr()),
         *(partial_out, partial_out + 4 * partials * head_dim, _counter(device, stream, capturing)),
         *addresses,
         *prepared.numbers,
         *(scale, scale * LOG2E, prepared.parameters, 0 if sinks is None else sinks.data_ptr(), prepared.window),
-        *(work[1].shape[0], work[2].shape[0], prepared.boxes, rows),
+        *(work[1].shape[0], work[2].shape[0], prepared.tma_groups, rows),
     )
-    layout, grid, say = ATTENTION_LAYOUT[by_maps], (prepared.blocks, 1, 1), _say(q, k_pages, work, nodes, variant)
-    launch(function, layout, values, grid, prepared.threads, prepared.shared, say, cooperative=True, pdl=by_maps)
+    layout, grid, describe = (
+        ATTENTION_LAYOUT[uses_tma],
+        (prepared.blocks, 1, 1),
+        _describe(q, k_pages, work, nodes, variant),
+    )
+    launch(function, layout, values, grid, prepared.threads, prepared.shared, describe, cooperative=True, pdl=uses_tma)
     return out, lse
 
 
-def launch_form(key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor, sinks: Tensor | None) -> Hashable:
-    """What launches are prepared for: all but the number of queries, which differs from step to step."""
-    return key, q.shape[1:], q.dtype, q.device, *form(k_pages), *form(v_pages), None if sinks is None else form(sinks)
+def launch_signature(key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor, sinks: Tensor | None) -> Hashable:
+    """The signature that launches are cached by: all but the number of queries, which differs from step to step."""
+    return (
+        key,
+        q.shape[1:],
+        q.dtype,
+        q.device,
+        *signature_of(k_pages),
+        *signature_of(v_pages),
+        None if sinks is None else signature_of(sinks),
+    )
 
 
 def _prepare(
@@ -153,7 +165,7 @@ def _prepare(
             f"tree_attention: k_pages and v_pages must have the same strides, multiples of 8, got {k_pages.stride()} "
             f"and {v_pages.stride()}; make them with KVPool"
         )
-    if not kernel.by_maps and k_pages.shape[0] * page * k_pages.element_size() > MOST_BYTES:
+    if not kernel.uses_tma and k_pages.shape[0] * page * k_pages.element_size() > MOST_BYTES:
         raise BadShape(
             f"tree_attention: this kernel reaches {MOST_BYTES >> 30} GiB of keys, from page to page {page} elements, "
             f"got {k_pages.shape[0]} pages; make a smaller pool, or one tensor per layer"
@@ -165,22 +177,22 @@ def _prepare(
     numbers = (page, head, slot, heads, k_pages.shape[2], k_pages.shape[1])
     parameters = variant_header.on_device(key, heads, q.device).data_ptr()
     return _Prepared(
-        ATTENTION_LAYOUT[kernel.by_maps].check(function),
+        ATTENTION_LAYOUT[kernel.uses_tma].check(function),
         blocks,
         kernel.threads,
         shared,
         numbers,
         parameters,
         window=variant.window or 0,
-        boxes=holds_groups(k_pages.shape[1]),
-        by_maps=kernel.by_maps,
-        form=(*k_pages.shape, page, slot, head, half),
+        tma_groups=holds_groups(k_pages.shape[1]),
+        uses_tma=kernel.uses_tma,
+        pages_signature=(*k_pages.shape, page, slot, head, half),
     )
 
 
 def _by_torch(why: str) -> _Prepared:
-    if why not in _said:
-        _said.add(why)
+    if why not in _logged:
+        _logged.add(why)
         log.warning("tree_attention runs in plain torch: %s", why)
     return _Prepared(None)
 
@@ -200,7 +212,7 @@ def _plan_pointers(q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes
         check_positions(q, q_positions)
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise BadShape("tree_attention: q_positions, work and nodes must be contiguous; use .contiguous()")
-        # The tensors are kept, so that no other tensor gets their ids.
+        # The tensors are referenced, so that no other tensor gets their ids.
         last = _last = ids, tuple(tensor.data_ptr() for tensor in (*work, *nodes)), tensors
     return last[1]
 
@@ -240,8 +252,10 @@ def _capture_id(stream: int) -> int:
     return int(driver.cuStreamGetCaptureInfo(stream)[2])
 
 
-def _say(q: Tensor, k_pages: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor], key: str) -> Callable[[], str]:
-    def say() -> str:
+def _describe(
+    q: Tensor, k_pages: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor], key: str
+) -> Callable[[], str]:
+    def describe() -> str:
         pages = f"pages {list(k_pages.shape)} strides {list(k_pages.stride())}"
         plan = f"tile {list(work[1].shape)}, decode {list(work[2].shape)}, {len(nodes[0])} nodes"
         if not torch.cuda.is_current_stream_capturing():
@@ -251,4 +265,4 @@ def _say(q: Tensor, k_pages: Tensor, work: Sequence[Tensor], nodes: Sequence[Ten
                 plan += f", counts cannot be read ({type(error).__name__})"
         return f"tree_attention on {q.device}: q {list(q.shape)} {q.dtype}, {pages}, variant {key!r}, plan: {plan}"
 
-    return say
+    return describe

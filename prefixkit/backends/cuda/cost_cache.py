@@ -25,7 +25,7 @@ log = logging.getLogger("prefixkit")
 H200_SMS, H200_TBPS = 132, 4.8
 
 
-def place_of(device: torch.device) -> Path:
+def path_of(device: torch.device) -> Path:
     """The file of a GPU's costs; its name depends on the GPU, the driver, our kernels and how they are measured."""
     name = torch.cuda.get_device_name(device)
     digest = sha256()
@@ -43,10 +43,10 @@ def gpu_cost(device: torch.device) -> GpuCost:
 
 @cache
 def _known(device: torch.device, _: str) -> GpuCost:
-    place = place_of(device)
-    measured = read(place)
+    path = path_of(device)
+    measured = read(path)
     if measured is not None:
-        log.debug("costs of %s from %s", device, place)
+        log.debug("costs of %s from %s", device, path)
         return measured
     properties = torch.cuda.get_device_properties(device)
     log.debug("costs of %s are estimated; `prefixkit warmup` measures them", device)
@@ -79,39 +79,39 @@ def bandwidth_tbps(device: torch.device) -> float:
 
 
 def measured_cost(device: torch.device) -> tuple[Path, GpuCost, bool]:
-    """Costs of a GPU, from the disk if they are there: their file, the costs, and whether they were measured now.
+    """Costs of a GPU, from the disk if they are known: their file, the costs, and whether they were measured now.
 
     Raises:
         ValueError: the times make no sense.
     """
-    place = place_of(device)
-    with kernel_cache.making(place):  # of processes that start together one measures, and alone
-        there = read(place)
-        if there is not None:
-            return place, there, False
+    path = path_of(device)
+    with kernel_cache.making(path):  # of processes that start together one measures, and alone
+        known = read(path)
+        if known is not None:
+            return path, known, False
         found = calibrate.calibrate(device)
-        write(place, found)
+        write(path, found)
     _known.cache_clear()
-    return place, found, True
+    return path, found, True
 
 
-def read(place: Path) -> GpuCost | None:
-    """Costs from a file, or None if there is none or it is damaged."""
+def read(path: Path) -> GpuCost | None:
+    """Costs from a file, or None if known is none or it is damaged."""
     try:
-        facts = json.loads(place.read_text())
+        facts = json.loads(path.read_text())
         return GpuCost(CostModel(**facts["sharing"]), Role(**facts["tile"]), Role(**facts["decode"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        log.warning("the costs in %s cannot be used (%s); they are estimated", place, error)
+        log.warning("the costs in %s cannot be used (%s); they are estimated", path, error)
         return None
 
 
-def write(place: Path, cost: GpuCost) -> bool:
+def write(path: Path, cost: GpuCost) -> bool:
     """Keep costs if that is possible; a folder that cannot be written gets one line in the log."""
     try:
-        put(place, (json.dumps(asdict(cost), indent=1) + "\n").encode())
+        put(path, (json.dumps(asdict(cost), indent=1) + "\n").encode())
     except OSError as error:
-        log.warning("costs cannot be kept in %s (%s)", place.parent, error.strerror or error)
+        log.warning("costs cannot be kept in %s (%s)", path.parent, error.strerror or error)
         return False
     return True

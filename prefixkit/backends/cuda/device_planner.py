@@ -1,4 +1,4 @@
-"""Plans for our kernels: made by the GPU where it can, else in numpy, and brought there in one copy."""
+"""Plans for our kernels: made on the GPU where it can, else in numpy and uploaded in one copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.capacity import MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
 from prefixkit.attention.gpu_cost import H200, GpuCost
 from prefixkit.attention.plan import Plan, make_plan
-from prefixkit.attention.planner import Beside, Planner, StepPlan
+from prefixkit.attention.planner import Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.attention.staging import upload
@@ -35,8 +35,8 @@ WORK_TENSORS, TREE_TENSORS = 6, 5
 class CudaPlanner(Planner):
     """Plans for the CUDA kernels.
 
-    The work's tensors stay while the tree does; each step brings the tree's: start, length (tokens visible in this
-    step), page_indptr, pages, first_slot.
+    The work's tensors are valid while the tree stands.  Each step uploads the tree's: start, length (tokens visible in
+    this step), page_indptr, pages, first_slot.
 
     Attributes:
         gpu: What the paths of the GPU cost.
@@ -78,30 +78,30 @@ class CudaPlanner(Planner):
         """What plans in a captured graph, for trees of so many nodes and plans of this capacity."""
         return GraphPlanner(self.shape, nodes, capacity, device, self.gpu, self.num_sms)
 
-    def _make(self, tree: StepTree, device: torch.device, beside: Beside) -> tuple[StepPlan, list[Tensor]]:
+    def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:
         tree.check()
         snapshot, arrays = tree.snapshot, tree.arrays()
         capacity = capacity_for(tree, self.shape, self.num_sms, self.gpu, now=True)
         if self.launch is not None and capacity.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
             nodes = (snapshot.parent, snapshot.subtree_end, tree.length, tree.own, [snapshot.num_nodes])
-            there, *tensors = upload([np.concatenate(nodes).astype(np.int32), *arrays, *beside()], device)
-            made = StepPlan(self.launch(capacity, there), tree, *self._on_demand(tree))
+            planned_tree, *tensors = upload([np.concatenate(nodes).astype(np.int32), *arrays, *step_arrays()], device)
+            made = StepPlan(self.launch(capacity, planned_tree), tree, *self._on_demand(tree))
         else:
             if self.launch is not None:
                 log.debug("numpy plans: any plan of these queries needs %d partial rows", capacity.partials)
             plan = self.specify(tree)
-            tensors = upload([*plan.arrays(), *arrays, *beside()], device)
+            tensors = upload([*plan.arrays(), *arrays, *step_arrays()], device)
             made, tensors = StepPlan(tensors[:WORK_TENSORS], tree, lambda: plan), tensors[WORK_TENSORS:]
         return _bound(made, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
 
     def _renew(
-        self, last: StepPlan, tree: StepTree, device: torch.device, beside: Beside
+        self, last: StepPlan, tree: StepTree, device: torch.device, step_arrays: StepArrays
     ) -> tuple[StepPlan, list[Tensor]]:
-        tensors = upload([*tree.arrays(), *beside()], device)
+        tensors = upload([*tree.arrays(), *step_arrays()], device)
         return _bound(last, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
 
     def _on_demand(self, tree: StepTree) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
-        """The plan on the host and a count of what it reads, each made once, when it is first asked for."""
+        """The plan on the host and a count of what it reads, each made once, when it is first needed."""
         rows = cache(lambda: decompose(tree, self.shape, self.cost))
         return cache(lambda: self.specify(tree)), lambda length: count_reads(rows(), length, self.shape, self.cost)
 
@@ -110,7 +110,7 @@ def _bound(plan: StepPlan, nodes: list[Tensor], tree: StepTree) -> StepPlan:
     """The plan's work over a tree of these lengths, with a handle for plain torch."""
     bound = BoundPlan(plan.specify, tree)
     tensors = [*plan.tensors[:WORK_TENSORS], *nodes, bound.handle]
-    return replace(plan, tensors=tensors, tree=tree, holds=bound)
+    return replace(plan, tensors=tensors, tree=tree, owners=bound)
 
 
 def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> int:
@@ -129,7 +129,7 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> P
         kernel = kernel_for(arch, shape.head_dim, shape.group)
     if kernel is None:
         return TorchPlanner(shape, H200.sharing)
-    gpu = gpu_cost(device) if kernel.by_maps else H200  # measured with Hopper's kernel where that is the one
+    gpu = gpu_cost(device) if kernel.uses_tma else H200  # measured with Hopper's kernel where that is the one
     gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.tile_rows))
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     if shape.group > kernel.tile_rows:

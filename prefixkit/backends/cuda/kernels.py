@@ -98,14 +98,14 @@ class Kernel:
     threads: int  # of a block
     blocks_per_sm: int
     shared: int | None  # bytes of a block's dynamic shared memory; None for all that it can have
-    by_maps: bool = False  # its parameter begins with tensor maps (``tensor_maps``)
+    uses_tma: bool = False  # it reads pages by TMA: its parameter begins with tensor maps
 
 
 def kernel_for(arch: str, head_dim: int, group: int) -> Kernel | None:
     """The kernel for a head size and a number of query heads per KV head; None if no kernel serves them."""
     hopper = arch == "sm_90a" and head_dim in HOPPER_HEAD_DIMS and group <= 128
     if hopper and os.environ.get(KERNEL_VARIABLE, "") != "portable":
-        return Kernel("attention/sm90/tree_attention.cu", 128, 512, 1, None, by_maps=True)
+        return Kernel("attention/sm90/tree_attention.cu", 128, 512, 1, None, uses_tma=True)
     if head_dim % 16 or not 0 < head_dim <= 256:
         return None
     total = _SHARED_KB.get(arch, 100)
@@ -121,7 +121,7 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant) 
     defines: tuple[tuple[str, str], ...] = (("PREFIXKIT_HEAD_DIM", str(head_dim)), ("PREFIXKIT_HALF", str(int(half))))
     if kernel.shared is not None:
         defines += (("PREFIXKIT_BLOCKS", str(kernel.blocks_per_sm)), ("PREFIXKIT_SHARED", str(kernel.shared)))
-    layout = layouts.ATTENTION[kernel.by_maps].header
+    layout = layouts.ATTENTION[kernel.uses_tma].header
     text = variant_header.header(variant)
     if text is None:
         return Unit(kernel.file, (ATTENTION,), defines, (layout,))

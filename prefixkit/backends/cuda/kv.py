@@ -1,7 +1,7 @@
 """``kv_append``, ``rotary_append`` and ``advance`` by our kernels: check, pick the instantiation, pack its argument.
 
-A model calls each op again and again with tensors of the same shapes.  So what a call must be and how it is launched is
-worked out once per set of shapes, strides and dtypes, and found again by these.
+A model calls each op again and again with tensors of the same shapes.  So a call is
+checked and its launch prepared once for each signature: its shapes, strides, dtypes and devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prefixkit.backends.cuda.kernels import ADVANCE, APPEND, ROTARY, VECTORS, ro
 from prefixkit.backends.torch.plain_kv import rotate
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import Memo, form, launch
+from prefixkit.cuda.launch import LaunchCache, launch, signature_of
 from prefixkit.ops.arguments import check_append, check_append_slots, check_rotary
 
 log = logging.getLogger("prefixkit")
@@ -29,30 +29,37 @@ _THREADS, _ADVANCE_THREADS = 256, 128
 _VECTOR = 16
 
 # Launches but for their pointers: the kernel, the rest of its argument, its blocks; of rotations, whether PDL is there.
-_appends: Memo[tuple[jit.Function, tuple[int, ...], tuple[int, int, int]]] = Memo()
-# None: forms that the kernel does not take.
-_rotations: Memo[tuple[jit.Function, tuple[int, ...], tuple[int, int, int], bool] | None] = Memo()
+_appends: LaunchCache[tuple[jit.Function, tuple[int, ...], tuple[int, int, int]]] = LaunchCache()
+# None: signatures that the kernel does not take.
+_rotations: LaunchCache[tuple[jit.Function, tuple[int, ...], tuple[int, int, int], bool] | None] = LaunchCache()
 
 
 def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """``kv_append``."""
     pointers = (key.data_ptr(), value.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr())
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
-    signature = (aligned, *form(key), *form(value), *form(k_pages), *form(v_pages), *form(slots))
+    signature = (
+        aligned,
+        *signature_of(key),
+        *signature_of(value),
+        *signature_of(k_pages),
+        *signature_of(v_pages),
+        *signature_of(slots),
+    )
     prepared = _appends.get(signature)
     if prepared is None:
         check_append(key, value, k_pages, v_pages, slots)
         if key.stride(2) != 1 or value.stride(2) != 1 or not slots.is_contiguous():
             return kv_append(key.contiguous(), value.contiguous(), k_pages, v_pages, slots.contiguous())
-        prepared = _appends.keep(signature, _prepare_append(key, value, k_pages, v_pages, aligned))
+        prepared = _appends.store(signature, _prepare_append(key, value, k_pages, v_pages, aligned))
     function, constants, grid = prepared
     if checked():
         check_append_slots("kv_append", slots, k_pages)
-    launch(function, layouts.MOVE, pointers + constants, grid, _THREADS, 0, say("kv_append", key, k_pages))
+    launch(function, layouts.MOVE, pointers + constants, grid, _THREADS, 0, describe("kv_append", key, k_pages))
 
 
-def say(op: str, *tensors: Tensor) -> Callable[[], str]:
-    """What an error says of a call."""
+def describe(op: str, *tensors: Tensor) -> Callable[[], str]:
+    """Describes a call for errors."""
 
     def described() -> str:
         shapes = ", ".join(f"{list(tensor.shape)} {tensor.dtype} strides {list(tensor.stride())}" for tensor in tensors)
@@ -94,7 +101,7 @@ def rotary_append(
     signature = (aligned, *((x.shape, x.stride(), x.dtype, x.device) for x in tensors))
     if signature not in _rotations:
         check_rotary(*tensors)
-        if _rotations.keep(signature, _prepare_rotary(*tensors) if aligned else None) is None:
+        if _rotations.store(signature, _prepare_rotary(*tensors) if aligned else None) is None:
             log.info("rotary_append on %s runs as torch and kv_append: not all of it lies at 16 bytes", q.device)
     prepared = _rotations[signature]
     if prepared is None:
@@ -105,7 +112,7 @@ def rotary_append(
         check_append_slots("rotary_append", slots, k_pages)
     rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     values = (*pointers[:5], rotated.data_ptr(), *pointers[5:], *constants)
-    launch(function, layouts.ROTARY, values, grid, _THREADS, 0, say("rotary_append", q, key, k_pages), pdl=pdl)
+    launch(function, layouts.ROTARY, values, grid, _THREADS, 0, describe("rotary_append", q, key, k_pages), pdl=pdl)
     return rotated
 
 
@@ -132,9 +139,9 @@ def advance(*arguments: Any) -> None:
     *tensors, rows, page_size = arguments
     device = tensors[0].device
     values = (*(tensor.data_ptr() for tensor in tensors), rows, page_size)
-    say = f"advance on {device}: {rows} rows".__str__
+    describe = f"advance on {device}: {rows} rows".__str__
     grid = (-(-rows // _ADVANCE_THREADS), 1, 1)
-    launch(_advance_kernel(device.index), layouts.ADVANCE, values, grid, _ADVANCE_THREADS, 0, say)
+    launch(_advance_kernel(device.index), layouts.ADVANCE, values, grid, _ADVANCE_THREADS, 0, describe)
 
 
 @functools.cache

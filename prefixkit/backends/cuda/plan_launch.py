@@ -34,8 +34,8 @@ def plan_tree(*arguments: Any) -> None:
     sizes = nodes, len(tile_items), len(decode_items), len(segments), len(merge_indptr) - 1, len(merge_indices)
     addresses = (tensor.data_ptr() for tensor in tensors)
     values = *addresses, *rates, magic, *sizes, *heads_of, function.max_shared // 4, *roles
-    say = f"plan_tree on {device}: capacity for {sizes} nodes, items, segments, rows and partials".__str__
-    launch(function, PLAN_TREE, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, say)
+    describe = f"plan_tree on {device}: capacity for {sizes} nodes, items, segments, rows and partials".__str__
+    launch(function, PLAN_TREE, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, describe)
 
 
 @cache

@@ -29,8 +29,10 @@ def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logpro
     )
     function = jit.load(SAMPLE, logits.device.index)[sample_name(_DTYPES[logits.dtype], tiling.cached)]
     grid = (rows * tiling.blocks, 1, 1)
-    say = f"sample on {logits.device}: {list(logits.shape)} {logits.dtype} strides {logits.stride()}, {tiling}".__str__
-    launch(function, layouts.SAMPLE, values, grid, _THREADS, tiling.shared, say, cluster=tiling.blocks)
+    describe = (
+        f"sample on {logits.device}: {list(logits.shape)} {logits.dtype} strides {logits.stride()}, {tiling}".__str__
+    )
+    launch(function, layouts.SAMPLE, values, grid, _THREADS, tiling.shared, describe, cluster=tiling.blocks)
 
 
 @cache

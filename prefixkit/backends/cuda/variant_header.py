@@ -68,7 +68,7 @@ _on_device: dict[tuple[str, int, torch.device], Tensor] = {}
 
 def on_device(key: str, heads: int, device: torch.device) -> Tensor:
     """:func:`parameters` of a registered variant, made once; they stay where they are: captured graphs read them."""
-    form = key, heads, device
-    if form not in _on_device:
-        _on_device.setdefault(form, parameters(lookup(key), heads, device))  # another thread's, if that was first
-    return _on_device[form]
+    cached = key, heads, device
+    if cached not in _on_device:
+        _on_device.setdefault(cached, parameters(lookup(key), heads, device))  # another thread's, if that was first
+    return _on_device[cached]

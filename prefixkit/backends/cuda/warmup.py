@@ -59,10 +59,10 @@ def warm_up(archs: list[str]) -> Iterator[Compiled]:
     """
     for arch in archs:
         for unit in compiled_ahead(arch):
-            there = kernel_cache.read(kernel_cache.entry(unit, arch, nvrtc_version())) is not None
+            cached = kernel_cache.read(kernel_cache.entry(unit, arch, nvrtc_version())) is not None
             began = time.perf_counter()
             jit.binary(unit, arch)
-            yield Compiled(unit, arch, None if there else time.perf_counter() - began)
+            yield Compiled(unit, arch, None if cached else time.perf_counter() - began)
 
 
 def measure_costs() -> Iterator[str]:
@@ -70,13 +70,13 @@ def measure_costs() -> Iterator[str]:
     for index in range(torch.cuda.device_count()):
         name = f"{torch.cuda.get_device_name(index)} (cuda:{index})"
         kernel = kernel_for(arch_for(torch.cuda.get_device_capability(index), supported_archs()), 128, 4)
-        if kernel is None or not kernel.by_maps:
+        if kernel is None or not kernel.uses_tma:
             yield f"{name}: costs are estimated, for only Hopper's kernel is measured"
             continue
         try:
-            place, cost, now = measured_cost(torch.device("cuda", index))
+            path, cost, now = measured_cost(torch.device("cuda", index))
         except ValueError as error:
             yield f"{name}: costs are estimated, for {error}"
             continue
         rates = f"decode {cost.decode.tokens_per_us:.0f}, tile {cost.tile.tokens_per_us:.0f} tokens per us and SM"
-        yield f"{name}: {'measured' if now else 'was measured'}, {rates}; kept in {place}"
+        yield f"{name}: {'measured' if now else 'was measured'}, {rates}; kept in {path}"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefixkit.attention.gpu_cost import H200
 from prefixkit.attention.plan import Plan, make_plan
-from prefixkit.attention.planner import Beside, Planner, StepPlan
+from prefixkit.attention.planner import Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.staging import upload
@@ -49,13 +49,13 @@ class BoundPlan:
         """
         on_cpu = device.type == "cpu"
         costs = tuning.CPU if on_cpu else tuning.GPU
-        asked = (*pool_shape, heads, dtype, device, key, costs)
-        if asked not in self._programs:
+        signature = (*pool_shape, heads, dtype, device, key, costs)
+        if signature not in self._programs:
             num_pages, _, kv_heads, head_dim = pool_shape
             layer = Heads(heads, kv_heads, head_dim, dtype.itemsize, costs)
             program = compile_program(self._plan(), self.tree, num_pages, layer, lookup(key), dtype, on_cpu=on_cpu)
-            self._programs[asked] = program if on_cpu else program.to(device)
-        return self._programs[asked]
+            self._programs[signature] = program if on_cpu else program.to(device)
+        return self._programs[signature]
 
 
 _numbers = itertools.count(1)
@@ -82,19 +82,19 @@ class TorchPlanner(Planner):
     def specify(self, tree: StepTree) -> Plan:
         return make_plan(self.formats(tree), tree.length, tree.queries.num_rows)
 
-    def _make(self, tree: StepTree, device: torch.device, beside: Beside) -> tuple[StepPlan, list[Tensor]]:
-        return bind(self.specify(tree), tree), upload(beside(), device)
+    def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:
+        return bind(self.specify(tree), tree), upload(step_arrays(), device)
 
     def _renew(
-        self, last: StepPlan, tree: StepTree, device: torch.device, beside: Beside
+        self, last: StepPlan, tree: StepTree, device: torch.device, step_arrays: StepArrays
     ) -> tuple[StepPlan, list[Tensor]]:
-        return bind(last.plan, tree), upload(beside(), device)
+        return bind(last.plan, tree), upload(step_arrays(), device)
 
 
 def bind(plan: Plan, tree: StepTree) -> StepPlan:
     """A plan on the host, ready for the torch backend's op."""
     bound = BoundPlan(lambda: plan, tree)
-    return StepPlan([bound.handle], tree, lambda: plan, holds=bound)
+    return StepPlan([bound.handle], tree, lambda: plan, owners=bound)
 
 
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> TorchPlanner:

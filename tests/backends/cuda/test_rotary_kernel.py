@@ -16,7 +16,7 @@ pytest.importorskip("cuda.bindings.driver")
 from prefixkit.backends.cuda import kv
 from prefixkit.backends.cuda.kernels import ROTARY, rotary_name
 from prefixkit.checking import checked_mode
-from prefixkit.cuda.launch import Memo
+from prefixkit.cuda.launch import LaunchCache
 from prefixkit.ops.arguments import BadShape
 from tests.attention.rotations import DTYPES, bits, fresh_rng, nan_pages, random_rows, random_slots
 from tests.attention.slots import SLOTS, WRONG, Appended, rotations
@@ -57,7 +57,7 @@ class Gpu:
 @pytest.fixture
 def gpu(library, monkeypatch):
     gpu = Gpu(library)
-    monkeypatch.setattr(kv, "_rotations", Memo())
+    monkeypatch.setattr(kv, "_rotations", LaunchCache())
     monkeypatch.setattr(kv, "launch", lambda *args, **options: gpu.launch(*args, **options))
     monkeypatch.setattr("prefixkit.cuda.jit.load", gpu.load)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu.capability)
@@ -291,7 +291,7 @@ def test_heads_whose_halves_are_not_whole_vectors_are_left_to_torch(dtype, head_
 
 
 def test_memory_of_the_same_form_may_begin_elsewhere(gpu, appended):
-    """What is remembered of a form is remembered with whether it begins at 16 bytes."""
+    """What is cached for a signature is cached with whether it begins at 16 bytes."""
     rng = fresh_rng()
     shape = (3, 16, 2, 64)
     for _ in range(2):
