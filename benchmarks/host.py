@@ -159,7 +159,7 @@ def plans(run: Run, name: str, case: Case, repeats: int) -> None:
     for heads, kv_heads in ((32, 8), (8, 1)):
         shape = HeadShape(heads, kv_heads, 128, 2)
         rows = partial(decompose, step, shape, H200.sharing)
-        sizes: dict[str, Any] = {"group": shape.group, "kv_heads": shape.kv_heads, "cost": H200}
+        sizes: dict[str, Any] = {"gqa_group": shape.gqa_group, "kv_heads": shape.kv_heads, "cost": H200}
         plan = partial(make_plan, [rows()], step.length, case[1].num_rows, **sizes)
         row: Row = {"case": name, "heads": [heads, kv_heads]}
         for what, action in (("rows_us", rows), ("plan_us", plan)):

@@ -32,9 +32,9 @@ class Marked:
     def ancestor(self, node: NDArray[np.integer], rank: NDArray[np.integer]) -> Longs:
         """The marked proper ancestor of each ``node`` that has ``rank`` marked ones above itself; it must exist."""
         # The last node of that rank before ours: a later one in between would have ended its subtree.
-        place = np.searchsorted(self._keys, rank * len(self.above) + node) - 1
-        found: Longs = self._nodes[place]
-        return found
+        index = np.searchsorted(self._keys, rank * len(self.above) + node) - 1
+        ancestors: Longs = self._nodes[index]
+        return ancestors
 
     def nearest(self, node: NDArray[np.integer]) -> Longs:
         """The nearest marked proper ancestor of each ``node``, or -1."""

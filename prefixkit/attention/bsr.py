@@ -24,12 +24,12 @@ OPEN = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class BSR:
-    """Block-sparse rows.
+    """Block-sparse rows (BSR rows).
 
     Attributes:
-        q_begin, q_end: ``[rows]`` the contiguous queries of each row.
+        q_begin, q_end: ``[rows]`` the contiguous query rows of each BSR row.
         causal: ``[rows]`` True where a query sees only keys at its own position or before, else it sees them all.
-        indptr: ``[rows + 1]`` bounds of each row's segments.
+        indptr: ``[rows + 1]`` bounds of each BSR row's segments.
         node, begin, end: ``[segments]`` tokens ``[begin, end)`` of ``node``; ``end`` may be :data:`OPEN`.
     """
 
@@ -63,8 +63,8 @@ def decompose(tree: StepTree, shape: HeadShape, cost: CostModel, shared: NDArray
         shared = decide_sharing(tree, shape, cost)
     shared = shared & (below > 0)
     joining = ~shared & (below > 0) & (snapshot.length > 0)
-    places = np.flatnonzero(np.stack((shared, tree.own > 0), axis=1))
-    node, causal = places >> 1, (places & 1).astype(bool)
+    kinds = np.flatnonzero(np.stack((shared, tree.own_rows > 0), axis=1))
+    node, causal = kinds >> 1, (kinds & 1).astype(bool)
     indptr, segments = _inherited(snapshot.subtree_end, shared, joining, node)
     length = snapshot.length
     segments[indptr[1:] - 1] = node
@@ -84,7 +84,7 @@ def decompose(tree: StepTree, shape: HeadShape, cost: CostModel, shared: NDArray
 def _inherited(
     subtree_end: Ints, shared: NDArray[np.bool_], joining: NDArray[np.bool_], node: Longs
 ) -> tuple[Longs, Longs]:
-    """Bounds of each row's segments, and their nodes: ancestors that join it, root first, and a place for its own."""
+    """Bounds of each BSR row's segments, and their nodes: ancestors that join it, root first, then one left empty."""
     if not joining.any():
         return np.arange(len(node) + 1), np.zeros(len(node), dtype=np.int64)
     above = mark(subtree_end, joining)

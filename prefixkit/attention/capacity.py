@@ -1,4 +1,4 @@
-"""How much a plan for the CUDA kernels may hold, and what size holds any plan of a tree."""
+"""How much a plan for the CUDA kernels may hold, and an upper bound for any plan of a tree."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PlanCapacity(NamedTuple):
         return (8,), (tile, 8), (decode, 8), (segments, 3), (self.rows + 1,), (partials,)
 
     def holds(self, need: PlanCapacity) -> bool:
-        """Whether a plan that needs so much fits."""
+        """Whether a plan of the size ``need`` fits."""
         return all(map(ge, self, need))
 
     def check(self, need: PlanCapacity, what: str = "the plan") -> None:
@@ -59,7 +59,7 @@ class PlanCapacity(NamedTuple):
 
 
 def scratch_ints(nodes: int, tile: int, decode: int, rows: int) -> int:
-    """Int32 elements that the op ``plan_tree`` needs beside a plan, for so many nodes and plans of this capacity."""
+    """Int32 elements of workspace that the op ``plan_tree`` needs, for ``nodes`` nodes and plans of this capacity."""
     items = tile + decode + 8
     return NODE_INTS * (nodes + 8) + (_TILE_INTS + _ITEM_INTS) * items + rows + _SPARE_INTS
 
@@ -77,13 +77,16 @@ def capacity_for(
         now: Only with its nodes as long as they are now: less, where few can be shared.
     """
     shared = may_share(tree, shape, cost.sharing) if now else tree.below
-    most, least = max(1, cost.sharing.tile_heads // shape.group), DECODE_ROWS // shape.group  # queries of an item
-    own, above = np.flatnonzero(tree.own), np.flatnonzero(shared)
-    queries_of = np.concatenate((tree.own[own], tree.below[above]))
-    # Segments of a row that all ancestors join.
-    reads = tree.snapshot.depth()[np.concatenate((own, above))].astype(np.int64) + 1
+    most, least = (
+        max(1, cost.sharing.tile_heads // shape.gqa_group),
+        DECODE_ROWS // shape.gqa_group,
+    )  # queries of an item
+    with_queries, above = np.flatnonzero(tree.own_rows), np.flatnonzero(shared)
+    queries_of = np.concatenate((tree.own_rows[with_queries], tree.below[above]))
+    # Segments of a BSR row that all ancestors join.
+    reads = tree.snapshot.depth()[np.concatenate((with_queries, above))].astype(np.int64) + 1
     tiles = -(-queries_of // most)
-    # A row of few queries is a decode item, and so may the last tile of others be.
+    # A BSR row of few queries is a decode item, and so may the last tile of others be.
     decode = int((queries_of - (tiles - 1) * most <= least).sum())
     tile_items = int(tiles.sum() - (queries_of <= least).sum())
     extra_tiles, extra_decodes = (EXTRA * role.workers * num_sms // shape.kv_heads for role in (cost.tile, cost.decode))

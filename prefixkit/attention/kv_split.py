@@ -12,22 +12,22 @@ from prefixkit.attention.gpu_cost import POINT, Role
 
 Longs = NDArray[np.int64]
 
-# The longest tile gets about so many KV splits, and shorter ones splits as long: the candidates, one per warp of a
+# The longest tile gets about this many KV splits, and shorter ones splits as long: the candidates, one per warp of a
 # block on the GPU.  Where a multiprocessor has many workers, a lone tile can feed four times as many of them.
 CANDIDATES = np.array([*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132])
 CANDIDATES_OF_MANY = np.array([*range(1, 17), 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528])
-# Lengths are told apart to a power of two of which the longest has at most so many.
+# Lengths are rounded to a power of two, of which the longest has at most this many.
 LEVELS = 128
 # Partial states of one query are merged one after another: each in 0.086 us on an H200, 0.08 KV tiles of a decode
 # worker.  One counts for more, in 1 / POINT KV tile: where few workers share a multiprocessor, each is faster than its
 # role says.
 CHAIN = 8
-# Splits make at most so many more entries per worker: more never pay, and buffers of plans have a size.
+# Splits add at most this many entries per worker: more never pay, and buffers of plans have a size.
 EXTRA = 4
 
 
 def kv_tiles_of(role: Role, tokens: Longs) -> Longs:
-    """KV tiles that a worker takes for so many tokens; at least one."""
+    """KV tiles that a worker takes for ``tokens`` tokens; at least one."""
     return np.maximum(1, -(-tokens // role.kv_tile))
 
 

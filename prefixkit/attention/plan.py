@@ -1,10 +1,10 @@
-"""Plans: the rows of composable formats split into work items, with the order in which their partial states merge.
+"""Plans: the BSR rows of composable formats split into work items, and the order in which partial states merge.
 
 A plan is deterministic, and good for every layer and every step until the tree's structure changes.  Plain torch takes
-each row whole.  For our kernels rows are split to fit one GPU: tile items (more than 8 query heads, up to a tile's) run
-on the tensor cores, one at a time on each multiprocessor; decode items (up to 8) on the decode path, one on each of
-four warps of a multiprocessor.  Both lists run from the longest to the shortest, each item once for every KV head;
-worker ``w`` of ``n`` takes entries ``w``, ``2n - 1 - w``, ``2n + w`` and so on (after FlashInfer's Algorithm 1: the
+each BSR row whole.  For our kernels BSR rows are split to fit one GPU: tile items (more than 8 query heads, up to a
+tile's) take the tensor-core tile path, one at a time on each multiprocessor; decode items (up to 8) take the decode
+path, one on each of four warps of a multiprocessor.  Both lists run from the longest to the shortest, each item once
+for every KV head; worker ``w`` of ``n`` takes entries ``w``, ``2n - 1 - w``, ``2n + w`` and so on (after FlashInfer's Algorithm 1: the
 longest first, to the least loaded worker).
 
 This is the specification of plans made on the GPU, which equal it array by array (``csrc/planner/plan_tree.cu``).  So
@@ -42,7 +42,8 @@ class Plan:
             causal, node, begin, end``; ``partial_begin = -1``: the item writes the output.  The last three repeat the
             item's first segment.
         segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node; ``end`` may be ``OPEN``.
-        merge_indptr: ``[rows + 1]`` bounds of each row's partials; empty where an item writes the output.
+        merge_indptr: ``[query rows + 1]`` bounds of each query row's partial rows; empty where an item writes the
+            output.
         merge_indices: Partial rows in the order of merging, root first.
     """
 
@@ -75,7 +76,7 @@ def make_plan(
     length: Ints,
     num_rows: int,
     *,
-    group: int = 1,
+    gqa_group: int = 1,
     kv_heads: int = 1,
     num_sms: int = 132,
     cost: GpuCost | None = None,
@@ -86,18 +87,18 @@ def make_plan(
         formats: Block-sparse rows, from ``decompose`` or of a mask of one's own.
         length: ``[nodes]`` visible tokens of each node now; an OPEN segment counts as this long.
         num_rows: Query rows of the step.
-        group: Query heads per KV head.
+        gqa_group: Query heads per KV head.
         kv_heads: KV heads; each item runs once for each.
         num_sms: Multiprocessors that share the work.
         cost: What the GPU's paths cost, and how many query heads its largest tile holds; the kernel splits a larger
-            group into slices.  None leaves every row whole, as one tile item.
+            GQA group into slices.  None leaves every BSR row whole, as one tile item.
     """
     rows = _gather_rows(formats, length)
     if cost is None:
         return _whole(rows, num_rows)
     tile_rows = cost.sharing.tile_heads
-    tiles = _tile(rows, group, tile_rows)
-    entries = kv_heads * -(-group // tile_rows)  # of an item: KV heads, and slices of a large group
+    tiles = _tile(rows, gqa_group, tile_rows)
+    entries = kv_heads * -(-gqa_group // tile_rows)  # of an item: KV heads, and slices of a large GQA group
     splits = np.ones(len(tiles.row), dtype=np.int64)
     for role, mine in ((cost.tile, tiles.on_tensor_cores), (cost.decode, ~tiles.on_tensor_cores)):
         if mine.any():
@@ -110,8 +111,8 @@ def make_plan(
     return _finish(items, segments, num_rows, num_tile_items, _sort(kv_tiles, on_tensor_cores), hints)
 
 
-def _whole(rows: _Rows, num_rows: int) -> Plan:
-    """Each row as one item."""
+def _whole(rows: _BsrRows, num_rows: int) -> Plan:
+    """Each BSR row as one item."""
     items = np.zeros((len(rows.q_begin), 8), dtype=np.int64)
     items[:, 0], items[:, 1] = rows.q_begin, rows.q_end
     items[:, 3], items[:, 4] = rows.seg_begin, 2 * rows.seg_count + rows.causal
@@ -131,8 +132,8 @@ def _finish(
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
-    """All rows of all formats, ancestors first, and a table of their segments with the tokens before each."""
+class _BsrRows:
+    """All BSR rows of all formats, ancestors first, and a table of their segments with the tokens before each."""
 
     q_begin: Longs
     q_end: Longs
@@ -143,7 +144,7 @@ class _Rows:
     before: Longs
 
 
-def _gather_rows(formats: Sequence[BSR], length: Ints) -> _Rows:
+def _gather_rows(formats: Sequence[BSR], length: Ints) -> _BsrRows:
     none = np.zeros(0, dtype=np.int64)
     q_begin, q_end, causal, node, begin, end = (
         np.concatenate([none, *(getattr(bsr, name) for bsr in formats)])
@@ -158,12 +159,12 @@ def _gather_rows(formats: Sequence[BSR], length: Ints) -> _Rows:
         order = np.argsort(key, kind="stable")
         q_begin, q_end, causal = q_begin[order], q_end[order], causal[order]
         seg_begin, seg_count = seg_begin[order], seg_count[order]
-    return _Rows(q_begin, q_end, causal, seg_begin, seg_count, np.stack((node, begin, end), axis=1), before)
+    return _BsrRows(q_begin, q_end, causal, seg_begin, seg_count, np.stack((node, begin, end), axis=1), before)
 
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """Rows split so that a role can hold their queries; ``first`` and ``count``, by row: its tiles."""
+    """BSR rows split into tiles that a role can hold; ``first`` and ``count``: the tiles of each BSR row."""
 
     row: Longs
     begin: Longs
@@ -174,9 +175,9 @@ class _Tiles:
     count: Longs
 
 
-def _tile(rows: _Rows, group: int, most: int) -> _Tiles:
+def _tile(rows: _BsrRows, gqa_group: int, most: int) -> _Tiles:
     queries = rows.q_end - rows.q_begin
-    step = np.where(queries * group <= DECODE_ROWS, queries, max(1, most // group))
+    step = np.where(queries * gqa_group <= DECODE_ROWS, queries, max(1, most // gqa_group))
     count = -(-queries // step)
     first = np.cumsum(count) - count
     row = np.repeat(np.arange(len(queries)), count)
@@ -187,11 +188,11 @@ def _tile(rows: _Rows, group: int, most: int) -> _Tiles:
     is_open = rows.segments[stop - 1, 2] == OPEN
     hidden = np.where(rows.causal.astype(bool) & is_open, rows.q_end, 0)[row] - end
     tokens = (rows.before[stop] - rows.before[rows.seg_begin])[row] - np.maximum(hidden, 0)
-    return _Tiles(row, begin, end, np.maximum(tokens, 0), (end - begin) * group > DECODE_ROWS, first, count)
+    return _Tiles(row, begin, end, np.maximum(tokens, 0), (end - begin) * gqa_group > DECODE_ROWS, first, count)
 
 
-def _order_items(rows: _Rows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Longs]:
-    """Tile and KV split of each item.  A row's shared-prefix tiles of the same split are adjacent, for the cache."""
+def _order_items(rows: _BsrRows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Longs]:
+    """Tile and KV split of each item.  A BSR row's shared-prefix tiles of one split are adjacent, for the L2 cache."""
     first = np.cumsum(splits) - splits
     tile = np.repeat(np.arange(len(splits)), splits)
     split = np.arange(len(tile)) - first[tile]
@@ -204,16 +205,16 @@ def _order_items(rows: _Rows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Long
     full, last = splits[tiles.first[row]], splits[tiles.first[row] + others]
     ahead = np.where(number < others, np.minimum(split, last), 0)
     before = np.where(number < others, split * others + number, np.minimum(split + 1, full) * others + split)
-    place = np.where(several[row], first[tiles.first[row]] + before + ahead, np.arange(len(tile)))
+    position = np.where(several[row], first[tiles.first[row]] + before + ahead, np.arange(len(tile)))
     order = np.empty(len(tile), dtype=np.int64)
-    order[place] = np.arange(len(tile))
+    order[position] = np.arange(len(tile))
     return tile[order], split[order]
 
 
 def _split(
-    rows: _Rows, tiles: _Tiles, splits: Longs, tile: Longs, split: Longs, cost: GpuCost
+    rows: _BsrRows, tiles: _Tiles, splits: Longs, tile: Longs, split: Longs, cost: GpuCost
 ) -> tuple[Longs, Longs, Longs]:
-    """Items, all segments, each item's KV tiles; whole tiles share their row's segments, KV splits have their own."""
+    """Items, all segments, each item's KV tiles; an unsplit tile has its BSR row's segments, a KV split new ones."""
     row, of, tokens = tiles.row[tile], splits[tile], tiles.tokens[tile]
     on_tensor_cores = tiles.on_tensor_cores[tile]
     kv_tile = np.where(on_tensor_cores, cost.tile.kv_tile, cost.decode.kv_tile)
@@ -233,9 +234,9 @@ def _split(
 
 
 def _split_segments(
-    rows: _Rows, row: Longs, low: Longs, high: Longs, is_end: NDArray[np.bool_]
+    rows: _BsrRows, row: Longs, low: Longs, high: Longs, is_end: NDArray[np.bool_]
 ) -> tuple[Longs, Longs, Longs]:
-    """Tokens ``[low, high)`` of rows as new segments: first one, how many, and all of them.  Row ends stay OPEN."""
+    """Tokens ``[low, high)`` of BSR rows as new segments: first one, how many, and all of them.  Row ends stay OPEN."""
     base, final = rows.before[rows.seg_begin[row]], (rows.seg_begin + rows.seg_count - 1)[row]
     is_open = is_end & (rows.segments[final, 2] == OPEN)
     first = np.minimum(np.searchsorted(rows.before, base + low, side="right") - 1, final)
@@ -282,7 +283,7 @@ def _streams(tiles: _Tiles, cost: GpuCost) -> int:
 
 
 def _number_partials(items: Longs, num_rows: int) -> tuple[Longs, Ints, Ints, int]:
-    """Give every item its rows of the partial buffer, and every query row its partials in item order (root first)."""
+    """Give every item its partial rows, and list the partial rows of every query row in item order (root first)."""
     touches = np.bincount(items[:, 0], minlength=num_rows + 1) - np.bincount(items[:, 1], minlength=num_rows + 1)
     shared = np.concatenate(([0], np.cumsum(np.cumsum(touches)[:num_rows] > 1)))
     is_partial = shared[items[:, 1]] > shared[items[:, 0]]

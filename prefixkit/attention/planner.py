@@ -1,4 +1,4 @@
-"""Planning: from a tree and the queries of a step to what the attention op takes, remembered while the tree stands."""
+"""Planning: from a tree and the queries of a step to what the attention op takes, cached while the tree stands."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class StepTree:
     queries: Queries
 
     @cached_property
-    def own(self) -> Ints:
-        """``[nodes]`` query rows that sit in each node."""
+    def own_rows(self) -> Ints:
+        """``[nodes]`` query rows in each node."""
         rows = np.zeros(self.snapshot.num_nodes, dtype=np.int32)
         rows[self.queries.node] = self.queries.end - self.queries.begin
         return rows
@@ -56,11 +56,11 @@ class StepTree:
     @cached_property
     def first_row(self) -> Ints:
         """``[nodes + 1]`` query rows in the nodes before each; the rows below a node are consecutive."""
-        return np.concatenate(([0], np.cumsum(self.own))).astype(np.int32)
+        return np.concatenate(([0], np.cumsum(self.own_rows))).astype(np.int32)
 
     @cached_property
     def below(self) -> Ints:
-        """``[nodes]`` query rows that sit in each node's proper descendants."""
+        """``[nodes]`` query rows in each node's proper descendants."""
         below: Ints = self.first_row[self.snapshot.subtree_end] - self.first_row[1:]
         return below
 

@@ -11,7 +11,7 @@ from prefixkit.attention.ancestry import Longs, mark
 from prefixkit.attention.queries import StepTree
 from prefixkit.tree.snapshot import Ints
 
-# Query heads (queries x group) of a decode item at most, and of the largest tile by default.
+# Query heads (queries x GQA group) of a decode item at most, and of the largest tile by default.
 DECODE_ROWS, TILE_ROWS = 8, 128
 
 
@@ -59,7 +59,7 @@ class HeadShape:
     itemsize: int
 
     @property
-    def group(self) -> int:
+    def gqa_group(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
 
@@ -117,11 +117,11 @@ def _candidates(
 ) -> tuple[NDArray[np.bool_], Longs, NDArray[np.float64]]:
     """Which nodes would gain if nothing below were shared; their consumers then, and the price of sharing them."""
     snapshot, below = tree.snapshot, tree.below
-    tiles = -(-below // max(1, cost.tile_heads // shape.group)) * np.float64(cost.tile_item * shape.kv_heads)
-    tiles = np.where(below * shape.group <= DECODE_ROWS, cost.decode_item * shape.kv_heads, tiles)
+    tiles = -(-below // max(1, cost.tile_heads // shape.gqa_group)) * np.float64(cost.tile_item * shape.kv_heads)
+    tiles = np.where(below * shape.gqa_group <= DECODE_ROWS, cost.decode_item * shape.kv_heads, tiles)
     price: NDArray[np.float64] = cost.item + tiles + below * (cost.partial_byte * shape.partial_bytes)
-    owners = np.concatenate(([0], np.cumsum(tree.own > 0)))
-    # Where so many consumers gain nothing, fewer will not either.
+    owners = np.concatenate(([0], np.cumsum(tree.own_rows > 0)))
+    # Where that many consumers gain nothing, fewer will not either.
     most = owners[snapshot.subtree_end] - owners[1:]
     gain = (most - 1) * snapshot.length * (cost.kv_byte * shape.kv_bytes)
     return (below > 0) & (gain > price), most, price

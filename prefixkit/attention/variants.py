@@ -115,13 +115,13 @@ def lookup(key: str) -> Variant:
     Raises:
         UnknownVariant: there is none.
     """
-    found = _REGISTRY.get(key)
-    if found is None:
+    variant = _REGISTRY.get(key)
+    if variant is None:
         known = ", ".join(sorted(_REGISTRY))
         raise UnknownVariant(
             f"no variant is registered as {key!r}; pass the key that register(variant) returned ({known})"
         )
-    return found
+    return variant
 
 
 def sliding_window(size: int) -> Variant:

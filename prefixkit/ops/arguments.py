@@ -143,15 +143,15 @@ def check_work(op: str, work: Sequence[Tensor], device: torch.device | None = No
 
 
 def check_ints(
-    op: str, group: str, names: Sequence[str], tensors: Sequence[Tensor], device: torch.device | None = None
+    op: str, argument: str, names: Sequence[str], tensors: Sequence[Tensor], device: torch.device | None = None
 ) -> None:
     """As many int32 tensors as names, on one device."""
     if len(tensors) != len(names):
-        raise BadShape(f"{op}: {group} must be the {len(names)} tensors {', '.join(names)}, got {len(tensors)}")
+        raise BadShape(f"{op}: {argument} must be the {len(names)} tensors {', '.join(names)}, got {len(tensors)}")
     device = device or tensors[0].device
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.dtype != torch.int32 or tensor.device != device:  # names are for errors only
-            expect(op, f"{group}.{name}", tensor, dtypes=(torch.int32,), device=device)
+            expect(op, f"{argument}.{name}", tensor, dtypes=(torch.int32,), device=device)
 
 
 def check_nodes(op: str, nodes: Sequence[Tensor], device: torch.device) -> None:

@@ -25,14 +25,14 @@ from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
 
 
 class NoBackward(NotImplementedError):
-    """A gradient was asked of an op that has none."""
+    """The backward of an op that has none was called."""
 
 
 def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Write keys and values to pages.
 
     One contract for every op that appends, on every backend: a row whose slot is -1 writes nothing, as rows do that pad
-    a captured graph's batch, and tokens whose KV is there; any other slot outside ``0 .. pages * page_size - 1`` is an
+    a captured graph's batch, and tokens that have KV; any other slot outside ``0 .. pages * page_size - 1`` is an
     error.  The CPU raises before it writes anything.  On a GPU the host does not wait to read slots: such a row writes
     nothing either, and with ``PREFIXKIT_CHECK=1`` the host does wait, and raises as the CPU does.
 
@@ -86,8 +86,8 @@ def tree_attention(
         q: ``[T, heads, head_dim]`` in the pages' dtype.
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, as ``KVPool`` lays them out on the device.
         q_positions: ``[T]`` int64.
-        plan: ``Step.plan``, made by the device's planner: on our kernels the work and the tree at addresses that a
-            captured graph reads, on plain torch a handle.
+        plan: ``Step.plan``, made by the device's planner: on our kernels the work and the tree in static buffers
+            that a captured graph reads, on plain torch a handle.
         scale: Factor on ``q . k``.
         variant: Key from ``register``.
         sinks: ``[heads]`` contiguous, in q's dtype, if the variant has sinks: logits that join the denominator.
@@ -117,7 +117,7 @@ def advance(
     rows: int,
     page_size: int,
 ) -> None:
-    """Begin a decode step: every row one position further, its leaf one token longer.
+    """Start a decode step: every row one position further, its leaf one token longer.
 
     Args:
         leaf: ``[R]`` int32 the node that each row appends to, -1 for rows that pad a batch.
@@ -125,7 +125,7 @@ def advance(
         sampled: ``[R]`` int64 the token that each row runs next.
         tokens, positions, slots: ``[R]`` int64, written: the step.  Padding gets token 0, position 0 and slot -1; a
             leaf whose pages are full gets slot -1 and its last position.
-        rows: The first so many rows take part.
+        rows: How many rows take part, the first ones.
         page_size: Tokens per page.
 
     Raises:
@@ -216,7 +216,7 @@ def plan_tree(
 
     Raises:
         BadShape, BadDtype, BadDevice: an argument does not fit the others.
-        ValueError: heads or cost are none, or no tile holds a group.
+        ValueError: heads or cost are none, or no tile holds a GQA group.
     """
     op, device, nodes = "plan_tree", parent.device, parent.shape[0]
     names, tree = ("num_nodes", "parent", "subtree_end", "length", "own"), (num_nodes, parent, subtree_end, length, own)
@@ -239,9 +239,11 @@ def plan_tree(
         )
     if len(cost) != COST_NUMBERS:
         raise ValueError(f"{op}: cost must be the {COST_NUMBERS} numbers of a GpuCost, got {len(cost)}")
-    group, tile_heads = heads[0] // heads[1], int(cost[SHARING_NUMBERS - 1])
-    if group > tile_heads:
-        raise ValueError(f"{op}: a tile must hold a GQA group of {group} heads, but holds {tile_heads}; plan in numpy")
+    gqa_group, tile_heads = heads[0] // heads[1], int(cost[SHARING_NUMBERS - 1])
+    if gqa_group > tile_heads:
+        raise ValueError(
+            f"{op}: a tile must hold a GQA group of {gqa_group} heads, but holds {tile_heads}; plan in numpy"
+        )
 
 
 def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
@@ -258,7 +260,7 @@ def _refuse_gradients(q: Tensor, key: Tensor, value: Tensor, *others: Tensor) ->
 
 
 def _trust(*arguments: Any) -> None:
-    """The backend checks: ours on GPUs remember which shapes they have checked."""
+    """The backend checks: ours on GPUs cache which signatures they have checked."""
 
 
 def _runs(name: str, check: Callable[..., object]) -> Callable[..., Any]:
@@ -270,7 +272,7 @@ def _runs(name: str, check: Callable[..., object]) -> Callable[..., Any]:
 
 
 _library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-call]
-# Contract, the arguments that the op writes to, and what is checked before the backend is asked.
+# Contract, the arguments that the op writes to, and what is checked before the backend is called.
 _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object]], ...] = (
     (kv_append, ("k_pages", "v_pages"), _trust),
     (rotary_append, ("k_pages", "v_pages"), _refuse_gradients),

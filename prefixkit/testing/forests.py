@@ -222,7 +222,7 @@ def gpu_plan_of(
         [decompose(StepTree(case.snapshot, case.queries), case.shape, cost, shared)],
         StepTree(case.snapshot, case.queries).length,
         case.queries.num_rows,
-        group=case.shape.group,
+        gqa_group=case.shape.gqa_group,
         kv_heads=case.shape.kv_heads,
         num_sms=num_sms,
         cost=replace(gpu, sharing=replace(gpu.sharing, tile_heads=tile_rows)),

@@ -169,7 +169,7 @@ def _growing_queries(snapshot: TreeSnapshot, is_leaf: np.ndarray, growing: int) 
 def _cost(rng: np.random.Generator, snapshot: TreeSnapshot, queries: Queries) -> CostModel:
     """The H200's, or all or nothing shared where that stays small."""
     choice = rng.random()
-    rows = np.concatenate(([0], np.cumsum(StepTree(snapshot, queries).own)))
+    rows = np.concatenate(([0], np.cumsum(StepTree(snapshot, queries).own_rows)))
     if choice < 0.15 and int((rows[snapshot.subtree_end] - rows[:-1]).sum()) < 20_000:
         return SHARE_ALL
     if choice > 0.85 and int(snapshot.depth()[queries.node].sum()) < 20_000 and queries.num_rows < 4_000:

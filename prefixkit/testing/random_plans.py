@@ -63,7 +63,7 @@ def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: 
         [rows],
         StepTree(snapshot, queries).length,
         queries.num_rows,
-        group=shape.group,
+        gqa_group=shape.gqa_group,
         kv_heads=shape.kv_heads,
         num_sms=num_sms,
         cost=cost,

@@ -14,14 +14,14 @@ def decide_sharing(snapshot, own, below, shape, cost):
     decode, tile, rows_per_tile = (
         cost.decode_item * shape.kv_heads,
         cost.tile_item * shape.kv_heads,
-        max(1, 128 // shape.group),
+        max(1, 128 // shape.gqa_group),
     )
     parent, length, own, below = (a.tolist() for a in (snapshot.parent, snapshot.length, own, below))
     consumers = [0] * len(parent)
     shared = np.zeros(len(parent), dtype=bool)
     for node in range(len(parent) - 1, -1, -1):
         gain = (consumers[node] - 1) * length[node] * gain_per_token
-        tiles = decode if below[node] * shape.group <= 8 else -(-below[node] // rows_per_tile) * tile
+        tiles = decode if below[node] * shape.gqa_group <= 8 else -(-below[node] // rows_per_tile) * tile
         price = cost.item + tiles + below[node] * price_per_row
         if below[node] and gain > price:
             shared[node] = True

@@ -102,7 +102,7 @@ def test_sharing_by_level_and_node_by_node_agree(nodes):
         cost = CostModel(0.02, 1 / 4.3e6, 1e-8)
         decided = decide_sharing(tree, shape, cost)
         assert 0 < decided.sum() < (tree.below > 0).sum()
-        assert np.array_equal(decided, slow_formats.decide_sharing(snapshot, tree.own, tree.below, shape, cost))
+        assert np.array_equal(decided, slow_formats.decide_sharing(snapshot, tree.own_rows, tree.below, shape, cost))
 
 
 def leaf_rows(snapshot):
@@ -198,7 +198,7 @@ def test_what_is_decided_is_never_slower_by_the_model_than_sharing_nothing(seed)
         *(float(rng.choice(options)) for options in ([0, 0.02], [2e-7], [0, 1e-8, 3.5e-7], [0, 0.01], [0, 0.001]))
     )
     tree = StepTree(snapshot, queries)
-    own, below = tree.own, tree.below
+    own, below = tree.own_rows, tree.below
 
     def total(shared):
         """Reading every node as often as it is read, and what the shared ones cost."""

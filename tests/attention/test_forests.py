@@ -138,7 +138,7 @@ def torch_attention(case: Case, variant: Variant) -> tuple[Tensor, Tensor]:
     k, v = (
         torch.stack([pages.flatten(0, 1)[torch.from_numpy(slots)[order]] for order in keys])
         .transpose(1, 2)
-        .repeat_interleave(case.shape.group, dim=1)
+        .repeat_interleave(case.shape.gqa_group, dim=1)
         for pages in (case.k_pages, case.v_pages)
     )
     k = torch.stack([of[..., e] for of, e in zip(k, elements, strict=True)])

@@ -38,7 +38,7 @@ def random_case(seed, heads, kv_heads):
 def plan_of(case, heads, kv_heads, **options):
     _, queries, formats, length = case
     options = {"num_sms": 7, "cost": SMALL} | options
-    return make_plan(formats, length, queries.num_rows, group=heads // kv_heads, kv_heads=kv_heads, **options)
+    return make_plan(formats, length, queries.num_rows, gqa_group=heads // kv_heads, kv_heads=kv_heads, **options)
 
 
 def items_of(plan):
@@ -264,7 +264,7 @@ def test_tiles_of_a_shared_node_that_read_the_same_piece_follow_each_other():
     leaf = np.arange(1, 257, dtype=np.int32)
     queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
     formats = [decompose(StepTree(snapshot, queries), HeadShape(8, 1, 128, 2), H200_COST)]
-    plan = make_plan(formats, StepTree(snapshot, queries).length, 256, group=8, kv_heads=1, cost=H200)
+    plan = make_plan(formats, StepTree(snapshot, queries).length, 256, gqa_group=8, kv_heads=1, cost=H200)
     begins = plan.tile_items[:, 6].tolist()
     runs = 1 + sum(a != b for a, b in pairwise(begins))
     pieces = len(set(begins))
@@ -288,7 +288,7 @@ def test_any_order_of_formats_gives_the_same_items():
         shape, length = HeadShape(6, 2, 64, 2), StepTree(snapshot, queries).length
         rows = decompose(StepTree(snapshot, queries), shape, H200_COST)
         plans = [
-            make_plan(formats, length, queries.num_rows, group=3, kv_heads=2, num_sms=5, cost=SMALL)
+            make_plan(formats, length, queries.num_rows, gqa_group=3, kv_heads=2, num_sms=5, cost=SMALL)
             for formats in (
                 [rows],
                 [_part(rows, ~rows.causal), _part(rows, rows.causal)],
@@ -349,7 +349,7 @@ def test_many_tile_items_or_equal_ones_go_head_by_head(lengths, leaves, kv_heads
     queries = Queries(last, np.full(len(last), 15), np.full(len(last), 16))
     shape = HeadShape(4 * kv_heads, kv_heads, 128, 2)
     formats = [decompose(StepTree(snapshot, queries), shape, H200_COST)]
-    plan = make_plan(formats, StepTree(snapshot, queries).length, len(last), group=4, kv_heads=kv_heads, cost=H200)
+    plan = make_plan(formats, StepTree(snapshot, queries).length, len(last), gqa_group=4, kv_heads=kv_heads, cost=H200)
     assert plan.counts[4] == by_head
 
 
@@ -359,4 +359,4 @@ def test_a_plan_says_whether_its_decode_items_take_longer(prefix, own, streams):
     snapshot = tree([-1] + [0] * leaves, [prefix] + [own] * leaves)
     queries = Queries(np.arange(1, leaves + 1), np.full(leaves, own - 1), np.full(leaves, own))
     formats = [decompose(StepTree(snapshot, queries), HeadShape(32, 8, 128, 2), H200_COST)]
-    assert make_plan(formats, snapshot.length, leaves, group=4, kv_heads=8, cost=H200).counts[5] == streams
+    assert make_plan(formats, snapshot.length, leaves, gqa_group=4, kv_heads=8, cost=H200).counts[5] == streams

@@ -64,7 +64,7 @@ def planned(case: Case, cost: CostModel, **options: int) -> Plan:
         return plan_of(case, cost)
     options.setdefault("num_sms", torch.cuda.get_device_properties(GPU).multi_processor_count)
     arch = arch_for(torch.cuda.get_device_capability(GPU), supported_archs())
-    kernel = kernel_for(arch, case.shape.head_dim, case.shape.group)
+    kernel = kernel_for(arch, case.shape.head_dim, case.shape.gqa_group)
     return gpu_plan_of(case, cost, **options, **({"tile_rows": kernel.tile_rows} if kernel else {}))
 
 

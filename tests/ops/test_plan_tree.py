@@ -34,7 +34,7 @@ def arguments(
     """Of the op: a tree in arrays for ``NODES`` nodes, and a poisoned plan."""
     count = snapshot.num_nodes
     step = StepTree(snapshot, queries)
-    arrays = snapshot.parent, snapshot.subtree_end, step.length, step.own
+    arrays = snapshot.parent, snapshot.subtree_end, step.length, step.own_rows
     tree = [torch.full((NODES,), -12345, dtype=torch.int32) for _ in arrays]
     for there, array in zip(tree, arrays, strict=True):
         there[:count] = torch.from_numpy(array)

@@ -152,8 +152,8 @@ def _prepare(
     if variant.bodies is None:
         return _by_torch(f"variant {variant.name!r} is Python only (its `bodies` are not set)")
     heads, head_dim = q.shape[1:]
-    group = heads // k_pages.shape[2]
-    kernel = kernel_for(arch, head_dim, group)
+    gqa_group = heads // k_pages.shape[2]
+    kernel = kernel_for(arch, head_dim, gqa_group)
     if kernel is None:
         raise UnsupportedHeads(
             f"tree_attention: the kernels serve head sizes that are multiples of 16 up to 256, got {head_dim}; set "

@@ -60,7 +60,7 @@ class CudaPlanner(Planner):
             self.formats(tree),
             tree.length,
             tree.queries.num_rows,
-            group=self.shape.group,
+            gqa_group=self.shape.gqa_group,
             kv_heads=self.shape.kv_heads,
             num_sms=self.num_sms,
             cost=self.gpu,
@@ -83,7 +83,7 @@ class CudaPlanner(Planner):
         snapshot, arrays = tree.snapshot, tree.arrays()
         capacity = capacity_for(tree, self.shape, self.num_sms, self.gpu, now=True)
         if self.launch is not None and capacity.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
-            nodes = (snapshot.parent, snapshot.subtree_end, tree.length, tree.own, [snapshot.num_nodes])
+            nodes = (snapshot.parent, snapshot.subtree_end, tree.length, tree.own_rows, [snapshot.num_nodes])
             planned_tree, *tensors = upload([np.concatenate(nodes).astype(np.int32), *arrays, *step_arrays()], device)
             made = StepPlan(self.launch(capacity, planned_tree), tree, *self._on_demand(tree))
         else:
@@ -117,8 +117,8 @@ def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> i
     """Token KVs that a plan of these rows reads in a run over all heads: each tile reads all tokens of its row."""
     tokens = np.add.reduceat(np.minimum(rows.end, length[rows.node]) - rows.begin, rows.indptr[:-1], dtype=np.int64)
     queries = rows.q_end - rows.q_begin
-    tiles = -(-queries // max(1, cost.tile_heads // shape.group))
-    return int((np.where(queries * shape.group <= DECODE_ROWS, 1, tiles) * tokens).sum())
+    tiles = -(-queries // max(1, cost.tile_heads // shape.gqa_group))
+    return int((np.where(queries * shape.gqa_group <= DECODE_ROWS, 1, tiles) * tokens).sum())
 
 
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Planner:
@@ -126,14 +126,14 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> P
     kernel = None
     if dtype != torch.float32:
         arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
-        kernel = kernel_for(arch, shape.head_dim, shape.group)
+        kernel = kernel_for(arch, shape.head_dim, shape.gqa_group)
     if kernel is None:
         return TorchPlanner(shape, H200.sharing)
     gpu = gpu_cost(device) if kernel.uses_tma else H200  # measured with Hopper's kernel where that is the one
     gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.tile_rows))
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
-    if shape.group > kernel.tile_rows:
-        log.debug("numpy plans: the GPU's planner knows no groups above a tile's %d rows", kernel.tile_rows)
+    if shape.gqa_group > kernel.tile_rows:
+        log.debug("numpy plans: the GPU's planner knows no GQA groups above a tile's %d rows", kernel.tile_rows)
         return CudaPlanner(shape, gpu, blocks)
     return CudaPlanner(shape, gpu, blocks, lambda capacity, tree: plan_on_gpu(shape, gpu, blocks, capacity, tree))
 

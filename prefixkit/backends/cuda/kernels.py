@@ -101,9 +101,9 @@ class Kernel:
     uses_tma: bool = False  # it reads pages by TMA: its parameter begins with tensor maps
 
 
-def kernel_for(arch: str, head_dim: int, group: int) -> Kernel | None:
+def kernel_for(arch: str, head_dim: int, gqa_group: int) -> Kernel | None:
     """The kernel for a head size and a number of query heads per KV head; None if no kernel serves them."""
-    hopper = arch == "sm_90a" and head_dim in HOPPER_HEAD_DIMS and group <= 128
+    hopper = arch == "sm_90a" and head_dim in HOPPER_HEAD_DIMS and gqa_group <= 128
     if hopper and os.environ.get(KERNEL_VARIABLE, "") != "portable":
         return Kernel("attention/sm90/tree_attention.cu", 128, 512, 1, None, uses_tma=True)
     if head_dim % 16 or not 0 < head_dim <= 256:

@@ -52,7 +52,7 @@ def _constants(
 ) -> tuple[tuple[float, ...], int, tuple[int, ...], tuple[int, ...]]:
     """The kernel's parameters for heads and costs: sharing and rates; the magic number; heads, SMs, queries; roles."""
     shape, gpu = HeadShape(*heads), GpuCost.of(cost)
-    sharing, many = gpu.sharing, max(1, gpu.sharing.tile_heads // shape.group)
+    sharing, many = gpu.sharing, max(1, gpu.sharing.tile_heads // shape.gqa_group)
     rates = (
         sharing.kv_byte * shape.kv_bytes,
         sharing.item,
@@ -65,21 +65,21 @@ def _constants(
     roles = tuple(
         n for role in (gpu.tile, gpu.decode) for n in (role.kv_tile, role.workers, *role.points(), role.least)
     )
-    return rates, -(-(2**32) // many), (shape.group, shape.kv_heads, num_sms, many), roles
+    return rates, -(-(2**32) // many), (shape.gqa_group, shape.kv_heads, num_sms, many), roles
 
 
 def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapacity, tree: Tensor) -> list[Tensor]:
     """Plan on the current stream, into tensors of the plan's own, as ``tree_attention`` takes it, without a wait.
 
-    ``tree`` is ``[4 * nodes + 1]`` int32: parent, subtree_end, length, own, as :class:`GraphPlanner` has them; then how
-    many nodes.  Groups have at most the ``tile_heads`` of the cost.
+    ``tree`` is ``[4 * nodes + 1]`` int32: parent, subtree_end, length, own_rows, as :class:`GraphPlanner` has them; then
+    how many nodes.  GQA groups have at most the ``tile_heads`` of the cost.
     """
     nodes, shapes = len(tree) // 4, capacity.shapes()
     *arrays, num_nodes = torch.split(tree, [nodes] * 4 + [1])
     work = carve(
         torch.empty(carved_size(shapes), dtype=torch.int32, device=tree.device), [(part, False) for part in shapes]
     )
-    # Given back on return: its next user comes later on this stream.
+    # Freed on return: its next user comes later on this stream.
     scratch = _scratch(nodes, work, tree.device)
     torch.ops.prefixkit.plan_tree(num_nodes, *arrays, *work, scratch, astuple(shape), num_sms, gpu.numbers)
     return work
@@ -103,7 +103,7 @@ class GraphPlanner:
         num_nodes: ``[1]`` nodes of the tree, on the device, as are the following.
         parent, subtree_end: ``[nodes]`` as in the snapshot.
         length: ``[nodes]`` tokens visible in the step; see ``StepTree``.
-        own: ``[nodes]`` query rows in each node.
+        own_rows: ``[nodes]`` query rows in each node.
         work: The plan, as ``tree_attention`` takes it.
     """
 
@@ -120,12 +120,12 @@ class GraphPlanner:
         target = torch.device(device)
         self.num_sms = num_sms or torch.cuda.get_device_properties(target).multi_processor_count
         self._tree = Staged([(4,), *[(max(nodes, 1),)] * 4], target)
-        sizes, self.parent, self.subtree_end, self.length, self.own = self._tree.tensors
+        sizes, self.parent, self.subtree_end, self.length, self.own_rows = self._tree.tensors
         self.num_nodes = sizes[:1]
         self._plan = Staged(capacity.shapes(), target)
         self.work: list[Tensor] = self._plan.tensors
         self._scratch = _scratch(max(nodes, 1), self.work, target)
-        tree = self.num_nodes, self.parent, self.subtree_end, self.length, self.own
+        tree = self.num_nodes, self.parent, self.subtree_end, self.length, self.own_rows
         self._arguments = *tree, *self.work, self._scratch, astuple(shape), self.num_sms, gpu.numbers
 
     def upload(self, tree: StepTree) -> None:
@@ -149,10 +149,10 @@ class GraphPlanner:
         if count > self.nodes:
             raise PlanTooLarge(f"the tree has {count} nodes, but the planner has capacity for {self.nodes}")
         self.capacity.check(capacity_for(tree, self.shape, self.num_sms, self.gpu), "a plan of this tree")
-        sizes, parent, subtree_end, length, own = self._tree.writable()
+        sizes, parent, subtree_end, length, own_rows = self._tree.writable()
         sizes[0] = count
         parent[:count], subtree_end[:count] = tree.snapshot.parent, tree.snapshot.subtree_end
-        length[:count], own[:count] = tree.length, tree.own
+        length[:count], own_rows[:count] = tree.length, tree.own_rows
 
     def plan(self) -> list[Tensor]:
         """Launch the planner on the current stream; the tensors hold the plan when it ends.  Can be captured.

@@ -32,7 +32,7 @@ class Call:
         slot: Its ``batch * length`` slots.
         causal: Row i of a block sees its keys 0..i.
         grouped: Query heads of one KV head are rows of one matrix: rows of the result have heads in the order
-            ``(group, kv_heads)`` instead of ``(kv_heads, group)``.
+            ``(gqa_group, kv_heads)`` instead of ``(kv_heads, gqa_group)``.
         mask: What else is visible, or None for all: float32 0 or -inf that broadcasts to the kernel's scores; where
             scores are computed in plain torch bool that broadcasts to ``[batch, heads, rows, length]``.
         empty: Bool ``[batch * rows, heads or 1]``, True where the kernel's mask hides all keys; or None.
@@ -138,7 +138,7 @@ def make_call(
     if visible is not None and not bool(visible.any()):
         return None
     causal = flash and mask == TRIANGLE and visible is by_tile
-    grouped = flash and not causal and heads.group > 1 and most < heads.tuning.group_rows
+    grouped = flash and not causal and heads.gqa_group > 1 and most < heads.tuning.group_rows
     empty = None
     if flash:
         positions = None
@@ -192,11 +192,11 @@ def _for_flash(visible: Tensor, rows: int, heads: Heads, grouped: bool) -> tuple
     """``Call.mask`` and ``Call.empty`` of a call of torch's flash attention."""
     empty = ~visible.any(dim=-1).expand(-1, -1, rows)
     per_head = visible.shape[1] > 1
-    split = (heads.kv_heads, heads.group)
+    split = (heads.kv_heads, heads.gqa_group)
     if grouped and per_head:
         visible = torch.unflatten(visible, 1, split).transpose(2, 3).flatten(2, 3)
         empty = torch.unflatten(empty, 1, split).transpose(1, 2).flatten(1, 2)
     elif grouped and visible.shape[2] > 1:
-        visible = visible.repeat_interleave(heads.group, dim=2)
+        visible = visible.repeat_interleave(heads.gqa_group, dim=2)
     mask = torch.zeros(visible.shape, dtype=torch.float32, device="cpu").masked_fill_(~visible, -torch.inf)
     return mask, empty.transpose(1, 2).flatten(0, 1) if bool(empty.any()) else None

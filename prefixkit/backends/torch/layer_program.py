@@ -26,7 +26,7 @@ class Program:
         heads: The heads that it computes.
         calls: In order; each makes a state.
         merge: From the rows of these states to the output's.
-        grouped: Every state has its heads in the order ``(group, kv_heads)``; else all are brought to query-head order.
+        grouped: Every state has its heads in the order ``(gqa_group, kv_heads)``; else all are put in query-head order.
         may_be_empty: A partial state may have seen no key.
         on_cpu: Made for a CPU: keys lie in token-major pages and count as float32.  Else pages have any layout, and
             keys are gathered in their own dtype.

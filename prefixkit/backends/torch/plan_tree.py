@@ -35,7 +35,7 @@ def plan_tree(*arguments: Any) -> None:
         [decompose(StepTree(tree, queries), shape, gpu.sharing)],
         tree.length,
         queries.num_rows,
-        group=shape.group,
+        gqa_group=shape.gqa_group,
         kv_heads=shape.kv_heads,
         num_sms=num_sms,
         cost=gpu,

@@ -92,7 +92,7 @@ def _run(
     heads = program.heads
     q = grouped = q.contiguous()
     if any(call.grouped for call in program.calls):
-        grouped = q.view(-1, heads.kv_heads, heads.group, heads.head_dim).transpose(1, 2).contiguous()
+        grouped = q.view(-1, heads.kv_heads, heads.gqa_group, heads.head_dim).transpose(1, 2).contiguous()
     numbers = heads.numbers(q.device) if variant.score_mod is not None else None
     states = []
     for call in program.calls:
@@ -115,18 +115,18 @@ def _run(
         state = State(out, lse)
         states.append(_in_query_order(state, heads) if call.grouped and not program.grouped else state)
     if sinks is not None and program.grouped:
-        sinks = sinks.view(heads.kv_heads, heads.group).T.reshape(-1)
+        sinks = sinks.view(heads.kv_heads, heads.gqa_group).T.reshape(-1)
     state = run_merge(program.merge, states, q, program.may_be_empty, sinks)
     state = _in_query_order(state, heads) if program.grouped else state
     return State(state.out.contiguous(), state.lse.contiguous())
 
 
 def _in_query_order(state: State, heads: Heads) -> State:
-    """Heads from the order ``(group, kv_heads)`` to ``(kv_heads, group)``, contiguous."""
-    if heads.group == 1:
+    """Heads from the order ``(gqa_group, kv_heads)`` to ``(kv_heads, gqa_group)``, contiguous."""
+    if heads.gqa_group == 1:
         return state
-    out = state.out.view(-1, heads.group, heads.kv_heads, heads.head_dim).transpose(1, 2)
-    lse = state.lse.view(-1, heads.group, heads.kv_heads).transpose(1, 2)
+    out = state.out.view(-1, heads.gqa_group, heads.kv_heads, heads.head_dim).transpose(1, 2)
+    lse = state.lse.view(-1, heads.gqa_group, heads.kv_heads).transpose(1, 2)
     return State(out.reshape(state.out.shape), lse.reshape(state.lse.shape))
 
 
@@ -161,29 +161,29 @@ def _keys(call: Call, pages: Tensor, heads: Heads, use: int) -> Tensor:
     tokens, width = call.batch * call.length, heads.kv_elements
     slots = pages.as_strided((pages.shape[0] * pages.shape[1], width), (pages.stride(1), 1))
     if isinstance(call.slot, int):
-        found = slots.narrow(0, call.slot, tokens)
+        keys = slots.narrow(0, call.slot, tokens)
     else:
-        found = _scratch.take(use, tokens, width, slots.dtype)
-        torch.index_select(slots, 0, call.slot, out=found)
-    if found.dtype != torch.float32:
-        found = _scratch.take(use, tokens, width, torch.float32).copy_(found)
-    step = found.stride(0)
+        keys = _scratch.take(use, tokens, width, slots.dtype)
+        torch.index_select(slots, 0, call.slot, out=keys)
+    if keys.dtype != torch.float32:
+        keys = _scratch.take(use, tokens, width, torch.float32).copy_(keys)
+    step = keys.stride(0)
     shape = (call.batch, heads.kv_heads, call.length, heads.head_dim)
-    return found.as_strided(shape, (call.length * step, heads.head_dim, step, 1))
+    return keys.as_strided(shape, (call.length * step, heads.head_dim, step, 1))
 
 
 def _gathered(call: Call, pages: Tensor, heads: Heads) -> Tensor:
     """``[batch, kv_heads, length, head_dim]`` a copy of a call's keys or values, from pages of any layout."""
     assert isinstance(call.slot, Tensor), "only a program for a CPU reads keys where they lie"
     size = pages.shape[1]
-    found = pages[call.slot // size, call.slot % size]
-    return found.reshape(call.batch, call.length, heads.kv_heads, heads.head_dim).transpose(1, 2)
+    keys = pages[call.slot // size, call.slot % size]
+    return keys.reshape(call.batch, call.length, heads.kv_heads, heads.head_dim).transpose(1, 2)
 
 
 def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: float) -> tuple[Tensor, Tensor]:
-    """torch's flash attention: out and lse ``[batch, heads or kv_heads, rows or rows * group, ...]``."""
-    group = heads.group if call.grouped else 1
-    together, rows = heads.heads // group, call.rows * group
+    """torch's flash attention: out and lse ``[batch, heads or kv_heads, rows or rows * gqa_group, ...]``."""
+    gqa_group = heads.gqa_group if call.grouped else 1
+    together, rows = heads.heads // gqa_group, call.rows * gqa_group
     step = together * heads.head_dim
     q = q.as_strided(
         (call.batch, together, rows, heads.head_dim), (rows * step, heads.head_dim, step, 1), q.storage_offset()
@@ -204,9 +204,9 @@ def _scored(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Scores in memory: out and lse ``[batch, heads, rows, ...]``; a row that sees nothing comes out empty."""
-    batch, rows, group, kv_heads = call.batch, call.rows, heads.group, heads.kv_heads
-    q = q.view(batch, rows, kv_heads, group, heads.head_dim).permute(0, 2, 3, 1, 4)
-    q = q.reshape(batch * kv_heads, group * rows, heads.head_dim)
+    batch, rows, gqa_group, kv_heads = call.batch, call.rows, heads.gqa_group, heads.kv_heads
+    q = q.view(batch, rows, kv_heads, gqa_group, heads.head_dim).permute(0, 2, 3, 1, 4)
+    q = q.reshape(batch * kv_heads, gqa_group * rows, heads.head_dim)
     k, v = (states.reshape(batch * kv_heads, call.length, heads.head_dim) for states in (k, v))
     score = _product(q, k.transpose(1, 2)).mul_(scale).view(batch, heads.heads, rows, call.length)
     if score_mod is not None:
@@ -218,7 +218,7 @@ def _scored(
     top = top.masked_fill_(top == -torch.inf, 0.0)
     weight = torch.exp(score - top)
     total = weight.sum(dim=-1, keepdim=True)
-    out = _product(weight.to(v.dtype).view(batch * kv_heads, group * rows, call.length), v)
+    out = _product(weight.to(v.dtype).view(batch * kv_heads, gqa_group * rows, call.length), v)
     out = out.view(batch, heads.heads, rows, heads.head_dim) / total.masked_fill(total == 0, 1.0)
     return out, (top + total.log()).squeeze(-1)
 

@@ -139,7 +139,7 @@ class RowSteps:
             index, begin = np.array([node.index for node in nodes]), np.zeros(step.snapshot.num_nodes, np.int64)
             begin[step.queries.node] = step.queries.begin
             within = offset - begin[index]
-            here = np.flatnonzero((within >= 0) & (within < step.own[index]))
+            here = np.flatnonzero((within >= 0) & (within < step.own_rows[index]))
             wanted, place = np.unique(step.first_row[index[here]] + within[here], return_inverse=True)
             source[here], computed = computed + place, computed + len(wanted)
             parts.append(self._run(step, wanted))

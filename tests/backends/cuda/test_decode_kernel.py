@@ -108,10 +108,10 @@ def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tu
     positions = case.positions.long()
     length = StepTree(snapshot, case.queries).length
     plan = make_plan(
-        [narrowed(decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL), case.shape.group)],
+        [narrowed(decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL), case.shape.gqa_group)],
         length,
         rows,
-        group=case.shape.group,
+        gqa_group=case.shape.gqa_group,
         kv_heads=kv_heads,
         num_sms=blocks,
         cost=H200,

@@ -36,7 +36,7 @@ def kernel(request, tmp_path_factory):
 def run(kernel, snapshot, queries, shape, cost, num_sms, capacity):
     """The six arrays as the kernel leaves them, in buffers of this capacity, poisoned first."""
     nodes = snapshot.num_nodes
-    visible, own = StepTree(snapshot, queries).length, StepTree(snapshot, queries).own
+    visible, own = StepTree(snapshot, queries).length, StepTree(snapshot, queries).own_rows
     tree = [
         np.ascontiguousarray(a, dtype=np.int32) for a in ([nodes], snapshot.parent, snapshot.subtree_end, visible, own)
     ]
@@ -49,7 +49,7 @@ def launch(kernel, shape, cost, num_sms, capacity, tree):
     plan = [np.full(shape_, -12345, dtype=np.int32) for shape_ in capacity.shapes()]
     items = capacity.tile_items + capacity.decode_items + 8
     scratch = np.full(10 * (nodes + 8) + 13 * items + capacity.rows + 256, -12345, dtype=np.int32)
-    sharing, many = cost.sharing, max(1, cost.sharing.tile_heads // shape.group)
+    sharing, many = cost.sharing, max(1, cost.sharing.tile_heads // shape.gqa_group)
     roles = [n for role in (cost.tile, cost.decode) for n in (role.kv_tile, role.workers, *role.points(), role.least)]
     values = (
         *(array.ctypes.data for array in (*tree, *plan, scratch)),
@@ -58,7 +58,7 @@ def launch(kernel, shape, cost, num_sms, capacity, tree):
         *(sharing.partial_byte * shape.partial_bytes, cost.tile.tokens_per_us, cost.decode.tokens_per_us),
         -(-(2**32) // many),
         *(nodes, capacity.tile_items, capacity.decode_items, capacity.segments, capacity.rows, capacity.partials),
-        *(shape.group, shape.kv_heads, num_sms, many, 48 * 1024),
+        *(shape.gqa_group, shape.kv_heads, num_sms, many, 48 * 1024),
         *roles,
     )
     kernel(PLAN_TREE.packer.pack(*values))
@@ -113,7 +113,7 @@ def test_long_nodes_in_hundreds_of_pieces(kernel, leaves):
     for shape in (HeadShape(8, 1, 128, 2), HeadShape(2, 1, 128, 2), HeadShape(16, 2, 128, 2)):
         plan = specified(snapshot, queries, shape, H200, 132)
         now = capacity_for(StepTree(snapshot, queries), shape, 132, now=True)
-        assert shape.group * leaves > 8 or len(plan.decode_items) > 255, "more than eight bits can number"
+        assert shape.gqa_group * leaves > 8 or len(plan.decode_items) > 255, "more than eight bits can number"
         assert_same(
             run(kernel, snapshot, queries, shape, H200, 132, now),
             plan,
