@@ -1,11 +1,11 @@
 """Plans: the BSR rows of composable formats split into work items, and the order in which partial states merge.
 
-A plan is deterministic, and good for every layer and every step until the tree's structure changes.  Plain torch takes
-each BSR row whole.  For our kernels BSR rows are split to fit one GPU: tile items (more than 8 query heads, up to a
-tile's) take the tensor-core tile path, one at a time on each multiprocessor; decode items (up to 8) take the decode
-path, one on each of four warps of a multiprocessor.  Both lists run from the longest to the shortest, each item once
-for every KV head; worker ``w`` of ``n`` takes entries ``w``, ``2n - 1 - w``, ``2n + w`` and so on (after FlashInfer's Algorithm 1: the
-longest first, to the least loaded worker).
+A plan is deterministic, and good for every layer and every step until the tree's structure changes.  Plain torch
+takes each BSR row whole.  For our kernels BSR rows are split to fit one GPU: tile items (more than 8 query heads, up
+to a tile's) take the tensor-core tile path, one at a time on each multiprocessor; decode items (up to 8) take the
+decode path, one on each of four warps of a multiprocessor.  Both lists run from the longest to the shortest, each
+item once for every KV head; worker ``w`` of ``n`` takes entries ``w``, ``2n - 1 - w``, ``2n + w`` and so on (after
+FlashInfer's Algorithm 1: the longest first, to the least loaded worker).
 
 This is the specification of plans made on the GPU, which equal it array by array (``csrc/planner/plan_tree.cu``).  So
 it counts in whole numbers, and needs only sums, prefix sums and one sort by a small key.

@@ -1,4 +1,4 @@
-"""From a unit of source to kernels ready to launch: memory first, then the cache on disk, then NVRTC."""
+"""From a translation unit to kernels ready to launch: memory first, then the cache on disk, then NVRTC."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Function:
     device: int
     parameter_bytes: int  # of its parameter, a struct
     max_shared: int  # bytes of dynamic shared memory that a block can have
-    owners: Any  # what must live as long as the handle
+    owners: Any  # objects that must live as long as the handle
 
 
 @cache
@@ -46,19 +46,19 @@ def binary(unit: Unit, arch: str) -> Binary:
         NvrtcMissing, CompileError: see ``compile_unit``.
     """
     path = kernel_cache.entry(unit, arch, nvrtc_version())
-    found = kernel_cache.read(path)
-    if found is not None:
-        return found
+    cached = kernel_cache.read(path)
+    if cached is not None:
+        return cached
     with kernel_cache.making(path):
-        found = kernel_cache.read(path) if path.exists() else None  # another process may have been first
-        if found is None:
+        cached = kernel_cache.read(path) if path.exists() else None  # another process may have been first
+        if cached is None:
             what = "compiling the CUDA kernels of %s for %s, some seconds, once on this machine (%s)"
             log.warning(what, unit.file, arch, path.parent)
             began = time.perf_counter()
-            found = compile_unit(unit, arch)
+            cached = compile_unit(unit, arch)
             log.info("compiled %s in %.1f s", unit, time.perf_counter() - began)
-            kernel_cache.write(path, found)
-    return found
+            kernel_cache.write(path, cached)
+    return cached
 
 
 def load(unit: Unit, device: int) -> dict[str, Function]:
@@ -71,16 +71,16 @@ def load(unit: Unit, device: int) -> dict[str, Function]:
         UnsupportedArch: not for this GPU.
         LoadError: the driver does not take it.
     """
-    found = _loaded.get((unit, device))
-    if found is None:
+    kernels = _loaded.get((unit, device))
+    if kernels is None:
         with _lock:
-            found = _loaded.get((unit, device))
-            if found is None:
+            kernels = _loaded.get((unit, device))
+            if kernels is None:
                 arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
                 with torch.cuda.device(device):
                     torch.cuda.current_stream(device)
-                    found = _loaded[unit, device] = _load(binary(unit, arch), arch, device)
-    return found
+                    kernels = _loaded[unit, device] = _load(binary(unit, arch), arch, device)
+    return kernels
 
 
 def _load(made: Binary, arch: str, device: int) -> dict[str, Function]:

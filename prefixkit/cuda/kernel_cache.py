@@ -1,4 +1,4 @@
-"""Compiled kernels kept on disk.
+"""Compiled kernels cached on disk.
 
 An entry's name is a digest of all that the machine code depends on, so entries never go stale.  They are written beside
 their path and renamed to it, and carry a checksum: a reader meets a whole entry or none.  An advisory lock, dropped
@@ -29,7 +29,7 @@ _complained: set[Path] = set()
 
 
 def folder() -> Path:
-    """Where entries are kept."""
+    """The folder of the entries."""
     return cache_dir() / "kernels"
 
 
@@ -63,7 +63,7 @@ def read(path: Path) -> Binary | None:
 
 
 def write(path: Path, binary: Binary) -> bool:
-    """Keep an entry if that is possible; a folder that cannot be written gets one line in the log."""
+    """Store an entry if that is possible; a folder that cannot be written gets one line in the log."""
     body = json.dumps({"symbols": binary.symbols, "log": binary.log}).encode() + b"\n" + binary.cubin
     try:
         put(path, FORMAT + sha256(body).hexdigest().encode() + body)

@@ -69,18 +69,18 @@ class Binary:
 
 def sources(unit: Unit) -> dict[str, str]:
     """The unit's file and all that it includes with quotes, by name, in a fixed order."""
-    found = dict(unit.headers)
-    waiting = [unit.file, *(name for text in found.values() for name in _INCLUDE.findall(text))]
+    texts = dict(unit.headers)
+    waiting = [unit.file, *(name for text in texts.values() for name in _INCLUDE.findall(text))]
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in texts:
             continue
         try:
-            found[name] = (unit.root / name).read_text()
+            texts[name] = (unit.root / name).read_text()
         except OSError as error:
             raise CompileError(f"{unit.file} needs {name}, which cannot be read in {unit.root}: {error}") from error
-        waiting += _INCLUDE.findall(found[name])
-    return dict(sorted(found.items()))
+        waiting += _INCLUDE.findall(texts[name])
+    return dict(sorted(texts.items()))
 
 
 @cache

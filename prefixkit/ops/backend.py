@@ -87,7 +87,7 @@ class GraphPlanning(Protocol):
         """Capacity for any plan of this tree, however long its nodes become."""
 
     def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
-        """A planner for trees of so many nodes, and plans of a capacity."""
+        """A planner for trees of ``nodes`` nodes, and plans of a capacity."""
 
     def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree) -> StepPlan:
         """The plan that ``work`` holds, or will hold, over a tree in ``nodes``."""
@@ -166,10 +166,10 @@ def choose(device: torch.device) -> Choice:
         return Choice("torch", f"{VARIABLE}=torch", f"unset {VARIABLE} for the fast kernels")
     _, probe = _registration("cuda")
     assert probe is not None, "registered with one"
-    found = probe(device)
-    if name == "cuda" and found.name != "cuda":
-        raise BackendError(f"{VARIABLE}=cuda, but the kernels cannot run: {found.reason}; {found.remedy}")
-    return found
+    choice = probe(device)
+    if name == "cuda" and choice.name != "cuda":
+        raise BackendError(f"{VARIABLE}=cuda, but the kernels cannot run: {choice.reason}; {choice.remedy}")
+    return choice
 
 
 def best() -> Choice:
@@ -212,9 +212,9 @@ def _on_cpu() -> Backend:
 
 @cache
 def _on_gpu(device: torch.device) -> Backend:
-    found = choose(device)
-    (log.info if found.name == "cuda" else log.warning)("attention on %s runs on %s", device, found)
-    return _registration(found.name)[0]()
+    choice = choose(device)
+    (log.info if choice.name == "cuda" else log.warning)("attention on %s runs on %s", device, choice)
+    return _registration(choice.name)[0]()
 
 
 def _registration(name: str) -> tuple[_Load, _Probe | None]:

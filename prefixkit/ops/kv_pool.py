@@ -18,7 +18,7 @@ from prefixkit.ops.arguments import FLOATS
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What a model keeps for one token.
+    """The KV of one token of a model.
 
     Attributes:
         num_layers: Attention layers.
@@ -63,7 +63,7 @@ class KVPool:
     other, so that consecutive slots are one matrix; on a GPU each page keeps head after head.
 
     Attributes:
-        spec: What is kept for one token.
+        spec: The KV of one token.
         num_pages, page_size: The geometry; ``page_size`` in tokens.
 
     Raises:
@@ -118,26 +118,26 @@ class KVPool:
         """``[pages, page_size, kv_heads, head_dim]`` the values of a layer: the pool itself, not a copy."""
         return self._v[self._check(layer)]
 
-    def copy(self, source: NDArray[np.int64], target: NDArray[np.int64], of: KVPool | None = None) -> None:
+    def copy(self, source: NDArray[np.int64], target: NDArray[np.int64], source_pool: KVPool | None = None) -> None:
         """Copy the KV of slots ``source[i]`` to slots ``target[i]``, in this order, on the current stream.
 
         A target may be a source of those before it, not of those behind it.
 
         Args:
             source, target: Slots.
-            of: The pool whose slots the sources are, of the same page size; None: this one.
+            source_pool: The pool whose slots the sources are, of the same page size; None: this one.
         """
         at_once = max(1, 2**26 // self.spec.bytes_per_token)  # 64 MiB of them are in temporaries
         for begin in range(0, len(source), at_once):
             pairs = np.stack((source[begin : begin + at_once], target[begin : begin + at_once]))
             pages, offsets = upload([*np.divmod(pairs, self.page_size)], self.spec.device)
-            for its, mine in zip((self if of is None else of)._layers, self._layers, strict=True):
+            for its, mine in zip((self if source_pool is None else source_pool)._layers, self._layers, strict=True):
                 mine[:, pages[1], offsets[1]] = its[:, pages[0], offsets[0]]
 
     def host_parts(self, tokens: int) -> list[Tensor]:
-        """Host memory for the KV of so many tokens: tensors ``[tokens, 2, layers, kv_heads, head_dim]`` of 32 MiB.
+        """Host memory for the KV of ``tokens`` tokens: tensors ``[tokens, 2, layers, kv_heads, head_dim]`` of 32 MiB.
 
-        That of a GPU's pool is pinned, which takes longer than copying to it; torch keeps what is dropped for the next
+        That of a GPU's pool is pinned, which takes longer than copying to it; torch reuses freed memory for the next
         part of that size, so that it is pinned once.
         """
         spec = self.spec
@@ -153,33 +153,33 @@ class KVPool:
         """A copy of the keys and values of slots in host memory, in :meth:`host_parts`, which are the result."""
         parts, on_gpu = self.host_parts(len(slots)) if into is None else into, self.spec.device.type == "cuda"
         for index, part in enumerate(parts):
-            pages, offsets = self._places(slots[index * self._at_once : (index + 1) * self._at_once])
-            own = torch.stack([layers[:, pages, offsets] for layers in self._layers])
-            # A link copies what lies together: the order of dimensions changes on the device.
-            part.copy_(own.movedim(2, 0).contiguous(), non_blocking=on_gpu)
+            pages, offsets = self._pages_and_offsets(slots[index * self._at_once : (index + 1) * self._at_once])
+            kv = torch.stack([layers[:, pages, offsets] for layers in self._layers])
+            # A link copies contiguous memory: the order of dimensions changes on the device.
+            part.copy_(kv.movedim(2, 0).contiguous(), non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.current_stream(self.spec.device).synchronize()
         return parts
 
-    def write(self, slots: NDArray[np.int64], parts: list[Tensor], places: NDArray[np.int64]) -> None:
-        """Set the keys and values of ``slots[i]`` to those of token ``places[i]`` of parts as :meth:`read` gives them.
+    def write(self, slots: NDArray[np.int64], parts: list[Tensor], tokens: NDArray[np.int64]) -> None:
+        """Set the keys and values of ``slots[i]`` to those of token ``tokens[i]`` of parts as :meth:`read` gives them.
 
         All parts but the last have as many tokens.
         """
         if not len(slots):
             return
-        part, within = np.divmod(places, len(parts[0]))
+        part, within = np.divmod(tokens, len(parts[0]))
         bounds = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(slots)]
         for first, last in pairwise(bounds):
             for begin in range(first, last, self._at_once):
                 end = min(begin + self._at_once, last)
-                own, kv = within[begin:end], parts[part[begin]]
-                together = bool((np.diff(own) == 1).all())
+                rows, kv = within[begin:end], parts[part[begin]]
+                contiguous = bool((np.diff(rows) == 1).all())
                 # A view of pinned memory is copied without the host waiting, or gathering it first.
-                given = kv[int(own[0]) : int(own[-1]) + 1] if together else kv[torch.from_numpy(own)]
-                there = given.to(self.spec.device, non_blocking=together)
-                pages, offsets = self._places(slots[begin:end])
-                for layers, each in zip(self._layers, there.unbind(1), strict=True):
+                source = kv[int(rows[0]) : int(rows[-1]) + 1] if contiguous else kv[torch.from_numpy(rows)]
+                uploaded = source.to(self.spec.device, non_blocking=contiguous)
+                pages, offsets = self._pages_and_offsets(slots[begin:end])
+                for layers, each in zip(self._layers, uploaded.unbind(1), strict=True):
                     layers[:, pages, offsets] = each.transpose(0, 1)
 
     @property
@@ -187,7 +187,7 @@ class KVPool:
         """Tokens whose KV takes 32 MiB."""
         return max(1, 2**25 // self.spec.bytes_per_token)
 
-    def _places(self, slots: NDArray[np.int64]) -> list[Tensor]:
+    def _pages_and_offsets(self, slots: NDArray[np.int64]) -> list[Tensor]:
         """Pages and offsets of slots, on the device."""
         return upload([*np.divmod(slots, self.page_size)], self.spec.device)
 

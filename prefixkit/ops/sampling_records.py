@@ -43,8 +43,8 @@ def records(
             table[name] = [getattr(each, name) for each in different.values()]
         table["penalty"] = [each.repetition_penalty for each in different.values()]
     table["top_k"] = [min(each.top_k, MOST_VOCAB) for each in different.values()]
-    place = {one: i for i, one in enumerate(different)}
-    table = table[[place[id(each)] for each in params]]
+    index = {one: i for i, one in enumerate(different)}
+    table = table[[index[id(each)] for each in params]]
     table["key"], table["step"], table["active"] = keys, steps, 1
     return table.view(np.int32).reshape(len(params), RECORD_INTS)
 
@@ -59,9 +59,9 @@ class RecordedParams(SamplingParams):
 
 def params_of(table: NDArray[np.void]) -> list[SamplingParams]:
     """The parameters that records of dtype :data:`RECORD` hold."""
-    own = table.copy()
-    own["key"] = own["step"] = 0
-    return list(_params_of(own.tobytes()))
+    params = table.copy()
+    params["key"] = params["step"] = 0
+    return list(_params_of(params.tobytes()))
 
 
 @lru_cache(maxsize=64)  # steps repeat the parameters of their rows

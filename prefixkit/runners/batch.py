@@ -1,4 +1,4 @@
-"""One step of the loop as a value, what comes back of it, and what runs it."""
+"""One step of the loop as a value, its results, and what runs it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Batch:
     Attributes:
         tree: A tree, and the tokens that run as its query rows.
         tokens: ``[T]`` their ids.
-        rows: ``[R]`` the query row after which each sequence goes on.
+        rows: ``[R]`` the query row after which each sequence continues.
         prompts: ``[P]`` query rows whose logits are wanted.
         sampling: How the token after each of ``rows`` is sampled; None: it is not, the logits of ``rows`` are wanted.
         steps: Steps that its sequences may still take, this one included.
@@ -41,7 +41,7 @@ class Batch:
 
     @cached_property
     def decodes(self) -> bool:
-        """Whether each query row is the last token of a leaf of its own, after which a sequence goes on."""
+        """Whether each query row is the last token of a leaf of its own, after which a sequence continues."""
         alone = len(self.prompts) == 0 and len(self.rows) == len(self.tokens) == len(self.tree.queries.node)
         return alone and not self.tree.below[self.tree.queries.node].any()
 
@@ -63,7 +63,7 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """What came of a step, on the host.
+    """The results of a step, on the host.
 
     Attributes:
         tokens: ``[R]`` int64 sampled tokens, -1 where the logits were broken.
@@ -86,8 +86,8 @@ class Pace:
 
     Attributes:
         ahead: Steps that may be under way while the host looks at the tokens of the one before.
-        slack: Rows that have ended stay until they are one in so many: compacting costs the host a little.
-        waited_for: Where requests wait for pages, a batch goes on until one sample in so many has ended.
+        slack: Rows that have ended stay until they are one in ``slack``: compacting costs the host a little.
+        waited_for: Where requests wait for pages, a batch runs on until one sample in ``waited_for`` has ended.
     """
 
     ahead: int = 1
@@ -156,7 +156,7 @@ class Runner(Protocol):
         """Compact the batch to these of its rows, ascending."""
 
     def read(self) -> Sampled:
-        """What came of the oldest step that was not read, for the rows that it had."""
+        """The results of the oldest step that was not read, for the rows that it had."""
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
         """Choose next tokens from ``[R, vocab]`` float32 logits that an earlier step gave, without a step."""

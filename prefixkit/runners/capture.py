@@ -80,9 +80,9 @@ class CudaCapture:
     """Captures CUDA graphs in a memory pool that they share.
 
     One thread captures at a time, and its capture is of this thread alone: others may allocate, launch and wait.  The
-    stream is this object's own: torch records events on it where pinned memory that a capture has read is given back,
-    which must not fall into another's capture.  Afterwards it goes to the next: cuBLAS keeps some 32 MiB for every
-    stream that it has ever seen.
+    stream is this object's own: torch records events on it where pinned memory that a capture has read is freed,
+    which must not fall into another's capture.  Afterwards the next capture reuses it: cuBLAS holds some 32 MiB for
+    every stream that it has ever seen.
     """
 
     def __init__(self) -> None:
@@ -96,9 +96,9 @@ class CudaCapture:
 
     def __call__(self, work: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        here = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails leaves its own the current one
-        own = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with _capturing, here, own:
+        current = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture leaves its own stream current
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with _capturing, current, capture:
             work()
         return graph
 

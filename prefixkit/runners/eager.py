@@ -68,8 +68,8 @@ class EagerRunner:
         logits = self._run(batch.tokens, wanted)
         prompts = logits[np.searchsorted(wanted, batch.prompts)] if len(batch.prompts) else None
         rows = np.searchsorted(wanted, batch.rows)
-        own = logits if len(rows) == len(logits) else logits[rows]  # ascending, as ``wanted``
-        self._unread.append(self._choose(own, batch.sampling, prompts))
+        sampled = logits if len(rows) == len(logits) else logits[rows]  # ascending, as ``wanted``
+        self._unread.append(self._choose(sampled, batch.sampling, prompts))
 
     def repeat(self, tokens: Tensor | None = None) -> None:
         self._tree = self._tree.grown(1)
@@ -109,13 +109,13 @@ class EagerRunner:
         tokens, logprobs = sampler.sample(scores.to(sampler.device))
         self._last = tokens.cpu().numpy().copy()
         if self._process is not None:  # the log-probability is the model's own
-            own = torch.log_softmax(logits, -1).gather(1, tokens.to(logits.device).clamp(min=0)[:, None])[:, 0]
-            logprobs = torch.where(tokens < 0, torch.nan, own.to(tokens.device))
+            models = torch.log_softmax(logits, -1).gather(1, tokens.to(logits.device).clamp(min=0)[:, None])[:, 0]
+            logprobs = torch.where(tokens < 0, torch.nan, models.to(tokens.device))
         ids, best = (part.cpu().numpy() for part in top_tokens(logits, self._top, logprobs.to(logits.device)))
         return Sampled(self._last, logprobs.cpu().numpy().copy(), ids, best, prompts)
 
     def _sampler_for(self, rows: int, vocab: int, device: torch.device) -> Sampler:
-        """One for so many rows, kept for the next batch."""
+        """A sampler for at least ``rows`` rows, reused for the next batch."""
         device = device if vocab <= MOST_VOCAB else torch.device("cpu")
         old = self._sampler
         if old is None or old.rows < rows or (old.vocab, old.device) != (vocab, device):

@@ -41,7 +41,7 @@ REPLAN_EVERY = 64
 PACE = Pace(ahead=2, slack=16, waited_for=8)
 # Steps for which a batch is worth a capture.
 FEWEST_STEPS = 4
-# Graphs give at least so many of the likeliest tokens, if any.
+# Graphs give at least this many of the likeliest tokens, if any.
 _FEWEST_TOP = 16
 
 
@@ -55,12 +55,12 @@ class GraphRunner:
         page_size: Of the pool.
         device: The GPU.
         pace: How far the host runs ahead.
-        fewest_steps: A batch that goes on for fewer steps captures no graph.
+        fewest_steps: A batch that runs for fewer steps captures no graph.
         least_rows: Rows that a graph has at least.
         weights: Says where what the model reads lies, and in which modes its modules run, such as their adapters;
-            asked at the beginning of a call and of a capture.  Graphs are captured again once that differs.  None: it
+            called at the start of a call and of a capture.  Graphs are captured again once that differs.  None: it
             never does.
-        moves: Counts what may have moved it; asked before each step, and ``weights`` again when it has changed.
+        moves: Counts what may have moved it; called before each step, and ``weights`` again when it has changed.
         capture: Makes what captures graphs.
 
     Attributes:
@@ -296,7 +296,7 @@ class GraphRunner:
         return self.weights() != self._captured_weights  # else another model's have moved
 
     def _drop_stale_graphs(self) -> None:
-        """Drop graphs that read weights where they no longer are: that memory may have been reused by now."""
+        """Drop graphs that read weights where they no longer are: that memory may have been reused."""
         weights = None if self.weights is None else self.weights()
         if self._graphs and weights != self._captured_weights:
             log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")

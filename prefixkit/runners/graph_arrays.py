@@ -25,7 +25,7 @@ _RING = 16
 
 
 def bucket_of(rows: int) -> int:
-    """The smallest bucket that holds so many rows."""
+    """The smallest bucket that holds ``rows`` rows."""
     for size in BUCKETS:
         if rows <= size:
             return size
@@ -37,7 +37,7 @@ class CannotCapture(RuntimeError):
 
 
 class Ring:
-    """The host's memory for what recent steps sampled, and when it is there; pinned where they run on a GPU."""
+    """The host's memory for what recent steps sampled, and events of its copies; pinned where they run on a GPU."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

@@ -35,7 +35,7 @@ class Sampler:
             1.
         active: ``[rows]`` int32 view, 0 for rows that are left alone; kernels may write it.
         seen: ``[rows, ceil(vocab / 32)]`` int32, bit ``t % 32`` of word ``t // 32`` says that the sequence holds token
-            ``t``.  Kept for every row, read where there is a repetition penalty.
+            ``t``.  Written for every row, read where there is a repetition penalty.
 
     Raises:
         ValueError: a size below 1, or on a GPU a vocabulary above 2**20.
@@ -104,7 +104,7 @@ class Sampler:
             logits: ``[n, vocab]`` float32, bfloat16 or float16, n at most ``rows``; stride 1 over the vocabulary.
 
         Returns:
-            ``tokens[:n]`` and ``logprobs[:n]``, always at the same place.
+            ``tokens[:n]`` and ``logprobs[:n]``, always in the same buffers.
 
         Raises:
             ValueError, TypeError: the logits do not fit.
@@ -131,8 +131,8 @@ def top_tokens(logits: Tensor, count: int, best: Tensor) -> tuple[Tensor, Tensor
     """
     logits = logits if count else logits[:, :0]
     ids = _top_ids(logits, min(count, logits.shape[1]))  # as they are: 16 bits are ranked in half the time
-    found = logits.gather(1, ids).float()
-    return ids, (found - found[:, :1]) + best[:, None]
+    scores = logits.gather(1, ids).float()
+    return ids, (scores - scores[:, :1]) + best[:, None]
 
 
 def _top_ids(logits: Tensor, count: int) -> Tensor:
@@ -141,5 +141,5 @@ def _top_ids(logits: Tensor, count: int) -> Tensor:
         return logits.topk(count).indices
     parts = logits.reshape(len(logits), -1, 128)
     block = parts.amax(2).topk(count).indices
-    found = parts.gather(1, block[:, :, None].expand(-1, -1, 128)).flatten(1).topk(count).indices
-    return block.gather(1, found // 128) * 128 + found % 128
+    index = parts.gather(1, block[:, :, None].expand(-1, -1, 128)).flatten(1).topk(count).indices
+    return block.gather(1, index // 128) * 128 + index % 128

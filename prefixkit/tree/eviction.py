@@ -43,7 +43,7 @@ POLICIES: dict[str, Policy] = {
 
 @dataclass(eq=False)
 class PrefixCache:
-    """Retains KV in a tree beside its sequences, and evicts the nodes of the least value.
+    """Retains KV of sequences that were dropped, and evicts the nodes of the least value.
 
     Attributes:
         tree: The tree.

@@ -141,9 +141,9 @@ def _sequence_ends(root: Node, nodes: list[Node], included: Mapping[int, Sequenc
     indices = [-1] * len(ids)
     for node in nodes:
         if node.sequences:
-            own = [id for id in node.sequences if id in included]
-            ids += own
-            indices += [node.index] * len(own)
+            ends_here = [id for id in node.sequences if id in included]
+            ids += ends_here
+            indices += [node.index] * len(ends_here)
     return np.array(indices, np.int32), np.array(ids, np.int64)
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger("prefixkit")
 
 # Counters for the grid barrier of a launch: one per stream, and one per captured graph.
 _COUNTERS = 4096
-# Left for graphs whenever something runs without one: so many may be captured in between.
+# Left for graphs whenever something runs without one: at most this many may be captured in between.
 _SPARE_COUNTERS = 2048
 LOG2E = math.log2(math.e)
 # Without tensor maps a row's address is a 32-bit number of 16 bytes.
@@ -106,7 +106,7 @@ def tree_attention(
     out = torch.empty_like(q)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
     partials = work[5].shape[0] * heads  # every partial row merges once
-    workspace = partials_workspace(partials * (head_dim + 1), q.device)  # given back on return
+    workspace = partials_workspace(partials * (head_dim + 1), q.device)  # freed on return
     partial_out = workspace.data_ptr()
     values: tuple[int | float | bytes, ...] = (
         *maps,

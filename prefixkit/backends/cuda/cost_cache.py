@@ -1,4 +1,4 @@
-"""What attention costs on the GPUs here: measured once per machine and kept, or estimated from the H200's."""
+"""What attention costs on the GPUs here: measured once per machine and stored, or estimated from the H200's."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def measured_cost(device: torch.device) -> tuple[Path, GpuCost, bool]:
         known = read(path)
         if known is not None:
             return path, known, False
-        found = calibrate.calibrate(device)
-        write(path, found)
+        cost = calibrate.calibrate(device)
+        write(path, cost)
     _known.cache_clear()
-    return path, found, True
+    return path, cost, True
 
 
 def read(path: Path) -> GpuCost | None:
@@ -108,10 +108,10 @@ def read(path: Path) -> GpuCost | None:
 
 
 def write(path: Path, cost: GpuCost) -> bool:
-    """Keep costs if that is possible; a folder that cannot be written gets one line in the log."""
+    """Store costs if that is possible; a folder that cannot be written gets one line in the log."""
     try:
         put(path, (json.dumps(asdict(cost), indent=1) + "\n").encode())
     except OSError as error:
-        log.warning("costs cannot be kept in %s (%s)", path.parent, error.strerror or error)
+        log.warning("costs cannot be stored in %s (%s)", path.parent, error.strerror or error)
         return False
     return True

@@ -75,7 +75,7 @@ class CudaPlanner(Planner):
         return capacity_for(tree, self.shape, self.num_sms, self.gpu)
 
     def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
-        """What plans in a captured graph, for trees of so many nodes and plans of this capacity."""
+        """The planner of a captured graph, for trees of ``nodes`` nodes and plans of this capacity."""
         return GraphPlanner(self.shape, nodes, capacity, device, self.gpu, self.num_sms)
 
     def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:

@@ -26,7 +26,7 @@ def rotary_name(dtype: str) -> str:
 
 ROTARY = Unit("kv/rotary_append.cu", tuple(map(rotary_name, FLOATS)), headers=(layouts.ROTARY.header,))
 ADVANCE = Unit("kv/advance.cu", ("prefixkit::advance",), headers=(layouts.ADVANCE.header,))
-# For trees of so many nodes, all of whose arrays fit in shared memory; and for any.
+# For trees of up to PLAN_NODES nodes, all of whose arrays fit in shared memory; and for any.
 PLAN_NODES = 2304
 PLAN, PLAN_LARGE = (
     Unit("planner/plan_tree.cu", ("prefixkit::plan_tree",), (("PREFIXKIT_PLAN_NODES", n),), (layouts.PLAN_TREE.header,))

@@ -71,8 +71,8 @@ def _constants(
 def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapacity, tree: Tensor) -> list[Tensor]:
     """Plan on the current stream, into tensors of the plan's own, as ``tree_attention`` takes it, without a wait.
 
-    ``tree`` is ``[4 * nodes + 1]`` int32: parent, subtree_end, length, own_rows, as :class:`GraphPlanner` has them; then
-    how many nodes.  GQA groups have at most the ``tile_heads`` of the cost.
+    ``tree`` is ``[4 * nodes + 1]`` int32: parent, subtree_end, length, own_rows, as in :class:`GraphPlanner`; then how
+    many nodes.  GQA groups have at most the ``tile_heads`` of the cost.
     """
     nodes, shapes = len(tree) // 4, capacity.shapes()
     *arrays, num_nodes = torch.split(tree, [nodes] * 4 + [1])

@@ -47,8 +47,8 @@ def targets(arch: str | None) -> list[str]:
         return [arch_for(divmod(int(digits), 10), known)]
     if not torch.cuda.is_available():
         raise NoTarget("there is no GPU to compile for; name a target, such as sm_90a for an H100 or H200")
-    found = {arch_for(torch.cuda.get_device_capability(index), known) for index in range(torch.cuda.device_count())}
-    return sorted(found)
+    archs = {arch_for(torch.cuda.get_device_capability(index), known) for index in range(torch.cuda.device_count())}
+    return sorted(archs)
 
 
 def warm_up(archs: list[str]) -> Iterator[Compiled]:

@@ -26,7 +26,7 @@ class NoSuchPlan(ValueError):
 
 
 class BoundPlan:
-    """A plan bound to the lengths and positions of one step, with the programs that layers have asked for.
+    """A plan bound to the lengths and positions of one step, with the programs that layers have used.
 
     An op cannot take a Python object, so it takes :attr:`handle`: an int64 CPU tensor that names this plan for as long
     as the plan is referenced.
@@ -42,7 +42,7 @@ class BoundPlan:
     def program(
         self, pool_shape: Sequence[int], heads: int, dtype: torch.dtype, device: torch.device, key: str
     ) -> Program:
-        """The program for pages of a shape, ``heads`` query heads and a variant's key, compiled when first asked for.
+        """The program for pages of a shape, ``heads`` query heads and a variant's key, compiled at its first use.
 
         Raises:
             IndexError: the tree names a slot that the pool does not have.
@@ -70,10 +70,10 @@ def find_plan(handle: Tensor) -> BoundPlan:
             f"{list(handle.shape)}; pass Step.plan as it is"
         )
     number = int(handle)
-    found = _alive.get(number)
-    if found is None:
+    plan = _alive.get(number)
+    if plan is None:
         raise NoSuchPlan(f"tree_attention: plan {number} is gone; keep the Step until the model has run it")
-    return found
+    return plan
 
 
 class TorchPlanner(Planner):

@@ -121,7 +121,7 @@ def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: bool) -> Arr
 
 
 def _partials(plan: Plan, num_rows: int, tiles: Tiles, call_of: Array) -> tuple[Array, Array, Array]:
-    """Query row, tile and place in the tile of each partial, in the plan's merge order, then by an item's tiles."""
+    """Query row, tile and row in the tile of each partial, in the plan's merge order, then by an item's tiles."""
     called = np.flatnonzero(call_of >= 0)
     rows = tiles.rows[called]
     tile = np.repeat(called, rows)

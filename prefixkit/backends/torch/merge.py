@@ -4,8 +4,7 @@ States over disjoint sets of keys merge into the state over their union (FlashIn
 is ``out = 0``, ``lse = -inf``; merging it changes nothing.
 
 Rows are sorted by how many partials they have, most first.  Level ``k`` holds the ``k``-th partial of every row that
-has so many; it concerns the first rows only, so a level is one vectorised operation and a fixed order is kept for every
-row.
+has more than ``k``: the first rows.  So a level is one vectorised operation, and every row merges in a fixed order.
 """
 
 from __future__ import annotations
@@ -66,13 +65,13 @@ class Merge:
     Attributes:
         levels: See the top of this file.
         joined: Calls whose states some level needs concatenated.
-        place: ``[rows of the result]`` int64 where each row's state is once sorted, or None for rows in order, none
-            empty.
+        sorted_index: ``[rows of the result]`` int64, where each row's state is once sorted, or None for rows in order,
+            none empty.
     """
 
     levels: tuple[Level, ...]
     joined: tuple[int, ...]
-    place: Tensor | None
+    sorted_index: Tensor | None
 
 
 def plan_merge(num_rows: int, row: Array, call: Array, index: Array, heights: Array) -> Merge:
@@ -95,12 +94,12 @@ def plan_merge(num_rows: int, row: Array, call: Array, index: Array, heights: Ar
     joined = np.unique(np.concatenate(spread)) if spread else np.zeros(0, dtype=np.int64)
     offset = np.zeros_like(heights)
     offset[joined] = np.cumsum(heights[joined]) - heights[joined]
-    place = np.empty(num_rows, dtype=np.int64)
-    place[sorted_rows] = np.arange(num_rows)
+    sorted_index = np.empty(num_rows, dtype=np.int64)
+    sorted_index[sorted_rows] = np.arange(num_rows)
     return Merge(
         levels=tuple(_level(call[part], index[part], offset) for part in partials),
         joined=tuple(joined.tolist()),
-        place=None if in_order else torch.from_numpy(place),
+        sorted_index=None if in_order else torch.from_numpy(sorted_index),
     )
 
 
@@ -127,11 +126,11 @@ def run_merge(merge: Merge, states: Sequence[State], q: Tensor, may_be_empty: bo
         states = [*states, joined]  # the last one, which is -1
     parts = [State(*(pick(tensor, level.index, level.rows) for tensor in states[level.call])) for level in merge.levels]
     merged = parts[0] if len(parts) == 1 and sinks is None else _merge_parts(parts, may_be_empty, sinks)
-    if merge.place is None:
+    if merge.sorted_index is None:
         return merged
     if len(merged.lse) < len(q):
         merged = _with_empty_rows(merged, q, sinks)
-    return State(*(tensor.index_select(0, merge.place) for tensor in merged))
+    return State(*(tensor.index_select(0, merge.sorted_index) for tensor in merged))
 
 
 def _merge_parts(parts: Sequence[State], may_be_empty: bool, sinks: Tensor | None) -> State:

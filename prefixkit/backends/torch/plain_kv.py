@@ -76,11 +76,11 @@ def append_on_gpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages:
         check_append_slots(op, slots, k_pages)
     if not tokens or not num_slots:
         return
-    there = (slots >= 0) & (slots < num_slots)
+    valid = (slots >= 0) & (slots < num_slots)
     # A row that is to write nothing repeats what some row writes; where none writes, all put back what slot 0 holds.
-    some = there.to(torch.uint8).argmax(dim=0, keepdim=True)
-    writes = there.index_select(0, some)
-    row = torch.where(there, torch.arange(tokens, device=slots.device), some)
+    some = valid.to(torch.uint8).argmax(dim=0, keepdim=True)
+    writes = valid.index_select(0, some)
+    row = torch.where(valid, torch.arange(tokens, device=slots.device), some)
     slot = torch.where(writes, slots[row], 0)
     where = (slot // page_size, slot % page_size)
     for pages, rows in ((k_pages, key), (v_pages, value)):
@@ -95,9 +95,9 @@ def advance(*arguments: Any) -> None:
     offset = length[node].long()
     within = first_slot[node] + offset
     page = page_indptr[node] + within // page_size
-    there = (page < page_indptr[node + 1]) & ~padding
-    slot = pages[torch.where(there, page, 0)].long() * page_size + within % page_size
-    slots[:rows] = torch.where(there, slot, -1)
-    positions[:rows] = torch.where(padding, 0, start[node] + offset - (~there).long())
+    valid = (page < page_indptr[node + 1]) & ~padding
+    slot = pages[torch.where(valid, page, 0)].long() * page_size + within % page_size
+    slots[:rows] = torch.where(valid, slot, -1)
+    positions[:rows] = torch.where(padding, 0, start[node] + offset - (~valid).long())
     tokens[:rows] = torch.where(padding, 0, sampled[:rows].clamp(min=0))
-    length[node[there]] += 1
+    length[node[valid]] += 1

@@ -15,9 +15,9 @@ from prefixkit.sampling.specification import BrokenLogits, sample_tokens
 def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
     """``sample``."""
     state = [part[: len(logits)] for part in (records, seen, tokens, logprobs)]
-    here = [part.cpu() for part in state]  # on a CPU the tensors themselves
-    _sample(logits, *(part.numpy() for part in here))
-    for part, changed in zip(state, here, strict=True):
+    on_host = [part.cpu() for part in state]  # on a CPU the tensors themselves
+    _sample(logits, *(part.numpy() for part in on_host))
+    for part, changed in zip(state, on_host, strict=True):
         if changed.device != part.device:
             part.copy_(changed)
 
@@ -35,13 +35,13 @@ def _sample(
     if not len(rows):
         return
     every = len(rows) == len(logits)
-    own = logits if every else logits[torch.from_numpy(rows).to(logits.device)]
-    sampled, found = _sample_rows(own.float(), table[rows], seen if every else seen[rows])
-    tokens[rows], logprobs[rows] = sampled, found
+    active = logits if every else logits[torch.from_numpy(rows).to(logits.device)]
+    sampled, sampled_logprobs = _sample_rows(active.float(), table[rows], seen if every else seen[rows])
+    tokens[rows], logprobs[rows] = sampled, sampled_logprobs
     table["step"][rows] += 1
     whole = sampled >= 0
-    place = rows[whole], sampled[whole] >> 5
-    seen[place] |= (np.uint32(1) << (sampled[whole] & 31).astype(np.uint32)).view(np.int32)
+    word = rows[whole], sampled[whole] >> 5
+    seen[word] |= (np.uint32(1) << (sampled[whole] & 31).astype(np.uint32)).view(np.int32)
 
 
 def _sample_rows(
@@ -57,12 +57,12 @@ def _sample_rows(
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
     except BrokenLogits:  # of some row
         pass
-    found = np.full(len(params), -1), np.full(len(params), np.nan, np.float32)
+    all_tokens, all_logprobs = np.full(len(params), -1), np.full(len(params), np.nan, np.float32)
     for row in range(len(params)):
         one = slice(row, row + 1)
         try:
             tokens, logprobs = sample_tokens(logits[one], params[one], numbers[one], histories[one])
-            found[0][row], found[1][row] = int(tokens), float(logprobs)
+            all_tokens[row], all_logprobs[row] = int(tokens), float(logprobs)
         except BrokenLogits:
             continue
-    return found
+    return all_tokens, all_logprobs

@@ -18,7 +18,7 @@ from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
 def plan_tree(*arguments: Any) -> None:
     """``plan_tree``."""
-    num_nodes, parent, subtree_end, length, own, *work, _, heads, num_sms, cost = arguments
+    num_nodes, parent, subtree_end, length, own_rows, *work, _, heads, num_sms, cost = arguments
     counts = work[0]
     nodes = int(num_nodes)
     counts.zero_()
@@ -26,7 +26,7 @@ def plan_tree(*arguments: Any) -> None:
     if nodes > len(parent):
         return
     tree = _tree(*(array[:nodes].cpu().numpy() for array in (parent, subtree_end, length)))
-    rows = own[:nodes].cpu().numpy()
+    rows = own_rows[:nodes].cpu().numpy()
     node = np.flatnonzero(rows).astype(np.int32)
     queries = Queries(node, (tree.length - rows)[node], tree.length[node])
     counts[2] = queries.num_rows
@@ -41,9 +41,9 @@ def plan_tree(*arguments: Any) -> None:
         cost=gpu,
     )
     made = list(zip(work, plan.arrays(), strict=True))
-    if all(len(array) <= len(there) for there, array in made):
-        for there, array in made:
-            there[: len(array)] = torch.from_numpy(array)
+    if all(len(array) <= len(target) for target, array in made):
+        for target, array in made:
+            target[: len(array)] = torch.from_numpy(array)
 
 
 def _tree(parent: Ints, subtree_end: Ints, length: Ints) -> TreeSnapshot:

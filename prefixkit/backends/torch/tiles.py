@@ -91,7 +91,7 @@ def make_tiles(plan: Plan, tree: StepTree, window: int | None, most_rows: int | 
 
 
 def _changes(*keys: Array) -> NDArray[np.bool_]:
-    """Where one of some arrays is unlike the place before; True at the first place."""
+    """Where one of some arrays differs from the element before; True at the first element."""
     changes = np.ones(len(keys[0]), dtype=bool)
     changes[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
     return changes
