@@ -87,7 +87,7 @@ def _one_node(
     heads, page_size = q.shape[1], k_pages.shape[1]
     group = heads // k_pages.shape[2]
     k, v = (
-        repeat(pages[slots // page_size, slots % page_size].double(), "len h dim -> len (h group) dim", gqa_group=group)
+        repeat(pages[slots // page_size, slots % page_size].double(), "len h dim -> len (h group) dim", group=group)
         for pages in (k_pages, v_pages)
     )
     score = scale * einsum(q.double(), k, "rows heads dim, len heads dim -> heads rows len")

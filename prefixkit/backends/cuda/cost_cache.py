@@ -112,6 +112,6 @@ def write(path: Path, cost: GpuCost) -> bool:
     try:
         put(path, (json.dumps(asdict(cost), indent=1) + "\n").encode())
     except OSError as error:
-        log.warning("costs cannot be stored in %s (%s)", path.parent, error.strerror or error)
+        log.warning("costs cannot be kept in %s (%s)", path.parent, error.strerror or error)
         return False
     return True
