@@ -67,7 +67,7 @@ def test_launches_are_prepared_for_any_number_of_queries():
     assert len({*signatures, *others}) == 1 + len(others)
 
 
-def test_tensor_maps_are_made_once_for_a_layer_and_kept_for_so_many(monkeypatch):
+def test_tensor_maps_are_made_once_for_a_layer_and_cached_up_to_a_number(monkeypatch):
     made, layers = [], [(pages(), pages()) for _ in range(3)]
 
     def make(k_pages, v_pages):

@@ -141,7 +141,7 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self.buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def take(self, use: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    def matrix(self, use: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """``[rows, width]`` for keys (``use`` 0) or values (1), with anything in it."""
         elements = rows * width
         buffer = self.buffers.get((use, dtype))
@@ -163,10 +163,10 @@ def _keys(call: Call, pages: Tensor, heads: Heads, use: int) -> Tensor:
     if isinstance(call.slot, int):
         keys = slots.narrow(0, call.slot, tokens)
     else:
-        keys = _scratch.take(use, tokens, width, slots.dtype)
+        keys = _scratch.matrix(use, tokens, width, slots.dtype)
         torch.index_select(slots, 0, call.slot, out=keys)
     if keys.dtype != torch.float32:
-        keys = _scratch.take(use, tokens, width, torch.float32).copy_(keys)
+        keys = _scratch.matrix(use, tokens, width, torch.float32).copy_(keys)
     step = keys.stride(0)
     shape = (call.batch, heads.kv_heads, call.length, heads.head_dim)
     return keys.as_strided(shape, (call.length * step, heads.head_dim, step, 1))

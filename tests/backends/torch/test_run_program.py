@@ -342,17 +342,17 @@ def test_inference_mode_may_come_and_go(first: bool) -> None:
 
 def test_a_thread_keeps_no_more_than_its_bound() -> None:
     scratch, most = Scratch(), tuning.CPU.call_elements
-    kept = scratch.take(0, 10, 64, torch.float32)
-    assert scratch.take(0, 5, 64, torch.float32).data_ptr() == kept.data_ptr()
-    large = scratch.take(0, most + 1, 1, torch.float32)
+    kept = scratch.matrix(0, 10, 64, torch.float32)
+    assert scratch.matrix(0, 5, 64, torch.float32).data_ptr() == kept.data_ptr()
+    large = scratch.matrix(0, most + 1, 1, torch.float32)
     assert large.shape == (most + 1, 1)
-    assert scratch.take(0, 10, 64, torch.float32).data_ptr() == kept.data_ptr(), (
+    assert scratch.matrix(0, 10, 64, torch.float32).data_ptr() == kept.data_ptr(), (
         "still there, and what is larger is not"
     )
     for use in (0, 1):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for rows in (most // 64, most // 64 + 1, 2 * most // 64):
-                scratch.take(use, rows, 64, dtype)
+                scratch.matrix(use, rows, 64, dtype)
     assert sum(buffer.nbytes for buffer in scratch.buffers.values()) <= 256 * 2**20
 
 
@@ -361,7 +361,7 @@ def test_what_a_thread_keeps_goes_with_it() -> None:
     held: list[weakref.ref[torch.Tensor]] = []
 
     def work() -> None:
-        scratch.take(0, 10, 64, torch.float32)
+        scratch.matrix(0, 10, 64, torch.float32)
         held.extend(weakref.ref(buffer) for buffer in scratch.buffers.values())
 
     thread = threading.Thread(target=work)
