@@ -30,10 +30,10 @@ def follow(root: Node, tokens: NDArray[np.int32]) -> Match:
     """Walk down from ``root`` for as long as ``tokens`` agree.  Changes nothing.  O(tokens)."""
     node, offset, matched = root, 0, 0
     while offset == node.length and matched < len(tokens):
-        group = node.branches.get(int(tokens[matched]))
-        if group is None:
+        siblings = node.branches.get(int(tokens[matched]))
+        if siblings is None:
             break
-        node = group[0]
+        node = siblings[0]
         # The first token is the branch's key: a node of one token needs no comparison.
         offset = 1 if node.length == 1 else common_prefix(node.tokens, tokens[matched:])
         matched += offset

@@ -191,9 +191,9 @@ class Node:
 
     def disown(self, child: Node) -> None:
         first = int(child._token_buffer[0])
-        group = self.branches[first]
-        group.remove(child)
-        if not group:
+        siblings = self.branches[first]
+        siblings.remove(child)
+        if not siblings:
             del self.branches[first]
         previous, following = child.previous_in_page, child.next_in_page
         in_one_page = child.num_pages == 1  # else the two are in different pages
@@ -217,8 +217,8 @@ class Node:
 
     def replace_child(self, old: Node, new: Node) -> None:
         """Put ``new``, which begins with the same token, in the place of ``old`` among the children."""
-        group = self.branches[int(old._token_buffer[0])]
-        group[group.index(old)] = new
+        siblings = self.branches[int(old._token_buffer[0])]
+        siblings[siblings.index(old)] = new
         old.parent, new.parent = None, self
 
     # -- changing --------------------------------------------------------------------------------------------------
