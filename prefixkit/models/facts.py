@@ -151,7 +151,7 @@ def patched_facts(model: object) -> ModelFacts:
     """
     facts = facts_of(model) if isinstance(model, nn.Module) else None
     if facts is None or not facts.patched:
-        raise NotPatched(f"{type(model).__name__} is not patched; call prefixkit.patch(model) first")
+        raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
     return facts
 
 

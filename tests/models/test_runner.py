@@ -69,7 +69,7 @@ def test_dropout_is_refused_and_training_mode_without_any_is_not(run):
 
 def test_an_unpatched_model_is_refused(tiny):
     model = tiny()
-    with pytest.raises(NotPatched, match=r"LlamaForCausalLM is not patched; call prefixkit.patch\(model\)"):
+    with pytest.raises(NotPatched, match=r"LlamaForCausalLM is not patched; call model = prefixkit.patch\(model\)"):
         ModelRunner(model, KVPool(kv_spec(model), 4, 4))
 
 
