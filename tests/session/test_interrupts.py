@@ -18,7 +18,7 @@ from prefixkit.testing.tiny import ByteTokenizer
 PROMPTS = ["the quick brown fox jumps", "the quick brown dog", "the quick brown"]
 POINTS = 15
 # Between the two bytecodes that take and remember a lock a signal does not arrive, but a tracer does.
-APART = {"_busy", "locked", "__enter__", "__exit__"}
+APART = {"_busy", "locked", "__enter__", "__exit__", "kv_version", "optimizer_steps"}
 CALLS: dict[str, Callable[[Session, Path], object]] = {
     "generate": lambda session, path: session.generate(PROMPTS, n=5, max_new_tokens=12, stop_token_ids=(), seed=1),
     "score": lambda session, path: session.score(PROMPTS, [" over", " a"]),
@@ -36,7 +36,7 @@ class Interrupt:
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
         name = frame.f_code.co_filename
-        if "/prefixkit/" not in name or name.endswith("weights_memory.py") or frame.f_code.co_name in APART:
+        if "/prefixkit/" not in name or frame.f_code.co_name in APART:
             return None
         if event == "line":
             self.lines += 1
