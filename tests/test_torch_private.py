@@ -73,6 +73,6 @@ def test_tensors_over_one_memory_are_counted():
     assert private.tensors_over(first) == private.tensors_over(views[0]) == 3
 
 
-def test_where_torch_does_not_count_nobody_is_told_a_number(monkeypatch):
+def test_where_torch_does_not_count_tensors_their_number_is_unknown(monkeypatch):
     monkeypatch.setattr(private, "_use_count", lambda storage: 0)
     assert private.tensors_over(torch.zeros(8)) is None

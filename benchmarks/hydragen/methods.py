@@ -41,7 +41,7 @@ class Case:
     private: int = 0
 
     def parts(self, levels: int, new: int) -> list[tuple[int, int]]:
-        """Copies and tokens of each part where so many levels are shared, the sequences' own part last."""
+        """Copies and tokens of each part where ``levels`` levels are shared, the sequences' own part last."""
         own = sum(tokens for _, tokens in self.levels[levels:]) + self.private + new
         return [*self.levels[:levels], (self.batch, own)]
 

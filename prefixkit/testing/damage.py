@@ -18,7 +18,7 @@ from prefixkit.testing.command_line import run
 from prefixkit.testing.run_folders import manifest_of, prompts_of
 
 STRANGE = {"strange": [None, 1.5]}  # of no field's type
-MOST = 9  # damaged lines of one file: so many are named
+MOST = 9  # damaged lines of one file at most: messages name no more
 COMMANDS = (["evaluate", "--jobs", 2], ["report"], ["export", "--format", "programs"])
 NAMES = {
     "samples/*.jsonl": ("id", "index", "text", "tokens"),
@@ -141,7 +141,7 @@ def damaged(chance: random.Random, line: bytes, names: tuple[str, ...]) -> bytes
 
 
 def damage_lines(chance: random.Random, path: Path, names: tuple[str, ...], most: int) -> list[int]:
-    """Damage up to so many lines of a file; returns which, from 1."""
+    """Damage up to ``most`` lines of a file; returns which, from 1."""
     lines = contents(path).split(b"\n")[:-1]
     chosen = sorted(chance.sample(range(len(lines)), min(most, MOST, len(lines))))
     for place in chosen:

@@ -46,7 +46,7 @@ class Forest:
 
 
 def draw(seed: int, device: torch.device, growing: int = 0) -> Forest:
-    """A random forest.  ``growing``: only leaves ask, one query each, and each has pages for so many tokens more."""
+    """A random forest.  ``growing``: only leaves ask, one query each, and each has pages for that many tokens."""
     rng = np.random.default_rng(seed)
     kv_heads, head_dim = int(rng.choice(KV_HEADS)), int(rng.choice(HEAD_DIMS))
     heads = kv_heads * int(rng.choice(GROUPS))
@@ -84,7 +84,7 @@ def _parents(rng: np.random.Generator, kind: str, leaves: int) -> list[int]:
 
 
 def _beams(rng: np.random.Generator, leaves: int) -> list[int]:
-    """A root whose descendants branch in two until there are so many leaves, the halves uneven."""
+    """A root whose descendants branch in two until there are ``leaves`` leaves, the halves uneven."""
     parents = [-1]
     work = [(0, leaves)]
     while work:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prefixkit.tree.node import Node
 
-# A chain has at least so many nodes: fewer are not worth a copy, which ends in a page that is not full.
+# Nodes of the shortest chain: fewer are not worth a copy, which ends in a page that is not full.
 _FEWEST_NODES = 6
 
 
