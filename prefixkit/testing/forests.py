@@ -217,7 +217,7 @@ def gpu_plan_of(
     shared: np.ndarray | None = None,
     gpu: GpuCost = H200,
 ) -> Plan:
-    """A plan for kernels with this number of blocks and rows of a tile: rows are cut into tiles, and their KV is split."""
+    """A plan for kernels with this number of blocks and rows of a tile: rows are cut into tiles, their KV is split."""
     return make_plan(
         [decompose(StepTree(case.snapshot, case.queries), case.shape, cost, shared)],
         StepTree(case.snapshot, case.queries).length,
