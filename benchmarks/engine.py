@@ -115,8 +115,8 @@ def long_run(model: Any, steps: int, rows: int, prompt: int) -> Row:
         torch.cuda.reset_peak_memory_stats()
         engine.run(requests(10, prompt, seed=len(held), **sampling))
         held.append({"steps": engine.report.steps, "captures": engine.report.captures, **memory_mib()})
-    check_tree(engine.tree)
-    report, pages = engine.report, engine.tree.allocator
+    check_tree(engine.store.tree)
+    report, pages = engine.report, engine.store.tree.allocator
     row: Row = {name: getattr(report, name) for name in ("steps", "decode_steps", "samples", "captures")}
     row |= {"seconds": round(report.seconds, 1), "tokens_per_second": round(report.tokens_per_second)}
     return row | {"rounds": held, "pages_back": pages.free == pages.num_pages}
@@ -129,13 +129,13 @@ def full_run(model: Any, prompt: int, new: int) -> Row:
     left: list[int] = []
     engine.on_step = lambda tokens: left.append(torch.cuda.mem_get_info()[0])
     samples = engine.run(asked)
-    pool, report = engine.tree.allocator.num_pages, engine.report
-    pool_bytes = pool * engine.tree.page_size * engine.pool.spec.bytes_per_token
+    pool, report = engine.store.tree.allocator.num_pages, engine.report
+    pool_bytes = pool * engine.store.tree.page_size * engine.store.pool.spec.bytes_per_token
     row: Row = {"samples": len(samples), "complete": all(len(sample.tokens) == new for sample in samples)}
     row |= {"steps": report.steps, "tokens_per_second": round(report.tokens_per_second)}
     row |= {"pool_gib": round(pool_bytes / 2**30, 1), "pool_used": round(report.kv_bytes_held_peak / pool_bytes, 3)}
     row |= {"least_free_gib": round(min(left) / 2**30, 2), **memory_mib()}
-    return row | {"pages_back": engine.tree.allocator.free == pool}
+    return row | {"pages_back": engine.store.tree.allocator.free == pool}
 
 
 def memory_mib() -> dict[str, int]:

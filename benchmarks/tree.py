@@ -15,10 +15,11 @@ from benchmarks.runner import Row, Run, arguments, spread, wall_seconds
 from prefixkit.engine.memory import pages_needed
 from prefixkit.engine.request import Request
 from prefixkit.engine.scheduler import Scheduler
+from prefixkit.kv.store import KVStore
+from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.integrity import check_tree
 from prefixkit.tree import PrefixTree, Sequence
-from prefixkit.tree.eviction import PrefixCache
 
 VOCABULARY = 50_000
 
@@ -80,8 +81,8 @@ def measure_admission(run: Run, rng: np.random.Generator, repeats: int) -> None:
         requests = [Request(index, prompt, SamplingParams()) for index, prompt in enumerate(prompts)]
         times: dict[str, list[float]] = {name: [] for name in ("size", "submit", "admit", "retire")}
         for _ in range(repeats):
-            tree = PrefixTree(pages_needed(requests, 16, most_running=count), 16)
-            scheduler = Scheduler(tree, PrefixCache(tree))
+            pool = KVPool(KVSpec(1, 1, 1), pages_needed(requests, 16, most_running=count), 16)
+            scheduler = Scheduler(KVStore(pool))
             times["size"] += wall_seconds(lambda to=requests: pages_needed(to, 16))
             times["submit"] += wall_seconds(lambda to=scheduler, given=requests: to.submit(given))
             times["admit"] += wall_seconds(lambda to=scheduler: to.admit(0))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prefixkit.api import beam_search, generate, score
     from prefixkit.engine.policy import MemoryPolicy
-    from prefixkit.engine.prefixes.file import PrefixFileError
     from prefixkit.engine.request import BeamParams, Request, Sample, TokenEvent
-    from prefixkit.engine.scheduler import KVBudgetTooSmall
     from prefixkit.engine.score import Score
     from prefixkit.engine.sharing_report import Report
+    from prefixkit.kv.budget import KVBudgetTooSmall
+    from prefixkit.kv.prefixes.file import PrefixFileError
     from prefixkit.models.generate.tree_cache import TreeCache
     from prefixkit.models.model_errors import UnsupportedModel
     from prefixkit.models.patch import patch, patched, unpatch
@@ -30,10 +30,10 @@ __version__ = "0.1.0"
 _NAMES = {
     "prefixkit.api": ("beam_search", "generate", "score"),
     "prefixkit.engine.policy": ("MemoryPolicy",),
-    "prefixkit.engine.prefixes.file": ("PrefixFileError",),
+    "prefixkit.kv.prefixes.file": ("PrefixFileError",),
     "prefixkit.engine.sharing_report": ("Report",),
     "prefixkit.engine.request": ("BeamParams", "Request", "Sample", "TokenEvent"),
-    "prefixkit.engine.scheduler": ("KVBudgetTooSmall",),
+    "prefixkit.kv.budget": ("KVBudgetTooSmall",),
     "prefixkit.engine.score": ("Score",),
     "prefixkit.models": ("TreeCache", "UnsupportedModel", "patch", "patched", "unpatch"),
     "prefixkit.sampling.params": ("SamplingParams",),

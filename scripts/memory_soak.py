@@ -82,7 +82,7 @@ def beams(steps: int, seed: int) -> None:
             assert [one.score for one in mine] == [beam.score for beam in expected], f"seed {at}"
             done += max(len(one.tokens) for one in mine)  # it may have looked further
         searches += len(requests)
-        copied += engine.report.kv_bytes_copied // engine.pool.spec.bytes_per_token
+        copied += engine.report.kv_bytes_copied // engine.store.pool.spec.bytes_per_token
         swapped += engine.report.preempted_swapped
         recomputed += engine.report.preempted_recomputed
         assert_all_given_back(engine)

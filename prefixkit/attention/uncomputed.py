@@ -28,7 +28,11 @@ def tokens_of(queries: Queries, nodes: Sequence[Node]) -> NDArray[np.int32]:
 
 
 def choose_queries(
-    snapshot: TreeSnapshot, decoding: Collection[int], wanted: Collection[int], prefill_budget: int
+    snapshot: TreeSnapshot,
+    decoding: Collection[int],
+    wanted: Collection[int],
+    prefill_budget: int,
+    wanted_from: Collection[int] | None = None,
 ) -> StepTree | None:
     """Pick the uncomputed tokens of one step.
 
@@ -38,16 +42,17 @@ def choose_queries(
     Args:
         snapshot: The tree.
         decoding: Nodes whose uncomputed tokens were sampled by a sample or chosen by a beam: outside the budget.
-        wanted: Nodes after whose last token logits are wanted; where no token is uncomputed, that token runs once more.
+        wanted: Nodes after some of whose tokens logits are wanted; those that are computed run once more.
         prefill_budget: How many prompt tokens may run.
+        wanted_from: Of each of these, the first such token; None: the last token of the node.
 
     Returns:
         The tree with these queries, or None where nothing needs to run.
     """
     begin, end = snapshot.computed.copy(), snapshot.length
     with_logits = np.asarray(wanted, dtype=np.int32)
-    again = with_logits[begin[with_logits] == end[with_logits]]
-    begin[again] = end[again] - 1
+    first_wanted = end[with_logits] - 1 if wanted_from is None else np.asarray(wanted_from, dtype=np.int32)
+    begin[with_logits] = np.minimum(begin[with_logits], first_wanted)
     nodes = np.flatnonzero(begin < end).astype(np.int32)
     if len(nodes) == 0:
         return None

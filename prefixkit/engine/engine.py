@@ -18,14 +18,20 @@ from prefixkit.engine.running import RunningBatch
 from prefixkit.engine.runs.beam_run import BeamRun
 from prefixkit.engine.runs.detokenizer import Detokenizer
 from prefixkit.engine.runs.sample_run import SampleRun
-from prefixkit.engine.scheduler import RequestState, Scheduler, check_fits, distinct_pages
+from prefixkit.engine.scheduler import RequestState, Scheduler, check_fits
 from prefixkit.engine.score import Score, score
 from prefixkit.engine.sharing_report import Report
-from prefixkit.ops.kv_pool import KVPool
+from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Runner
 from prefixkit.sampling.params import as_integer
-from prefixkit.tree.eviction import POLICIES, PrefixCache
-from prefixkit.tree.radix import PrefixTree, Sequence
+
+
+def checked_limits(prefill_chunk: int, most_running: int) -> tuple[int, int]:
+    """Both as integers; ValueError, TypeError: one is below 1, or no integer."""
+    return (
+        as_integer("prefill_chunk", prefill_chunk, 1, "compute at least one token a step"),
+        as_integer("most_running", most_running, 1, "let at least one sample run"),
+    )
 
 
 class Engine:
@@ -33,23 +39,18 @@ class Engine:
 
     Args:
         runner: Runs steps, and samples from logits.
-        pool: Where KV lives; its pages are those of ``tree``.
-        tree: An empty tree over the pool's pages.
+        store: Where KV lives; no other call uses it meanwhile.
         detokenizer: Makes the text of samples; needed for stop strings and ``Sample.text``.
         prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
         most_running: Samples, or beam searches, that run at once at most; the rest wait.
         keep_samples: Whether the KV of finished samples stays in the prefix cache, as that of prompts does.
         policy: What happens where KV does not fit.
-
-    Attributes:
-        cache: KV of finished requests, which stays in the tree until its pages are needed.
     """
 
     def __init__(
         self,
         runner: Runner,
-        pool: KVPool,
-        tree: PrefixTree,
+        store: KVStore,
         *,
         detokenizer: Detokenizer | None = None,
         prefill_chunk: int = 1024,
@@ -57,13 +58,12 @@ class Engine:
         keep_samples: bool = False,
         policy: MemoryPolicy | None = None,
     ) -> None:
-        self.prefill_chunk = as_integer("prefill_chunk", prefill_chunk, 1, "compute at least one token a step")
-        self.most_running = as_integer("most_running", most_running, 1, "let at least one sample run")
-        self.runner, self.pool = runner, pool
+        self.prefill_chunk, self.most_running = checked_limits(prefill_chunk, most_running)
+        self.runner, self.store = runner, store
         self.keep_samples, self.policy = keep_samples, MemoryPolicy() if policy is None else policy
         self.report = Report()
         self.listen()
-        self._begin_with(tree, Detokenizer() if detokenizer is None else detokenizer)
+        self._start(Detokenizer() if detokenizer is None else detokenizer)
 
     def listen(
         self,
@@ -81,45 +81,16 @@ class Engine:
         self.keep, self.on_sample, self.on_token, self.on_step = keep, on_sample, on_token, on_step
 
     def restart(self) -> None:
-        """Begin with a new tree: an interrupt may have left this one half changed, and what ran is dropped."""
-        self._begin_with(PrefixTree(self.tree.allocator.num_pages, self.tree.page_size), self.runs.detokenizer)
+        """Start with a new tree: an interrupt may have left this one half changed, and what ran is dropped."""
+        self.store.restart()
+        self._start(self.runs.detokenizer)
 
-    def _begin_with(self, tree: PrefixTree, detokenizer: Detokenizer) -> None:
-        self.tree = tree
+    def _start(self, detokenizer: Detokenizer) -> None:
         self._running: RunningBatch | None = None
         self._ended: RunningBatch | None = None  # not yet reported
-        self.cache = PrefixCache(tree, POLICIES[self.policy.eviction])
-        self.preemption = Preemption(self.cache, self.pool, self.policy)
-        self.scheduler = Scheduler(tree, self.cache, self.most_running, self.policy)
+        self.preemption = Preemption(self.store, self.policy)
+        self.scheduler = Scheduler(self.store, self.most_running, self.policy)
         self.runs = RunSet(self.scheduler, self.preemption, detokenizer, self.prefill_chunk)
-        self._pinned: list[Sequence] = []
-
-    def pin(self, tokens: NDArray[np.int32]) -> Sequence:
-        """Keep the KV of tokens that were just computed until the sequence that this returns is released."""
-        sequence = self.tree.insert(tokens)
-        self.tree.exclude_from_snapshot(sequence)
-        self._pinned.append(sequence)
-        return sequence
-
-    @property
-    def pinned_pages(self) -> int:
-        """Pages that pinned tokens hold."""
-        return distinct_pages(self.pins, self.tree.page_size)
-
-    @property
-    def pins(self) -> list[Sequence]:
-        """The pinned sequences that were not released."""
-        self._pinned = [sequence for sequence in self._pinned if sequence.tree is not None]
-        return self._pinned
-
-    def forget(self) -> None:
-        """The model computes something else from now on: no KV of before is used again."""
-        self.cache.clear()
-        self.tree.invalidate_kv()
-
-    def check_fits(self, requests: Iterable[Request]) -> None:
-        """Raise KVBudgetTooSmall if some request cannot run to its end even alone."""
-        check_fits(requests, self.tree, self.pool.spec.bytes_per_token, self.pins)
 
     def score(
         self, prompts: Ordered[NDArray[np.int32]], continuations: Ordered[Ordered[NDArray[np.int32]]], vocab: int
@@ -127,7 +98,7 @@ class Engine:
         """The score of each continuation of each prompt, while nothing runs; see ``engine/score.py``."""
         self.runner.start_call()
         self.report.begin(self.runner, self.runs)
-        began, given = time.perf_counter(), (self.runner, self.pool, self.cache, prompts, continuations)
+        began, given = time.perf_counter(), (self.runner, self.store, prompts, continuations)
         try:
             return score(*given, prefill_chunk=self.prefill_chunk, vocab=vocab, report=self.report)
         except KeyboardInterrupt:
@@ -153,7 +124,7 @@ class Engine:
             KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
         """
         requests = list(requests)
-        self.check_fits(requests)
+        check_fits(requests, self.store.budget())
         try:
             yield from self._steps(requests)
         except KeyboardInterrupt:
@@ -187,7 +158,7 @@ class Engine:
     def step(self) -> list[Sample]:
         """Schedule what runs next if nothing is running, launch, and commit; returns the samples that ended."""
         if self._running is None and (scheduled := self.runs.next()) is not None:
-            self._running = RunningBatch(self.tree, self.runner, scheduled, self.on_token, self.on_step)
+            self._running = RunningBatch(self.store.tree, self.runner, scheduled, self.on_token, self.on_step)
         running, finished, began = self._running, list[Sample](), time.perf_counter()
 
         def give(run: SampleRun | BeamRun, samples: list[Sample]) -> None:
@@ -220,12 +191,12 @@ class Engine:
         """Take a finished sample's sequence out of the tree; its KV may stay in the prefix cache."""
         sequence = run.sequence
         if not self.keep_samples:
-            return self.tree.release(sequence)
+            return self.store.tree.release(sequence)
         known = sequence.length - len(run.state.request.tokens)
         if more := sample.tokens[known:-1]:
-            self.tree.extend(sequence, more)
-        self.tree.mark_computed([sequence.node], [sequence.node.length])
-        self.cache.retain(sequence)
+            self.store.tree.extend(sequence, more)
+        self.store.tree.mark_computed([sequence.node], [sequence.node.length])
+        self.store.retain(sequence)
 
     def _finish(self, state: RequestState, samples: list[Sample]) -> None:
         """Count samples that have ended, retire their request after the last, and hand them out."""
@@ -248,7 +219,7 @@ class Engine:
     def _count(self) -> None:
         """Report the batch that ended last."""
         if self._ended is not None:
-            self.report.count(self._ended, self.pool.spec.bytes_per_token)
+            self.report.count(self._ended, self.store.pool.spec.bytes_per_token)
             self._ended = None
 
     def _release_all(self) -> None:

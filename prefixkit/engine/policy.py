@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
-import numpy as np
-
+from prefixkit.kv.limits import parse_size
 from prefixkit.sampling.params import as_integer
 from prefixkit.tree.eviction import POLICIES
 
@@ -17,36 +13,6 @@ Eviction = Literal["lru", "lfu", "cost"]
 Preemption = Literal["auto", "swap", "recompute"]
 
 _PREEMPTIONS = "auto", "swap", "recompute"
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def parse_size(size: float | str, name: str = "kv_budget", least: int = 1) -> int:
-    """Bytes from ``"2GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"1048576"``, or from a number of them.
-
-    Args:
-        size: What a user gave.
-        name: The parameter or option it was given as, for messages.
-        least: Bytes that a string has to say at least.
-
-    Raises:
-        ValueError: A string that is no number with one of these units or below ``least``, or a number that is not
-            finite.
-        TypeError: Neither a string nor a number.
-    """
-    looks = 'a size must look like "2GiB", "512MiB" or "1.5GB", or be a number of bytes'
-    if isinstance(size, bool) or not isinstance(size, str | int | float | np.integer | np.floating):
-        raise TypeError(f"{name}: {looks}, got {type(size).__name__} {size!r}")
-    if not isinstance(size, str):
-        if not math.isfinite(size):
-            raise ValueError(f"{name}: {looks}, got {size}")
-        return int(size)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-    unit = None if found is None else _UNITS.get(found[2].upper())
-    number = -1 if found is None or unit is None else int(Fraction(found[1]) * unit)
-    if number < least:
-        raise ValueError(f'{name}: {looks}, got "{size}"')
-    return number
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +18,8 @@ from torch import Tensor
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.runs.beam_run import BeamRun
 from prefixkit.engine.runs.sample_run import SampleRun
-from prefixkit.ops.kv_pool import KVPool
-from prefixkit.tree.eviction import PrefixCache
+from prefixkit.kv.store import KVStore
 from prefixkit.tree.node import Node
-from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import Sequence as TreeSequence
 
 log = logging.getLogger("prefixkit")
@@ -67,8 +64,7 @@ class Preemption:
     """Takes runs out of the tree and brings them back.
 
     Args:
-        cache: The prefix cache of the tree.
-        pool: Where its KV lives.
+        store: Where their KV lives.
         policy: Swap or recompute, and how much host memory there is.
 
     Attributes:
@@ -77,10 +73,10 @@ class Preemption:
         bytes_swapped: KV copied to host memory.
     """
 
-    def __init__(self, cache: PrefixCache, pool: KVPool, policy: MemoryPolicy) -> None:
-        self.cache, self.pool, self.policy = cache, pool, policy
-        self.computing = Rate(_TOKENS_PER_SECOND, 1.0)
-        self.copying = Rate(_BYTES_PER_SECOND, 1.0)
+    def __init__(self, store: KVStore, policy: MemoryPolicy) -> None:
+        self.store, self.policy = store, policy
+        self.computing: Rate = store.notes.setdefault("rate of computing", Rate(_TOKENS_PER_SECOND, 1.0))
+        self.copying: Rate = store.notes.setdefault("rate of copying", Rate(_BYTES_PER_SECOND, 1.0))
         self.swapped = self.recomputed = self.bytes_swapped = 0
         self._held: dict[Run, list[SwappedKV]] = {}
 
@@ -101,11 +97,11 @@ class Preemption:
         place = np.argsort(np.argsort(first))
         swap = self._swaps(len(own))
         if swap:
-            kv = self.pool.host_parts(len(own))
+            kv = self.store.pool.host_parts(len(own))
             began = time.perf_counter()
-            self.pool.read(own, kv)
-            self.copying.add(len(own) * self.pool.spec.bytes_per_token, time.perf_counter() - began)
-            self.bytes_swapped += len(own) * self.pool.spec.bytes_per_token
+            self.store.pool.read(own, kv)
+            self.copying.add(len(own) * self.store.pool.spec.bytes_per_token, time.perf_counter() - began)
+            self.bytes_swapped += len(own) * self.store.pool.spec.bytes_per_token
             for run, of in slots.items():
                 self._held[run] = [SwappedKV(start, kv, place[np.searchsorted(in_order, each)]) for each in of]
         self.swapped, self.recomputed = self.swapped + swap * len(runs), self.recomputed + (not swap) * len(runs)
@@ -113,13 +109,13 @@ class Preemption:
         for run in runs:
             for sequence in run.sequences:
                 if swap:
-                    self.cache.tree.release(sequence)
+                    self.store.tree.release(sequence)
                 else:
-                    self.cache.retain(sequence)
+                    self.store.retain(sequence)
 
     def _swaps(self, tokens: int) -> bool:
         """Whether the KV of so many tokens is to go to host memory."""
-        policy, size = self.policy, tokens * self.pool.spec.bytes_per_token
+        policy, size = self.policy, tokens * self.store.pool.spec.bytes_per_token
         held = {id(one.kv): sum(part.nbytes for part in one.kv) for of in self._held.values() for one in of}
         if not tokens or policy.preemption == "recompute" or sum(held.values()) + size > int(policy.swap_space):
             return False
@@ -137,26 +133,20 @@ class Preemption:
             beside: Pages that others may take with their next tokens.
             back: Pages that it may take itself, if it shares none of its tokens.
         """
-        tree = self.cache.tree
+        store, tree = self.store, self.store.tree
         prompt = run.state.request.tokens
         own = [np.concatenate((prompt, np.array(tokens[:-1], np.int32))) for tokens in run.token_lists]
-        with ExitStack() as protected:
-            need = beside + back
-            for tokens in own:
-                found = tree.match(tokens)
-                protected.enter_context(self.cache.pinned(found.node))
-                need += pages_for(len(tokens) - found.length, tree.page_size)
-            if not self.cache.free_pages(need):
-                return False
+        if not store.fits(own, beside + back):
+            return False
         run.resume([tree.insert(tokens) for tokens in own])
         # Sequences that found the same tokens in the tree take pages of their own from there on.
-        if not self.cache.free_pages(beside + run.growth(tree, self.policy.longest)):
+        if not store.cache.free_pages(beside + run.growth(tree, self.policy.longest)):
             for sequence in run.sequences:
                 tree.release(sequence)
             return False
         lost = False
         for sequence, swapped in zip(run.sequences, self._held.pop(run, [None] * len(own)), strict=True):
-            computed = self.cache.record_hit(sequence)
+            computed = store.cache.record_hit(sequence)
             if swapped is not None and computed >= swapped.start:
                 self._write(sequence, swapped, computed)
             lost |= swapped is not None and computed < swapped.start  # what it shared was evicted meanwhile
@@ -177,12 +167,12 @@ class Preemption:
             return
         places = swapped.places[computed - swapped.start :]
         began = time.perf_counter()
-        self.pool.write(sequence.slots()[computed:end], swapped.kv, places)
-        self.copying.add(len(places) * self.pool.spec.bytes_per_token, time.perf_counter() - began)
+        self.store.pool.write(sequence.slots()[computed:end], swapped.kv, places)
+        self.copying.add(len(places) * self.store.pool.spec.bytes_per_token, time.perf_counter() - began)
         node = sequence.node
         while node.parent is not None and node.start + node.length > computed:
             held = min(node.length, max(node.computed, end - node.start))
-            self.cache.tree.mark_computed([node], [held])
+            self.store.tree.mark_computed([node], [held])
             node = node.parent
 
 

@@ -35,8 +35,8 @@ class RunSet:
         detokenizer: Detokenizer,
         prefill_chunk: int,
     ) -> None:
-        self.scheduler, self.preemption, self.cache = scheduler, preemption, preemption.cache
-        self.tree, self.pool, self.policy = self.cache.tree, preemption.pool, preemption.policy
+        self.scheduler, self.preemption, self.policy = scheduler, preemption, preemption.policy
+        self.store, self.tree, self.cache = preemption.store, preemption.store.tree, preemption.store.cache
         self.detokenizer, self.prefill_chunk = detokenizer, prefill_chunk
         self.samples: list[SampleRun] = []
         self.beams: list[BeamRun] = []
@@ -203,5 +203,5 @@ class RunSet:
         """
         if self.beams:
             source, target = self.tree.compact(most_pages)
-            self.pool.copy(source, target)
-            self.bytes_copied += len(source) * self.pool.spec.bytes_per_token
+            self.store.pool.copy(source, target)
+            self.bytes_copied += len(source) * self.store.pool.spec.bytes_per_token

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import BeamParams, Request
+from prefixkit.kv.budget import Budget
+from prefixkit.kv.store import KVStore
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.tree.eviction import PrefixCache
 from prefixkit.tree.pages import pages_for
-from prefixkit.tree.radix import PrefixTree, Sequence
-from prefixkit.tree.tokens import common_prefix
-
-
-class KVBudgetTooSmall(ValueError):
-    """The pool cannot hold even one sequence of some prompt."""
+from prefixkit.tree.radix import Sequence
 
 
 @dataclass(eq=False, slots=True)
@@ -94,44 +89,15 @@ def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
     return pages_for(tokens, page_size)
 
 
-def check_fits(
-    requests: Iterable[Request],
-    tree: PrefixTree,
-    bytes_per_token: int,
-    pins: Collection[Sequence] = (),
-) -> None:
-    """Raise KVBudgetTooSmall, before anything starts, if some request cannot run to its end even alone.
-
-    Args:
-        requests: What is to run.
-        tree: Where.
-        bytes_per_token: KV of a token.
-        pins: Pinned prefixes; a request that begins as one of them needs pages for the rest alone.
-    """
-    pinned = distinct_pages(pins, tree.page_size)
-    have = tree.allocator.num_pages - pinned
+def check_fits(requests: Iterable[Request], budget: Budget) -> None:
+    """Raise KVBudgetTooSmall, before anything starts, if some request cannot run to its end even alone."""
     for request in requests:
-        shared, unit = 0, pages_per_unit(request.params, tree.page_size)
-        if pages_for(len(request.tokens), tree.page_size) + unit > have:
-            shared = max((common_prefix(one.tokens(), request.tokens) for one in pins), default=0)
-        need = pages_for(len(request.tokens) - shared, tree.page_size) + unit
-        if need > have:
-            page_bytes = tree.page_size * bytes_per_token
-            raise KVBudgetTooSmall(
-                f"prompt {request.prompt_index} needs KV for {need * tree.page_size} tokens "
-                f"({need * page_bytes / 2**20:.1f} MiB) to run even one sequence ({len(request.tokens)} prompt tokens, "
-                f"max_new_tokens={request.params.max_new_tokens}, pages of {tree.page_size}), but the KV budget holds "
-                f"{have * tree.page_size} tokens ({have * page_bytes / 2**20:.1f} MiB)"
-                + (f" beside {pinned} pages of pinned prefixes" if pinned else "")
-                + "; raise kv_budget, or lower max_new_tokens"
-                + (" or num_beams" if isinstance(request.params, BeamParams) else "")
-            )
-
-
-def distinct_pages(sequences: Iterable[Sequence], page_size: int) -> int:
-    """Pages that hold the tokens of these sequences."""
-    pages = [sequence.slots() // page_size for sequence in sequences]
-    return len(np.unique(np.concatenate(pages))) if pages else 0
+        unit = pages_per_unit(request.params, budget.tree.page_size)
+        if pages := budget.pages_lacking(request.tokens, unit):
+            what = f"{len(request.tokens)} prompt tokens, max_new_tokens={request.params.max_new_tokens}"
+            beams = " or num_beams" if isinstance(request.params, BeamParams) else ""
+            one = f"one sequence of prompt {request.prompt_index} ({what})"
+            raise budget.error(one, pages, f"lower max_new_tokens{beams}")
 
 
 def growth_of(params: SamplingParams | BeamParams, page_size: int, tokens: int) -> int:
@@ -192,15 +158,13 @@ class Scheduler:
     ``patience`` goes before all others.  Results are independent of this order.
 
     Attributes:
-        tree: Where prompts are inserted.
-        cache: What the tree keeps beside.
+        store: Where prompts are inserted.
         most_running: Samples, or beam searches, that run at once at most.
         policy: How long requests wait, and for how many tokens there must be pages.
         steps: Steps so far.
     """
 
-    tree: PrefixTree
-    cache: PrefixCache
+    store: KVStore
     most_running: int = sys.maxsize
     policy: MemoryPolicy = field(default_factory=MemoryPolicy)
     steps: int = 0
@@ -235,13 +199,13 @@ class Scheduler:
     def unit(self, state: RequestState) -> int:
         """Pages for another sample's next tokens; of one that was preempted, for those that it has too."""
         if not state.suspended:
-            return growth_of(state.request.params, self.tree.page_size, self.policy.longest)
-        own = sum(pages_for(len(tokens) - 1, self.tree.page_size) for tokens in state.suspended[0].token_lists)
+            return growth_of(state.request.params, self.store.tree.page_size, self.policy.longest)
+        own = sum(pages_for(len(tokens) - 1, self.store.tree.page_size) for tokens in state.suspended[0].token_lists)
         return own + self.growth_back(state)
 
     def growth_back(self, state: RequestState) -> int:
         """Pages for the next tokens of the sample that comes back next, and for those that join the tree then."""
-        run, size = state.suspended[0], self.tree.page_size
+        run, size = state.suspended[0], self.store.tree.page_size
         following = min(run.tokens_left, self.policy.longest)
         if isinstance(state.request.params, BeamParams):
             return growth_of(state.request.params, size, following) + len(run.token_lists)
@@ -278,32 +242,22 @@ class Scheduler:
     def close(self) -> None:
         """Release every prompt; what ran is the engine's to release."""
         for state in self.in_flight:
-            self.tree.release(state.sequence)
+            self.store.tree.release(state.sequence)
         self.in_flight.clear()
         self._of_prompts.clear()
         self.queue = WaitingQueue()
 
     def _keep(self, state: RequestState) -> None:
         self._of_prompts.pop(state.sequence.id, None)
-        self.cache.retain(state.sequence)
+        self.store.retain(state.sequence)
         state.prompt = state.first_logits = None
 
     def _insert(self, state: RequestState, growth: int) -> bool:
         """Insert a prompt where it fits beside the growth of what runs; else the tree is only read."""
-        tokens, size = state.request.tokens, self.tree.page_size
-        more = growth + self.unit(state)
-        if pages_for(len(tokens), size) + more > self.tree.allocator.free:
-            found = self.tree.match(tokens)
-            with self.cache.pinned(found.node):
-                fits = self.cache.free_pages(pages_for(len(tokens) - found.length, size) + more)
-            if not fits:
-                if self.in_flight:
-                    return False
-                # Nothing runs: what is in the way is what the cache retains, and the slots lost at its nodes' ends.
-                self.cache.clear()
-        # Eviction may have merged what was found with nodes above it, so it is looked for again.
-        state.prompt = self.tree.insert(tokens)
-        self.cache.record_hit(state.prompt)
+        lookahead, alone = growth + self.unit(state), not self.in_flight
+        state.prompt = self.store.admit(state.request.tokens, lookahead, alone=alone)
+        if state.prompt is None:
+            return False
         state.first_logits = self._known_logits(state.prompt)
         self.in_flight.append(state)
         self._of_prompts[state.prompt.id] = state

@@ -9,15 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.contexts import context_of, lay_out
-from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.engine.score_run import Scoring
 from prefixkit.engine.sharing_report import Report
-from prefixkit.ops.kv_pool import KVPool
+from prefixkit.kv.budget import Budget
+from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Runner
-from prefixkit.tree.eviction import PrefixCache
-from prefixkit.tree.node import Node
 from prefixkit.tree.pages import pages_for
-from prefixkit.tree.radix import PrefixTree
 
 Ints = NDArray[np.int32]
 
@@ -54,8 +51,7 @@ class Score:
 
 def score(
     runner: Runner,
-    pool: KVPool,
-    cache: PrefixCache,
+    store: KVStore,
     prompts: Sequence[Ints],
     continuations: Sequence[Sequence[Ints]],
     *,
@@ -71,8 +67,7 @@ def score(
 
     Args:
         runner: Runs steps.
-        pool: Where KV lives.
-        cache: The prefix cache of the tree over its pages.
+        store: Where KV lives.
         prompts: ``[length]`` token ids each, at least one.
         continuations: Of each prompt, ``[length]`` token ids each, at least one.
         prefill_chunk: Tokens that a step computes at most; fewer where their logits would take more than
@@ -85,10 +80,10 @@ def score(
             hold; raised before anything runs.
         ValueError: the logits before a token hold NaN, +inf or no finite value.
     """
-    check_fits(cache.tree, prompts, continuations, pool.spec.bytes_per_token)
+    check_fits(prompts, continuations, store.budget())
     contexts = lay_out(prompts, continuations)
     most_wanted = max(1, MOST_LOGIT_BYTES // (4 * vocab))
-    scoring = Scoring(runner, pool, cache, contexts, prefill_chunk, most_wanted, report)
+    scoring = Scoring(runner, store, contexts, prefill_chunk, most_wanted, report)
     scoring.run()
     report.prompts, report.scored = report.prompts + len(prompts), report.scored + sum(map(len, continuations))
     report.tokens_plain_batch += sum(
@@ -99,46 +94,12 @@ def score(
     return [[Score(tokens, *next(parts)) for tokens in each] for each in continuations]
 
 
-def check_fits(
-    tree: PrefixTree, prompts: Sequence[Ints], continuations: Sequence[Sequence[Ints]], bytes_per_token: int
-) -> None:
-    """Raise KVBudgetTooSmall if a context cannot be in the tree even alone, beside the sequences that are there."""
-    live = _live(tree)
-    taken = len(np.unique(np.concatenate([node.pages for node in live]))) if live else 0
-    have, size = tree.allocator.num_pages - taken, tree.page_size
+def check_fits(prompts: Sequence[Ints], continuations: Sequence[Sequence[Ints]], budget: Budget) -> None:
+    """Raise KVBudgetTooSmall if a context cannot be in the store even alone."""
     for index, (prompt, each) in enumerate(zip(prompts, continuations, strict=True)):
-        if pages_for(len(prompt) + max(map(len, each)) - 1, size) <= have:
+        if pages_for(len(prompt) + max(map(len, each)) - 1, budget.tree.page_size) <= budget.pages:
             continue
         for number, tokens in enumerate(each):
-            context = context_of(prompts, continuations, (index, number))
-            need = pages_for(len(context) - _length_in(live, tree, context), size)
-            if need > have:
-                page_bytes = size * bytes_per_token
-                raise KVBudgetTooSmall(
-                    f"prompt {index} of {len(prompt)} tokens with its continuation {number} of {len(tokens)} needs KV "
-                    f"for {need * size} tokens ({need * page_bytes / 2**20:.1f} MiB, pages of {size}), but the KV "
-                    f"budget holds {have * size} tokens ({have * page_bytes / 2**20:.1f} MiB)"
-                    + (f" beside {taken} pages of pinned prefixes and other sequences" if taken else "")
-                    + "; raise kv_budget, or shorten the two"
-                )
-
-
-def _live(tree: PrefixTree) -> set[Node]:
-    """The nodes that sequences need."""
-    live, nodes = set[Node](), [tree.root]
-    for node in nodes:  # the list grows while it is read
-        nodes.extend(node.children)
-        above: Node | None = node if node.sequences else None
-        while above is not None and above.parent is not None and above not in live:
-            live.add(above)
-            above = above.parent
-    return live
-
-
-def _length_in(live: set[Node], tree: PrefixTree, tokens: Ints) -> int:
-    """How many of the tokens, from the first, these nodes hold."""
-    found = tree.match(tokens)
-    node: Node | None = found.node
-    while node is not None and node not in live:
-        node = node.parent
-    return 0 if node is None else min(found.length, node.start + node.length)
+            if pages := budget.pages_lacking(context_of(prompts, continuations, (index, number))):
+                what = f"prompt {index} of {len(prompt)} tokens with its continuation {number} of {len(tokens)} tokens"
+                raise budget.error(what, pages, "shorten the two")

@@ -15,11 +15,9 @@ from prefixkit.attention.staging import upload
 from prefixkit.attention.uncomputed import tokens_of
 from prefixkit.engine.contexts import Contexts
 from prefixkit.engine.sharing_report import Report
-from prefixkit.ops.kv_pool import KVPool
+from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Batch, Runner
-from prefixkit.tree.eviction import PrefixCache
 from prefixkit.tree.node import Node
-from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import Sequence
 
 Longs = NDArray[np.int64]
@@ -61,8 +59,7 @@ class Scoring:
 
     Attributes:
         runner: Runs steps.
-        pool: Where KV lives.
-        cache: The prefix cache of the tree over its pages.
+        store: Where KV lives.
         contexts: What is to be computed.
         chunk: Tokens that a step computes at most.
         most_wanted: Of how many of them the logits may be wanted.
@@ -73,8 +70,7 @@ class Scoring:
     """
 
     runner: Runner
-    pool: KVPool
-    cache: PrefixCache
+    store: KVStore
     contexts: Contexts
     chunk: int
     most_wanted: int
@@ -92,36 +88,30 @@ class Scoring:
                 end = self._admit(begin)
                 self._compute(self._rows(begin))
                 while self.held:
-                    self.cache.retain(self.held.pop())
+                    self.store.retain(self.held.pop())
                 begin = end
         except KeyboardInterrupt:
             self.held.clear()  # what it left of the tree may not be fit for releasing
             raise
         finally:
             while self.held:
-                self.cache.tree.release(self.held.pop())
+                self.store.tree.release(self.held.pop())
 
     def _admit(self, begin: int) -> int:
         """Insert contexts from ``begin`` on until one does not fit; returns which."""
-        tree, alone = self.cache.tree, 0
+        alone = 0
         for number in range(begin, len(self.contexts.chosen)):
             tokens = self.contexts.tokens(number)
-            found = tree.match(tokens)
-            with self.cache.pinned(found.node):
-                fits = self.cache.free_pages(pages_for(len(tokens) - found.length, tree.page_size))
-            if not fits:
-                if self.held:
-                    return self._admitted(number, alone)
-                self.cache.clear()  # slots are lost at the ends of what it keeps
-            # What was found may have been merged with other nodes since, so it is looked for again.
-            self.held.append(tree.insert(tokens))
-            self.cache.record_hit(self.held[-1])
+            sequence = self.store.admit(tokens, alone=not self.held)
+            if sequence is None:
+                return self._admitted(number, alone)
+            self.held.append(sequence)
             alone += len(tokens)
         return self._admitted(len(self.contexts.chosen), alone)
 
     def _admitted(self, end: int, alone: int) -> int:
-        tree = self.cache.tree
-        self.report.add_held(tree.pages_held() * tree.page_size, alone, self.pool.spec.bytes_per_token)
+        tree = self.store.tree
+        self.report.add_held(tree.pages_held() * tree.page_size, alone, self.store.pool.spec.bytes_per_token)
         return end
 
     def _rows(self, first: int) -> _Rows:
@@ -153,7 +143,7 @@ class Scoring:
         told = list[tuple[slice, Tensor, Tensor]]()
         for begin, end in rows.steps(self.chunk, self.most_wanted):
             self._launch(rows, begin, end, told)
-            self.report.add_step(end - begin, *self.runner.reads, self.pool.spec.bytes_per_token)
+            self.report.add_step(end - begin, *self.runner.reads, self.store.pool.spec.bytes_per_token)
         number = np.concatenate([self.contexts.number[which] for which, _, _ in told])
         logprobs = torch.cat([logprobs for _, logprobs, _ in told]).cpu().numpy()
         if len(broken := number[np.isnan(logprobs)]):
@@ -163,7 +153,7 @@ class Scoring:
 
     def _launch(self, rows: _Rows, begin: int, end: int, told: list[tuple[slice, Tensor, Tensor]]) -> None:
         """Run rows ``[begin, end)``."""
-        tree, contexts = self.cache.tree, self.contexts
+        tree, contexts = self.store.tree, self.contexts
         snapshot, nodes = tree.snapshot(), tree.nodes()
         first, last = np.searchsorted(rows.bound, begin, "right") - 1, np.searchsorted(rows.bound, end)
         parts = np.arange(first, last)

@@ -40,12 +40,25 @@ class ModelFacts:
     Attributes:
         model: As it was given; a wrapper, maybe.
         inner: The outermost transformers model in it.
-        state: What it computes with.
+        state: What that computes with.
     """
 
     model: nn.Module
     inner: PreTrainedModel
     state: ModelState
+
+    @cached_property
+    def outer(self) -> Hashable:
+        """The hooks and the functions in the place of ``forward`` of what is around the transformers model."""
+        found, left = list[Hashable](), [self.model]
+        for module in left:  # the list grows while it is read
+            if module is self.inner:
+                continue
+            left += module.children()
+            found += [*module._forward_pre_hooks, *module._forward_hooks]
+            if (forward := module.__dict__.get("forward")) is not None:
+                found.append(getattr(forward, "__func__", forward))
+        return tuple(found)
 
     @property
     def patched(self) -> bool:
@@ -140,7 +153,7 @@ def facts_of(model: object) -> ModelFacts:
     """
     inner = pretrained_model(model)
     assert isinstance(model, nn.Module), "checked"
-    return ModelFacts(model, inner, state_of(model))
+    return ModelFacts(model, inner, state_of(inner))
 
 
 def patched_facts(model: object) -> ModelFacts:

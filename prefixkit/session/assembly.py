@@ -15,11 +15,11 @@ from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import Request
 from prefixkit.engine.score import MOST_LOGIT_BYTES
+from prefixkit.kv.store import KVStore
 from prefixkit.models import ModelFacts
+from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.runner import runner_of
-from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.tree.radix import PrefixTree
 
 
 def make_engine(
@@ -44,8 +44,10 @@ def make_engine(
     spec = facts.spec
     chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
     workspace = step_bytes(facts.config, spec, requests, chunk)
-    num_pages = pool_pages(requests, spec, kv_budget, page_size, workspace)
-    return engine_of(facts, num_pages, page_size=page_size, prefill_chunk=chunk, graphs=graphs, compiled=compiled)
+    stores = stores_of(facts.inner)
+    num_pages = pool_pages(requests, spec, kv_budget, page_size, stores.free(spec.device), workspace)
+    store = stores.make(kind_of(facts, page_size, compiled=compiled), num_pages)
+    return engine_of(facts, store, prefill_chunk=chunk, graphs=graphs, compiled=compiled)
 
 
 def make_scorer(
@@ -69,15 +71,16 @@ def make_scorer(
     requests = [Request(index, tokens, once) for index, tokens in enumerate(contexts)]
     # Logits as computed and in float32, and their log-softmax.
     workspace = step_bytes(facts.config, spec, (), chunk) + 3 * MOST_LOGIT_BYTES
-    num_pages = pool_pages(requests, spec, kv_budget, page_size, workspace)
-    return engine_of(facts, num_pages, page_size=page_size, prefill_chunk=chunk, graphs=False)
+    stores = stores_of(facts.inner)
+    num_pages = pool_pages(requests, spec, kv_budget, page_size, stores.free(spec.device), workspace)
+    store = stores.make(kind_of(facts, page_size), num_pages)
+    return engine_of(facts, store, prefill_chunk=chunk, graphs=False)
 
 
 def engine_of(
     facts: ModelFacts,
-    num_pages: int,
+    store: KVStore,
     *,
-    page_size: int = 16,
     prefill_chunk: int | None = None,
     graphs: bool = True,
     compiled: bool = False,
@@ -85,15 +88,14 @@ def engine_of(
     keep_samples: bool = False,
     policy: MemoryPolicy | None = None,
 ) -> Engine:
-    """An engine over a patched model, with a pool of so many pages; see :class:`Engine`."""
-    spec = facts.spec
-    chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
-    pool = KVPool(spec, num_pages, page_size)
-    runner = runner_of(facts, pool, graphs=graphs, compiled=compiled)
+    """An engine over a patched model and a store of its KV; the runner stays with the store."""
+    key = "runner of calls", facts.model, graphs, compiled
+    if key not in store.runners:
+        store.runners[key] = runner_of(facts, store.pool, graphs=graphs, compiled=compiled)
+    chunk = prefill_chunk_for(facts.spec.device) if prefill_chunk is None else prefill_chunk
     return Engine(
-        runner,
-        pool,
-        PrefixTree(num_pages, page_size),
+        store.runners[key],
+        store,
         prefill_chunk=chunk,
         most_running=most_running,
         keep_samples=keep_samples,

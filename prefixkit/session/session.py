@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Unpack
 
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
-from prefixkit.engine.sharing_report import Report
+from prefixkit.engine.scheduler import check_fits
 from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
 from prefixkit.session.prompts import Prompt
@@ -26,11 +26,11 @@ from prefixkit.session.session_memory import (
     Result,
     SessionBusy,
     SessionMemory,
-    Stream,
     check_length,
     prepare,
     run,
 )
+from prefixkit.session.stream import Stream
 
 __all__ = ["MemoryReleased", "Pin", "Result", "Session", "SessionBusy", "run"]
 
@@ -39,7 +39,8 @@ class Session(SessionMemory):
     """What sampling from one model needs again and again, made once: the second call costs its steps.
 
     A call at a time: a session that is busy raises :class:`SessionBusy`.  Two sessions may run in two threads, on one
-    model or on two.  A call that raises leaves the session usable.
+    model or on two; a call that finds the shared store in use runs in another one.  A call that raises leaves the
+    session usable.
 
     The KV of prompts and samples stays in the pool when a call ends, until its pages are needed: a prompt that begins
     as an earlier one did, or goes on where a sample ended, computes only its own tokens.  KV of other weights is never
@@ -50,8 +51,10 @@ class Session(SessionMemory):
         model: A model that :func:`prefixkit.patch` has patched.
         tokenizer: Its tokenizer; None where all prompts are token ids: samples have no text then, and stop strings are
             refused.
-        kv_budget: KV that the pool holds, in bytes or as a size such as ``"40GiB"``; None: half of the memory that is
-            free.  The pool is made at once and does not grow; what does not fit at once waits, or is preempted.
+        kv_budget: KV that a store of the session's own holds, in bytes or as a size such as ``"40GiB"``; None: the
+            session shares a store with the model's own ``generate()`` and with other such sessions, of half of the
+            memory that is free.  It is made at once and does not grow; what does not fit at once waits, or is
+            preempted.
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         compiled: On a GPU, decode through torch.compile, after some seconds of compiling: once for each model, whose
@@ -107,16 +110,18 @@ class Session(SessionMemory):
         with self._busy():
             facts = patched_facts(self.model)
             requests = sampling_requests(facts, self.tokenizer, prompts, params, fields)
-            self._ready(facts).check_fits(requests)
+            with self._lent_store(facts) as store:
+                check_fits(requests, store.budget())
 
         def samples() -> Generator[Any, None, None]:
             with self._busy():
                 facts = patched_facts(self.model)
-                engine = self._ready(facts, [request.tokens for request in requests])
-                engine.listen(on_token=on_token)
-                prepare(engine, facts, self.tokenizer, requests)
-                yield  # it has begun
-                yield from engine.stream(requests)
+                with self._lent_store(facts, [request.tokens for request in requests]) as store:
+                    engine = self._engine(facts, store)
+                    engine.listen(on_token=on_token)
+                    prepare(engine, facts, self.tokenizer, requests)
+                    yield  # it has begun
+                    yield from engine.stream(requests)
 
         self._streams.add(stream := Stream(samples))
         return stream
@@ -234,7 +239,6 @@ class Session(SessionMemory):
             facts = patched_facts(self.model)
             asked = scored_tokens(facts, self.tokenizer, given, continuations, one)
             check_length(facts, longest_scored(*asked))
-            engine = self._ready(facts, asked[0])
-            engine.report = Report()
-            scores = engine.score(*asked, vocab=facts.vocab_size)
+            with self._lent_store(facts, asked[0]) as store:
+                scores = self._engine(facts, store).score(*asked, vocab=facts.vocab_size)
             return scores[0] if one else scores

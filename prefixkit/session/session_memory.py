@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,22 +16,27 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.engine.engine import Engine
-from prefixkit.engine.memory import MOST_RUNNING, session_pages
+from prefixkit.engine.engine import Engine, checked_limits
+from prefixkit.engine.memory import MOST_RUNNING
 from prefixkit.engine.policy import MemoryPolicy
-from prefixkit.engine.prefixes.transfer import load_prefixes, save_prefixes
-from prefixkit.engine.prefixes.write import check_place
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.runs.detokenizer import detokenizer_of
 from prefixkit.engine.sharing_report import Report
+from prefixkit.kv.limits import session_pages
+from prefixkit.kv.prefixes.transfer import load_prefixes, save_prefixes
+from prefixkit.kv.prefixes.write import check_place
+from prefixkit.kv.store import KVStore
+from prefixkit.kv.stores import ModelStores, StoreKind
 from prefixkit.models import ModelFacts, patched_facts
 from prefixkit.models.model_fingerprint import kv_fingerprint
+from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.weights.content import kv_version
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.assembly import engine_of
 from prefixkit.session.prompts import Prompt
 from prefixkit.session.requests import prompt_requests
 from prefixkit.session.search import SearchNode, with_tokens
+from prefixkit.session.stream import Stream
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
 
@@ -71,8 +76,8 @@ class Pin:
             tree = self.sequence.tree
             if not isinstance(tree, PrefixTree):
                 raise ValueError(f"the pin of {len(self.tokens)} tokens was released before; pin the prompt again")
-            engine = self.session._engine
-            if engine is not None and tree is engine.tree:
+            store = self.session.store
+            if store is not None and tree is store.tree:
                 tree.retain(self.sequence)
             else:
                 self.sequence.tree = None  # it ended with its tree
@@ -99,38 +104,6 @@ class Result:
         return [sample for sample in self.samples if sample.prompt_index == prompt_index]
 
 
-class Stream(Iterator[Sample]):
-    """The samples of a call as they finish; :meth:`prefixkit.Session.stream` says how it begins and ends."""
-
-    def __init__(self, begin: Callable[[], Any]) -> None:
-        self._begin, self._cut = begin, ""
-        self._samples: Any = None  # a generator, once it has begun
-
-    def __next__(self) -> Sample:
-        if self._cut:
-            raise ValueError(f"the stream was cut short by {self._cut}; call session.stream() again for its samples")
-        if self._samples is None:
-            next(begun := self._begin())
-            self._samples = begun
-        try:
-            return next(self._samples)  # type: ignore[no-any-return]
-        except BaseException as error:
-            if not isinstance(error, StopIteration) and self._samples.gi_frame is None:  # else its own callback asked
-                self._cut = f"{type(error).__name__}: {error}"
-            raise
-
-    def close(self) -> None:
-        """End it: samples that have not finished are dropped, and none follow."""
-        self._samples = self._samples or (one for one in list[Sample]())
-        self._samples.close()
-
-    def cut(self, why: str) -> None:
-        """End it where it is under way, between two samples; a further ``next`` raises with the reason."""
-        if self._samples is not None and self._samples.gi_suspended:
-            self._samples.close()
-            self._cut = why
-
-
 class SessionMemory:
     """The part of a :class:`prefixkit.Session` that outlives its calls; see there for the arguments."""
 
@@ -149,14 +122,17 @@ class SessionMemory:
         patched_facts(model)  # or raise
         if not isinstance(memory, MemoryPolicy | None):
             raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__} {memory!r}")
+        checked_limits(1 if prefill_chunk is None else prefill_chunk, most_running)
         self.model, self.tokenizer = model, tokenizer
         self._kv_budget, self._page_size = kv_budget, page_size
         self._prefill_chunk, self._compiled, self._most_running = prefill_chunk, compiled, most_running
         self._memory = memory
-        self._version: int | None = None  # of the weights that the prefix cache's KV is of
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._engine: Engine | None = None
+        self._home: KVStore | None = None
+        self._kind: StoreKind
+        self._stores: ModelStores
+        self._report = Report()
         self.resume()
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -164,13 +140,16 @@ class SessionMemory:
     def resume(self) -> None:
         """Take memory for pool and graphs again after :meth:`release_memory`; nothing where it was not released."""
         with self._busy():
-            if self._engine is None:
-                self._engine = self._make_engine(patched_facts(self.model))
+            if self._home is None:
+                self._take_home(patched_facts(self.model))
 
     def release_memory(self) -> None:
-        """Give back the pool and the graphs, for a backward pass, say; :meth:`resume` takes them again."""
+        """Give back the pool and the graphs, for a backward pass, say; :meth:`resume` takes them again.
+
+        They are freed once no other session and no call uses them.
+        """
         with self._busy():
-            self._engine = None
+            self._let_go()
 
     def close(self) -> None:
         """End the session and the streams under way: what the end of a ``with`` block does.
@@ -191,7 +170,15 @@ class SessionMemory:
     @property
     def report(self) -> Report:
         """The report of the call that is under way, or of the last one; empty before the first."""
-        return Report() if self._engine is None else self._engine.report
+        return self._report
+
+    @property
+    def store(self) -> KVStore | None:
+        """Where the session's KV lies: pool, tree and prefix cache, to look at between calls; None once released.
+
+        Sessions without a ``kv_budget`` and ``model.generate()`` share one, as far as they compute alike.
+        """
+        return self._home
 
     # -- prefixes ---------------------------------------------------------------------------------------------------
 
@@ -203,9 +190,10 @@ class SessionMemory:
         only a number that a layer read from its weights on the host is part of a graph.
         """
         with self._busy():
-            if self._engine is not None:
-                self._engine.forget()
-                self._engine.runner.drop_graphs()
+            if self._home is not None:
+                self._home.version = None
+                for runner in self._home.runners.values():
+                    runner.drop_graphs()
 
     def pin(self, prompt: Prompt) -> Pin:
         """Compute a prompt's KV, and keep it in the pool until the pin is released.
@@ -221,9 +209,9 @@ class SessionMemory:
         """
         with self._busy():
             facts = patched_facts(self.model)
-            requests = prompt_requests(facts, self.tokenizer, [prompt])
-            self._run(facts, requests, False, lambda sample: None)
-            return Pin(requests[0].tokens.tolist(), self._ready(facts).pin(requests[0].tokens), self)
+            (request,) = prompt_requests(facts, self.tokenizer, [prompt])
+            with self._lent_store(facts, [request.tokens], own=False) as store:
+                return Pin(request.tokens.tolist(), self._compute(facts, store, request), self)
 
     def save(self, path: str | Path, prefixes: Prompt | SearchNode | Iterable[Prompt | SearchNode]) -> int:
         """Write the KV of prompts to a file, for :meth:`load` of another session or process.
@@ -253,16 +241,15 @@ class SessionMemory:
             facts = patched_facts(self.model)
             requests = prompt_requests(facts, self.tokenizer, own)
             pins = list[TreeSequence]()
-            try:
-                for request in requests:
-                    self._run(facts, [request], False, lambda sample: None)
-                    pins.append(self._ready(facts).pin(request.tokens))
-                return save_prefixes(self._ready(facts), path, pins, kv_fingerprint(self.model))
-            finally:
-                engine = self._ready(facts)
-                for pin in pins:
-                    if pin.tree is engine.tree:  # after an interrupt the engine has another
-                        engine.cache.retain(pin)
+            with self._lent_store(facts, [request.tokens for request in requests], own=False) as store:
+                try:
+                    for request in requests:
+                        pins.append(self._compute(facts, store, request))
+                    return save_prefixes(store, path, pins, kv_fingerprint(self.model))
+                finally:
+                    for pin in pins:
+                        if pin.tree is store.tree:  # after an interrupt the store has another
+                            store.retain(pin)
 
     def load(self, path: str | Path) -> int:
         """Read prefixes that :meth:`save` wrote into the prefix cache, as if their prompts had been computed here.
@@ -282,48 +269,101 @@ class SessionMemory:
         """
         with self._busy():
             facts = patched_facts(self.model)
-            return load_prefixes(self._ready(facts), path, kv_fingerprint(self.model), facts.vocab_size)
+            with self._lent_store(facts, own=False) as store:
+                return load_prefixes(store, path, kv_fingerprint(self.model), facts.vocab_size)
 
     # -- a call --------------------------------------------------------------------------------------------------------
 
     def _run(self, facts: ModelFacts, requests: list[Request], *listeners: Any) -> Result:
-        engine = self._ready(facts, [request.tokens for request in requests])
-        engine.listen(*listeners)
-        return run(engine, facts, self.tokenizer, requests)
+        with self._lent_store(facts, [request.tokens for request in requests]) as store:
+            engine = self._engine(facts, store)
+            engine.listen(*listeners)
+            return run(engine, facts, self.tokenizer, requests)
 
-    def _make_engine(self, facts: ModelFacts) -> Engine:
-        self._shape, spec = facts.attention_shape, facts.spec
-        pages = session_pages(spec, self._kv_budget, self._page_size)
-        tokens = pages * self._page_size
-        log.info(
-            "session: KV for %d tokens (%.2f GiB) on %s", tokens, tokens * spec.bytes_per_token / 2**30, spec.device
-        )
-        return engine_of(
+    def _compute(self, facts: ModelFacts, store: KVStore, request: Request) -> TreeSequence:
+        """Compute a prompt's KV, and pin it."""
+        engine = self._engine(facts, store)
+        engine.listen(False, lambda sample: None)
+        run(engine, facts, self.tokenizer, [request])
+        return store.pin(request.tokens)
+
+    def _engine(self, facts: ModelFacts, store: KVStore) -> Engine:
+        engine = engine_of(
             facts,
-            pages,
-            page_size=self._page_size,
+            store,
             prefill_chunk=self._prefill_chunk,
             compiled=self._compiled,
             most_running=self._most_running,
             keep_samples=True,
             policy=self._memory,
         )
+        self._report = engine.report
+        return engine
 
-    def _ready(self, facts: ModelFacts, prompts: Sequence[NDArray[np.int32]] = ()) -> Engine:
-        """The engine, without KV of other weights than the model has now; these prompts are about to use its KV."""
-        if self._engine is None:
+    @contextmanager
+    def _lent_store(
+        self, facts: ModelFacts, prompts: Sequence[NDArray[np.int32]] = (), *, own: bool = True
+    ) -> Iterator[KVStore]:
+        """A KV store for a call, without KV of other weights than the model has now.
+
+        Args:
+            facts: Of the model.
+            prompts: What is about to use its KV.
+            own: Whether the call may run in another store, while the session's is lent to a call of ``generate()`` or
+                of another session; else it raises SessionBusy.
+        """
+        if self._home is None:
             raise MemoryReleased("the session has given its memory back; call resume() first, or open another session")
-        version = kv_version(self.model, partial(self._engine.tree.longest_match, prompts), facts.state)
-        if version != self._version:
-            if self._version is not None:
+        if self._kind_of(facts) != self._kind or self._stores is not stores_of(facts.inner):
+            log.info("session: the model's attention layers have changed: its pool and graphs are made anew")
+            self._let_go()  # first, for the memory
+            self._take_home(facts)
+        store = self._lend(own)
+        try:
+            known, found = store.version is not None, partial(store.tree.longest_match, prompts)
+            if store.use_version((self._stores.epoch, kv_version(facts.inner, found, facts.state))) and known:
                 log.info("session: the model's weights, adapters or numbers changed: the prefix cache is emptied")
-            if facts.attention_shape != self._shape:
-                log.info("session: the model's attention layers have changed: its pool and graphs are made anew")
-                self._engine = None  # first, for the memory
-                self._engine = self._make_engine(facts)
-            self._engine.forget()
-            self._version = version  # last: an interrupt before leaves it to the next call
-        return self._engine
+            yield store
+        except KeyboardInterrupt:
+            store.restart()
+            raise
+        finally:
+            self._stores.return_(store)
+
+    def _lend(self, own: bool) -> KVStore:
+        home = self._home
+        assert home is not None, "checked before"
+        if self._kv_budget is not None or self._stores.lend(home, self):
+            return home
+        if not own:
+            raise SessionBusy(
+                "another call uses the KV store that the model's sessions share with its generate(); wait for its end, "
+                "or give the session a kv_budget, for a store of its own"
+            )
+        return self._stores.borrow(self._kind, self, self._size(self._stores.free(self._kind.spec.device)))
+
+    def _kind_of(self, facts: ModelFacts) -> StoreKind:
+        eviction = (MemoryPolicy() if self._memory is None else self._memory).eviction
+        return kind_of(facts, self._page_size, eviction, self._compiled)
+
+    def _size(self, free: int) -> int:
+        return session_pages(self._kind.spec, self._kv_budget, self._page_size, free)
+
+    def _take_home(self, facts: ModelFacts) -> None:
+        self._kind, self._stores = self._kind_of(facts), stores_of(facts.inner)
+        if self._kv_budget is None:
+            self._home = self._stores.hold(self._kind, self, self._size)
+        else:
+            self._home = self._stores.make(self._kind, self._size(0))
+        spec, tokens = self._kind.spec, self._home.pool.num_pages * self._page_size
+        log.info(
+            "session: KV for %d tokens (%.2f GiB) on %s", tokens, tokens * spec.bytes_per_token / 2**30, spec.device
+        )
+
+    def _let_go(self) -> None:
+        if self._home is not None:
+            self._home = None
+            self._stores.let_go(self)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
@@ -334,8 +374,8 @@ class SessionMemory:
         try:
             yield
         except KeyboardInterrupt:
-            if self._engine is not None:
-                self._engine.restart()
+            if self._home is not None:
+                self._stores.take_back(self)
             raise
         finally:
             self._lock.release()
@@ -350,7 +390,6 @@ def run(engine: Engine, facts: ModelFacts, tokenizer: Any, requests: list[Reques
 def prepare(engine: Engine, facts: ModelFacts, tokenizer: Any, requests: list[Request]) -> None:
     """A new report, and how tokens become text."""
     check_length(facts, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
-    engine.report = Report()
     special = any(isinstance(one.params, SamplingParams) and one.params.stop_strings for one in requests)
     engine.runs.detokenizer = detokenizer_of(tokenizer, special)
 

@@ -58,8 +58,8 @@ def run(engine: Engine, prompts: Iterable[Any], params: SamplingParams | BeamPar
 
 def assert_all_given_back(engine: Engine) -> None:
     """No sequence is left, and every page is free but for those of the prefix cache."""
-    check_tree(engine.tree)
-    assert engine.tree.pages_held() == 0
-    engine.cache.clear()
-    check_tree(engine.tree)
-    assert engine.tree.allocator.free == engine.tree.allocator.num_pages
+    check_tree(engine.store.tree)
+    assert engine.store.tree.pages_held() == 0
+    engine.store.cache.clear()
+    check_tree(engine.store.tree)
+    assert engine.store.tree.allocator.free == engine.store.tree.allocator.num_pages

@@ -23,10 +23,10 @@ from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.backends.torch.host_planner import TorchPlanner
 from prefixkit.engine.engine import Engine
+from prefixkit.kv.store import KVStore
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.runners.eager import EagerRunner
-from prefixkit.tree.radix import PrefixTree
 
 VOCAB = 50
 
@@ -134,6 +134,6 @@ def make_engine(
     planner = TorchPlanner(HeadShape(1, 1, 1, 4), CostModel(item=0, kv_byte=1, partial_byte=0))
     runner = EagerRunner(model, planner, "cpu", pace)
     listeners = {name: options.pop(name) for name in ("keep", "on_sample", "on_token", "on_step") if name in options}
-    engine = Engine(runner, pool, PrefixTree(num_pages, page_size), **options)
+    engine = Engine(runner, KVStore(pool), **options)
     engine.listen(**listeners)
     return engine, model

@@ -70,14 +70,10 @@ class PrefixCache:
 
     def record_hit(self, sequence: Sequence) -> int:
         """Count a sequence that was just inserted; returns how many of its tokens, from the first, have KV."""
-        node: Node | None = sequence.node
         self._touch(sequence.node, 1)
-        while node is not None and node.parent is not None and not node.computed:
-            node = node.parent
-        computed = 0 if node is None else node.start + node.computed
         self.tokens_queried += sequence.length
-        self.tokens_hit += computed
-        return computed
+        self.tokens_hit += sequence.computed
+        return sequence.computed
 
     def free_pages(self, pages: int) -> bool:
         """Evict until ``pages`` pages are free; False if they cannot be, and then all is evicted that can be."""

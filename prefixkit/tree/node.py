@@ -353,6 +353,14 @@ class Sequence:
         """Number of tokens."""
         return self.node.start + self.node.length
 
+    @property
+    def computed(self) -> int:
+        """How many of its tokens, from the first, have KV."""
+        node: Node = self.node
+        while node.parent is not None and not node.computed:
+            node = node.parent
+        return node.start + node.computed
+
     def tokens(self) -> NDArray[np.int32]:
         """``[length]`` token ids, a new array.
 

@@ -12,7 +12,7 @@ import torch
 
 import prefixkit
 from prefixkit import Score, Session
-from prefixkit.engine.scheduler import KVBudgetTooSmall
+from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.models import NotPatched
 from prefixkit.session.session import MemoryReleased, SessionBusy
 from prefixkit.testing.integrity import check_tree
@@ -255,7 +255,7 @@ def test_a_call_beside_another_is_refused_and_one_that_fails_leaves_the_session_
         session.score(PROMPTS, CONTINUATIONS)
     handle.remove()
     assert_same(session.score(PROMPTS, CONTINUATIONS), expected, rounding)
-    tree = session._engine.tree  # type: ignore[union-attr]
+    tree = session.store.tree  # type: ignore[union-attr]
     check_tree(tree)
     assert tree.pages_held() == 0
 

@@ -88,7 +88,7 @@ def test_a_kv_budget_too_small_for_one_sequence_says_the_need(folders, prompts, 
     out = tmp_path / "run"
     common = ["--model", folders["plain"], "--input", prompts, "--run", out]
     result = run("sample", *common, "--kv-budget", "20KiB", "--max-new-tokens", 100, code=2)
-    assert "prompt 0 needs KV for" in result.stderr
+    assert "one sequence of prompt 0" in result.stderr
     assert "MiB" in result.stderr
     assert not out.exists()
 

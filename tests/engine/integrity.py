@@ -13,7 +13,7 @@ from tests.tree.model import path
 
 def nodes_of(engine: Engine) -> list[Node]:
     """All nodes of its tree, those that only the prefix cache keeps too, the root first."""
-    nodes = [engine.tree.root]
+    nodes = [engine.store.tree.root]
     for node in nodes:  # the list grows while it is read
         nodes.extend(node.children)
     return nodes
@@ -21,7 +21,7 @@ def nodes_of(engine: Engine) -> list[Node]:
 
 def check_engine(engine: Engine, model: FakeModel) -> None:
     """The tree is consistent, and the slot of each computed token holds the KV of precisely the tokens up to it."""
-    check_tree(engine.tree)
+    check_tree(engine.store.tree)
     keys, values = (pages.numpy().reshape(-1) for pages in model.pages)
     for node in nodes_of(engine):
         if node.computed:
@@ -35,4 +35,4 @@ def check_idle(engine: Engine, pinned: int) -> None:
     """Nothing runs or waits, and no sequence is left but those that are pinned."""
     assert engine.scheduler.idle and not engine.runs.samples and not engine.runs.beams
     assert sum(len(node.sequences) for node in nodes_of(engine)) == pinned
-    assert engine.tree.reserved == 0
+    assert engine.store.tree.reserved == 0

@@ -9,11 +9,13 @@ import pytest
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.runs.detokenizer import Detokenizer
-from prefixkit.engine.scheduler import KVBudgetTooSmall
+from prefixkit.kv.budget import KVBudgetTooSmall
+from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import alone, assert_all_given_back, beams_alone, random_prompts, run
 from prefixkit.testing.fake_model import make_engine
+from prefixkit.tree.eviction import PrefixCache
 from prefixkit.tree.radix import PrefixTree
 from tests.covering import pairwise_cover
 
@@ -154,7 +156,7 @@ class TestBeams:
 class TestFailure:
     def test_a_budget_too_small_for_one_sequence_is_refused_before_anything_runs(self):
         engine, model = make_engine(num_pages=3, page_size=4)
-        with pytest.raises(KVBudgetTooSmall, match=r"prompt 1 needs KV for 20 tokens .* holds 12 tokens"):
+        with pytest.raises(KVBudgetTooSmall, match=r"prompt 1 .* needs KV for 20 tokens .* holds 12 tokens"):
             run(engine, [np.arange(2), np.arange(12)], SamplingParams(max_new_tokens=9))
         assert not model.rows_per_step
 
@@ -216,7 +218,10 @@ class TestFailure:
         params, prompts = SamplingParams(n=3, max_new_tokens=9), random_prompts(4)
         expected = run(make_engine()[0], prompts, params)
         plain, _ = make_engine()
-        engine = Engine(plain.runner, plain.pool, Interrupted(4096, 4))
+        store = KVStore(plain.store.pool)
+        store.tree = Interrupted(4096, 4)
+        store.cache = PrefixCache(store.tree)
+        engine = Engine(plain.runner, store)
         with pytest.raises(KeyboardInterrupt):
             run(engine, prompts, params)
         assert_all_given_back(engine)

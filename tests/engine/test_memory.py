@@ -24,7 +24,7 @@ def requests(n=3, new=17):
 
 def test_the_pool_holds_what_all_need_at_once_and_no_more():
     # 20 shared tokens in 3 pages, one more in a page of its own; each of 6 samples keeps 16 tokens of KV in 2 pages.
-    assert sizing.pool_pages(requests(), SPEC, None, 8) == 3 + 1 + 6 * 2
+    assert sizing.pool_pages(requests(), SPEC, None, 8, 10**9) == 3 + 1 + 6 * 2
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -40,20 +40,20 @@ def test_what_all_need_at_once_is_what_a_tree_of_them_takes(page_size):
 
 def test_a_budget_bounds_it(caplog):
     caplog.set_level("INFO", "prefixkit")
-    assert sizing.pool_pages(requests(), SPEC, 5 * PAGE + 1, 8) == 5
+    assert sizing.pool_pages(requests(), SPEC, 5 * PAGE + 1, 8, 10**9) == 5
     assert "5 of the 16 pages" in caplog.text
 
 
 def test_a_budget_without_a_page_is_to_be_raised():
     with pytest.raises(ValueError, match=r"kv_budget=100 bytes holds no page; .*; raise kv_budget$"):
-        sizing.pool_pages(requests(), SPEC, 100, 8)
+        sizing.pool_pages(requests(), SPEC, 100, 8, 10**9)
 
 
 def test_on_a_gpu_steps_come_first():
     spec = KVSpec(2, 4, 16, torch.float32, torch.device("cuda"))
-    assert sizing.pool_pages(requests(n=50), spec, None, 8, workspace=55 * PAGE, free=100 * PAGE) == 40
+    assert sizing.pool_pages(requests(n=50), spec, None, 8, 100 * PAGE, workspace=55 * PAGE) == 40
     with pytest.raises(ValueError, match=r"holds no page.*MiB besides.*fewer samples"):
-        sizing.pool_pages(requests(), spec, None, 8, workspace=95 * PAGE, free=100 * PAGE)
+        sizing.pool_pages(requests(), spec, None, 8, 100 * PAGE, workspace=95 * PAGE)
 
 
 def test_steps_take_more_for_more_samples_up_to_as_many_as_run():

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from prefixkit.engine.policy import MemoryPolicy, parse_size
+from prefixkit.engine.policy import MemoryPolicy
+from prefixkit.kv.limits import parse_size
 
 
 @pytest.mark.parametrize("size", [4 * 2**30, "4GiB", np.int64(4 * 2**30), "4096 MiB", 4.0 * 2**30])

@@ -9,7 +9,8 @@ import pytest
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Rate
 from prefixkit.engine.request import BeamParams, Request
-from prefixkit.engine.scheduler import KVBudgetTooSmall, pages_per_unit
+from prefixkit.engine.scheduler import check_fits, pages_per_unit
+from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import alone, assert_all_given_back
@@ -174,7 +175,7 @@ def test_what_the_cache_has_kept_of_a_sample_may_end_anywhere_in_a_page(page_siz
         roomy, _ = make_engine(num_pages=10_000, page_size=page_size)
         engine, _ = make_engine(num_pages=num_pages, page_size=page_size, policy=policy)
         try:
-            engine.check_fits(requests)
+            check_fits(requests, engine.store.budget())
         except KVBudgetTooSmall:
             continue
         assert [s.tokens for s in engine.run(requests)] == [s.tokens for s in roomy.run(requests)]

@@ -70,7 +70,7 @@ def test_those_who_wait_for_pages_come_in_when_some_have_ended(decoding, num_pag
     made, _ = decoding(num_pages=num_pages, page_size=4)
     samples = run(made, prompts, params)
     assert [s.tokens for s in samples] == [alone(prompts[s.prompt_index], params, s.index) for s in samples]
-    assert made.report.kv_bytes_held_peak <= num_pages * 4 * made.pool.spec.bytes_per_token
+    assert made.report.kv_bytes_held_peak <= num_pages * 4 * made.store.pool.spec.bytes_per_token
     assert_all_given_back(made)
 
 

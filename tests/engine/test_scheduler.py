@@ -8,17 +8,18 @@ import pytest
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.scheduler import (
-    KVBudgetTooSmall,
     RequestState,
     Scheduler,
     check_fits,
     growth_of,
     pages_per_unit,
 )
+from prefixkit.kv.budget import Budget, KVBudgetTooSmall
+from prefixkit.kv.store import KVStore
+from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.fake_model import make_engine
 from prefixkit.testing.integrity import check_tree
-from prefixkit.tree.eviction import PrefixCache
 from prefixkit.tree.radix import PrefixTree
 
 
@@ -27,8 +28,8 @@ def request(index, tokens, **params):
 
 
 def scheduler_over(num_pages, page_size=4, **policy):
-    tree = PrefixTree(num_pages, page_size)
-    return Scheduler(tree, PrefixCache(tree), policy=MemoryPolicy(**policy))
+    store = KVStore(KVPool(KVSpec(1, 1, 1), num_pages, page_size))
+    return Scheduler(store, policy=MemoryPolicy(**policy))
 
 
 def in_flight(scheduler):
@@ -37,8 +38,8 @@ def in_flight(scheduler):
 
 def compute(scheduler):
     """Say that all tokens have KV."""
-    nodes = scheduler.tree.nodes()
-    scheduler.tree.mark_computed(nodes, [node.length for node in nodes])
+    nodes = scheduler.store.tree.nodes()
+    scheduler.store.tree.mark_computed(nodes, [node.length for node in nodes])
 
 
 def test_pages_of_a_sample_leave_out_the_last_token_which_needs_no_kv():
@@ -76,8 +77,8 @@ def test_a_prompt_is_admitted_beside_the_growth_of_what_runs(growth, admitted):
     """Each of two pages, and one for its first sample's next tokens."""
     scheduler = scheduler_over(num_pages=6, headroom=4)
     scheduler.in_flight.append(running := RequestState(request(9, [1]), 0, running=1))
-    running.prompt = scheduler.tree.insert([1])
-    scheduler.tree.release(running.prompt)
+    running.prompt = scheduler.store.tree.insert([1])
+    scheduler.store.tree.release(running.prompt)
     scheduler.submit([request(i, [i + 2] * 8, n=5, max_new_tokens=100) for i in range(2)])
     scheduler.admit(growth)
     assert len(scheduler.in_flight) - 1 == admitted
@@ -88,8 +89,8 @@ def test_a_prompt_that_does_not_fit_leaves_no_trace():
     scheduler.submit([request(0, range(8), max_new_tokens=9), request(1, [*range(6), 99], max_new_tokens=9)])
     scheduler.admit(0)
     assert len(scheduler.in_flight) == 1
-    assert scheduler.tree.snapshot().num_nodes == 1
-    check_tree(scheduler.tree)
+    assert scheduler.store.tree.snapshot().num_nodes == 1
+    check_tree(scheduler.store.tree)
 
 
 def test_prompts_stay_in_the_prefix_cache_until_their_pages_are_needed():
@@ -98,21 +99,21 @@ def test_prompts_stay_in_the_prefix_cache_until_their_pages_are_needed():
     scheduler.admit(0)
     compute(scheduler)
     scheduler.retire(scheduler.in_flight[0])
-    assert scheduler.tree.snapshot().num_nodes == 0
+    assert scheduler.store.tree.snapshot().num_nodes == 0
     scheduler.submit([request(1, [*range(10), 60], max_new_tokens=9)])
     scheduler.admit(0)
-    assert scheduler.cache.tokens_hit == 10
+    assert scheduler.store.cache.tokens_hit == 10
     (state,) = scheduler.in_flight
-    assert scheduler.tree.snapshot().computed.tolist() == [10, 0]
+    assert scheduler.store.tree.snapshot().computed.tolist() == [10, 0]
     compute(scheduler)
     scheduler.retire(state)
     scheduler.submit([request(2, range(100, 115), max_new_tokens=9)])
     scheduler.admit(0)
     assert in_flight(scheduler) == [2]
-    assert scheduler.tree.match([*range(10), 60]).length == 0
+    assert scheduler.store.tree.match([*range(10), 60]).length == 0
     scheduler.close()
-    check_tree(scheduler.tree)
-    assert scheduler.tree.allocator.free == 6
+    check_tree(scheduler.store.tree)
+    assert scheduler.store.tree.allocator.free == 6
 
 
 def test_a_prompt_is_inserted_whole_where_making_room_for_it_merges_what_it_shares():
@@ -126,10 +127,10 @@ def test_a_prompt_is_inserted_whole_where_making_room_for_it_merges_what_it_shar
         scheduler.retire(state)
     scheduler.submit([request(2, [*head, 10, 11, *range(40, 49)], max_new_tokens=1)])
     scheduler.admit(0)
-    assert scheduler.tree.match([*head, 20]).length == 6, "the other was evicted"
+    assert scheduler.store.tree.match([*head, 20]).length == 6, "the other was evicted"
     (state,) = scheduler.in_flight
     assert state.sequence.tokens().tolist() == state.request.tokens.tolist()
-    check_tree(scheduler.tree)
+    check_tree(scheduler.store.tree)
 
 
 def test_an_equal_prompt_in_flight_shares_its_logits():
@@ -156,9 +157,9 @@ def test_what_is_put_back_goes_first_again():
 
 def test_the_refusal_names_the_need_in_mib_and_tokens():
     with pytest.raises(
-        KVBudgetTooSmall, match=r"prompt 7 needs KV for 20 tokens \(20\.0 MiB\).*holds 12 tokens \(12\.0 MiB\)"
+        KVBudgetTooSmall, match=r"prompt 7 .* needs KV for 20 tokens \(20\.0 MiB\).*holds 12 tokens \(12\.0 MiB\)"
     ):
-        check_fits([request(7, range(11), max_new_tokens=9)], PrefixTree(3, 4), bytes_per_token=2**20)
+        check_fits([request(7, range(11), max_new_tokens=9)], Budget(PrefixTree(3, 4), 2**20, []))
 
 
 @pytest.mark.parametrize("most", [1, 5, 7])
@@ -184,11 +185,11 @@ class TestWaiting:
         scheduler = scheduler_over(num_pages=5)
         scheduler.submit([request(0, range(8), max_new_tokens=9), request(1, [*range(6), 99], max_new_tokens=9)])
         scheduler.admit(0)
-        snapshot, version = scheduler.tree.snapshot(), scheduler.tree.version
+        snapshot, version = scheduler.store.tree.snapshot(), scheduler.store.tree.version
         for _ in range(3):
             scheduler.admit(0)
-        assert scheduler.tree.version == version
-        assert scheduler.tree.snapshot() is snapshot
+        assert scheduler.store.tree.version == version
+        assert scheduler.store.tree.snapshot() is snapshot
 
     def test_steps_while_a_prompt_waits_are_not_planned_anew(self):
         """A plan for the prompt and one for its samples, each time, and as many where the pool holds both at once."""

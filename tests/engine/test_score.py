@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from prefixkit.engine.request import BeamParams
-from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.engine.score import MOST_LOGIT_BYTES
 from prefixkit.engine.sharing_report import Report
+from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import assert_all_given_back, run
 from prefixkit.testing.fake_model import VOCAB, logits_after, make_engine
@@ -139,25 +139,25 @@ def pinned(engine, prompts, continuations):
     """Prompts and continuations with KV, some of which end within others."""
     engine.score(prompts, continuations, VOCAB)
     for prompt, each in zip(prompts, continuations, strict=True):
-        engine.pin(np.concatenate([prompt, each[0][:2]]))
+        engine.store.pin(np.concatenate([prompt, each[0][:2]]))
 
 
 def uncomputed(engine, prompts, continuations):
     """Sequences of others whose tokens have no KV yet."""
     for prompt, each in zip(prompts, continuations, strict=True):
-        engine.tree.insert(np.concatenate([prompt, each[-1]]))
+        engine.store.tree.insert(np.concatenate([prompt, each[-1]]))
 
 
 def computed_in_part(engine, prompts, continuations):
     """Sequences whose nodes have KV of some tokens only, and which others continue on siblings of equal tokens."""
     engine.score(prompts, continuations, VOCAB)
     for prompt, each in zip(prompts, continuations, strict=True):
-        base = engine.tree.insert(prompt)
-        for fork in engine.tree.fork(base, 3):
-            engine.tree.extend(fork, each[0])
-    engine.tree.mark_computed((nodes := engine.tree.nodes()), [node.computed // 2 for node in nodes])
+        base = engine.store.tree.insert(prompt)
+        for fork in engine.store.tree.fork(base, 3):
+            engine.store.tree.extend(fork, each[0])
+    engine.store.tree.mark_computed((nodes := engine.store.tree.nodes()), [node.computed // 2 for node in nodes])
     lacking = [node for node in nodes if node.parent is not None and node.parent.computed < node.parent.length]
-    engine.tree.mark_computed(lacking, [0] * len(lacking))
+    engine.store.tree.mark_computed(lacking, [0] * len(lacking))
 
 
 BEFORE = sampled, searched, scored, scored_in_part, pinned, uncomputed, computed_in_part
@@ -173,15 +173,15 @@ def test_scores_do_not_depend_on_what_the_tree_holds(before, seed, page_size, ch
     pages = 4096 if num_pages is None else num_pages * 16 // page_size
     engine, model = make_engine(num_pages=pages, page_size=page_size, prefill_chunk=chunk)
     before(engine, prompts, continuations)
-    sequences = set(sequences_of(engine.tree))
+    sequences = set(sequences_of(engine.store.tree))
     model.computed.clear()
     model.logits_per_step.clear()
     assert_right(engine.score(prompts, continuations, VOCAB), prompts, continuations)
     _, wanted = prefixes_of(prompts, continuations)
     assert sum(model.logits_per_step) == len(wanted)
-    assert set(sequences_of(engine.tree)) == sequences
+    assert set(sequences_of(engine.store.tree)) == sequences
     for sequence in sequences:
-        engine.tree.release(sequence)
+        engine.store.tree.release(sequence)
     assert_all_given_back(engine)
 
 
@@ -244,13 +244,13 @@ def test_what_sequences_hold_is_no_room_but_their_own_beginning_is_found():
     engine, model = make_engine(num_pages=10, page_size=4)
     held, other, more = tokens_of(rng, 20), tokens_of(rng, 20), [tokens_of(rng, 6)]
     engine.score([held], [more], VOCAB)
-    pin = engine.pin(held)
+    pin = engine.store.pin(held)
     steps = len(model.rows_per_step)
-    with pytest.raises(KVBudgetTooSmall, match="beside 5 pages of pinned prefixes and other sequences"):
+    with pytest.raises(KVBudgetTooSmall, match="beside 5 pages of pinned prefixes"):
         engine.score([other], [more], VOCAB)
     assert len(model.rows_per_step) == steps
     assert_right(engine.score([held], [more], VOCAB), [held], [more])
-    engine.tree.release(pin)
+    engine.store.tree.release(pin)
     assert_right(engine.score([other], [more], VOCAB), [other], [more])
     assert_all_given_back(engine)
 

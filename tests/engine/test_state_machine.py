@@ -29,11 +29,11 @@ from hypothesis.stateful import (
 
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Rate
-from prefixkit.engine.prefixes.file import PrefixFileMismatch
-from prefixkit.engine.prefixes.transfer import load_prefixes, save_prefixes
 from prefixkit.engine.request import BeamParams, Request, Sample
-from prefixkit.engine.scheduler import KVBudgetTooSmall
 from prefixkit.engine.sharing_report import Report
+from prefixkit.kv.budget import KVBudgetTooSmall
+from prefixkit.kv.prefixes.file import PrefixFileMismatch
+from prefixkit.kv.prefixes.transfer import load_prefixes, save_prefixes
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import alone, beams_alone
@@ -185,14 +185,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     def attempt(self, change: Any) -> Any:
         """What ``change`` gives; None where it failed as it was to, or was refused without a trace."""
-        before = fingerprint(self.engine.tree)
+        before = fingerprint(self.engine.store.tree)
         steps = len(self.model.rows_per_step)
         try:
             return change()
         except KVBudgetTooSmall:
             self.done["refused"] += 1
             if steps == len(self.model.rows_per_step):
-                assert fingerprint(self.engine.tree) == before
+                assert fingerprint(self.engine.store.tree) == before
         except (Failure, KeyboardInterrupt) as error:
             self.done[type(error).__name__] += 1
             if isinstance(error, KeyboardInterrupt):
@@ -317,7 +317,7 @@ class EngineMachine(RuleBasedStateMachine):
     def pinned(self, tokens: tuple[int, ...]) -> Any:
         request = Request(0, np.array(tokens), SamplingParams(max_new_tokens=1))
         self.engine.run([request])
-        sequence = self.engine.pin(request.tokens)
+        sequence = self.engine.store.pin(request.tokens)
         assert sequence.node.computed == sequence.node.length
         return sequence
 
@@ -329,23 +329,23 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(0, 60))
     def free_pages(self, pages: int) -> None:
-        evicted = self.engine.cache.tokens_evicted
-        made = self.engine.cache.free_pages(pages)
-        assert made == (self.engine.tree.allocator.free >= pages)
-        self.done["tokens evicted by hand"] += self.engine.cache.tokens_evicted - evicted
+        evicted = self.engine.store.cache.tokens_evicted
+        made = self.engine.store.cache.free_pages(pages)
+        assert made == (self.engine.store.tree.allocator.free >= pages)
+        self.done["tokens evicted by hand"] += self.engine.store.cache.tokens_evicted - evicted
 
     @rule()
     def clear(self) -> None:
-        self.engine.cache.clear()
-        assert not self.engine.tree.num_cached or self.stream is not None or self.pins
+        self.engine.store.cache.clear()
+        assert not self.engine.store.tree.num_cached or self.stream is not None or self.pins
 
     @precondition(idle)
     @rule()
     def change_weights(self) -> None:
         self.model.weights += 1
-        self.engine.forget()
+        self.engine.store.invalidate()
         self.engine.runner.drop_graphs()
-        assert not any(node.computed for node in self.engine.tree.nodes())
+        assert not any(node.computed for node in self.engine.store.tree.nodes())
 
     @precondition(idle)
     @rule(picks=st.lists(PREFIX, min_size=1, max_size=3))
@@ -356,7 +356,7 @@ class EngineMachine(RuleBasedStateMachine):
         def saved() -> None:
             for prefix in prefixes:
                 pins.append(self.pinned(prefix))
-            save_prefixes(self.engine, self.path, pins, f"weights {self.model.weights}")
+            save_prefixes(self.engine.store, self.path, pins, f"weights {self.model.weights}")
             self.saved_with = self.model.weights
             self.done["saves"] += 1
 
@@ -368,14 +368,14 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(empty=st.booleans())
     def load(self, empty: bool) -> None:
         if empty:
-            self.engine.cache.clear()
-        before = fingerprint(self.engine.tree)
+            self.engine.store.cache.clear()
+        before = fingerprint(self.engine.store.tree)
         try:
-            self.attempt(lambda: load_prefixes(self.engine, self.path, f"weights {self.model.weights}", VOCAB))
+            self.attempt(lambda: load_prefixes(self.engine.store, self.path, f"weights {self.model.weights}", VOCAB))
             self.done["loads"] += 1
         except PrefixFileMismatch:
             assert self.saved_with != self.model.weights
-            assert fingerprint(self.engine.tree) == before
+            assert fingerprint(self.engine.store.tree) == before
         else:
             assert self.saved_with == self.model.weights
 
@@ -396,14 +396,14 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def the_pool_holds_what_the_tree_says(self) -> None:
         check_engine(self.engine, self.model)
-        assert_snapshot_is_fresh(self.engine.tree)
+        assert_snapshot_is_fresh(self.engine.store.tree)
 
         self.done["rules"] += 1
 
     @invariant()
     def between_calls_nothing_is_left_but_pins(self) -> None:
         pages = [sequence.slots() // self.page_size for sequence in self.pins]
-        assert self.engine.pinned_pages == len(set(np.concatenate(pages).tolist() if pages else []))
+        assert self.engine.store.budget().pinned_pages == len(set(np.concatenate(pages).tolist() if pages else []))
         if self.stream is None:
             check_idle(self.engine, len(self.pins))
 
@@ -415,11 +415,11 @@ class EngineMachine(RuleBasedStateMachine):
         for sequence in self.pins:
             sequence.tree.retain(sequence)
         check_idle(self.engine, 0)
-        self.engine.cache.clear()
+        self.engine.store.cache.clear()
         check_engine(self.engine, self.model)
-        assert self.engine.tree.pages_held() == 0
-        assert self.engine.tree.allocator.free == self.engine.tree.allocator.num_pages
-        assert self.engine.tree.nodes() == [] and not self.engine.tree.root.branches
+        assert self.engine.store.tree.pages_held() == 0
+        assert self.engine.store.tree.allocator.free == self.engine.store.tree.allocator.num_pages
+        assert self.engine.store.tree.nodes() == [] and not self.engine.store.tree.root.branches
         self.folder.cleanup()
 
 

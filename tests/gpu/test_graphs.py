@@ -79,9 +79,9 @@ def test_beams_in_graphs_are_those_of_single_steps_and_run_beside_samples(
     assert engine.report.graph_steps == engine.report.decode_steps > 30
     close = [a.score == pytest.approx(b.score, rel=1e-3) for a, b in zip(found, expected, strict=True) if a.score]
     assert sum(close) >= len(close) - 4
-    check_tree(engine.tree)
-    engine.cache.clear()
-    assert engine.tree.allocator.free == engine.tree.allocator.num_pages
+    check_tree(engine.store.tree)
+    engine.store.cache.clear()
+    assert engine.store.tree.allocator.free == engine.store.tree.allocator.num_pages
 
 
 def test_logits_processors_run_between_a_graph_and_the_sampler(model: torch.nn.Module) -> None:
@@ -200,7 +200,7 @@ def test_attention_without_a_kernel_decodes_without_graphs_and_says_so_once(
     asked = requests(18, n=4, temperature=0.0, max_new_tokens=20)
     expected = make_engine(model, asked, graphs=False).run(asked)
     engine = make_engine(model, asked)
-    inner, pages = engine.runner.model, (engine.pool.k(0), engine.pool.v(0))  # type: ignore[attr-defined]
+    inner, pages = engine.runner.model, (engine.store.pool.k(0), engine.store.pool.v(0))  # type: ignore[attr-defined]
 
     def also_by_torch(step: Step) -> torch.Tensor:
         q = torch.zeros(step.num_rows, 8, 128, dtype=torch.bfloat16, device="cuda")

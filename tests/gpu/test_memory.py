@@ -51,8 +51,8 @@ def test_samples_under_pressure_err_no_more_than_the_unpatched_model(how: Any) -
             assert len(result) == 48
             ours, stock = logprob_errors(plain, exact, given, result)
             assert ours <= 1.5 * stock
-        engine = session._engine
-        assert engine is not None and engine.tree.pages_held() == 0
+        store = session.store
+        assert store is not None and store.tree.pages_held() == 0
 
 
 @pytest.mark.parametrize("how", ["swap", "recompute"])
@@ -133,15 +133,15 @@ def test_prefixes_are_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "prefixes.safetensors"
     with Session(model, kv_budget="64MiB") as session:
         saved = session.save(path, given)
-        engine = session._engine
-        assert engine is not None
-        slots = engine.tree.match(given[0]).node.slots
-        before = torch.cat(engine.pool.read(slots))
+        store = session.store
+        assert store is not None
+        slots = store.tree.match(given[0]).node.slots
+        before = torch.cat(store.pool.read(slots))
     with Session(model, kv_budget="64MiB", page_size=32) as session:
         assert session.load(path) == saved <= 700 + sum(len(one) - 700 for one in given)
-        engine = session._engine
-        assert engine is not None
-        after = torch.cat(engine.pool.read(engine.tree.match(given[0]).node.slots))
+        store = session.store
+        assert store is not None
+        after = torch.cat(store.pool.read(store.tree.match(given[0]).node.slots))
         assert torch.equal(after, before)
         report = session.generate(given, max_new_tokens=1).report
         assert report.tokens_computed == len(given)

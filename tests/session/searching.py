@@ -21,10 +21,10 @@ def told(nodes: list[SearchNode]) -> list[tuple[list[int], str | None]]:
 
 def assert_empty(session: Session) -> None:
     """Every page is free again, but for those of the prefix cache."""
-    engine = session._engine
-    assert engine is not None
-    check_tree(engine.tree)
-    assert not engine.tree.nodes() and not engine.tree.pages_held()
+    store = session.store
+    assert store is not None
+    check_tree(store.tree)
+    assert not store.tree.nodes() and not store.tree.pages_held()
 
 
 def dense_logprobs(tokens: list[int], prompt: int) -> Any:

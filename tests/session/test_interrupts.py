@@ -78,28 +78,22 @@ def test_an_interrupt_anywhere_leaves_the_session_as_new(model: Any, tmp_path: P
                 traced(lambda at=at: CALLS[name](session, path), at)
             after = session.generate(PROMPTS[0], **greedy)
             assert [sample.tokens for sample in after] == [expected]
-            engine = session._engine
-            assert engine is not None
-            check_tree(engine.tree)
-            for pin in engine.pins:  # made, but never returned
-                engine.tree.retain(pin)
-            engine.cache.clear()
-            assert engine.tree.allocator.free == engine.tree.allocator.num_pages
+            store = session.store
+            assert store is not None
+            check_tree(store.tree)
+            for pin in store.pins:  # made, but never returned
+                store.tree.retain(pin)
+            store.cache.clear()
+            assert store.tree.allocator.free == store.tree.allocator.num_pages
 
 
-def test_nothing_of_an_interrupted_call_stays_queued(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Session(model, ByteTokenizer(), kv_budget="4MiB") as session:
-        engine = session._engine
-        assert engine is not None
-        submit = engine.scheduler.submit
+def test_nothing_of_an_interrupted_call_stays_queued(model: Any) -> None:
+    def interrupt(count: int) -> None:
+        raise KeyboardInterrupt
 
-        def half(requests: Any) -> None:
-            submit(requests[: len(requests) // 2])
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(engine.scheduler, "submit", half)
+    with Session(model, ByteTokenizer(), kv_budget="4MiB", most_running=1) as session:
         with pytest.raises(KeyboardInterrupt):
-            session.generate(PROMPTS * 4, n=2, max_new_tokens=4)
+            session.generate(PROMPTS * 4, n=2, max_new_tokens=4, on_step=interrupt)
         assert len(session.generate(PROMPTS[0], max_new_tokens=4)) == 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prefixkit import BeamParams, ForeignNode, NodeReleased, SearchNode, Session
-from prefixkit.engine.scheduler import KVBudgetTooSmall
+from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.testing.tiny import VOCAB, ByteTokenizer
 from tests.session.searching import GREEDY, PROMPT, SAMPLED, assert_empty, told
 

@@ -11,7 +11,7 @@ import torch
 
 import prefixkit
 from prefixkit import BeamParams, SamplingParams, Session, SessionBusy
-from prefixkit.engine.scheduler import KVBudgetTooSmall
+from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.models import NotPatched
 from prefixkit.session.session import MemoryReleased
 from prefixkit.testing.integrity import check_tree
@@ -44,12 +44,12 @@ def told(result: Any) -> list[tuple[int, int, list[int], str]]:
 
 def assert_empty(session: Session) -> None:
     """Every page is free again, but for those of the prefix cache."""
-    engine = session._engine
-    assert engine is not None
-    tree = engine.tree
+    store = session.store
+    assert store is not None
+    tree = store.tree
     check_tree(tree)
     assert not tree.nodes() and not tree.pages_held()
-    engine.cache.clear()
+    store.cache.clear()
     check_tree(tree)
     assert tree.allocator.free == tree.allocator.num_pages and not tree.nodes()
 

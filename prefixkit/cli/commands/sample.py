@@ -23,8 +23,7 @@ from prefixkit.cli.progress import Meter
 from prefixkit.cli.prompted import Prompted, Settings, manifest_of, prompted
 from prefixkit.cli.terminal import line
 from prefixkit.cli.views import branches, plant, show_report
-from prefixkit.engine.memory import pages_needed, session_pages
-from prefixkit.engine.policy import parse_size
+from prefixkit.engine.memory import pages_needed
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import check_fits
 from prefixkit.engine.sharing_report import Report
@@ -33,8 +32,11 @@ from prefixkit.evaluation.campaign.run import Goal, Progress, record_of, run_cam
 from prefixkit.evaluation.judge import Judge, available
 from prefixkit.evaluation.tasks.encode import uses_chat
 from prefixkit.evaluation.tasks.source import Source, load
+from prefixkit.kv.budget import Budget
+from prefixkit.kv.limits import parse_size, session_pages
 from prefixkit.models.families import text_config
 from prefixkit.models.model_fingerprint import model_fingerprint
+from prefixkit.ops.kv_pool import free_memory
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.requests import sampling_requests
 from prefixkit.session.session import Session
@@ -261,8 +263,10 @@ def _open_session(model: Any, tokenizer: Any, requests: Sequence[Request], setti
     running = settings.in_flight or IN_FLIGHT[spec.device.type]
     budget = None if settings.kv_budget is None else parse_size(settings.kv_budget, "--kv-budget")
     size = settings.page_size
-    pages = min(session_pages(spec, budget, size), max(1, pages_needed(requests, size, running)))
-    check_fits(requests, PrefixTree(pages, size), spec.bytes_per_token)
+    pages = min(
+        session_pages(spec, budget, size, free_memory(spec.device)), max(1, pages_needed(requests, size, running))
+    )
+    check_fits(requests, Budget(PrefixTree(pages, size), spec.bytes_per_token, []))
     return Session(
         model,
         tokenizer,

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import WRAPPED, forward_below, original_class, subclass
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.generate.generated_cache import GeneratedCache
 from prefixkit.models.generate.tree_cache import TreeCache
-from prefixkit.models.generate.tree_memory import DoesNotFit, drop_idle, idle_of, replays
+from prefixkit.models.generate.tree_memory import replays
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
+from prefixkit.models.model_stores import drop_stores, kind_of, stores_of
 from prefixkit.models.probe.passes import random_part
 from prefixkit.models.weights.state import adapters_by_row
 from prefixkit.tree.rows import distinct_tokens
@@ -85,7 +87,9 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         done = inherited(self, *arguments, *args, **kwargs)
         made, mode = model_kwargs.get("past_key_values"), self.__dict__.get(_MODE, "auto")
         rows = max(beams, generation_config.num_return_sequences or 1) * batch_size
-        wanted = mode == "always" or (mode == "auto" and (rows > 1 or self.device.type == "cuda" or len(idle_of(self))))
+        wanted = mode == "always" or (
+            mode == "auto" and (rows > 1 or self.device.type == "cuda" or len(stores_of(self)))
+        )
         plain = before is None and generation_config.cache_implementation in (None, "dynamic")
         if wanted and plain and made is not None and not isinstance(made, TreeCache):
             if type(made) is not DynamicCache:
@@ -120,7 +124,7 @@ def generates(model: nn.Module) -> bool:
 def set_mode(model: nn.Module, mode: Mode) -> None:
     """Say when ``generate`` is to make a tree cache, from now on with no KV of before."""
     model.__dict__[_MODE] = mode
-    drop_idle(model)
+    drop_stores(model)
 
 
 def wrap_forward(model: nn.Module) -> None:
@@ -147,7 +151,7 @@ def drop_mode(model: nn.Module) -> None:
     model.__dict__.pop(_MODE, None)
     if (wrapped := model.__dict__.pop(WRAPPED, None)) is not None:
         model.__dict__["forward"] = wrapped
-    drop_idle(model)
+    drop_stores(model, all_traces=True)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -197,10 +201,13 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
             _check_it_pays(cache, facts, own, pad)
         if adapters_by_row(facts.state):
             raise NotOnTree("PEFT's adapter_names gives rows adapters of their own, and rows share their tokens")
-        steps = cache.start(facts, own, pad, count)
+        steps = cache.start(facts, own, pad)
         try:
             _check_model(cache, given, until)
             return steps.compute(count)
+        except KeyboardInterrupt:
+            cache.abandon()
+            raise
         except BaseException:
             cache.reset()
             raise
@@ -318,6 +325,6 @@ def _check_it_pays(cache: TreeCache, facts: ModelFacts, tokens: NDArray[np.int32
     if cache.final_length - tokens.shape[1] >= _FEWEST_REPLAYED and replays(facts):
         return
     total, distinct = distinct_tokens(tokens, pad)
-    distinct -= idle_of(cache.model).known(tokens[0, pad[0] :])
+    distinct -= stores_of(cache.model).known(kind_of(facts, cache.page_size), tokens[0, pad[0] :])
     if total - distinct < max(_FEWEST_SHARED, _SHARE * total):
         raise NotOnTree(f"of {total} prompt tokens only {total - distinct} are shared, which does not pay")

@@ -73,7 +73,7 @@ class RowSteps:
             try:
                 return rows.extend(own)
             except OutOfPages as error:
-                self.memory.grow(error.asked - error.free + self.memory.pool.num_pages // 4)
+                self.memory.grow(error.asked - error.free + self.memory.store.pool.num_pages // 4)
 
     def decode(self, tokens: Tensor, final_length: int, fork: bool) -> Tensor:
         """Append a token to each row, and compute it.
@@ -102,7 +102,7 @@ class RowSteps:
 
         Where rows only grow, their leaves take the pages of all ``left`` tokens to come, and this step is repeated.
         """
-        tree, runner = self.memory.tree, self.memory.runner
+        tree, runner = self.memory.store.tree, self.memory.runner
         nodes = [sequence.node for sequence in self._rows.sequences]
         goes_on = left > 0 and not fork and all(node.grows_in_place for node in nodes)
         if goes_on:
@@ -131,11 +131,11 @@ class RowSteps:
         Returns:
             ``[rows, count, vocab]`` the logits after the last ``count`` tokens of each row; zeros after padding.
         """
-        rows, tree = self.settled(), self.memory.tree
+        rows = self.settled()
         row, from_end, nodes, offsets = zip(*rows.last_tokens(count), strict=True)
         offset, source = np.array(offsets), np.full(len(row), -1)  # where the logits of each place are among all
         parts, computed = list[Tensor](), 0
-        while (step := choose_queries(tree.snapshot(), [], _known(nodes, source), self.memory.chunk)) is not None:
+        while (step := self._next_step(nodes, offset[source < 0], np.flatnonzero(source < 0))) is not None:
             index, begin = np.array([node.index for node in nodes]), np.zeros(step.snapshot.num_nodes, np.int64)
             begin[step.queries.node] = step.queries.begin
             within = offset - begin[index]
@@ -150,25 +150,36 @@ class RowSteps:
         out[there[0], there[1]] = logits[there[2]]
         return out
 
-    def leave(self) -> bool:
-        """Let go of the rows, whose KV stays in the memory's cache; False where that cannot be used again."""
+    def _next_step(self, nodes: tuple[Node, ...], offset: np.ndarray, pending: np.ndarray) -> StepTree | None:
+        """The next step of all that is uncomputed, and of the tokens ``pending``, whose logits are still wanted."""
+        snapshot, first = self.memory.store.tree.snapshot(), dict[int, int]()
+        for at, which in zip(offset.tolist(), pending.tolist(), strict=True):
+            index = nodes[which].index
+            first[index] = min(at, first.get(index, at))
+        return choose_queries(snapshot, [], list(first), self.memory.chunk, list(first.values()))
+
+    def end(self) -> None:
+        """Give the store back, where the rows' KV is retained, unless it cannot be used again."""
+        store = self.memory.store
+        drop = store.retain
         try:
-            rows, memory = self.settled(), self.memory
-            for sequence in rows.detach():
-                memory.cache.retain(sequence)
+            rows = self.settled()
         except (RuntimeError, OutOfPages):  # the device has failed, or the tree is not what was computed
-            return False
-        return True
+            rows, drop = self._rows, store.tree.release
+        for sequence in rows.detach():
+            drop(sequence)
+        self.memory.return_()
+
+    def abandon(self) -> None:
+        """Give the store back with a new tree: an interrupt may have left the present one half changed."""
+        self.memory.store.restart()
+        self.memory.return_()
 
     def _run(self, step: StepTree, wanted: np.ndarray) -> Tensor:
         """Run a step; returns the logits of the query rows that are wanted."""
-        queries, nodes = step.queries, self.memory.tree.nodes()
+        tree = self.memory.store.tree
+        queries, nodes = step.queries, tree.nodes()
         running = [nodes[node] for node in queries.node.tolist()]
         self.memory.runner.launch(Batch(step, tokens_of(queries, nodes), wanted, _NO_ROWS, None))
-        self.memory.tree.mark_computed(running, queries.end)
+        tree.mark_computed(running, np.maximum(queries.end, step.snapshot.computed[queries.node]))
         return self.memory.runner.logits.clone()
-
-
-def _known(nodes: tuple[Node, ...], source: np.ndarray) -> list[int]:
-    """The nodes of tokens that have KV, but no logits yet: they run once more."""
-    return [node.index for node in {node for node, row in zip(nodes, source, strict=True) if row < 0} if node.computed]

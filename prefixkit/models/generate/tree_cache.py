@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from prefixkit.models.attention_class import forward_below, takes_trees
+from prefixkit.models.attention_class import takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.generate.row_steps import RowSteps
-from prefixkit.models.generate.tree_memory import TreeMemory, idle_of
+from prefixkit.models.generate.tree_memory import TreeMemory
 from prefixkit.models.model_errors import NotPatched
 from prefixkit.runners.batch import Runner
-from prefixkit.tree.pages import OutOfPages, check_page_size
+from prefixkit.tree.pages import OutOfPages, check_page_size, pages_for
 from prefixkit.tree.rows import Rows, pages_of_rows
 
 Ints = NDArray[np.int32]
@@ -36,8 +36,9 @@ class TreeCache(DynamicCache):
     they are reordered, and none is when rows are repeated.  It can be cropped, continued and returned like another
     cache.  There is no backward.
 
-    The pool is made by the first call: for ``generate``, of the length that it may reach; else it grows as tokens come,
-    each time by a copy.  It goes with the cache.
+    The KV lies in the model's KV store, which sessions use too, from the first call until the cache is reset or goes;
+    the store is made, or made larger by a copy, where that is needed.  While another call uses the store, it is one of
+    the cache's own.
 
     Args:
         model: A model that :func:`prefixkit.patch` has patched, whose KV this is.
@@ -134,10 +135,16 @@ class TreeCache(DynamicCache):
             self._steps.settled().trim(max(0, length))
 
     def reset(self) -> None:
-        """Forget all tokens and give the pool back."""
+        """Drop all tokens and give the KV store back."""
         steps, self._steps = self._steps, None
-        if steps is not None and steps.leave():
-            steps.memory.idle.return_(steps.memory)
+        if steps is not None:
+            steps.end()
+
+    def abandon(self) -> None:
+        """The same after an interrupt, which may have left the tree half changed: no KV is retained."""
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.abandon()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
         """A cache with KV of its own, of the same model: for scripts that copy a prompt's cache for each use."""
@@ -148,9 +155,10 @@ class TreeCache(DynamicCache):
             steps = other.start(facts_of(self.model), rows.tokens(), rows.pad)
             there = np.arange(rows.length) >= rows.pad[:, None]
             target, first = np.unique(steps.rows.slots()[there], return_index=True)
-            steps.memory.pool.copy(rows.slots()[there][first], target, self._steps.memory.pool)
-            nodes = steps.memory.tree.nodes()
-            steps.memory.tree.mark_computed(nodes, [node.length for node in nodes])
+            store = steps.memory.store
+            store.pool.copy(rows.slots()[there][first], target, self._steps.memory.store.pool)
+            nodes = store.tree.nodes()
+            store.tree.mark_computed(nodes, [node.length for node in nodes])
         return other
 
     def _empty(self, memo: dict[int, Any]) -> TreeCache:
@@ -172,14 +180,13 @@ class TreeCache(DynamicCache):
 
     # -- what a forward pass does --------------------------------------------------------------------------------------
 
-    def start(self, facts: ModelFacts, tokens: Ints, pad: NDArray[np.int64], count: int = 1) -> RowSteps:
+    def start(self, facts: ModelFacts, tokens: Ints, pad: NDArray[np.int64]) -> RowSteps:
         """Take the rows of a batch; nothing is computed yet.
 
         Args:
             facts: Of the model.
             tokens: ``[rows, length]`` token ids.
             pad: ``[rows]`` how many of them, from the left, are padding.
-            count: Of how many tokens of each row, from the last, logits will be wanted.
 
         Raises:
             DoesNotFit: their KV does not fit the memory that is free; nothing has changed.
@@ -187,19 +194,20 @@ class TreeCache(DynamicCache):
         self.reset()
         new = max(self.final_length - tokens.shape[1], 0)
         pages = pages_of_rows(tokens, pad, new, self.page_size, fork=self.fork)
-        # KV of before has no logits: more than the last ones are computed anew.
-        prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)] if count == 1 else []
-        memory = idle_of(self.model).borrow(facts, forward_below(self.model), pages, self.page_size, prompts)
-        if count > 1:
-            memory.cache.clear()
-        found = memory.tree.match(tokens[0, pad[0] :]) if pad[0] < tokens.shape[1] else None
-        with memory.cache.pinned(memory.tree.root if found is None else found.node):
-            memory.cache.free_pages(pages)
+        prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)]
+        memory = TreeMemory(facts, pages, self.page_size, prompts)
+        store = memory.store
         try:
-            rows = Rows(memory.tree, tokens, pad, fork=self.fork)
-        except OutOfPages:  # what was found lies on more pages than it needs
-            memory.cache.clear()
-            rows = Rows(memory.tree, tokens, pad, fork=self.fork)
+            first = [tokens for tokens in prompts[:1] if len(tokens)]
+            store.fits(first, pages - sum(pages_for(len(tokens), self.page_size) for tokens in first))
+            try:
+                rows = Rows(store.tree, tokens, pad, fork=self.fork)
+            except OutOfPages:  # what was found lies on more pages than it needs
+                store.cache.clear()
+                rows = Rows(store.tree, tokens, pad, fork=self.fork)
+        except BaseException:
+            memory.return_()
+            raise
         self._steps = RowSteps(memory, rows)
         return self._steps
 
@@ -216,6 +224,9 @@ class TreeCache(DynamicCache):
                 return steps.decode(tokens[:, 0], self.final_length, self.fork)[:, None]
             steps.extend(tokens)
             return steps.compute(count)
+        except KeyboardInterrupt:
+            self.abandon()
+            raise
         except BaseException:
             with suppress(RuntimeError, OutOfPages):  # where the device has failed
                 steps.settled().trim(min(before, self.get_seq_length()))
@@ -230,7 +241,7 @@ class TreeCache(DynamicCache):
         """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, anything in place of padding."""
         if self._steps is None:
             raise ValueError("TreeCache: it is empty, so no layer has keys or values")
-        pool, slots = self._steps.memory.pool, self._steps.settled().slots()
+        pool, slots = self._steps.memory.store.pool, self._steps.settled().slots()
         pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
         k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in (pool.k(layer), pool.v(layer)))
         return k, v
@@ -253,7 +264,7 @@ class TreeCache(DynamicCache):
         self.update(torch.empty(0), torch.empty(0), 0)
 
     def __len__(self) -> int:
-        return 0 if self._steps is None else self._steps.memory.spec.num_layers
+        return 0 if self._steps is None else self._steps.memory.store.pool.spec.num_layers
 
     @property
     def layers(self) -> list[Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 
 import peft
 import pytest
 import torch
 
 from prefixkit.models import TreeCache, patch, unpatch
-from prefixkit.models.generate.tree_memory import idle_of
+from prefixkit.models.model_stores import stores_of
 from prefixkit.testing.tiny import tiny_llama
 
 FEW_SHOT = torch.arange(5, 85)
@@ -205,15 +204,16 @@ def test_in_auto_mode_one_row_takes_the_tree_where_much_of_it_is_known():
 
 def test_memory_goes_with_the_patch(model):
     greedy(model, prompt(1))
-    assert len(idle_of(model)) == 1
-    pool = weakref.ref(idle_of(model)._memory[0].pool)
+    stores = stores_of(model)
+    assert len(stores) == 1 and stores.bytes > 0
     unpatch(model)
     gc.collect()
-    assert pool() is None
+    assert len(stores) == 0 and not stores.bytes
 
 
 def test_a_model_that_trains_keeps_none(model):
     greedy(model, prompt(1))
     model.train()
     greedy(model, prompt(1))
-    assert len(idle_of(model)) == 0
+    gc.collect()
+    assert len(stores_of(model)) == 0

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.engine.prefixes.layout import (
+from prefixkit.kv.prefixes.layout import (
     ARRAYS,
     BLOCK,
     DTYPES,
@@ -20,7 +20,7 @@ from prefixkit.engine.prefixes.layout import (
     header_of,
     metadata_of,
 )
-from prefixkit.engine.prefixes.trie import PrefixTrie
+from prefixkit.kv.prefixes.trie import PrefixTrie
 from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.paths import as_path, replacing
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from prefixkit.engine.prefixes.layout import (
+from prefixkit.kv.prefixes.layout import (
     ARRAYS,
     BLOCK,
     DTYPES,
@@ -35,7 +35,7 @@ from prefixkit.engine.prefixes.layout import (
     metadata_of,
     prefixkit_version,
 )
-from prefixkit.engine.prefixes.trie import PrefixTrie
+from prefixkit.kv.prefixes.trie import PrefixTrie
 from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.paths import as_path
 

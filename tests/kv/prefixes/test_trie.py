@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkit.engine.prefixes.trie import PrefixTrie, trie_of
+from prefixkit.kv.prefixes.trie import PrefixTrie, trie_of
 
 PREFIXES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=12)
 

@@ -1,0 +1,68 @@
+"""What a call may take of a KV store, and the error where that is too little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prefixkit.tree.pages import pages_for
+from prefixkit.tree.radix import PrefixTree, Sequence
+from prefixkit.tree.tokens import Ints, common_prefix
+
+
+class KVBudgetTooSmall(ValueError):
+    """A KV store cannot hold something even alone."""
+
+
+@dataclass(eq=False)
+class Budget:
+    """All pages of a store but those of pinned prefixes.
+
+    Attributes:
+        tree: That of the store.
+        bytes_per_token: KV of a token in all layers.
+        pins: The pinned sequences.
+        pinned_pages: Pages that they hold.
+        pages: Pages that a call may take.
+    """
+
+    tree: PrefixTree
+    bytes_per_token: int
+    pins: list[Sequence]
+    pinned_pages: int = field(init=False)
+    pages: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pinned_pages = distinct_pages(self.pins, self.tree.page_size)
+        self.pages = self.tree.allocator.num_pages - self.pinned_pages
+        self._tokens = [pin.tokens() for pin in self.pins]
+
+    def tokens_pinned(self, tokens: Ints) -> int:
+        """How many of these tokens, from the first, a pinned prefix holds."""
+        return max((common_prefix(pin, tokens) for pin in self._tokens), default=0)
+
+    def pages_lacking(self, tokens: Ints, more: int = 0) -> int:
+        """0 where the pages of a sequence, and so many more, are within the budget; else how many pages it takes."""
+        size = self.tree.page_size
+        if (need := pages_for(len(tokens), size) + more) <= self.pages:
+            return 0
+        need = pages_for(len(tokens) - self.tokens_pinned(tokens), size) + more
+        return need if need > self.pages else 0
+
+    def error(self, what: str, pages: int, remedy: str) -> KVBudgetTooSmall:
+        """What to raise where ``what`` takes so many pages, which are too many."""
+        size, token = self.tree.page_size, self.bytes_per_token / 2**20
+        need, have = (f"{n * size} tokens ({n * size * token:.1f} MiB)" for n in (pages, self.pages))
+        beside = f" beside {self.pinned_pages} pages of pinned prefixes" if self.pinned_pages else ""
+        return KVBudgetTooSmall(
+            f"{what} needs KV for {need} in pages of {size}, but the KV budget holds {have}{beside}; "
+            f"raise kv_budget, or {remedy}"
+        )
+
+
+def distinct_pages(sequences: Iterable[Sequence], page_size: int) -> int:
+    """Pages that hold the tokens of these sequences."""
+    pages = [sequence.slots() // page_size for sequence in sequences]
+    return len(np.unique(np.concatenate(pages))) if pages else 0

@@ -1,0 +1,118 @@
+"""How much memory KV stores take: the shares of free memory for each use, and the limit of all stores of a model."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+import numpy as np
+
+from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.tree.pages import check_page_size
+
+# Of the memory that is free, without kv_budget: for the store of sessions;
+SESSION_SHARE = 0.5
+# for that of one call of prefixkit.generate, on a GPU of what its steps leave;
+CALL_SHARE = {"cpu": 0.5, "cuda": 0.95}
+# for the rows of a TreeCache, which do not wait for one another: the rest is for logits and activations;
+ROWS_SHARE = {"cpu": 0.5, "cuda": 0.8}
+# and for what rests between two calls of generate(), where no session holds it.
+REST_SHARE = {"cpu": 0.1, "cuda": 0.8}
+# All stores of a model together, of the memory that was free when the first of them was made.
+LIMIT_SHARE = 0.95
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class DoesNotFit(ValueError):
+    """KV does not fit the share of memory that it may take."""
+
+
+def parse_size(size: float | str, name: str = "kv_budget", least: int = 1) -> int:
+    """Bytes from ``"2GiB"``, ``"512 MiB"``, ``"1.5GB"``, ``"1048576"``, or from a number of them.
+
+    Args:
+        size: What a user gave.
+        name: The parameter or option it was given as, for messages.
+        least: Bytes that a string has to say at least.
+
+    Raises:
+        ValueError: A string that is no number with one of these units or below ``least``, or a number that is not
+            finite.
+        TypeError: Neither a string nor a number.
+    """
+    looks = 'a size must look like "2GiB", "512MiB" or "1.5GB", or be a number of bytes'
+    if isinstance(size, bool) or not isinstance(size, str | int | float | np.integer | np.floating):
+        raise TypeError(f"{name}: {looks}, got {type(size).__name__} {size!r}")
+    if not isinstance(size, str):
+        if not math.isfinite(size):
+            raise ValueError(f"{name}: {looks}, got {size}")
+        return int(size)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    unit = None if found is None else _UNITS.get(found[2].upper())
+    number = -1 if found is None or unit is None else int(Fraction(found[1]) * unit)
+    if number < least:
+        raise ValueError(f'{name}: {looks}, got "{size}"')
+    return number
+
+
+def session_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free: int) -> int:
+    """Pages of a store that outlives its calls: what the budget holds; without one, half of the memory that is free.
+
+    Args:
+        spec: What a token takes.
+        kv_budget: KV to hold, see :func:`parse_size`.
+        page_size: Tokens per page.
+        free: Bytes that a store may take, at most.
+
+    Raises:
+        ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page, or there are no
+            pages of this size.
+    """
+    check_page_size(page_size)
+    budget = int(free * SESSION_SHARE) if kv_budget is None else parse_size(kv_budget)
+    return _pages_in(budget, spec, kv_budget, page_size)
+
+
+def call_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free: int, workspace: int = 0) -> int:
+    """Pages that the store of a single call may have at most.
+
+    Args:
+        spec, kv_budget, page_size, free: As for :func:`session_pages`.
+        workspace: Bytes of that memory that steps need besides, on a GPU.
+
+    Raises:
+        ValueError: see :func:`session_pages`.
+    """
+    check_page_size(page_size)
+    share = int(free * CALL_SHARE[spec.device.type])
+    without = share if spec.device.type == "cpu" else max(0, share - workspace)
+    budget = without if kv_budget is None else parse_size(kv_budget)
+    return _pages_in(budget, spec, kv_budget, page_size, workspace)
+
+
+def check_rows(spec: KVSpec, tokens: int, free: int) -> None:
+    """Raise DoesNotFit unless KV of so many tokens is within the share of rows that do not wait for one another."""
+    share, need = ROWS_SHARE[spec.device.type], tokens * spec.bytes_per_token
+    if need > share * free:
+        raise DoesNotFit(
+            f"KV for {tokens} tokens takes {need / 2**30:.2f} GiB, and a tree cache takes at most {share:.0%} of "
+            f"the {free / 2**30:.2f} GiB that are free on {spec.device}"
+        )
+
+
+def _pages_in(budget: int, spec: KVSpec, kv_budget: float | str | None, page_size: int, workspace: int = 0) -> int:
+    """Pages that so many bytes hold, at least one."""
+    page_bytes = page_size * spec.bytes_per_token
+    if budget >= page_bytes:
+        return budget // page_bytes
+    page = f"a page of {page_size} tokens takes {page_bytes} bytes ({page_bytes / 2**20:.2f} MiB)"
+    if kv_budget is not None:
+        raise ValueError(f"kv_budget={budget} bytes holds no page; {page}; raise kv_budget")
+    raise ValueError(
+        f"the memory left for KV ({budget} bytes) holds no page; {page}, "
+        f"and a step {workspace / 2**20:.0f} MiB besides; "
+        "free some memory, ask for fewer samples, or lower prefill_chunk"
+    )

@@ -1,0 +1,127 @@
+"""One store of KV: pages, the tree of the tokens whose KV they hold, and what is retained of earlier calls."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from prefixkit.kv.budget import Budget
+from prefixkit.ops.kv_pool import KVPool
+from prefixkit.tree.eviction import POLICIES, PrefixCache
+from prefixkit.tree.pages import pages_for
+from prefixkit.tree.radix import PrefixTree, Sequence
+from prefixkit.tree.tokens import Ints
+
+
+class KVStore:
+    """Pages of KV, the prefix tree over them, and the prefix cache: what one call computed the next one finds.
+
+    One call uses it at a time.
+
+    Args:
+        pool: The pages.
+        eviction: What the prefix cache evicts first; a key of :data:`POLICIES`.
+
+    Attributes:
+        pool: The pages.
+        tree: The tokens whose KV they hold.
+        cache: What is retained in the tree until its pages are needed.
+        version: Of the weights that the KV is of; None: not known.
+        runners: What runs steps over the pool, by what runs in them; CUDA graphs hold its addresses.
+        notes: What callers keep with the store, by what it is.
+    """
+
+    tree: PrefixTree
+    cache: PrefixCache
+
+    def __init__(self, pool: KVPool, eviction: str = "lru") -> None:
+        self.pool, self.eviction = pool, eviction
+        self.version: Hashable = None
+        self.runners: dict[Hashable, Any] = {}
+        self.notes: dict[Hashable, Any] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Make a new tree: an interrupt may have left this one half changed.  Sequences of before, and pins, end."""
+        self.tree = PrefixTree(self.pool.num_pages, self.pool.page_size)
+        self.cache = PrefixCache(self.tree, POLICIES[self.eviction])
+        self._pinned: list[Sequence] = []
+
+    # -- admission -----------------------------------------------------------------------------------------------------
+
+    def fits(self, contexts: Iterable[Ints], lookahead: int = 0) -> bool:
+        """Whether there are pages for these sequences, and ``lookahead`` more; what nothing needs is evicted for it.
+
+        A sequence that the tree holds in part takes pages for its other tokens alone.
+        """
+        contexts, size = list(contexts), self.tree.page_size
+        if sum(pages_for(len(tokens), size) for tokens in contexts) + lookahead <= self.tree.allocator.free:
+            return True
+        with ExitStack() as pinned:
+            need = lookahead
+            for tokens in contexts:
+                found = self.tree.match(tokens)
+                pinned.enter_context(self.cache.pinned(found.node))
+                need += pages_for(len(tokens) - found.length, size)
+            return self.cache.free_pages(need)
+
+    def admit(self, tokens: Ints, lookahead: int = 0, *, alone: bool = False) -> Sequence | None:
+        """Insert a sequence where its pages fit beside ``lookahead`` more; None where they do not.
+
+        Args:
+            tokens: ``[length]`` token ids, at least one.
+            lookahead: Pages that have to be free besides.
+            alone: Whether nothing else runs: then what is in the way is what the cache retains, and the slots that are
+                lost at the ends of its nodes.  It is cleared, and the sequence inserted.
+        """
+        if not self.fits([tokens], lookahead):
+            if not alone:
+                return None
+            self.cache.clear()
+        # Eviction may have merged what was found with nodes above it, so it is looked for again.
+        sequence = self.tree.insert(tokens)
+        self.cache.record_hit(sequence)
+        return sequence
+
+    def budget(self) -> Budget:
+        """What a call that starts now may take."""
+        return Budget(self.tree, self.pool.spec.bytes_per_token, self.pins)
+
+    # -- what stays ----------------------------------------------------------------------------------------------------
+
+    def retain(self, sequence: Sequence) -> None:
+        """Drop a sequence, and retain the KV of its tokens until their pages are needed."""
+        self.cache.retain(sequence)
+
+    def pin(self, tokens: Ints) -> Sequence:
+        """Hold the KV of tokens that were just computed until the sequence that this returns is released."""
+        sequence = self.tree.insert(tokens)
+        self.tree.exclude_from_snapshot(sequence)
+        self._pinned.append(sequence)
+        return sequence
+
+    @property
+    def pins(self) -> list[Sequence]:
+        """The pinned sequences that were not released."""
+        self._pinned = [sequence for sequence in self._pinned if sequence.tree is not None]
+        return self._pinned
+
+    def use_version(self, version: Hashable) -> bool:
+        """Note which weights the next KV is of, and invalidate KV of others; whether there may have been some."""
+        changed = self.version != version
+        if changed:
+            self.invalidate()
+            self.version = version  # last: an interrupt before leaves it to the next call
+        return changed
+
+    def invalidate(self) -> None:
+        """The model computes something else from now on: no KV of before is used again."""
+        self.cache.clear()
+        self.tree.invalidate_kv()
+
+    def grow(self, pages: int) -> None:
+        """Add so many pages: the pool is copied to a larger one, and its runners are dropped."""
+        self.runners.clear()  # first, for the memory
+        self.pool = self.pool.grown(self.pool.num_pages + pages)
+        self.tree.allocator.grow(pages)

@@ -1,0 +1,295 @@
+"""The KV stores of one model: those that its sessions and its ``generate()`` share, and others, within one limit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefixkit.kv.limits import LIMIT_SHARE, REST_SHARE, DoesNotFit, check_rows
+from prefixkit.kv.store import KVStore
+from prefixkit.ops.kv_pool import KVPool, KVPoolTooLarge, KVSpec, free_memory
+from prefixkit.tree.tokens import Ints
+
+log = logging.getLogger("prefixkit")
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """What calls have to have in common to use the KV of one another.
+
+    Attributes:
+        spec: KV of a token.
+        layers: What attention layers are like.
+        page_size: Tokens per page.
+        eviction: What the prefix cache evicts first.
+        compiled: Whether layers of decode steps run through torch.compile, which rounds otherwise.
+        outer: What runs around the model, such as the hooks of a wrapper.
+    """
+
+    spec: KVSpec
+    layers: Hashable
+    page_size: int = 16
+    eviction: str = "lru"
+    compiled: bool = False
+    outer: Hashable = ()
+
+
+@dataclass(eq=False)
+class _Shared:
+    """A shared store, its kind, the epoch that it is of, who uses it for a call, and the sessions that hold it."""
+
+    store: weakref.ref[KVStore]
+    kind: StoreKind
+    epoch: int
+    borrower: weakref.ref[Any] | None = None
+    holders: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+    @property
+    def lent(self) -> bool:
+        """Whether a call uses it; one that has gone without giving it back leaves sequences in its tree."""
+        if self.borrower is not None and self.borrower() is None:
+            self.borrower = None
+            if (store := self.store()) is not None:
+                store.restart()
+        return self.borrower is not None
+
+
+class ModelStores:
+    """The KV stores of one model.
+
+    A shared store is *lent* to one call at a time; another call of its kind gets another store meanwhile.  It lives
+    while a session holds it, while it is lent, and while it *rests*: between calls of ``generate()``, for the next.
+    All stores together take at most ``LIMIT_SHARE`` of the memory that was free when the first of them was made.
+
+    A copy of the model, or a pickled one, has none.
+
+    Attributes:
+        epoch: How often :meth:`drop` was called: KV of before is not used after it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._all: weakref.WeakSet[KVStore] = weakref.WeakSet()
+        self._shared: list[_Shared] = []
+        self._resting: list[KVStore] = []
+        self._limit = 0
+        self.epoch = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModelStores, ()
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes(self) -> int:
+        """What all stores take when full."""
+        return sum(store.pool.bytes for store in [*self._all])
+
+    def free(self, device: Any) -> int:
+        """Bytes of a device that new stores may take: what is free, and within the limit of all stores."""
+        with self._lock:
+            free = free_memory(device)
+            if not self._all:
+                self._limit = int(LIMIT_SHARE * free)
+            return max(0, min(free, self._limit - self.bytes))
+
+    def make(self, kind: StoreKind, pages: int) -> KVStore:
+        """A store that is not shared.
+
+        Raises:
+            DoesNotFit: it and the model's other stores together are above their limit.
+            KVPoolTooLarge: the device has not that much memory.
+        """
+        with self._lock:
+            need = pages * kind.page_size * kind.spec.bytes_per_token
+            if need > self.free(kind.spec.device):
+                self._resting.clear()
+            if need > (free := self.free(kind.spec.device)) and self._all:
+                raise DoesNotFit(
+                    f"a KV store of {need / 2**30:.2f} GiB is above what the other stores of the model leave "
+                    f"({free / 2**30:.2f} GiB); lower kv_budget, or close a session"
+                )
+            store = KVStore(KVPool(kind.spec, pages, kind.page_size), kind.eviction)
+            self._all.add(store)
+            return store
+
+    def grow(self, store: KVStore, pages: int) -> None:
+        """Add so many pages to a store that is lent.
+
+        Raises:
+            DoesNotFit: sessions hold it, which size it; or there is no memory for it beside the present one.  Nothing
+                has changed then.
+        """
+        with self._lock:
+            pool, free = store.pool, self.free(store.pool.spec.device)
+            if any(one.store() is store and one.holders for one in self._shared):
+                raise DoesNotFit("the KV store of the model's sessions is full")
+            total = (pool.num_pages + pages) * pool.page_size
+            check_rows(pool.spec, total, free)
+            log.info("KV store: %d tokens become %d", pool.num_pages * pool.page_size, total)
+            store.grow(pages)
+
+    # -- sharing -------------------------------------------------------------------------------------------------------
+
+    def hold(self, kind: StoreKind, holder: object, size: Callable[[int], int]) -> KVStore:
+        """The shared store of a kind, for as long as the holder lives and has not let go of it.
+
+        Args:
+            kind: What its KV is of.
+            holder: A session.
+            size: From the bytes that are free to the pages that the store is to have, unless another session holds it.
+
+        Raises:
+            ValueError: ``size`` does; or there is no memory.
+        """
+        with self._lock:
+            found = self._to_hold(kind, size)
+            if found is None:
+                ours = [store for one, store in self._of_kind(kind) if not one.holders]
+                self._resting = [one for one in self._resting if one not in ours]
+                ours.clear()
+                found = self._make_shared(kind, size(self.free(kind.spec.device)))
+            found[0].holders.add(holder)
+            self._resting = [one for one in self._resting if one is not found[1]]
+            return found[1]
+
+    def _to_hold(self, kind: StoreKind, size: Callable[[int], int]) -> tuple[_Shared, KVStore] | None:
+        """The store of a kind that a session holds already; else the largest that no call uses, grown to the size."""
+        found = [(one, store) for one, store in self._of_kind(kind) if one.holders or not one.lent]
+        if not found:
+            return None
+        shared, store = max(found, key=lambda pair: (bool(pair[0].holders), pair[1].pool.num_pages))
+        if not shared.holders:
+            pages = size(self.free(kind.spec.device) + store.pool.bytes)
+            try:
+                if pages > store.pool.num_pages:
+                    store.grow(pages - store.pool.num_pages)
+            except KVPoolTooLarge:  # with the KV of before beside it
+                return None
+        return shared, store
+
+    def let_go(self, holder: object) -> None:
+        """A session no longer holds a store."""
+        with self._lock:
+            for one in self._shared:
+                one.holders.discard(holder)
+
+    def lend(self, store: KVStore, borrower: object) -> bool:
+        """Lend a shared store to a call; False where another call uses it."""
+        with self._lock:
+            shared = self._record(store)
+            if shared is None or shared.lent:
+                return False
+            self._lend(shared, store, borrower)
+            return True
+
+    def borrow(self, kind: StoreKind, borrower: object, pages: int, prompts: Sequence[Ints] = ()) -> KVStore:
+        """Lend a store of a kind that has so many pages: that which knows most of the prompts, or a new one.
+
+        Args:
+            kind: What its KV is of.
+            borrower: Who calls :meth:`return_`; where it goes without that, the store has a new tree.
+            pages: Pages beside those of pinned prefixes.
+            prompts: Token ids of each.
+
+        Raises:
+            DoesNotFit: there is none, and no memory for another.
+        """
+        with self._lock:
+            in_use = any(one.lent for one, _ in self._of_kind(kind))
+            found = self._with_room(kind, pages, prompts)
+            if found is None:
+                ours = [store for _, store in self._of_kind(kind)]
+                self._resting = [one for one in self._resting if one not in ours]  # too small ones make room
+                ours.clear()
+                check_rows(kind.spec, pages * kind.page_size, self.free(kind.spec.device))
+                found = self._make_shared(kind, pages)
+            self._lend(*found, borrower)
+            if in_use:
+                tokens = found[1].pool.num_pages * kind.page_size
+                log.info("the model's KV store is in use: a call runs in another one, for %d tokens", tokens)
+            return found[1]
+
+    def _with_room(self, kind: StoreKind, pages: int, prompts: Sequence[Ints]) -> tuple[_Shared, KVStore] | None:
+        """The store of a kind that knows most of the prompts, of those that have so many pages or can grow to them."""
+        found = [(one, store) for one, store in self._of_kind(kind) if not one.lent]
+        found.sort(key=lambda pair: (pair[1].tree.longest_match(prompts), pair[1].pool.num_pages), reverse=True)
+        for shared, store in found:
+            try:
+                if (lacking := pages - store.budget().pages) > 0:
+                    self.grow(store, lacking)
+            except (DoesNotFit, KVPoolTooLarge):
+                continue
+            return shared, store
+        return None
+
+    def take_back(self, borrower: object) -> None:
+        """Give back what was lent to someone who was interrupted: its tree may be half changed."""
+        with self._lock:
+            for shared in self._shared:
+                if shared.borrower is not None and shared.borrower() is borrower:
+                    if (store := shared.store()) is not None:
+                        store.restart()
+                    shared.borrower = None
+
+    def return_(self, store: KVStore, rests: bool = True) -> None:
+        """A call no longer uses a store, which rests if nobody holds it, ``rests``, and it is small enough."""
+        with self._lock:
+            shared = self._record(store)
+            if shared is None:
+                return
+            shared.borrower = None
+            if shared.epoch != self.epoch:
+                shared.epoch, store.version = self.epoch, None
+                rests = False
+            if not rests or shared.holders:
+                return
+            device = store.pool.spec.device
+            small = store.pool.bytes <= REST_SHARE[device.type] * free_memory(device) or device.type == "cuda"
+            alone = not any(one is other for one in self._resting for _, other in self._of_kind(shared.kind))
+            if small and alone:
+                self._resting.append(store)
+
+    def known(self, kind: StoreKind, tokens: Ints) -> int:
+        """How many of a prompt's tokens, from the first, a store that :meth:`borrow` may give holds."""
+        with self._lock:
+            return max(
+                (store.tree.match(tokens).length for one, store in self._of_kind(kind) if not one.lent), default=0
+            )
+
+    def __len__(self) -> int:
+        """How many stores know tokens of earlier calls and are not in use."""
+        with self._lock:
+            return sum(not one.lent for one in self._shared if one.store() is not None)
+
+    def drop(self) -> None:
+        """Free what rests; no KV of before is used by later calls."""
+        with self._lock:
+            self.epoch += 1
+            self._resting.clear()
+            for one in self._shared:
+                if (store := one.store()) is not None and not one.lent:
+                    one.epoch, store.version = self.epoch, None
+
+    # -- bookkeeping ---------------------------------------------------------------------------------------------------
+
+    def _of_kind(self, kind: StoreKind) -> list[tuple[_Shared, KVStore]]:
+        self._shared = [one for one in self._shared if one.store() is not None]
+        pairs = [(one, one.store()) for one in self._shared if one.kind == kind]
+        return [(one, store) for one, store in pairs if store is not None]
+
+    def _record(self, store: KVStore) -> _Shared | None:
+        return next((one for one in self._shared if one.store() is store), None)
+
+    def _make_shared(self, kind: StoreKind, pages: int) -> tuple[_Shared, KVStore]:
+        store = self.make(kind, pages)
+        self._shared.append(shared := _Shared(weakref.ref(store), kind, self.epoch))
+        return shared, store
+
+    def _lend(self, shared: _Shared, store: KVStore, borrower: object) -> None:
+        shared.borrower = weakref.ref(borrower)
+        self._resting = [one for one in self._resting if one is not store]

@@ -1,0 +1,42 @@
+"""The KV stores of a patched model, and what their KV is of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefixkit.kv.stores import ModelStores, StoreKind
+from prefixkit.models.facts import ModelFacts
+
+_STORES = "_prefixkit_stores"
+
+
+def stores_of(model: Any) -> ModelStores:
+    """Those of a transformers model, which keeps them from its first call on; :func:`drop_stores` ends that."""
+    stores: ModelStores = model.__dict__.setdefault(_STORES, ModelStores())
+    return stores
+
+
+def drop_stores(model: Any, *, all_traces: bool = False) -> None:
+    """Free the KV that rests with a model; later calls use none of before.
+
+    Args:
+        model: A transformers model.
+        all_traces: Whether the model is to hold nothing: the stores that sessions hold are no longer shared.
+    """
+    stores: ModelStores | None = model.__dict__.get(_STORES)
+    if stores is not None:
+        stores.drop()
+    if all_traces:
+        model.__dict__.pop(_STORES, None)
+
+
+def kind_of(facts: ModelFacts, page_size: int = 16, eviction: str = "lru", compiled: bool = False) -> StoreKind:
+    """What the KV of a call has to have in common with that of others.
+
+    Args:
+        facts: Of the model.
+        page_size, eviction: Of the store.
+        compiled: Whether decode steps are asked to run through torch.compile, which they do on a GPU.
+    """
+    compiles = compiled and facts.spec.device.type == "cuda"
+    return StoreKind(facts.spec, facts.attention_shape, page_size, eviction, compiles, facts.outer)
