@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import prefixkit
-from prefixkit.models.generate.tree_memory import idle_of
+from prefixkit.models.model_stores import stores_of
 from tests.gpu.test_model import model_of, prompts
 
 NEW = 40
@@ -91,8 +91,8 @@ def test_memory_goes_with_the_patch_and_while_training(padded):
         model.generate(**padded, max_new_tokens=NEW, do_sample=True, num_return_sequences=4)
         gc.collect()
         kept = torch.cuda.memory_allocated()
-        assert len(idle_of(model)) == (0 if train else 1)
-        assert len(idle_of(copy.deepcopy(model))) == 0
+        assert len(stores_of(model)) == (0 if train else 1)
+        assert len(stores_of(copy.deepcopy(model))) == 0
         prefixkit.unpatch(model)
         gc.collect()
         return kept, torch.cuda.memory_allocated()

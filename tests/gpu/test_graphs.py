@@ -133,14 +133,14 @@ def test_rows_that_end_leave_and_waiting_prompts_come_in(model: torch.nn.Module)
     ids = tuple(range(0, 256, 16))
     asked = requests(14, n=12, temperature=1.2, max_new_tokens=96, seed=3, stop_token_ids=ids)
     free = make_engine(model, asked)
-    budget = free.pool.bytes // 2
+    budget = free.store.pool.bytes // 2
     tight = make_engine(model, asked, kv_budget=budget)
     samples = tight.run(asked)
     assert len(samples) == 72
     assert tight.report.kv_bytes_held_peak <= budget
-    check_tree(tight.tree)
-    tight.cache.clear()
-    assert tight.tree.allocator.free == tight.tree.allocator.num_pages
+    check_tree(tight.store.tree)
+    tight.store.cache.clear()
+    assert tight.store.tree.allocator.free == tight.store.tree.allocator.num_pages
     for sample in samples:
         ended = [token in ids for token in sample.tokens]
         assert not any(ended[:-1])

@@ -19,7 +19,7 @@ def decoding(monkeypatch):
     def make(capturing=None, steps=None, **options):
         runs = {name: options.pop(name) for name in ("least_rows", "weights", "moves") if name in options}
         made, model = make_engine(**options)
-        planning, page_size = Planning(made.runner.planner), made.tree.page_size
+        planning, page_size = Planning(made.runner.planner), made.store.tree.page_size
         capturing = Capturing() if capturing is None else capturing
         made.runner = GraphRunner(
             made.runner,
