@@ -10,6 +10,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from multiprocessing.connection import Connection
@@ -107,6 +108,9 @@ def admission(case: runner.Row) -> Time:
     from benchmarks.engine import make_engine, requests
     from benchmarks.tree import with_tails
 
+    with suppress(ImportError):  # in older checkouts
+        from prefixkit.engine.call import Call
+
     rng = np.random.default_rng(0)
     prompts = [prompt for _ in range(case["prompts"] // 50) for prompt in with_tails(rng, 50, 110, 40)]
     rng.shuffle(prompts)
@@ -115,9 +119,9 @@ def admission(case: runner.Row) -> Time:
 
     def admit() -> None:
         made = make_engine(model("words"), asked)  # in older checkouts the scheduler refers to it weakly
-        scheduler = made.scheduler
+        scheduler = made.loop(Call()).scheduler if hasattr(made, "loop") else made.scheduler
         scheduler.submit(asked)
-        scheduler.admit(*([0] if "growth" in inspect.signature(scheduler.admit).parameters else []))
+        scheduler.admit(*([0] if inspect.signature(scheduler.admit).parameters else []))
         # Older checkouts call it ``groups``.
         in_flight = list(scheduler.in_flight if hasattr(scheduler, "in_flight") else scheduler.groups)
         assert len(in_flight) == len(asked)

@@ -127,7 +127,7 @@ def full_run(model: Any, prompt: int, new: int) -> Row:
     asked = requests(2, prompt, n=2560, max_new_tokens=new, temperature=1.0)
     engine = make_engine(model, asked)
     left: list[int] = []
-    engine.on_step = lambda tokens: left.append(torch.cuda.mem_get_info()[0])
+    engine.options["on_step"] = lambda tokens: left.append(torch.cuda.mem_get_info()[0])
     samples = engine.run(asked)
     pool, report = engine.store.tree.allocator.num_pages, engine.report
     pool_bytes = pool * engine.store.tree.page_size * engine.store.pool.spec.bytes_per_token

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.runner import Row, Run, arguments, spread, wall_seconds
+from prefixkit.engine.call import Call
 from prefixkit.engine.memory import pages_needed
 from prefixkit.engine.request import Request
 from prefixkit.engine.scheduler import Scheduler
@@ -82,7 +83,7 @@ def measure_admission(run: Run, rng: np.random.Generator, repeats: int) -> None:
         times: dict[str, list[float]] = {name: [] for name in ("size", "submit", "admit", "retire")}
         for _ in range(repeats):
             pool = KVPool(KVSpec(1, 1, 1), pages_needed(requests, 16, most_running=count), 16)
-            scheduler = Scheduler(KVStore(pool))
+            scheduler = Scheduler(KVStore(pool), Call())
             times["size"] += wall_seconds(lambda to=requests: pages_needed(to, 16))
             times["submit"] += wall_seconds(lambda to=scheduler, given=requests: to.submit(given))
             times["admit"] += wall_seconds(lambda to=scheduler: to.admit(0))

@@ -19,7 +19,7 @@ from prefixkit.session.requests import (
     scored_tokens,
 )
 from prefixkit.session.session import Result, run
-from prefixkit.session.session_memory import check_length
+from prefixkit.session.session_memory import call_of, check_length
 
 
 def generate(
@@ -32,7 +32,7 @@ def generate(
     page_size: int = 16,
     prefill_chunk: int | None = None,
     compiled: bool = False,
-    keep: bool = True,
+    return_samples: bool = True,
     on_sample: Callable[[Sample], None] | None = None,
     on_token: Callable[[TokenEvent], None] | None = None,
     on_step: Callable[[int], None] | None = None,
@@ -68,8 +68,8 @@ def generate(
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         compiled: On a GPU, decode through torch.compile: steps are a fifth to a third shorter, after some seconds of
             compiling, once for each model; less where torch finds the result in its cache on disk.
-        keep: Whether the result holds the samples.  False gives them to ``on_sample`` only, so that memory does not
-            grow with what has finished.
+        return_samples: Whether the result holds the samples.  False gives them to ``on_sample`` only, so that memory
+            does not grow with what has finished.
         on_sample: Called with each sample as it finishes.
         on_token: Called with each token as it is sampled, which takes the host some time for each.
         on_step: Called after each step with how many tokens it sampled: for progress, at next to no cost.
@@ -77,8 +77,8 @@ def generate(
             per prompt, and ``stop`` one string.
 
     Returns:
-        The samples, if they are kept, and a report.  Each sample's ``logprobs`` are those of the model itself, before
-        temperature and filters.
+        The samples, if ``return_samples``, and a report.  Each sample's ``logprobs`` are those of the model itself,
+        before temperature and filters.
 
     Raises:
         NotPatched: the model is not patched.
@@ -91,8 +91,7 @@ def generate(
     engine = make_engine(
         facts, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk, compiled=compiled
     )
-    engine.listen(keep, on_sample, on_token, on_step)
-    return run(engine, facts, tokenizer, requests)
+    return run(engine, call_of(facts, tokenizer, requests, return_samples, on_sample, on_token, on_step), requests)
 
 
 def beam_search(
@@ -128,8 +127,7 @@ def beam_search(
     facts = patched_facts(model)
     requests = beam_requests(facts, tokenizer, prompts, params, fields)
     engine = make_engine(facts, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
-    engine.listen(on_sample=on_sample)
-    return run(engine, facts, tokenizer, requests)
+    return run(engine, call_of(facts, tokenizer, requests, True, on_sample), requests)
 
 
 def score(

@@ -57,7 +57,7 @@ def real(path: Path, disturb: random.Random | None = None, part: Part | None = N
     session = prefixkit.Session(model, ByteTokenizer(), kv_budget="8MiB", most_running=running)
 
     def sampler(requests, give):
-        return session.run(requests, keep=False, on_sample=give).report
+        return session.run(requests, return_samples=False, on_sample=give).report
 
     run_campaign(folder_of(path, tokens), tokens, [params] * 8, Goal(0, [n] * 8, part or Part()), sampler)
 

@@ -24,9 +24,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from prefixkit.engine.page_needs import pages_per_run  # noqa: E402
 from prefixkit.engine.policy import MemoryPolicy  # noqa: E402
 from prefixkit.engine.request import BeamParams, Request  # noqa: E402
-from prefixkit.engine.scheduler import pages_per_unit  # noqa: E402
 from prefixkit.sampling.params import SamplingParams  # noqa: E402
 from prefixkit.tree.pages import pages_for  # noqa: E402
 
@@ -69,7 +69,7 @@ def beams(steps: int, seed: int) -> None:
             Request(i, *each) for i, each in enumerate(zip(prompts_of(at, SEARCHES, VOCAB), params, strict=True))
         ]
         page_size = int(rng.choice([1, 4, 16]))
-        most = max(pages_for(len(one.tokens), page_size) + pages_per_unit(one.params, page_size) for one in requests)
+        most = max(pages_for(len(one.tokens), page_size) + pages_per_run(one.params, page_size) for one in requests)
         policy = MemoryPolicy(preemption="swap" if at % 2 else "recompute", headroom=int(rng.choice([0, 1, 8])))
         engine, _ = make_engine(
             most, page_size, policy=policy

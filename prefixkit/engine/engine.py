@@ -4,26 +4,215 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.engine.call import Call
+from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.policy import MemoryPolicy
-from prefixkit.engine.preemption import Preemption
-from prefixkit.engine.request import Request, Sample, TokenEvent
-from prefixkit.engine.run_set import RunSet
+from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.running import RunningBatch
-from prefixkit.engine.runs.beam_run import BeamRun
-from prefixkit.engine.runs.detokenizer import Detokenizer
-from prefixkit.engine.runs.sample_run import SampleRun
-from prefixkit.engine.scheduler import RequestState, Scheduler, check_fits
+from prefixkit.engine.runs.run import Run
+from prefixkit.engine.scheduler import Scheduler
 from prefixkit.engine.score import Score, score
-from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Runner
 from prefixkit.sampling.params import as_integer
+from prefixkit.tree.eviction import PrefixCache
+
+
+class Engine:
+    """Samples and searches many sequences over one KV store, a call at a time.
+
+    Args:
+        runner: Runs steps, and samples from logits.
+        store: Where KV lives; no other call uses it meanwhile.
+        prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
+        most_running: Samples, or beam searches, that run at once at most; the rest wait.
+        retain_samples: Whether the KV of finished samples is retained in the prefix cache, as that of prompts is.
+        policy: What happens where KV does not fit.
+
+    Raises:
+        ValueError, TypeError: one of the numbers is below 1, or no integer.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: KVStore,
+        *,
+        prefill_chunk: int = 1024,
+        most_running: int = sys.maxsize,
+        retain_samples: bool = False,
+        policy: MemoryPolicy | None = None,
+    ) -> None:
+        self.prefill_chunk, self.most_running = checked_limits(prefill_chunk, most_running)
+        self.runner, self.store = runner, store
+        self.retain_samples, self.policy = retain_samples, MemoryPolicy() if policy is None else policy
+
+    def run(self, requests: Iterable[Request], call: Call | None = None) -> list[Sample]:
+        """Run requests to their end and return their samples, if the call does, by prompt, then index.
+
+        Raises:
+            KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
+        """
+        call = Call() if call is None else call
+        finished = [sample for sample in self.stream(requests, call) if call.return_samples]
+        return sorted(finished, key=lambda sample: (sample.prompt_index, sample.index))
+
+    def stream(self, requests: Iterable[Request], call: Call | None = None) -> Iterator[Sample]:
+        """Run requests to their end, and give each sample as it finishes.
+
+        Raises:
+            KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
+        """
+        requests = list(requests)
+        check_fits(requests, self.store.budget())
+        loop = self.loop(Call() if call is None else call)
+        try:
+            loop.start(requests)
+            while not loop.scheduler.idle:
+                yield from loop.step()
+        except KeyboardInterrupt:
+            self.store.restart()  # what it left of the tree may not be fit for releasing
+            raise
+        finally:
+            loop.end()
+
+    def loop(self, call: Call) -> Loop:
+        """A call that has not started."""
+        return Loop(self, call)
+
+    def score(
+        self,
+        prompts: Ordered[NDArray[np.int32]],
+        continuations: Ordered[Ordered[NDArray[np.int32]]],
+        vocab: int,
+        call: Call | None = None,
+    ) -> list[list[Score]]:
+        """The score of each continuation of each prompt; see ``engine/score.py``."""
+        report, began, cache = (Call() if call is None else call).report, time.perf_counter(), self.store.cache
+        self.runner.start_call()
+        report.start(lambda: {**counters_of(self.runner), **counters_of_cache(cache)})
+        try:
+            return score(
+                self.runner,
+                self.store,
+                prompts,
+                continuations,
+                prefill_chunk=self.prefill_chunk,
+                vocab=vocab,
+                report=report,
+            )
+        except KeyboardInterrupt:
+            self.store.restart()
+            raise
+        finally:
+            report.seconds += time.perf_counter() - began
+            report.end()
+
+
+class Loop:
+    """One call over an engine's store, from its requests to their last samples.
+
+    Args:
+        engine: Whose runner and store it uses, alone.
+        call: What comes with the call.
+
+    Attributes:
+        scheduler: What waits and what runs.
+    """
+
+    def __init__(self, engine: Engine, call: Call) -> None:
+        self.engine, self.call, self.store, self.runner = engine, call, engine.store, engine.runner
+        self.scheduler = Scheduler(self.store, call, engine.prefill_chunk, engine.most_running, engine.policy)
+        self._tree, self._cache = self.store.tree, self.store.cache  # an interrupt gives the store others
+        self._running: RunningBatch | None = None
+        self._ended: RunningBatch | None = None  # not yet reported
+        self._finished: list[Sample] = []  # by the step under way
+
+    def start(self, requests: list[Request]) -> None:
+        """Start the call with requests that :func:`check_fits` has passed."""
+        self.runner.start_call()
+        self.call.report.start(self._counters)
+        self.scheduler.submit(requests)
+        self.call.report.prompts += len(requests)
+
+    def step(self) -> list[Sample]:
+        """Schedule what runs next if nothing is running, launch, and commit; returns the samples that ended."""
+        began, self._finished = time.perf_counter(), []
+        try:
+            if self._running is None and (scheduled := self.scheduler.next()) is not None:
+                self._running = RunningBatch(self._tree, self.runner, scheduled, self.call)
+            if self._running is not None:
+                self._step(self._running, began)
+        finally:
+            self.call.report.seconds += time.perf_counter() - began
+        return self._finished
+
+    def end(self) -> None:
+        """Give every page back, and end the report; after all requests there is nothing left to give but reserves."""
+        if self.store.tree is self._tree:
+            self._drop_ended()
+            self.scheduler.close()
+        self.call.report.graph_bytes = self.runner.graph_bytes
+        self.call.report.end()
+
+    def _step(self, running: RunningBatch, began: float) -> None:
+        running.launch_ahead()
+        self._report_ended()  # while the device is at work
+        self.scheduler.compact_in_time()
+        running.read(self._finish)
+        if running.done(self.scheduler.had_waiting):
+            running.commit(self._finish)
+            self._running, self._ended = None, running
+            self.scheduler.drop_ended()
+        seconds = time.perf_counter() - began
+        self.scheduler.steps += 1
+        if running.decodes:
+            self.call.report.seconds_in_decode += seconds
+        elif running.steps:
+            self.scheduler.preemption.computing.add(running.rows_run, seconds)
+
+    def _finish(self, run: Run, samples: list[Sample]) -> None:
+        """Take a run that has ended out of the tree, count its samples, and hand them out."""
+        run.leave(self.store, samples, self.engine.retain_samples)
+        report = self.call.report
+        report.tokens_plain_batch += run.tokens_of_plain_batch(samples)
+        report.samples += len(samples)
+        report.new_tokens += sum(len(sample.tokens) for sample in samples)
+        self.scheduler.finish(run)
+        if self.call.return_samples:
+            self._finished += samples
+        if self.call.on_sample is not None:
+            for sample in samples:
+                self.call.on_sample(sample)
+
+    def _drop_ended(self) -> None:
+        if self._running is not None:
+            self._running, self._ended = None, self._running
+            self.scheduler.drop_ended()
+        self._report_ended()
+
+    def _report_ended(self) -> None:
+        """Count the batch that ended last."""
+        if self._ended is not None:
+            self.call.report.add_batch(self._ended.counts, self.store.pool.spec.bytes_per_token)
+            self._ended = None
+
+    def _counters(self) -> dict[str, float]:
+        preemption = self.scheduler.preemption
+        return {
+            **counters_of(self.runner),
+            **counters_of_cache(self._cache),
+            "preempted_swapped": preemption.swapped,
+            "preempted_recomputed": preemption.recomputed,
+            "kv_bytes_copied": self.scheduler.bytes_copied,
+            "kv_bytes_swapped": preemption.bytes_swapped,
+        }
 
 
 def checked_limits(prefill_chunk: int, most_running: int) -> tuple[int, int]:
@@ -34,197 +223,20 @@ def checked_limits(prefill_chunk: int, most_running: int) -> tuple[int, int]:
     )
 
 
-class Engine:
-    """Samples and searches many sequences over one prefix tree.
+def counters_of(runner: Runner) -> dict[str, float]:
+    """Cumulative counters of a runner, by the fields of a report."""
+    return {
+        "plans": runner.plans_made,
+        "graph_steps": runner.graph_steps,
+        "captures": runner.captures,
+        "seconds_capturing": runner.seconds_capturing,
+    }
 
-    Args:
-        runner: Runs steps, and samples from logits.
-        store: Where KV lives; no other call uses it meanwhile.
-        detokenizer: Makes the text of samples; needed for stop strings and ``Sample.text``.
-        prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
-        most_running: Samples, or beam searches, that run at once at most; the rest wait.
-        keep_samples: Whether the KV of finished samples stays in the prefix cache, as that of prompts does.
-        policy: What happens where KV does not fit.
-    """
 
-    def __init__(
-        self,
-        runner: Runner,
-        store: KVStore,
-        *,
-        detokenizer: Detokenizer | None = None,
-        prefill_chunk: int = 1024,
-        most_running: int = sys.maxsize,
-        keep_samples: bool = False,
-        policy: MemoryPolicy | None = None,
-    ) -> None:
-        self.prefill_chunk, self.most_running = checked_limits(prefill_chunk, most_running)
-        self.runner, self.store = runner, store
-        self.keep_samples, self.policy = keep_samples, MemoryPolicy() if policy is None else policy
-        self.report = Report()
-        self.listen()
-        self._start(Detokenizer() if detokenizer is None else detokenizer)
-
-    def listen(
-        self,
-        keep: bool = True,
-        on_sample: Callable[[Sample], None] | None = None,
-        on_token: Callable[[TokenEvent], None] | None = None,
-        on_step: Callable[[int], None] | None = None,
-    ) -> None:
-        """Say where the samples of the next run go; see :func:`prefixkit.generate`."""
-        if on_sample is None and not keep:
-            raise ValueError("keep=False drops every sample; pass on_sample to take them, or leave keep out")
-        for name, listener in (("on_sample", on_sample), ("on_token", on_token), ("on_step", on_step)):
-            if listener is not None and not callable(listener):
-                raise TypeError(f"{name} must be a function, got {type(listener).__name__} {listener!r}")
-        self.keep, self.on_sample, self.on_token, self.on_step = keep, on_sample, on_token, on_step
-
-    def restart(self) -> None:
-        """Start with a new tree: an interrupt may have left this one half changed, and what ran is dropped."""
-        self.store.restart()
-        self._start(self.runs.detokenizer)
-
-    def _start(self, detokenizer: Detokenizer) -> None:
-        self._running: RunningBatch | None = None
-        self._ended: RunningBatch | None = None  # not yet reported
-        self.preemption = Preemption(self.store, self.policy)
-        self.scheduler = Scheduler(self.store, self.most_running, self.policy)
-        self.runs = RunSet(self.scheduler, self.preemption, detokenizer, self.prefill_chunk)
-
-    def score(
-        self, prompts: Ordered[NDArray[np.int32]], continuations: Ordered[Ordered[NDArray[np.int32]]], vocab: int
-    ) -> list[list[Score]]:
-        """The score of each continuation of each prompt, while nothing runs; see ``engine/score.py``."""
-        self.runner.start_call()
-        self.report.begin(self.runner, self.runs)
-        began, given = time.perf_counter(), (self.runner, self.store, prompts, continuations)
-        try:
-            return score(*given, prefill_chunk=self.prefill_chunk, vocab=vocab, report=self.report)
-        except KeyboardInterrupt:
-            self.restart()
-            raise
-        finally:
-            self.report.seconds += time.perf_counter() - began
-            self.report.end()
-
-    def run(self, requests: Iterable[Request]) -> list[Sample]:
-        """Run requests to their end and return their samples, if they are kept, by prompt, then index.
-
-        Raises:
-            KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
-        """
-        finished = [sample for sample in self.stream(requests) if self.keep]
-        return sorted(finished, key=lambda sample: (sample.prompt_index, sample.index))
-
-    def stream(self, requests: Iterable[Request]) -> Iterator[Sample]:
-        """Run requests to their end, and give each sample as it finishes.
-
-        Raises:
-            KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
-        """
-        requests = list(requests)
-        check_fits(requests, self.store.budget())
-        try:
-            yield from self._steps(requests)
-        except KeyboardInterrupt:
-            self.restart()
-            raise
-
-    def _steps(self, requests: list[Request]) -> Iterator[Sample]:
-        """Step until nothing is left, and give every page back, whatever happens."""
-        interrupted = False
-        try:
-            self.runner.start_call()
-            self.report.begin(self.runner, self.runs)
-            self.scheduler.submit(requests)
-            self.report.prompts += len(requests)
-            while not self.scheduler.idle:
-                began = time.perf_counter()
-                try:
-                    finished = self.step()
-                finally:
-                    self.report.seconds += time.perf_counter() - began
-                yield from finished
-            self.report.graph_bytes = self.runner.graph_bytes
-        except KeyboardInterrupt:
-            interrupted = True  # what it left of the tree may not be fit for releasing
-            raise
-        finally:
-            if not interrupted:
-                self._release_all()
-            self.report.end()
-
-    def step(self) -> list[Sample]:
-        """Schedule what runs next if nothing is running, launch, and commit; returns the samples that ended."""
-        if self._running is None and (scheduled := self.runs.next()) is not None:
-            self._running = RunningBatch(self.store.tree, self.runner, scheduled, self.on_token, self.on_step)
-        running, finished, began = self._running, list[Sample](), time.perf_counter()
-
-        def give(run: SampleRun | BeamRun, samples: list[Sample]) -> None:
-            if isinstance(run, SampleRun):
-                self._leave(run, samples[0])
-                rows, steps = 1, len(samples[0].tokens)
-            else:
-                rows, steps = run.search.params.num_beams, run.steps
-            self.report.tokens_plain_batch += rows * (len(run.state.request.tokens) + steps - 1)
-            self._finish(run.state, samples)
-            finished.extend(samples if self.keep else ())
-
-        if running is not None:
-            running.launch()
-            self._count()  # while the device is at work
-            self.runs.compact_in_time()
-            running.take(give)
-            if running.done(self.runs.waits):
-                running.commit(give)
-                self._end(running)
-            seconds = time.perf_counter() - began
-            self.scheduler.steps += 1
-            if running.decodes:
-                self.report.seconds_in_decode += seconds
-            elif running.steps:
-                self.preemption.computing.add(running.rows_run, seconds)
-        return finished
-
-    def _leave(self, run: SampleRun, sample: Sample) -> None:
-        """Take a finished sample's sequence out of the tree; its KV may stay in the prefix cache."""
-        sequence = run.sequence
-        if not self.keep_samples:
-            return self.store.tree.release(sequence)
-        known = sequence.length - len(run.state.request.tokens)
-        if more := sample.tokens[known:-1]:
-            self.store.tree.extend(sequence, more)
-        self.store.tree.mark_computed([sequence.node], [sequence.node.length])
-        self.store.retain(sequence)
-
-    def _finish(self, state: RequestState, samples: list[Sample]) -> None:
-        """Count samples that have ended, retire their request after the last, and hand them out."""
-        state.finished += 1
-        state.running -= 1
-        self.report.samples += len(samples)
-        for sample in samples:
-            self.report.new_tokens += len(sample.tokens)
-        if state.finished == state.wanted:
-            self.scheduler.retire(state)
-        if self.on_sample is not None:
-            for sample in samples:
-                self.on_sample(sample)
-
-    def _end(self, running: RunningBatch) -> None:
-        """The tree holds the batch's tokens: forget what has ended."""
-        self._running, self._ended = None, running
-        self.runs.drop_ended()
-
-    def _count(self) -> None:
-        """Report the batch that ended last."""
-        if self._ended is not None:
-            self.report.count(self._ended, self.store.pool.spec.bytes_per_token)
-            self._ended = None
-
-    def _release_all(self) -> None:
-        """Give every page back; after a run to the end there is nothing left to give but the tree's own."""
-        if self._running is not None:
-            self._end(self._running)
-        self._count()
-        self.runs.clear()
+def counters_of_cache(cache: PrefixCache) -> dict[str, float]:
+    """Cumulative counters of a prefix cache, by the fields of a report."""
+    return {
+        "prompt_tokens": cache.tokens_queried,
+        "prompt_tokens_found": cache.tokens_hit,
+        "tokens_evicted": cache.tokens_evicted,
+    }

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from prefixkit.attention.capacity import MOST_PARTIAL_BYTES
-from prefixkit.engine.request import BeamParams, Request
-from prefixkit.engine.scheduler import admission_order, pages_per_unit
+from prefixkit.engine.page_needs import pages_per_run
+from prefixkit.engine.request import Request
+from prefixkit.engine.waiting_queue import admission_order
 from prefixkit.kv.limits import call_pages
 from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.tree.pages import pages_for
@@ -51,17 +52,17 @@ def pool_pages(
 
 def pages_needed(requests: Sequence[Request], page_size: int, most_running: int = MOST_RUNNING) -> int:
     """Pages of all requests at once at most, what they share counted once, while so many samples run at a time."""
-    prompts = samples = units = largest = 0
+    prompts = samples = runs = largest = 0
     before = np.empty(0, np.int32)
     for request in admission_order(
         requests
     ):  # what a prompt shares with any before it, it shares with the last of them
         prompts += pages_for(len(request.tokens) - common_prefix(before, request.tokens), page_size)
-        unit, count = pages_per_unit(request.params, page_size), len(request.sample_indices)
-        unit *= _BEAMS_PAGES if isinstance(request.params, BeamParams) else 1
-        samples, units, largest = samples + count * unit, units + count, max(largest, unit)
+        pages, count = pages_per_run(request.params, page_size), len(request.sample_indices)
+        pages *= _BEAMS_PAGES if request.params.forks else 1
+        samples, runs, largest = samples + count * pages, runs + count, max(largest, pages)
         before = request.tokens
-    return prompts + (samples if units <= most_running else min(samples, most_running * largest))
+    return prompts + (samples if runs <= most_running else min(samples, most_running * largest))
 
 
 def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_chunk: int) -> int:
@@ -87,4 +88,4 @@ def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_c
 
 
 def _rows(request: Request) -> int:
-    return request.params.num_beams if isinstance(request.params, BeamParams) else len(request.sample_indices)
+    return len(request.sample_indices) * request.params.sequences_per_run

@@ -13,18 +13,17 @@ from torch import Tensor
 
 from prefixkit.attention.queries import decode_tree
 from prefixkit.attention.uncomputed import choose_queries, tokens_of
-from prefixkit.engine.runs.beam_run import BeamRun
-from prefixkit.engine.runs.sample_run import SampleRun
-from prefixkit.engine.scheduler import RequestState
-from prefixkit.runners.batch import Batch, Sampling
-from prefixkit.sampling.specification import GREEDY, SamplingBatch
+from prefixkit.engine.request_state import RequestState
+from prefixkit.engine.runs.run import Run
+from prefixkit.runners.batch import Batch, Outputs, Sampling
+from prefixkit.sampling.specification import SamplingBatch
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
 
-# A sequence that gets its next token, and the sample or the beam search that it belongs to.
-Row = tuple[TreeSequence, SampleRun | BeamRun]
+# A sequence that gets its next token, and the run that it belongs to.
+Row = tuple[TreeSequence, Run]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +36,7 @@ class Scheduled:
         batch: The step that runs; None where the logits are known.
         logits: These, ``[rows, vocab]``.
         nodes: The nodes whose tokens run.
-        prompts: The requests whose logits come back, in the order of ``batch.prompts``.
+        prompts: The requests whose logits come back, in the order of ``batch.outputs.logits``.
         pipelined: Whether such steps may follow one another before their tokens are read.
         most_steps: How many of them there are pages for.
     """
@@ -92,7 +91,7 @@ def next_step(
     if not (prompts or computing) and _decodes(snapshot, leaves):
         own = [sequence.node for sequence, _ in rows]
         tokens = np.array([node.last_token for node in own], np.int32)
-        batch = Batch(decode_tree(snapshot, leaves), tokens, np.arange(len(rows)), _NO_ROWS, sampling, steps)
+        batch = Batch(decode_tree(snapshot, leaves), tokens, Outputs(np.arange(len(rows)), sampling), steps)
         return Scheduled(rows, sampling, batch, nodes=own, pipelined=pipelined, most_steps=most_steps)
     asking = np.array([state.sequence.node.index for state in prompts], dtype=np.int64)
     step = choose_queries(snapshot, leaves, asking, prefill_chunk)
@@ -101,7 +100,8 @@ def next_step(
     queries, row_of = step.queries, step.last_rows()
     running = [nodes[node] for node in queries.node.tolist()]
     computed = np.flatnonzero(row_of[asking] >= 0)
-    batch = Batch(step, tokens_of(queries, nodes), row_of[leaves], row_of[asking[computed]], sampling, steps)
+    outputs = Outputs(row_of[leaves], sampling, logits=row_of[asking[computed]])
+    batch = Batch(step, tokens_of(queries, nodes), outputs, steps)
     asked = [prompts[i] for i in computed.tolist()]
     return Scheduled(rows, sampling, batch, nodes=running, prompts=asked, pipelined=pipelined, most_steps=most_steps)
 
@@ -125,9 +125,6 @@ def _horizon(tree: PrefixTree, leaves: list[Node], left: NDArray[np.int64]) -> i
     return least
 
 
-_NONE, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.int64)
-
-
 def _decodes(snapshot: TreeSnapshot, leaves: Ints) -> bool:
     """Whether all that is uncomputed are the last tokens of these nodes, ascending, of each one."""
     uncomputed = snapshot.length - snapshot.computed
@@ -135,20 +132,19 @@ def _decodes(snapshot: TreeSnapshot, leaves: Ints) -> bool:
 
 
 def _sampling(rows: list[Row]) -> Sampling:
-    top = max((run.top for run in {run for _, run in rows if isinstance(run, BeamRun)}), default=0)
-    samples = [run if isinstance(run, SampleRun) else None for _, run in rows]
-    if not any(samples):
-        zeros = np.zeros(len(rows), np.int64)
-        return Sampling(SamplingBatch([GREEDY] * len(rows), zeros.astype(np.uint64), zeros, [_NONE] * len(rows)), top)
-    keys = np.array([0 if run is None else run.key for run in samples], np.uint64)
-    steps = np.array([0 if run is None else len(run.tokens) for run in samples], np.int64)
-    histories = [_NONE if run is None else run.history() for run in samples]
-    batch = SamplingBatch([GREEDY if run is None else run.params for run in samples], keys, steps, histories)
-    processed = [(i, run) for i, run in enumerate(samples) if run is not None and run.processor is not None]
+    by_run = {run: run.row_sampling() for run in dict.fromkeys(run for _, run in rows)}
+    each = [by_run[run] for _, run in rows]
+    batch = SamplingBatch(
+        [one.params for one in each],
+        np.array([one.key for one in each], np.uint64),
+        np.array([one.step for one in each], np.int64),
+        [one.history for one in each],
+    )
+    processed = [(i, one.process) for i, one in enumerate(each) if one.process is not None]
 
     def process(logits: Tensor) -> Tensor:
-        for i, run in processed:
-            logits[i] = run.processed(logits[i])
+        for i, processor in processed:
+            logits[i] = processor(logits[i])
         return logits
 
-    return Sampling(batch, top, process if processed else None)
+    return Sampling(batch, max((one.top for one in each), default=0), process if processed else None)

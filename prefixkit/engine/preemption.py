@@ -16,15 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.engine.policy import MemoryPolicy
-from prefixkit.engine.runs.beam_run import BeamRun
-from prefixkit.engine.runs.sample_run import SampleRun
+from prefixkit.engine.runs.run import Run
 from prefixkit.kv.store import KVStore
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import Sequence as TreeSequence
 
 log = logging.getLogger("prefixkit")
-
-Run = SampleRun | BeamRun
 
 # Until something was measured: what PCIe 4 copies, and a prompt of a model of some billion weights.
 _BYTES_PER_SECOND, _TOKENS_PER_SECOND = 16e9, 10e3
@@ -82,7 +79,7 @@ class Preemption:
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    def suspend(self, runs: Iterable[Run]) -> None:
+    def preempt(self, runs: Iterable[Run]) -> None:
         """Take runs out of the tree, those of one request together.
 
         Where nothing else holds the end of their prompt, that goes to host memory with them: it may be evicted, and a
@@ -123,24 +120,24 @@ class Preemption:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def resume(self, run: Run, beside: int, back: int) -> bool:
+    def resume(self, run: Run, lookahead: int, own_pages: int) -> bool:
         """Bring a run back into the tree, if there are pages for it; else only evict.
 
         Its last token is uncomputed then, and joins the tree once all before it has KV.
 
         Args:
-            run: What was suspended.
-            beside: Pages that others may take with their next tokens.
-            back: Pages that it may take itself, if it shares none of its tokens.
+            run: What was preempted.
+            lookahead: Pages that others may take with their next tokens.
+            own_pages: Pages that it may take itself, if it shares none of its tokens.
         """
         store, tree = self.store, self.store.tree
         prompt = run.state.request.tokens
         own = [np.concatenate((prompt, np.array(tokens[:-1], np.int32))) for tokens in run.token_lists]
-        if not store.fits(own, beside + back):
+        if not store.fits(own, lookahead + own_pages):
             return False
         run.resume([tree.insert(tokens) for tokens in own])
         # Sequences that found the same tokens in the tree take pages of their own from there on.
-        if not store.cache.free_pages(beside + run.growth(tree, self.policy.longest)):
+        if not store.cache.free_pages(lookahead + run.lookahead_pages(tree, self.policy.longest)):
             for sequence in run.sequences:
                 tree.release(sequence)
             return False
@@ -153,7 +150,7 @@ class Preemption:
         self.swapped, self.recomputed = self.swapped - lost, self.recomputed + lost
         return True
 
-    def forget(self) -> None:
+    def free_swap_space(self) -> None:
         """Give the host memory back."""
         self._held.clear()
 

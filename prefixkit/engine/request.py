@@ -39,6 +39,14 @@ class BeamParams:
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] | None = None
 
+    forks = True  # whether sequences of a run part
+    runs = 1  # of one prompt: the search
+
+    @property
+    def sequences_per_run(self) -> int:
+        """Sequences that a search grows at once, at most."""
+        return self.num_beams
+
     def __post_init__(self) -> None:
         fields: dict[str, object] = {
             "num_beams": as_integer("num_beams", self.num_beams, 1, "keep at least one beam"),
@@ -126,7 +134,7 @@ class Request:
 
     def _checked_indices(self, where: str) -> Sequence[int]:
         given = self.indices
-        if isinstance(self.params, BeamParams):
+        if self.params.forks:
             raise ValueError(f"{where}: indices are of samples, and beams have none; leave them out")
         if isinstance(given, range) and given and given.start >= 0 and given.step > 0:
             return given
@@ -143,7 +151,7 @@ class Request:
         """The indices of the samples that are wanted; 0 alone for a beam search."""
         if self.indices is not None:
             return self.indices
-        return range(self.params.n if isinstance(self.params, SamplingParams) else 1)
+        return range(self.params.runs)
 
 
 @dataclass(frozen=True)

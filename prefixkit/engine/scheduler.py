@@ -1,177 +1,80 @@
-"""Admission: prompts wait until there are pages for what they need now.
+"""What waits, what runs, and what comes next: admission, preemption, and the start of runs.
 
-Nothing here runs a model.  What runs may grow beyond the pool later: then the request admitted last is preempted
-(`prefixkit.engine.preemption`), and waits again.
+Nothing here runs a model.  Prompts wait until there are pages for what they need now.  What runs may grow beyond the
+store later: then the request admitted last is preempted (`prefixkit.engine.preemption`), and waits again.
 """
 
 from __future__ import annotations
 
-import heapq
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 from torch import Tensor
 
+from prefixkit.engine.call import Call
+from prefixkit.engine.next_step import Row, Scheduled, first_tokens, next_step
+from prefixkit.engine.page_needs import lookahead_pages
 from prefixkit.engine.policy import MemoryPolicy
-from prefixkit.engine.request import BeamParams, Request
-from prefixkit.kv.budget import Budget
+from prefixkit.engine.preemption import Preemption
+from prefixkit.engine.request import Request
+from prefixkit.engine.request_state import RequestState
+from prefixkit.engine.runs.beam_run import BeamRun
+from prefixkit.engine.runs.run import Run
+from prefixkit.engine.runs.sample_run import SampleRun
+from prefixkit.engine.waiting_queue import WaitingQueue, admission_order
 from prefixkit.kv.store import KVStore
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import Sequence
 
+COMPACT_EVERY = 16  # steps of beams: in so many the tree of a search gets about five nodes deeper
 
-@dataclass(eq=False, slots=True)
-class RequestState:
-    """A request from its submission to its last sample.
-
-    Attributes:
-        request: What is asked.
-        order: Its place among all requests ever submitted.
-        waits_since: The step at which it was submitted, or preempted.
-        prompt: Its prompt in the tree, while it is in flight.
-        started, finished: How many of its samples, or beam searches, have started and finished.
-        running: How many are running.
-        suspended: Those that were preempted, in the order in which they started.
-        first_logits: ``[vocab]`` the logits after the prompt's last token, while it is in flight.
-    """
-
-    request: Request
-    order: int
-    waits_since: int = 0
-    prompt: Sequence | None = None
-    started: int = 0
-    finished: int = 0
-    running: int = 0
-    suspended: list[Any] = field(default_factory=list)
-    first_logits: Tensor | None = None
-
-    @property
-    def sequence(self) -> Sequence:
-        """Its prompt's, while it is in flight."""
-        assert self.prompt is not None, "it waits"
-        return self.prompt
-
-    @property
-    def wanted(self) -> int:
-        """How many samples it has; a beam search is one."""
-        return len(self.request.sample_indices)
-
-    @property
-    def wants_logits(self) -> bool:
-        """Whether samples are to start for which its prompt's logits are missing."""
-        return self.first_logits is None and self.started < self.wanted
-
-    @property
-    def ready(self) -> bool:
-        """Whether a sample could start, or go on, if there were pages for it."""
-        return bool(self.suspended) or (self.started < self.wanted and self.first_logits is not None)
-
-    @property
-    def waits(self) -> bool:
-        """Whether some of its samples are not running yet, or no longer."""
-        return bool(self.suspended) or self.started < self.wanted
+# What runs for a request, by whether its sequences fork.
+RUNS: dict[bool, type[Run]] = {False: SampleRun, True: BeamRun}
 
 
-def pages_per_unit(params: SamplingParams | BeamParams, page_size: int) -> int:
-    """Pages that one sample, or one beam search, needs beyond its prompt to run to its end.
-
-    The last token sampled needs no KV.  Beams fork at any token, and each fork may start a fresh page; but a search
-    that runs out of pages is preempted, and each of its beams comes back on pages that are full but for the last.
-    Beside them it then needs pages for the tokens that join the tree at once, and for the next ones.
-    """
-    tokens = params.max_new_tokens - 1
-    if isinstance(params, BeamParams):
-        return params.num_beams * min(tokens, pages_for(tokens, page_size) + 2)
-    return pages_for(tokens, page_size)
-
-
-def check_fits(requests: Iterable[Request], budget: Budget) -> None:
-    """Raise KVBudgetTooSmall, before anything starts, if some request cannot run to its end even alone."""
-    for request in requests:
-        unit = pages_per_unit(request.params, budget.tree.page_size)
-        if pages := budget.pages_lacking(request.tokens, unit):
-            what = f"{len(request.tokens)} prompt tokens, max_new_tokens={request.params.max_new_tokens}"
-            beams = " or num_beams" if isinstance(request.params, BeamParams) else ""
-            one = f"one sequence of prompt {request.prompt_index} ({what})"
-            raise budget.error(one, pages, f"lower max_new_tokens{beams}")
-
-
-def growth_of(params: SamplingParams | BeamParams, page_size: int, tokens: int) -> int:
-    """Pages that a sample, or a search, may take with its next tokens, so many of each sequence."""
-    most = min(params.max_new_tokens - 1, tokens)
-    each = pages_for(most, page_size)
-    return params.num_beams * each if isinstance(params, BeamParams) else each
-
-
-def admission_order(requests: Iterable[Request]) -> list[Request]:
-    """Requests in lexicographic order of their tokens."""
-    # Big-endian bytes compare like the tokens themselves.
-    return sorted(requests, key=lambda request: (request.tokens.astype(">u4").tobytes(), request.prompt_index))
-
-
-class WaitingQueue:
-    """Requests that wait, by priority and by the step since which they wait.
-
-    A request that has left the queue stays in both heaps until it comes to their top.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[RequestState, int] = {}  # and the number of its entry
-        self._by_priority: list[tuple[int, int, int, RequestState]] = []
-        self._by_wait: list[tuple[int, int, int, RequestState]] = []
-        self._entries = count()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, state: RequestState) -> None:
-        """Queue a request."""
-        entry = self._waiting[state] = next(self._entries)
-        heapq.heappush(self._by_priority, (-state.request.priority, state.order, entry, state))
-        heapq.heappush(self._by_wait, (state.waits_since, state.order, entry, state))
-
-    def next(self, waiting_since: int) -> RequestState:
-        """The request that has waited longest, if it has for longer than since that step; else the most urgent one."""
-        longest = self._first(self._by_wait)
-        return longest if longest.waits_since < waiting_since else self._first(self._by_priority)
-
-    def remove(self, state: RequestState) -> None:
-        """A request waits no longer."""
-        del self._waiting[state]
-
-    def _first(self, heap: list[tuple[int, int, int, RequestState]]) -> RequestState:
-        while self._waiting.get(heap[0][3]) != heap[0][2]:
-            heapq.heappop(heap)
-        return heap[0][3]
-
-
-@dataclass(eq=False)
 class Scheduler:
-    """The queue of requests, and those in flight.
+    """The requests of a call: those that wait, and those in flight with their runs.
 
     Requests of a higher priority go first, then those submitted earlier; of one submission, in lexicographic order of
     their tokens: those that share a prefix follow each other.  One that has waited for more than the policy's
     ``patience`` goes before all others.  Results are independent of this order.
 
-    Attributes:
-        store: Where prompts are inserted.
+    Args:
+        store: Where prompts and runs live.
+        call: What comes with the call.
+        prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
         most_running: Samples, or beam searches, that run at once at most.
-        policy: How long requests wait, and for how many tokens there must be pages.
+        policy: How long requests wait, for how many tokens there must be pages, and what preemption does.
+
+    Attributes:
         steps: Steps so far.
+        queue: What waits.
+        in_flight: Requests whose prompts are in the tree, in the order of admission.
+        runs: What runs, in the order in which it started or came back.
+        preemption: Takes runs out of the tree and brings them back.
+        bytes_copied: KV copied within the pool so far.
     """
 
-    store: KVStore
-    most_running: int = sys.maxsize
-    policy: MemoryPolicy = field(default_factory=MemoryPolicy)
-    steps: int = 0
-    queue: WaitingQueue = field(default_factory=WaitingQueue)
-    in_flight: list[RequestState] = field(default_factory=list)
-    _orders: count[int] = field(default_factory=count)
-    _of_prompts: dict[int, RequestState] = field(default_factory=dict)  # those in flight, by their prompts' sequences
+    def __init__(
+        self,
+        store: KVStore,
+        call: Call,
+        prefill_chunk: int = 1024,
+        most_running: int = sys.maxsize,
+        policy: MemoryPolicy | None = None,
+    ) -> None:
+        self.store, self.call = store, call
+        self.prefill_chunk, self.most_running = prefill_chunk, most_running
+        self.policy = MemoryPolicy() if policy is None else policy
+        self.preemption = Preemption(store, self.policy)
+        self.queue, self.in_flight, self.runs = WaitingQueue(), list[RequestState](), list[Run]()
+        self.steps = self.bytes_copied = 0
+        self._has_waiting = False  # when the step under way was scheduled
+        self._orders = count()
+        self._of_prompts: dict[int, RequestState] = {}  # those in flight, by their prompts' sequences
+
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests that :func:`check_fits` has passed."""
@@ -180,88 +83,91 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
+        """Whether nothing waits and nothing is in flight."""
         return not self.queue and not self.in_flight
 
     @property
-    def waits(self) -> bool:
-        """Whether something waits for pages, or for a place among those that run."""
-        return bool(self.queue) or any(state.waits for state in self.in_flight)
+    def has_waiting(self) -> bool:
+        """Whether something waits for pages, or for a slot among those that run."""
+        return bool(self.queue) or any(state.has_waiting for state in self.in_flight)
 
     @property
-    def places(self) -> int:
-        """How many more samples may run."""
+    def had_waiting(self) -> bool:
+        """The same when the step under way was scheduled."""
+        return self._has_waiting
+
+    @property
+    def slots_left(self) -> int:
+        """How many more runs may run."""
         return max(0, self.most_running - sum(state.running for state in self.in_flight))
 
-    def growth(self) -> int:
-        """Pages for the first tokens of prompts in flight of which nothing runs yet."""
-        return sum(self.unit(state) for state in self.in_flight if not state.running)
-
-    def unit(self, state: RequestState) -> int:
-        """Pages for another sample's next tokens; of one that was preempted, for those that it has too."""
-        if not state.suspended:
-            return growth_of(state.request.params, self.store.tree.page_size, self.policy.longest)
-        own = sum(pages_for(len(tokens) - 1, self.store.tree.page_size) for tokens in state.suspended[0].token_lists)
-        return own + self.growth_back(state)
-
-    def growth_back(self, state: RequestState) -> int:
-        """Pages for the next tokens of the sample that comes back next, and for those that join the tree then."""
-        run, size = state.suspended[0], self.store.tree.page_size
-        following = min(run.tokens_left, self.policy.longest)
-        if isinstance(state.request.params, BeamParams):
-            return growth_of(state.request.params, size, following) + len(run.token_lists)
-        held = len(run.tokens) - 1
-        return pages_for(held + 1 + following, size) - pages_for(held, size)
-
-    def admit(self, growth: int) -> None:
-        """Insert waiting prompts until one does not fit.
-
-        Args:
-            growth: Pages that what runs may take with its next tokens.
-        """
-        places = self.places - sum(not state.running for state in self.in_flight)
-        growth += self.growth() if self.queue else 0
-        while self.queue and places > 0:
-            state = self.queue.next(self.steps - self.policy.patience)
-            if not self._insert(state, growth):
-                return
-            self.queue.remove(state)
-            places, growth = places - 1, growth + self.unit(state)
+    def finish(self, run: Run) -> None:
+        """Count a run that has ended; after its last one a request is retired."""
+        state = run.state
+        state.finished += 1
+        state.running -= 1
+        if state.finished == state.wanted:
+            self.retire(state)
 
     def retire(self, state: RequestState) -> None:
-        """A request has finished: its prompt stays in the prefix cache."""
+        """A request has finished: its prompt is retained in the prefix cache."""
         self.in_flight.remove(state)
-        self._keep(state)
-
-    def put_back(self, state: RequestState) -> None:
-        """Let a request wait again: its prompt stays in the prefix cache until its pages are needed."""
-        self.in_flight.remove(state)
-        self._keep(state)
-        state.waits_since = self.steps
-        self.queue.add(state)
-
-    def close(self) -> None:
-        """Release every prompt; what ran is the engine's to release."""
-        for state in self.in_flight:
-            self.store.tree.release(state.sequence)
-        self.in_flight.clear()
-        self._of_prompts.clear()
-        self.queue = WaitingQueue()
-
-    def _keep(self, state: RequestState) -> None:
         self._of_prompts.pop(state.sequence.id, None)
         self.store.retain(state.sequence)
         state.prompt = state.first_logits = None
 
-    def _insert(self, state: RequestState, growth: int) -> bool:
-        """Insert a prompt where it fits beside the growth of what runs; else the tree is only read."""
-        lookahead, alone = growth + self.unit(state), not self.in_flight
-        state.prompt = self.store.admit(state.request.tokens, lookahead, alone=alone)
-        if state.prompt is None:
-            return False
-        state.first_logits = self._known_logits(state.prompt)
-        self.in_flight.append(state)
-        self._of_prompts[state.prompt.id] = state
-        return True
+    def requeue(self, state: RequestState) -> None:
+        """Let a request wait again: its prompt stays in the prefix cache until its pages are needed."""
+        self.retire(state)
+        state.waiting_since = self.steps
+        self.queue.add(state)
+
+    def close(self) -> None:
+        """Drop all that runs and waits; what was retained of finished requests stays."""
+        for sequence in [sequence for run in self.runs for sequence in run.sequences]:
+            if sequence.tree is not None:  # a step that failed may have released it
+                self.store.tree.release(sequence)
+        for state in self.in_flight:
+            self.store.tree.release(state.sequence)
+        self.runs, self.queue = [], WaitingQueue()
+        self.in_flight.clear()
+        self._of_prompts.clear()
+        self.preemption.free_swap_space()
+
+    # -- admission -----------------------------------------------------------------------------------------------------
+
+    def admit(self, lookahead: int) -> None:
+        """Insert waiting prompts until one does not fit.
+
+        Args:
+            lookahead: Pages that what runs may take with its next tokens.
+        """
+        slots = self.slots_left - sum(not state.running for state in self.in_flight)
+        lookahead += self._pages_to_start() if self.queue else 0
+        while self.queue and slots > 0:
+            state = self.queue.next(self.steps - self.policy.patience)
+            pages = self._pages_of_next_run(state)
+            state.prompt = self.store.admit(state.request.tokens, lookahead + pages, alone=not self.in_flight)
+            if state.prompt is None:
+                return
+            state.first_logits = self._known_logits(state.prompt)
+            self.in_flight.append(state)
+            self._of_prompts[state.prompt.id] = state
+            self.queue.remove(state)
+            slots, lookahead = slots - 1, lookahead + pages
+
+    def _pages_to_start(self) -> int:
+        """Pages for the first tokens of prompts in flight of which nothing runs yet."""
+        return sum(self._pages_of_next_run(state) for state in self.in_flight if not state.running)
+
+    def _pages_of_next_run(self, state: RequestState) -> int:
+        """Pages for another run's next tokens; of one that was preempted, for those that it has too."""
+        size, tokens = self.store.tree.page_size, self.policy.longest
+        if not state.preempted:
+            return lookahead_pages(state.request.params, size, tokens)
+        run: Run = state.preempted[0]
+        own = sum(pages_for(len(chosen) - 1, size) for chosen in run.token_lists)
+        return own + run.pages_to_resume(size, tokens)
 
     def _known_logits(self, prompt: Sequence) -> Tensor | None:
         """The first logits of an equal prompt in flight, if they have been computed: all that want them get them at
@@ -272,3 +178,147 @@ class Scheduler:
             if state is not None and (state.first_logits is not None or state.wants_logits):
                 return state.first_logits
         return None
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def next(self) -> Scheduled | None:
+        """First tokens of what can start now, else a step; None if nothing is left to run.
+
+        What has been running goes on, or is preempted; what waits is admitted beside it.
+        """
+        scheduled = self._next()
+        if scheduled is None and not self.idle:
+            # Nothing runs, and what is in flight does not fit: nodes that do not end with a page take more than one.
+            for state in self.in_flight.copy():
+                self.requeue(state)
+            self.store.cache.clear()
+            scheduled = self._next()
+            assert scheduled is not None, "a request that passed check_fits must fit an empty store"
+        self._has_waiting = self.has_waiting
+        return scheduled
+
+    def drop_ended(self) -> None:
+        """Drop the runs that have ended with the last step."""
+        self.runs = [run for run in self.runs if not run.done]
+
+    def compact_in_time(self) -> None:
+        """Make the tree of runs that fork less deep, every so many steps, with pages that nothing needs soon."""
+        if self.steps % COMPACT_EVERY == COMPACT_EVERY - 1 and any(not run.streams for run in self.runs):
+            self._compact(max(0, self.store.tree.allocator.free - self._lookahead(self.policy.shortest)))
+
+    def _next(self) -> Scheduled | None:
+        self._resume_recomputed()
+        self._free_pages()
+        if self._has_waiting or self.has_waiting:
+            lookahead = self._lookahead(self.policy.longest)
+            self.admit(lookahead)
+            if started := self._start_runs(lookahead):
+                return first_tokens(started)
+            self._resume_recomputed()  # what was copied back has all its KV
+        rows: list[Row] = [(one, run) for run in self.runs if not run.recomputing for one in run.sequences]
+        asking = [state for state in self.in_flight if state.wants_logits]
+        prompts = (state.sequence.node for state in self.in_flight)
+        computing = any(run.recomputing for run in self.runs) or any(node.computed < node.length for node in prompts)
+        return next_step(self.store.tree, rows, asking, self.prefill_chunk, computing)
+
+    def _lookahead(self, tokens: int) -> int:
+        """Pages that what runs may take with its next tokens."""
+        return sum(run.lookahead_pages(self.store.tree, tokens) for run in self.runs)
+
+    def _resume_recomputed(self) -> None:
+        """Let runs go on that were preempted and whose tokens all have KV again."""
+        tree = self.store.tree
+        for run in self.runs:
+            if run.recomputing and all(one.node.computed == one.node.length for one in run.sequences):
+                last = [tokens[-1] for tokens in run.token_lists]
+                if self.store.cache.free_pages(sum(tree.pages_to_extend(one, 1) for one in run.sequences)):
+                    tree.extend_each(run.sequences, last)
+                    run.recomputing = False
+
+    def _free_pages(self) -> None:
+        """Preempt until what runs can go on for some steps."""
+        allocator = self.store.tree.allocator
+        rows = sum(len(run.sequences) for run in self.runs)
+        if rows * (1 + self.policy.shortest // self.store.tree.page_size) * 2 <= allocator.free:
+            return
+        while self.runs:
+            if self._has_waiting:  # what waits may go first
+                self._give_back_reserved()
+            if self.store.cache.free_pages(self._lookahead(self.policy.shortest)):
+                return
+            free = allocator.free
+            self._compact(free)
+            if allocator.free <= free:
+                self._preempt()
+
+    def _give_back_reserved(self) -> None:
+        leaves = [one for run in self.runs for one in run.sequences if one.node.reserved]
+        self.store.tree.reserve(leaves, [0] * len(leaves))
+
+    def _preempt(self) -> None:
+        """Take the runs of the request admitted last out of the tree; of one that is alone, half of them."""
+        last = min(reversed(self.in_flight), key=lambda state: state.request.priority)
+        runs = [run for run in self.runs if run.state is last]
+        chosen = runs[len(runs) // 2 :] if len(self.in_flight) == 1 else runs
+        if len(chosen) == len(runs):
+            self.requeue(last)  # first, so that none but these runs hold its prompt
+        if chosen:
+            self.preemption.preempt(chosen)
+        last.preempted = [*chosen, *last.preempted]
+        last.running -= len(chosen)
+        gone = set(chosen)
+        self.runs = [run for run in self.runs if run not in gone]
+        self._has_waiting = True
+
+    def _start_runs(self, lookahead: int) -> list[Row]:
+        """Bring preempted runs back, and start new ones from prompts with known logits, as far as there are pages.
+
+        Args:
+            lookahead: Pages that what runs already may take with its next tokens.
+
+        Returns:
+            The new ones.
+        """
+        started: list[Row] = []
+        slots = self.slots_left
+        lookahead += self._pages_to_start()
+        for state in self.in_flight:
+            while slots > 0 and state.ready:
+                pages = self._pages_of_next_run(state)
+                more = pages if state.running else 0  # for the first of a request they are counted
+                if state.preempted:
+                    if not self._resume(state, lookahead - (0 if state.running else pages)):
+                        return started
+                elif self.store.cache.free_pages(lookahead + more):
+                    started.append(self._start(state))
+                else:
+                    return started
+                slots, lookahead, state.running = slots - 1, lookahead + more, state.running + 1
+        return started
+
+    def _resume(self, state: RequestState, lookahead: int) -> bool:
+        """Bring the first preempted run of a request back, if there are pages for it beside the lookahead."""
+        run: Run = state.preempted[0]
+        own = run.pages_to_resume(self.store.tree.page_size, self.policy.longest)
+        if not self.preemption.resume(run, lookahead, own):
+            return False
+        del state.preempted[0]
+        self.runs.append(run)
+        return True
+
+    def _start(self, state: RequestState) -> Row:
+        """Start the next run of a prompt whose logits are known."""
+        run = RUNS[state.request.params.forks].start(state, self.store.tree, self.call)
+        self.runs.append(run)
+        state.started += 1
+        return run.sequences[0], run
+
+    def _compact(self, most_pages: int) -> None:
+        """Make the tree of runs that fork less deep, with so many free pages at most.
+
+        The step under way reads what is copied where it was: the copies wait for it on the device's stream.
+        """
+        if any(not run.streams for run in self.runs):
+            source, target = self.store.tree.compact(most_pages)
+            self.store.pool.copy(source, target)
+            self.bytes_copied += len(source) * self.store.pool.spec.bytes_per_token

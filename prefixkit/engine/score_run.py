@@ -11,18 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.staging import upload
 from prefixkit.attention.uncomputed import tokens_of
 from prefixkit.engine.contexts import Contexts
-from prefixkit.engine.sharing_report import Report
+from prefixkit.engine.sharing_report import BatchCounts, Report
 from prefixkit.kv.store import KVStore
-from prefixkit.runners.batch import Batch, Runner
+from prefixkit.runners.batch import Batch, Outputs, Runner, Targets
+from prefixkit.runners.tree_step import launch_step
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import Sequence
 
 Longs = NDArray[np.int64]
-
-_NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +108,8 @@ class Scoring:
         return self._admitted(len(self.contexts.chosen), alone)
 
     def _admitted(self, end: int, alone: int) -> int:
-        tree = self.store.tree
-        self.report.add_held(tree.pages_held() * tree.page_size, alone, self.store.pool.spec.bytes_per_token)
+        held = self.store.tree.pages_held() * self.store.tree.page_size
+        self.report.add_batch(BatchCounts(0, 0, 0, 0, held, alone), self.store.pool.spec.bytes_per_token)
         return end
 
     def _rows(self, first: int) -> _Rows:
@@ -140,19 +138,22 @@ class Scoring:
 
     def _compute(self, rows: _Rows) -> None:
         """Run all rows, and read what came of them at the end: until then the host does not wait for a device."""
-        told = list[tuple[slice, Tensor, Tensor]]()
+        results = list[tuple[slice, Tensor, Tensor]]()
         for begin, end in rows.steps(self.chunk, self.most_wanted):
-            self._launch(rows, begin, end, told)
-            self.report.add_step(end - begin, *self.runner.reads, self.store.pool.spec.bytes_per_token)
-        number = np.concatenate([self.contexts.number[which] for which, _, _ in told])
-        logprobs = torch.cat([logprobs for _, logprobs, _ in told]).cpu().numpy()
+            results += self._launch(rows, begin, end)
+            counts = BatchCounts(1, end - begin, *self.runner.reads, 0, 0)
+            self.report.add_batch(counts, self.store.pool.spec.bytes_per_token)
+        number = np.concatenate([self.contexts.number[which] for which, _, _ in results])
+        logprobs = torch.cat([logprobs for _, logprobs, _ in results]).cpu().numpy()
         if len(broken := number[np.isnan(logprobs)]):
             raise _broken_logits(self.contexts, int(broken.min()))
         self.logprobs[number] = logprobs
-        self.greedy[number] = torch.cat([greedy for _, _, greedy in told]).cpu().numpy()
+        self.greedy[number] = torch.cat([greedy for _, _, greedy in results]).cpu().numpy()
 
-    def _launch(self, rows: _Rows, begin: int, end: int, told: list[tuple[slice, Tensor, Tensor]]) -> None:
-        """Run rows ``[begin, end)``."""
+    def _launch(self, rows: _Rows, begin: int, end: int) -> list[tuple[slice, Tensor, Tensor]]:
+        """Run rows ``[begin, end)``; which scored tokens that gives, their log-probabilities, and whether greedy
+        decoding takes them.
+        """
         tree, contexts = self.store.tree, self.contexts
         snapshot, nodes = tree.snapshot(), tree.nodes()
         first, last = np.searchsorted(rows.bound, begin, "right") - 1, np.searchsorted(rows.bound, end)
@@ -168,14 +169,17 @@ class Scoring:
         part = np.searchsorted(rows.bound, asked, "right") - 1
         within, place = rows.begin[part] - low[part - first], rows.place[part] + asked - rows.bound[part]
         row = step.first_row[index[part - first]] + within + asked - rows.bound[part]
-        wanted, rank = np.unique(row, return_inverse=True)
-        self.runner.launch(Batch(step, tokens_of(queries, nodes), wanted, _NO_ROWS, None))
-        computed = np.maximum(high, snapshot.computed[index])
-        tree.mark_computed(rows.nodes[first:last], computed)
+        which, targets = slice(0, 0), None
         if len(asked):
             which = slice(*np.searchsorted(contexts.place, (place[0], place[-1] + 1)).tolist())
-            of = rank[np.searchsorted(place, contexts.place[which])]
-            told.append((which, *_tell(self.runner.logits, of, contexts.target[which])))
+            targets = Targets(row[np.searchsorted(place, contexts.place[which])], contexts.target[which])
+        batch = Batch(step, tokens_of(queries, nodes), Outputs(targets=targets))
+        launch_step(self.runner, tree, batch, [nodes[node] for node in queries.node.tolist()])
+        if targets is None:
+            return []
+        results = self.runner.read()
+        assert results.target_logprobs is not None and results.target_greedy is not None, "asked for"
+        return [(which, results.target_logprobs, results.target_greedy)]
 
 
 def _path(node: Node, begin: int) -> list[Node]:
@@ -185,14 +189,6 @@ def _path(node: Node, begin: int) -> list[Node]:
         path.append(above)
         above = above.parent
     return path[::-1]
-
-
-def _tell(logits: Tensor, row: Longs, target: Longs) -> tuple[Tensor, Tensor]:
-    """``[scored]`` the log-probability of each target after its row of logits, and whether greedy decoding takes it."""
-    with torch.inference_mode():
-        rows, targets = upload([row, target], logits.device)
-        logprobs = torch.log_softmax(logits.float(), -1)
-        return logprobs[rows, targets], logits.argmax(-1)[rows] == targets
 
 
 def _broken_logits(contexts: Contexts, number: int) -> ValueError:

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from prefixkit.engine.run_set import RunSet
-    from prefixkit.engine.running import RunningBatch
-    from prefixkit.runners.batch import Runner
+# Reads cumulative counters of what runs the call: fields of the report, by their names.
+Counters = Callable[[], Mapping[str, float]]
 
 
-# Counts of a runner, and of what runs on it, which go on from report to report, and where they are here.
-_GOES_ON: dict[str, Callable[[Runner, RunSet], float]] = {
-    "plans": lambda runner, runs: runner.plans_made,
-    "graph_steps": lambda runner, runs: runner.graph_steps,
-    "captures": lambda runner, runs: runner.captures,
-    "seconds_capturing": lambda runner, runs: runner.seconds_capturing,
-    "prompt_tokens": lambda runner, runs: runs.store.cache.tokens_queried,
-    "prompt_tokens_found": lambda runner, runs: runs.store.cache.tokens_hit,
-    "tokens_evicted": lambda runner, runs: runs.store.cache.tokens_evicted,
-    "preempted_swapped": lambda runner, runs: runs.preemption.swapped,
-    "preempted_recomputed": lambda runner, runs: runs.preemption.recomputed,
-    "kv_bytes_copied": lambda runner, runs: runs.bytes_copied,
-    "kv_bytes_swapped": lambda runner, runs: runs.preemption.bytes_swapped,
-}
+@dataclass(frozen=True)
+class BatchCounts:
+    """What came of some steps of the same sequences.
+
+    Attributes:
+        steps: Forward passes.
+        rows: Query rows of all of them.
+        kv_tokens_read, kv_tokens_unshared: Token KVs that one layer read in them, and would have read for each row
+            apart.
+        tokens_held: Tokens of all pages that were held at the end.
+        tokens_unshared: What the sequences would have held unshared when they were longest.
+        decodes: Whether the steps ran no prompt tokens.
+        unpipelined: Why the next step could not be launched before the tokens of the one before were read.
+    """
+
+    steps: int
+    rows: int
+    kv_tokens_read: int
+    kv_tokens_unshared: int
+    tokens_held: int
+    tokens_unshared: int
+    decodes: bool = False
+    unpipelined: Collection[str] = ()
 
 
 @dataclass
@@ -93,26 +100,31 @@ class Report:
     preempted_swapped: int = 0
     preempted_recomputed: int = 0
     kv_bytes_swapped: int = 0
-    _sources: tuple[Runner, RunSet] | None = field(default=None, repr=False, compare=False)
+    _counters: Counters | None = field(default=None, repr=False, compare=False)
     _before: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
-    def begin(self, runner: Runner, runs: RunSet) -> None:
-        """Count what these do from now on."""
-        self._sources = runner, runs
-        self._before = {name: read(*self._sources) - getattr(self, name) for name, read in _GOES_ON.items()}
+    def start(self, counters: Counters) -> None:
+        """Count what these count from now on."""
+        self._counters = counters
+        self._before = {name: value - getattr(self, name) for name, value in counters().items()}
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Bring those counts up to date."""
-        if self._sources is not None:
-            for name, read in _GOES_ON.items():
-                setattr(self, name, read(*self._sources) - self._before[name])
+        if self._counters is not None:
+            for name, value in self._counters().items():
+                setattr(self, name, value - self._before[name])
+
+    def end(self) -> None:
+        """Count no more; a report that outlives its call holds no pool."""
+        self.update()
+        self._counters = None
 
     def counts(self) -> dict[str, Any]:
         """What was counted, as values that JSON has."""
         return {one.name: getattr(self, one.name) for one in fields(self) if not one.name.startswith("_")}
 
     def add(self, counts: Mapping[str, Any]) -> None:
-        """Add what another run has counted, as :meth:`counts` gives it; of peaks the higher is kept."""
+        """Add what another run has counted, as :meth:`counts` gives it; of peaks the higher one counts."""
         for name, before in self.counts().items():
             value = counts.get(name)
             if isinstance(before, dict):
@@ -122,36 +134,19 @@ class Report:
                 peak = name.endswith("_peak") or name == "graph_bytes"
                 setattr(self, name, max(before, value) if peak else before + value)
 
-    def end(self) -> None:
-        """Count no more; a report that is kept holds no pool."""
-        self.look()
-        self._sources = None
-
-    def add_step(self, rows: int, kv_tokens_read: int, kv_tokens_unshared: int, bytes_per_token: int) -> None:
-        """Add a step of so many query rows, and what one layer read in it."""
-        self.steps += 1
-        self.tokens_computed += rows
-        self.kv_bytes_read += kv_tokens_read * bytes_per_token
-        self.kv_bytes_read_unshared += kv_tokens_unshared * bytes_per_token
-        self.look()
-
-    def add_held(self, tokens: int, tokens_unshared: int, bytes_per_token: int) -> None:
-        """Add a moment at which pages of so many tokens were held, and the sequences' own tokens were so many."""
-        self.kv_bytes_held_peak = max(self.kv_bytes_held_peak, tokens * bytes_per_token)
-        self.kv_bytes_unshared_peak = max(self.kv_bytes_unshared_peak, tokens_unshared * bytes_per_token)
-
-    def count(self, batch: RunningBatch, bytes_per_token: int) -> None:
-        """Add a batch that has run."""
-        self.look()
+    def add_batch(self, batch: BatchCounts, bytes_per_token: int) -> None:
+        """Add steps that have run."""
+        self.update()
         self.steps += batch.steps
         if batch.decodes:
             self.decode_steps += batch.steps
             for reason in batch.unpipelined:
                 self.unpipelined[reason] = self.unpipelined.get(reason, 0) + batch.steps
-        self.tokens_computed += batch.rows_run
+        self.tokens_computed += batch.rows
         self.kv_bytes_read += batch.kv_tokens_read * bytes_per_token
         self.kv_bytes_read_unshared += batch.kv_tokens_unshared * bytes_per_token
-        self.add_held(batch.pages_held * batch.tree.page_size, batch.tokens_alone, bytes_per_token)
+        self.kv_bytes_held_peak = max(self.kv_bytes_held_peak, batch.tokens_held * bytes_per_token)
+        self.kv_bytes_unshared_peak = max(self.kv_bytes_unshared_peak, batch.tokens_unshared * bytes_per_token)
 
     @property
     def tokens_per_second(self) -> float:

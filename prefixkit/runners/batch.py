@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -21,29 +21,67 @@ Process = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Which tokens run in a step, and which sequences get their next token from it.
+    """Which tokens run in a step, and what comes of them.
 
     Attributes:
         tree: A tree, and the tokens that run as its query rows.
         tokens: ``[T]`` their ids.
-        rows: ``[R]`` the query row after which each sequence continues.
-        prompts: ``[P]`` query rows whose logits are wanted.
-        sampling: How the token after each of ``rows`` is sampled; None: it is not, the logits of ``rows`` are wanted.
+        outputs: What the rows give.
         steps: Steps that its sequences may still take, this one included.
     """
 
     tree: StepTree
     tokens: NDArray[np.int32]
-    rows: NDArray[np.int64]
-    prompts: NDArray[np.int64]
-    sampling: Sampling | None
+    outputs: Outputs
     steps: int = 1
 
     @cached_property
     def decodes(self) -> bool:
         """Whether each query row is the last token of a leaf of its own, after which a sequence continues."""
-        alone = len(self.prompts) == 0 and len(self.rows) == len(self.tokens) == len(self.tree.queries.node)
+        alone = self.outputs.only_next and len(self.outputs.rows) == len(self.tokens) == len(self.tree.queries.node)
         return alone and not self.tree.below[self.tree.queries.node].any()
+
+
+def _no_rows() -> NDArray[np.int64]:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """Given tokens whose log-probabilities are wanted.
+
+    Attributes:
+        rows: ``[S]`` the query row before each.
+        tokens: ``[S]`` their ids.
+    """
+
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """What the query rows of a step give.
+
+    Attributes:
+        rows: ``[R]`` rows after which sequences go on: their next tokens are sampled.
+        sampling: How; None: the logits of ``rows`` are wanted instead, as ``Runner.logits``.
+        logits: ``[P]`` rows whose logits are wanted besides.
+        targets: Tokens whose log-probabilities are wanted; None for none.
+        hidden: ``[H]`` rows whose last hidden states are wanted, before the language-model head; no other output is
+            asked for beside them.
+    """
+
+    rows: NDArray[np.int64] = field(default_factory=_no_rows)
+    sampling: Sampling | None = None
+    logits: NDArray[np.int64] = field(default_factory=_no_rows)
+    targets: Targets | None = None
+    hidden: NDArray[np.int64] = field(default_factory=_no_rows)
+
+    @property
+    def only_next(self) -> bool:
+        """Whether nothing but next tokens, or their logits, is wanted."""
+        return not len(self.logits) and self.targets is None and not len(self.hidden)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,22 +100,28 @@ class Sampling:
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
-    """The results of a step, on the host.
+class Results:
+    """The results of a step, on the host but for tensors.
 
     Attributes:
         tokens: ``[R]`` int64 sampled tokens, -1 where the logits were broken.
         logprobs: ``[R]`` float32, the log-softmax of the model's own logits at them.
         top_tokens: ``[R, top]`` int64 the likeliest tokens of each greedy row, best first.
         top_logprobs: ``[R, top]`` float32 likewise.
-        prompts: ``[P, vocab]`` float32, where they were computed.
+        logits: ``[P, vocab]`` float32, where they are wanted.
+        target_logprobs: ``[S]`` float32, where they are wanted.
+        target_greedy: ``[S]`` bool, whether greedy decoding takes the target.
+        hidden: ``[H, hidden_size]``, where they are wanted, in the dtype of the model.
     """
 
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32]
     top_tokens: NDArray[np.int64]
     top_logprobs: NDArray[np.float32]
-    prompts: Tensor | None = None
+    logits: Tensor | None = None
+    target_logprobs: Tensor | None = None
+    target_greedy: Tensor | None = None
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -155,8 +199,8 @@ class Runner(Protocol):
     def select_rows(self, rows: NDArray[np.intp]) -> None:
         """Compact the batch to these of its rows, ascending."""
 
-    def read(self) -> Sampled:
+    def read(self) -> Results:
         """The results of the oldest step that was not read, for the rows that it had."""
 
-    def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
+    def sample(self, logits: Tensor, sampling: Sampling) -> Results:
         """Choose next tokens from ``[R, vocab]`` float32 logits that an earlier step gave, without a step."""

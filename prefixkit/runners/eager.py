@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,8 +15,11 @@ from prefixkit.attention.planner import Planner
 from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step, build_step
 from prefixkit.ops.sampling_records import MOST_VOCAB
-from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Sampled, Sampling
+from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Results, Sampling, Targets
 from prefixkit.runners.sampler import Sampler, top_tokens
+
+_NO_ROWS, _NO_NUMBERS = np.empty(0, np.int64), np.empty(0, np.float32)
+_NOTHING = Results(_NO_ROWS, _NO_NUMBERS, _NO_ROWS[:, None], _NO_NUMBERS[:, None])
 
 
 class EagerRunner:
@@ -27,6 +31,7 @@ class EagerRunner:
         planner: Plans attention for the model's heads.
         device: Where the model runs.
         pace: By default the host changes the batch as soon as a row ends: a row that runs on costs more.
+        hidden: Runs a step likewise, and gives the last hidden states of these rows; None where nobody asks for them.
     """
 
     graph_steps, captures, seconds_capturing, graph_bytes = 0, 0, 0.0, 0
@@ -38,11 +43,13 @@ class EagerRunner:
         planner: Planner,
         device: torch.device | str = "cpu",
         pace: Pace = STEP_BY_STEP,
+        hidden: Callable[[Step], Tensor] | None = None,
     ) -> None:
         self.model, self.planner, self.device, self.pace = model, planner, torch.device(device), pace
+        self.hidden = hidden
         self._sampler: Sampler | None = None
         self._last: NDArray[np.int64] = np.empty(0, np.int64)  # what the step before sampled
-        self._unread: deque[Sampled] = deque()
+        self._unread: deque[Results] = deque()
 
     @property
     def plans_made(self) -> int:
@@ -61,15 +68,27 @@ class EagerRunner:
     def launch(self, batch: Batch) -> None:
         self._unread.clear()
         self._tree = batch.tree
-        if batch.sampling is None:
-            self.logits = self._run(batch.tokens, batch.rows)
+        outputs, targets = batch.outputs, batch.outputs.targets
+        if len(outputs.hidden):
+            assert self.hidden is not None, "a runner of a model that gives hidden states"
+            self._unread.append(replace(_NOTHING, hidden=self._run(batch.tokens, outputs.hidden, self.hidden)))
             return
-        wanted = np.unique(np.concatenate((batch.rows, batch.prompts)))
+        given = _NO_ROWS if targets is None else targets.rows
+        wanted = np.unique(np.concatenate((outputs.rows, outputs.logits, given)))
         logits = self._run(batch.tokens, wanted)
-        prompts = logits[np.searchsorted(wanted, batch.prompts)] if len(batch.prompts) else None
-        rows = np.searchsorted(wanted, batch.rows)
-        sampled = logits if len(rows) == len(logits) else logits[rows]  # ascending, as ``wanted``
-        self._unread.append(self._choose(sampled, batch.sampling, prompts))
+        rows = np.searchsorted(wanted, outputs.rows)
+        of_rows = logits if len(rows) == len(logits) else logits[rows]  # ascending, as ``wanted``
+        if outputs.sampling is None:
+            self.logits, results = of_rows, _NOTHING
+        else:
+            results = self._choose(of_rows, outputs.sampling)
+        if len(outputs.logits):
+            results = replace(results, logits=logits[np.searchsorted(wanted, outputs.logits)])
+        if targets is not None:
+            logprobs, greedy = _of_targets(logits, wanted, targets)
+            results = replace(results, target_logprobs=logprobs, target_greedy=greedy)
+        if results is not _NOTHING:
+            self._unread.append(results)
 
     def repeat(self, tokens: Tensor | None = None) -> None:
         self._tree = self._tree.grown(1)
@@ -84,24 +103,28 @@ class EagerRunner:
         assert self._sampler is not None, "a batch with rows was launched"
         self._sampler.select_rows(upload([rows.astype(np.int64)], self._sampler.device)[0])
 
-    def read(self) -> Sampled:
+    def read(self) -> Results:
         return self._unread.popleft()
 
-    def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
+    def sample(self, logits: Tensor, sampling: Sampling) -> Results:
         return self._choose(logits, sampling)
 
-    def _run(self, tokens: NDArray[np.integer], wanted: NDArray[np.integer]) -> Tensor:
+    def _run(
+        self,
+        tokens: NDArray[np.integer],
+        wanted: NDArray[np.integer],
+        model: Callable[[Step], Tensor] | None = None,
+    ) -> Tensor:
         self._step = build_step(self._tree, tokens, wanted, self.planner, self.device)
-        return self.model(self._step)
+        return (self.model if model is None else model)(self._step)
 
-    def _choose(self, logits: Tensor, sampling: Sampling | None, prompts: Tensor | None = None) -> Sampled:
+    def _choose(self, logits: Tensor, sampling: Sampling | None) -> Results:
         """Next tokens of rows; without ``sampling`` they are those of the step before."""
         rows, vocab = logits.shape
         if sampling is not None:
             self._top, self._process = sampling.top, sampling.process
         if not rows:
-            none, nothing = np.empty(0, np.int64), np.empty(0, np.float32)
-            return Sampled(none, nothing, none[:, None], nothing[:, None], prompts)
+            return replace(_NOTHING)
         sampler = self._sampler_for(rows, vocab, logits.device)
         if sampling is not None:
             sampler.upload_params(slice(0, rows), sampling.batch)
@@ -112,7 +135,7 @@ class EagerRunner:
             models = torch.log_softmax(logits, -1).gather(1, tokens.to(logits.device).clamp(min=0)[:, None])[:, 0]
             logprobs = torch.where(tokens < 0, torch.nan, models.to(tokens.device))
         ids, best = (part.cpu().numpy() for part in top_tokens(logits, self._top, logprobs.to(logits.device)))
-        return Sampled(self._last, logprobs.cpu().numpy().copy(), ids, best, prompts)
+        return Results(self._last, logprobs.cpu().numpy().copy(), ids, best)
 
     def _sampler_for(self, rows: int, vocab: int, device: torch.device) -> Sampler:
         """A sampler for at least ``rows`` rows, reused for the next batch."""
@@ -122,3 +145,17 @@ class EagerRunner:
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
                 self._sampler = old = Sampler(rows, vocab, device)
         return old
+
+
+def _of_targets(logits: Tensor, wanted: NDArray[np.int64], targets: Targets) -> tuple[Tensor, Tensor]:
+    """``[S]`` the log-probability of each target, and whether greedy decoding takes it.
+
+    Args:
+        logits: ``[rows, vocab]``.
+        wanted: Their query rows, ascending.
+        targets: Tokens after some of these.
+    """
+    with torch.inference_mode():
+        rows, tokens = upload([np.searchsorted(wanted, targets.rows), targets.tokens], logits.device)
+        logprobs = torch.log_softmax(logits.float(), -1)
+        return logprobs[rows, tokens], logits.argmax(-1)[rows] == tokens

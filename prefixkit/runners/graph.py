@@ -24,7 +24,7 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
-from prefixkit.runners.batch import Batch, Pace, Sampled, Sampling
+from prefixkit.runners.batch import Batch, Pace, Results, Sampling
 from prefixkit.runners.capture import Capture, Captured, CudaCapture, GraphOutput, SampledBy
 from prefixkit.runners.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
 from prefixkit.runners.decode_tree import BatchTooLarge
@@ -92,7 +92,7 @@ class GraphRunner:
         self._pace, self._eagerly = pace, False
         self._refused = self._no_memory = False
         self._graphs: dict[tuple[int, GraphOutput], Captured] = {}  # by bucket and output
-        self._unread: deque[Sampled | tuple[int, int]] = deque()  # or index in the ring, rows
+        self._unread: deque[Results | tuple[int, int]] = deque()  # or index in the ring, rows
         self._arrays: GraphArrays | None = None
         self._capture: Capture | None = None
         self._captured_weights: Hashable = None  # what `weights` said of those that graphs read
@@ -176,18 +176,18 @@ class GraphRunner:
             arrays.upload_tree(tree)
             self._start_batch(arrays, tree, bucket)
 
-    def read(self) -> Sampled:
+    def read(self) -> Results:
         if self._eagerly:
             return self.eager.read()
         arrays, oldest = self._arrays, self._unread.popleft()
         assert arrays is not None, "launched before"
         return (
             oldest
-            if isinstance(oldest, Sampled)
+            if isinstance(oldest, Results)
             else arrays.ring.read(*oldest, arrays.most_top(self._output.top), self._top)
         )
 
-    def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
+    def sample(self, logits: Tensor, sampling: Sampling) -> Results:
         return self.eager.sample(logits, sampling)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class GraphRunner:
         """Whether a graph is ready to run the batch's steps."""
         if self._refused or self._no_memory or not batch.decodes:
             return False
-        sampling, rows = batch.sampling, len(batch.rows)
+        sampling, rows = batch.outputs.sampling, len(batch.outputs.rows)
         output = _output_for(sampling)
         if batch.steps < self.fewest_steps and (self._bucket_for(rows), output) not in self._graphs:
             return False
@@ -227,8 +227,8 @@ class GraphRunner:
             self._ensure_graph(arrays, bucket)
             if self._output.uploads_batch:
                 arrays.stage(tree, batch.tokens)
-        if batch.sampling is not None:
-            arrays.upload_sampling(batch.sampling.batch)
+        if (sampling := batch.outputs.sampling) is not None:
+            arrays.upload_sampling(sampling.batch)
         if not self._output.uploads_batch:
             arrays.upload_tokens(batch.tokens)
             arrays.upload_tree(tree)

@@ -12,7 +12,7 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.staging import upload
 from prefixkit.ops.backend import GraphPlanning
 from prefixkit.ops.sampling_records import MOST_VOCAB
-from prefixkit.runners.batch import Sampled
+from prefixkit.runners.batch import Results
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.specification import GREEDY, SamplingBatch
@@ -75,13 +75,13 @@ class Ring:
         if self._on_gpu:
             self._ready[(self._sent - 1) % _RING].synchronize()
 
-    def read(self, index: int, rows: int, top: int, count: int) -> Sampled:
+    def read(self, index: int, rows: int, top: int, count: int) -> Results:
         """A step's rows, once they are copied, with the first ``count`` of the ``top`` tokens that it copied."""
         if self._on_gpu:
             self._ready[index].synchronize()
         ids, logprobs = self._top[top]
         sampled = self.tokens[index, :rows].numpy().copy(), self.logprobs[index, :rows].numpy().copy()
-        return Sampled(*sampled, ids[:rows, :count].numpy().copy(), logprobs[:rows, :count].numpy().copy())
+        return Results(*sampled, ids[:rows, :count].numpy().copy(), logprobs[:rows, :count].numpy().copy())
 
     def _buffers(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Zeros for tokens and for log-probabilities."""

@@ -48,6 +48,9 @@ class SamplingParams:
             may keep state.  What it returns then goes through the filters above.
     """
 
+    forks = False  # whether sequences of a run part
+    sequences_per_run = 1
+
     n: int = 1
     temperature: float = 1.0
     top_k: int = 0
@@ -94,6 +97,11 @@ class SamplingParams:
                 f"logits_processors must be a function that makes one for each sample, got "
                 f"{type(self.logits_processors).__name__}; wrap it: lambda: LogitsProcessorList(...)"
             )
+
+    @property
+    def runs(self) -> int:
+        """Runs of one prompt: its samples."""
+        return self.n
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

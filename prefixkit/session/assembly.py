@@ -85,7 +85,7 @@ def engine_of(
     graphs: bool = True,
     compiled: bool = False,
     most_running: int = MOST_RUNNING,
-    keep_samples: bool = False,
+    retain_samples: bool = False,
     policy: MemoryPolicy | None = None,
 ) -> Engine:
     """An engine over a patched model and a store of its KV; the runner stays with the store."""
@@ -98,6 +98,6 @@ def engine_of(
         store,
         prefill_chunk=chunk,
         most_running=most_running,
-        keep_samples=keep_samples,
+        retain_samples=retain_samples,
         policy=policy,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Unpack
 
+from prefixkit.engine.call import Call
+from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
-from prefixkit.engine.scheduler import check_fits
 from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
 from prefixkit.session.prompts import Prompt
@@ -27,7 +28,6 @@ from prefixkit.session.session_memory import (
     SessionBusy,
     SessionMemory,
     check_length,
-    prepare,
     run,
 )
 from prefixkit.session.stream import Stream
@@ -73,7 +73,7 @@ class Session(SessionMemory):
         prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        keep: bool = True,
+        return_samples: bool = True,
         on_sample: Callable[[Sample], None] | None = None,
         on_token: Callable[[TokenEvent], None] | None = None,
         on_step: Callable[[int], None] | None = None,
@@ -90,7 +90,7 @@ class Session(SessionMemory):
         with self._busy():
             facts = patched_facts(self.model)
             requests = sampling_requests(facts, self.tokenizer, prompts, params, fields)
-            return self._run(facts, requests, keep, on_sample, on_token, on_step)
+            return self._run(facts, requests, return_samples, on_sample, on_token, on_step)
 
     def stream(
         self,
@@ -100,7 +100,7 @@ class Session(SessionMemory):
         on_token: Callable[[TokenEvent], None] | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Stream:
-        """As :meth:`generate`, but gives each sample as it finishes and keeps none.
+        """As :meth:`generate`, but gives each sample as it finishes and returns none.
 
         Everything is checked before this returns.  The session is busy from the first sample that is asked for until
         the iterator ends or is closed, as it is when the last reference to it goes; samples that have not finished then
@@ -117,11 +117,9 @@ class Session(SessionMemory):
             with self._busy():
                 facts = patched_facts(self.model)
                 with self._lent_store(facts, [request.tokens for request in requests]) as store:
-                    engine = self._engine(facts, store)
-                    engine.listen(on_token=on_token)
-                    prepare(engine, facts, self.tokenizer, requests)
+                    engine, call = self._engine(facts, store), self._call(facts, requests, True, None, on_token)
                     yield  # it has begun
-                    yield from engine.stream(requests)
+                    yield from engine.stream(requests, call)
 
         self._streams.add(stream := Stream(samples))
         return stream
@@ -148,7 +146,7 @@ class Session(SessionMemory):
         self,
         requests: Iterable[Request],
         *,
-        keep: bool = True,
+        return_samples: bool = True,
         on_sample: Callable[[Sample], None] | None = None,
         on_token: Callable[[TokenEvent], None] | None = None,
         on_step: Callable[[int], None] | None = None,
@@ -158,7 +156,7 @@ class Session(SessionMemory):
         Args:
             requests: Token ids, each with how to sample from them or search.  Their occurrences are taken as they are:
                 equal prompts with equal seeds need different ones, or their samples are equal.
-            keep, on_sample, on_token, on_step: See :func:`prefixkit.generate`.
+            return_samples, on_sample, on_token, on_step: See :func:`prefixkit.generate`.
 
         Raises:
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
@@ -166,7 +164,7 @@ class Session(SessionMemory):
         with self._busy():
             facts = patched_facts(self.model)
             return self._run(
-                facts, checked_requests(facts, self.tokenizer, requests), keep, on_sample, on_token, on_step
+                facts, checked_requests(facts, self.tokenizer, requests), return_samples, on_sample, on_token, on_step
             )
 
     def prompt(self, prompt: Prompt, seed: int = 0) -> SearchNode:
@@ -240,5 +238,7 @@ class Session(SessionMemory):
             asked = scored_tokens(facts, self.tokenizer, given, continuations, one)
             check_length(facts, longest_scored(*asked))
             with self._lent_store(facts, asked[0]) as store:
-                scores = self._engine(facts, store).score(*asked, vocab=facts.vocab_size)
+                call = Call()
+                self._report = call.report
+                scores = self._engine(facts, store).score(*asked, facts.vocab_size, call)
             return scores[0] if one else scores

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +16,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.engine.call import Call
 from prefixkit.engine.engine import Engine, checked_limits
 from prefixkit.engine.memory import MOST_RUNNING
 from prefixkit.engine.policy import MemoryPolicy
-from prefixkit.engine.request import Request, Sample
+from prefixkit.engine.request import Request, Sample, TokenEvent
 from prefixkit.engine.runs.detokenizer import detokenizer_of
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.limits import session_pages
@@ -276,29 +277,28 @@ class SessionMemory:
 
     def _run(self, facts: ModelFacts, requests: list[Request], *listeners: Any) -> Result:
         with self._lent_store(facts, [request.tokens for request in requests]) as store:
-            engine = self._engine(facts, store)
-            engine.listen(*listeners)
-            return run(engine, facts, self.tokenizer, requests)
+            return run(self._engine(facts, store), self._call(facts, requests, *listeners), requests)
 
     def _compute(self, facts: ModelFacts, store: KVStore, request: Request) -> TreeSequence:
         """Compute a prompt's KV, and pin it."""
-        engine = self._engine(facts, store)
-        engine.listen(False, lambda sample: None)
-        run(engine, facts, self.tokenizer, [request])
+        self._engine(facts, store).run([request], self._call(facts, [request], False, lambda sample: None))
         return store.pin(request.tokens)
 
+    def _call(self, facts: ModelFacts, requests: Sequence[Request], *listeners: Any) -> Call:
+        call = call_of(facts, self.tokenizer, requests, *listeners)
+        self._report = call.report
+        return call
+
     def _engine(self, facts: ModelFacts, store: KVStore) -> Engine:
-        engine = engine_of(
+        return engine_of(
             facts,
             store,
             prefill_chunk=self._prefill_chunk,
             compiled=self._compiled,
             most_running=self._most_running,
-            keep_samples=True,
+            retain_samples=True,
             policy=self._memory,
         )
-        self._report = engine.report
-        return engine
 
     @contextmanager
     def _lent_store(
@@ -381,17 +381,28 @@ class SessionMemory:
             self._lock.release()
 
 
-def run(engine: Engine, facts: ModelFacts, tokenizer: Any, requests: list[Request]) -> Result:
+def run(engine: Engine, call: Call, requests: Sequence[Request]) -> Result:
     """One call: the engine runs requests to their end."""
-    prepare(engine, facts, tokenizer, requests)
-    return Result(tuple(engine.run(requests)), engine.report)
+    return Result(tuple(engine.run(requests, call)), call.report)
 
 
-def prepare(engine: Engine, facts: ModelFacts, tokenizer: Any, requests: list[Request]) -> None:
-    """A new report, and how tokens become text."""
+def call_of(
+    facts: ModelFacts,
+    tokenizer: Any,
+    requests: Sequence[Request],
+    return_samples: bool = True,
+    on_sample: Callable[[Sample], None] | None = None,
+    on_token: Callable[[TokenEvent], None] | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> Call:
+    """What comes with a call: the listeners of :class:`Call`, in its order, and how tokens become text.
+
+    Raises:
+        ValueError: a request is longer than a chunk of the model's attention; or see :class:`Call`.
+    """
     check_length(facts, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
     special = any(isinstance(one.params, SamplingParams) and one.params.stop_strings for one in requests)
-    engine.runs.detokenizer = detokenizer_of(tokenizer, special)
+    return Call(return_samples, on_sample, on_token, on_step, detokenizer_of(tokenizer, special))
 
 
 def check_length(facts: ModelFacts, longest: int) -> None:

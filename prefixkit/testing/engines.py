@@ -1,16 +1,52 @@
-"""An engine over a model, without a session: what tests and benchmarks of steps run."""
+"""Engines that remember what their calls counted: what tests and benchmarks of steps run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from prefixkit.engine.engine import Engine
-from prefixkit.engine.request import Request
+from prefixkit.engine.call import Call
+from prefixkit.engine.engine import Engine, Loop
+from prefixkit.engine.request import Request, Sample
+from prefixkit.engine.score import Score
+from prefixkit.engine.sharing_report import Report
 from prefixkit.models import patched_facts
 from prefixkit.session import assembly
 
 
-def make_engine(model: Any, requests: Sequence[Request], **options: Any) -> Engine:
-    """An engine over a patched model; see :func:`prefixkit.session.assembly.make_engine`."""
-    return assembly.make_engine(patched_facts(model), requests, **options)
+class ReportingEngine(Engine):
+    """An engine whose calls have the same listeners, and add to one report.
+
+    Attributes:
+        options: Listeners, detokenizer and ``return_samples`` of calls that bring none.
+        report: What all calls have counted; assign another to count anew.
+        last: The loop of the last call; None before the first.
+    """
+
+    def __init__(self, *args: Any, options: dict[str, Any] | None = None, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.options = {} if options is None else options
+        self.report = Report()
+        self.last: Loop | None = None
+
+    def loop(self, call: Call) -> Loop:
+        self.last = loop = super().loop(call)
+        return loop
+
+    def run(self, requests: Iterable[Request], call: Call | None = None) -> list[Sample]:
+        return super().run(requests, self._call() if call is None else call)
+
+    def stream(self, requests: Iterable[Request], call: Call | None = None) -> Iterator[Sample]:
+        return super().stream(requests, self._call() if call is None else call)
+
+    def score(self, *args: Any, **options: Any) -> list[list[Score]]:
+        return super().score(*args, **{"call": self._call()} | options)
+
+    def _call(self) -> Call:
+        return Call(**self.options, report=self.report)
+
+
+def make_engine(model: Any, requests: Sequence[Request], **options: Any) -> ReportingEngine:
+    """An engine over a patched model, without a session; see :func:`prefixkit.session.assembly.make_engine`."""
+    made = assembly.make_engine(patched_facts(model), requests, **options)
+    return ReportingEngine(made.runner, made.store, prefill_chunk=made.prefill_chunk, most_running=made.most_running)

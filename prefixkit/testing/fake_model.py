@@ -22,11 +22,11 @@ import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.backends.torch.host_planner import TorchPlanner
-from prefixkit.engine.engine import Engine
 from prefixkit.kv.store import KVStore
 from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.runners.eager import EagerRunner
+from prefixkit.testing.engines import ReportingEngine
 
 VOCAB = 50
 
@@ -127,13 +127,12 @@ def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
 
 def make_engine(
     num_pages: int = 4096, page_size: int = 4, pace: Pace = STEP_BY_STEP, **options: Any
-) -> tuple[Engine, FakeModel]:
+) -> tuple[ReportingEngine, FakeModel]:
     """An engine over a fake model, and the model; its cost model shares whatever can be shared."""
     pool = KVPool(KVSpec(num_layers=1, kv_heads=1, head_dim=1), num_pages, page_size)
     model = FakeModel(pool)
     planner = TorchPlanner(HeadShape(1, 1, 1, 4), CostModel(item=0, kv_byte=1, partial_byte=0))
     runner = EagerRunner(model, planner, "cpu", pace)
-    listeners = {name: options.pop(name) for name in ("keep", "on_sample", "on_token", "on_step") if name in options}
-    engine = Engine(runner, KVStore(pool), **options)
-    engine.listen(**listeners)
-    return engine, model
+    listeners = ("return_samples", "on_sample", "on_token", "on_step", "detokenizer")
+    of_calls = {name: options.pop(name) for name in listeners if name in options}
+    return ReportingEngine(runner, KVStore(pool), options=of_calls, **options), model

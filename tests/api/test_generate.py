@@ -74,7 +74,7 @@ def test_the_report_counts_what_was_shared(model):
 def test_samples_that_are_not_kept_go_to_on_sample_and_are_counted(model):
     options = {"n": 3, "max_new_tokens": 8, "seed": 3}
     seen = []
-    result = prefixkit.generate(model, TOKENIZER, PROMPTS, keep=False, on_sample=seen.append, **options)
+    result = prefixkit.generate(model, TOKENIZER, PROMPTS, return_samples=False, on_sample=seen.append, **options)
     kept = prefixkit.generate(model, TOKENIZER, PROMPTS, **options)
     assert result.samples == ()
     assert sorted(seen, key=lambda sample: (sample.prompt_index, sample.index)) == list(kept)

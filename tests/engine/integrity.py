@@ -32,7 +32,6 @@ def check_engine(engine: Engine, model: FakeModel) -> None:
 
 
 def check_idle(engine: Engine, pinned: int) -> None:
-    """Nothing runs or waits, and no sequence is left but those that are pinned."""
-    assert engine.scheduler.idle and not engine.runs.samples and not engine.runs.beams
+    """No sequence is left but those that are pinned."""
     assert sum(len(node.sequences) for node in nodes_of(engine)) == pinned
     assert engine.store.tree.reserved == 0

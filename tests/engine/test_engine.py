@@ -6,13 +6,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.runs.detokenizer import Detokenizer
 from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.testing.engines import ReportingEngine
 from prefixkit.testing.expected import alone, assert_all_given_back, beams_alone, random_prompts, run
 from prefixkit.testing.fake_model import make_engine
 from prefixkit.tree.eviction import PrefixCache
@@ -201,7 +201,7 @@ class TestFailure:
             if len(kept) == 3:
                 raise KeyboardInterrupt
 
-        engine.on_sample = on_sample
+        engine.options["on_sample"] = on_sample
         with pytest.raises(KeyboardInterrupt):
             run(engine, random_prompts(4), SamplingParams(n=2, max_new_tokens=4))
         assert len(kept) == 3
@@ -221,7 +221,7 @@ class TestFailure:
         store = KVStore(plain.store.pool)
         store.tree = Interrupted(4096, 4)
         store.cache = PrefixCache(store.tree)
-        engine = Engine(plain.runner, store)
+        engine = ReportingEngine(plain.runner, store)
         with pytest.raises(KeyboardInterrupt):
             run(engine, prompts, params)
         assert_all_given_back(engine)
@@ -252,7 +252,7 @@ def test_samples_that_are_not_kept_are_gone_once_they_are_given(pace):
         alive.append(weakref.ref(sample))
         most = max(most, sum(one() is not None for one in alive))
 
-    engine, _ = make_engine(pace=pace, keep=False, on_sample=take)
+    engine, _ = make_engine(pace=pace, return_samples=False, on_sample=take)
     assert run(engine, prompts, params) == []
     assert sorted(given) == [(s.prompt_index, s.index, s.tokens) for s in kept]
     assert engine.report.samples == len(kept)

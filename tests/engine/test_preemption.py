@@ -6,10 +6,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from prefixkit.engine.page_needs import check_fits, pages_per_run
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Rate
 from prefixkit.engine.request import BeamParams, Request
-from prefixkit.engine.scheduler import check_fits, pages_per_unit
 from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.sampling.params import SamplingParams
@@ -117,7 +117,7 @@ def test_samples_that_are_preempted_while_they_are_computed_again(num_pages, chu
 def test_a_pool_of_just_what_the_check_asks_for_is_enough(page_size, headroom, how):
     """Searches that were preempted late have much to bring back, and little room beside it."""
     for requests, expected in (without_pressure(searches_of, 3), without_pressure(requests_of, 3, n=2)):
-        pages = max(-(-len(one.tokens) // page_size) + pages_per_unit(one.params, page_size) for one in requests)
+        pages = max(-(-len(one.tokens) // page_size) + pages_per_run(one.params, page_size) for one in requests)
         engine, _ = make_engine(pages, page_size, policy=MemoryPolicy(preemption=how, headroom=headroom))
         assert [s.tokens for s in engine.run(requests)] == [s.tokens for s in expected]
         assert_all_given_back(engine)
@@ -255,7 +255,11 @@ class TestOrder:
     def order_of(self, requests, **policy):
         order = []
         engine, _ = make_engine(
-            num_pages=24, page_size=4, policy=MemoryPolicy(**policy), keep=False, on_sample=lambda s: order.append(s)
+            num_pages=24,
+            page_size=4,
+            policy=MemoryPolicy(**policy),
+            return_samples=False,
+            on_sample=lambda s: order.append(s),
         )
         engine.run(requests)
         return [sample.prompt_index for sample in order]
@@ -284,7 +288,9 @@ def test_rates_come_from_what_was_measured():
     taken = {}
     for seconds in (1e-12, 3600.0):
         engine, _ = make_engine(num_pages=60, page_size=4, policy=MemoryPolicy(headroom=4))
-        engine.preemption.computing = Rate(1e15, seconds * 1e15)  # what this run measures does not count beside it
+        engine.store.notes["rate of computing"] = Rate(
+            1e15, seconds * 1e15
+        )  # what this run measures does not count beside it
         engine.run(requests)
         taken[seconds] = engine.report.preempted_swapped, engine.report.preempted_recomputed
     assert taken[1e-12][0] == 0 < taken[1e-12][1]

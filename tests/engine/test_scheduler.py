@@ -5,14 +5,13 @@ import sys
 import numpy as np
 import pytest
 
+from prefixkit.engine.call import Call
+from prefixkit.engine.page_needs import check_fits, lookahead_pages, pages_per_run
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import BeamParams, Request
+from prefixkit.engine.request_state import RequestState
 from prefixkit.engine.scheduler import (
-    RequestState,
     Scheduler,
-    check_fits,
-    growth_of,
-    pages_per_unit,
 )
 from prefixkit.kv.budget import Budget, KVBudgetTooSmall
 from prefixkit.kv.store import KVStore
@@ -29,7 +28,7 @@ def request(index, tokens, **params):
 
 def scheduler_over(num_pages, page_size=4, **policy):
     store = KVStore(KVPool(KVSpec(1, 1, 1), num_pages, page_size))
-    return Scheduler(store, policy=MemoryPolicy(**policy))
+    return Scheduler(store, Call(), policy=MemoryPolicy(**policy))
 
 
 def in_flight(scheduler):
@@ -43,18 +42,18 @@ def compute(scheduler):
 
 
 def test_pages_of_a_sample_leave_out_the_last_token_which_needs_no_kv():
-    assert [pages_per_unit(SamplingParams(max_new_tokens=t), 4) for t in (1, 2, 5, 6)] == [0, 1, 1, 2]
+    assert [pages_per_run(SamplingParams(max_new_tokens=t), 4) for t in (1, 2, 5, 6)] == [0, 1, 1, 2]
 
 
 def test_pages_of_a_search_are_those_of_its_beams_one_by_one_with_room_for_their_next_tokens():
-    of = [pages_per_unit(BeamParams(3, max_new_tokens=t), 4) for t in (1, 2, 4, 6, 17)]
+    of = [pages_per_run(BeamParams(3, max_new_tokens=t), 4) for t in (1, 2, 4, 6, 17)]
     assert of == [0, 3, 9, 12, 18]
 
 
 def test_growth_is_what_the_next_tokens_take():
-    of = [growth_of(SamplingParams(max_new_tokens=t), 4, 8) for t in (1, 2, 5, 6, 9, 10, 1000)]
+    of = [lookahead_pages(SamplingParams(max_new_tokens=t), 4, 8) for t in (1, 2, 5, 6, 9, 10, 1000)]
     assert of == [0, 1, 1, 2, 2, 2, 2]
-    assert growth_of(BeamParams(3, max_new_tokens=6), 4, 1) == 3
+    assert lookahead_pages(BeamParams(3, max_new_tokens=6), 4, 1) == 3
 
 
 def test_prompts_that_share_are_admitted_one_after_the_other():
@@ -72,15 +71,15 @@ def test_what_comes_later_waits_whatever_its_tokens_are():
     assert in_flight(scheduler) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("growth", "admitted"), [(0, 2), (1, 1), (3, 1), (4, 0)])
-def test_a_prompt_is_admitted_beside_the_growth_of_what_runs(growth, admitted):
+@pytest.mark.parametrize(("lookahead", "admitted"), [(0, 2), (1, 1), (3, 1), (4, 0)])
+def test_a_prompt_is_admitted_beside_the_next_tokens_of_what_runs(lookahead, admitted):
     """Each of two pages, and one for its first sample's next tokens."""
     scheduler = scheduler_over(num_pages=6, headroom=4)
     scheduler.in_flight.append(running := RequestState(request(9, [1]), 0, running=1))
     running.prompt = scheduler.store.tree.insert([1])
     scheduler.store.tree.release(running.prompt)
     scheduler.submit([request(i, [i + 2] * 8, n=5, max_new_tokens=100) for i in range(2)])
-    scheduler.admit(growth)
+    scheduler.admit(lookahead)
     assert len(scheduler.in_flight) - 1 == admitted
 
 
@@ -143,12 +142,12 @@ def test_an_equal_prompt_in_flight_shares_its_logits():
     assert [state.first_logits for state in scheduler.in_flight] == ["logits", "logits"]
 
 
-def test_what_is_put_back_goes_first_again():
+def test_what_is_requeue_goes_first_again():
     scheduler = scheduler_over(num_pages=40)
     scheduler.submit([request(i, [i, 1, 2], max_new_tokens=9) for i in range(3)])
     scheduler.admit(0)
     compute(scheduler)
-    scheduler.put_back(scheduler.in_flight[1])
+    scheduler.requeue(scheduler.in_flight[1])
     assert in_flight(scheduler) == [0, 2]
     scheduler.submit([request(3, [0, 0], max_new_tokens=9)])
     scheduler.admit(0)

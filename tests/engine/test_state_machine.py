@@ -108,7 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
         pace=st.sampled_from(PACES),
         chunk=st.sampled_from([1, 5, 1024]),
         most_running=st.sampled_from([1, 3, 1000]),
-        keep_samples=st.booleans(),
+        retain_samples=st.booleans(),
         computing=st.sampled_from([1e-9, 1.0]),
     )
     def begin(
@@ -118,7 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
         pace: Pace,
         chunk: int,
         most_running: int,
-        keep_samples: bool,
+        retain_samples: bool,
         computing: float,
     ) -> None:
         num_pages += 40 // self.page_size  # most requests fit
@@ -129,9 +129,11 @@ class EngineMachine(RuleBasedStateMachine):
             policy=policy,
             prefill_chunk=chunk,
             most_running=most_running,
-            keep_samples=keep_samples,
+            retain_samples=retain_samples,
         )
-        self.engine.preemption.computing = Rate(1e15, computing * 1e15)  # "auto" recomputes, or swaps, always
+        self.engine.store.notes["rate of computing"] = Rate(
+            1e15, computing * 1e15
+        )  # "auto" recomputes, or swaps, always
         self.engine.runner.model = self.run_model
         self.known: list[tuple[int, ...]] = [()]
         self.pins: list[Any] = []  # sequences of the tree
@@ -181,7 +183,7 @@ class EngineMachine(RuleBasedStateMachine):
     def end(self) -> None:
         """The stream has ended, or was ended."""
         self.stream, self.fuse = None, None
-        self.engine.listen()
+        self.engine.options.clear()
 
     def attempt(self, change: Any) -> Any:
         """What ``change`` gives; None where it failed as it was to, or was refused without a trace."""
@@ -217,12 +219,12 @@ class EngineMachine(RuleBasedStateMachine):
         ]
         counts = [one.params.n if isinstance(one.params, SamplingParams) else 1 for one in self.requests]
         self.missing = {(i, index) for i, count in enumerate(counts) for index in range(count)}
-        self.engine.listen(
+        self.engine.options.update(
             on_sample=lambda sample: self.burn("sample"),
             on_token=(lambda event: self.burn("token")) if by_token else None,
             on_step=lambda rows: self.burn("step"),
         )
-        self.engine.report, self.steps_before = Report(), self.engine.scheduler.steps
+        self.engine.report = Report()
         self.stream, self.begun = self.engine.stream(self.requests), False
 
     @precondition(streaming)
@@ -253,8 +255,8 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         """Step by step, with a look at the tree after each."""
         for _ in range(count):
-            if not self.engine.scheduler.idle:
-                for sample in self.engine.step():
+            if not self.engine.last.scheduler.idle:
+                for sample in self.engine.last.step():
                     self.check(sample)
                 check_engine(self.engine, self.model)
 
@@ -391,7 +393,8 @@ class EngineMachine(RuleBasedStateMachine):
         report = self.engine.report
         for name in ("preempted_swapped", "preempted_recomputed", "tokens_evicted", "prompt_tokens_found"):
             self.done[name] += getattr(report, name)
-        self.done["steps"] += self.engine.scheduler.steps - self.steps_before
+        if self.begun and self.engine.last is not None:
+            self.done["steps"] += self.engine.last.scheduler.steps
 
     @invariant()
     def the_pool_holds_what_the_tree_says(self) -> None:

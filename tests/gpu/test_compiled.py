@@ -216,7 +216,7 @@ def test_graphs_of_other_engines_are_captured_again_once_compiled_layers_have_mo
                 freed.extend(torch.full_like(parameter, torch.nan) for parameter in model.parameters())
 
         if midst:
-            engine.on_step = move
+            engine.options["on_step"] = move
         else:
             move()
         samples = engine.run(requests)

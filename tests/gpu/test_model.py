@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import prefixkit
+from prefixkit.engine.call import Call
 from prefixkit.engine.request import Request
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
@@ -42,11 +43,12 @@ def test_logits_err_no_more_than_the_unpatched_models(head_dim: int) -> None:
     requests = [Request(i, p, SamplingParams(max_new_tokens=1)) for i, p in enumerate(sequences)]
     with prefixkit.patched(model):
         engine = make_engine(model, requests)
-        engine.scheduler.submit(requests)
-        engine.scheduler.admit(0)
-        groups = list(engine.scheduler.in_flight)
+        loop = engine.loop(Call())
+        loop.start(requests)
+        loop.scheduler.admit(0)
+        groups = list(loop.scheduler.in_flight)
         while any(group.first_logits is None for group in groups):
-            engine.step()
+            loop.step()
     logits = {tuple(group.request.tokens.tolist()): group.first_logits for group in groups}
     ours, stock = [], []
     for sequence in sequences:

@@ -10,12 +10,10 @@ import torch
 
 from prefixkit.attention.queries import decode_tree
 from prefixkit.attention.uncomputed import choose_queries
-from prefixkit.runners.batch import Batch
+from prefixkit.runners.batch import Batch, Outputs
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import alone, run
 from prefixkit.testing.fake_model import VOCAB, logits_after
-
-NO_ROWS = np.empty(0, np.int64)
 
 
 @pytest.fixture
@@ -30,7 +28,7 @@ def computed_prompt(runner, tree, tokens, rows):
     sequence = tree.insert(tokens)
     sequences = [sequence, *tree.fork(sequence, rows)]
     step = choose_queries(tree.snapshot(), [], [], 1000)
-    runner.launch(Batch(step, np.asarray(tokens, np.int32), np.array([len(tokens) - 1]), NO_ROWS, None))
+    runner.launch(Batch(step, np.asarray(tokens, np.int32), Outputs(np.array([len(tokens) - 1]))))
     tree.mark_computed([sequence.node], [len(tokens)])
     np.testing.assert_array_equal(runner.logits[0], logits_after(tokens))
     return sequences[1:]
@@ -43,7 +41,7 @@ def decode(runner, tree, sequences, tokens, steps):
     order = np.argsort([node.index for node in nodes])
     leaves = np.array([nodes[i].index for i in order], np.int32)
     last = np.array(tokens, np.int32)[order]
-    runner.launch(Batch(decode_tree(snapshot, leaves), last, np.arange(len(order)), NO_ROWS, None, steps))
+    runner.launch(Batch(decode_tree(snapshot, leaves), last, Outputs(np.arange(len(order))), steps))
     return order
 
 
@@ -51,7 +49,7 @@ def decode(runner, tree, sequences, tokens, steps):
 @pytest.mark.parametrize("rows", [1, 3, 7])
 def test_each_row_runs_the_token_that_it_is_given(graphs, rows, decoding, rng):
     made, _ = decoding()
-    runner, tree = made.runner if graphs else made.runner.eager, made.tree
+    runner, tree = made.runner if graphs else made.runner.eager, made.store.tree
     runner.start_call()
     prompt = rng.integers(0, VOCAB, 9).tolist()
     sequences = computed_prompt(runner, tree, prompt, rows)
@@ -72,9 +70,9 @@ def test_sampled_steps_and_steps_for_logits_have_graphs_of_their_own(decoding, r
     for first in (10, 11):  # another token than those of prompts whose KV is there
         samples = run(made, [np.arange(9)], params)
         assert [one.tokens for one in samples] == [alone(np.arange(9), params, one.index) for one in samples]
-        sequences = computed_prompt(made.runner, made.tree, [first, *rng.integers(0, VOCAB, 7).tolist()], 3)
-        decode(made.runner, made.tree, sequences, [1, 2, 3], steps=4)
-        for sequence in [*sequences, *made.tree.root.children[0].sequences.values()]:
+        sequences = computed_prompt(made.runner, made.store.tree, [first, *rng.integers(0, VOCAB, 7).tolist()], 3)
+        decode(made.runner, made.store.tree, sequences, [1, 2, 3], steps=4)
+        for sequence in [*sequences, *made.store.tree.root.children[0].sequences.values()]:
             if sequence.tree is not None:
-                made.tree.release(sequence)
+                made.store.tree.release(sequence)
     assert made.runner.captures == 2

@@ -24,8 +24,8 @@ from prefixkit.cli.prompted import Prompted, Settings, manifest_of, prompted
 from prefixkit.cli.terminal import line
 from prefixkit.cli.views import branches, plant, show_report
 from prefixkit.engine.memory import pages_needed
+from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.request import Request, Sample
-from prefixkit.engine.scheduler import check_fits
 from prefixkit.engine.sharing_report import Report
 from prefixkit.evaluation.campaign.folder import RunFolder, check_place, create
 from prefixkit.evaluation.campaign.run import Goal, Progress, record_of, run_campaign
@@ -149,7 +149,7 @@ def sample_into(
         meter.expect(progress.there, progress.wanted, max(one.params.max_new_tokens for one in requests))
 
     def sampler(wanted: list[Request], give: Callable[[Sample], None]) -> Report:
-        return session.run(wanted, keep=False, on_sample=give, on_step=meter.count_tokens).report
+        return session.run(wanted, return_samples=False, on_sample=give, on_step=meter.count_tokens).report
 
     params = [one.params for one in requests if isinstance(one.params, SamplingParams)]
     solved = None if judge is None else solved_of(folder, goal.part, judge, settings.quiet, console)
@@ -203,7 +203,7 @@ def _to_standard_output(
             0, sum(len(one.sample_indices) for one in wanted), max(one.params.max_new_tokens for one in wanted)
         )
         try:
-            report = session.run(wanted, keep=False, on_sample=finished, on_step=meter.count_tokens).report
+            report = session.run(wanted, return_samples=False, on_sample=finished, on_step=meter.count_tokens).report
         except KeyboardInterrupt:
             raise Interrupted(f"{meter.done:,} of {meter.wanted:,} samples had finished, every line whole") from None
     if not settings.quiet:

@@ -4,70 +4,105 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NoReturn, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from prefixkit.engine.request import BeamParams, Sample
+from prefixkit.engine.call import Call
+from prefixkit.engine.request import BeamParams, Sample, TokenEvent
+from prefixkit.engine.request_state import RequestState
 from prefixkit.engine.runs.beam import Beam, BeamMove, BeamSearch, advance, finished, num_candidates
-from prefixkit.engine.scheduler import RequestState
+from prefixkit.engine.runs.run import RowSampling
+from prefixkit.kv.store import KVStore
+from prefixkit.runners.batch import Results
+from prefixkit.sampling.specification import GREEDY
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
 from prefixkit.tree.rows import select
 
+_NO_HISTORY = np.empty(0, np.int32)
+
 
 @dataclass(eq=False)
 class BeamRun:
-    """A beam search that is under way.
+    """A beam search that is under way (see ``Run``): a sequence for each live beam.
 
     Attributes:
-        state: Its prompt.
         search: Beams and hypotheses.
-        sequences: The tree's sequence of each live beam.
         decode: Token ids to text.
         steps: Steps of the search so far.
-        restores: Whether it was preempted: the last token of each beam joins the tree once those before it have KV.
     """
 
-    state: RequestState
-    search: BeamSearch
-    sequences: list[Sequence]
-    decode: Callable[[list[int]], str] | None
-    steps: int = 0
-    restores: bool = False
+    streams: ClassVar[bool] = False
+    by_token: ClassVar[bool] = False
+    stop_token_ids: ClassVar[tuple[int, ...]] = ()  # the search itself looks for those that end a beam
+    name: ClassVar[str] = "a beam"
     unpipelined: ClassVar[str | None] = "beam search"  # how its beams fork decides what runs next
 
+    state: RequestState
+    sequences: list[Sequence]
+    search: BeamSearch
+    decode: Callable[[list[int]], str] | None
+    steps: int = 0
+    recomputing: bool = False
+
     @classmethod
-    def begin(cls, state: RequestState, sequence: Sequence, decode: Callable[[list[int]], str] | None) -> BeamRun:
-        """Start the search from a prompt whose first logits are known."""
-        params = state.request.params
-        assert isinstance(params, BeamParams)
-        return cls(state, BeamSearch(params), [sequence], decode)
+    def start(cls, state: RequestState, tree: PrefixTree, call: Call) -> BeamRun:
+        search = BeamSearch(cast(BeamParams, state.request.params))
+        return cls(state, tree.fork(state.sequence), search, call.detokenizer.decode)
+
+    @property
+    def tokens_left(self) -> int:
+        return self.search.params.max_new_tokens - 1 - self.search.beams[0].length if self.search.beams else 0
+
+    @property
+    def token_lists(self) -> list[list[int]]:
+        return [list(beam.tokens) for beam in self.search.beams]
+
+    @property
+    def done(self) -> bool:
+        return self.search.done
 
     @property
     def top(self) -> int:
         """Likeliest tokens of each beam that a step looks at."""
         return num_candidates(self.search.params)
 
-    @property
-    def tokens_left(self) -> int:
-        """Tokens of each beam that may still join the tree: the last one never does."""
-        return self.search.params.max_new_tokens - 1 - self.search.beams[0].length if self.search.beams else 0
+    def row_sampling(self) -> RowSampling:
+        return RowSampling(GREEDY, np.uint64(0), 0, _NO_HISTORY, top=self.top)
 
-    @property
-    def token_lists(self) -> list[list[int]]:
-        """The tokens chosen so far, of each live beam."""
-        return [list(beam.tokens) for beam in self.search.beams]
-
-    def resume(self, sequences: list[Sequence]) -> None:
-        """Go on with sequences of the prompt and all tokens but the last, of each beam."""
-        self.sequences, self.restores = sequences, True
-
-    def growth(self, tree: PrefixTree, tokens: int) -> int:
+    def lookahead_pages(self, tree: PrefixTree, tokens: int) -> int:
         """Pages that its next steps may take, so many if it gets as far, if not every beam forks at each of them."""
         most = pages_for(min(self.tokens_left, tokens), tree.page_size)
-        return self.search.params.num_beams * (most + self.restores)
+        return self.search.params.num_beams * (most + self.recomputing)
+
+    def pages_to_resume(self, page_size: int, tokens: int) -> int:
+        most = pages_for(min(self.tokens_left, tokens), page_size)
+        return self.search.params.num_beams * most + len(self.search.beams)
+
+    def resume(self, sequences: list[Sequence]) -> None:
+        self.sequences, self.recomputing = sequences, True
+
+    def accept(self, token: int, logprob: float, on_token: Callable[[TokenEvent], None] | None) -> NoReturn:
+        raise AssertionError("it does not stream")
+
+    def accept_all(self, tokens: list[int], logprobs: list[float], ends: bool) -> NoReturn:
+        raise AssertionError("it does not stream")
+
+    @classmethod
+    def advance(
+        cls, tree: PrefixTree, rows: Mapping[BeamRun, list[int]], results: Results
+    ) -> list[tuple[Sequence, int]]:
+        """A step of each search; those that are alike move together."""
+        alike: dict[tuple[BeamParams, int], list[BeamRun]] = {}
+        for run in rows:
+            alike.setdefault((run.search.params, len(run.sequences)), []).append(run)
+        moves: dict[BeamRun, tuple[BeamSearch, BeamMove]] = {}
+        for group in alike.values():
+            own, top = [row for run in group for row in rows[run]], group[0].top
+            tokens, logprobs = results.top_tokens[own, :top], results.top_logprobs[own, :top]
+            moves |= zip(group, advance([run.search for run in group], tokens, logprobs), strict=True)
+        return [grow for run in rows for grow in run.move(tree, *moves[run])]
 
     def move(self, tree: PrefixTree, search: BeamSearch, move: BeamMove) -> list[tuple[Sequence, int]]:
         """Go on as the search does: fork beams that go on in several ways, release those that go on in none.
@@ -97,28 +132,8 @@ class BeamRun:
             score=beam.score,
         )
 
+    def leave(self, store: KVStore, samples: list[Sample], retain: bool) -> None:
+        """Nothing: the search has released the sequences of all beams."""
 
-def advance_beams(
-    tree: PrefixTree,
-    rows: Mapping[BeamRun, list[int]],
-    tokens: NDArray[np.int64],
-    logprobs: NDArray[np.float32],
-) -> list[tuple[Sequence, int]]:
-    """A step of each search.
-
-    Args:
-        tree: Where the sequences live.
-        rows: Of each search, the row of each beam.
-        tokens, logprobs: ``[rows, top]`` the likeliest tokens, best first.
-
-    Returns:
-        Which sequence is to be extended by which token.
-    """
-    alike: dict[tuple[BeamParams, int], list[BeamRun]] = {}
-    for run in rows:
-        alike.setdefault((run.search.params, len(run.sequences)), []).append(run)
-    moves: dict[BeamRun, tuple[BeamSearch, BeamMove]] = {}
-    for group in alike.values():
-        own, top = [row for run in group for row in rows[run]], group[0].top
-        moves |= zip(group, advance([run.search for run in group], tokens[own, :top], logprobs[own, :top]), strict=True)
-    return [grow for run in rows for grow in run.move(tree, *moves[run])]
+    def tokens_of_plain_batch(self, samples: list[Sample]) -> int:
+        return self.search.params.num_beams * (len(self.state.request.tokens) + self.steps - 1)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, NoReturn, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefixkit.engine.call import Call
 from prefixkit.engine.request import FinishReason, Sample, TokenEvent
-from prefixkit.engine.runs.detokenizer import Detokenizer
+from prefixkit.engine.request_state import RequestState
+from prefixkit.engine.runs.run import RowSampling
 from prefixkit.engine.runs.stop import StopChecker
-from prefixkit.engine.scheduler import RequestState
+from prefixkit.kv.store import KVStore
+from prefixkit.runners.batch import Results
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import sample_key
+from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
 
@@ -26,37 +30,36 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class SampleRun:
-    """A sample that is being generated.
+    """A sample that is being generated (see ``Run``).
 
-    ``key`` seeds its private random stream.  One that ``restores`` was preempted: its last token joins its sequence
-    once those before it have KV again.
+    Attributes:
+        index: Which of its prompt's.
+        key: Seeds its private random stream.
+        params: How it is sampled.
+        stop: Looks for what ends it.
+        processor: Changes its logits first.
+        tokens, logprobs: Those sampled so far.
     """
 
+    streams: ClassVar[bool] = True
+
     state: RequestState
+    sequences: list[TreeSequence]
     index: int
     key: np.uint64
-    sequence: TreeSequence
     params: SamplingParams
     stop: StopChecker
     processor: LogitsProcessor | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    restores: bool = False
+    recomputing: bool = False
 
     @classmethod
-    def begin(
-        cls,
-        state: RequestState,
-        index: int,
-        tree: PrefixTree,
-        detokenizer: Detokenizer,
-    ) -> SampleRun:
-        """Start sample ``index`` of a prompt whose first logits are known; where that fails, the tree is unchanged."""
-        params = state.request.params
-        assert isinstance(params, SamplingParams)
-        key = sample_key(params.seed, index, state.request.tokens, state.request.occurrence)
-        text = bool(params.stop_functions)
-        decode, special = detokenizer.decode, detokenizer.special_tokens
+    def start(cls, state: RequestState, tree: PrefixTree, call: Call) -> SampleRun:
+        request, index = state.request, state.request.sample_indices[state.started]
+        params = cast(SamplingParams, request.params)
+        key = sample_key(params.seed, index, request.tokens, request.occurrence)
+        decode, special, text = call.detokenizer.decode, call.detokenizer.special_tokens, bool(params.stop_functions)
         stop = StopChecker(params.stop_token_ids or (), params.stop_strings, decode, special, text=text)
         processor = None
         if params.logits_processors is not None and not callable(processor := params.logits_processors()):
@@ -64,30 +67,52 @@ class SampleRun:
                 f"logits_processors must make a function of token ids and logits, it made {type(processor).__name__}; "
                 "several go into one as transformers' LogitsProcessorList"
             )
-        return cls(state, index, key, tree.fork(state.sequence)[0], params, stop, processor)
+        return cls(state, tree.fork(state.sequence), index, key, params, stop, processor)
+
+    @property
+    def name(self) -> str:
+        return f"sample {self.index}"
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that may still join the tree: the last one sampled never does."""
         return self.params.max_new_tokens - 1 - len(self.tokens)
 
     @property
-    def sequences(self) -> list[TreeSequence]:
-        """Its sequence in the tree."""
-        return [self.sequence]
-
-    @property
     def token_lists(self) -> list[list[int]]:
-        """The tokens sampled so far, of its sequence."""
         return [self.tokens]
 
-    def resume(self, sequences: list[TreeSequence]) -> None:
-        """Go on with a sequence of the prompt and all tokens but the last."""
-        (self.sequence,), self.restores = sequences, True
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self.params.stop_token_ids or ()
 
-    def growth(self, tree: PrefixTree, tokens: int) -> int:
-        """Pages that its next tokens may take, so many if it gets as far."""
-        return tree.pages_to_extend(self.sequence, min(self.tokens_left, tokens) + self.restores)
+    @property
+    def by_token(self) -> bool:
+        """Whether tokens are accepted one by one: stop strings and functions are asked as they come."""
+        return bool(self.params.stop)
+
+    @property
+    def unpipelined(self) -> str | None:
+        if self.processor is not None:
+            return "logits processors"
+        return "stop functions" if self.params.stop_functions else None
+
+    @property
+    def done(self) -> bool:
+        return self.sequences[0].tree is None
+
+    def row_sampling(self) -> RowSampling:
+        process = None if self.processor is None else self.processed
+        return RowSampling(self.params, self.key, len(self.tokens), self.history(), process=process)
+
+    def lookahead_pages(self, tree: PrefixTree, tokens: int) -> int:
+        return tree.pages_to_extend(self.sequences[0], min(self.tokens_left, tokens) + self.recomputing)
+
+    def pages_to_resume(self, page_size: int, tokens: int) -> int:
+        held = len(self.tokens) - 1
+        return pages_for(held + 1 + min(self.tokens_left, tokens), page_size) - pages_for(held, page_size)
+
+    def resume(self, sequences: list[TreeSequence]) -> None:
+        self.sequences, self.recomputing = sequences, True
 
     def processed(self, logits: Tensor) -> Tensor:
         """``[vocab]`` logits as the sample's processor gives them.
@@ -105,18 +130,6 @@ class SampleRun:
                 f"a logits processor must return logits of shape [1, {len(logits)}], got {list(found.shape)}"
             )
         return found[0]
-
-    @property
-    def by_token(self) -> bool:
-        """Whether tokens are looked at one by one: stop strings and functions are asked as they come."""
-        return bool(self.params.stop)
-
-    @property
-    def unpipelined(self) -> str | None:
-        """Why its next step cannot start before the host has seen its last token; None if it can."""
-        if self.processor is not None:
-            return "logits processors"
-        return "stop functions" if self.params.stop_functions else None
 
     def history(self) -> NDArray[np.int32]:
         """What penalties and logits processors look at: the prompt's tokens and those sampled."""
@@ -145,6 +158,27 @@ class SampleRun:
         self.logprobs += logprobs
         stopped = self.stop.push_all(tokens)
         return self._sample("stop" if stopped else "length") if ends else None
+
+    @classmethod
+    def advance(cls, tree: PrefixTree, rows: Mapping[SampleRun, list[int]], results: Results) -> NoReturn:
+        raise AssertionError("it streams")
+
+    def samples(self) -> NoReturn:
+        raise AssertionError("it streams")
+
+    def leave(self, store: KVStore, samples: list[Sample], retain: bool) -> None:
+        """Take its sequence out of the tree; all that is sampled but the last token has KV."""
+        (sequence,), (sample,) = self.sequences, samples
+        if not retain:
+            return store.tree.release(sequence)
+        held = sequence.length - len(self.state.request.tokens)
+        if more := sample.tokens[held:-1]:
+            store.tree.extend(sequence, more)
+        store.tree.mark_computed([sequence.node], [sequence.node.length])
+        store.retain(sequence)
+
+    def tokens_of_plain_batch(self, samples: list[Sample]) -> int:
+        return len(self.state.request.tokens) + len(samples[0].tokens) - 1
 
     def _sample(self, reason: FinishReason) -> Sample:
         """The finished sample; from now on it alone holds the tokens, as arrays: a run may stay in a batch for long."""

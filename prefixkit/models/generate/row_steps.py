@@ -9,12 +9,11 @@ from torch import Tensor
 from prefixkit.attention.queries import StepTree, decode_tree
 from prefixkit.attention.uncomputed import choose_queries, tokens_of
 from prefixkit.models.generate.tree_memory import TreeMemory
-from prefixkit.runners.batch import Batch
+from prefixkit.runners.batch import Batch, Outputs
+from prefixkit.runners.tree_step import launch_step
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages
 from prefixkit.tree.rows import Rows
-
-_NO_ROWS = np.empty(0, np.int64)
 
 
 class RowSteps:
@@ -118,8 +117,7 @@ class RowSteps:
         order = np.argsort(leaves, kind="stable")
         last = np.array([node.last_token for node in nodes], np.int32)[order]
         step, every = decode_tree(snapshot, leaves[order]), np.arange(len(leaves))
-        runner.launch(Batch(step, last, every, _NO_ROWS, None, steps=1 + left))
-        tree.mark_computed(nodes, [node.length for node in nodes])
+        launch_step(runner, tree, Batch(step, last, Outputs(every), steps=1 + left), [nodes[i] for i in order.tolist()])
         there, place = (torch.from_numpy(of).to(runner.logits.device) for of in (order, np.argsort(order)))
         if goes_on:
             self._order = there, place
@@ -180,6 +178,5 @@ class RowSteps:
         tree = self.memory.store.tree
         queries, nodes = step.queries, tree.nodes()
         running = [nodes[node] for node in queries.node.tolist()]
-        self.memory.runner.launch(Batch(step, tokens_of(queries, nodes), wanted, _NO_ROWS, None))
-        tree.mark_computed(running, np.maximum(queries.end, step.snapshot.computed[queries.node]))
+        launch_step(self.memory.runner, tree, Batch(step, tokens_of(queries, nodes), Outputs(wanted)), running)
         return self.memory.runner.logits.clone()
